@@ -1,9 +1,10 @@
 """How much faster than a matmul and an all-reduce is matmul_all_reduce, where a decode step has few rows?
 
 Protocol: measure.py's; bf16, normal data, weights as linear layers keep them (b = weight.t()). Cases: K x N of each rank, by
-batch. Baselines of the same run: torch.mm, then NCCL in each of its ways (default; symmetric kernels on registered buffers) or
-one of PyTorch's symmetric-memory all-reduces (one_shot_all_reduce, two_shot_all_reduce_), which reduce what torch.mm has left
-in symmetric memory; and torch.mm alone. `sequential_us` is torch.mm + NCCL's default, `best_us` the fastest baseline of all.
+batch. Baselines of the same run: torch.mm, then NCCL in each of its ways (default; symmetric kernels on registered buffers)
+or one of PyTorch's symmetric-memory all-reduces (one_shot_all_reduce, two_shot_all_reduce_), which reduce what torch.mm has
+left in symmetric memory; the same by torch.compile; and torch.mm alone. `sequential_us` is torch.mm + NCCL's default,
+`best_us` the fastest baseline of all.
 
 Traps: multicast stays off, so PyTorch's multimem all-reduces are not among them. Calls follow each other on one weight: of what
 a cache keeps of it every method profits alike. Baselines reduce in place and in registered memory, which favours them. A
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from collectives import Way
+from collectives import Way, compiled
 from measure import Job, Times, Work, close_to, geomean, row, together, trial
 
 import weft
@@ -32,7 +33,7 @@ REPEAT = 20
 CASES = ((3584, 8192), (1024, 8192), (6656, 16384), (8192, 8192))
 """K and N of each rank."""
 BATCHES = (1, 8, 32, 64, 128)
-SPECS = ("one_shot", "two_shot", "sequential_stores")
+SPECS = ("one_shot", "two_shot", "sequential", "sequential_stores")
 TORCH = ("one_shot", "two_shot")
 """PyTorch's symmetric-memory all-reduces."""
 
@@ -56,6 +57,7 @@ class Site:
         works: dict[str, Work] = {"mm": lambda: torch.mm(self.a, self.b, out=self.product)}
         works |= {f"mm + {way.name}": self._nccl(way) for way in found}
         works |= {f"mm + torch {kind}": self._torch(kind) for kind in TORCH}
+        works["mm + torch.compile"] = compiled(self.problem.op, self.a, self.b)
         return works | {spec: self._weft(spec) for spec in specs}
 
     def _nccl(self, way: Way) -> Work:

@@ -1,9 +1,9 @@
 """How much of an all-to-all do matmul_all_to_all and all_to_all_matmul hide, in even shares and with splits on the device?
 
 Protocol: measure.py's; bf16, normal data; results are compared with sequential's before anything is timed. M k N of each rank.
-Baselines of the same run: sequential (torch.mm and NCCL's all_to_all), NCCL alone, cuBLAS alone; NCCL is the fastest of its
-ways (collectives.py), by case and mode. ideal = the larger of NCCL alone and cuBLAS alone. overlapped = the best of the
-schedules that are named; auto = weft's own choice.
+Baselines of the same run: sequential (torch.mm and NCCL's all_to_all), the same by torch.compile (torch_compile), NCCL alone,
+cuBLAS alone; NCCL is the fastest of its ways (collectives.py), by case and mode. ideal = the larger of NCCL alone and cuBLAS
+alone. overlapped = the best of the schedules that are named; auto = weft's own choice.
 
 ragged: M rows of each rank for `experts` experts of each rank, in shares drawn anew by rank, one in four twice as large.
 Sequential is torch._grouped_mm and NCCL with splits that the host knows: a real program of this kind would wait for the device
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from collectives import Way
+from collectives import Way, compiled
 from measure import Job, Times, Work, check_of, geomean, row, together, trial
 
 import weft
@@ -37,6 +37,7 @@ SPECS: dict[Op, tuple[str, ...]] = {
         "track_and_trigger:1",
         "track_and_trigger:2",
         "direct_store:1",
+        "sequential",
         "sequential_stores",
     ),
     "all_to_all_matmul": (
@@ -45,6 +46,7 @@ SPECS: dict[Op, tuple[str, ...]] = {
         "flag_gated:1",
         "flag_gated:2",
         "direct_store:1",
+        "sequential",
         "sequential_stores",
     ),
 }
@@ -98,6 +100,7 @@ def even_works(op: Op, case: Case, found: Sequence[Way], specs: Sequence[str]) -
             works[f"sequential {way.name}"] = partial(_rows_first, way, sent, landed, b, product)
         works[f"communication {way.name}"] = partial(way.all_to_all, landed, sent)
     works["computation"] = partial(torch.mm, a, b)
+    works["torch_compile"] = compiled(op, a, b)
     call = weft.matmul_all_to_all if op == "matmul_all_to_all" else weft.all_to_all_matmul
     return works | {spec: partial(call, a, b, schedule=spec) for spec in specs}
 
@@ -215,8 +218,8 @@ def figures(times: Mapping[str, Times], specs: Sequence[str]) -> dict[str, Any]:
         "overlapped_us": us[best] if best else None,
         "auto_us": us.get("auto"),
         "candidates": {spec: us[spec] for spec in specs},
-        "peers": {name: value for name, value in us.items() if " " in name},
-        "host_us": {name: t.host_us for name, t in times.items() if name in ("auto", "splits", best)},
+        "peers": {name: value for name, value in us.items() if " " in name or name == "torch_compile"},
+        "host_us": {name: t.host_us for name, t in times.items() if name in ("auto", "splits", "torch_compile", best)},
     }
 
 

@@ -12,16 +12,40 @@ Each registered way has a group of its own, and the world's communicator stays a
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Failed, say, together
+from measure import Failed, Work, say, together
+from torch.distributed import _functional_collectives as functional
 
 REGISTERED = ("symmetric", "copy_engine")
 _CTA_POLICY_ZERO = 2
+Program = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _programs() -> dict[str, Program]:
+    """A matmul and its collective as a compiled model has them, by operator: functional collectives on the world."""
+    world = dist.group.WORLD
+    assert world is not None
+    return {
+        "all_gather_matmul": lambda a, b: functional.all_gather_tensor(a, 0, world) @ b,
+        "matmul_reduce_scatter": lambda a, b: functional.reduce_scatter_tensor(a @ b, "sum", 0, world),
+        "matmul_all_reduce": lambda a, b: functional.all_reduce(a @ b, "sum", world),
+        "matmul_all_to_all": lambda a, b: functional.all_to_all_single(a @ b, None, None, world),
+        "all_to_all_matmul": lambda a, b: functional.all_to_all_single(a, None, None, world) @ b,
+    }
+
+
+def compiled(op: str, a: torch.Tensor, b: torch.Tensor) -> Work:
+    """The sequential program by torch.compile, for these shapes. Compiled at its first call."""
+    # Dynamo keeps a few compiled versions of a function and then gives up: each case begins anew.
+    torch.compiler.reset()
+    program = torch.compile(_programs()[op], dynamic=False, fullgraph=True)
+    return lambda: program(a, b)
 
 
 @dataclass(kw_only=True)

@@ -1,12 +1,12 @@
 """How much of the communication do the tensor-parallel operators hide, on the 14 cases?
 
 Protocol: measure.py's; bf16, normal data; results are compared with sequential's before anything is timed. Baselines of the
-same run: sequential (torch.mm and NCCL's collective), NCCL alone, cuBLAS alone, PyTorch's asynchronous tensor parallelism
-(symm_mem.fused_*). NCCL, alone and in sequential, is the fastest of its ways (collectives.py), by case and mode.
-ideal = the larger of NCCL alone and cuBLAS alone. overlapped = the best of the schedules that are named; auto = weft's own
-choice. Traps: multicast stays off, so async TP is always asked for the gathered a: without that it may take multimem kernels
-for small M; each case gives its memory back; registered buffers are used in place, which favours NCCL;
-host time of weft includes that ranks meet at each call, that of the others does not.
+same run: sequential (torch.mm and NCCL's collective), NCCL alone, cuBLAS alone, the sequential program by torch.compile
+(torch_compile), PyTorch's asynchronous tensor parallelism (async_tp: symm_mem.fused_*). NCCL, alone and in sequential, is the
+fastest of its ways (collectives.py), by case and mode. ideal = the larger of NCCL alone and cuBLAS alone. overlapped = the
+best of the schedules that are named; auto = weft's own choice. Traps: multicast stays off, so async TP is always asked for
+the gathered a: without that it may take multimem kernels for small M; each case gives its memory back; registered buffers are
+used in place, which favours NCCL; host time of weft includes that ranks meet at each call, that of the others does not.
 
     torchrun --nproc-per-node 4 benchmarks/tp.py --json benchmarks/results/tp.jsonl
     torchrun --nproc-per-node 4 benchmarks/tp.py --cases M=512 --ops matmul_reduce_scatter --specs direct_store:1,flag_gated:2
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 from cases import CASES, Case
-from collectives import REGISTERED, Way, ways
+from collectives import REGISTERED, Way, compiled, ways
 from measure import Failed, Job, Times, Work, check_of, parser, row, start, stop, together, trial
 from parts import run_jobs
 from summary import sentence, summary
@@ -44,6 +44,7 @@ SPECS = {
         "flag_gated:2",
         "track_and_trigger:1",
         "direct_store:1",
+        "sequential",
         "sequential_stores",
         "flag_gated_2d:4",
     ),
@@ -54,6 +55,7 @@ SPECS = {
         "track_and_trigger:2",
         "track_and_trigger:4",
         "direct_store:1",
+        "sequential",
         "sequential_stores",
     ),
 }
@@ -79,6 +81,7 @@ class Site:
             if way.runs("all_gather" if self.gather else "reduce_scatter"):
                 works |= self._gathers(way) if self.gather else self._scatters(way)
         works["async_tp"] = self._async_tp
+        works["torch_compile"] = compiled(self.problem.op, self.a, self.b)
         return works | {spec: self.overlapped(spec) for spec in (*specs, "auto")}
 
     def _gathers(self, way: Way) -> dict[str, Work]:
@@ -181,10 +184,11 @@ def figures(times: Mapping[str, Times], mode: str, specs: Sequence[str], name: s
         "chosen": name,
         "nccl": nccl,
         "candidates": {spec: us[spec] for spec in specs},
-        "peers": {peer: us[peer] for peer in ("async_tp",) if peer in us},
+        "peers": {peer: us[peer] for peer in ("async_tp", "torch_compile") if peer in us},
     }
     if mode == "eager":
-        hosts: dict[str, str | None] = {"sequential": sequential, "async_tp": "async_tp", "overlapped": best, "auto": "auto"}
+        hosts: dict[str, str | None] = {"sequential": sequential, "overlapped": best}
+        hosts |= {name: name for name in ("async_tp", "torch_compile", "auto")}
         line["host_us"] = {label: times[method].host_us for label, method in hosts.items() if method and method in times}
     return line
 

@@ -75,3 +75,29 @@ def test_every_public_name_stays_what_it_is() -> None:
         assert getattr(weft, name) is first
         assert not isinstance(first, types.ModuleType)
     assert set(weft.__all__) <= set(dir(weft))
+
+
+NAMED = """
+import weft
+for name in ("overlap.controls.sm_budget", "overlap.hooks.units", "models.experts.MoE", "hooks.ddp", "collectives.all_reduce",
+             "planner.Plan", "report.write_report", "core.machine.load", "triton.Peers"):
+    found = weft
+    for part in name.split("."):
+        assert part in dir(found), f"{part} of {name} is not listed"
+        found = getattr(found, part)
+"""
+
+
+def test_rooms_and_their_modules_are_attributes_after_import_weft_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", NAMED], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    import pytest
+
+    import weft
+
+    for package, name in ((weft, "nothing"), (weft.overlap, "nothing"), (weft.models, "nothing")):
+        with pytest.raises(AttributeError, match="nothing"):
+            getattr(package, name)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import RankFixture
 from logged import logged
 from rank_work import check_gather
@@ -91,3 +92,43 @@ def test_planned_measures_nothing(ranks: RankFixture) -> None:
     assert ranks(2).run(_measured, "planned") == [0, 0]
     few = ranks(2).run(_measured, "auto")
     assert few[0] == few[1] > 1
+
+
+def _in_environment(value: str) -> int:
+    """With WEFT_SCHEDULE: how many calls of "auto" are timed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_SCHEDULE", value)
+        return _measured("auto")
+
+
+@pytest.mark.ranks
+def test_weft_schedule_says_what_auto_is(ranks: RankFixture) -> None:
+    assert ranks(2).run(_in_environment, "sequential") == [0, 0]
+    assert ranks(2).run(_in_environment, "planned") == [0, 0]
+
+
+def _by_rank() -> str:
+    """The error of a call for which rank 0 alone has WEFT_SCHEDULE."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setenv("WEFT_SCHEDULE", "sequential")
+        try:
+            check_gather(64, 48, 32, torch.float32, "auto", 0)
+        except weft.RankMismatch as error:
+            return str(error)
+        finally:
+            weft.close()
+    return ""
+
+
+@pytest.mark.ranks
+def test_ranks_of_which_one_has_weft_schedule_get_an_error(ranks: RankFixture) -> None:
+    for text in ranks(2).run(_by_rank):
+        assert "sequential" in text
+        assert "auto" in text
+
+
+def test_another_value_of_weft_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_SCHEDULE", "off")
+    with pytest.raises(ValueError, match="WEFT_SCHEDULE is 'off'"):
+        choose.automatic()

@@ -5,9 +5,9 @@ Importing it touches no GPU, patches nothing and starts no process; what needs t
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from weft.core.lazy import lazy_names
 from weft.core.version import __version__
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from weft.models.inductor import CompilePass
     from weft.models.parallelize import parallelize
     from weft.models.report import overlap_report
-    from weft.models.report import overlap_report as report  # noqa: F401 - the package, when it is called
     from weft.models.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedInput
     from weft.ops import (
         SGD,
@@ -58,37 +57,26 @@ if TYPE_CHECKING:
     from weft.schedules.timelines import timeline
 
 
-_MODULES = {
-    "codec": "core.codec",
-    "collectives": "overlap.collectives",
-    "controls": "overlap.controls",
-    "hooks": "overlap.hooks",
-    "machine": "core.machine",
-    "report": "report",
-}
-"""Modules that users reach by a short name."""
 _HOMES = {
     "AllGather": "overlap.concurrent",
     "AllReduce": "overlap.concurrent",
     "AllToAll": "overlap.concurrent",
-    "ReduceScatter": "overlap.concurrent",
-    "SendReceive": "overlap.concurrent",
-    "concurrent": "overlap.concurrent",
-    "concurrent_choices": "overlap.concurrent",
     "CollectiveProblem": "core.problem",
     "ColwiseParallel": "models.styles",
     "CompilePass": "models.inductor",
     "ExpertParallel": "models.expert_parallel",
     "LookupProblem": "core.problem",
-    "PeerLost": "core.errors",
     "Machine": "core.machine",
+    "PeerLost": "core.errors",
     "Problem": "core.problem",
     "RankMismatch": "core.errors",
+    "ReduceScatter": "overlap.concurrent",
     "RowwiseAdagrad": "ops",
     "RowwiseParallel": "models.styles",
     "SGD": "ops",
     "Schedule": "core.schedule",
     "ScheduleError": "checker",
+    "SendReceive": "overlap.concurrent",
     "SequenceParallel": "models.styles",
     "SharedInput": "models.styles",
     "Span": "core.span",
@@ -100,8 +88,15 @@ _HOMES = {
     "check": "checker",
     "choices": "ops",
     "close": "ops",
+    "codec": "core.codec",
+    "collectives": "overlap.collectives",
+    "concurrent": "overlap.concurrent",
+    "concurrent_choices": "overlap.concurrent",
+    "controls": "overlap.controls",
     "embedding_bag_all_to_all": "ops",
     "explain": "planner.explanation",
+    "hooks": "overlap.hooks",
+    "machine": "core.machine",
     "matmul_all_reduce": "ops",
     "matmul_all_to_all": "ops",
     "matmul_choices": "runtime.products",
@@ -113,22 +108,9 @@ _HOMES = {
     "synchronize": "ops",
     "timeline": "schedules.timelines",
 }
+"""The module in which each public name is defined; some names stand for a module itself."""
 
-
-def __getattr__(name: str) -> Any:
-    """Looked up once: a call of an operator would pay some microseconds for it each time."""
-    if name in _MODULES:
-        found: Any = importlib.import_module(f"weft.{_MODULES[name]}")
-    elif name in _HOMES:
-        found = getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
-    else:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    return globals().setdefault(name, found)
-
-
-def __dir__() -> list[str]:
-    return sorted([*_HOMES, "__version__"])
-
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 __all__ = [
     "SGD",

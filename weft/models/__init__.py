@@ -8,3 +8,9 @@ experts.py  expert_parallel.py               mixture of experts, and the style t
 dlrm.py                                      tables over ranks
 sites.py  report.py  report_page.py          where a model communicates, what became of it, and that as a page
 """
+
+from __future__ import annotations
+
+from weft.core.lazy import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

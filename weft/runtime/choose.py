@@ -5,6 +5,8 @@
     planned     nothing is measured: `planned` below, a function of the problem and the machine profile alone
     otherwise   a family's name, "name:chunks", or a Schedule value
 
+WEFT_SCHEDULE replaces `auto` by `planned` or `sequential` in a whole process.
+
 Every schedule is built with the copy lanes that the machine profile says: one for all peers, or one for each; so what was
 predicted is what runs. These are pure functions of values that ranks agree on, so all ranks choose the same schedule, and of
 one variable of the environment, which has to be the same on all ranks: WEFT_MACHINE names the profile to predict with, or its
@@ -34,6 +36,17 @@ if TYPE_CHECKING:
 
 MODES = ("auto", "planned")
 """What `schedule=` takes besides what names a schedule."""
+AUTOMATIC = ("auto", "planned", "sequential")
+"""What WEFT_SCHEDULE takes."""
+
+
+def automatic() -> str:
+    """What "auto" stands for, by WEFT_SCHEDULE: `sequential` switches overlapping off without a change of code. Raises
+    ValueError for a value that it does not take."""
+    found = os.environ.get("WEFT_SCHEDULE", "auto")
+    if found not in AUTOMATIC:
+        raise ValueError(f"WEFT_SCHEDULE is {found!r}; use {', '.join(AUTOMATIC)}, or leave it unset")
+    return found
 
 
 def choose(problem: Problem, spec: str, device: torch.device, kept: Mapping[str, Schedule]) -> Schedule:

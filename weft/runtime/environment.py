@@ -9,7 +9,7 @@ import torch
 
 from weft.comm.nodes import ranks_per_node
 from weft.comm.timeouts import timeout_from_environment
-from weft.runtime.choose import profile_for
+from weft.runtime.choose import automatic, profile_for
 from weft.runtime.collective_calls import staging_from_environment
 from weft.runtime.invalid import on_failure_from_environment
 from weft.runtime.programs import memory_from_environment
@@ -26,6 +26,7 @@ READ: dict[str, Callable[[], object]] = {
     "WEFT_TIMEOUT_S": timeout_from_environment,
     "WEFT_ON_FAILURE": on_failure_from_environment,
     "WEFT_MACHINE": _load_machine,
+    "WEFT_SCHEDULE": automatic,
     "WEFT_CACHE_DIR": lambda: None,
     "WEFT_PROGRAM_MEMORY_GB": memory_from_environment,
     "WEFT_RANKS_PER_NODE": ranks_per_node,

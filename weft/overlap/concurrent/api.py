@@ -21,6 +21,7 @@ from weft.overlap.concurrent.calls import Calls, KeyedCall, Use, calls_of
 from weft.overlap.concurrent.collectives import Collective, SendReceive, rehearsed
 from weft.overlap.concurrent.kernels import Kernels
 from weft.overlap.concurrent.tuning import ConcurrentChoice
+from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import SHARDED, Method, method_of, parse
 
@@ -104,6 +105,8 @@ def concurrent(
     require("residents", residents, (Sequence, type(None)), "pass numbers of blocks an SM in a list")
     calls = _calls(mine, group)
     known = calls.kernels(kernels, residents)
+    if way == AUTO and automatic() == "sequential":
+        way = "sequential"
     if way == AUTO:
         require("key", key, (str, type(None)), "pass a string that names this computation")
         named = _key_of(compute) if key is None else key

@@ -20,8 +20,9 @@ from weft.overlap.concurrent.calls import Calls, calls_of
 from weft.overlap.concurrent.collectives import AllReduce, Collective
 from weft.overlap.concurrent.executor import Executor
 from weft.overlap.concurrent.tuning import STEPS, ConcurrentChoice, Sample, Turns, UseTurn, in_blocks
+from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS
-from weft.schedules.concurrent import Method, parse
+from weft.schedules.concurrent import PLAIN, Method, parse
 
 WARM_UP = 2
 """Steps before the trial: libraries load, DistributedDataParallel lays its buckets out anew after the first."""
@@ -39,12 +40,15 @@ def most_steps(schedules: int) -> int:
 
 
 def specs_of(way: str, tried: Sequence[str], *, without: Sequence[str], no_copies: str = "") -> tuple[str, ...]:
-    """What `way` stands for: auto for those that are tried. without: what a framework's steps cannot have. no_copies: why copy
+    """What `way` stands for: auto for those that are tried, or for what PyTorch does by itself (vendor) where WEFT_SCHEDULE is
+    sequential. without: what a framework's steps cannot have. no_copies: why copy
     engines cannot sum a model's gradients, if so; then auto does not try them, with a warning.
 
     Raises ValueError for a way that has what cannot be.
     """
     require("way", way, str, "use auto, or a way such as vendor+priority")
+    if way == "auto" and automatic() == "sequential":
+        return (str(PLAIN),)
     if way == "auto":
         if no_copies:
             warn_once(f"copy_engine is not tried: {no_copies}")
