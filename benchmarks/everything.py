@@ -89,6 +89,8 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         return Part(runs=(spread(gpus, script, *options),), limit_s=limit_s, environment=environment)
 
     cache = {"WEFT_CACHE_DIR": str(Path("out/plans").resolve())}
+    fresh = Path("out", "first_call", str(os.getpid())).resolve()
+    caches = {"WEFT_CACHE_DIR": str(fresh / "plans"), "TRITON_CACHE_DIR": str(fresh / "triton")}
     return {
         "lifetimes": checked(80, "lifetimes"),
         "failures": checked(150, "failures", "handshake"),
@@ -102,11 +104,13 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "mixed": checked(240, "mixed"),
         "products": Part(runs=(Run(words=(str(HERE / "products.py"),), visible="0"),), limit_s=90),
         "tp": one("tp.py", 150, "--rounds", "7"),
-        "all_reduce": one("fused.py", 80, "--only", "all_reduce", "--modes", "graph"),
-        "all_to_all": one("fused.py", 90, "--only", "all_to_all", "--modes", "graph"),
-        "embedding": one("fused.py", 90, "--only", "embedding", "--modes", "graph"),
+        "all_reduce": one("fused.py", 120, "--only", "all_reduce"),
+        "all_to_all": one("fused.py", 120, "--only", "all_to_all"),
+        "embedding": one("fused.py", 110, "--only", "embedding"),
         "ulysses": one("fused.py", 90, "--only", "ulysses", "--modes", "graph"),
         "paper": one("fused.py", 90, "--only", "paper", "--modes", "graph"),
+        "first_call": one("first_call.py", 120, "--label", "nothing cached", **caches),
+        "restarted": one("first_call.py", 60, "--label", "restarted", **caches),
         "row_counts": one("row_counts.py", 60),
         "planner": one("planner.py", 130, "--collect", "--set", "fresh", "--budget-s", "100"),
         "planner_fit": one("planner.py", 130, "--collect", "--set", "fit", "--budget-s", "100"),

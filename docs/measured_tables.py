@@ -1,5 +1,6 @@
-"""Tables of operators, collectives and steps for generate.py, from benchmarks/results. All take the MODE in which cases ran.
+"""Tables of operators, collectives and steps for generate.py, from benchmarks/results. MODE: in which cases ran.
 
+gains FOLDER       what `auto` gains over the fastest alternative, by operator and size
 results MODE       tp.jsonl: the tensor-parallel cases
 fused BENCH MODE   BENCH.jsonl: a fused operator's cases
 paper MODE         paper.jsonl: the fused kernels' published comparison
@@ -19,7 +20,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from text_tables import RESULTS, benchmark, lines, source, table
+from text_tables import RESULTS, benchmark, commits, lines, source, table, versions
 
 from weft.core.machine import load
 
@@ -33,6 +34,13 @@ def _measured(
 ) -> str:
     """A table of a row a case."""
     return table([heads, *map(made, cases)]) + source(cases, mode)
+
+
+def gains(folder: str) -> str:
+    """Ratios of times, by operator and size, and what was measured where."""
+    some = [row for path in sorted((RESULTS / folder).glob("*.jsonl")) for row in lines(f"{folder}/{path.stem}")]
+    where = dict.fromkeys(f"{row['machine']}, {versions(row)}, {commits([row])}" for row in some)
+    return "\n".join([table(benchmark("gains").table(RESULTS / folder)), "", *where])
 
 
 def results(mode: str) -> str:
@@ -198,6 +206,7 @@ def _products(cases: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 MAKERS: dict[str, Callable[..., str]] = {
+    "gains": gains,
     "results": results,
     "fused": fused,
     "paper": paper,

@@ -1,56 +1,66 @@
-"""Draws docs/measured.png: the share of the ideal that each program reaches, from benchmarks/results/tp.jsonl.
+"""Draws docs/gains.png, README's plot: what `auto` gains over the fastest alternative, from the lines that README's table has.
 
-    python docs/plot.py out/measured.html && python docs/picture.py out/measured.html measured docs/measured.png
+    python docs/plot.py benchmarks/results/h100x2 out/gains.html && python docs/picture.py out/gains.html gains docs/gains.png
 
 An exact re-run draws the same picture; like README's tables it has no other source than the JSON lines.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
+from text_tables import benchmark
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "tp.jsonl"
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
-# As in the report: told apart by people who do not see all colours.
-COLOURS = {"sequential": "#8c8c8c", "async TP": "#e69f00", "weft": "#0072b2"}
-WIDTH, HEIGHT = 960, 460
-
-
-def shares(row: dict[str, Any]) -> dict[str, float]:
-    """The ideal's time over that of each program."""
-    times = {"sequential": row["sequential_us"], "async TP": row["peers"].get("async_tp"), "weft": row["overlapped_us"]}
-    return {name: row["ideal_us"] / us for name, us in times.items() if us}
+# Two colours that stay apart for people who do not see all colours.
+COLOURS = {"graph": "#0072b2", "eager": "#e69f00"}
+WORDS = {"graph": "in a CUDA graph", "eager": "called eagerly"}
+WIDTH, LINE_HEIGHT = 960, 24
 
 
-def figure(rows: list[dict[str, Any]]) -> go.Figure:
-    """One panel an operator, one group of bars a case, graph mode."""
-    made = make_subplots(rows=2, cols=1, subplot_titles=OPERATORS, shared_xaxes=True, vertical_spacing=0.14)
-    for panel, op in enumerate(OPERATORS, 1):
-        found = [row for row in rows if row["op"] == op and row["mode"] == "graph"]
-        for name, colour in COLOURS.items():
-            values = [shares(row).get(name) for row in found]
-            cases = [row["case"] for row in found]
-            made.add_bar(x=cases, y=values, name=name, marker_color=colour, showlegend=panel == 1, row=panel, col=1)
-    made.add_hline(y=1.0, line={"dash": "dot", "color": "#444444"})
-    made.update_yaxes(range=[0, 1.1], tickformat=".0%", title="of the ideal")
-    machine = f"{rows[0]['machine']}, {' and '.join(dict.fromkeys(row['commit'] for row in rows))}"
-    legend = {"orientation": "h", "y": 1.18, "x": 1, "xanchor": "right"}
-    margin = {"l": 70, "r": 20, "t": 80, "b": 30}
-    made.update_layout(width=WIDTH, height=HEIGHT, template="plotly_white", legend=legend, title=machine, margin=margin)
+def figure(folder: Path) -> go.Figure:
+    """A row for each group of cases: a dot for each case, a bar at their geometric mean."""
+    gains = benchmark("gains")
+    found = gains.cases(folder)
+    names = list(found)[::-1]
+    made = go.Figure()
+    for shift, mode in ((0.17, "graph"), (-0.17, "eager")):
+        points = [
+            (at + shift, case.best / case.weft) for at, name in enumerate(names) for case in found[name] if case.mode == mode
+        ]
+        means = [
+            (at + shift, gains.geomean([case.best / case.weft for case in found[name] if case.mode == mode]))
+            for at, name in enumerate(names)
+            if any(case.mode == mode for case in found[name])
+        ]
+        made.add_bar(
+            y=[at for at, _ in means],
+            x=[gain - 1 for _, gain in means],
+            base=1,
+            width=0.3,
+            orientation="h",
+            marker={"color": COLOURS[mode], "opacity": 0.55},
+            name=WORDS[mode],
+        )
+        dot = {"color": COLOURS[mode], "size": 5, "line": {"color": "white", "width": 0.5}}
+        made.add_scatter(
+            y=[at for at, _ in points], x=[gain for _, gain in points], mode="markers", marker=dot, showlegend=False
+        )
+    made.add_vline(x=1.0, line={"color": "#444444"})
+    made.update_yaxes(tickvals=list(range(len(names))), ticktext=names, range=[-0.6, len(names) - 0.4])
+    made.update_xaxes(title='time of the fastest alternative / time of weft with schedule="auto"', ticksuffix="x", dtick=0.2)
+    legend = {"orientation": "h", "y": 1.06, "x": 0}
+    margin = {"l": 250, "r": 20, "t": 30, "b": 50}
+    height = 100 + LINE_HEIGHT * len(names)
+    made.update_layout(width=WIDTH, height=height, template="plotly_white", legend=legend, margin=margin, barmode="overlay")
     return made
 
 
 def main() -> None:
-    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
-    path = Path(sys.argv[1])
+    path = Path(sys.argv[2])
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure(rows).write_html(path, include_plotlyjs=True, div_id="measured", config={"displayModeBar": False})
+    figure(Path(sys.argv[1])).write_html(path, include_plotlyjs=True, div_id="gains", config={"displayModeBar": False})
 
 
 if __name__ == "__main__":

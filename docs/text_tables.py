@@ -37,14 +37,14 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def source(rows: Sequence[dict[str, Any]], mode: str = "") -> str:
     """What stands below a table of measured cases. Raises ValueError for cases of several machines, or versions."""
-    where = dict.fromkeys(f"{row['machine']}, {_versions(row)}" for row in rows)
+    where = dict.fromkeys(f"{row['machine']}, {versions(row)}" for row in rows)
     if len(where) != 1:
         raise ValueError(f"cases of one table are of {' and of '.join(where)}; measure them on one, or draw a table of each")
     how = f", mode {mode}" if mode else ""
     return f"\n\n{next(iter(where))}, {_by(rows, 'dtype')}{how}, {commits(rows)}"
 
 
-def _versions(row: dict[str, Any]) -> str:
+def versions(row: dict[str, Any]) -> str:
     return " ".join(f"{name} {row['versions'][name]}" for name in ("torch", "cuda", "nccl"))
 
 

@@ -1,0 +1,206 @@
+"""What does a user gain by weft's default, over the fastest program that they have without weft, and from what?
+
+Reads the JSON lines of a folder of benchmarks/results and measures nothing. A case's gain is the time of the fastest
+alternative over the time of `schedule="auto"`, both from one interleaved run. The alternatives are all the programs without
+weft that the benchmark timed: the sequential program with NCCL at its best, the same by torch.compile, and PyTorch's async TP.
+
+The gain over the sequential program is attributed. Weft's own programs that do not overlap (its collectives, lookups and
+choice of cuBLAS algorithm, one step after the other) are timed in the same run. `kernels` is sequential over the fastest of
+these, `overlap` is that over `auto`; the two multiply to the gain over sequential. Means over cases are geometric.
+
+    python benchmarks/gains.py benchmarks/results/h100x2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import geomean
+
+Row = Mapping[str, Any]
+UNOVERLAPPED = ("sequential", "sequential_stores")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One case in one mode, in us. weft: the default. unoverlapped: weft's fastest program that does not overlap, if timed.
+    alternative: the name of the fastest alternative."""
+
+    mode: str
+    weft: float
+    sequential: float
+    best: float
+    alternative: str
+    unoverlapped: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Cases that one line of the table sums up. file: of the folder. holds: whether a row belongs to it."""
+
+    name: str
+    file: str
+    holds: Callable[[Row], bool]
+    times: Callable[[Row], Case]
+
+
+def _case(row: Row, weft_us: float, alternatives: Mapping[str, float], unoverlapped_us: float | None) -> Case:
+    best = min(alternatives, key=alternatives.__getitem__)
+    return Case(
+        mode=row["mode"],
+        weft=weft_us,
+        sequential=row["sequential_us"],
+        best=alternatives[best],
+        alternative=best,
+        unoverlapped=unoverlapped_us,
+    )
+
+
+def _unoverlapped(row: Row) -> float | None:
+    return min((us for name, us in row["candidates"].items() if name in UNOVERLAPPED), default=None)
+
+
+def _operator(row: Row) -> Case:
+    """Of tp.py and all_to_all.py. With splits there is one schedule, which is the default."""
+    others = {name: us for name, us in row["peers"].items() if name in ("async_tp", "torch_compile")}
+    return _case(row, row["auto_us"] or row["overlapped_us"], {"sequential": row["sequential_us"]} | others, _unoverlapped(row))
+
+
+def _few_rows(row: Row) -> Case:
+    """Of all_reduce.py, whose peers are all torch.mm and an all-reduce."""
+    named = {"default": "sequential", "symmetric": "sequential"}
+    others: dict[str, float] = {}
+    for name, us in row["peers"].items():
+        short = named.get(name, name)
+        others[short] = min(us, others.get(short, us))
+    return _case(row, row["auto_us"], others, _unoverlapped(row))
+
+
+def _lookup(row: Row) -> Case:
+    return _case(row, row["auto_us"], {"sequential": row["sequential_us"]}, row["peers"].get("weft_sequential"))
+
+
+def _experts(row: Row) -> Case:
+    """Of moe.py, where `torch, own kernels` is torch's exchange around weft's kernels for rows and activations."""
+    others = {name: us for name, us in row["peers"].items() if name in ("torch", "torch known")}
+    best = min(others, key=others.__getitem__)
+    return _case(row, row["overlapped_us"], {"sequential": others[best]}, row["peers"].get("torch, own kernels"))
+
+
+def _model(row: Row) -> Case:
+    """Of models.py: weft's styles, compiled."""
+    others = {name: us for name, us in row["candidates"].items() if not name.startswith("weft")}
+    return _case(row, row["candidates"]["weft_compiled"], others, None)
+
+
+def _concurrent(row: Row) -> Case:
+    return _case(row, row["overlapped_us"], {"sequential": row["sequential_us"], **row["peers"]}, row["sequential_us"])
+
+
+def _step(row: Row) -> Case:
+    """Of data_parallel.py: a step of PyTorch's data parallelism in its fastest settings."""
+    best = min(row["peers"], key=row["peers"].__getitem__)
+    return _case({**row, "sequential_us": row["peers"]["stock"]}, row["overlapped_us"], {best: row["peers"][best]}, None)
+
+
+def _rows(low: int, high: int, mark: str) -> Callable[[Row], bool]:
+    return lambda row: low <= int(row["case"].rpartition(mark)[2]) <= high
+
+
+def _of(op: str, holds: Callable[[Row], bool] = lambda row: True) -> Callable[[Row], bool]:
+    return lambda row: row["op"] == op and holds(row)
+
+
+_ANY = 1 << 40
+GROUPS: tuple[Group, ...] = (
+    *(
+        Group(name=f"{op}, {size}", file="tp", holds=_of(op, _rows(*between, "M=")), times=_operator)
+        for op in ("all_gather_matmul", "matmul_reduce_scatter")
+        for size, between in {"M >= 8192": (8192, _ANY), "M = 2048": (2048, 2048), "M = 512": (512, 512)}.items()
+    ),
+    *(
+        Group(name=f"matmul_all_reduce, {size}", file="all_reduce", holds=_rows(*between, "batch="), times=_few_rows)
+        for size, between in {"1 to 32 rows": (1, 32), "64 and 128 rows": (64, 128)}.items()
+    ),
+    *(
+        Group(name=f"{op}, {kind}", file="all_to_all", holds=_of(op, holds), times=_operator)
+        for kind, holds in {
+            "even": lambda row: "experts" not in row["case"],
+            "splits": lambda row: "experts" in row["case"],
+        }.items()
+        for op in ("matmul_all_to_all", "all_to_all_matmul")
+    ),
+    Group(name="embedding_bag_all_to_all", file="embedding", holds=lambda row: True, times=_lookup),
+    *(
+        Group(
+            name=f"Mixtral layer, {part}", file="moe", holds=lambda row, part=part: row["case"].endswith(part), times=_experts
+        )
+        for part in ("forward", "step")
+    ),
+    Group(name="Llama 3 70B layers, decode", file="models", holds=_of("decode"), times=_model),
+    Group(name="Llama 3 70B layers, prefill", file="models", holds=_of("prefill"), times=_model),
+    Group(name="matmuls and an all-reduce, concurrent", file="concurrent", holds=lambda row: True, times=_concurrent),
+    Group(name="training step, DDP with weft's hook", file="data_parallel", holds=_of("replicate"), times=_step),
+    Group(name="training step, FSDP2 in units", file="data_parallel", holds=_of("units"), times=_step),
+)
+
+
+def cases(folder: Path) -> dict[str, list[Case]]:
+    """Each group's cases that the folder has."""
+    found: dict[str, list[Case]] = {}
+    for group in GROUPS:
+        path = folder / f"{group.file}.jsonl"
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        times = [group.times(row) for row in rows if group.holds(row) and (row.get("auto_us") or row["overlapped_us"])]
+        if times:
+            found[group.name] = times
+    return found
+
+
+def table(folder: Path) -> list[tuple[str, ...]]:
+    """The table, its head first."""
+    heads = (
+        "operator, size",
+        "cases",
+        "fastest alternative",
+        "in graphs",
+        "eager",
+        "worst",
+        "over sequential",
+        "kernels",
+        "overlap",
+    )
+    return [heads, *(_line(name, some) for name, some in cases(folder).items())]
+
+
+def _line(name: str, some: Sequence[Case]) -> tuple[str, ...]:
+    gains = {mode: [case.best / case.weft for case in some if case.mode == mode] for mode in ("graph", "eager")}
+    count = max(map(len, gains.values()))
+    (alternative, _), *others = Counter(case.alternative for case in some).most_common()
+    means = (f"{geomean(found):.2f}x" if found else "-" for found in gains.values())
+    worst = min(case.best / case.weft for case in some)
+    # Attributed in graphs, where the host's time is in nothing.
+    graphs = [case for case in some if case.mode == "graph"] or list(some)
+    over = geomean([case.sequential / case.weft for case in graphs])
+    known = [case for case in graphs if case.unoverlapped]
+    kernels = geomean([case.sequential / case.unoverlapped for case in known if case.unoverlapped])
+    overlap = geomean([case.unoverlapped / case.weft for case in known if case.unoverlapped])
+    parts = (f"{kernels:.2f}x", f"{overlap:.2f}x") if known else ("-", "-")
+    return (name, str(count), alternative + (" *" if others else ""), *means, f"{worst:.2f}x", f"{over:.2f}x", *parts)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("folder", type=Path, help="of JSON lines, such as benchmarks/results/h100x2")
+    for line in table(options.parse_args().folder):
+        print("  ".join([line[0].ljust(38), *(cell.rjust(10) for cell in line[1:])]))
+
+
+if __name__ == "__main__":
+    main()
