@@ -1,4 +1,4 @@
-"""The overlap report as values: what counts as overlapped, its text, its page; and its other name."""
+"""The overlap report as values: what counts as overlapped, its text, its page."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ def report() -> OverlapReport:
 
 def test_what_only_ran_sequentially_is_not_overlapped(report: OverlapReport) -> None:
     assert report.headline == "Llama<1>: overlapped 6 of 10 places that communicate, 4 of them not called yet"
+
+
+def test_a_place_whose_backward_alone_is_overlapped_is_not() -> None:
+    backward = Called(op="matmul_reduce_scatter", rows=8192, spec="shard_p2p", why="predicted")
+    assert not _place(1, _called("sequential", 9.0), backward).overlapped
+    assert _place(1, _called("shard_p2p", 9.0), backward).overlapped
 
 
 def test_text_has_time_gain_and_share(report: OverlapReport) -> None:

@@ -262,7 +262,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("vector", {"a": torch.ones(4)}, "at least 2 dimensions"),
     ("b of 3 dimensions", {"b": torch.ones(1, 4, 2)}, "it must be a matrix"),
     ("no b", {"b": []}, "b is an empty list"),
-    ("schedule", {"schedule": "fast"}, "schedule is 'fast'; use auto, or one of sequential"),
+    ("schedule", {"schedule": "fast"}, "schedule is 'fast'; all_gather_matmul takes auto"),
     ("chunks", {"schedule": "flag_gated:0"}, "a chunk count is a whole number"),
     ("gather_dim", {"gather_dim": 1}, "gather_dim is 1; for a of 2 dimensions it must be in 0 to 0"),
     ("rows", {"rows": 7}, r"rows is 7: torch.chunk over 2 ranks gives rank \d 4 rows, but a has 2|gives rank 1 3 rows"),

@@ -457,8 +457,11 @@ def test_mistakes_name_planned() -> None:
     from weft.ops.common import spec_of
 
     assert spec_of("planned", "all_gather_matmul") == "planned"
-    with pytest.raises(ValueError, match=r"schedule is 'plan'; use auto, or one of .*, or planned"):
+    with pytest.raises(ValueError, match=r"schedule is 'plan'; all_gather_matmul takes .*planned"):
         spec_of("plan", "all_gather_matmul")
+    with pytest.raises(ValueError, match="schedule is 'ring'") as refused:
+        spec_of("ring", "embedding_bag_all_to_all")
+    assert "flag_gated" not in str(refused.value), "lookups have no such family"
     with pytest.raises(ValueError, match=r"families that have chunks$"):
         spec_of("flag_gated:0", "all_gather_matmul")
     assert spec_of("flag_gated_2d:4", "all_gather_matmul") == "flag_gated_2d:4"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import choices, options, output, tables
+from weft.cli.progress import progress_bar
 from weft.core import codec
 from weft.planner.models import config_path
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from weft.planner.models import Model
 
 
+ROWS_OF_A_RANK = ("all_to_all_matmul", "matmul_all_to_all")
 TERMS = (
     "ideal: the longer of the matmul alone and the collective alone. head, tail, waits: what nothing hides. "
     "DIL: the pieces alone over the whole alone. CIL: beside the other kind over alone. By sizes alone: what "
@@ -63,7 +65,11 @@ def command(
     ranks = tp or target.world_size
     from weft.planner import plan
 
-    plans = [(site.name, plan(site.problem(tokens, ranks, kind), target, only=only, chunks=chunks)) for site in sites]
+    plans = []
+    with progress_bar() as progress:
+        for at, site_ in enumerate(sites):
+            progress(f"planning {site_.name}", at, len(sites))
+            plans.append((site_.name, plan(site_.problem(tokens, ranks, kind), target, only=only, chunks=chunks)))
     written = _write(target, plans, save, trace)  # before anything is shown: a reader of that may go away
     if as_json:
         data = _as_data(sizes, target, plans) | (_reasons(target, plans) if why else {})
@@ -113,6 +119,10 @@ def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.Site
     out.print(str(model))
     for note in model.notes:
         out.print(f"note: {note}")
+    if any(plan.problem.op in ROWS_OF_A_RANK for _, plan in plans):
+        out.print(
+            "note: M of experts' matmuls is the rows of one rank: its share of the tokens, once for each expert of a token"
+        )
     out.print()
     if plans:
         tables.print_candidates(out, plans, every=why)

@@ -50,7 +50,10 @@ def command(
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a number of the system or machine, such as hbm.gbps=2000. Repeatable."
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a number: links.gbps=200 of a schedule's machine or of ficco, hbm.gbps=2000 of t3, nodes=128 of dlrm. "
+            "Repeatable.",
         ),
     ] = None,
     scenarios: Annotated[
@@ -154,7 +157,9 @@ def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) 
     def show() -> None:
         output.console().print(str(machine))
         _print(tables.scenarios_table(done.mesh))
-        for made in (tables.topologies_table, tables.correlations_table, tables.choosers_table):
+        # A correlation over one or two scenarios says nothing.
+        correlations = [tables.correlations_table] if len(cases) > 2 else []
+        for made in (tables.topologies_table, *correlations, tables.choosers_table):
             _print(made(done))
         _print(tables.figures_table(done))
         if done.whole:

@@ -73,9 +73,10 @@ class Place:
 
     @property
     def overlapped(self) -> bool:
-        """Not where all that ran was one after the other, as was asked for, or since nothing was faster; and not where that is
-        asked for and nothing has run."""
-        specs = [call.spec for call in self.calls] or [self.site.schedule]
+        """Whether a call of the forward pass was overlapped; before the first call, whether one will be. A place whose backward
+        pass alone is overlapped does not count: its lines show that."""
+        forward = [call.spec for call in self.calls if call.op in self.site.operators]
+        specs = forward or [call.spec for call in self.calls] or [self.site.schedule]
         return self.site.overlapped and any(map(schedules.overlaps, specs))
 
 

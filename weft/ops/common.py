@@ -252,12 +252,12 @@ def spec_of(schedule: str | Schedule, op: Op) -> str:
 
 @lru_cache(maxsize=1024)
 def _check_name(schedule: str, op: Op) -> None:
-    try:
-        schedules.check_op(schedules.parse(schedule)[0], op)
-    except ValueError as error:
-        if schedule.partition(":")[0] in schedules.NAMES:
-            raise
-        raise ValueError(f"{error}, or planned") from None
+    if schedule.partition(":")[0] not in schedules.NAMES:
+        names = ", ".join(schedules.names(op))
+        raise ValueError(
+            f"schedule is {schedule!r}; {op} takes auto, planned, or one of {names}, with :CHUNKS for a chunk count"
+        )
+    schedules.check_op(schedules.parse(schedule)[0], op)
 
 
 def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 1) -> None:
