@@ -58,7 +58,8 @@ def test_starts_no_thread_or_process() -> None:
 
 
 def test_patches_nothing_and_leaves_cuda_alone() -> None:
-    assert run(PATCHES) == {"changed": [], "cuda": False}
+    """torch.ops.weft is torch's own place for weft's operators."""
+    assert run(PATCHES) == {"changed": ["torch.ops.weft"], "cuda": False}
 
 
 def test_every_public_name_stays_what_it_is() -> None:
@@ -101,3 +102,16 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     for package, name in ((weft, "nothing"), (weft.overlap, "nothing"), (weft.models, "nothing")):
         with pytest.raises(AttributeError, match="nothing"):
             getattr(package, name)
+
+
+OPERATORS = """
+import torch, weft, sys
+assert "weft.ops" not in sys.modules
+torch.ops.weft.matmul_reduce_scatter.default
+assert not hasattr(torch.ops.weft, "nothing")
+"""
+
+
+def test_operators_are_there_after_import_weft_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", OPERATORS], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

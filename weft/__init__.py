@@ -1,10 +1,12 @@
 """weft hides communication behind computation on several GPUs, at a grain finer than the shard.
 
-Importing it touches no GPU, patches nothing and starts no process; what needs torch is loaded when it is first named.
+Importing it touches no GPU, patches nothing and starts no process; what needs torch is loaded when it is first named. Import
+torch first where a program names torch.ops.weft.* itself, as one that was saved by torch.export does.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from weft.core.lazy import lazy_names
@@ -111,6 +113,10 @@ _HOMES = {
 """The module in which each public name is defined; some names stand for a module itself."""
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
+if "torch" in sys.modules:
+    from weft.compat.namespace import load_when_named
+
+    load_when_named("weft", "weft.ops")
 
 __all__ = [
     "SGD",

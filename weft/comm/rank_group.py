@@ -135,6 +135,11 @@ class RankGroup:
             del _SHARED[group]
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float | None = None) -> None:
+        if dist.get_backend(group) == "fake":
+            raise ValueError(
+                "group: its backend is 'fake', so there are no peers to exchange data with; a dry run there takes fake tensors "
+                "(torch._subclasses.fake_tensor.FakeTensorMode), and real tensors need gloo or NCCL"
+            )
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.calls = self._agreements = self._compared = 0

@@ -16,9 +16,14 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 
 def store_of(group: dist.ProcessGroup, name: str) -> Any:
-    """A part of the group's store that `name` alone uses, on a connection of its own: another thread may wait on torch's."""
+    """A part of the group's store that `name` alone uses, on a connection of its own: another thread may wait on torch's. A
+    store that is written in Python cannot be cloned; it is used as it is."""
     store: Any = _get_process_group_store(group)
-    return PrefixStore(name, store.clone())
+    try:
+        own = store.clone()
+    except RuntimeError:
+        own = store
+    return PrefixStore(name, own)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -1,0 +1,39 @@
+"""torch.ops.weft before weft's operators are loaded: their module is imported when one is named first.
+
+A program saved by torch.export, or a policy that lists operators, names torch.ops.weft.NAME after `import weft` alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+from torch._ops import _OpNamespace
+
+
+class _Namespace(_OpNamespace):
+    """torch's object for torch.ops.weft, which imports `module` before it says that an operator is missing."""
+
+    __module__ = _OpNamespace.__module__  # torch builds the names of operators from it
+
+    def __init__(self, name: str, module: str) -> None:
+        super().__init__(name)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[no-untyped-call]
+        except AttributeError:
+            # While the module is being imported, torch itself asks whether an operator is there already.
+            if name.startswith("_") or self._module in sys.modules:
+                raise
+        importlib.import_module(self._module)
+        return super().__getattr__(name)  # type: ignore[no-untyped-call]
+
+
+def load_when_named(namespace: str, module: str) -> None:
+    """Import `module`, which defines the operators torch.ops.NAMESPACE.*, when one of these is named first."""
+    if namespace not in vars(torch.ops):
+        setattr(torch.ops, namespace, _Namespace(namespace, module))
