@@ -382,3 +382,40 @@ def test_mistakes() -> None:
     with pytest.raises(ValueError, match="one_shot"):
         weft.CompilePass(schedule="one_shot")
     assert weft.CompilePass().report() == "overlapped 0 of 0 places in 0 graphs"
+
+
+def _in_place() -> list[str]:
+    """What the report says of collectives into the caller's tensors."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 16), torch.randn(16, 12)
+    rows, own = x.chunk(size)[rank].contiguous(), (x.chunk(size, 1)[rank].contiguous(), w.chunk(size)[rank].contiguous())
+
+    def gathered() -> torch.Tensor:
+        whole = rows.new_empty(8, 16)
+        dist.all_gather_into_tensor(whole, rows)
+        return whole @ w
+
+    def scattered() -> torch.Tensor:
+        part = rows.new_empty(8 // size, 12)
+        dist.reduce_scatter_tensor(part, own[0] @ own[1])
+        return part.sin()
+
+    def reduced() -> torch.Tensor:
+        out = own[0] @ own[1]
+        dist.all_reduce(out)
+        return out + 1
+
+    found = []
+    for work, wanted in ((gathered, x @ w), (scattered, (x @ w).chunk(size)[rank].sin()), (reduced, x @ w + 1)):
+        torch._dynamo.reset()
+        overlap = weft.CompilePass()
+        with torch.no_grad():
+            torch.testing.assert_close(torch.compile(work, backend=overlap.backend)(), wanted, rtol=1e-4, atol=1e-4)
+        found.append(str(overlap.report()).partition(" places")[0])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_collectives_into_tensors_of_the_caller_are_overlapped_without_inductor(ranks: RankFixture) -> None:
+    assert ranks(2).run(_in_place) == [["overlapped 1 of 1"] * 3] * 2

@@ -30,7 +30,7 @@ from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.version import __version__
 from weft.models.inductor import gathers, scatters
-from weft.models.inductor.graph import Refused, place_in, shape, share_waits
+from weft.models.inductor.graph import Refused, drop_whole_copies, place_in, shape, share_waits
 from weft.models.inductor.outputs import layout_of_outputs
 from weft.models.inductor.places import file_and_line, module_name
 from weft.models.sites import CommunicatingLayer
@@ -100,6 +100,7 @@ class CompilePass(CustomGraphPass):
 
     def _eagerly(self, module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         layout = layout_of_outputs(module.graph)
+        drop_whole_copies(module.graph)
         self(module.graph)
         module.recompile()
         return lambda *given: layout.laid(module.forward(*given))
