@@ -21,7 +21,20 @@ from weft.checker import ScheduleError, check
 from weft.core.errors import WaitTimeout
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import Problem, split
-from weft.core.schedule import Copy, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.core.schedule import (
+    Buffer,
+    Copy,
+    FusedCollective,
+    Gemm,
+    Lane,
+    Part,
+    Reduce,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Wait,
+)
 from weft.planner.models import decode_sites, load_model
 from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
@@ -134,6 +147,103 @@ def _as_kernel(name: str) -> int:
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_kernel(interpreted: Ranks, name: str) -> None:
     assert set(interpreted.run(_as_kernel, name)) == {13}
+
+
+def _at(buffer: str, rank: int, rows: int, cols: int, corner: tuple[int, int] = (0, 0)) -> Region:
+    top, left = corner
+    return Region(buffer, rank, (top, top + rows), (left, left + cols))
+
+
+def _from_parts(problem: Problem, corner: tuple[int, int], hops: int, *, multiplies: bool) -> Schedule:
+    """Every matrix that the kernel reads, but for the addends, lies at `corner` of a larger buffer."""
+    m, n, size = problem.m, problem.n, problem.world_size
+    inner = problem.k // size
+    scatters = problem.op == "matmul_reduce_scatter"
+    shapes = {"a_part": (m, inner), "b_part": (inner, n)} if multiplies else {"partial": (m, n)}
+    ranks = []
+    for rank in range(size):
+        a, b = _at("a", rank, m, inner), _at("b", rank, inner, n)
+        factors = tuple(_at(name, rank, *shape, corner) for name, shape in shapes.items())
+        before: list[Step] = [Gemm(b, (Part(a, factors[0]),))]
+        if multiplies:
+            before = [Copy(a, factors[0]), Copy(b, factors[1])]
+        heights = {"bias": 1, "residual": m}
+        low, high = problem.shards[rank] if scatters else (0, m)
+        step = FusedCollective(
+            "reduce_scatter" if scatters else "all_reduce",
+            factors,
+            _at("out", rank, high - low, n),
+            hops,
+            tuple(_at(name, rank, heights[name], n) for name in problem.addends),
+        )
+        ranks.append((Lane("compute", "compute", (*before, step)),))
+    larger = {name: (rows + 2 * corner[0] + 3, cols + 2 * corner[1] + 5) for name, (rows, cols) in shapes.items()}
+    given = (buffer for buffer in build(problem, "one_shot").buffers if buffer.kind in ("input", "output"))
+    local = (Buffer(name, "local", (rows,) * size, (cols,) * size) for name, (rows, cols) in larger.items())
+    return Schedule(problem=problem, name="from_parts", buffers=(*given, *local), ranks=tuple(ranks))
+
+
+CORNERS = [(0, 0), (17, 0), (0, 6), (5, 3)]
+
+
+def _parts_of_buffers(op: Any, hops: int, multiplies: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    m, n, k = 18, 24, 8 * size
+    scatters = op == "matmul_reduce_scatter"
+    problem = Problem(op=op, m=m, n=n, k=k, world_size=size, dtype="float16", addends=() if scatters else ("bias", "residual"))
+    for call, corner in enumerate(CORNERS):
+        schedule = _from_parts(problem, corner, hops, multiplies=multiplies)
+        check(schedule)
+        a, b, expected = whole(m, n, k, torch.float16, call)
+        mine = slice(8 * rank, 8 * rank + 8)
+        more: dict[str, Any] = {}
+        if scatters:
+            expected = expected[slice(*problem.shards[rank])]
+        else:
+            more = {"bias": torch.arange(n).half() / 8, "residual": torch.arange(m * n).view(m, n).half() / 64}
+            expected = expected + more["bias"].double() + more["residual"].double()
+        out = getattr(weft, op)(a[:, mine].contiguous(), b[mine], schedule=schedule, **more)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=2e-2)
+    weft.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("multiplies", [False, True], ids=["partial", "factors"])
+@pytest.mark.parametrize(("op", "hops"), [("matmul_all_reduce", 1), ("matmul_all_reduce", 2), ("matmul_reduce_scatter", 1)])
+def test_the_kernel_reads_parts_of_buffers(interpreted: Ranks, op: str, hops: int, multiplies: bool) -> None:
+    interpreted.run(_parts_of_buffers, op, hops, multiplies)
+
+
+def _addend_elsewhere() -> str:
+    """The kernel finds its addends by their names, so one that lies in a part of another buffer has to be refused."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    problem = Problem(op="matmul_all_reduce", m=6, n=8, k=8 * size, world_size=size, dtype="float16", addends=("residual",))
+    schedule = build(problem, "one_shot")
+    ranks = []
+    for owner, (lane,) in enumerate(schedule.ranks):
+        (step,) = lane.steps
+        assert isinstance(step, FusedCollective)
+        part = _at("copied", owner, 6, 8, (2, 0))
+        steps = (Copy(step.addends[0], part), dataclasses.replace(step, addends=(part,)))
+        ranks.append((dataclasses.replace(lane, steps=steps),))
+    buffers = (*schedule.buffers, Buffer("copied", "local", (9,) * size, (8,) * size))
+    schedule = dataclasses.replace(schedule, buffers=buffers, ranks=tuple(ranks))
+    check(schedule)
+    a, b, _ = whole(6, 8, 8 * size, torch.float16, 0)
+    mine = slice(8 * rank, 8 * rank + 8)
+    try:
+        weft.matmul_all_reduce(a[:, mine].contiguous(), b[mine], residual=torch.ones(6, 8).half(), schedule=schedule)
+    except ValueError as error:
+        return str(error)
+    finally:
+        weft.close()
+    return "ran"
+
+
+@pytest.mark.ranks
+def test_an_addend_in_a_part_of_a_buffer_is_refused(interpreted: Ranks) -> None:
+    for rank, message in enumerate(interpreted.run(_addend_elsewhere)):
+        assert f"rank {rank}, lane compute, step 1" in message
 
 
 def _of_zeros() -> None:
