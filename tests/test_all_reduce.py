@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from compiled import all_reduce_for_a_gpu
 from conftest import RankFixture
+from own_schedules import check_from_parts
 from rank_pools import interpreted_ranks
 from rank_work import check_all_reduce, whole
 
@@ -25,9 +26,6 @@ from weft.core.schedule import (
     Buffer,
     Copy,
     FusedCollective,
-    Gemm,
-    Lane,
-    Part,
     Reduce,
     Region,
     Schedule,
@@ -149,69 +147,11 @@ def test_the_kernel(interpreted: Ranks, name: str) -> None:
     assert set(interpreted.run(_as_kernel, name)) == {13}
 
 
-def _at(buffer: str, rank: int, rows: int, cols: int, corner: tuple[int, int] = (0, 0)) -> Region:
-    top, left = corner
-    return Region(buffer, rank, (top, top + rows), (left, left + cols))
-
-
-def _from_parts(problem: Problem, corner: tuple[int, int], hops: int, *, multiplies: bool) -> Schedule:
-    """Every matrix that the kernel reads, but for the addends, lies at `corner` of a larger buffer."""
-    m, n, size = problem.m, problem.n, problem.world_size
-    inner = problem.k // size
-    scatters = problem.op == "matmul_reduce_scatter"
-    shapes = {"a_part": (m, inner), "b_part": (inner, n)} if multiplies else {"partial": (m, n)}
-    ranks = []
-    for rank in range(size):
-        a, b = _at("a", rank, m, inner), _at("b", rank, inner, n)
-        factors = tuple(_at(name, rank, *shape, corner) for name, shape in shapes.items())
-        before: list[Step] = [Gemm(b, (Part(a, factors[0]),))]
-        if multiplies:
-            before = [Copy(a, factors[0]), Copy(b, factors[1])]
-        heights = {"bias": 1, "residual": m}
-        low, high = problem.shards[rank] if scatters else (0, m)
-        step = FusedCollective(
-            "reduce_scatter" if scatters else "all_reduce",
-            factors,
-            _at("out", rank, high - low, n),
-            hops,
-            tuple(_at(name, rank, heights[name], n) for name in problem.addends),
-        )
-        ranks.append((Lane("compute", "compute", (*before, step)),))
-    larger = {name: (rows + 2 * corner[0] + 3, cols + 2 * corner[1] + 5) for name, (rows, cols) in shapes.items()}
-    given = (buffer for buffer in build(problem, "one_shot").buffers if buffer.kind in ("input", "output"))
-    local = (Buffer(name, "local", (rows,) * size, (cols,) * size) for name, (rows, cols) in larger.items())
-    return Schedule(problem=problem, name="from_parts", buffers=(*given, *local), ranks=tuple(ranks))
-
-
-CORNERS = [(0, 0), (17, 0), (0, 6), (5, 3)]
-
-
-def _parts_of_buffers(op: Any, hops: int, multiplies: bool) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    m, n, k = 18, 24, 8 * size
-    scatters = op == "matmul_reduce_scatter"
-    problem = Problem(op=op, m=m, n=n, k=k, world_size=size, dtype="float16", addends=() if scatters else ("bias", "residual"))
-    for call, corner in enumerate(CORNERS):
-        schedule = _from_parts(problem, corner, hops, multiplies=multiplies)
-        check(schedule)
-        a, b, expected = whole(m, n, k, torch.float16, call)
-        mine = slice(8 * rank, 8 * rank + 8)
-        more: dict[str, Any] = {}
-        if scatters:
-            expected = expected[slice(*problem.shards[rank])]
-        else:
-            more = {"bias": torch.arange(n).half() / 8, "residual": torch.arange(m * n).view(m, n).half() / 64}
-            expected = expected + more["bias"].double() + more["residual"].double()
-        out = getattr(weft, op)(a[:, mine].contiguous(), b[mine], schedule=schedule, **more)
-        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=2e-2)
-    weft.close()
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("multiplies", [False, True], ids=["partial", "factors"])
 @pytest.mark.parametrize(("op", "hops"), [("matmul_all_reduce", 1), ("matmul_all_reduce", 2), ("matmul_reduce_scatter", 1)])
 def test_the_kernel_reads_parts_of_buffers(interpreted: Ranks, op: str, hops: int, multiplies: bool) -> None:
-    interpreted.run(_parts_of_buffers, op, hops, multiplies)
+    interpreted.run(check_from_parts, op, hops, multiplies)
 
 
 def _addend_elsewhere() -> str:
@@ -223,7 +163,7 @@ def _addend_elsewhere() -> str:
     for owner, (lane,) in enumerate(schedule.ranks):
         (step,) = lane.steps
         assert isinstance(step, FusedCollective)
-        part = _at("copied", owner, 6, 8, (2, 0))
+        part = Region("copied", owner, (2, 8), (0, 8))
         steps = (Copy(step.addends[0], part), dataclasses.replace(step, addends=(part,)))
         ranks.append((dataclasses.replace(lane, steps=steps),))
     buffers = (*schedule.buffers, Buffer("copied", "local", (9,) * size, (8,) * size))
