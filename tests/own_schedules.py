@@ -11,10 +11,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_work import here, whole
 
 import weft
 from weft.core.problem import Op, Problem
-from weft.core.schedule import Buffer, Flag, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Sum, Wait
+from weft.core.schedule import (
+    Buffer,
+    Copy,
+    Flag,
+    FusedCollective,
+    Gemm,
+    Lane,
+    Part,
+    Reduce,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Sum,
+    Wait,
+)
 
 M, N, K = 64, 96, 64
 
@@ -116,6 +132,66 @@ def counted_at_the_end(problem: Problem) -> Schedule:
         yield signal
 
     return steps_of(weft.build(problem, "flag_gated", 1), "counted_at_the_end", steps)
+
+
+def _at(buffer: str, rank: int, rows: int, cols: int, corner: tuple[int, int] = (0, 0)) -> Region:
+    top, left = corner
+    return Region(buffer, rank, (top, top + rows), (left, left + cols))
+
+
+def from_parts(problem: Problem, corner: tuple[int, int], hops: int, *, multiplies: bool) -> Schedule:
+    """Every matrix that the kernel reads, but for the addends, lies at `corner` of a larger buffer."""
+    m, n, size = problem.m, problem.n, problem.world_size
+    inner = problem.k // size
+    scatters = problem.op == "matmul_reduce_scatter"
+    shapes = {"a_part": (m, inner), "b_part": (inner, n)} if multiplies else {"partial": (m, n)}
+    ranks = []
+    for rank in range(size):
+        a, b = _at("a", rank, m, inner), _at("b", rank, inner, n)
+        factors = tuple(_at(name, rank, *shape, corner) for name, shape in shapes.items())
+        before: list[Step] = [Gemm(b, (Part(a, factors[0]),))]
+        if multiplies:
+            before = [Copy(a, factors[0]), Copy(b, factors[1])]
+        heights = {"bias": 1, "residual": m}
+        low, high = problem.shards[rank] if scatters else (0, m)
+        step = FusedCollective(
+            "reduce_scatter" if scatters else "all_reduce",
+            factors,
+            _at("out", rank, high - low, n),
+            hops,
+            tuple(_at(name, rank, heights[name], n) for name in problem.addends),
+        )
+        ranks.append((Lane("compute", "compute", (*before, step)),))
+    larger = {name: (rows + 2 * corner[0] + 3, cols + 2 * corner[1] + 5) for name, (rows, cols) in shapes.items()}
+    given = (buffer for buffer in weft.build(problem, "one_shot").buffers if buffer.kind in ("input", "output"))
+    local = (Buffer(name, "local", (rows,) * size, (cols,) * size) for name, (rows, cols) in larger.items())
+    return Schedule(problem=problem, name="from_parts", buffers=(*given, *local), ranks=tuple(ranks))
+
+
+CORNERS = ((0, 0), (17, 0), (0, 6), (5, 3))
+"""(row, column). No row of the larger buffers is a multiple of 16 bytes long."""
+
+
+def check_from_parts(op: Op, hops: int, multiplies: bool) -> None:
+    """As `from_parts` for each corner: proved, and then right."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    m, n, k = 18, 24, 8 * size
+    addends = ("bias", "residual") if op == "matmul_all_reduce" else ()
+    problem = Problem(op=op, m=m, n=n, k=k, world_size=size, dtype="float16", addends=addends)
+    for call, corner in enumerate(CORNERS):
+        schedule = from_parts(problem, corner, hops, multiplies=multiplies)
+        weft.check(schedule)
+        a, b, expected = whole(m, n, k, torch.float16, call)
+        mine, more = slice(8 * rank, 8 * rank + 8), {}
+        if addends:
+            ascending = torch.arange(m * n, device=here()).view(m, n).half()
+            more = {"bias": ascending[0] / 8, "residual": ascending / 64}
+            expected = expected + more["bias"].double() + more["residual"].double()
+        else:
+            expected = expected[slice(*problem.shards[rank])]
+        out = getattr(weft, op)(a[:, mine].contiguous(), b[mine], schedule=schedule, **more)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=2e-2)
+    weft.close()
 
 
 SCHEDULES: dict[str, tuple[Op, Callable[[Problem], Schedule]]] = {

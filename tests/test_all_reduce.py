@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from compiled import all_reduce_for_a_gpu
 from conftest import RankFixture
+from own_schedules import check_from_parts
 from rank_pools import interpreted_ranks
 from rank_work import check_all_reduce, whole
 
@@ -21,7 +22,17 @@ from weft.checker import ScheduleError, check
 from weft.core.errors import WaitTimeout
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import Problem, split
-from weft.core.schedule import Copy, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.core.schedule import (
+    Buffer,
+    Copy,
+    FusedCollective,
+    Reduce,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Wait,
+)
 from weft.planner.models import decode_sites, load_model
 from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
@@ -134,6 +145,45 @@ def _as_kernel(name: str) -> int:
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_kernel(interpreted: Ranks, name: str) -> None:
     assert set(interpreted.run(_as_kernel, name)) == {13}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("multiplies", [False, True], ids=["partial", "factors"])
+@pytest.mark.parametrize(("op", "hops"), [("matmul_all_reduce", 1), ("matmul_all_reduce", 2), ("matmul_reduce_scatter", 1)])
+def test_the_kernel_reads_parts_of_buffers(interpreted: Ranks, op: str, hops: int, multiplies: bool) -> None:
+    interpreted.run(check_from_parts, op, hops, multiplies)
+
+
+def _addend_elsewhere() -> str:
+    """The kernel finds its addends by their names, so one that lies in a part of another buffer has to be refused."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    problem = Problem(op="matmul_all_reduce", m=6, n=8, k=8 * size, world_size=size, dtype="float16", addends=("residual",))
+    schedule = build(problem, "one_shot")
+    ranks = []
+    for owner, (lane,) in enumerate(schedule.ranks):
+        (step,) = lane.steps
+        assert isinstance(step, FusedCollective)
+        part = Region("copied", owner, (2, 8), (0, 8))
+        steps = (Copy(step.addends[0], part), dataclasses.replace(step, addends=(part,)))
+        ranks.append((dataclasses.replace(lane, steps=steps),))
+    buffers = (*schedule.buffers, Buffer("copied", "local", (9,) * size, (8,) * size))
+    schedule = dataclasses.replace(schedule, buffers=buffers, ranks=tuple(ranks))
+    check(schedule)
+    a, b, _ = whole(6, 8, 8 * size, torch.float16, 0)
+    mine = slice(8 * rank, 8 * rank + 8)
+    try:
+        weft.matmul_all_reduce(a[:, mine].contiguous(), b[mine], residual=torch.ones(6, 8).half(), schedule=schedule)
+    except ValueError as error:
+        return str(error)
+    finally:
+        weft.close()
+    return "ran"
+
+
+@pytest.mark.ranks
+def test_an_addend_in_a_part_of_a_buffer_is_refused(interpreted: Ranks) -> None:
+    for rank, message in enumerate(interpreted.run(_addend_elsewhere)):
+        assert f"rank {rank}, lane compute, step 1" in message
 
 
 def _of_zeros() -> None:

@@ -10,9 +10,9 @@ import pytest
 import weft
 from weft.checker import ScheduleError
 from weft.core import codec, machine
-from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, number_of, plain
 from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem, Op
-from weft.core.schedule import Collective, Copy, Lane, Region, Schedule, Signal, Step, UserCall
+from weft.core.schedule import Collective, Copy, Flag, Lane, Region, Schedule, Signal, Step, UserCall, Wait
 from weft.core.span import total_us
 from weft.planner.shortlist import AT_MOST_BESIDE, shortlist
 from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, Method, build, candidates, family, method_of, parse
@@ -221,3 +221,82 @@ def test_a_schedule_of_no_such_form_has_no_method() -> None:
     nothing = tuple((Lane("network", "network", lanes[0].steps),) for lanes in schedule.ranks)
     with pytest.raises(ValueError, match="has no UserCall for the computation"):
         method_of(replace(schedule, ranks=nothing))
+
+
+def with_lanes(schedule: Schedule, rank: int, *lanes: Lane) -> Schedule:
+    return replace(schedule, ranks=(*schedule.ranks[:rank], lanes, *schedule.ranks[rank + 1 :]))
+
+
+def test_ranks_that_differ_are_not_run_as_rank_0() -> None:
+    schedule = weft.build(problem("all_reduce"), "vendor")
+    network, compute = schedule.ranks[1]
+    late = with_lanes(schedule, 1, compute, network)
+    prior = with_lanes(schedule, 1, replace(network, priority=True), compute)
+    fewer = with_lanes(schedule, 1, network, replace(compute, steps=(replace(compute.steps[0], left=8),)))  # type: ignore[type-var]
+    for other in (late, prior, fewer):
+        weft.check(other)
+        with pytest.raises(ValueError, match="rank 1"):
+            method_of(other)
+
+
+@pytest.mark.parametrize("spec", ["vendor", "copy_engine", "copy_engine+pull"])
+@pytest.mark.parametrize("fan_out", [False, True])
+def test_a_step_that_would_not_run_is_refused(spec: str, fan_out: bool) -> None:
+    schedule = build(problem("all_reduce"), spec, fan_out=fan_out)
+    assert str(method_of(schedule)) == spec
+    for rank in range(4):
+        lane, *others = schedule.ranks[rank]
+        more = with_lanes(schedule, rank, replace(lane, steps=(*lane.steps, Signal(Flag("never", rank)))), *others)
+        weft.check(more)
+        with pytest.raises(ValueError, match=f"rank {rank}, lane {lane.name}, step {len(lane.steps)} "):
+            method_of(more)
+
+
+@pytest.mark.parametrize("ops", [("all_gather",), ("all_reduce",), ("all_gather", "all_reduce")])
+def test_one_rank_has_the_schedules_of_many(ops: tuple[Op, ...]) -> None:
+    alone = problem(*ops, world_size=1)
+    for spec in (*candidates(alone), "copy_engine", "copy_engine+pull"):
+        method = parse(spec)
+        found = method_of(weft.build(alone, spec))
+        assert (found.transport, found.ctas, found.left, found.priority) == (
+            method.transport,
+            method.ctas,
+            method.left,
+            method.priority,
+        )
+
+
+def test_two_names_are_never_one_to_the_proof() -> None:
+    """A rank would wait for a flag that nobody raises."""
+    schedule = weft.build(problem("all_reduce", "all_reduce"), "copy_engine")
+    assert any(flag.name.endswith(".1") for flag in schedule.flags)
+
+    def waits_elsewhere(step: Step) -> Step:
+        if isinstance(step, Wait) and step.flag.name.endswith(".1"):
+            return replace(step, flag=replace(step.flag, name=step.flag.name.removesuffix(".1") + ".01"))
+        return step
+
+    ranks = tuple(
+        tuple(replace(lane, steps=tuple(map(waits_elsewhere, lane.steps))) for lane in lanes) for lanes in schedule.ranks
+    )
+    weft.check(schedule)
+    with pytest.raises(ScheduleError, match=r"\.01"):
+        weft.check(replace(schedule, ranks=ranks))
+
+
+@pytest.mark.parametrize("name", ["out.01", "out.00", "out.\u0661", "out.", "1", "out.x"])
+def test_only_plain_numbers_name_a_collective(name: str) -> None:
+    assert (number_of(name), plain(name)) == (0, name)
+
+
+def test_numbers_that_nothing_reads_are_refused() -> None:
+    with pytest.raises(ValueError, match="ctas is -7"):
+        Lane("compute", "compute", (), ctas=-7)
+    schedule = weft.build(collective(), "sequential")
+    for chunks in (0, -3):
+        with pytest.raises(ValueError, match=f"chunks is {chunks}"):
+            replace(schedule, chunks=chunks)
+    (lane,) = schedule.ranks[1]
+    for name, value in (("priority", True), ("ctas", 16)):
+        with pytest.raises(ValueError, match=f"{name} is {value} on rank 1, lane {lane.name}"):
+            with_lanes(schedule, 1, replace(lane, **{name: value}))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from conftest import RankFixture
 import weft
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.problem import CollectiveProblem
+from weft.core.schedule import Schedule
 
 pytestmark = pytest.mark.ranks
 
@@ -147,3 +149,57 @@ def test_a_schedule_is_a_way(ranks: RankFixture) -> None:
         assert (way, mean) == ("copy_engine+late", "0.5")
         assert refused.startswith("way is a schedule for a computation and all_reduce M=128")
         assert "these are all_reduce M=64" in refused
+
+
+def _built_for(tensor: torch.Tensor) -> Schedule:
+    size = dist.get_world_size()
+    one = CollectiveProblem(op="all_reduce", m=tensor.numel(), world_size=size, dtype="float32", reduce_op="avg")
+    return weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "vendor")
+
+
+def _wrong_schedules() -> list[str]:
+    """What happens to a schedule without buffers, and to one whose last rank has its lanes in another order."""
+    tensor = torch.full((64,), float(dist.get_rank()))
+    right = _built_for(tensor)
+    others = (*right.ranks[:-1], tuple(reversed(right.ranks[-1])))
+    told = []
+    for schedule in (replace(right, buffers=()), replace(right, ranks=others)):
+        try:
+            weft.concurrent(lambda: None, weft.AllReduce(tensor, reduction="avg"), way=schedule)
+            told.append("ran")
+        except ValueError as error:
+            told.append(str(error))
+    weft.close()
+    return told
+
+
+def test_a_schedule_that_is_wrong_does_not_run(ranks: RankFixture) -> None:
+    for unproved, differs in ranks(2).run(_wrong_schedules):
+        assert "buffer a is missing" in unproved
+        assert "rank 1" in differs
+
+
+def _proofs() -> int:
+    """How often schedules are proved in uses of one value and of an equal one."""
+    from weft.overlap.concurrent import calls
+
+    tensor, proofs, prove = torch.full((64,), float(dist.get_rank())), 0, calls.check
+
+    def counted(schedule: Schedule) -> None:
+        nonlocal proofs
+        proofs += 1
+        prove(schedule)
+
+    calls.check = counted
+    try:
+        for schedule in (one := _built_for(tensor), one, replace(one)):
+            weft.concurrent(lambda: None, weft.AllReduce(tensor, reduction="avg"), way=schedule)
+            assert bool((tensor == 0.5).all())
+    finally:
+        calls.check = prove
+        weft.close()
+    return proofs
+
+
+def test_a_schedule_is_proved_once(ranks: RankFixture) -> None:
+    assert ranks(2).run(_proofs) == [1, 1]

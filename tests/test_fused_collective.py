@@ -14,7 +14,7 @@ from weft.checker import ScheduleError, check, fused_collective
 from weft.core import codec
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import Problem
-from weft.core.schedule import Buffer, Copy, FusedCollective, Lane, Region, Schedule, Wait
+from weft.core.schedule import Buffer, Copy, Flag, FusedCollective, Lane, Region, Schedule, Signal, Wait
 from weft.schedules import build
 
 REDUCE = Problem(op="matmul_all_reduce", m=6, n=8, k=12, world_size=3, addends=("bias", "residual"))
@@ -65,7 +65,7 @@ def test_steps_are_named_by_their_place_in_the_schedule_as_it_was_given() -> Non
     assert steps.place(1, "compute", 0) == (0, None)
     kernel = schedule.ranks[1][0].steps[1]
     assert steps.place(1, "compute", 1) == steps.place(1, "compute", len(lane.steps) - 1) == (1, kernel)
-    more = (*schedule.ranks[1][0].steps, Wait(weft.core.schedule.Flag("never", 1)))
+    more = (*schedule.ranks[1][0].steps, Wait(Flag("never", 1)))
     longer = dataclasses.replace(
         schedule, ranks=(schedule.ranks[0], (dataclasses.replace(schedule.ranks[1][0], steps=more),), schedule.ranks[2])
     )
@@ -99,6 +99,76 @@ REFUSED: list[tuple[Problem, str, Callable[[FusedCollective], FusedCollective], 
 def test_steps_that_are_none_of_it_are_refused(problem: Problem, name: str, change: Any, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         check(changed(build(problem, name), change))
+
+
+IN_PLACE = Problem(op="matmul_all_reduce", m=8, n=8, k=24, world_size=3)
+
+
+@pytest.mark.parametrize("left", [0, 4])
+@pytest.mark.parametrize("factor", [0, 1])
+def test_a_result_that_overlaps_a_factor_is_refused(factor: int, left: int) -> None:
+    """Blocks store their tiles of the result while others still read what it would overwrite."""
+    schedule = build(IN_PLACE, "one_shot")
+    ranks = []
+    for rank, (lane,) in enumerate(schedule.ranks):
+        (step,) = lane.steps
+        assert isinstance(step, FusedCollective)
+        work = Region("work", rank, (0, 8), (left, left + 8))
+        factors = list(step.factors)
+        copied, factors[factor] = factors[factor], Region("work", rank, (0, 8), (0, 8))
+        steps = (
+            Copy(copied, factors[factor]),
+            dataclasses.replace(step, factors=tuple(factors), out=work),
+            Copy(work, step.out),
+        )
+        ranks.append((dataclasses.replace(lane, steps=steps),))
+    buffers = (*schedule.buffers, Buffer("work", "local", (8,) * 3, (16,) * 3))
+    with pytest.raises(ScheduleError, match=r"rank 0, lane compute, step 1 .* out is work@0"):
+        check(dataclasses.replace(schedule, buffers=buffers, ranks=tuple(ranks)))
+
+
+FEW_COLUMNS = dataclasses.replace(REDUCE, n=2)
+FEW_ROWS = dataclasses.replace(SCATTER, m=2)
+"""Rank 2 has nothing to sum."""
+
+
+@pytest.mark.parametrize(
+    ("problem", "name", "change"),
+    [
+        (FEW_ROWS, "one_shot", lambda s: dataclasses.replace(s, out=Region("nowhere", 2, (0, 0), (0, 5)))),
+        (FEW_ROWS, "one_shot", lambda s: dataclasses.replace(s, out=Region("out", 2, (9, 9), (0, 5)))),
+        (FEW_ROWS, "one_shot", lambda s: dataclasses.replace(s, out=Region("a", 2, (0, 0), (0, 5)))),
+        (
+            FEW_COLUMNS,
+            "two_shot",
+            lambda s: dataclasses.replace(s, addends=(s.addends[0], dataclasses.replace(s.addends[1], rows=(3, 9)))),
+        ),
+    ],
+    ids=["no such buffer", "out of bounds", "input", "addend out of bounds"],
+)
+def test_regions_that_a_rank_has_no_use_for_are_checked(problem: Problem, name: str, change: Any) -> None:
+    check(build(problem, name))
+    with pytest.raises(ScheduleError, match="rank 2, lane compute, step 0"):
+        check(changed(build(problem, name), change, 2))
+
+
+@pytest.mark.parametrize("copies", [0, -1, 1_000_000_000])
+def test_the_number_of_copies_is_bounded(copies: int) -> None:
+    with pytest.raises(ScheduleError, match=f"copies is {copies};"):
+        check(changed(build(REDUCE, "one_shot"), lambda step: dataclasses.replace(step, copies=copies)))
+
+
+@pytest.mark.parametrize("mailbox", ["mailbox", "letters"])
+def test_flags_of_a_mailbox_cannot_be_named(mailbox: str) -> None:
+    """The proof would take them for signals, which the kernel does not send."""
+    schedule = changed(build(REDUCE, "one_shot"), lambda step: dataclasses.replace(step, mailbox=mailbox))
+    ranks = []
+    for rank, (lane,) in enumerate(schedule.ranks):
+        plain, own = Flag("arrived", rank, 7), Flag(f"{mailbox}.arrived", rank, 1)
+        more = (Wait(own),) if rank == 0 else ()
+        ranks.append((dataclasses.replace(lane, steps=(Signal(plain), Wait(plain), *more, *lane.steps)),))
+    with pytest.raises(ScheduleError, match=f"{mailbox}.arrived"):
+        check(dataclasses.replace(schedule, ranks=tuple(ranks)))
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,16 @@ from weft.checker import ScheduleError, check
 from weft.core import codec
 from weft.core.problem import RAGGED_OPS, RaggedProblem
 from weft.core.schedule import (
+    Flag,
     GroupedGemm,
+    Lane,
     Schedule,
     Segment,
     SegmentCopies,
     SegmentCopy,
     SegmentProduct,
     ShareCounts,
+    Signal,
     Step,
     Wait,
     advances,
@@ -183,6 +186,75 @@ def test_a_schedule_without_its_output_is_refused() -> None:
         check(replace(schedule, buffers=tuple(b for b in schedule.buffers if b.name != "out")))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_lanes_is_refused(kind: dict[str, Any]) -> None:
+    for world_size in (1, 2):
+        schedule = ragged.build(problem_of(kind, world_size), "fused")
+        with pytest.raises(ScheduleError, match="rank 0 "):
+            check(replace(schedule, ranks=((),) * world_size))
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_flag_on_no_rank_is_refused(rank: int) -> None:
+    def signalled(step: Step) -> list[Step]:
+        return [step, Signal(Flag("never", rank))] if isinstance(step, ShareCounts) else [step]
+
+    schedule = ragged.build(problem_of(KINDS[0]), "fused")
+    damaged = replace(schedule, ranks=(changed(schedule, signalled).ranks[0], schedule.ranks[1]))
+    with pytest.raises(ScheduleError, match=r"rank 0, lane compute, step 1 .*never"):
+        check(damaged)
+
+
+def test_a_segment_that_does_not_fit_the_columns_of_its_target_is_refused() -> None:
+    """A combine may let its rows, which are 8 columns wide, lie for a while in a peer's products, which have 4."""
+
+    def through_products(step: Step) -> list[Step]:
+        if not isinstance(step, GroupedGemm):
+            return [step]
+        segments = [part.a for part in step.parts if isinstance(part, SegmentProduct) and part.a.dst != part.a.src]
+        return [SegmentCopies(tuple(SegmentCopy(one, replace(one, buffer="product")) for one in segments)), step]
+
+    schedule = ragged.build(problem_of(KINDS[2], n=8), "fused")
+    check(changed(schedule, through_products))
+    with pytest.raises(ScheduleError, match=r"8 columns .* 4"):
+        check(changed(ragged.build(problem_of(KINDS[2], n=4), "fused"), through_products))
+
+
+def test_steps_on_another_lane_than_the_counts_are_refused() -> None:
+    """An executor reads the counts where they are shared."""
+    schedule = ragged.build(problem_of(KINDS[0]), "sequential")
+    ranks = []
+    for rank, (lane,) in enumerate(schedule.ranks):
+        ready, (share, *others) = Flag("ready", rank), lane.steps
+        first = replace(lane, steps=(share, Signal(ready)))
+        ranks.append((first, Lane("blocks", "blocks", (Wait(ready), *others))))
+    with pytest.raises(ScheduleError, match="rank 0, lane blocks, step 1 "):
+        check(replace(schedule, ranks=tuple(ranks)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_may_wait_for_the_counts_of_another_before_it_shares_its_own(kind: dict[str, Any]) -> None:
+    def later(step: Step) -> list[Step]:
+        return [Wait(Flag("counted", 0, 1)), step] if isinstance(step, ShareCounts) else [step]
+
+    for name in ragged.FAMILIES:
+        schedule = ragged.build(problem_of(kind), name)
+        schedule = replace(schedule, ranks=(changed(schedule, later).ranks[0], schedule.ranks[1]))
+        check(schedule)
+        assert isinstance(schedule.problem, RaggedProblem)
+        for seed in range(20):
+            assert played(schedule, some_counts(schedule.problem, random.Random(seed)), seed)
+
+
+def test_ranks_that_wait_for_each_others_counts_before_they_share_are_refused() -> None:
+    def later(step: ShareCounts) -> list[Step]:
+        return [Wait(Flag("counted", step.gates[0].flag.rank, 1 - step.gates[0].flag.rank)), step]
+
+    schedule = ragged.build(problem_of(KINDS[0]), "fused")
+    with pytest.raises(ScheduleError, match="deadlock: rank 0"):
+        check(changed(schedule, lambda step: later(step) if isinstance(step, ShareCounts) else [step]))
+
+
 def played(schedule: Schedule, counts: dict[tuple[int, int, int], int], seed: int, calls: int = 3) -> bool:
     """Run a schedule row by row for concrete counts, in a random order of lanes; whether all results were right."""
     problem, chance = schedule.problem, random.Random(seed)
@@ -236,6 +308,7 @@ def played(schedule: Schedule, counts: dict[tuple[int, int, int], int], seed: in
                     for flag in step.flags:
                         seen[flag] = seen.get(flag, 0) + 1
                         shared[flag.rank, rank] = call
+                    break
                 if any(seen.get(gate.flag, 0) <= call for gate in step.gates):
                     continue
                 left.clear()

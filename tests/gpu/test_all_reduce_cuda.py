@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from muted import told_of
 from on_gpus import GPUS, NEEDS_TWO, alarm, fewer
+from own_schedules import check_from_parts
 from rank_pools import ranks_on_gpus
 from rank_work import bound, check_all_reduce
 
 import weft
-from weft.core.problem import split
+from weft.core.problem import Op, split
 from weft.runtime.bindings import Bindings
 from weft.runtime.ranks import Ranks
 from weft.schedules import names
@@ -56,6 +57,12 @@ def _every_family(dtype: torch.dtype, shapes: list[tuple[int, int, int, int]]) -
 )
 def test_every_family_is_right(pool: Ranks, dtype: torch.dtype, shapes: list[tuple[int, int, int, int]]) -> None:
     pool.run(_every_family, dtype, shapes)
+
+
+@pytest.mark.parametrize("multiplies", [False, True], ids=["partial", "factors"])
+@pytest.mark.parametrize(("op", "hops"), [("matmul_all_reduce", 1), ("matmul_all_reduce", 2), ("matmul_reduce_scatter", 1)])
+def test_the_kernel_reads_parts_of_buffers(pool: Ranks, op: Op, hops: int, multiplies: bool) -> None:
+    pool.run(check_from_parts, op, hops, multiplies)
 
 
 class _Site:

@@ -22,11 +22,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from weft.checker.program import CompiledSchedule, Do, Op, ScheduleError
+from weft.checker.program import CompiledSchedule, Do, Op, ScheduleError, overlap
+from weft.checker.shapes import region_fault
 from weft.core.fused_collective import SpelledOut, protocol
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem
 from weft.core.schedule import FusedCollective, Region, Schedule
 
+MOST_COPIES = 16
+"""Three are enough. The proof looks at so many calls, so that a schedule may not name any number."""
 Event = tuple[int, int, str]
 """(call, rank, what it does): one entry of the protocol."""
 
@@ -52,6 +55,16 @@ def check_shapes(schedule: Schedule) -> None:
         if mine != first:
             what = "mailbox, copies, op, hops, multiplies, addends, divide_by"
             raise ScheduleError(f"rank {rank} has other fused collectives ({what}) than rank 0: {mine}, not {first}")
+    _check_names(schedule, [f"{common[0]}." for common in first])
+
+
+def _check_names(schedule: Schedule, reserved: list[str]) -> None:
+    """No buffer or flag of the schedule has a name that `spelled_out` may give to what stands for a mailbox."""
+    for name in (*schedule.buffer, *(flag.name for flag in schedule.flags)) if reserved else ():
+        prefix = next((prefix for prefix in reserved if name.startswith(prefix)), None)
+        if prefix is not None:
+            mailbox = prefix.removesuffix(".")
+            raise ScheduleError(f"{name} is a name of mailbox {mailbox}'s own; no buffer or flag may begin with {prefix}")
 
 
 def _common(step: FusedCollective) -> tuple[object, ...]:
@@ -67,6 +80,8 @@ def _fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
         return f"{problem.op} has no product whose sum over ranks a kernel could make"
     if step.hops not in ((1, 2) if step.op == "all_reduce" else (1,)):
         return f"hops is {step.hops}; an all_reduce has 1 or 2, a reduce_scatter 1"
+    if not 1 <= step.copies <= MOST_COPIES:
+        return f"copies is {step.copies}; a mailbox has 1 to {MOST_COPIES}, and 3 are enough"
     if len(step.factors) not in (1, 2):
         return f"it has {len(step.factors)} factors; it takes a and b, or one partial result"
     m, n, (low, high) = problem.m, problem.n, problem.shards[rank]
@@ -87,15 +102,28 @@ def _addends_fault(step: FusedCollective) -> str:
 
 
 def _place_fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
-    """Regions are the rank's own, in the problem's dtype."""
-    regions: tuple[Region, ...] = (*step.factors, *step.addends, step.out)
-    for region in regions:
+    """Regions are the rank's own, in the problem's dtype, and out is none of what is read: tiles are stored while other tiles
+    are still read. The steps that the kernel stands for may leave some of the regions out, so all rules on them are here."""
+    read: tuple[Region, ...] = (*step.factors, *step.addends)
+    for region in (*read, step.out):
         if region.rank != rank:
             return f"{region} is another rank's; the kernel reads and writes its own, and sends through its mailbox"
-        buffer = schedule.buffer.get(region.buffer)
-        if buffer is not None and buffer.float32:
+        fault = region_fault(region, schedule.buffer, schedule.problem.world_size)
+        if fault:
+            return fault
+        if schedule.buffer[region.buffer].float32:
             return f"{region} holds float32; the kernel takes the problem's dtype"
-    return ""
+    if schedule.buffer[step.out.buffer].kind == "input":
+        return f"{step.out} is an input of the caller; no step may write it"
+    shared = next((region for region in read if _overlap(region, step.out)), None)
+    return (
+        f"out is {step.out}, which overlaps {shared}, which it reads; use a buffer of its own for one of them" if shared else ""
+    )
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    same = (one.buffer, one.rank) == (other.buffer, other.rank)
+    return same and overlap((*one.rows, *one.cols), (*other.rows, *other.cols)) is not None
 
 
 def check_mailboxes(schedule: Schedule) -> None:

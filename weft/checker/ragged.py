@@ -70,6 +70,8 @@ def _check_structure(schedule: Schedule, problem: RaggedProblem) -> None:
     _check_buffers(schedule, problem)
     for rank, lanes in enumerate(schedule.ranks):
         kinds = [lane.kind for lane in lanes]
+        if not lanes:
+            raise ScheduleError(f"rank {rank} has no lane, so that nothing writes its result; give it one of kind compute")
         if set(kinds) - {"compute", "blocks"} or kinds.count("compute") > 1 or len({lane.name for lane in lanes}) < len(lanes):
             raise ScheduleError(f"rank {rank} has lanes of kinds {kinds}; use one of kind compute, others of kind blocks")
     owners: dict[Flag, str] = {}
@@ -78,7 +80,11 @@ def _check_structure(schedule: Schedule, problem: RaggedProblem) -> None:
         where = f"rank {rank}, lane {lane.name}, step {position} ({step})"
         if not isinstance(step, (Wait, Signal, ShareCounts, SegmentCopies, GroupedGemm)):
             raise ScheduleError(f"{where}: {problem.op} has no such step")
+        if isinstance(step, (SegmentCopies, GroupedGemm)) and not any(isinstance(one, ShareCounts) for one in lane.steps):
+            raise ScheduleError(f"{where}: it needs the counts of its call; put it on the lane that shares them")
         for flag in advances(step):
+            if flag.rank not in range(problem.world_size):
+                raise ScheduleError(f"{where}: {flag} lies on no rank; ranks are 0 to {problem.world_size - 1}")
             if flag in owners:
                 raise ScheduleError(f"{where}: {flag} is advanced by {owners[flag]}, too; give each a flag of its own")
             owners[flag] = where
@@ -133,6 +139,12 @@ def _check_part(schedule: Schedule, problem: RaggedProblem, rank: int, part: Par
             raise ScheduleError(f"{where}: {side.buffer} of rank {side.rank} does not hold {side}")
         if side.rank != rank and buffer.kind != "symmetric":
             raise ScheduleError(f"{where}: {side} is another rank's, and not symmetric")
+    have, wide = (schedule.buffer[side.buffer].cols[side.rank] for side in (source, target))
+    wanted = (have, have) if isinstance(part, SegmentCopy) else (problem.k, problem.n)
+    if (have, wide) != wanted:
+        raise ScheduleError(
+            f"{where}: {source} has {have} columns and {target} has {wide}; it needs {wanted[0]} and {wanted[1]}"
+        )
     if rank not in (source.rank, target.rank):
         raise ScheduleError(f"{where}: neither side is on the rank that runs it")
     if isinstance(part, SegmentProduct) and (source.rank != rank or rank != (part.a.dst if problem.dispatches else part.a.src)):
@@ -157,10 +169,12 @@ class _Walk:
     def run(self) -> None:
         moving = True
         while moving:
-            moving = False
+            moving, nodes = False, self.nodes
             for lane in [lane for lanes in self.lanes for lane in lanes]:
                 while lane.call < CALLS and self._step(lane):
                     moving = True
+            # A step that waits may have signalled before: parts of a kernel, or the counts of a rank that waits for others'.
+            moving |= self.nodes > nodes
         stuck = [lane for lanes in self.lanes for lane in lanes if lane.call < CALLS and lane.position < len(lane.steps)]
         if stuck:
             raise ScheduleError("deadlock: " + "; ".join(map(self._missing, stuck)))

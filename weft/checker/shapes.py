@@ -5,6 +5,7 @@ Each rule hands back what is wrong, in words, or an empty text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 from weft.checker.program import ScheduleError
@@ -99,6 +100,19 @@ def reachable_outputs(schedule: Schedule) -> set[str]:
     """Buffers of the caller's that peers may write."""
     problem = schedule.problem
     return {"out"} if isinstance(problem, CollectiveProblem) and problem.reachable else set()
+
+
+def region_fault(region: Region, buffers: Mapping[str, Buffer], size: int) -> str:
+    """A region lies within a declared buffer of one of `size` ranks."""
+    buffer = buffers.get(region.buffer)
+    if buffer is None:
+        return f"{region} is in no declared buffer; there are {', '.join(buffers)}"
+    rank, (low, high), (left, right) = region.rank, region.rows, region.cols
+    if not 0 <= rank < size:
+        return f"{region} lies on no rank; ranks are 0 to {size - 1}"
+    if not (0 <= low <= high <= buffer.rows[rank] and 0 <= left <= right <= buffer.cols[rank]):
+        return f"{region} does not lie within {buffer.whole(rank)}"
+    return ""
 
 
 def gemm_fault(step: Gemm, part: Part) -> str:

@@ -18,6 +18,7 @@ from weft.checker.shapes import (
     gemm_fault,
     message_fault,
     reachable_outputs,
+    region_fault,
     sum_fault,
 )
 from weft.core.fused_collective import SpelledOut
@@ -178,21 +179,17 @@ class _Compiler:
         return number
 
     def access(self, region: Region, *, write: bool = False, remote: bool = True) -> Access:
-        buffer = self.buffers.get(region.buffer)
-        if buffer is None:
-            self.fail(f"{region} is in no declared buffer; there are {', '.join(self.buffers)}")
-        rank, (low, high), (left, right) = region.rank, region.rows, region.cols
-        if not 0 <= rank < self.world_size:
-            self.fail(f"{region} lies on no rank; ranks are 0 to {self.world_size - 1}")
-        if not (0 <= low <= high <= buffer.rows[rank] and 0 <= left <= right <= buffer.cols[rank]):
-            self.fail(f"{region} does not lie within {buffer.whole(rank)}")
+        fault = region_fault(region, self.buffers, self.world_size)
+        if fault:
+            self.fail(fault)
+        buffer, rank = self.buffers[region.buffer], region.rank
         if self.node_of[rank] != self.node_of[self.rank]:
             self.fail(f"{region} lies on another node, out of reach of loads, stores and copies; send and receive it")
         if rank != self.rank and not (remote and buffer.name in self.open):
             self._fail_remote(region, buffer, remote)
         if write and buffer.kind == "input":
             self.fail(f"{region} is an input of the caller; no step may write it")
-        return self.first_memory[region.buffer] + rank, (low, high, left, right)
+        return self.first_memory[region.buffer] + rank, (*region.rows, *region.cols)
 
     def _fail_remote(self, region: Region, buffer: Buffer, remote: bool) -> NoReturn:
         what = f"buffer {buffer.name} is {buffer.kind}; peers may only touch symmetric buffers"

@@ -95,13 +95,15 @@ def named(name: str, number: int) -> str:
 
 
 def number_of(name: str) -> int:
-    """The collective that a buffer or flag belongs to.
+    """The collective that a buffer or flag belongs to. Only numbers as `named` writes them count, so that two names never are
+    one name in the collective's own schedule.
 
-    >>> number_of("out"), number_of("out.2")
-    (0, 2)
+    >>> number_of("out"), number_of("out.2"), number_of("out.02")
+    (0, 2, 0)
     """
-    number = name.rpartition(".")[2]
-    return int(number) if "." in name and number.isdecimal() else 0
+    _, dot, number = name.rpartition(".")
+    canonical = dot and number.isascii() and number.isdecimal() and number[0] != "0"
+    return int(number) if canonical else 0
 
 
 def plain(name: str) -> str:

@@ -497,7 +497,10 @@ class Lane:
     """Steps that run one after the other. kind says on what.
 
     Beside a UserCall, the lanes of a rank are enqueued in the order in which they are listed. priority: on streams of the
-    highest priority. ctas: the blocks of this lane's kernels, 0 for their own choice.
+    highest priority. ctas: the blocks of this lane's kernels, 0 for their own choice. Only a schedule for a ConcurrentProblem
+    may have the two.
+
+    Raises ValueError for ctas below zero.
     """
 
     name: str
@@ -505,6 +508,10 @@ class Lane:
     steps: tuple[Step, ...]
     priority: bool = False
     ctas: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ctas < 0:
+            raise ValueError(f"ctas is {self.ctas} on lane {self.name}; it must be 0, for the kernels' own choice, or above")
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,6 +534,8 @@ class Schedule:
 
     name: the family, as `weft schedules` lists it. chunks: pieces a shard is cut into. ranks: per rank, its lanes.
     A Schedule may be wrong; `weft.check` proves one right.
+
+    Raises ValueError for chunks below 1, and for lanes with priority or ctas where nothing reads them.
     """
 
     problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem | RaggedProblem
@@ -534,6 +543,19 @@ class Schedule:
     buffers: tuple[Buffer, ...]
     ranks: tuple[tuple[Lane, ...], ...]
     chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1:
+            raise ValueError(f"chunks is {self.chunks} in schedule {self.name}; it must be 1 or above")
+        if isinstance(self.problem, ConcurrentProblem):
+            return
+        for rank, lane in ((rank, lane) for rank, lanes in enumerate(self.ranks) for lane in lanes):
+            name = "priority" if lane.priority else "ctas"
+            if getattr(lane, name):
+                raise ValueError(
+                    f"{name} is {getattr(lane, name)} on rank {rank}, lane {lane.name}; only a schedule for a "
+                    "ConcurrentProblem has lanes with priority or ctas: leave it out"
+                )
 
     @cached_property
     def buffer(self) -> dict[str, Buffer]:

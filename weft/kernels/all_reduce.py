@@ -215,14 +215,17 @@ def all_reduce(
 ) -> None:
     """One call: out [M, N], or this rank's rows of it, = the sum over ranks of a @ b, or of `partial`, and the addends.
 
-    factors: a [M, k] whose rows' elements are adjacent, b [k, N] of any strides. partial [M, N], bias [1, N], residual [M, N]
-    are without gaps. live: exchange and count; else nothing is sent or waited for (a rehearsal), and out means nothing.
-    launched_by, stream: as for weft.kernels.gemm.gemm.
+    factors: a [M, k] whose rows' elements are adjacent, b [k, N] of any strides. partial: [M, N], whose rows' elements are
+    adjacent. bias [1, N], residual [M, N] and out are without gaps. live: exchange and count; else nothing is sent or waited
+    for (a rehearsal), and out means nothing. launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     assert (factors is not None) == layout.multiply, "factors, or a partial result"
     problem, shape = layout.problem, layout.tiling
-    a, b = factors if factors is not None else (out, out)
-    pointers = [a, b, *(t if t is not None else out for t in (partial, bias, residual)), out]
+    # The kernel reads a partial result where it would read `a`: by the same address and the same stride.
+    a, b = factors if factors is not None else (partial, out)
+    assert a is not None, "factors, or a partial result"
+    assert a.stride(1) == 1 or a.shape[1] < 2, "the elements of a row are adjacent"
+    pointers = [a, b, *(t if t is not None else out for t in (bias, residual)), out]
     sizes = (problem.m, problem.n, a.shape[1], a.stride(0), b.stride(0), b.stride(1))
     constants = _constants(layout, bias is not None, residual is not None, capabilities(out.device).warp)
     key = (sizes, tuple(t.data_ptr() % 16 for t in pointers))
@@ -304,7 +307,7 @@ def _product(
 
 @triton.jit(do_not_specialize=["m", "share", "tiles", "rank", "tries", "live"])
 def _all_reduce_kernel(
-    a_ptr, b_ptr, partial_ptr, bias_ptr, residual_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr,
+    a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr,
     m, n, k, stride_am, stride_bk, stride_bn, share, tiles, rank, tries, live,
     ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
     TWO_HOPS: tl.constexpr, SCATTER: tl.constexpr, DIVIDE_BY: tl.constexpr,
@@ -334,7 +337,7 @@ def _all_reduce_kernel(
                 a_ptr, b_ptr, rows, cols, there, m, k, stride_am, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
             )
         else:
-            total = tl.load(partial_ptr + rows[:, None].to(tl.int64) * n + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            total = tl.load(a_ptr + rows[:, None].to(tl.int64) * stride_am + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         # Before the branch: for sm_100, Triton 3.6 compiles no tensor-core product that is read only within one.
         words = as_words(total.to(ELEMENT), BLOCK_M, WIDTH)
         if live != 0:

@@ -52,8 +52,6 @@ def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
         schedule.buffer[name].whole(rank) for name in problem.addends
     ):
         wrong = "its result, or what it adds, is not that of the problem"
-    elif step.multiplies and step.factors != tuple(schedule.buffer[name].whole(rank) for name in ("a", "b")):
-        wrong = "it multiplies other matrices than a and b"
     if wrong:
         raise ValueError(f"schedule {schedule.name}: {where}: weft's kernel cannot run it: {wrong}")
     return "scatter" if scatters else "two" if step.hops == 2 else "one"
@@ -92,23 +90,21 @@ class FusedCollectiveKernel:
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, stream: int | None = None) -> None:
         """Run it. silent: neither send nor wait, for a rehearsal. stream: default, torch's current one."""
 
-        def whole(name: str) -> torch.Tensor:
-            ((matrix, _),) = bindings.tensors[name, self.where.rank]
-            return matrix
-
-        given = [whole(region.buffer) for region in self.step.factors]
-        addends = {name: whole(name) if name in self.plan.problem.addends else None for name in ("bias", "residual")}
+        step = self.step
+        given = [bindings.view(region) for region in step.factors]
+        added = {region.buffer: bindings.view(region) for region in step.addends}
         all_reduce(
             self.plan,
             self._memory,
-            whole("out"),
-            factors=(given[0], given[1]) if self.step.multiplies else None,
-            partial=None if self.step.multiplies else given[0],
+            bindings.view(step.out),
+            factors=(given[0], given[1]) if step.multiplies else None,
+            partial=None if step.multiplies else given[0],
+            bias=added.get("bias"),
+            residual=added.get("residual"),
             live=not silent,
             tries=tries,
             launched_by=self._launcher,
             stream=stream,
-            **addends,
         )
 
     def raise_if_late(self, check_peers: Callable[[], object]) -> None:

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, named
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Buffer, Collective, Copy, Flag, Lane, Region, Schedule, Step, UserCall
+from weft.core.schedule import Buffer, Collective, Flag, Lane, Region, Schedule, Step, UserCall
 from weft.schedules import collectives
 
 Transport = Literal["none", "vendor", "copy_engine"]
@@ -274,25 +275,35 @@ def renamed(value: Any, rename: Callable[[str], str]) -> Any:
 
 
 def method_of(schedule: Schedule) -> Method:
-    """What a schedule says, read from its lanes: the inverse of `build`. Raises ValueError for one that is of no such form."""
+    """What a schedule says, read from the lanes of rank 0: the inverse of `build`. An executor runs what the method says and
+    nothing else of the schedule, so this raises ValueError for a schedule that `build` does not make of it."""
     if not isinstance(schedule.problem, ConcurrentProblem):
         raise ValueError(f"schedule is for {schedule.problem}; use one for a ConcurrentProblem")
-    lanes = schedule.ranks[0]
+    method = _read(schedule, schedule.ranks[0] if schedule.ranks else ())
+    known = []
+    for made in _builds(schedule.problem, method):
+        if schedule.ranks == made.ranks:
+            return parse(made.name)
+        known.append(made)
+    raise ValueError(f"schedule {schedule.name} would run as {method}, but {_difference(schedule, known)}")
+
+
+def _read(schedule: Schedule, lanes: tuple[Lane, ...]) -> Method:
+    """What the lanes of a rank say, but for pull."""
     at = next((i for i, lane in enumerate(lanes) if lane.kind == "compute"), 0)
-    calls = (step for step in lanes[at].steps if isinstance(step, UserCall) and step.collective is None)
-    call = next(calls, None)
+    steps = lanes[at].steps if lanes else ()
+    call = next((step for step in steps if isinstance(step, UserCall) and step.collective is None), None)
     if call is None:
         raise ValueError(f"schedule {schedule.name} has no UserCall for the computation")
-    if len(lanes) == 1:
-        return SEQUENTIAL
     others = lanes[:at] + lanes[at + 1 :]
-    vendor = all(lane.kind == "network" for lane in others)
+    if not others and len(steps) > 1:
+        return SEQUENTIAL
+    vendor = others and all(lane.kind == "network" for lane in others)
     return Method(
         transport="vendor" if vendor else "copy_engine",
-        late=at == 0,
-        priority=others[0].priority,
-        pull=any(_pulls(copy) for copy in _copies(others)),
-        ctas=max(lane.ctas for lane in others),
+        late=at < len(others),
+        priority=any(lane.priority for lane in others),
+        ctas=max((lane.ctas for lane in others), default=0),
         left=call.left,
         resident=call.resident,
         ahead=call.ahead,
@@ -300,10 +311,35 @@ def method_of(schedule: Schedule) -> Method:
     )
 
 
-def _copies(lanes: tuple[Lane, ...]) -> Iterator[Copy]:
-    return (step for lane in lanes if lane.kind == "copy" for step in lane.steps if isinstance(step, Copy))
+def _builds(problem: ConcurrentProblem, method: Method) -> Iterator[Schedule]:
+    """All that `build` makes of a method, by copy engines with and without pull."""
+    yield build(problem, str(method))
+    if method.transport != "copy_engine":
+        return
+    yield build(problem, str(method), fan_out=True)
+    if everything(problem).pull:
+        for fan_out in (False, True):
+            yield build(problem, str(replace(method, pull=True)), fan_out=fan_out)
 
 
-def _pulls(copy: Copy) -> bool:
-    """Rank 0 runs it."""
-    return copy.src.rank != 0
+def _difference(schedule: Schedule, known: list[Schedule]) -> str:
+    """Where a schedule first differs from the one of those known that has most lanes in common with it, in words."""
+    if len(schedule.ranks) != len(known[0].ranks):
+        return f"it has {len(schedule.ranks)} ranks, not {len(known[0].ranks)}"
+
+    def common(made: Schedule) -> int:
+        return sum(lane in theirs for mine, theirs in zip(schedule.ranks, made.ranks, strict=True) for lane in mine)
+
+    made = max(known, key=common)
+    rank = next(rank for rank, lanes in enumerate(schedule.ranks) if lanes != made.ranks[rank])
+    mine, theirs = schedule.ranks[rank], made.ranks[rank]
+    if _heads(mine) != _heads(theirs):
+        return f"rank {rank} has lanes {_heads(mine)}, not {_heads(theirs)}"
+    one, other = next((one, other) for one, other in zip(mine, theirs, strict=True) if one != other)
+    steps = enumerate(zip_longest(one.steps, other.steps, fillvalue="nothing"))
+    position, (has, wanted) = next((at, pair) for at, pair in steps if pair[0] != pair[1])
+    return f"rank {rank}, lane {one.name}, step {position} is {has}, not {wanted}"
+
+
+def _heads(lanes: tuple[Lane, ...]) -> str:
+    return ", ".join(f"{lane.name} ({lane.kind}, priority={lane.priority}, ctas={lane.ctas})" for lane in lanes) or "none"

@@ -23,7 +23,7 @@ from weft.overlap.concurrent.kernels import Kernels
 from weft.overlap.concurrent.tuning import ConcurrentChoice
 from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS
-from weft.schedules.concurrent import SHARDED, Method, method_of, parse
+from weft.schedules.concurrent import SHARDED, Method, parse
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -206,7 +206,7 @@ def _method(way: str | Schedule, collectives: Sequence[Collective], kernels: Seq
     """What a schedule says. Raises ValueError for one of other collectives or about sharded parameters, and for what would
     change nothing here."""
     require("way", way, (str, Schedule), "use auto, a name such as vendor+priority, or a weft.Schedule for these collectives")
-    found = method_of(way) if isinstance(way, Schedule) else parse(way)
+    found = calls.proved(way) if isinstance(way, Schedule) else parse(way)
     if found.resident and not kernels:
         raise ValueError(f"way is '{found}'; resident is for kernels that are named: pass kernels, or leave it out")
     if (found.priority or found.ctas) and any(isinstance(collective, SendReceive) for collective in collectives):

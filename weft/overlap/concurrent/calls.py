@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from weft.checker import check
 from weft.comm.rank_group import RankGroup
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.schedule import Schedule
@@ -19,7 +20,11 @@ from weft.overlap.concurrent.kernels import Kernels
 from weft.overlap.concurrent.tuning import ConcurrentChoice, ConcurrentTuner, Sample, Turns, UseTurn
 from weft.runtime.choose import fans_out
 from weft.runtime.groups import GroupState
-from weft.schedules.concurrent import SEQUENTIAL, Method, build, method_of
+from weft.schedules.concurrent import SEQUENTIAL, Method, build, method_of, parse
+
+_GIVEN = 64
+"""Schedules given as values that are remembered as proved: a program has a few, and one that makes a new one for each use
+proves each."""
 
 
 class Use:
@@ -116,6 +121,7 @@ class Calls:
         self._kernels: dict[tuple[object, ...], Kernels] = {}
         self._executors: dict[torch.device, Executor] = {}
         self._methods: dict[tuple[object, ...], Method] = {}
+        self._given: dict[str, Method] = {}
         self._hooks: list[Callable[[], ConcurrentChoice]] = []
 
     def call(self, key: str, collectives: Sequence[Collective], kernels: Kernels, *, fixed: bool) -> KeyedCall:
@@ -128,7 +134,7 @@ class Calls:
                 self.meet("\n".join([f"concurrent: {key}", *parts]), 0)
                 device, problem = collectives[0].device, self.problem(collectives)
                 tuner = self.tuner(key, device, residents=kernels.residents, fixed=fixed)
-                found = self._calls[same] = KeyedCall(tuner, cache(lambda spec: method_of(_built(problem, spec, device))))
+                found = self._calls[same] = KeyedCall(tuner, cache(lambda spec: _method(problem, spec, device)))
             return found
 
     def tuner(
@@ -160,8 +166,21 @@ class Calls:
         """What that schedule says. Remembered; schedules by copy engines have thousands of steps, and are not."""
         same = (spec, *(collective.signature for collective in collectives))
         if same not in self._methods:
-            self._methods[same] = method_of(self.schedule(spec, collectives))
+            self._methods[same] = _method(self.problem(collectives), spec, collectives[0].device)
         return self._methods[same]
+
+    def proved(self, schedule: Schedule) -> Method:
+        """What a schedule says that was given as a value. The first use of a value proves it; the last _GIVEN are remembered.
+        Raises ValueError for a schedule that is wrong, and for one of which something would not run."""
+        with self._lock:
+            method = self._given.pop(schedule.digest, None)
+            if method is None:
+                check(schedule)
+                method = method_of(schedule)
+            self._given[schedule.digest] = method
+            if len(self._given) > _GIVEN:
+                del self._given[next(iter(self._given))]
+            return method
 
     def kernels(self, named: Sequence[object], caps: Sequence[int] | None) -> Kernels:
         """Of these kernels, what is launched for them. The same at each use."""
@@ -189,12 +208,18 @@ class Calls:
             kernels.close()
         for executor in self._executors.values():
             executor.close(broken=self.rank_group.broken is not None)
-        for kept in (self._calls, self._kernels, self._executors, self._methods, self._hooks):
+        for kept in (self._calls, self._kernels, self._executors, self._methods, self._given, self._hooks):
             kept.clear()
 
 
 def _built(problem: ConcurrentProblem, spec: str, device: torch.device) -> Schedule:
     return build(problem, spec, fan_out=fans_out(device))
+
+
+def _method(problem: ConcurrentProblem, spec: str, device: torch.device) -> Method:
+    """What a name says. Raises ValueError where it has no schedule for the problem."""
+    _built(problem, spec, device)
+    return parse(spec)
 
 
 def _executor(device: torch.device) -> Executor:
