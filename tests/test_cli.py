@@ -143,7 +143,7 @@ def is_one_error(result: tuple[int, str, str], *says: str) -> None:
 def test_run_defaults_on_a_machine_without_gpu(weft: Weft, runner: Runner, without_gpus: None) -> None:
     status, out, err = weft("run", "llama3-8b")
     assert (status, err) == (0, "")
-    expected = {"ranks": 4, "device": "cpu", "tokens": 512, "op": None, "schedule": "auto", "machine_ranks": 8}
+    expected = {"ranks": 4, "device": "cpu", "tokens": 256, "op": None, "schedule": "auto", "machine_ranks": 8}
     assert {key: runner.asked[key] for key in expected} == expected
     assert (runner.asked["machine"].name, runner.asked["machine_tokens"], runner.asked["seed"]) == ("h200x8", 8192, 0)
     head, _, _ = out.partition("\n\n")
@@ -163,7 +163,7 @@ def test_run_leads_with_the_prediction(weft: Weft, runner: Runner, without_gpus:
     predicted, chart, ran = (out.index(words) for words in ("Predicted on", "as predicted on h200x8, rank 0", "Run here on"))
     assert predicted < chart < ran
     assert "MLP gate/up as predicted" in out
-    assert "attention QKV flag_gated:4 512 6144 4096 proved right 1.0e-03 1.0e-02" in _rows(out[ran:])
+    assert "attention QKV flag_gated:4 256 6144 4096 proved right 1.0e-03 1.0e-02" in _rows(out[ran:])
 
 
 def test_cpu_ranks_are_not_compared_in_speed(weft: Weft, runner: Runner, without_gpus: None) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weft.core.machine import Machine
     from weft.tools.results import Run
 
-CPU_TOKENS, GPU_TOKENS = 512, 8192
+CPU_TOKENS, GPU_TOKENS = 256, 8192
 
 
 def command(
@@ -39,7 +39,7 @@ def command(
     ] = options.DEFAULT_MACHINE_TOKENS,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens to run. Default: 512 on the CPU, 8192 on cuda."),
+        typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens to run. Default: 256 on the CPU, 8192 on cuda."),
     ] = None,
     dtype: options.DTYPE = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the random inputs.")] = 0,
@@ -103,9 +103,11 @@ def _story(model: str, layers: int, schedule: str, machine: Machine, ranks: str)
     some = "1 communicating layer" if layers == 1 else f"{layers} communicating layers"
     how = "a schedule that weft's planner chooses" if schedule == "auto" else f"the schedule {schedule}"
     return (
-        f"{model} has {some}: matmuls or lookups with a collective next to them, on every rank (a process with one GPU).\n"
+        "weft hides communication between GPUs behind computation. "
+        f"{model} has {some}: matmuls or lookups with a collective next to them.\n"
         f"1. Predict each of them on {machine.words}, sequentially and with {how}.\n"
-        f"2. Prove each schedule, run it here on {ranks}, and compare the results with the sequential program in float32."
+        f"2. Prove each schedule, run it here on {ranks} (processes), and compare the results with the sequential program in "
+        "float32."
     )
 
 
@@ -117,7 +119,10 @@ def _show(run: Run) -> None:
     title = f"1. Predicted on {run.machine_words}: {run.machine_ranks} ranks, {run.machine_tokens} tokens, {run.dtype}"
     out.print()
     tables.print_predictions(out, title, plans, "ms")
-    out.print("Overlapped is the named schedule. Ideal is the longer of the matmul alone and the collective alone.")
+    out.print(
+        "Overlapped is the named schedule; :N says in how many chunks each rank's part is sent. Ideal is the longer of the "
+        "matmul alone and the collective alone."
+    )
     for name, plan in plans:
         if not overlaps(plan.chosen.schedule):
             out.print(f"{name}: {reason(plan)}")
@@ -134,8 +139,8 @@ def _judge(out: Console, run: Run) -> None:
     for layer in run.other_schedules:
         out.print(f"{layer.name} ran {layer.spec}, which was chosen for these ranks; {layer.plan.chosen.spec} is predicted.")
     wrong = [layer.name for layer in run.layers if not layer.ok]
-    which = "" if run.other_schedules else ", those of the prediction,"
-    out.print(f"All schedules{which} are proved." + ("" if wrong else " All results are right."))
+    which = "" if run.other_schedules else ", and the ranks ran those of the prediction"
+    out.print(f"All schedules are proved{which}." + ("" if wrong else " All results are right."))
     if wrong:
         out.print(f"WRONG results at {', '.join(wrong)}")
     if run.device == "cpu":

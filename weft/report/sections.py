@@ -9,6 +9,7 @@ from weft.report.charts import Figure, bars
 from weft.report.html import Html, table, tag
 from weft.report.panels import Charts, bars_panel, timeline_panel
 from weft.report.words import count, ms, percent, reason, sizes
+from weft.schedules import overlaps
 from weft.tools.results import LayerRun, Run, Speeds
 
 Times = Sequence[tuple[LayerRun, Plan | Speeds, float]]
@@ -111,9 +112,9 @@ def _explained(run: Run) -> list[Html]:
         for s in run.other_schedules
     ]
     notes += [
-        f"{s.name}: the planner chose a sequential schedule, so nothing overlaps in it."
+        f"{s.name}: nothing overlaps, since the predicted schedule, {s.spec}, is a sequential one."
         for s in run.layers
-        if s.spec == "sequential" == s.plan.chosen.spec and run.device == "cpu"
+        if s.spec == s.plan.chosen.spec and not overlaps(s.schedule)
     ]
     return [*(tag("p", text) for text in texts), *(tag("p", text, class_="note") for text in notes)]
 

@@ -31,9 +31,10 @@ def reason(plan: Plan) -> str:
     if rival is None:
         return alone
     return (
-        f"{alone} The planner chooses the sequential program: overlapping could save at most the "
-        f"{ms(plan.sequential_us - plan.ideal_us)} ms between sequential and ideal, and the fastest schedule that overlaps, "
-        f"{rival.spec}, loses no less to smaller matmuls, copies and flags: {ms(rival.predicted_us - plan.ideal_us)} ms."
+        f"{alone} The planner chooses {best.spec}, in which nothing overlaps: overlapping could save at most the "
+        f"{ms(best.predicted_us - plan.ideal_us)} ms by which it takes longer than the ideal, and the fastest schedule that "
+        f"overlaps, {rival.spec}, loses no less to smaller matmuls, copies and flags: "
+        f"{ms(rival.predicted_us - plan.ideal_us)} ms."
     )
 
 
