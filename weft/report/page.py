@@ -98,15 +98,16 @@ def _header(run: Run) -> Html:
 
 def _story(run: Run) -> tuple[str, ...]:
     """What weft is, what the rows are, and what one sees."""
-    which = "its own choices" if run.other_schedules else "the same schedules"
-    here = f"{run.world_size} processes of this machine's CPU, at a size that CPUs can do"
-    ran = f"{which} on {here}" if run.device == "cpu" else f"{run.world_size} GPUs of this machine, and how fast they were"
+    which = "schedules that were chosen for these ranks" if run.other_schedules else "the same schedules"
+    ran = f"{which} on {run.world_size} processes of this machine's CPU, at a size that CPUs can do"
+    if run.device != "cpu":
+        ran = f"schedules on {run.world_size} GPUs of this machine, and how long they took"
     return (
         "weft is a library for PyTorch that hides communication between GPUs behind computation. A model that is spread over "
         "several GPUs has communicating layers: a matmul, or a lookup, with the collective next to it that gathers its input "
         f"or combines its output. The rows on this page are the communicating layers of {run.model}.",
         f"The page shows two things. Section 1 predicts how long each communicating layer takes on {run.machine_words}, "
-        "sequentially and with the schedule that weft's planner chose. Section 2 shows what ran here: "
+        "sequentially and with a schedule that overlaps communication and computation. Section 2 shows what ran here: "
         f"{ran}. Every schedule was proved, and every result was compared with the sequential program in float32. "
         "All times are in milliseconds (ms).",
     )
