@@ -22,7 +22,7 @@ from weft import collectives
 from weft.comm.rank_group import RankGroup
 from weft.comm.shared_memory import PREFIX, SHM
 from weft.core.errors import PeerLost, WeftError
-from weft.runtime.ranks import Ranks
+from weft.runtime.ranks import RankFailed, Ranks
 
 pytestmark = pytest.mark.ranks
 A, B = torch.ones(4, 8), torch.ones(8, 4)
@@ -274,3 +274,26 @@ def test_peers_of_a_rank_that_raises_while_it_plans_get_its_error_at_once(ranks:
 def test_a_group_whose_ranks_all_refuse_a_call_works_on(ranks: RankFixture) -> None:
     told = ranks(2).run(_raises_while_it_plans, ValueError("planted"), (0, 1))
     assert [said for said, _ in told] == ["ValueError: planted"] * 2
+
+
+def _first_call_without_a_rank() -> tuple[str, float]:
+    """The last rank is killed once it has called in the default group. What the others get in the first call of another."""
+    weft.all_gather_matmul(A, B)
+    group = dist.new_group()
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WeftError) as caught:
+        weft.all_gather_matmul(A, B, group)
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+
+
+def test_a_first_call_says_that_its_peer_has_died() -> None:
+    with Ranks(3, environment={"WEFT_TIMEOUT_S": "20"}) as pool:
+        died = pool.processes[2].pid
+        with pytest.raises(RankFailed) as caught:
+            pool.run(_first_call_without_a_rank, timeout_s=60)
+    for message, seconds in caught.value.results[:2]:
+        assert message == f"PeerLost: rank 2 (process {died}) died"
+        assert seconds < SOON_S
