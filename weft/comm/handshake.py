@@ -83,7 +83,7 @@ def handshake(
 
 
 def _wait(attempt: _Attempt, timeout_s: float, lost: Callable[[], str]) -> str:
-    """Wait until the attempt has come to its end, a rank is lost, or the bound is over. Returns what `lost` says. Warns once."""
+    """Wait until the attempt has come to its end, a rank is lost, or the bound is over; what `lost` says. Warns once."""
     began, warns_s, warned = time.monotonic(), min(WARNS_AFTER_S, timeout_s / 2), False
     while (left_s := began + timeout_s - time.monotonic()) > 0:
         if attempt.concluded.wait(min(_LOOKS_AT_OTHERS_S, left_s)):
