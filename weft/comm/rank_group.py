@@ -94,10 +94,10 @@ class RankGroup:
     A process has one of a process group: whoever uses it gets it by `of`, and ends with `release`.
 
     timeout_s: bound of every wait. nodes: as a Problem has them. one_host: whether they are all of one host. near: the ranks of
-    this one's node, itself among them. topic: a name that no other process group has. lock: held by a thread from where it
-    begins a call until all that the call says to other ranks is said. broken: why the group has failed. unraised: the same, as
-    long as calls that have returned are invalid and no later call has raised it. Raises ValueError if the ranks of a host are
-    no neighbours.
+    this one's node, itself among them. name: torch's, of the process group. topic: one that no other process group has. lock:
+    held by a thread from where it begins a call until all that the call says to other ranks is said. broken: why the group has
+    failed. unraised: the same, as long as calls that have returned are invalid and no later call has raised it. Raises
+    ValueError if the ranks of a host are no neighbours.
     """
 
     _closed, _users = False, 0
@@ -139,7 +139,7 @@ class RankGroup:
             del _SHARED[group]
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float | None = None) -> None:
-        self.group = group
+        self.group, self.name = group, group.group_name
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.calls = self._agreements = self._compared = 0
         self._known = Remembered(2, NUMBERS)
