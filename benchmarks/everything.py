@@ -93,7 +93,7 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
     caches = {"WEFT_CACHE_DIR": str(fresh / "plans"), "TRITON_CACHE_DIR": str(fresh / "triton")}
     return {
         "lifetimes": checked(80, "lifetimes"),
-        "failures": checked(150, "failures", "handshake"),
+        "failures": checked(200, "failures", "handshake", "launch"),
         "operators": checked(240, "ops"),
         "exchanges": checked(240, "all_reduce", "all_to_all", "scatter", "embedding"),
         "trials": checked(150, "trial", "buckets"),

@@ -27,6 +27,7 @@ def properties(name: str, capability: tuple[int, int], sms: int, shared_kib: int
         shared_memory_per_block_optin=shared_kib * KIB,
         L2_cache_size=l2_mib << 20,
         warp_size=32,
+        uuid=name,
         **more,
     )
 

@@ -113,7 +113,7 @@ _HOMES = {
 """The module in which each public name is defined; some names stand for a module itself."""
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
-if "torch" in sys.modules:
+if sys.modules.get("torch") is not None:
     from weft.compat.namespace import load_when_named
 
     load_when_named("weft", "weft.ops")

@@ -45,6 +45,7 @@ from weft.comm.control import (
     TEXT_BYTES,
     ControlSegment,
 )
+from weft.comm.launch_conditions import agree_on_launch
 from weft.comm.membership import join
 from weft.comm.processes import died
 from weft.comm.relay import Relay
@@ -101,6 +102,8 @@ class RankGroup:
     """
 
     _closed, _users = False, 0
+    launch_blocking = False
+    """Whether some rank's kernel launches block, on GPUs (CUDA_LAUNCH_BLOCKING)."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RankGroup:
@@ -282,8 +285,11 @@ class RankGroup:
         return RankMismatch(f"ranks disagree in call {call}:\n{difference(self.rank, mine, peer, theirs)}")
 
     def heap(self, device: torch.device) -> SymmetricHeap:
-        """The memory that the ranks of this one's node share on a device. It goes with the group."""
+        """The memory that the ranks of this one's node share on a device. It goes with the group. Collective at its first use
+        on a GPU. Raises ValueError where the ranks' GPUs cannot share memory."""
         if device not in self._heaps:
+            if device.type == "cuda":
+                self.launch_blocking = agree_on_launch(self, device)
             self._heaps[device] = heap_of(self, device)
         return self._heaps[device]
 

@@ -6,6 +6,8 @@ torch reports counts, sizes and clocks; how much a matrix unit does in a clock i
 from __future__ import annotations
 
 import functools
+import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ _FLOP_PER_CLOCK = {
     "gfx950": 4096,
 }
 """Of one SM, or compute unit, in bfloat16, dense: the vendors' white papers and data sheets."""
+_HERE: AbstractContextManager[None] = nullcontext()
 _UNKNOWN_FLOP_PER_CLOCK = 1024
 """Of an architecture that is not listed."""
 _L2_SHARE = 0.8
@@ -77,3 +80,15 @@ def memory_gbps(found: Any) -> float:
     """The peak rate of a GPU's memory in 1e9 bytes/s; 0 where torch does not report it. found: as above."""
     khz, bits = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     return 2 * khz * 1e3 * bits / 8 / 1e9
+
+
+def gpu_number(device: torch.device) -> int:
+    """What tells a GPU from all others, for those that may see it by another index."""
+    return int(hashlib.sha256(str(torch.cuda.get_device_properties(device).uuid).encode()).hexdigest()[:12], 16)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Within, this GPU is the thread's current one, as it is after torch.cuda.set_device."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _HERE
+    return torch.cuda.device(device)  # type: ignore[return-value, unused-ignore]

@@ -32,6 +32,7 @@ from itertools import chain
 import torch
 
 from weft.comm.symmetric_heap import Allocation
+from weft.compat.graph_trees import outside_graph_trees
 from weft.compat.streams import Word
 from weft.core.fused_collective import spelled_out
 from weft.core.logs import warn_once
@@ -126,7 +127,9 @@ class CudaProgram(BoundProgram):
         }
         space.releaser.has_collectives |= bool(self.collectives)
         sends = any(isinstance(step, SendReceive) for _, _, step in mine)
-        self._replayable = not self.collectives and not sends and self.ragged is None
+        # Torch's asynchronous allocator has no pools, which a graph that outlives its capture needs.
+        pools = torch.cuda.get_allocator_backend() == "native"
+        self._replayable = pools and not self.collectives and not sends and self.ragged is None
         multiplies = {lane.name for lane, _, step in mine if isinstance(step, Gemm)}
         self.products = {lane: Products(space.device) for lane in multiplies}
         gemms = [kernel.step for kernel in self.kernels.values() if isinstance(kernel.step, Gemm)]
@@ -219,12 +222,19 @@ class CudaProgram(BoundProgram):
         return tensor if name in ("b", "tables") else tensor.contiguous()
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            self._play(inputs, outputs, capturing=True)
+        else:
+            with outside_graph_trees(self.space.device):
+                self._play(inputs, outputs, capturing=False)
+
+    def _play(self, inputs: Inputs, outputs: Outputs, *, capturing: bool) -> None:
         if self.ragged is not None:
             self.ragged.check_before(inputs["a"][0])
         if not self._rehearsed:
             self._rehearse(self.bind(inputs, outputs))
             self._loaded.add(self._layout_of(inputs, outputs))
-        capturing = torch.cuda.is_current_stream_capturing()
         # A collective of NCCL keeps track of the graphs that hold it: those schedules are never replayed.
         graph = None
         if self._replayable and self.spans is None and not capturing:

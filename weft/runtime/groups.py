@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import Allocation, SymmetricPlace
 from weft.compat.comm_streams import comm_stream, give_back
+from weft.compat.device import on_device
 from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
 from weft.core.schedule import Schedule
@@ -55,8 +56,8 @@ class GroupState:
         self._handed_out: list[Allocation] = []
 
     def run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
-        """As Programs.run."""
-        with self.lock:
+        """As Programs.run. A thread need not have set the tensors' GPU as its device."""
+        with self.lock, on_device(call.device):
             return self.programs.run(call, values)
 
     def forget(self, programs: Collection[BoundProgram]) -> None:
@@ -78,7 +79,7 @@ class GroupState:
                 f"group is on nodes of {self.rank_group.nodes} ranks; peers write memory within one node alone: "
                 "use torch.empty, or pass a group within one"
             )
-        with self.lock, PLAIN:
+        with self.lock, PLAIN, on_device(device):
             self.rank_group.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             space = self._space(device)
             if isinstance(space, CudaSpace):

@@ -21,13 +21,15 @@ import torch
 from weft import schedules
 from weft.checker import check
 from weft.comm.rank_group import RankGroup
+from weft.compat.graph_trees import outside_graph_trees
 from weft.compat.symmetric_memory import free_unused
-from weft.core.problem import Problem
+from weft.core.logs import warn_once
+from weft.core.problem import Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.runtime.bound import BoundProgram, MayBeHeld, Outputs
 from weft.runtime.buckets import RowCounts, cut, pad
 from weft.runtime.calls import PLAIN, Call, MatmulCall
-from weft.runtime.choose import choose, fans_out
+from weft.runtime.choose import MODES, choose, fans_out
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.host import HostProgram
@@ -101,7 +103,8 @@ class Programs:
             known = self._known.get(call.key) if on_gpu else None
             capturing = on_gpu and torch.cuda.is_current_stream_capturing()
             if known is None:
-                known = self._agree(call, values)
+                with outside_graph_trees(call.device):
+                    known = self._agree(call, values)
             elif capturing:
                 self._rank_group.check_usable()
             else:
@@ -175,7 +178,8 @@ class Programs:
     ) -> BoundProgram:
         """A program for a call: of the one schedule that it asks for, or of the fastest of several."""
         key = problem, call.schedule, call.device
-        specs = self.tuner.specs(problem, call)
+        self._space(call.device)  # its ranks agree on how they were started
+        specs = self._unblocked(problem, call) if self._rank_group.launch_blocking else self.tuner.specs(problem, call)
         schedule = _checked(problem, specs[0], call.device, values)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(call.device).blocks
         lanes = "one for each peer" if fans_out(call.device) else "one"
@@ -193,6 +197,19 @@ class Programs:
             self._make_room(call.device)
             self.tuner.chose(program, key, trials)
         return program
+
+    def _unblocked(self, problem: Problem, call: Call) -> tuple[str, ...]:
+        """What can run where each launch waits for its kernel: no kernel that waits for another one. Raises ValueError."""
+        if call.schedule in MODES and not isinstance(problem, RaggedProblem):
+            warn_once("CUDA_LAUNCH_BLOCKING is set on a rank: every schedule but sequential could hang; sequential")
+            return ("sequential",)
+        if call.schedule != "sequential":
+            raise ValueError(
+                f"schedule is {call.schedule}, and CUDA_LAUNCH_BLOCKING is set on a rank: the host would wait for a kernel "
+                "that waits for a later one; unset CUDA_LAUNCH_BLOCKING"
+                + ("" if isinstance(problem, RaggedProblem) else ', or use schedule="sequential"')
+            )
+        return ("sequential",)
 
     def _candidate(self, key: Key) -> Callable[[str], BoundProgram]:
         """A function from a spec to its program. Candidates are kept like other programs: if the autotuning run fails, `close`

@@ -19,6 +19,7 @@ import torch
 
 from weft import schedules
 from weft.comm.rank_group import RankGroup
+from weft.compat.device import gpu_number
 from weft.core.logs import warn_once
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
@@ -28,7 +29,7 @@ from weft.runtime.buckets import RowCounts
 from weft.runtime.calls import Call
 from weft.runtime.choose import MODES, contenders, planned, profile_for
 from weft.runtime.trial import BASE, Choice, Contest, Trial, queued_timer_for, timer_for
-from weft.runtime.versions import gpu_number, links_between, machine_of, versions
+from weft.runtime.versions import links_between, machine_of, versions
 
 CONFIRMED_AT = 20
 """The call at which a choice that was not measured here is compared with the sequential program: all is warm by then."""

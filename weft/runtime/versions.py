@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 from collections import Counter
@@ -12,6 +11,7 @@ from itertools import combinations
 import torch
 
 from weft.compat.cuda_driver import checked, driver_api
+from weft.compat.device import gpu_number
 from weft.core.version import __version__
 
 
@@ -42,11 +42,6 @@ def machine_of(device: torch.device, world_size: int) -> dict[str, str]:
         "peers in reach": str(reached),
         "ranks": str(world_size),
     }
-
-
-def gpu_number(device: torch.device) -> int:
-    """What tells a GPU from all others, for those that may see it by another index."""
-    return int(hashlib.sha256(str(torch.cuda.get_device_properties(device).uuid).encode()).hexdigest()[:12], 16)
 
 
 def links_between(numbers: Sequence[int]) -> str:

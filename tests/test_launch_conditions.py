@@ -1,0 +1,66 @@
+"""How ranks were started: what they agree on before their GPUs share memory, with GPUs that are made up."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from weft.comm.launch_conditions import BLOCKING, OVERLAPPING, agree_on_launch
+
+
+@dataclass
+class Group:
+    """The ranks of one node, of which this is rank 0. others: what the other ranks give, call by call."""
+
+    others: list[tuple[int, ...]]
+    near: range = range(2)
+
+    def enter(self, text: str, mine: int) -> tuple[int, ...]:
+        return (mine, *self.others.pop(0))
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu {device.index}"))
+    for name in (OVERLAPPING, BLOCKING):
+        monkeypatch.setenv(name, "")
+
+
+def number(uuid: int) -> int:
+    from weft.compat.device import gpu_number
+
+    return gpu_number(torch.device("cuda", uuid))
+
+
+def agreed(gpu: int, index: int, facts: int = 0) -> bool:
+    """Whether launches block, where rank 1 has the GPU `gpu` by this index."""
+    return agree_on_launch(Group([(number(gpu),), (4 * index + facts,)]), torch.device("cuda", 0))  # type: ignore[arg-type]
+
+
+def test_ranks_that_see_their_own_gpu_alone_are_told_apart_by_it() -> None:
+    assert not agreed(gpu=1, index=1)
+    assert os.environ[OVERLAPPING] == "", "torch tells them apart by their indices"
+    assert not agreed(gpu=1, index=0)
+    assert os.environ[OVERLAPPING] == "1"
+
+
+def test_ranks_of_one_gpu_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 use the same GPU.*LOCAL_RANK"):
+        agreed(gpu=0, index=0)
+    with pytest.raises(ValueError, match="ranks 0 and 1"):
+        agreed(gpu=0, index=0, facts=2)  # allowed by one rank alone
+
+
+def test_ranks_of_one_gpu_may_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OVERLAPPING, "1")
+    assert not agreed(gpu=0, index=0, facts=2)
+
+
+@pytest.mark.parametrize(("mine", "theirs", "blocks"), [("1", 0, True), ("", 1, True), ("0", 0, False)])
+def test_one_rank_whose_launches_block_is_enough(monkeypatch: pytest.MonkeyPatch, mine: str, theirs: int, blocks: bool) -> None:
+    monkeypatch.setenv(BLOCKING, mine)
+    assert agreed(gpu=1, index=1, facts=theirs) is blocks

@@ -1,0 +1,53 @@
+"""How the processes of a group were started, as far as it decides whether weft's GPUs can work together.
+
+Ranks compare it before they share memory, so that all of them refuse what cannot work, with the same words.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.compat.device import gpu_number
+
+if TYPE_CHECKING:
+    from weft.comm.rank_group import RankGroup
+
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Torch's variable: its symmetric memory tells GPUs apart by their index in a process, unless this is 1."""
+BLOCKING = "CUDA_LAUNCH_BLOCKING"
+
+
+def agree_on_launch(group: RankGroup, device: torch.device) -> bool:
+    """Whether kernel launches block on some rank (CUDA_LAUNCH_BLOCKING). Collective.
+
+    Ranks that see their own GPU alone all call it cuda:0. Torch takes that for one GPU; it is told that these are several.
+    Raises ValueError, on all ranks, where ranks of one node do share a GPU.
+    """
+    near = group.near
+    numbers = group.enter("call: GPUs", gpu_number(device))
+    blocking = os.environ.get(BLOCKING, "") not in ("", "0")
+    facts = group.enter("call: how ranks were started", 4 * (device.index or 0) + 2 * _overlaps() + blocking)
+    if not all(fact & 2 for fact in facts):
+        refuse_shared_gpus(near, [numbers[rank] for rank in near])
+    if len({facts[rank] >> 2 for rank in near}) < len(near):
+        os.environ[OVERLAPPING] = "1"
+    return any(fact & 1 for fact in facts)
+
+
+def refuse_shared_gpus(ranks: Sequence[int], numbers: Sequence[int]) -> None:
+    """Raises ValueError where two of a node's ranks have one GPU. numbers: of their GPUs, no matter by which index."""
+    for at, number in enumerate(numbers):
+        if (first := numbers.index(number)) < at:
+            raise ValueError(
+                f"ranks {ranks[first]} and {ranks[at]} use the same GPU; give each rank a GPU of its own: call "
+                "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), start at most as many ranks as there are GPUs, and let "
+                "CUDA_VISIBLE_DEVICES, where it is set, name another GPU for each rank"
+            )
+
+
+def _overlaps() -> bool:
+    return os.environ.get(OVERLAPPING) == "1"
