@@ -141,7 +141,7 @@ CONFIG = {
 def targets() -> dict[str, Target]:
     """Everything that reads a file of the user's, or one that the user could have changed."""
     return {
-        "config": Target(_config, (json.dumps(CONFIG), json.dumps({"text_config": {**CONFIG, "multi_query": True}}))),
+        "config": Target(_config, (json.dumps(CONFIG), json.dumps({"model_type": "llava", "text_config": CONFIG}))),
         "machine": Target(_values(Machine), _texts("core/machines")),
         "schedule": Target(_values(Schedule, _proved), tuple(_schedules())),
         "plan": Target(_kept_plan, (codec.dumps(_entry()),)),

@@ -58,10 +58,10 @@ def shapes(model: Model) -> dict[str, tuple[int, int]]:
 
 EIGHT = {"num_hidden_layers": 8}
 DEFAULTS = """
-llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gemma3n_text gemma4_text phi phi3 granite olmo olmo2 olmo3 cohere cohere2 glm
-glm4 starcoder2 stablelm vaultgemma bitnet smollm3 seed_oss arcee apertus ernie4_5 exaone4 helium gpt2 gpt_neox gptj gpt_neo gpt_bigcode bloom
-falcon opt mpt persimmon mixtral qwen2_moe qwen3_moe olmoe phimoe gpt_oss granitemoe ernie4_5_moe aria_text llama4_text glm4_moe
-granitemoeshared minimax_m2 hy_v3 nemotron_h bert recurrent_gemma t5 whisper
+llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gemma3n_text gemma4_text phi phi3 granite olmo olmo2 olmo3 cohere cohere2
+glm glm4 starcoder2 stablelm vaultgemma bitnet smollm3 seed_oss arcee apertus ernie4_5 exaone4 helium gpt2 gpt_neox gptj
+gpt_neo gpt_bigcode bloom falcon opt mpt persimmon mixtral qwen2_moe qwen3_moe olmoe phimoe gpt_oss granitemoe ernie4_5_moe
+aria_text llama4_text glm4_moe granitemoeshared minimax_m2 hy_v3 nemotron_h bert recurrent_gemma t5 whisper
 """
 MIXED = """
 deepseek_v3 minicpm3 glm4_moe_lite kimi_linear deepseek_v4 jamba qwen3_next qwen3_5_text falcon_h1 minimax olmo_hybrid mamba
