@@ -235,6 +235,8 @@ def test_what_is_not_covered_is_listed_with_its_share(write: Write) -> None:
         ({"model_type": "hunyuan_v1_moe", "moe_topk": [1, 2, 2, 2], "head_dim": 64, "num_hidden_layers": 4}, "moe_topk is"),
         ({"model_type": "hunyuan_v1_moe"}, "not set: .*head_dim"),
         ({"model_type": "bart"}, "is_encoder_decoder"),
+        ({"model_type": "mllama"}, "model_type is 'mllama_text_model'"),
+        ({"model_type": "kimi_k2"}, "model_type is 'kimi_k2', which transformers"),
         ({"model_type": "llama", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"model_type": "llama", "hidden_size": "64"}, "hidden_size"),
         ({"model_type": "llama", "num_attention_heads": 0}, "transformers"),
@@ -245,6 +247,24 @@ def test_what_modules_do_not_say_is_refused_by_its_key(write: Write, config: dic
     with pytest.raises(ValueError, match=key) as caught:
         load_model(str(write(config)))
     assert "\n" not in str(caught.value)
+
+
+def test_keys_that_transformers_does_not_read_are_noted(write: Write) -> None:
+    pytest.importorskip("transformers", minversion="5.0", reason=ABSENT)
+    config = {"model_type": "deepseek_v2", "num_experts_per_tok": 6, "num_hidden_layers": 4}
+    notes = load_model(str(write({**config, "moe_layer_freq": 2, "ep_size": 1}))).notes
+    assert [note for note in notes if "moe_layer_freq" in note and "ep_size" not in note]
+    assert not any("moe_layer_freq" in note for note in load_model(str(write(config))).notes)
+
+
+def test_cross_attention_is_no_site(write: Write) -> None:
+    """Its keys and values are of an encoder's rows."""
+    pytest.importorskip("transformers", reason=ABSENT)
+    plain, crossed = (
+        load_model(str(write({"model_type": "gpt2", "n_layer": 2, "add_cross_attention": on}))) for on in (False, True)
+    )
+    assert sites(crossed) == sites(plain)
+    assert {one.name.split(".")[0] for one in crossed.uncovered} == {"crossattention"}
 
 
 @pytest.mark.parametrize(("key", "value"), [("moe_topk", 6), ("moe_topk", [6] * 4)])

@@ -27,6 +27,8 @@ ROWS = re.compile(
 """Names of matmuls that write the hidden state: ranks split their K, and their results are summed."""
 LATENT = re.compile(r"(q|k|v|kv)_b_proj")
 """Up-projections of latent attention: ranks split their N. Each rank computes the latent vectors of its own rows."""
+OTHER_ROWS = re.compile(r"norm|cross|encoder_att")
+"""Modules whose matmuls read other rows than the layer's: in a norm, those of a rank; in cross-attention, an encoder's."""
 LABELS = (
     ("MLP", r"\b(mlp|feed_?forward|ffn?|fc2)\b"),
     ("state space", r"mamba|ssm"),
@@ -95,8 +97,8 @@ def _sites(block: list[Matmul], label: str, hidden: int, visits: int) -> tuple[l
     rows = [one for one in block if ROWS.fullmatch(one.name) and one.n == hidden]
     latent = [one for one in block if LATENT.fullmatch(one.name)]
     columns = [one for one in block if COLUMNS.fullmatch(one.name) and one.k == hidden]
-    if len(rows) != 1 or not (columns or latent) or "norm" in block[0].block:
-        return [], block  # what a norm computes, each rank computes for its own rows
+    if len(rows) != 1 or not (columns or latent) or OTHER_ROWS.search(block[0].block):
+        return [], block
     (row,), n = rows, sum(one.n for one in columns)
     label = "attention" if latent else label
     first, last = _names(label, n == 2 * row.k, [one.name for one in columns] if latent else [])

@@ -98,11 +98,11 @@ def _of_transformers(family: str, data: dict[str, Any]) -> Any:
 
 
 def _by_modules(path: Path, data: dict[str, Any], config: Any) -> Model:
-    from importlib.metadata import version
+    from transformers import __version__
 
     from weft.planner.models.modules import read_modules
 
-    source = f"{path}, modules of transformers {version('transformers')}"
+    source = f"{path}, modules of transformers {__version__}"
     return read_modules(config, _text_part(data), name=_name(path, data), source=source)
 
 
@@ -111,7 +111,7 @@ def _by_keys(path: Path, data: dict[str, Any]) -> Model:
     name = config.get("model_type", data["model_type"])
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
-        raise ValueError(f"model_type is {name!r:.60}; without transformers weft reads {', '.join(FAMILIES)}; {INSTALL}")
+        raise ValueError(f"model_type is {name!r:.60}, {_unknown_to()}; by its keys weft reads {', '.join(FAMILIES)}")
     hidden, heads = _number(config, family.hidden), _number(config, family.heads)
     experts, width = (0, 0) if family.experts is None else (_number(config, key) for key in family.experts)
     return Model(
@@ -129,6 +129,14 @@ def _by_keys(path: Path, data: dict[str, Any]) -> Model:
         expert_intermediate=width,
         notes=() if config is data else ("read from text_config",),
     )
+
+
+def _unknown_to() -> str:
+    try:
+        from transformers import __version__
+    except ImportError:
+        return f"and transformers is not installed: {INSTALL}"
+    return f"which transformers {__version__} does not know"
 
 
 def _number(config: dict[str, Any], key: str) -> int:

@@ -6,7 +6,9 @@ the config leaves out has the default of its own class. Of the keys themselves o
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,8 @@ TOP_K = (
 """Keys for the number of experts that a token goes to."""
 NO_MATMUL = re.compile(r"\w*bias\w*|A_log|D|\w*scale\w*|time_\w+|position|static_weight|query|r_[rsw]")
 """Parameters of two dimensions and more that nothing is multiplied by as a matrix."""
+KINDS = re.compile(r"expert|moe|top_?k|layer_|freq|step|period|interval|pattern")
+"""Keys that may say of what kind a layer is."""
 MOST = 4096
 """Layers or experts: a config with more is refused before anything is built."""
 
@@ -41,7 +45,8 @@ def read_modules(config: Any, given: dict[str, Any], *, name: str, source: str) 
     hidden = _value(config, "hidden_size")
     if not isinstance(hidden, int) or isinstance(hidden, bool):
         raise ValueError(f"hidden_size is {hidden!r:.60}; it must be a whole number")
-    layers = [tuple(_matmuls(layer, hidden)) for layer in _layers(_built(config), config.model_type)]
+    model = _built(config)
+    layers = [tuple(_matmuls(layer, hidden)) for layer in _layers(model, config.model_type)]
     experts = max((one.experts for layer in layers for one in layer), default=0)
     visits = _top_k(config, given, experts) if experts else 0
     sites, uncovered = counted(layers, hidden, visits)
@@ -66,7 +71,7 @@ def read_modules(config: Any, given: dict[str, Any], *, name: str, source: str) 
         expert_intermediate=widths.get("expert down + combine", 0),
         read=sites,
         uncovered=uncovered,
-        notes=_notes(sites, uncovered, len(layers)),
+        notes=_unread(config, given, model) + _notes(sites, uncovered, len(layers)),
     )
 
 
@@ -76,6 +81,13 @@ def _value(config: Any, key: str) -> Any:
         return getattr(config, key, None)
     except Exception:  # a subclass of no public one
         return None
+
+
+def _unread(config: Any, given: dict[str, Any], model: Any) -> tuple[str, ...]:
+    """A note of the keys in the file that say which layers have experts or are of a kind, and that transformers never names."""
+    sources = "".join(inspect.getsource(sys.modules[type(one).__module__]) for one in (config, model))
+    unread = [key for key, value in given.items() if KINDS.search(key) and value and value != 1 and key not in sources]
+    return (f"{type(model).__name__} of transformers does not read {', '.join(unread)}: layers may differ",) if unread else ()
 
 
 def _notes(sites: Sequence[Site], uncovered: Sequence[Uncovered], layers: int) -> tuple[str, ...]:
@@ -100,8 +112,10 @@ def _built(config: Any) -> Any:
     """The model's modules. Raises ValueError for whatever keeps transformers from building them."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+    if type(config) not in MODEL_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"model_type is {config.model_type!r}, of which transformers has no model that reads text alone")
     auto = AutoModel if type(config) in MODEL_MAPPING else AutoModelForCausalLM
     try:
         with silent(), torch.device("meta"):
