@@ -361,6 +361,12 @@ def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
     assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["sites"][0]["schedule"])
 
 
+def test_heads_that_the_machines_gpus_do_not_divide_are_noted(weft: Weft, planner: None) -> None:
+    """--tp is refused then; without it the plan is of the machine's GPUs, as in T3's study of T-NLG."""
+    assert "note: 8 ranks do not divide the 28 attention heads" in weft("plan", "t-nlg")[1]
+    assert "note" not in weft("plan", "t-nlg", "--tp", "4")[1]
+
+
 @pytest.mark.parametrize(
     "command",
     [

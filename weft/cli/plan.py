@@ -139,6 +139,8 @@ def _show(
 ) -> None:
     out = output.console()
     out.print(str(model))
+    if plans and model.heads % plans[0][1].problem.world_size:
+        out.print(f"note: {plans[0][1].problem.world_size} ranks do not divide the {model.heads} attention heads; see --tp")
     for note in model.notes:
         out.print(f"note: {note}")
     if any(plan.problem.op in ROWS_OF_A_RANK for _, plan in plans):

@@ -22,6 +22,7 @@ from weft.planner.models.values import Model, Site, Uncovered
 TOP_K = (
     "num_experts_per_tok",
     "num_experts_per_token",
+    "experts_per_token",
     "moe_topk",
     "moe_top_k",
     "top_k_experts",
@@ -86,7 +87,8 @@ def _value(config: Any, key: str) -> Any:
 def _unread(config: Any, given: dict[str, Any], model: Any) -> tuple[str, ...]:
     """A note of the keys in the file that say which layers have experts or are of a kind, and that transformers never names."""
     sources = "".join(inspect.getsource(sys.modules[type(one).__module__]) for one in (config, model))
-    unread = [key for key, value in given.items() if KINDS.search(key) and value and value != 1 and key not in sources]
+    counts = {key for key, value in given.items() if isinstance(value, (int, list)) and value and value != 1}
+    unread = [key for key in given if KINDS.search(key) and key in counts - set(TOP_K) and key not in sources]
     return (f"{type(model).__name__} of transformers does not read {', '.join(unread)}: layers may differ",) if unread else ()
 
 
