@@ -108,7 +108,7 @@ class Model:
             groups = f" ({self.kv_heads} for keys and values)" if self.kv_heads else ""
             parts.append(f"{self.heads} heads{groups} of {self.head_dim}")
         if self.experts:
-            parts.append(f"{self.experts} experts of {self.expert_intermediate}")
+            parts.append(f"{self.experts} experts" + (f" of {self.expert_intermediate}" if self.expert_intermediate else ""))
         elif self.intermediate:
             parts.append(f"MLP {self.intermediate}")
         return ", ".join(parts)
