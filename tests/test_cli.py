@@ -201,11 +201,14 @@ def test_a_share_over_100_percent_is_explained(
     assert ("Over 100% of ideal" in weft("run", "llama3-8b")[1]) == said
 
 
-def test_run_says_how_an_unknown_family_was_read(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:
-    path = tmp_path / "novel.json"
-    sizes = {"model_type": "novel", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "hidden_act": "silu"}
-    path.write_text(json.dumps(sizes))
-    assert "note: model_type 'novel' is not known to weft" in weft("run", path)[1]
+def test_run_says_how_a_config_was_read(
+    weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    path = tmp_path / "two.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    path.write_text(json.dumps({"model_type": "llava", "text_config": {"model_type": "llama", **sizes}}))
+    assert "note: read from text_config" in weft("run", path)[1]
 
 
 def test_run_passes_the_choices_on(weft: Weft, runner: Runner, without_gpus: None) -> None:
@@ -275,6 +278,9 @@ def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: N
         (["plan", "llama3-8b", "--machine", "nope"], ["'nope'"]),
         (["plan", "llama3-8b", "--dtype", "nope"], ["'nope'"]),
         (["plan", "llama3-8b", "--tp", "0"], ["--tp"]),
+        (["plan", "llama3-8b", "--tp", "7"], ["--tp is 7", "32 attention heads", "1, 2, 4, 8, 16, 32"]),
+        (["plan", "llama3-8b", "--json", "--why"], ["--json is '--why'", "- for standard output"]),
+        (["plan", "llama3-8b", "--json"], ["--json", "argument"]),
         (["run", "llama3-8b", "--schedule", "flag_gated_2d:4"], ["'flag_gated_2d'", "--op all_gather_matmul"]),
         (["plan", "llama3-8b", "--schedule", "flag_gated_2d"], ["'flag_gated_2d'", "matmul_reduce_scatter has sequential"]),
         (["schedules", "nope"], ["'nope'", *NAMES]),
@@ -291,7 +297,7 @@ def test_a_mistake_is_one_line_and_status_2(
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("{", "is not JSON"), ("[]", "holds list data"), ('{"hidden_size": 64}', "missing num_attention_heads or n_head")],
+    [("{", "is not JSON"), ("[]", "holds list data"), ('{"hidden_size": 64}', "model_type is None")],
 )
 def test_a_bad_config_is_one_line(weft: Weft, runner: Runner, tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "config.json"
@@ -355,12 +361,42 @@ def test_plan_shows_candidates_choice_and_why(weft: Weft, planner: None) -> None
 
 
 def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
-    status, out, _ = weft("plan", "mixtral-8x7b", "--machine", "h200x8", "--json")
+    status, out, _ = weft("plan", "mixtral-8x7b", "--machine", "h200x8", "--json", "-")
     data = json.loads(out)
     assert status == 0
     assert [site["site"] for site in data["sites"][:3]] == ["attention QKV", "attention out", "expert dispatch + gate/up"]
     plan = codec.load(Plan, data["sites"][0]["plan"])
     assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["sites"][0]["schedule"])
+
+
+def test_heads_that_the_machines_gpus_do_not_divide_are_noted(weft: Weft, planner: None) -> None:
+    """--tp is refused then; without it the plan is of the machine's GPUs, as in T3's study of T-NLG."""
+    assert "note: 8 ranks do not divide the 28 attention heads" in weft("plan", "t-nlg")[1]
+    assert "note" not in weft("plan", "t-nlg", "--tp", "4")[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "llama3-8b"],
+        ["plan", "llama3-8b"],
+        ["machines"],
+        ["machines", "h200x8"],
+        ["characterize", "llama3-8b", "--tokens", "64", "--schedule", "shard_p2p", "--ranks", "2"],
+    ],
+    ids=" ".join,
+)
+def test_json_has_one_meaning(
+    weft: Weft, runner: Runner, planner: None, without_gpus: None, tmp_path: Path, command: list[str]
+) -> None:
+    """A file gets it beside the tables; - is standard output, and nothing else is printed there."""
+    file = tmp_path / "out.json"
+    _, printed, _ = weft(*command, "--json", "-")
+    status, shown, _ = weft(*command, "--json", file)
+    assert status == 0
+    assert file.read_text(encoding="utf-8") == printed
+    assert all(json.loads(line) for line in printed.splitlines()) if command[0] == "characterize" else json.loads(printed)
+    assert shown.splitlines()[-1] == f"wrote {file}"
 
 
 @pytest.mark.parametrize("name", names())
@@ -376,7 +412,7 @@ def test_one_machine_is_shown_number_by_number(weft: Weft, tmp_path: Path, name:
         assert unit(path).split()[0] in row
         assert source.split()[0] in row
     file = tmp_path / "mine.json"
-    file.write_text(weft("machines", name, "--json")[1])
+    file.write_text(weft("machines", name, "--json", "-")[1])
     assert load(file) == machine
     assert weft("machines", str(file))[1].split("What each")[0] == out.split("What each")[0]
 
@@ -387,17 +423,17 @@ def test_one_machine_and_what_does_not_go_with_it(weft: Weft) -> None:
         2,
         f"weft: error: machine is 'h100'; weft has {', '.join(names())}, or give the path of a JSON file\n",
     )
-    for other in ("h200x8", "--json"):
-        status, _, error = weft("machines", other, "--diff", "h200x8", "a100x8")
+    for other in (["h200x8"], ["--json", "-"]):
+        status, _, error = weft("machines", *other, "--diff", "h200x8", "a100x8")
         assert status == 2
-        assert f"leave {other} out" in error
+        assert f"leave {other[0]} out" in error
 
 
 def test_machines_lists_every_profile(weft: Weft) -> None:
     status, out, _ = weft("machines")
     assert status == 0
     assert all(f"{name}: " in out for name in names())
-    assert [machine["name"] for machine in json.loads(weft("machines", "--json")[1])] == list(names())
+    assert [machine["name"] for machine in json.loads(weft("machines", "--json", "-")[1])] == list(names())
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["plan", "-h"]])
@@ -428,7 +464,7 @@ def test_commands_that_do_not_run_never_import_torch(command: list[str]) -> None
 
 
 def test_reader_that_goes_away_is_no_traceback() -> None:
-    code = "import sys; from weft.cli import main; sys.exit(main(['machines', '--json']))"
+    code = "import sys; from weft.cli import main; sys.exit(main(['machines', '--json', '-']))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.close()
@@ -440,7 +476,13 @@ def test_reader_that_goes_away_is_no_traceback() -> None:
 @pytest.mark.ranks
 def test_a_small_model_runs_for_real(tmp_path: Path) -> None:
     config, found = tmp_path / "tiny.json", tmp_path / "run.json"
-    sizes = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    sizes = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
     config.write_text(json.dumps(sizes))
     command = [sys.executable, "-c", "import sys; from weft.cli import main; sys.exit(main())", "run", str(config)]
     command += ["--ranks", "2", "--device", "cpu", "--tokens", "24", "--machine-tokens", "512", "--json", str(found)]

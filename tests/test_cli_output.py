@@ -127,7 +127,9 @@ def test_nothing_is_written_over_what_was_read_or_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sizes = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}'
+    sizes = (
+        '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}'
+    )
     files = {
         "MODEL.json": sizes,
         "config.json": sizes,
@@ -191,14 +193,16 @@ def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture
 def test_files_are_written_though_nobody_reads_the_output(
     tmp_path: Path, command: list[str], files: tuple[str, ...], as_json: bool
 ) -> None:
-    sizes = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}'
+    sizes = (
+        '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}'
+    )
     (tmp_path / "model.json").write_text(sizes)
     one = build(Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2), "shard_p2p")
     (tmp_path / "one.json").write_text(codec.dumps(one))
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as closed:
-        words = [sys.executable, "-m", "weft", *command, *["--json"] * as_json]
+        words = [sys.executable, "-m", "weft", *command, *["--json", "-"] * as_json]
         done = subprocess.run(words, cwd=tmp_path, stdout=closed, stderr=subprocess.PIPE, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (141, b"")
     assert all((tmp_path / name).stat().st_size for name in files)
@@ -219,7 +223,17 @@ def test_a_study_is_written_though_nobody_reads_the_output(
     monkeypatch.setattr(simulate, "_t3", lambda *_: done)
     report, trace = tmp_path / "out", tmp_path / "trace.json"
     with pytest.raises(BrokenPipeError):
-        simulate.command("t3", None, None, None, sensitivity=False, as_json=as_json, report=report, trace=trace, chakra=None)
+        simulate.command(
+            "t3",
+            None,
+            None,
+            None,
+            sensitivity=False,
+            json=Path("-") if as_json else None,
+            report=report,
+            trace=trace,
+            chakra=None,
+        )
     assert (report / "index.html").read_text() == "whole"
     assert trace.stat().st_size
 
@@ -243,7 +257,9 @@ def test_an_output_that_takes_nothing_is_no_traceback(redirect: str, status: int
 
 
 def test_names_in_letters_that_the_output_lacks(tmp_path: Path) -> None:
-    sizes = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}'
+    sizes = (
+        '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}'
+    )
     (tmp_path / "Zw\u00f6lf.json").write_text(sizes)
     command = [sys.executable, "-m", "weft", "plan", str(tmp_path / "Zw\u00f6lf.json"), "--tp", "2", "--site", "MLP down"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}

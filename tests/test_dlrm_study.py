@@ -166,7 +166,7 @@ def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: p
         "--set",
         "gpu.hbm_gbps=2000",
     ]
-    assert main(["simulate", "dlrm", "--json", *words, "--report", str(tmp_path / "out")]) == 0
+    assert main(["simulate", "dlrm", "--json", "-", *words, "--report", str(tmp_path / "out")]) == 0
     system = json.loads(capsys.readouterr().out)["system"]
     assert (system["link"]["gbps"], system["nodes"], system["gpu"]["hbm_gbps"]) == (50.0, [64], 2000.0)
     assert system["topologies"] == ["torus_2d", "fat_tree"]

@@ -160,7 +160,7 @@ def test_status_is_1_only_if_something_is_missing(
     monkeypatch.setattr("weft.cli.doctor.diagnose", lambda **_: (finding,))
     assert main(["doctor"]) == status
     assert "-> do this" in capsys.readouterr().out
-    assert main(["doctor", "--json"]) == status
+    assert main(["doctor", "--json", "-"]) == status
     assert json.loads(capsys.readouterr().out) == [{"what": "thing", "state": state, "detail": "seen", "cure": "do this"}]
 
 

@@ -177,7 +177,7 @@ def test_plan_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Predicted " in text
     assert "matmul alone +" in text
     assert "Overlapped 2 of 2 sites." in text
-    assert main([*options, "--json"]) == 0
+    assert main([*options, "--json", "-"]) == 0
     why = json.loads(capsys.readouterr().out)["why"]
     assert set(why) == {"attention QKV", "MLP gate/up"}
     assert "head, tail, waits" in why["MLP gate/up"]["parts"]

@@ -289,7 +289,7 @@ def test_a_part_of_the_scenarios_has_no_maxima(
 
 
 def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", "ficco", "--json", "--set", "links.gbps=64", "--set", "copies.gbps = 64", "--scenario", "g5"]
+    words = ["simulate", "ficco", "--json", "-", "--set", "links.gbps=64", "--set", "copies.gbps = 64", "--scenario", "g5"]
     assert main([*words, "--report", str(tmp_path / "out")]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["machine"]["links"]["gbps"], data["machine"]["copies"]["gbps"]) == (64.0, 64.0)
@@ -300,7 +300,7 @@ def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: p
 def test_collectives_go_with_links_that_are_set(short: Study, capsys: pytest.CaptureFixture[str]) -> None:
     """Unless they are set themselves; and what was assumed of them still is."""
     for more, gbps in (([], 158.0), (["--set", "collectives.all_gather.gbps=300"], 300.0)):
-        assert main(["simulate", "ficco", "--json", "--set", "links.gbps=24", *more]) == 0
+        assert main(["simulate", "ficco", "--json", "-", "--set", "links.gbps=24", *more]) == 0
         machine = codec.load(Machine, json.loads(capsys.readouterr().out)["machine"])
         assert machine.collectives["all_gather"].gbps == pytest.approx(gbps)  # type: ignore[union-attr]
         assert ("collectives.all_gather.gbps" in assumed(machine)) is (not more)

@@ -40,7 +40,7 @@ def test_what_the_plan_saves_is_what_it_chose(weft: Weft, tmp_path: Path) -> Non
 
 
 def test_everything_as_data(weft: Weft, saved: Path) -> None:
-    status, out, err = weft("simulate", saved, "--machine", "a100x8", "--json")
+    status, out, err = weft("simulate", saved, "--machine", "a100x8", "--json", "-")
     found, expected = json.loads(out), run(SCHEDULE, load("a100x8"))
     assert (status, err) == (0, "")
     assert found["total_us"] == expected.total_us
@@ -74,7 +74,7 @@ def test_what_is_printed_and_written(weft: Weft, saved: Path, tmp_path: Path) ->
 
 def test_other_links_are_what_if(weft: Weft, saved: Path) -> None:
     def total(*words: str) -> float:
-        status, out, _ = weft("simulate", saved, "--json", *words)
+        status, out, _ = weft("simulate", saved, "--json", "-", *words)
         assert status == 0
         return float(json.loads(out)["total_us"])
 
@@ -87,7 +87,7 @@ def test_the_vendors_collective_goes_with_the_links(weft: Weft, saved: Path) -> 
     """What sequential takes, too. Where its table is set itself, that is what counts."""
 
     def found(*words: str) -> dict[str, float]:
-        status, out, _ = weft("simulate", saved, "--json", *words)
+        status, out, _ = weft("simulate", saved, "--json", "-", *words)
         assert status == 0
         return json.loads(out)  # type: ignore[no-any-return]
 
@@ -105,7 +105,7 @@ def test_a_host_that_all_share(weft: Weft, saved: Path) -> None:
     """In any order, since settings are put in place together."""
     words = ["links.topology=pcie", "links.host_gbps=50"]
     for first, second in (words, words[::-1]):
-        status, out, _ = weft("simulate", saved, "--json", "--set", first, "--set", second)
+        status, out, _ = weft("simulate", saved, "--json", "-", "--set", first, "--set", second)
         assert status == 0
         for name in ("total_us", "sequential_us", "communication_us"):
             assert json.loads(out)[name] > 8 * 7 * PROBLEM.shard_bytes / 50e3

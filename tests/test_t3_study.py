@@ -220,7 +220,7 @@ def test_command_prints_figures(short: Study, capsys: pytest.CaptureFixture[str]
 
 
 def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", "t3", "--json", "--set", "hbm.gbps=2000", "--set", "arbiter.thresholds=[20, 8, 4]"]
+    words = ["simulate", "t3", "--json", "-", "--set", "hbm.gbps=2000", "--set", "arbiter.thresholds=[20, 8, 4]"]
     assert main([*words, "--report", str(tmp_path / "out")]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["system"]["hbm"]["gbps"] == 2000.0

@@ -4,8 +4,8 @@ Exit status: 0, done. 1, a result was wrong, or the doctor found something missi
 standard error that begins with "weft: error:". 3, a rank failed while it ran. 130, interrupted. 141, the reader of the
 output went away. 143, terminated (SIGTERM).
 
-Commands import what they need when they run: --help, plan, machines and schedules never load PyTorch, and the doctor needs
-nothing but typer and rich.
+Commands import what they need when they run: --help, machines, schedules, and plan of a shipped model never load PyTorch, and
+the doctor needs nothing but typer and rich.
 """
 
 from __future__ import annotations

@@ -37,7 +37,12 @@ def command(
     schedule: Annotated[str, typer.Option(metavar="NAME,NAME", help="Families, with commas. Default: all of one node.")] = "",
     chunks: Annotated[str, typer.Option(metavar="N,N", help="Chunk counts, with commas.")] = "1,2,4,8",
     dtype: options.DTYPE = "bfloat16",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a JSON line for each schedule.")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write a JSON line for each schedule; - writes them to standard output, and nothing else."
+        ),
+    ] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write plots of loss against sizes, as HTML.")] = None,
 ) -> None:
     """Decomposition and contention losses of schedules, for GEMM and communication, over sizes and chunk counts."""
@@ -46,7 +51,7 @@ def command(
     target = load(machine)
     read = {"MODEL": config_path(model), "--machine": choices.machine_file(machine)}
     output.require_apart({**read, "--json": json, "--report": report})
-    output.require_file(json, "--json")
+    output.require_json(json)
     output.require_file(report, "--report")
     _, sites = choices.choose_sites(model, op)
     if device != SIMULATED:
@@ -64,12 +69,16 @@ def command(
                 found.append(one)
     finally:  # also of what is interrupted: to measure took long
         if json and found:
-            output.write_text(json, "".join(jsonlib.dumps(codec.dump(one)) + "\n" for one in found), "--json")
+            output.write_json(json, "".join(jsonlib.dumps(codec.dump(one)) + "\n" for one in found))
     if report:
         from weft.report.losses import losses_page
 
         output.write_text(report, losses_page(found, target), "--report")
-    _show(found, target)
+    if json != output.STANDARD_OUTPUT:
+        _show(found, target)
+        for path in (json, report):
+            if path is not None:
+                print(f"wrote {path}")
 
 
 def _counts(option: str, text: str) -> list[int]:

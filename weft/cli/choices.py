@@ -6,6 +6,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
+from weft.cli.progress import progress_bar
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
 from weft.planner.models import Model, Site, decode_sites, load_model, sites
 
@@ -17,7 +18,8 @@ DEVICES = ("auto", "cpu", "cuda")
 def choose_sites(name: str, op: str | None, site: str | None = None) -> tuple[Model, tuple[Site, ...]]:
     """The model, and its sites: only those of `op`, and the one of that name, if it is given."""
     only = None if op is None else choose_op(op)
-    model = load_model(name)
+    with progress_bar(f"reading {name}"):
+        model = load_model(name)
     everything = decode_sites(model) if only == "matmul_all_reduce" else sites(model)
     found = tuple(s for s in everything if only in (None, s.op))
     if only is not None and not found:

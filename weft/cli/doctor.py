@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -10,7 +9,8 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from weft.cli import output
+from weft.cli import options, output
+from weft.cli.progress import progress_bar
 from weft.core import codec
 from weft.tools.doctor import Finding, diagnose
 
@@ -18,15 +18,17 @@ STYLES = {"ok": "green", "warn": "yellow", "missing": "bold red"}
 
 
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    json: options.JSON = None,
     quick: Annotated[bool, typer.Option("--quick", help="Time no transport: that takes up to 20 s on GPUs.")] = False,
 ) -> None:
     """Check this machine: packages, shared memory, GPUs, whether peers read what others write, how fast, if overlap pays."""
-    found = diagnose(quick=quick)
-    if as_json:
-        print(json.dumps(codec.dump(found), indent=2))
-    else:
+    output.require_json(json)
+    with progress_bar("looking at packages, memory, GPUs and links"):
+        found = diagnose(quick=quick)
+    if json is None or not output.write_json(json, output.as_json(codec.dump(found))):
         _show(found)
+        if json is not None:
+            print(f"wrote {json}")
     if any(finding.state == "missing" for finding in found):
         raise typer.Exit(1)
 

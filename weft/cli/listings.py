@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli import choices, output
+from weft.cli import choices, options, output
 from weft.core import codec
 from weft.core.problem import (
     COLLECTIVE_OPS,
@@ -72,7 +72,7 @@ def _example(op: Op) -> Problem:
 
 def machines(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one, whole: a name or a JSON file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profiles as JSON.")] = False,
+    json: options.JSON = None,
     diff: Annotated[
         tuple[str, str] | None, typer.Option(metavar="A B", help="Compare two: names or files, number by number.")
     ] = None,
@@ -81,17 +81,26 @@ def machines(
     from weft.core.machine import load, names
 
     if diff is not None:
-        if name is not None or as_json:
+        if name is not None or json is not None:
             raise ValueError(f"--diff compares two by itself; leave {name or '--json'} out")
         print_difference(load(diff[0]), load(diff[1]))
         return
+    output.require_apart({"NAME": None if name is None else choices.machine_file(name), "--json": json})
+    output.require_json(json)
+    found = [load(each) for each in (names() if name is None else (name,))]
+    if json is not None and output.write_json(json, output.as_json(codec.dump(found if name is None else found[0]))):
+        return
     if name is not None:
-        _print_one(load(name), name, as_json=as_json)
-        return
-    found = [load(name) for name in names()]
-    if as_json:
-        print(json.dumps(codec.dump(found), indent=2, allow_nan=False))
-        return
+        from weft.cli.profile import print_profile
+
+        print_profile(found[0], name)
+    else:
+        _print_list(found)
+    if json is not None:
+        print(f"wrote {json}")
+
+
+def _print_list(found: Sequence[Machine]) -> None:
     out = output.console()
     columns = ("machine", "GPUs", "topology", "matrix\nTFLOP/s", "link\nGB/s", "a copy\nus", "copy\nGB/s", "launch\nus")
     listed = output.table(*columns)
@@ -102,16 +111,7 @@ def machines(
     for machine in found:
         out.print(f"{machine.name}: {machine.words}. Numbers: {sources(machine)}.")
     out.print("Each number, its unit, and where it is from: weft machines NAME.")
-    out.print("A machine of your own: weft plan MODEL --machine FILE.json, with the fields of weft machines NAME --json.")
-
-
-def _print_one(machine: Machine, named: str, *, as_json: bool) -> None:
-    from weft.cli.profile import print_profile
-
-    if as_json:
-        print(json.dumps(codec.dump(machine), indent=2, allow_nan=False))
-    else:
-        print_profile(machine, named)
+    out.print("A machine of your own: weft plan MODEL --machine FILE.json, with the fields of weft machines NAME --json FILE.")
 
 
 def print_difference(a: Machine, b: Machine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,4 +27,10 @@ SCHEDULE = Annotated[
     typer.Option(metavar="auto|NAME[:CHUNKS]", help="auto lets the planner choose; names are listed by weft schedules."),
 ]
 OP = Annotated[str | None, typer.Option(metavar="NAME", help=f"Only layers of this operator: {', '.join(OPS)}.")]
+JSON = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write all results, as JSON; - writes them to standard output, and nothing else."
+    ),
+]
 DTYPE = Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16 or float32.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -12,14 +13,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
+STANDARD_OUTPUT = Path("-")
+"""As a value of --json."""
 PIPE_WIDTH = 160
 """Columns when the output is no terminal: wide enough for every table to stay on one line a row."""
 
 
-def console() -> Console:
-    """Standard output. Text is printed as it is: nothing in a file or a name is taken for markup."""
+def console(*, quiet: bool = False) -> Console:
+    """Standard output, or nothing if `quiet`. Text is printed as it is: nothing in a file or a name is taken for markup."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(width=width, highlight=False, markup=False, emoji=False)
+    return Console(width=width, highlight=False, markup=False, emoji=False, quiet=quiet)
 
 
 def table(*columns: str, left: int = 1) -> Table:
@@ -82,6 +85,29 @@ def write_text(path: Path, text: str, option: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{option} {path}: {error.strerror or error}; what it holds is not whole") from None
+
+
+def require_json(path: Path | None) -> None:
+    """Raises ValueError unless --json names standard output or a file that can be written."""
+    if path is None or path == STANDARD_OUTPUT:
+        return
+    if str(path).startswith("-"):
+        raise ValueError(f"--json is '{path}', which is an option; give --json a file, or - for standard output")
+    require_file(path, "--json")
+
+
+def write_json(path: Path, text: str) -> bool:
+    """Write the text where --json says. Returns whether that is standard output, on which nothing else may be printed then."""
+    if path == STANDARD_OUTPUT:
+        print(text, end="")
+        return True
+    write_text(path, text, "--json")
+    return False
+
+
+def as_json(data: object) -> str:
+    """Plain data as indented JSON."""
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
 
 def require_file(path: Path | None, option: str) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli import choices, options, output, tables
-from weft.cli.progress import progress_bar
+from weft.cli.progress import Progress, progress_bar
 from weft.core import codec
 from weft.planner.models import config_path
 
 if TYPE_CHECKING:
     from weft.core.machine import Machine
+    from weft.planner.explanation import Explanation
     from weft.planner.models import Model
 
 
@@ -41,7 +41,7 @@ def command(
     dtype: options.DTYPE = "bfloat16",
     site: Annotated[str | None, typer.Option(metavar="NAME", help="Only this site, as the tables name it.")] = None,
     why: Annotated[bool, typer.Option("--why", help="Take each choice apart: its time, and what would change it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON, candidates and spans included.")] = False,
+    json: options.JSON = None,
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the schedule of the one site, for weft simulate FILE.")
     ] = None,
@@ -56,28 +56,39 @@ def command(
     if save is not None and len(sites) != 1:
         raise ValueError(f"--save takes one schedule; name its site by --site, of {', '.join(one.name for one in sites)}")
     read = {"MODEL": config_path(model), "--machine": choices.machine_file(machine)}
-    output.require_apart({**read, "--save": save, "--trace": trace})
+    output.require_apart({**read, "--json": json, "--save": save, "--trace": trace})
+    output.require_json(json)
     output.require_file(save, "--save")
     output.require_file(trace, "--trace")
     only, chunks = choices.choose_schedule(schedule, sites)
     kind = choices.choose_dtype(dtype)
     target = load(machine)
     ranks = tp or target.world_size
+    _check_heads(sizes, tp)
     from weft.planner import plan
 
-    plans = []
+    plans, reasons = [], {}
     with progress_bar() as progress:
         for at, site_ in enumerate(sites):
             progress(f"planning {site_.name}", at, len(sites))
             plans.append((site_.name, plan(site_.problem(tokens, ranks, kind), target, only=only, chunks=chunks)))
+        if why:
+            reasons = _reasons(target, plans, progress)
     written = _write(target, plans, save, trace)  # before anything is shown: a reader of that may go away
-    if as_json:
-        data = _as_data(sizes, target, plans) | (_reasons(target, plans) if why else {})
-        print(json.dumps(data, indent=2, allow_nan=False))
-        return
-    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans, why=why)
+    if json is not None:
+        if output.write_json(json, output.as_json(_as_data(sizes, target, plans, reasons))):
+            return
+        written.append(json)
+    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans, reasons)
     for path in written:
         print(f"wrote {path}")
+
+
+def _check_heads(model: Model, tp: int | None) -> None:
+    """Raises ValueError if attention heads cannot be split by the ranks that were asked for."""
+    if tp is not None and model.heads % tp:
+        fitting = ", ".join(str(ranks) for ranks in range(1, model.heads + 1) if model.heads % ranks == 0)
+        raise ValueError(f"--tp is {tp}; it must divide the {model.heads} attention heads of {model.name}: use {fitting}")
 
 
 def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None, trace: Path | None) -> list[Path]:
@@ -98,25 +109,38 @@ def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None
     return written
 
 
-def _reasons(machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:
-    """parts and changes of each site; the plans are there already."""
+def _reasons(machine: Machine, plans: Sequence[tables.SitePlan], progress: Progress) -> dict[str, Explanation]:
+    """Each site's choice, taken apart."""
     from weft.planner.explanation import explained
 
-    found = {site: explained(plan, machine) for site, plan in plans}
-    return {"why": {site: {"parts": dict(one.parts), "changes": one.changes} for site, one in found.items()}}
+    found = {}
+    for at, (site, plan) in enumerate(plans):
+        progress(f"explaining {site}", at, len(plans))
+        found[site] = explained(plan, machine)
+    return found
 
 
-def _as_data(model: Model, machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:
+def _as_data(
+    model: Model, machine: Machine, plans: Sequence[tables.SitePlan], reasons: Mapping[str, Explanation]
+) -> dict[str, object]:
+    why = {site: {"parts": dict(one.parts), "changes": one.changes} for site, one in reasons.items()}
     return {
         "model": model.name,
         "machine": machine.name,
         "sites": [{"site": site, "schedule": plan.chosen.spec, "plan": codec.dump(plan)} for site, plan in plans],
+        "notes": list(model.notes),
+        "uncovered": codec.dump(model.uncovered),
+        **({"why": why} if reasons else {}),
     }
 
 
-def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan], *, why: bool) -> None:
+def _show(
+    model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan], reasons: Mapping[str, Explanation]
+) -> None:
     out = output.console()
     out.print(str(model))
+    if plans and model.heads % plans[0][1].problem.world_size:
+        out.print(f"note: {plans[0][1].problem.world_size} ranks do not divide the {model.heads} attention heads; see --tp")
     for note in model.notes:
         out.print(f"note: {note}")
     if any(plan.problem.op in ROWS_OF_A_RANK for _, plan in plans):
@@ -125,23 +149,23 @@ def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.Site
         )
     out.print()
     if plans:
-        tables.print_candidates(out, plans, every=why)
+        tables.print_candidates(out, plans, every=bool(reasons))
         tables.print_chart(out, plans)
         tables.print_predictions(out, f"Chosen for {machine.words}: {what}", plans)
-    if why:
-        _explain(machine, plans)
+    if reasons:
+        _explain(plans, reasons)
     else:
         for site, plan in plans:
             out.print(f"{site}: {plan.why}")
 
 
-def _explain(machine: Machine, plans: Sequence[tables.SitePlan]) -> None:
-    from weft.planner.explanation import explained, summary
+def _explain(plans: Sequence[tables.SitePlan], reasons: Mapping[str, Explanation]) -> None:
+    from weft.planner.explanation import summary
 
     out = output.console()
     for site, plan in plans:
         out.print(f"{site}: {plan.problem}", style="bold")
-        out.print(str(explained(plan, machine)))
+        out.print(str(reasons[site]))
         out.print()
     out.print(TERMS)
     out.print()

@@ -56,7 +56,9 @@ def print_profile(machine: Machine, named: str) -> None:
             listed.add_row(path, shown(value), *spread, unit(path), machine.sources[path])
     output.print_table(out, listed)
     out.print()
-    out.print(f"What each number means: python -m pydoc weft.machine. As a file for --machine: weft machines {named} --json.")
+    out.print(
+        f"What each number means: python -m pydoc weft.machine. As a file for --machine: weft machines {named} --json FILE."
+    )
 
 
 def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -43,7 +43,7 @@ def command(
     ] = None,
     dtype: options.DTYPE = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the random inputs.")] = 0,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results, as JSON.")] = None,
+    json: options.JSON = None,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
 ) -> None:
@@ -61,7 +61,7 @@ def command(
     _require_outputs(json, report, trace)
     device, ranks = choices.choose_device(device, ranks)
     tokens = tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS)
-    out = output.console()
+    out = output.console(quiet=json == output.STANDARD_OUTPUT)
     out.print(_story(sizes.name, len(sites), schedule, target, f"{ranks} {tables.DEVICES[device]} ranks"))
     for note in sizes.notes:
         out.print(f"note: {note}")
@@ -84,7 +84,8 @@ def command(
             progress=progress,
         )
     try:
-        _show(done)
+        if json != output.STANDARD_OUTPUT:
+            _show(done)
     finally:  # also when the reader of the tables has gone away
         _write(done, json, report, trace)
     if not done.ok:
@@ -94,7 +95,7 @@ def command(
 def _require_outputs(json: Path | None, report: Path | None, trace: Path | None) -> None:
     """Try every path now, so that nothing is lost after the work. Raises ValueError."""
     output.require_folder(report, "--report")
-    output.require_file(json, "--json")
+    output.require_json(json)
     output.require_file(trace, "--trace")
 
 
@@ -151,9 +152,6 @@ def _write(run: Run, json: Path | None, report: Path | None, trace: Path | None)
     """Write what was asked for and say where. Raises ValueError if a path that worked before fails now."""
     written: list[Path] = []
     try:
-        if json is not None:
-            output.write_text(json, codec.dumps(run, indent=2) + "\n", "--json")
-            written.append(json)
         if report is not None:
             from weft.report import write_report
 
@@ -164,5 +162,9 @@ def _write(run: Run, json: Path | None, report: Path | None, trace: Path | None)
             written.append(write_trace(run, trace))
     except OSError as error:
         raise ValueError(f"cannot write {error.filename or 'results'}: {error.strerror}") from None
+    if json is not None:
+        if output.write_json(json, codec.dumps(run, indent=2) + "\n"):
+            return
+        written.append(json)
     for path in written:
         print(f"wrote {path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def command(
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Also take each assumed number a quarter lower and higher: a minute or two.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
+    json: options.JSON = None,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
     chakra: Annotated[
@@ -72,7 +71,7 @@ def command(
 ) -> None:
     """Simulate a published evaluation, if need be on hardware that does not exist, and compare with what was published; or one
     schedule on one machine."""
-    outputs = Outputs(as_json=as_json, report=report, trace=trace, chakra=chakra)
+    outputs = Outputs(json=json, report=report, trace=trace, chakra=chakra)
     if study not in STUDIES and (study.endswith(".json") or os.path.isfile(study)):
         if sensitivity or scenarios:
             raise ValueError(f"--{'sensitivity' if sensitivity else 'scenario'} is for studies; a schedule takes --set")
@@ -93,9 +92,10 @@ def command(
         from weft.report.trace import write_calls
 
         written.append(write_calls(done.calls(), trace, about=study))
-    if as_json:
-        print(json.dumps(done.record(), indent=2, allow_nan=False))
-        return
+    if json is not None:
+        if output.write_json(json, output.as_json(done.record())):
+            return
+        written.append(json)
     done.show()
     for path in written:
         print(f"wrote {path}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,9 +23,9 @@ TOPOLOGY, HOST = "links.topology", "links.host_gbps"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Where results go beside the terminal. as_json: print everything as JSON instead."""
+    """Where results go besides the terminal. json: see weft.cli.options.JSON."""
 
-    as_json: bool = False
+    json: Path | None = None
     report: Path | None = None
     trace: Path | None = None
     chakra: Path | None = None
@@ -35,7 +34,9 @@ class Outputs:
         """Try every path now. read: files that nothing may be written over, by argument. ranks: of the schedule, each of which
         has a trace in --chakra. Raises ValueError that names the option."""
         traces = {f"--chakra's {name}": self.chakra / name for name in _chakra_names(ranks)} if self.chakra else {}
-        output.require_apart({**read, "--report": output.page(self.report), "--trace": self.trace, **traces})
+        report = output.page(self.report)
+        output.require_apart({**read, "--json": self.json, "--report": report, "--trace": self.trace, **traces})
+        output.require_json(self.json)
         output.require_folder(self.report, "--report")
         output.require_file(self.trace, "--trace")
         output.require_folder(self.chakra, "--chakra")
@@ -61,13 +62,14 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
 
     schedule, target = codec.read(Schedule, path), machine_with(machine, settings)
     outputs.require({"FILE": path, "--machine": choices.machine_file(machine)}, len(schedule.ranks))
-    check(schedule)
-    with progress_bar() as progress:
+    with progress_bar("checking the schedule") as progress:
+        check(schedule)
         found = simulated(schedule, target, progress)
     written = _write(schedule, target, found, outputs)  # before anything is shown: a reader of that may go away
-    if outputs.as_json:
-        print(json.dumps(as_data(schedule, found), indent=2, allow_nan=False))
-        return
+    if outputs.json is not None:
+        if output.write_json(outputs.json, output.as_json(as_data(schedule, found))):
+            return
+        written.append(outputs.json)
     _show(schedule, target, found)
     for file in written:
         print(f"wrote {file}")

@@ -106,7 +106,7 @@ def _text_of(path: str | Path) -> str:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise ValueError(f"cannot read {path}: it has more than {MOST_BYTES >> 20} MiB")
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # without a byte order mark
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:

@@ -23,57 +23,25 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 from weft.core import codec
-from weft.core.problem import EXCHANGES, DType, LookupProblem, Op, Problem, split
 from weft.planner.models.config import read_config
-from weft.planner.models.values import Model
+from weft.planner.models.values import LookupSite, Model, Site, Uncovered
 
-__all__ = ["LookupSite", "Model", "Site", "decode_sites", "load_model", "preset_names", "sites"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """A place in the model where communication meets a matmul: out is tokens x n, contracted over k.
-
-    visits: of an all-to-all, how many experts each token goes to."""
-
-    name: str
-    op: Op
-    n: int
-    k: int
-    visits: int = 1
-
-    def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
-        """The site's Problem for so many tokens, over all ranks. Raises ValueError as Problem does."""
-        rows = -(-tokens * self.visits // world_size) if self.op in EXCHANGES else tokens
-        return Problem(op=self.op, m=rows, n=self.n, k=self.k, world_size=world_size, dtype=dtype)
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.op} N={self.n} K={self.k}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LookupSite(Site):
-    """Embedding tables, `n` columns in all, and bags of `k` rows on average. dims: columns of each table."""
-
-    dims: tuple[int, ...]
-
-    def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
-        """A batch of `tokens` samples, the tables spread over all ranks. Raises ValueError as LookupProblem does."""
-        dims = tuple(self.dims[low:high] for low, high in split(len(self.dims), world_size))
-        return LookupProblem.of(batch=tokens, dims=dims, pooling=self.k, dtype=dtype)
+__all__ = ["LookupSite", "Model", "Site", "Uncovered", "decode_sites", "load_model", "preset_names", "sites"]
 
 
 def sites(model: Model) -> tuple[Site, ...]:
-    """Every distributed site of one layer, in the order in which a forward pass meets them.
+    """Every distributed site of a layer, in the order of a forward pass; where layers differ, those of every kind of layer.
 
     >>> [str(site) for site in sites(load_model("llama3-8b"))][:2]
     ['attention QKV: all_gather_matmul N=6144 K=4096', 'attention out: matmul_reduce_scatter N=4096 K=4096']
     """
+    if model.read:
+        return model.read
     found: list[Site] = []
     if model.tables:
         found.append(_lookup(model))

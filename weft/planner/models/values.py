@@ -1,19 +1,73 @@
-"""Model: the sizes of one model that decide the shapes of its distributed sites."""
+"""Values: a model's sizes, its distributed sites, and the matmuls that weft has no operator for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+
+from weft.core.problem import EXCHANGES, DType, LookupProblem, Op, Problem, split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A place in the model where communication meets a matmul: out is tokens x n, contracted over k.
+
+    visits: of an all-to-all, how many experts each token goes to. layers: how many layers have it; 0 means all."""
+
+    name: str
+    op: Op
+    n: int
+    k: int
+    visits: int = 1
+    layers: int = 0
+
+    def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
+        """The site's Problem for so many tokens, over all ranks. Raises ValueError as Problem does."""
+        rows = -(-tokens * self.visits // world_size) if self.op in EXCHANGES else tokens
+        return Problem(op=self.op, m=rows, n=self.n, k=self.k, world_size=world_size, dtype=dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.op} N={self.n} K={self.k}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupSite(Site):
+    """Embedding tables, `n` columns in all, and bags of `k` rows on average. dims: columns of each table."""
+
+    dims: tuple[int, ...]
+
+    def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
+        """A batch of `tokens` samples, the tables spread over all ranks. Raises ValueError as LookupProblem does."""
+        dims = tuple(self.dims[low:high] for low, high in split(len(self.dims), world_size))
+        return LookupProblem.of(batch=tokens, dims=dims, pooling=self.k, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncovered:
+    """A matmul of a layer that weft has no operator for: a token is multiplied `visits` times, from k to n columns.
+
+    name: its path within the layer. layers: how many layers have it. share: of the FLOPs of those layers' weight matmuls."""
+
+    name: str
+    n: int
+    k: int
+    visits: int = 1
+    layers: int
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.name} N={self.n} K={self.k}: {self.share:.1%} of the weight matmuls' FLOPs in {self.layers} layers"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """One model's static sizes; a size that it has no use for is 0.
 
-    source: where the numbers are from. hidden: width of the residual stream. heads, kv_heads, head_dim: of attention.
-    intermediate: width of the dense MLP, or of the shared expert of a model with experts. gated: the MLP multiplies two
-    projections up (SwiGLU and its like). experts, experts_per_token, expert_intermediate: of a mixture of experts.
-    tables, embedding_dim: of a recommendation model; pooling: rows that a sample looks up, by table. notes: how the sizes were
-    read, where that was not plain.
+    source: where the numbers are from. hidden: width of the residual stream. heads, kv_heads, head_dim: of attention; 0 where
+    the config does not say it, or layers differ. intermediate: width of the dense MLP, or of the shared expert of a model with
+    experts. gated: the MLP multiplies two projections up (SwiGLU and its like). experts, experts_per_token,
+    expert_intermediate: of a mixture of experts. tables, embedding_dim: of a recommendation model; pooling: rows that a sample
+    looks up, by table. read: the sites as they were read from the model's modules; empty where they follow from the sizes.
+    uncovered: matmuls of the layers that are part of no site. notes: what a reader of a plan should know of the model.
     Raises ValueError for a negative size, or heads that kv_heads does not divide.
     """
 
@@ -32,6 +86,8 @@ class Model:
     tables: int = 0
     embedding_dim: int = 0
     pooling: tuple[int, ...] = ()
+    read: tuple[Site, ...] = ()
+    uncovered: tuple[Uncovered, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -47,6 +103,12 @@ class Model:
     def __str__(self) -> str:
         if self.tables:
             return f"{self.name}: {self.tables} embedding tables of dim {self.embedding_dim}"
-        width = f"{self.experts} experts of {self.expert_intermediate}" if self.experts else f"MLP {self.intermediate}"
-        heads = f"{self.heads} heads ({self.kv_heads} for keys and values) of {self.head_dim}"
-        return f"{self.name}: {self.layers} layers, hidden {self.hidden}, {heads}, {width}"
+        parts = [f"{self.name}: {self.layers} layers", f"hidden {self.hidden}"]
+        if self.heads:
+            groups = f" ({self.kv_heads} for keys and values)" if self.kv_heads else ""
+            parts.append(f"{self.heads} heads{groups} of {self.head_dim}")
+        if self.experts:
+            parts.append(f"{self.experts} experts" + (f" of {self.expert_intermediate}" if self.expert_intermediate else ""))
+        elif self.intermediate:
+            parts.append(f"MLP {self.intermediate}")
+        return ", ".join(parts)

@@ -1,0 +1,148 @@
+"""From the matmuls of a model's layers to its distributed sites.
+
+The matmuls that one module of a layer holds are a block. A block has two sites if its columns read the hidden state and one
+matmul writes it: rows are gathered before the columns, and the result is summed and scattered. The up-projections of latent
+attention gather the latent rows. Every other matmul is listed as not covered: routers, which each rank computes for its own
+rows, or what an unfamiliar module does between its columns and its row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from weft.core.problem import Op
+from weft.planner.models.values import Site, Uncovered
+
+COLUMNS = re.compile(
+    r"(q|k|v|qkv|g|a|b|gate|up|gate_up)_proj|in_proj(_\w+)?|[wW]?qkv|W[qkv]|w[13]|Wi|c_attn|c_fc|fc1|fc_in|query_key_value"
+    r"|dense_h_to_4h|input_linear|linear_[xy]|output_gate|proj_up(_gate)?|[qkv]|[iof]gate_preact"
+)
+"""Names of matmuls that read the hidden state: ranks split their N."""
+ROWS = re.compile(
+    r"o_proj|o_b_proj|out_proj|down_proj|proj_down|dense|dense_4h_to_h|c_proj|fc2|fc_out|[wW]o|w2|output_linear|linear_out"
+)
+"""Names of matmuls that write the hidden state: ranks split their K, and their results are summed."""
+LATENT = re.compile(r"(q|k|v|kv)_b_proj")
+"""Up-projections of latent attention: ranks split their N. Each rank computes the latent vectors of its own rows."""
+OTHER_ROWS = re.compile(r"norm|cross|encoder_att")
+"""Modules whose matmuls read other rows than the layer's: in a norm, those of a rank; in cross-attention, an encoder's."""
+LABELS = (
+    ("MLP", r"\b(mlp|feed_?forward|ffn?|fc2)\b"),
+    ("state space", r"mamba|ssm"),
+    ("linear attention", r"linear_?att|delta|lightning|kda|retention|lstm"),
+    ("convolution", r"conv"),
+    ("attention", r"att"),
+    ("MLP", r"mlp|moe"),
+)
+"""What blocks are called: the first whose pattern is in the path, the class and the names of a layer's module."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """A weight of a layer, from k to n columns. block: the path of its module within the layer; owner: that module's class.
+    experts: how many experts have one; 0 for a weight that every token is multiplied by."""
+
+    block: str
+    name: str
+    n: int
+    k: int
+    experts: int = 0
+    owner: str = ""
+
+
+@dataclass
+class _Seen:
+    """In which layers something is, and the path of the module that was seen first."""
+
+    block: str = ""
+    layers: set[int] = field(default_factory=set)
+
+
+def counted(layers: Sequence[Sequence[Matmul]], hidden: int, visits: int) -> tuple[tuple[Site, ...], tuple[Uncovered, ...]]:
+    """The sites of all layers, and the other matmuls, with the number of layers that have each. visits: experts of a token."""
+    sites: dict[Site, _Seen] = defaultdict(_Seen)
+    others: dict[tuple[str, int, int, int], set[int]] = defaultdict(set)
+    flops = [sum(one.n * one.k * _visits(one, visits) for one in layer) for layer in layers]
+    for at, layer in enumerate(layers):
+        for block in _blocks(layer):
+            found, rest = _sites(block, _label(block, shared=any(one.experts for one in layer)), hidden, visits)
+            for site in found:
+                sites[site].block = sites[site].block or block[0].block
+                sites[site].layers.add(at)
+            for one in rest:
+                others[f"{one.block}.{one.name}".strip("."), one.n, one.k, _visits(one, visits)].add(at)
+    uncovered = (
+        Uncovered(name=name, n=n, k=k, visits=times, layers=len(at), share=n * k * times * len(at) / sum(flops[i] for i in at))
+        for (name, n, k, times), at in others.items()
+    )
+    return _named_apart(sites), tuple(uncovered)
+
+
+def _visits(one: Matmul, visits: int) -> int:
+    return visits if one.experts else 1
+
+
+def _blocks(layer: Iterable[Matmul]) -> Iterable[list[Matmul]]:
+    found: dict[tuple[str, bool], list[Matmul]] = defaultdict(list)
+    for one in layer:
+        found[one.block, bool(one.experts)].append(one)
+    return found.values()
+
+
+def _sites(block: list[Matmul], label: str, hidden: int, visits: int) -> tuple[list[Site], list[Matmul]]:
+    """The sites of one block, and its matmuls that are part of none."""
+    rows = [one for one in block if ROWS.fullmatch(one.name) and one.n == hidden]
+    latent = [one for one in block if LATENT.fullmatch(one.name)]
+    columns = [one for one in block if COLUMNS.fullmatch(one.name) and one.k == hidden]
+    if len(rows) != 1 or not (columns or latent) or OTHER_ROWS.search(block[0].block):
+        return [], block
+    (row,), n = rows, sum(one.n for one in columns)
+    label = "attention" if latent else label
+    first, last = _names(label, n == 2 * row.k, [one.name for one in columns] if latent else [])
+    into: tuple[Op, Op] = ("all_gather_matmul", "matmul_reduce_scatter")
+    if row.experts:
+        into = ("all_to_all_matmul", "matmul_all_to_all")
+    times = _visits(row, visits)
+    found = [Site(name=f"{label} {one.name}", op=into[0], n=one.n, k=one.k, visits=times) for one in latent]
+    if columns:
+        found.insert(0, Site(name=first, op=into[0], n=n, k=hidden, visits=times))
+    found.append(Site(name=last, op=into[1], n=hidden, k=row.k, visits=times))
+    return found, [one for one in block if one not in (*columns, *latent, row)]
+
+
+def _label(block: list[Matmul], *, shared: bool) -> str:
+    """What a block is called. shared: its layer has experts that it may be shared by."""
+    if block[0].experts:
+        return "expert"
+    if shared and "shared" in block[0].block:
+        return "shared expert"
+    text = " ".join((block[0].block, block[0].owner, *(one.name for one in block)))
+    return next((label for label, pattern in LABELS if re.search(pattern, text, re.IGNORECASE)), block[0].block or "layer")
+
+
+def _names(label: str, gated: bool, columns: list[str]) -> tuple[str, str]:
+    """What the sites before and after a block are called. columns: names, where they are not all of query, key and value."""
+    up = "gate/up" if gated else "up"
+    if label == "expert":
+        return f"expert dispatch + {up}", "expert down + combine"
+    if label in ("MLP", "shared expert"):
+        return f"{label} {up}", f"{label} down"
+    if label == "attention":
+        return f"attention {' + '.join(columns) or 'QKV'}", "attention out"
+    return f"{label} in", f"{label} out"
+
+
+def _named_apart(sites: dict[Site, _Seen]) -> tuple[Site, ...]:
+    """The sites with their counts. Sites of one name and several shapes are named by their first layer, or by their module."""
+    named = []
+    for site, seen in sites.items():
+        others = [other for one, other in sites.items() if one.name == site.name and one != site]
+        name = site.name
+        if others:
+            first = min(seen.layers)
+            name += f" of {seen.block}" if first in (min(other.layers) for other in others) else f" of layer {first}"
+        named.append(replace(site, name=name, layers=len(seen.layers)))
+    return tuple(named)
