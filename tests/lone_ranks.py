@@ -13,6 +13,7 @@ import pytest
 import torch
 from devices import H200
 
+import weft.comm.rank_group as rank_group_module
 from weft.comm.control import ControlSegment
 from weft.comm.processes import process_start
 from weft.comm.rank_group import RankGroup
@@ -124,6 +125,7 @@ def space_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> FakeSpac
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    monkeypatch.setattr(rank_group_module, "agree_on_launch", lambda group, device: False)
     return FakeSpace(rank_group, torch.device("cuda", 0))
 
 
