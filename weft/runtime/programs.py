@@ -106,6 +106,8 @@ class Programs:
                 self._rank_group.check_usable()
             else:
                 self._rank_group.repeat(known.number)
+                with self._rank_group.failing():
+                    _raise(call.refusal((call.share,)))
             changed = known.empty or known.rows
             given = self._as_bound(call, empty=known.empty, rows=known.rows) if changed else call
             if not capturing:
@@ -148,6 +150,7 @@ class Programs:
         sizes = self._rank_group.enter(call.describe(), call.share)
         # From here on ranks use values that all of them have: what those are refused for is raised on every rank.
         with self._rank_group.failing(agreed=True):
+            _raise(call.refusal(sizes))
             empty = call.sums_nothing(sizes)
             problem = (call.filled(len(sizes)) if empty else call).problem(sizes)
             if self._rank_group.nodes:
@@ -304,6 +307,11 @@ class Programs:
     def asked(self) -> list[tuple[Schedule, str]]:
         """As `schedules`, each with what the callers asked for that run it."""
         return [(program.schedule, spec) for program, (_, spec, _) in list(self._programs.items())]
+
+
+def _raise(refusal: str) -> None:
+    if refusal:
+        raise ValueError(refusal)
 
 
 def _checked(problem: Problem, spec: str, device: torch.device, values: Mapping[str, Schedule]) -> Schedule:
