@@ -125,7 +125,10 @@ class ExpertLimits:
         else:
             sent = self.max_tokens * routing.place.shape[1]
             total = group.size() * sent
-        return sent, total if self.capacity is None else torch.sym_max(1, torch.sym_int(self.capacity * sent))
+        if self.capacity is None:
+            return sent, total
+        bound: int = torch.sym_max(1, torch.sym_int(self.capacity * sent))  # type: ignore[no-untyped-call]
+        return sent, bound
 
 
 class Experts(nn.Module):
