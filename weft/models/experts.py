@@ -92,7 +92,11 @@ def experts_apart(
     """
     sent, most = limits.rows(routing, group)
     splits, rows = routing.counts.view(group.size(), -1), routing.spread(x)
-    if act is swiglu and not (torch.is_grad_enabled() and (rows.requires_grad or into.requires_grad)):
+    trains = torch.is_grad_enabled() and (rows.requires_grad or into.requires_grad or out.requires_grad)
+    if trains and not (rows.requires_grad or torch.compiler.is_compiling()):
+        # Other ranks may need the gradients of their tokens, though this one, of an empty batch, does not: all bring them home.
+        rows.requires_grad_()
+    if act is swiglu and not trains:
         middle, arrived = ragged_gated(rows, into, group, splits, most, a_rows=sent, limit=limits.text)
     else:
         keep = torch.is_grad_enabled() and into.requires_grad

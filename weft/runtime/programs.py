@@ -116,6 +116,8 @@ class Programs:
                     known = self._confirm(given, known)
                 self._programs.move_to_end(known.program)
             with self._rank_group.failing():
+                if known.program.ragged is not None:
+                    self._raise_of_earlier_calls()
                 found = known.program.run(
                     given.inputs, outputs=given.outputs, reached=given.reached, invalidated=given.invalidated, spans=given.spans
                 )
@@ -233,6 +235,12 @@ class Programs:
         del self._programs[program]
         self.tuner.forget(program)
         program.close()
+
+    def _raise_of_earlier_calls(self) -> None:
+        """Raise what the host has of earlier calls with splits, whatever their sizes: the next call may run another program."""
+        for program in self._programs:
+            if program.ragged is not None:
+                program.ragged.raise_noted()
 
     def raise_noted(self) -> None:
         """Raise what calls with splits that have ended have noted on this rank's device."""

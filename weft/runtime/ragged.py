@@ -80,7 +80,7 @@ class RaggedCall(Call):
             f"experts: {experts}",
             f"K: {k}",
             f"N: {n}",
-            f"return_received: {self.return_received}",
+            f"{'gradient of experts' if self.limit else 'return_received'}: {self.return_received}",
             f"dtype: {self.a.dtype}",
             f"device: {self.a.device.type}",
             f"weft: {__version__}",

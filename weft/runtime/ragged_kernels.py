@@ -64,6 +64,7 @@ class RaggedKernels:
         )
         addresses, words = owner.mailbox(word_bytes(shape))
         self.exchange = RaggedExchange(shape, addresses, words, sms=sms, tries=tries)
+        self._seen = self.exchange.host_notes.numpy()
 
     def check_before(self, a: torch.Tensor) -> None:
         """Before a call: raise what earlier ones have noted. Products of a combine wait in memory that all ranks share, as
@@ -102,6 +103,8 @@ class RaggedKernels:
     def raise_noted(self, *, ended: bool = False) -> None:
         """Raise what earlier calls have noted: splits that are wrong (ValueError), a peer that did not come (WaitTimeout).
         ended: the device has ended these calls, and is asked itself."""
+        if not (ended or self._seen[LATE] or self._seen[CUT]):
+            return
         notes = (self.exchange.notes if ended else self.exchange.host_notes).tolist()
         if notes[CUT]:
             self.exchange.host_notes.zero_()
