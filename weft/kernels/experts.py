@@ -32,9 +32,10 @@ def _count_kernel(
 ):
     """words: rows by expert, and behind them the least index below -1 or past `last`, added to REFUSED; zeros at first."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    index = tl.load(index_ptr + at, at < count, -1).to(tl.int64)
-    tl.atomic_add(words_ptr + index, 1, (index >= 0) & (index < experts), sem="relaxed")
-    refused = (index < -1) | (index > last)
+    inside = at < count
+    index = tl.load(index_ptr + at, inside, 0).to(tl.int64)
+    tl.atomic_add(words_ptr + index, 1, inside & (index >= 0) & (index < experts), sem="relaxed")
+    refused = inside & ((index < -1) | (index > last))
     far = tl.minimum(tl.maximum(index, -FARTHEST), FARTHEST)
     least = tl.min(tl.where(refused, far + REFUSED, 0), 0)
     if least < 0:
