@@ -8,7 +8,8 @@ The gain over the sequential program is attributed. Weft's own programs that do 
 choice of cuBLAS algorithm, one step after the other) are timed in the same run. `kernels` is sequential over the fastest of
 these, `overlap` is that over `auto`; the two multiply to the gain over sequential. Means over cases are geometric.
 
-    python benchmarks/gains.py benchmarks/results/h100x2
+    python benchmarks/gains.py benchmarks/results/h200x2
+    python benchmarks/gains.py benchmarks/results/h200x2 --others benchmarks/results/h100x2 benchmarks/results
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ from typing import Any
 from measure import geomean
 
 Row = Mapping[str, Any]
+NAMES = {
+    "async_tp": "async TP",
+    "torch_compile": "torch.compile",
+    "torch_compiled": "torch.compile",
+    "two_streams": "two streams",
+}
 UNOVERLAPPED = ("sequential", "sequential_stores")
 
 
@@ -122,19 +129,14 @@ GROUPS: tuple[Group, ...] = (
     *(
         Group(name=f"{op}, {size}", file="tp", holds=_of(op, _rows(*between, "M=")), times=_operator)
         for op in ("all_gather_matmul", "matmul_reduce_scatter")
-        for size, between in {"M >= 8192": (8192, _ANY), "M = 2048": (2048, 2048), "M = 512": (512, 512)}.items()
+        for size, between in {"M >= 8192": (8192, _ANY), "M <= 2048": (0, 2048)}.items()
     ),
-    *(
-        Group(name=f"matmul_all_reduce, {size}", file="all_reduce", holds=_rows(*between, "batch="), times=_few_rows)
-        for size, between in {"1 to 32 rows": (1, 32), "64 and 128 rows": (64, 128)}.items()
+    Group(name="matmul_all_reduce, 1 to 128 rows", file="all_reduce", holds=lambda row: True, times=_few_rows),
+    Group(
+        name="matmul with all_to_all, even", file="all_to_all", holds=lambda row: "experts" not in row["case"], times=_operator
     ),
-    *(
-        Group(name=f"{op}, {kind}", file="all_to_all", holds=_of(op, holds), times=_operator)
-        for kind, holds in {
-            "even": lambda row: "experts" not in row["case"],
-            "splits": lambda row: "experts" in row["case"],
-        }.items()
-        for op in ("matmul_all_to_all", "all_to_all_matmul")
+    Group(
+        name="matmul with all_to_all, splits", file="all_to_all", holds=lambda row: "experts" in row["case"], times=_operator
     ),
     Group(name="embedding_bag_all_to_all", file="embedding", holds=lambda row: True, times=_lookup),
     *(
@@ -145,8 +147,8 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(name="Llama 3 70B layers, decode", file="models", holds=_of("decode"), times=_model),
     Group(name="Llama 3 70B layers, prefill", file="models", holds=_of("prefill"), times=_model),
-    Group(name="matmuls and an all-reduce, concurrent", file="concurrent", holds=lambda row: True, times=_concurrent),
-    Group(name="training step, DDP with weft's hook", file="data_parallel", holds=_of("replicate"), times=_step),
+    Group(name="matmuls and a collective at once", file="concurrent", holds=lambda row: True, times=_concurrent),
+    Group(name="training step, DDP", file="data_parallel", holds=_of("replicate"), times=_step),
     Group(name="training step, FSDP2 in units", file="data_parallel", holds=_of("units"), times=_step),
 )
 
@@ -163,42 +165,44 @@ def cases(folder: Path) -> dict[str, list[Case]]:
     return found
 
 
-def table(folder: Path) -> list[tuple[str, ...]]:
-    """The table, its head first."""
-    heads = (
-        "operator, size",
-        "cases",
-        "fastest alternative",
-        "in graphs",
-        "eager",
-        "worst",
-        "over sequential",
-        "kernels",
-        "overlap",
-    )
-    return [heads, *(_line(name, some) for name, some in cases(folder).items())]
+def table(folder: Path, others: Mapping[str, Path] | None = None) -> list[tuple[str, ...]]:
+    """The table, its head first. others: folders of other machines by a name for their column, with the mean gain in graphs and
+    called eagerly."""
+    heads = ("operator, size", "cases", "fastest other", "graph", "eager", "worst", "kernels", "overlap")
+    more = {name: cases(other) for name, other in (others or {}).items()}
+    rows = [
+        (*_line(name, some), *(" ".join(_means(found.get(name, ()))) for found in more.values()))
+        for name, some in cases(folder).items()
+    ]
+    return [(*heads, *more), *rows]
+
+
+def _means(some: Sequence[Case]) -> list[str]:
+    """The mean gain in graphs, and called eagerly."""
+    gains = ([case.best / case.weft for case in some if case.mode == mode] for mode in ("graph", "eager"))
+    return [f"{geomean(found):.2f}" if found else "   -" for found in gains]
 
 
 def _line(name: str, some: Sequence[Case]) -> tuple[str, ...]:
-    gains = {mode: [case.best / case.weft for case in some if case.mode == mode] for mode in ("graph", "eager")}
-    count = max(map(len, gains.values()))
+    count = max(sum(case.mode == mode for case in some) for mode in ("graph", "eager"))
     (alternative, _), *others = Counter(case.alternative for case in some).most_common()
-    means = (f"{geomean(found):.2f}x" if found else "-" for found in gains.values())
     worst = min(case.best / case.weft for case in some)
     # Attributed in graphs, where the host's time is in nothing.
     graphs = [case for case in some if case.mode == "graph"] or list(some)
-    over = geomean([case.sequential / case.weft for case in graphs])
     known = [case for case in graphs if case.unoverlapped]
     kernels = geomean([case.sequential / case.unoverlapped for case in known if case.unoverlapped])
     overlap = geomean([case.unoverlapped / case.weft for case in known if case.unoverlapped])
-    parts = (f"{kernels:.2f}x", f"{overlap:.2f}x") if known else ("-", "-")
-    return (name, str(count), alternative + (" *" if others else ""), *means, f"{worst:.2f}x", f"{over:.2f}x", *parts)
+    parts = (f"{kernels:.2f}", f"{overlap:.2f}") if known else ("-", "-")
+    fastest = NAMES.get(alternative, alternative) + (" *" if others else "")
+    return (name, str(count), fastest, *_means(some), f"{worst:.2f}", *parts)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("folder", type=Path, help="of JSON lines, such as benchmarks/results/h100x2")
-    for line in table(options.parse_args().folder):
+    options.add_argument("folder", type=Path, help="of JSON lines, such as benchmarks/results/h200x2")
+    options.add_argument("--others", type=Path, nargs="*", default=[], help="folders of other machines")
+    given = options.parse_args()
+    for line in table(given.folder, {other.name: other for other in given.others}):
         print("  ".join([line[0].ljust(38), *(cell.rjust(10) for cell in line[1:])]))
 
 

@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from text_tables import RESULTS, benchmark, commits, lines, source, table, versions
+from text_tables import RESULTS, benchmark, lines, source, table, versions
 
 from weft.core.machine import load
 
@@ -36,11 +36,14 @@ def _measured(
     return table([heads, *map(made, cases)]) + source(cases, mode)
 
 
+OTHERS = {"2 x H100": RESULTS / "h100x2", "4 x H200": RESULTS}
+
+
 def gains(folder: str) -> str:
-    """Ratios of times, by operator and size, and what was measured where."""
+    """Ratios of times, by operator and size; those of other machines, which are of older versions; and what was measured."""
     some = [row for path in sorted((RESULTS / folder).glob("*.jsonl")) for row in lines(f"{folder}/{path.stem}")]
-    where = dict.fromkeys(f"{row['machine']}, {versions(row)}, {commits([row])}" for row in some)
-    return "\n".join([table(benchmark("gains").table(RESULTS / folder)), "", *where])
+    where = dict.fromkeys(f"{row['machine']}, {versions(row)}" for row in some)
+    return "\n".join([table(benchmark("gains").table(RESULTS / folder, OTHERS)), "", *where])
 
 
 def results(mode: str) -> str:

@@ -1,4 +1,4 @@
-"""Plan a model of your own from its config.json, run its sites on CPU ranks, and write the report.
+"""Plan a model of your own from its config.json, run its communicating layers on CPU ranks, and write the report.
 
     python examples/03_plan_a_config.py                         a small model, written to a temporary folder
     python examples/03_plan_a_config.py path/to/config.json     any Hugging Face config, or the folder that it is in
@@ -55,7 +55,7 @@ def print_plans(model: Model, target: weft.Machine) -> None:
 
 
 def run_on_cpus(model: Model, target: weft.Machine, *, ranks: int, tokens: int) -> Run:
-    """Every site on rank processes of this host, compared with the sequential program."""
+    """Every communicating layer on rank processes of this host, compared with the sequential program."""
     return run_model(
         model,
         ranks=ranks,
@@ -84,7 +84,7 @@ def main() -> None:
     target = machine.load("h200x8")
     print_plans(model, target)
     done = run_on_cpus(model, target, ranks=options.ranks, tokens=options.tokens)
-    print("", *done.sites, sep="\n")
+    print("", *done.layers, sep="\n")
     print(f"{done}; report: {write_report(done, options.report)}")
     if not done.ok:
         raise SystemExit("a result is wrong")

@@ -37,7 +37,7 @@ def rank_groups(world_size: int = 2, *, timeout_s: float = 20.0) -> list[RankGro
         rank_group.pids = [os.getpid()] * world_size
         rank_group._starts = [process_start(os.getpid()) or 0] * world_size
         rank_group._control = controls
-        rank_group.topic = "lone"
+        rank_group.topic = rank_group.name = "lone"
         rank_group.group = cast(Any, None)
         rank_group._heaps = {}
         made.append(rank_group)

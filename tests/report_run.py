@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.core.problem import Problem
 from weft.core.span import Kind, Span
 from weft.planner.values import Candidate, Plan
-from weft.tools.results import Run, SiteRun
+from weft.tools.results import LayerRun, Run, Speeds
 
 HOSTILE = "<script>window.hacked = true</script>"
 LANES = ("compute", "copy to 1", "blocks & <b>bold</b>")
@@ -45,7 +45,9 @@ def _last(rank: int, chunks: int, scale: float) -> Span:
     return Span(rank=rank, lane=LANES[0], kind="collective", name="all_gather", start_us=start, end_us=start + scale)
 
 
-def site(name: str, *, error: float, ranks: int = 4, chunks: int = 4, predicted_ranks: int = 8) -> SiteRun:
+def layer(
+    name: str, *, error: float, ranks: int = 4, chunks: int = 4, predicted_ranks: int = 8, speeds: Speeds | None = None
+) -> LayerRun:
     problem = Problem(op="all_gather_matmul", m=64, n=128, k=96, world_size=ranks, dtype="float32")
     sizes = Problem(op="all_gather_matmul", m=8192, n=28672, k=4096, world_size=predicted_ranks)
     chosen = Candidate(
@@ -61,23 +63,23 @@ def site(name: str, *, error: float, ranks: int = 4, chunks: int = 4, predicted_
         why="Copies are hidden <u>whole</u> behind one GEMM.",
         spans=spans(predicted_ranks, chunks, 100.0),
     )
-    return SiteRun(
-        site=name,
+    return LayerRun(
+        name=name,
         problem=problem,
         schedule="hetero_fused_1d",
         chunks=4,
         max_error=error,
         tolerance=1e-5,
-        sequential_us=12345.6,
-        overlapped_us=23456.7,
-        computation_us=9000.0,
-        communication_us=4000.0,
         plan=plan,
         spans=spans(ranks, chunks, 4000.0),
+        speeds=speeds,
     )
 
 
-def make_run(*sites: SiteRun, device: str = "cpu", model: str = f"llama {HOSTILE}") -> Run:
+SPEEDS = Speeds(sequential_us=12345.6, overlapped_us=23456.7, computation_us=9000.0, communication_us=4000.0)
+
+
+def make_run(*layers: LayerRun, device: str = "cpu", model: str = f"llama {HOSTILE}") -> Run:
     return Run(
         model=model,
         device=device,
@@ -86,8 +88,9 @@ def make_run(*sites: SiteRun, device: str = "cpu", model: str = f"llama {HOSTILE
         dtype="float32",
         seed=7,
         machine="h200x8",
+        machine_words="8 x NVIDIA H200",
         machine_ranks=8,
         machine_tokens=8192,
-        sites=sites,
+        layers=layers,
         versions={"weft": "0.1.0", "torch": "2.13.0"},
     )

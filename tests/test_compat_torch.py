@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from weft.compat import fsdp
-from weft.compat.autograd import NO_BACKWARD, backward_pass
+from weft.compat.autograd import NO_BACKWARD, at_end_of_backward, backward_pass
 from weft.compat.c10d import FlatCollectives, backend_of, exchange_messages, group_named, nccl_connections, store_of
 from weft.compat.cpu import multiplies
 from weft.compat.cublas import carveout, has_carveout, matmul_settings, needs_torch, set_carveout
@@ -51,6 +51,22 @@ from weft.compat.symmetric_memory import _Numbered, registered
 from weft.compat.versions import TESTED, minor, warn_of_untested_versions
 
 ROOT = Path(__file__).parents[1]
+
+
+def test_what_the_end_of_a_backward_pass_calls_raises_there() -> None:
+    order: list[str] = []
+
+    def ends() -> None:
+        order.append("end")
+        raise KeyError("planted")
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: at_end_of_backward(ends))
+    x.register_hook(lambda grad: order.append("x"))
+    with pytest.raises(KeyError, match="planted"):
+        y.sum().backward()
+    assert order == ["x", "end"]
 
 
 def test_a_backward_pass_has_a_number_and_a_checkpoint_sees_it() -> None:

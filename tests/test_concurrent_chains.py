@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -67,13 +68,22 @@ def test_a_smaller_microbatch_is_no_key_of_its_own(ranks: RankFixture) -> None:
 
 
 def test_gradients_that_could_not_be_averaged_raise() -> None:
-    under_way: torch.futures.Future[object] = torch.futures.Future()
-    executor = HostExecutor(torch.device("cpu"))
-    fake: Any = SimpleNamespace(ranks=None, enqueue=lambda group, async_op: SimpleNamespace(get_future=lambda: under_way))
-    given = executor.future(PLAIN, fake, torch.ones(2))
-    under_way.set_exception(RuntimeError("Connection closed by peer"))
-    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+    executor, under_way = HostExecutor(torch.device("cpu")), threading.Event()
+
+    def wait() -> None:
+        under_way.wait()
+        raise PeerLost("rank 1 died")
+
+    executor._started = lambda collective: wait  # type: ignore[method-assign]
+    given = executor.future(PLAIN, cast(Any, None), torch.ones(2))
+    assert not given.done()
+    under_way.set()
+    with pytest.raises(RuntimeError, match="rank 1 died"):
         given.wait()
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: executor.future(PLAIN, cast(Any, None), grad) and None)
+    with pytest.raises(PeerLost, match="rank 1 died"):
+        x.sum().backward()
 
 
 def _broken() -> None:

@@ -16,6 +16,8 @@ import weft
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Schedule
+from weft.overlap.concurrent.calls import MOST, calls_of
+from weft.runtime.groups import GROUPS
 
 pytestmark = pytest.mark.ranks
 
@@ -203,3 +205,24 @@ def _proofs() -> int:
 
 def test_a_schedule_is_proved_once(ranks: RankFixture) -> None:
     assert ranks(2).run(_proofs) == [1, 1]
+
+
+def _many_sizes(most: int) -> tuple[int, int, list[float]]:
+    """More sizes than a group remembers, of a key and of a way that is named. How many are remembered of each; and whether the
+    first size, which is forgotten, is still right."""
+    weft.close()
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    for size in (*range(1, most + 4), 1):
+        for way in ("auto", "vendor"):
+            summed = torch.ones(size)
+            with weft.concurrent(collectives=weft.AllReduce(summed), key="sizes", way=way):
+                pass
+    remembered = calls_of(GROUPS.state(group.group_name))
+    found = len(remembered._calls), len(remembered._methods), summed.tolist()
+    weft.close()
+    return found
+
+
+def test_the_sizes_that_were_used_last_are_remembered(ranks: RankFixture) -> None:
+    assert ranks(2).run(_many_sizes, MOST) == [(MOST, MOST, [2.0])] * 2

@@ -79,7 +79,7 @@ def test_schedule_by_hand(tmp_path: Path) -> None:
 
 def test_plan_a_small_config(tmp_path: Path) -> None:
     text = run(str(EXAMPLES / "03_plan_a_config.py"), "--report", str(tmp_path / "report"), "--tokens", "16", folder=tmp_path)
-    assert "4 of 4 sites right on 2 cpu ranks" in text
+    assert "4 of 4 results right on 2 cpu ranks" in text
     assert "small-llama" in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 

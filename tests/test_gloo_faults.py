@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.core.errors import PeerLost, WaitTimeout
@@ -67,13 +68,32 @@ def _concurrent() -> Callable[[], torch.Tensor]:
     return call
 
 
-CALLS = {"dispatch": _dispatch, "backward": _backward, "concurrent": _concurrent}
+def _averaged() -> Callable[[], torch.Tensor]:
+    """Gradients in three buckets, averaged beside the backward pass."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.01)
+    weft.hooks.ddp(model, way="vendor")
+
+    def call() -> torch.Tensor:
+        model.zero_grad()
+        model(torch.full((2, 64), 1.0 + dist.get_rank())).sum().backward()
+        grad = layers[0].weight.grad
+        assert grad is not None
+        return grad
+
+    call()  # DistributedDataParallel has one bucket then
+    return call
+
+
+CALLS = {"dispatch": _dispatch, "backward": _backward, "concurrent": _concurrent, "averaged": _averaged}
 
 
 _MOVES: dict[str, tuple[Any, str]] = {
     "dispatch": (RowsOfCall, "of"),
     "backward": (HostWire, "begin"),
     "concurrent": (dist, "all_reduce"),
+    "averaged": (dist, "all_reduce"),
 }
 """What moves data in each call."""
 
@@ -114,7 +134,9 @@ def _lost(what: str, how: int, skip: int) -> tuple[str, float, float]:
     return message, told - began, time.monotonic() - told
 
 
-@pytest.mark.parametrize(("what", "skip"), [("dispatch", 0), ("dispatch", 5), ("backward", 0), ("concurrent", 0)])
+@pytest.mark.parametrize(
+    ("what", "skip"), [("dispatch", 0), ("dispatch", 5), ("backward", 0), ("concurrent", 0), ("averaged", 1)]
+)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named_in_time(what: str, skip: int, how: int) -> None:
     with Ranks(3, environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as pool:
@@ -131,7 +153,7 @@ def test_a_lost_rank_is_named_in_time(what: str, skip: int, how: int) -> None:
             assert re.search(rf"rank {VICTIM}\b(?!, )", message), message
             assert ("died" in message) == (how == signal.SIGKILL), message
             assert seconds < BOUND_S + LATE_S
-            assert closing < BOUND_S
+            assert closing < LATE_S
 
 
 def _raises_between(what: str, skip: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import threading
 import time
@@ -21,7 +22,7 @@ from weft import collectives
 from weft.comm.rank_group import RankGroup
 from weft.comm.shared_memory import PREFIX, SHM
 from weft.core.errors import PeerLost, WeftError
-from weft.runtime.ranks import Ranks
+from weft.runtime.ranks import RankFailed, Ranks
 
 pytestmark = pytest.mark.ranks
 A, B = torch.ones(4, 8), torch.ones(8, 4)
@@ -235,3 +236,64 @@ def test_with_splits_too_peers_of_a_rank_that_raises_are_told() -> None:
         (first, _), (second, seconds) = fresh.run(_raises_between_exchanges, timeout_s=60)
     assert (first, second) == ("MemoryError: planted", "PeerLost: rank 0 failed: planted")
     assert seconds < SOON_S
+
+
+def _raises_while_it_plans(error: Exception, victims: tuple[int, ...]) -> tuple[str, float]:
+    """Some ranks raise while they look for the schedule of a first call. What this one raises, and how soon; then whether the
+    group still works."""
+    from weft.runtime import programs
+
+    def raising(*_: Any) -> Any:
+        raise error
+
+    plain = programs.choose
+    if dist.get_rank() in victims:
+        programs.choose = raising
+    began = time.monotonic()
+    try:
+        with pytest.raises((type(error), PeerLost)) as caught:
+            weft.all_gather_matmul(A[:, :7], B[:7], schedule="shard_p2p")
+    finally:
+        programs.choose = plain
+    seconds = time.monotonic() - began
+    if len(victims) < dist.get_world_size():
+        weft.close()
+    assert weft.all_gather_matmul(A, B).shape == (4 * dist.get_world_size(), 4)
+    return f"{type(caught.value).__name__}: {caught.value}", seconds
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), RuntimeError("planted")])
+def test_peers_of_a_rank_that_raises_while_it_plans_get_its_error_at_once(ranks: RankFixture, error: Exception) -> None:
+    first, second, third = ranks(3).run(_raises_while_it_plans, error, (1,))
+    assert second[0] == f"{type(error).__name__}: planted"
+    assert first[0] == "PeerLost: rank 1 failed: planted"
+    assert re.fullmatch(r"PeerLost: (rank 0 failed: )?rank 1 failed: planted", third[0])
+    assert max(seconds for _, seconds in (first, second, third)) < SOON_S
+
+
+def test_a_group_whose_ranks_all_refuse_a_call_works_on(ranks: RankFixture) -> None:
+    told = ranks(2).run(_raises_while_it_plans, ValueError("planted"), (0, 1))
+    assert [said for said, _ in told] == ["ValueError: planted"] * 2
+
+
+def _first_call_without_a_rank() -> tuple[str, float]:
+    """The last rank is killed once it has called in the default group. What the others get in the first call of another."""
+    weft.all_gather_matmul(A, B)
+    group = dist.new_group()
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WeftError) as caught:
+        weft.all_gather_matmul(A, B, group)
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+
+
+def test_a_first_call_says_that_its_peer_has_died() -> None:
+    with Ranks(3, environment={"WEFT_TIMEOUT_S": "20"}) as pool:
+        died = pool.processes[2].pid
+        with pytest.raises(RankFailed) as caught:
+            pool.run(_first_call_without_a_rank, timeout_s=60)
+    for message, seconds in caught.value.results[:2]:
+        assert message == f"PeerLost: rank 2 (process {died}) died"
+        assert seconds < SOON_S

@@ -13,12 +13,13 @@ from families import TP_OPS
 
 import weft
 from weft import schedules
+from weft.checker import ScheduleError
 from weft.core.machine import load
 from weft.core.problem import OPS, Problem
 from weft.core.span import Kind, Span
 from weft.planner import plan
 from weft.planner.models import Model
-from weft.tools.run import ROUNDS, Measured, Round, _site_run, measure_site, run_model, tolerance
+from weft.tools.run import ROUNDS, Measured, Round, _layer_run, measure_site, run_model, tolerance
 
 pytestmark = pytest.mark.ranks
 TINY = Model(name="tiny", source="this test", hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96)
@@ -150,12 +151,13 @@ def test_times_are_medians_over_rounds_of_the_slowest_rank() -> None:
         _measured(1, (10, 9, 5, 5, 40), (42, 32, 22, 22, 41), (10, 9, 5, 5, 10)),
     ]
     built = schedules.build(problem, "sequential", 1)
-    site = _site_run("made", built, ranks, plan(problem, load("h200x8")))
-    assert (site.sequential_us, site.overlapped_us) == (40, 30)
-    assert site.computation_us == 20
-    assert site.communication_us == 41 - 22
-    assert site.max_error == 0.1
-    assert [(s.rank, s.start_us, s.end_us) for s in site.spans] == [(0, 0, 100), (1, 1, 100)]
+    layer = _layer_run("made", built, ranks, plan(problem, load("h200x8")))
+    assert layer.speeds is not None
+    assert (layer.speeds.sequential_us, layer.speeds.overlapped_us) == (40, 30)
+    assert layer.speeds.computation_us == 20
+    assert layer.speeds.communication_us == 41 - 22
+    assert layer.max_error == 0.1
+    assert [(s.rank, s.start_us, s.end_us) for s in layer.spans] == [(0, 0, 100), (1, 1, 100)]
 
 
 def test_a_run_holds_what_it_says() -> None:
@@ -175,20 +177,41 @@ def test_a_run_holds_what_it_says() -> None:
         progress=lambda *event: seen.append(event),
     )
     assert run.ok
-    assert [s.problem.op for s in run.sites] == [*TP_OPS, *TP_OPS]
+    assert [layer.problem.op for layer in run.layers] == [*TP_OPS, *TP_OPS]
     assert seen[0][1:] == (0, 8)
     assert seen[-1] == ("done", 8, 8)
-    for site in run.sites:
-        assert (site.schedule, site.chunks) == ("hetero_unfused_1d", 2)
-        assert site.plan.problem.world_size == 8
-        assert site.plan.chosen.spec == "hetero_unfused_1d:2"
-        assert 0 < site.ideal_us <= max(site.sequential_us, site.computation_us, site.communication_us)
-        assert site.overlapped_us > 0
-        built = schedules.build(site.problem, site.schedule, site.chunks)
-        assert len(site.spans) == sum(1 for _ in built)
-        assert min(s.start_us for s in site.spans) == 0
-        assert {(s.rank, s.lane) for s in site.spans} == {(r, lane.name) for r, lane, _, _ in built}
-    assert not dataclasses.replace(run, sites=(dataclasses.replace(run.sites[0], max_error=1.0),)).ok
+    for layer in run.layers:
+        assert (layer.schedule, layer.chunks) == ("hetero_unfused_1d", 2)
+        assert layer.plan.problem.world_size == 8
+        assert layer.plan.chosen.spec == "hetero_unfused_1d:2"
+        assert layer.speeds is None
+        built = schedules.build(layer.problem, layer.schedule, layer.chunks)
+        assert len(layer.spans) == sum(1 for _ in built)
+        assert min(s.start_us for s in layer.spans) == 0
+        assert {(s.rank, s.lane) for s in layer.spans} == {(r, lane.name) for r, lane, _, _ in built}
+    assert not dataclasses.replace(run, layers=(dataclasses.replace(run.layers[0], max_error=1.0),)).ok
+
+
+def test_cpu_ranks_run_what_is_predicted_for_the_machine() -> None:
+    """And not what would be chosen for their own small problem, on which nothing overlaps."""
+    model = dataclasses.replace(TINY, hidden=512, intermediate=8192)
+    request = {**REQUEST, "op": "matmul_reduce_scatter", "machine_tokens": 65536}
+    run = run_model(model, **request)
+    assert run.ok
+    assert not run.other_schedules
+    assert any(schedules.overlaps(layer.schedule) for layer in run.layers)
+    here = plan(dataclasses.replace(run.layers[-1].problem, world_size=2), load("h200x8"))
+    assert here.chosen.spec != run.layers[-1].spec
+
+
+def test_a_schedule_that_cannot_be_proved_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise ScheduleError("rank 0 reads what has not arrived")
+
+    monkeypatch.setattr("weft.tools.run.check", refuse)
+    monkeypatch.setattr("weft.tools.run.Ranks", _NoRanks)
+    with pytest.raises(ScheduleError):
+        run_model(TINY, **REQUEST)
 
 
 class _Asked(Exception):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_run import LANES, make_run, site
+from report_run import LANES, layer, make_run
 
 from weft.core.span import Span
 from weft.report import write_trace
@@ -17,7 +17,7 @@ from weft.tools.results import Run
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    return make_run(site("mlp down", error=0.0), site("mlp up", error=0.0, predicted_ranks=3), model="llama3-8b")
+    return make_run(layer("mlp down", error=0.0), layer("mlp up", error=0.0, predicted_ranks=3), model="llama3-8b")
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,9 @@ def expected(group: str, spans: tuple[Span, ...]) -> Counter[tuple[Any, ...]]:
 
 def test_every_span_is_there_once(run: Run, events: list[dict[str, Any]]) -> None:
     wanted: Counter[tuple[Any, ...]] = Counter()
-    for of in run.sites:
-        wanted += expected(f"llama3-8b {of.site} measured", of.spans)
-        wanted += expected(f"llama3-8b {of.site} predicted", of.plan.spans)
+    for of in run.layers:
+        wanted += expected(f"llama3-8b {of.name} measured", of.spans)
+        wanted += expected(f"llama3-8b {of.name} predicted", of.plan.spans)
     assert described(events) == wanted
 
 
@@ -76,7 +76,7 @@ def test_work_is_told_where_there_is_some(events: list[dict[str, Any]]) -> None:
 
 def test_predicted_processes_move_up_where_measured_ones_are_many(tmp_path: Path) -> None:
     span = Span(rank=1100, lane="compute", kind="gemm", name="g", start_us=0.0, end_us=1.0)
-    one = site("wide", error=0.0)
+    one = layer("wide", error=0.0)
     path = write_trace(make_run(type(one)(**{**vars(one), "spans": (span,)})), tmp_path / "trace.json")
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     assert min(e["pid"] for e in events if "predicted" in str(e["args"].get("name"))) == 2000

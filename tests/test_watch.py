@@ -50,7 +50,7 @@ class Ranks:
         self, *, begun: bool = True, stuck: str = "a flag", rehearses: bool = False, out: torch.Tensor | None = None
     ) -> int:
         """One that is enqueued, and waits on the device. out: what it returns."""
-        ticket = self.space.watchdog.begin(STREAM, lambda: stuck, rehearses=rehearses, results=results_of(out))
+        ticket = self.space.watchdog.begin(STREAM, "a call", lambda: stuck, rehearses=rehearses, results=results_of(out))
         if begun:
             self.space.begun(ticket)
         self.space.tickets.end(STREAM, ticket)
@@ -103,7 +103,9 @@ def test_what_calls_returned_is_nan_once_and_no_memory_of_others(ranks: Ranks, c
     ranks.call(out=whole[1:3])
     ranks.call(out=whole_numbers)
     ranks.call(out=dropped)
-    ranks.space.watchdog.begin(STREAM, lambda: "a flag", rehearses=False, results=results_of([[ended]]))  # not enqueued yet
+    ranks.space.watchdog.begin(
+        STREAM, "a call", lambda: "a flag", rehearses=False, results=results_of([[ended]])
+    )  # not enqueued yet
     del dropped
     ranks.raised_after(ranks.peer_fails, PeerLost, "planted")
     assert whole.isnan().sum(1).tolist() == [0, 3, 3, 0]
@@ -201,7 +203,7 @@ def test_a_call_that_stays_too_long_names_what_it_waits_for(ranks: Ranks) -> Non
 
 def test_a_rehearsal_has_a_bound_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.rank_group.timeout_s = 0.05
-    call = PendingCall(ticket=ranks.call(rehearses=True), describe=lambda: "a collective", rehearses=True)
+    call = PendingCall(ticket=ranks.call(rehearses=True), what="a call", describe=lambda: "a collective", rehearses=True)
     ranks.space.watchdog._hold_to_bound(call)
     assert 500 < call.deadline - time.monotonic() <= watchdog.FIRST_S
     call.deadline = time.monotonic() - 1
@@ -300,7 +302,7 @@ def test_a_call_that_does_not_end_when_it_is_released_is_logged(
 ) -> None:
     """As where a thread loads a kernel: CUDA runs nothing that would release it."""
     monkeypatch.setattr(watchdog, "_STUCK_S", 0.2)
-    ticket = ranks.space.watchdog.begin(STREAM, lambda: "it waits", rehearses=False)
+    ticket = ranks.space.watchdog.begin(STREAM, "a call", lambda: "it waits", rehearses=False)
     ranks.space.begun(ticket)
     ranks.space.tickets.end(STREAM, ticket)
     ranks.peer_fails()
@@ -319,7 +321,7 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
     def closed() -> str:
         raise AttributeError("_words")
 
-    ticket = ranks.space.watchdog.begin(STREAM, closed, rehearses=False)
+    ticket = ranks.space.watchdog.begin(STREAM, "a call", closed, rehearses=False)
     ranks.space.begun(ticket)
     ranks.space.tickets.end(STREAM, ticket)
     ranks.space.releaser.add(0, released.set)
@@ -336,7 +338,7 @@ def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks
     """Where a stream is full, a launch waits, and other threads' calls of the driver behind it."""
     monkeypatch.setattr(watchdog, "_ASK_S", 0.05)
     answers = threading.Event()
-    ticket = ranks.space.watchdog.begin(STREAM, lambda: str(answers.wait(LONG_S)), rehearses=False)
+    ticket = ranks.space.watchdog.begin(STREAM, "a call", lambda: str(answers.wait(LONG_S)), rehearses=False)
     ranks.space.begun(ticket)
     ranks.raised_after(ranks.peer_fails, PeerLost, r"planted; meanwhile .* the driver does not answer")
     answers.set()

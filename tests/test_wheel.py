@@ -153,7 +153,7 @@ def test_a_newcomer_asks_the_doctor_and_runs_a_model(newcomer: Path, tmp_path: P
     assert "Nothing is missing" in _told(newcomer, "weft", "doctor", folder=tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     text = _told(newcomer, "weft", "run", "config.json", "--ranks", "2", "--tokens", "16", folder=tmp_path)
-    assert "4 sites of one layer on 2 CPU ranks" in text
+    assert "4 communicating layers" in text
     assert "All results are right." in text
 
 

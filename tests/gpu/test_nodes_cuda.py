@@ -97,19 +97,20 @@ def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
 
 
 @alarm(40)
-def _reach() -> list[int]:
-    """How many ranks share the symmetric memory of each program."""
+def _reach() -> int:
+    """How many ranks share a piece of the memory from which programs take theirs."""
     check_every_operator(512, 256, 384, torch.bfloat16, "node_slices:1", 0)
     group = dist.group.WORLD
     assert group is not None
-    programs = GROUPS.state(group.group_name).programs._programs
-    return [program._area.handle.world_size for program in programs]  # type: ignore[attr-defined]
+    heap = GROUPS.state(group.group_name).rank_group.heap(here())
+    piece = heap.allocate(256)
+    ranks = len(piece.addresses)
+    heap.free(piece)
+    return ranks
 
 
 def test_symmetric_memory_ends_with_the_node(two_nodes: Ranks) -> None:
-    for sizes in two_nodes.run(_reach):
-        assert sizes
-        assert set(sizes) == {PER_NODE}
+    assert set(two_nodes.run(_reach)) == {PER_NODE}
 
 
 @alarm(60)

@@ -21,7 +21,7 @@ def choose_sites(name: str, op: str | None, site: str | None = None) -> tuple[Mo
     everything = decode_sites(model) if only == "matmul_all_reduce" else sites(model)
     found = tuple(s for s in everything if only in (None, s.op))
     if only is not None and not found:
-        raise ValueError(f"op is {op!r}; model {model.name} has no site of it, use another or none")
+        raise ValueError(f"op is {op!r}; model {model.name} has no layer of it, use another or none")
     named = tuple(one for one in found if site in (None, one.name))
     if not named:
         raise ValueError(f"site is {site!r}; model {model.name} has {', '.join(one.name for one in found)}")

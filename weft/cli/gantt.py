@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.text import Text
 
 from weft.core.span import Kind, Span
+from weft.report.words import ms
 
 MARKS: dict[Kind, tuple[str, str]] = {
     "wait": (".", "dim"),
@@ -22,8 +23,8 @@ MARKS: dict[Kind, tuple[str, str]] = {
 """Mark and colour by kind; what stands later is drawn over what stands earlier."""
 
 
-def gantt(spans: Iterable[Span], *, rank: int, width: int) -> Text:
-    """The lanes of `rank` on `width` columns, with a scale in microseconds below and what the marks mean."""
+def gantt(spans: Iterable[Span], *, rank: int, width: int, unit: str = "us") -> Text:
+    """The lanes of `rank` on `width` columns, with a scale below, in us or ms, and what the marks mean."""
     own = [span for span in spans if span.rank == rank]
     if not own:
         return Text("(no spans)")
@@ -35,7 +36,7 @@ def gantt(spans: Iterable[Span], *, rank: int, width: int) -> Text:
     for lane in lanes:
         text.append(f"{lane:<{label}}")
         text.append_text(_line([s for s in own if s.lane == lane], start, (end - start) or 1.0, columns)).append("\n")
-    last = f"{end - start:,.0f} us"
+    last = f"{end - start:,.0f} us" if unit == "us" else f"{ms(end - start)} ms"
     text.append(" " * label + "0" + last.rjust(columns - 1) + "\n", style="dim")
     used = [kind for kind in reversed(MARKS) if any(s.kind == kind for s in own)]
     legend = [*(f"{MARKS[kind][0]} {kind}" for kind in used), "| a step starts"]

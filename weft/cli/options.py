@@ -25,5 +25,5 @@ SCHEDULE = Annotated[
     str,
     typer.Option(metavar="auto|NAME[:CHUNKS]", help="auto lets the planner choose; names are listed by weft schedules."),
 ]
-OP = Annotated[str | None, typer.Option(metavar="NAME", help=f"Only sites of this operator: {', '.join(OPS)}.")]
+OP = Annotated[str | None, typer.Option(metavar="NAME", help=f"Only layers of this operator: {', '.join(OPS)}.")]
 DTYPE = Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16 or float32.")]

@@ -1,4 +1,4 @@
-"""weft run: predict a model's sites on a machine, then run, check and time them here."""
+"""weft run: predict a model's communicating layers on a machine, then run their schedules here and check the results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from weft.cli import choices, options, output, tables
 from weft.cli.progress import progress_bar
 from weft.core import codec
 from weft.planner.models import config_path
+from weft.report.words import reason
+from weft.schedules import overlaps
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from weft.core.machine import Machine
     from weft.tools.results import Run
 
-CPU_TOKENS, GPU_TOKENS = 512, 8192
+CPU_TOKENS, GPU_TOKENS = 256, 8192
 
 
 def command(
@@ -35,7 +39,7 @@ def command(
     ] = options.DEFAULT_MACHINE_TOKENS,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens to run. Default: 512 on the CPU, 8192 on cuda."),
+        typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens to run. Default: 256 on the CPU, 8192 on cuda."),
     ] = None,
     dtype: options.DTYPE = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the random inputs.")] = 0,
@@ -43,7 +47,9 @@ def command(
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
 ) -> None:
-    """Run a model's distributed sites: predicted on a machine, then checked and timed here."""
+    """Predict a model's communicating layers on a machine, run their schedules here, and check the results.
+
+    GPUs are also timed."""
     from weft.core.machine import load
 
     sizes, sites = choices.choose_sites(model, op)
@@ -56,13 +62,7 @@ def command(
     device, ranks = choices.choose_device(device, ranks)
     tokens = tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS)
     out = output.console()
-    chosen = {"cuda": ", chosen by measurement"}.get(device, f", chosen for {ranks} ranks of {target.name}")
-    how = schedule + (chosen if schedule == "auto" else "")
-    some = "1 site" if len(sites) == 1 else f"{len(sites)} sites"
-    out.print(
-        f"{sizes.name}: {some} of one layer on {ranks} {tables.DEVICES[device]} ranks, {tokens} tokens, {dtype}, "
-        f"schedule {how}, seed {seed}; predicted for {target.name}, {target.world_size} ranks, {machine_tokens} tokens"
-    )
+    out.print(_story(sizes.name, len(sites), schedule, target, f"{ranks} {tables.DEVICES[device]} ranks"))
     for note in sizes.notes:
         out.print(f"note: {note}")
 
@@ -84,7 +84,7 @@ def command(
             progress=progress,
         )
     try:
-        _show(done, target)
+        _show(done)
     finally:  # also when the reader of the tables has gone away
         _write(done, json, report, trace)
     if not done.ok:
@@ -98,18 +98,53 @@ def _require_outputs(json: Path | None, report: Path | None, trace: Path | None)
     output.require_file(trace, "--trace")
 
 
-def _show(run: Run, machine: Machine) -> None:
+def _story(model: str, layers: int, schedule: str, machine: Machine, ranks: str) -> str:
+    """What the command does, before it does it."""
+    some = "1 communicating layer" if layers == 1 else f"{layers} communicating layers"
+    how = "a schedule that weft's planner chooses" if schedule == "auto" else f"the schedule {schedule}"
+    return (
+        "weft hides communication between GPUs behind computation. "
+        f"{model} has {some}: matmuls or lookups with a collective next to them.\n"
+        f"1. Predict each of them on {machine.words}, sequentially and with {how}.\n"
+        f"2. Prove each schedule, run it here on {ranks} (processes), and compare the results with the sequential program in "
+        "float32."
+    )
+
+
+def _show(run: Run) -> None:
     out = output.console()
-    if not run.sites:
+    if not run.layers:
         return
-    plans = [(site.site, site.plan) for site in run.sites]
-    title = f"Predicted on {machine.words}: {run.machine_ranks} ranks, {run.machine_tokens} tokens, {run.dtype}"
+    plans = [(layer.name, layer.plan) for layer in run.layers]
+    title = f"1. Predicted on {run.machine_words}: {run.machine_ranks} ranks, {run.machine_tokens} tokens, {run.dtype}"
     out.print()
-    tables.print_predictions(out, title, plans)
-    tables.print_chart(out, plans)
-    tables.print_measured(out, run)
-    wrong = [site.site for site in run.sites if not site.ok]
-    out.print(f"WRONG results at {', '.join(wrong)}" if wrong else "All results are right.")
+    tables.print_predictions(out, title, plans, "ms")
+    out.print(
+        "Overlapped is the named schedule; :N says in how many chunks each rank's part is sent. Ideal is the longer of the "
+        "matmul alone and the collective alone."
+    )
+    for name, plan in plans:
+        if not overlaps(plan.chosen.schedule):
+            out.print(f"{name}: {reason(plan)}")
+    out.print()
+    tables.print_chart(out, plans, "ms")
+    tables.print_ran(out, run)
+    if run.measured:
+        tables.print_speeds(out, run)
+    _judge(out, run)
+
+
+def _judge(out: Console, run: Run) -> None:
+    """What the run has shown."""
+    for layer in run.other_schedules:
+        out.print(f"{layer.name} ran {layer.spec}, which was chosen for these ranks; {layer.plan.chosen.spec} is predicted.")
+    wrong = [layer.name for layer in run.layers if not layer.ok]
+    which = "" if run.other_schedules else ", and the ranks ran those of the prediction"
+    out.print(f"All schedules are proved{which}." + ("" if wrong else " All results are right."))
+    if wrong:
+        out.print(f"WRONG results at {', '.join(wrong)}")
+    if run.device == "cpu":
+        out.print("CPU ranks show order and correctness. Their times say nothing about GPUs, so none are compared.")
 
 
 def _write(run: Run, json: Path | None, report: Path | None, trace: Path | None) -> None:

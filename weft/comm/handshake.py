@@ -29,7 +29,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,7 +45,7 @@ WARNS_AFTER_S = 30.0
 _ANSWER_S = 2.0
 """How long after its bound a rank waits for the list that rank 0 is about to publish, and for the store to answer at all."""
 _LOOKS_AT_OTHERS_S = 0.25
-"""How often a rank that waits for rank 0 looks at who else has come."""
+"""How often a rank that waits looks at who else has come, and whether a rank has died."""
 _MOST_ASKED_HZ = 3000
 """How often all ranks together ask the store, once they have waited for a while."""
 _STORES: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
@@ -53,17 +53,20 @@ _STORES: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 where names of hosts are not resolved."""
 
 
-def handshake(group: dist.ProcessGroup, mine: Any, *, timeout_s: float, purpose: str) -> list[Any]:
+def handshake(
+    group: dist.ProcessGroup, mine: Any, *, timeout_s: float, purpose: str, lost: Callable[[], str] = lambda: ""
+) -> list[Any]:
     """What each rank gave as `mine`, by rank. mine: of lists, numbers and strings. Collective.
 
-    purpose: a rank finds only those that came for the same purpose. Raises WaitTimeout with the ranks that have not come within
-    timeout_s; PeerLost if the group's store is lost.
+    purpose: a rank finds only those that came for the same purpose. lost: which rank is known to be dead, in words; nothing if
+    none is. Raises WaitTimeout with the ranks that have not come within timeout_s; PeerLost if a rank, or the group's store, is
+    lost.
     """
     attempt = _Attempt(group, mine, purpose)
     thread = threading.Thread(target=attempt.run, name=f"weft-handshake-{group.rank()}", daemon=True)
     thread.start()
     try:
-        _wait(attempt, timeout_s)
+        dead = _wait(attempt, timeout_s, lost)
     finally:
         if not attempt.concluded.is_set():
             attempt.given_up.set()
@@ -73,17 +76,25 @@ def handshake(group: dist.ProcessGroup, mine: Any, *, timeout_s: float, purpose:
     if attempt.lost is not None:
         seen = f"; before that, {attempt.missing}" if attempt.missing else ""
         raise PeerLost(f"the store of the group is lost, and with it the process that keeps it{seen} ({attempt.lost})")
+    if dead:
+        raise PeerLost(dead)
     who = attempt.missing or "the group's store has not answered; the process that keeps it may be stopped"
-    raise WaitTimeout(f"within {timeout_s:g} s (WEFT_TIMEOUT_S), {who}; did a rank raise before, or leave a call out?")
+    raise WaitTimeout(f"within {timeout_s:g} s (WEFT_TIMEOUT_S), {who}; did a rank raise before, die, or leave a call out?")
 
 
-def _wait(attempt: _Attempt, timeout_s: float) -> None:
-    """Until the attempt has come to its end, or its bound is over. Warns once on the way."""
-    warns_s = min(WARNS_AFTER_S, timeout_s / 2)
-    if not attempt.concluded.wait(warns_s) and not attempt.concluded.wait(0.1):
-        who = attempt.missing or "the group's store has not answered"
-        _LOG.warning("for %g s %s; did a rank raise? rank %d waits", warns_s, who, attempt.rank)
-        attempt.concluded.wait(timeout_s - warns_s)
+def _wait(attempt: _Attempt, timeout_s: float, lost: Callable[[], str]) -> str:
+    """Wait until the attempt has come to its end, a rank is lost, or the bound is over; what `lost` says. Warns once."""
+    began, warns_s, warned = time.monotonic(), min(WARNS_AFTER_S, timeout_s / 2), False
+    while (left_s := began + timeout_s - time.monotonic()) > 0:
+        if attempt.concluded.wait(min(_LOOKS_AT_OTHERS_S, left_s)):
+            return ""
+        if dead := lost():
+            return dead
+        if not warned and time.monotonic() > began + warns_s + 0.1:
+            who = attempt.missing or "the group's store has not answered"
+            _LOG.warning("for %g s %s; did a rank raise? rank %d waits", warns_s, who, attempt.rank)
+            warned = True
+    return ""
 
 
 class _Attempt:

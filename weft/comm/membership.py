@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from weft.comm.control import CONTROL_BYTES
 from weft.comm.handshake import handshake
 from weft.comm.nodes import nodes_of, ranks_per_node
-from weft.comm.processes import node_label, process_start
+from weft.comm.processes import died, node_label, process_start
 from weft.comm.shared_memory import SHM, Segment, reap_stale, unlink
 from weft.comm.timeouts import DEFAULT_TIMEOUT_S, timeout_from_environment
 from weft.core.errors import PeerLost
 
 _Member = tuple[str, str, int, int | None, str]
 """A rank, as the others know it: its host, its node, its process and when that began, its control segment."""
+_PROCESSES: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[int, int | None]]] = WeakKeyDictionary()
+"""By default process group and global rank, the processes of this node that this process has met: a rank that died does not
+come to the first call of another group, which has never seen its process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +57,35 @@ def join(group: dist.ProcessGroup, timeout_s: float | None) -> Members:
     except (ValueError, OSError) as error:
         wrong, me = error, str(error)
     try:
-        everyone: list[Any] = handshake(group, me, timeout_s=bound_s, purpose="group")
+        everyone: list[Any] = handshake(group, me, timeout_s=bound_s, purpose="group", lost=partial(_dead, group))
         if own is None:
             raise wrong
         for rank, one in enumerate(everyone):
             if isinstance(one, str):
                 raise PeerLost(f"rank {rank} failed: {one}")
-        return _members(everyone, group.rank(), own, bound_s)
+        members = _members(everyone, group.rank(), own, bound_s)
+        for rank in members.near:
+            _processes()[dist.get_global_rank(group, rank)] = members.pids[rank], members.starts[rank]
+        return members
     except BaseException:
         if own is not None:
             unlink(own.name)
         raise
+
+
+def _processes() -> dict[int, tuple[int, int | None]]:
+    """The processes of this node that this process has met, by global rank."""
+    world = dist.group.WORLD
+    return {} if world is None else _PROCESSES.setdefault(world, {})
+
+
+def _dead(group: dist.ProcessGroup) -> str:
+    """Which rank of a group is known to have died, in words; nothing if none is."""
+    for rank, place in enumerate(dist.get_process_group_ranks(group)):
+        pid, start = _processes().get(place, (0, None))
+        if pid and died(pid, start):
+            return f"rank {rank} (process {pid}) died"
+    return ""
 
 
 def _members(everyone: list[Any], rank: int, own: Segment, timeout_s: float) -> Members:

@@ -60,6 +60,10 @@ _REMEDIES = (
 )
 """What a call says after a failure, and after the group was closed."""
 _IN_USE = "this process group has failed ({}); on every rank close its Peers and call weft.close(group), then go on"
+_REFUSES = "refused: "
+"""What a rank that raises an error enters in the place of the call that ranks had agreed on."""
+_REFUSAL = TEXT_BYTES // 4
+"""Characters of that, which have 4 bytes at most."""
 _PEER_CHECK_S = 0.02
 """How often a rank that waits looks whether its peers live."""
 _SAYS_S = 0.5
@@ -90,10 +94,10 @@ class RankGroup:
     A process has one of a process group: whoever uses it gets it by `of`, and ends with `release`.
 
     timeout_s: bound of every wait. nodes: as a Problem has them. one_host: whether they are all of one host. near: the ranks of
-    this one's node, itself among them. topic: a name that no other process group has. lock: held by a thread from where it
-    begins a call until all that the call says to other ranks is said. broken: why the group has failed. unraised: the same, as
-    long as calls that have returned are invalid and no later call has raised it. Raises ValueError if the ranks of a host are
-    no neighbours.
+    this one's node, itself among them. name: torch's, of the process group. topic: one that no other process group has. lock:
+    held by a thread from where it begins a call until all that the call says to other ranks is said. broken: why the group has
+    failed. unraised: the same, as long as calls that have returned are invalid and no later call has raised it. Raises
+    ValueError if the ranks of a host are no neighbours.
     """
 
     _closed, _users = False, 0
@@ -140,7 +144,7 @@ class RankGroup:
                 "group: its backend is 'fake', so there are no peers to exchange data with; a dry run there takes fake tensors "
                 "(torch._subclasses.fake_tensor.FakeTensorMode), and real tensors need gloo or NCCL"
             )
-        self.group = group
+        self.group, self.name = group, group.group_name
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.calls = self._agreements = self._compared = 0
         self._known = Remembered(2, NUMBERS)
@@ -205,23 +209,33 @@ class RankGroup:
         """
         self.check_usable()
         text = clipped(text, TEXT_BYTES)
+        with self.failing():
+            for peer, theirs in self._offered(text, mine, within_s).items():
+                if theirs.startswith(_REFUSES):
+                    raise PeerLost(f"rank {peer} failed: {theirs.removeprefix(_REFUSES)}")
+                if theirs != text:
+                    raise self._mismatch(self.calls, text, peer, theirs)
+        return tuple(control.offered(self._agreements % 2) for control in self._control)
+
+    def _offered(self, text: str, mine: int, within_s: float | None = None) -> dict[int, str]:
+        """Publish what this rank calls, wait until every rank has entered the call, and return what the others call."""
         self._agreements += 1
         parity = self._agreements % 2
         self._control[self.rank].offer(parity, text, mine)
         self._log_call(AGREED[parity])
         with self.failing():  # peers take this call for begun
             self._publish()
-            self._agree(text, within_s)
-        return tuple(control.offered(parity) for control in self._control)
+            for peer in self._others():
+                self._await_count(peer, "entered", self.calls, within_s)
+            return {peer: self._text_of(peer, self.calls) for peer in self._others()}
 
-    def _agree(self, text: str, within_s: float | None) -> None:
-        """Wait until every rank has entered the call, and compare what they say of it."""
-        for peer in self._others():
-            self._await_count(peer, "entered", self.calls, within_s)
-        for peer in self._others():
-            theirs = self._text_of(peer, self.calls)
-            if theirs != text:
-                raise self.fail(self._mismatch(self.calls, text, peer, theirs))
+    def _refuse(self, error: ValueError) -> None:
+        """Instead of going on with what ranks have agreed to call, this rank raises `error`. Returns once every rank raises an
+        error there; if another rank goes on, the group fails, and that rank gets this error's text at once."""
+        with suppress(WeftError):
+            others = self._offered((_REFUSES + reason(error))[:_REFUSAL], 0)
+            if not all(theirs.startswith(_REFUSES) for theirs in others.values()):
+                self.fail(error)
 
     def remember(self, text: str) -> int:
         """A number for what all ranks have agreed on, to `repeat` it; the same on every rank that remembers the same."""
@@ -371,17 +385,30 @@ class RankGroup:
         return error
 
     @contextmanager
-    def failing(self, *, agreed: bool = False) -> Iterator[None]:
-        """Within, peers may wait for this rank: whatever is raised, be it Ctrl-C, fails the group, so that it ends theirs.
-        agreed: an Exception comes of values that all ranks have, and so is raised on all; the group stays whole."""
+    def failing(self) -> Iterator[None]:
+        """Within, peers may wait for this rank: whatever is raised, be it Ctrl-C, fails the group, so that it ends theirs."""
         try:
             yield
         except BaseException as error:
-            if agreed and isinstance(error, Exception):
-                raise
             self._is_raised()
             self.fail(error)
             raise
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Within, ranks work with what they have agreed on, so every rank should raise the same ValueErrors. If every rank
+        raises one, the group can be used on; if only some do, or for any other exception, it has failed, as in `failing`."""
+        refused: ValueError | None = None
+        with self.failing():
+            try:
+                yield
+            except ValueError as error:
+                if self.broken is not None:
+                    raise
+                refused = error
+        if refused is not None:
+            self._refuse(refused)
+            raise refused
 
     def _is_raised(self) -> None:
         """A call of this rank's raises why the group has failed: `weft.close` need not."""

@@ -24,13 +24,13 @@ class _Namespace(_OpNamespace):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)  # type: ignore[no-untyped-call]
+            return super().__getattr__(name)
         except AttributeError:
             # While the module is being imported, torch itself asks whether an operator is there already.
             if name.startswith("_") or self._module in sys.modules:
                 raise
         importlib.import_module(self._module)
-        return super().__getattr__(name)  # type: ignore[no-untyped-call]
+        return super().__getattr__(name)
 
 
 def load_when_named(namespace: str, module: str) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from weft.core.span import Kind, Span
-from weft.report.words import us
+from weft.report.words import ms
 
 Figure = dict[str, Any]
 
@@ -34,40 +34,42 @@ BAR_COLOURS: dict[str, str] = {"sequential": "#8c8c8c", "overlapped": "#0072b2",
 FAINT = frozenset({"wait", "signal"})
 SHOWN_RANKS = 2
 LANE_PX, BAR_PX = 26, 24
-TOP_PX, BOTTOM_PX = 28, 84
+TOP_PX, NAME_PX, BOTTOM_PX = 12, 16, 44
 
 
-def bars(sites: Sequence[str], series: Mapping[str, Sequence[float]]) -> Figure:
-    """Times in microseconds, grouped by site; series are named as in BAR_COLOURS."""
-    places = list(range(len(sites)))
+def bars(layers: Sequence[str], series: Mapping[str, Sequence[float]]) -> Figure:
+    """Times in microseconds, drawn in ms and grouped by layer; series are named as in BAR_COLOURS."""
+    places = list(range(len(layers)))
     data = [
         {
             "type": "bar",
             "orientation": "h",
             "name": name,
             "y": places,
-            "x": list(values),
-            "text": [us(v) for v in values],
+            "x": [value / 1e3 for value in values],
+            "text": [ms(v) for v in values],
             "textposition": "auto",
             "marker": {"color": BAR_COLOURS[name]},
-            "hovertemplate": f"{name} %{{text}} µs<extra></extra>",
+            "hovertemplate": f"{name} %{{text}} ms<extra></extra>",
         }
         for name, values in series.items()
     ]
-    layout = _layout([_label(s) for s in sites], len(sites), BAR_PX * (len(series) + 1) * len(sites))
+    layout = _layout([_label(s) for s in layers], len(layers), BAR_PX * (len(series) + 1) * len(layers))
     return {"data": data, "layout": layout, "all": None}
 
 
 def timeline(spans: Iterable[Span], marks: Mapping[str, float]) -> Figure:
-    """Spans by rank and lane over time; marks: named times to draw a line at. Ranks after the first few start hidden."""
+    """Spans by rank and lane over time; marks: named times in us to draw a line at. Ranks after the first few start hidden."""
     items = list(spans)
     lanes = lanes_of(items)
     first = set(sorted({rank for rank, _ in lanes})[:SHOWN_RANKS])
     shown = sum(rank in first for rank, _ in lanes)
-    layout = _layout([_label(f"rank {rank} {lane}") for rank, lane in lanes], shown, LANE_PX * shown)
-    layout.update(barmode="overlay", shapes=[_line(x) for x in marks.values()], annotations=_names(marks))
-    layout["xaxis"]["range"] = [0, 1.02 * max((*marks.values(), *(s.end_us for s in items)), default=1.0)]
-    every = {"range": [len(lanes) - 0.5, -0.5], "height": TOP_PX + LANE_PX * len(lanes) + BOTTOM_PX}
+    layout = _layout([_label(f"rank {rank} {lane}") for rank, lane in lanes], shown, LANE_PX * shown, marks)
+    end = 1.02 * max((*marks.values(), *(s.end_us for s in items)), default=1.0) / 1e3
+    at = {name: us / 1e3 for name, us in marks.items()}
+    layout.update(barmode="overlay", shapes=[_line(x) for x in at.values()], annotations=_names(at, end))
+    layout["xaxis"]["range"] = [0, end]
+    every = {"range": [len(lanes) - 0.5, -0.5], "height": layout["height"] + LANE_PX * (len(lanes) - shown)}
     return {"data": _kind_traces(items, lanes, first), "layout": layout, "all": every if shown < len(lanes) else None}
 
 
@@ -76,19 +78,23 @@ def lanes_of(spans: Iterable[Span]) -> list[tuple[int, str]]:
     return sorted({(s.rank, s.lane) for s in spans}, key=lambda key: (key[0], key[1] != "compute", _natural(key[1])))
 
 
+def legend_of(figure: Figure) -> dict[str, str]:
+    """The colour of each series or kind."""
+    return {trace["name"]: trace["marker"]["color"] for trace in figure["data"]}
+
+
 def _natural(text: str) -> list[tuple[int, str]]:
     return [(int(digits or 0), words) for words, digits in re.findall(r"(\D*)(\d*)", text)]
 
 
 def _kind_traces(spans: Sequence[Span], lanes: Sequence[tuple[int, str]], first: set[int]) -> list[Figure]:
-    """A trace a kind for the first ranks and a hidden one for the others, with one entry in the legend for both."""
+    """A trace a kind for the first ranks and a hidden one for the others."""
     out: list[Figure] = []
     for early in (True, False):
         for kind in get_args(Kind):
             chosen = [s for s in spans if s.kind == kind and (s.rank in first) == early]
             if chosen:
-                listed = any(trace["name"] == kind for trace in out)
-                out.append(_kind_trace(kind, chosen, lanes) | {"visible": early, "showlegend": not listed})
+                out.append(_kind_trace(kind, chosen, lanes) | {"visible": early})
     return out
 
 
@@ -101,32 +107,33 @@ def _kind_trace(kind: str, spans: Sequence[Span], lanes: Sequence[tuple[int, str
         "type": "bar",
         "orientation": "h",
         "name": kind,
-        "legendgroup": kind,
         "y": [place[s.rank, s.lane] for s in spans],
-        "base": [round(s.start_us, 3) for s in spans],
-        "x": [round(s.duration_us, 3) for s in spans],
+        "base": [round(s.start_us / 1e3, 6) for s in spans],
+        "x": [round(s.duration_us / 1e3, 6) for s in spans],
         "width": 0.16 if faint else 0.72,
-        "customdata": [f"{_label(s.name)}<br>{us(s.start_us)} to {us(s.end_us)} µs" for s in spans],
+        "customdata": [f"{_label(s.name)}<br>{ms(s.start_us)} to {ms(s.end_us)} ms" for s in spans],
         "hovertemplate": "%{customdata}<extra></extra>",
-        "marker": {"color": colour, "opacity": 0.55 if faint else 1, "line": _outline(colour, faint=faint)},
+        "marker": {"color": colour, "opacity": 0.55 if faint else 1, "line": _outline(kind)},
     }
 
 
-def _outline(colour: str, *, faint: bool) -> Figure:
-    """Keeps in sight what is shorter than a pixel (a signal has no length at all), and neighbours apart."""
-    return {"color": colour, "width": 1} if faint else {"color": "rgba(0, 0, 0, 0.35)", "width": 0.5}
+def _outline(kind: str) -> Figure:
+    """Keeps in sight what is shorter than a pixel, such as signals and the copies of CPU ranks, and parts of a matmul apart."""
+    return {"color": "rgba(0, 0, 0, 0.35)", "width": 0.5} if kind == "gemm" else {"color": KIND_COLOURS[kind], "width": 1}
 
 
-def _layout(labels: Sequence[str], shown: int, rows_px: int) -> Figure:
-    """Rows from the top, one a label, of which the first `shown` are in view; time to the right; the legend at the foot."""
+def _layout(labels: Sequence[str], shown: int, rows_px: int, marks: Collection[str] = ()) -> Figure:
+    """Rows from the top, one a label, of which the first `shown` are in view, below a line for each of the marks; time to the
+    right. The legend is not Plotly's, which takes the chart's place in a narrow window: see `legend_of`."""
+    top = TOP_PX + NAME_PX * len(marks)
     rows = {"tickvals": list(range(len(labels))), "ticktext": list(labels), "range": [shown - 0.5, -0.5], "automargin": True}
     return {
-        "height": TOP_PX + rows_px + BOTTOM_PX,
-        "margin": {"l": 8, "r": 64, "t": TOP_PX, "b": BOTTOM_PX},
-        "xaxis": {"title": {"text": "µs", "standoff": 4}, "rangemode": "tozero", "zeroline": False},
+        "height": top + rows_px + BOTTOM_PX,
+        "margin": {"l": 8, "r": 12, "t": top, "b": BOTTOM_PX},
+        "xaxis": {"title": {"text": "ms", "standoff": 4}, "rangemode": "tozero", "zeroline": False},
         "yaxis": {**rows, "showgrid": False, "zeroline": False, "fixedrange": True},
         "bargap": 0.25,
-        "legend": {"orientation": "h", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"},
+        "showlegend": False,
         "hovermode": "closest",
     }
 
@@ -144,11 +151,13 @@ def _line(x: float) -> Figure:
     }
 
 
-def _names(marks: Mapping[str, float]) -> list[Figure]:
-    """The lines' names above the rows: the earliest left of its line and the others right, so that close ones do not meet."""
+def _names(marks: Mapping[str, float], end: float) -> list[Figure]:
+    """The lines' names above the rows, each on its own line and towards the middle, so that they do not meet nor leave it."""
     place = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False}
-    ordered = sorted(marks.items(), key=lambda item: item[1])
-    return [{"text": name, "x": x, "xanchor": "left" if i else "right", **place} for i, (name, x) in enumerate(ordered)]
+    return [
+        {"text": name, "x": x, "xanchor": "right" if x > end / 2 else "left", "yshift": NAME_PX * row, **place}
+        for row, (name, x) in enumerate(marks.items())
+    ]
 
 
 def _label(text: str) -> str:

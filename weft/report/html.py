@@ -28,17 +28,20 @@ def join(children: Iterable[str]) -> Html:
 
 
 def table(caption: str, heads: Iterable[str], rows: Iterable[Iterable[str]], *, words: Iterable[int] = (0,)) -> Html:
-    """A table in a frame that scrolls by itself. words: columns of text; the others are numbers, set to the right.
+    """A table in a frame. words: columns of text; the others are numbers, set to the right.
 
-    The first cell of a row is its header.
+    The first cell of a row is its header. Narrow windows show a row as a card, in which each cell has its column's name.
     """
-    text = set(words)
+    text, names = set(words), list(heads)
 
     def cell(name: str, column: int, content: str, **attributes: str) -> Html:
         return tag(name, content, class_="words" if column in text else "number", **attributes)
 
-    head = tag("tr", *(cell("th", i, h, scope="col") for i, h in enumerate(heads)))
-    body = [tag("tr", *(cell("td", i, c) if i else cell("th", i, c, scope="row") for i, c in enumerate(row))) for row in rows]
+    head = tag("tr", *(cell("th", i, h, scope="col") for i, h in enumerate(names)))
+    body = [
+        tag("tr", *(cell("td", i, c, data_name=names[i]) if i else cell("th", i, c, scope="row") for i, c in enumerate(row)))
+        for row in rows
+    ]
     parts = tag("caption", caption), tag("thead", head), tag("tbody", *body)
     return tag("div", tag("table", *parts), class_="frame", tabindex="0", role="region", aria_label=caption)
 

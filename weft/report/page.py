@@ -1,7 +1,7 @@
 """The page of a run: one HTML file that loads nothing, with every number as text beside its chart.
 
-From the top: what ran where, what is predicted for the named machine, what was measured here. The page's policy forbids all
-loading, so a browser holds it to being self-contained; plotly.js stands in it once.
+From the top: what weft is and what the rows are, what is predicted for the named machine, what ran here. The page's policy
+forbids all loading, so a browser holds it to being self-contained; plotly.js stands in it once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from weft.report.charts import Figure
 from weft.report.html import Html, join, json_script, tag
-from weft.report.sections import measured_section, predicted_section, terms
+from weft.report.sections import predicted_section, ran_section
 from weft.report.words import count
 from weft.tools.results import Run
 
@@ -51,8 +51,7 @@ def page(run: Run) -> str:
     sections = [
         _header(run),
         predicted_section(run, charts),
-        measured_section(run, charts),
-        terms(),
+        ran_section(run, charts),
     ]
     return document(run.model, sections, charts)
 
@@ -84,16 +83,34 @@ def _resource(name: str) -> str:
 
 
 def _header(run: Run) -> Html:
-    right = sum(site.ok for site in run.sites)
-    verdict = f"{right} of {count(len(run.sites), 'site')} right" if run.sites else "no site ran"
+    right = sum(layer.ok for layer in run.layers)
+    verdict = f"{right} of {count(len(run.layers), 'result')} right" if run.layers else "no layer ran"
     facts = [
         ("Predicted for", f"{run.machine}, {count(run.machine_ranks, 'rank')}, {count(run.machine_tokens, 'token')}"),
-        ("Measured on", f"{run.device}, {count(run.world_size, 'rank')}, {count(run.tokens, 'token')}"),
+        ("Run on", f"{run.device}, {count(run.world_size, 'rank')}, {count(run.tokens, 'token')}"),
         ("Inputs", f"{run.dtype}, seed {run.seed}"),
         ("Versions", ", ".join(f"{name} {version}" for name, version in run.versions.items()) or "not recorded"),
     ]
-    badge = tag("span", verdict, class_="verdict right" if run.ok and run.sites else "verdict wrong")
-    return tag("header", tag("h1", run.model, " ", badge), facts_list(facts))
+    badge = tag("span", verdict, class_="verdict right" if run.ok and run.layers else "verdict wrong")
+    title = tag("h1", f"{run.model}: communication hidden behind computation ", badge)
+    return tag("header", title, *(tag("p", text, class_="lead") for text in _story(run)), facts_list(facts))
+
+
+def _story(run: Run) -> tuple[str, ...]:
+    """What weft is, what the rows are, and what one sees."""
+    which = "schedules that were chosen for these ranks" if run.other_schedules else "the same schedules"
+    ran = f"{which} on {run.world_size} processes of this machine's CPU, at a size that CPUs can do"
+    if run.device != "cpu":
+        ran = f"schedules on {run.world_size} GPUs of this machine, and how long they took"
+    return (
+        "weft is a library for PyTorch that hides communication between GPUs behind computation. A model that is spread over "
+        "several GPUs has communicating layers: a matmul, or a lookup, with the collective next to it that gathers its input "
+        f"or combines its output. The rows on this page are the communicating layers of {run.model}.",
+        f"The page shows two things. Section 1 predicts how long each communicating layer takes on {run.machine_words}, "
+        "sequentially and with a schedule that overlaps communication and computation. Section 2 shows what ran here: "
+        f"{ran}. Every schedule was proved, and every result was compared with the sequential program in float32. "
+        "All times are in milliseconds (ms).",
+    )
 
 
 def facts_list(facts: Iterable[tuple[str, str]]) -> Html:

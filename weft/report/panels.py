@@ -5,28 +5,45 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weft.core.span import Span, total_us
-from weft.report.charts import FAINT, SHOWN_RANKS, Figure, lanes_of, timeline
+from weft.report.charts import FAINT, SHOWN_RANKS, Figure, lanes_of, legend_of, timeline
 from weft.report.html import Html, join, table, tag
-from weft.report.words import count, percent, us
+from weft.report.words import count, ms, percent
 
 Charts = dict[str, Figure]
 
 
 def chart_panel(name: str, words: str) -> Html:
     """An empty place that the page's script draws charts[name] into, which scrolls by itself where the window is narrow: Plotly
-    lays labels, marks and legend over each other there. words: its text for screen readers."""
-    return tag("div", tag("div", id=name, class_="chart", role="img", aria_label=words), class_="scrolls")
+    lays its own legend over the chart there. words: its text for screen readers."""
+    return tag("div", _place(name, words), class_="scrolls")
 
 
-def timeline_panel(name: str, title: str, spans: Sequence[Span], marks: Mapping[str, float], charts: Charts) -> Html:
-    """A call's timeline under a heading, with a button for all its ranks and the same as numbers."""
-    heading = tag("h3", title)
+def _place(name: str, words: str) -> Html:
+    return tag("div", id=name, class_="chart", role="img", aria_label=words)
+
+
+def bars_panel(name: str, words: str, figure: Figure, charts: Charts) -> Html:
+    """A figure of bars below its legend. words: its text for screen readers."""
+    charts[name] = figure
+    return join([_legend(figure), _place(name, words)])
+
+
+def _legend(figure: Figure) -> Html:
+    entries = (tag("li", tag("i", style=f"background: {colour}"), name) for name, colour in legend_of(figure).items())
+    return tag("ul", *entries, class_="legend")
+
+
+def timeline_panel(
+    name: str, title: str, spans: Sequence[Span], marks: Mapping[str, float], charts: Charts, *words_before: str
+) -> Html:
+    """A call's timeline under a heading and paragraphs, with a button for all its ranks and the same as numbers."""
+    heading = join([tag("h3", title), *(tag("p", text) for text in words_before)])
     if not spans:
         return tag("article", heading, tag("p", "No spans were recorded."))
     charts[name] = timeline(spans, marks)
     ranks = len({s.rank for s in spans})
-    words = f"Timeline of {title}: {count(len(spans), 'step')} on {count(ranks, 'rank')} in {us(total_us(spans))} µs"
-    parts = [chart_panel(name, words), _button(name, ranks), _busy(spans)]
+    words = f"Timeline of {title}: {count(len(spans), 'step')} on {count(ranks, 'rank')} in {ms(total_us(spans))} ms"
+    parts = [_legend(charts[name]), _place(name, words), _button(name, ranks), _busy(spans)]
     return tag("article", heading, *parts)
 
 
@@ -47,6 +64,6 @@ def _busy(spans: Sequence[Span]) -> Html:
     for (rank, lane), items in by_lane.items():
         busy = sum(s.duration_us for s in items if s.kind not in FAINT)
         waiting = sum(s.duration_us for s in items if s.kind == "wait")
-        rows.append((f"rank {rank} {lane}", str(len(items)), us(busy), us(waiting), percent(busy / whole if whole else 0.0)))
-    heads = ("lane", "steps", "busy µs", "waiting µs", "busy")
-    return tag("details", tag("summary", "Lanes in numbers"), join([table(f"Of {us(whole)} µs", heads, rows)]))
+        rows.append((f"rank {rank} {lane}", str(len(items)), ms(busy), ms(waiting), percent(busy / whole if whole else 0.0)))
+    heads = ("lane", "steps", "busy ms", "waiting ms", "share busy")
+    return tag("details", tag("summary", "Lanes in numbers"), join([table(f"Of {ms(whole)} ms", heads, rows)]))

@@ -10,7 +10,7 @@ from weft.planner.simulated import Simulation
 from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
 from weft.report.panels import Charts, timeline_panel
-from weft.report.words import us
+from weft.report.words import ms
 
 
 def write_schedule_report(schedule: Schedule, machine: Machine, found: Simulation, folder: Path) -> Path:
@@ -41,11 +41,11 @@ def _header(schedule: Schedule, machine: Machine, found: Simulation) -> Html:
 def _times(found: Simulation) -> Html:
     losses = found.losses
     times = [
-        (losses.spec, us(found.total_us)),
-        ("sequential", us(found.sequential_us)),
-        ("whole computation alone", us(losses.computation_us)),
-        ("whole communication alone", us(losses.communication_us)),
-        ("exposed", us(losses.exposed_us)),
+        (losses.spec, ms(found.total_us)),
+        ("sequential", ms(found.sequential_us)),
+        ("whole computation alone", ms(losses.computation_us)),
+        ("whole communication alone", ms(losses.communication_us)),
+        ("exposed", ms(losses.exposed_us)),
     ]
     ratios = [
         ("decomposition of the matmul", _ratio(losses.gemm_dil)),
@@ -53,7 +53,7 @@ def _times(found: Simulation) -> Html:
         ("decomposition of the communication", _ratio(losses.communication_dil)),
         ("contention of the communication", _ratio(losses.communication_cil)),
     ]
-    parts = table("Times", ("", "µs"), times), table("Losses: times over those alone, or whole", ("", "ratio"), ratios)
+    parts = table("Times", ("", "ms"), times), table("Losses: times over those alone, or whole", ("", "ratio"), ratios)
     return tag("section", tag("h2", "Predicted"), *parts)
 
 

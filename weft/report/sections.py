@@ -6,135 +6,168 @@ from collections.abc import Sequence
 
 from weft.planner.values import Plan
 from weft.report.charts import Figure, bars
-from weft.report.html import Html, join, table, tag
-from weft.report.panels import Charts, chart_panel, timeline_panel
-from weft.report.words import count, percent, sizes, us
-from weft.schedules import spec
-from weft.tools.results import Run, SiteRun
+from weft.report.html import Html, table, tag
+from weft.report.panels import Charts, bars_panel, timeline_panel
+from weft.report.words import count, ms, percent, reason, sizes
+from weft.schedules import overlaps
+from weft.tools.results import LayerRun, Run, Speeds
+
+Times = Sequence[tuple[LayerRun, Plan | Speeds, float]]
+"""Layers, with their times, and that of the overlapped call in us."""
+HEADS = ("communicating layer", "M × N × K", "schedule")
+TIMES = ("sequential ms", "overlapped ms", "ideal ms", "share of ideal", "speed-up")
 
 
 def predicted_section(run: Run, charts: Charts) -> Html:
     """What the named machine is predicted to take."""
-    title = f"Predicted for {run.machine}"
-    if not run.sites:
-        return tag("section", tag("h2", title), tag("p", "No site was planned."))
-    plans = [site.plan for site in run.sites]
-    charts["bars-predicted"] = _bars(run, plans, [p.chosen.predicted_us for p in plans])
-    lines = [
-        timeline_panel(f"timeline-predicted-{i}", f"{s.site}, {s.plan.chosen.spec}", s.plan.spans, _marks(s.plan), charts)
-        for i, s in enumerate(run.sites)
-    ]
-    parts = [_lead(run), _predicted_table(run), chart_panel("bars-predicted", f"Bars: {title}; the table has the numbers")]
-    return tag("section", tag("h2", title), *parts, *lines)
-
-
-def measured_section(run: Run, charts: Charts) -> Html:
-    """What this machine took, and whether the results are right."""
-    title = f"Measured on this machine ({run.device})"
-    if not run.sites:
-        return tag("section", tag("h2", title), tag("p", "No site was run."))
-    charts["bars-measured"] = _bars(run, run.sites, [s.overlapped_us for s in run.sites])
-    lines = [
-        timeline_panel(f"timeline-measured-{i}", f"{s.site}, {spec(s.schedule, s.chunks)}", s.spans, _marks(s), charts)
-        for i, s in enumerate(run.sites)
-    ]
-    parts = [*_caveats(run), _measured_table(run), chart_panel("bars-measured", f"Bars: {title}; the table has the numbers")]
-    return tag("section", tag("h2", title), *parts, *lines)
-
-
-def terms() -> Html:
-    """What the words of the tables mean."""
-    meanings = (
-        ("sequential", "the matmul and the collective, one after the other"),
-        ("overlapped", "the same result by the schedule that is named"),
-        ("ideal", "the larger of the whole matmul alone and the whole collective alone"),
-        ("share of ideal", "ideal over overlapped; 100 % leaves nothing exposed; beyond, the exchange beats the collective"),
-        ("error", "largest difference from the sequential program, relative to the largest element of the reference"),
+    title = f"1. Predicted for {run.machine_words}"
+    if not run.layers:
+        return tag("section", tag("h2", title), tag("p", "No layer was planned."))
+    times = [(layer, layer.plan, layer.plan.chosen.predicted_us) for layer in run.layers]
+    texts = (
+        f"A rank is one process with one GPU; here there are {run.machine_ranks}. A schedule says what each rank computes and "
+        "sends, in which order, and what waits for what. A name that ends in :N sends each rank's part in N chunks.",
+        "Sequential is the matmul and the collective one after the other. Overlapped is the named schedule, which weft's "
+        "planner chose unless it was asked for. Ideal is the longer of the matmul alone and the collective alone, as if the "
+        "other one were hidden completely. The share of ideal is ideal divided by overlapped, and the speed-up is sequential "
+        "divided by overlapped.",
     )
-    return tag("footer", tag("h2", "Terms"), tag("dl", join(tag("div", tag("dt", w), tag("dd", m)) for w, m in meanings)))
-
-
-def _bars(run: Run, times: Sequence[Plan] | Sequence[SiteRun], overlapped: list[float]) -> Figure:
-    sequential, ideal = [t.sequential_us for t in times], [t.ideal_us for t in times]
-    return bars([s.site for s in run.sites], {"sequential": sequential, "overlapped": overlapped, "ideal": ideal})
-
-
-def _marks(times: Plan | SiteRun) -> dict[str, float]:
-    return {"sequential": times.sequential_us, "ideal": times.ideal_us}
+    rows = [
+        (layer.name, sizes(layer.plan.problem), layer.plan.chosen.spec, *_times(plan, overlapped_us))
+        for layer, plan, overlapped_us in times
+    ]
+    caption = f"One call, {count(run.machine_ranks, 'rank')}, {count(run.machine_tokens, 'token')}; M, N and K of all ranks"
+    lines = [
+        timeline_panel(
+            *(f"timeline-predicted-{i}", f"{s.name}: {s.plan.chosen.spec}"),
+            s.plan.spans,
+            _marks(s.plan),
+            charts,
+            reason(s.plan),
+        )
+        for i, s in enumerate(run.layers)
+    ]
+    parts = [*(tag("p", text) for text in texts), _lead(run), table(caption, (*HEADS, *TIMES), rows, words=(0, 2))]
+    parts += [
+        bars_panel("bars-predicted", "Bars: predicted times; the table has the numbers", _bars(times), charts),
+        _how_to_read(),
+    ]
+    return tag("section", tag("h2", title), *parts, *lines)
 
 
 def _lead(run: Run) -> Html:
-    before = sum(s.plan.sequential_us for s in run.sites)
-    after = sum(s.plan.chosen.predicted_us for s in run.sites)
-    ideal = sum(s.plan.ideal_us for s in run.sites)
+    before = sum(s.plan.sequential_us for s in run.layers)
+    after = sum(s.plan.chosen.predicted_us for s in run.layers)
+    ideal = sum(s.plan.ideal_us for s in run.layers)
     gain = f"{before / after:.2f} times as fast as" if after else "as fast as"
     text = (
-        f"{count(len(run.sites), 'site')} together: {us(before)} µs one after the other, {us(after)} µs overlapped, "
-        f"{us(ideal)} µs if nothing were exposed (ideal). Overlapped is {gain} sequential."
+        f"All {len(run.layers)} together are predicted to take {ms(before)} ms sequentially and {ms(after)} ms overlapped, "
+        f"which is {gain} sequential; ideal is {ms(ideal)} ms."
     )
     return tag("p", text, class_="lead")
 
 
-def _caveats(run: Run) -> list[Html]:
-    texts = []
+def _how_to_read() -> Html:
+    text = (
+        "Each timeline below is one predicted call. Its rows are lanes: the steps of a lane run one after the other, and lanes "
+        "run at the same time. A gemm is a matmul or a part of one, and a copy sends a chunk to another rank. A flag is a word "
+        "of memory: a signal raises it when a chunk is complete, and a wait lasts until that has happened."
+    )
+    return tag("p", text)
+
+
+def ran_section(run: Run, charts: Charts) -> Html:
+    """What ran here, and whether the results are right; on GPUs also how long it took."""
+    title = f"2. Run here on {run.world_size} {'CPU ranks' if run.device == 'cpu' else 'GPUs'}"
+    if not run.layers:
+        return tag("section", tag("h2", title), tag("p", "No layer was run."))
+    lines = [
+        timeline_panel(
+            *(f"timeline-measured-{i}", f"{s.name}: {s.spec}"), s.spans, _marks(s.speeds) if s.speeds else {}, charts
+        )
+        for i, s in enumerate(run.layers)
+    ]
+    read = tag("p", "Each timeline below is one call that was recorded here, drawn as above.")
+    parts = [*_explained(run), _ran_table(run), *(_speeds(run, charts) if run.measured else ()), read]
+    return tag("section", tag("h2", title), *parts, *lines)
+
+
+def _explained(run: Run) -> list[Html]:
+    texts = [
+        "Proved means that weft's checker has shown of the predicted schedule, and of the one that ran here, that every "
+        "element of the result is produced exactly once from data that has arrived, without races and deadlocks. The largest "
+        "error is the difference from the sequential program in float32, relative to the largest element of that result."
+    ]
     if run.device == "cpu":
-        texts.append(
-            "Ranks are processes of this host's CPU. These times show that it runs, not that it is fast: "
-            "nothing here has GPUs, copy engines or links to overlap."
+        same = "" if run.other_schedules else "the same schedules as above with "
+        texts.insert(
+            0,
+            f"A rank is now a process of this machine's CPU. The ranks ran {same}{count(run.tokens, 'token')} instead of "
+            f"{run.machine_tokens:,}: where a GPU would run several parts as one kernel, a CPU rank runs them one by one. "
+            "Times of CPUs say nothing about GPUs, so they are not compared: the timelines show the order of the steps. "
+            "A copy within one memory is short, hence a thin line.",
         )
+    notes = [
+        f"{s.name}: ran {s.spec}, which was chosen for these ranks; {s.plan.chosen.spec} is predicted."
+        for s in run.other_schedules
+    ]
+    notes += [
+        f"{s.name}: nothing overlaps, since the predicted schedule, {s.spec}, is a sequential one."
+        for s in run.layers
+        if s.spec == s.plan.chosen.spec and not overlaps(s.schedule)
+    ]
+    return [*(tag("p", text) for text in texts), *(tag("p", text, class_="note") for text in notes)]
+
+
+def _ran_table(run: Run) -> Html:
+    rows = [
+        (s.name, sizes(s.problem), s.spec, "proved", _verdict(s), f"{s.max_error:.2g}", f"{s.tolerance:.2g}")
+        for s in run.layers
+    ]
+    caption = f"{count(run.world_size, 'rank')}, {count(run.tokens, 'token')}, {run.dtype}; M, N and K of all ranks"
+    heads = (*HEADS, "proof", "result", "largest error", "allowed error")
+    return table(caption, heads, rows, words=(0, 2, 3, 4))
+
+
+def _speeds(run: Run, charts: Charts) -> list[Html]:
+    """What GPUs took."""
+    times = [(layer, speeds, speeds.overlapped_us) for layer, speeds in run.measured]
+    notes = []
     if run.over_ideal:
-        texts.append(
-            "A share over 100 %: the slower half alone took longer than the overlapped call; times scatter by that much."
+        notes.append(
+            "Where the share of ideal is over 100 %, the slower half alone took longer than the overlapped call; times scatter "
+            "by that much, or the schedule's exchange is faster than the collective."
         )
-    texts += [f"{s.site}: chosen by measurement, µs: {_tried(s)}" for s in run.sites if s.tried]
-    return [tag("p", text, class_="note") for text in texts]
+    notes += [f"{s.name}: chosen by measurement, ms: {_tried(speeds)}" for s, speeds in run.measured if speeds.tried]
+    caption = "Medians over rounds of the slowest rank; bars below show the same"
+    rows = [(s.name, s.spec, *_times(speeds, speeds.overlapped_us)) for s, speeds in run.measured]
+    return [
+        table(caption, (HEADS[0], HEADS[2], *TIMES), rows, words=(0, 1)),
+        *(tag("p", text, class_="note") for text in notes),
+        bars_panel("bars-measured", "Bars: measured times; the table has the numbers", _bars(times), charts),
+    ]
 
 
-def _tried(site: SiteRun) -> str:
+def _times(times: Plan | Speeds, overlapped_us: float) -> tuple[str, ...]:
+    gain = f"{times.sequential_us / overlapped_us:.2f} ×" if overlapped_us else "–"
+    found = (times.sequential_us, overlapped_us, times.ideal_us)
+    return (*map(ms, found), percent(times.share_of_ideal), gain)
+
+
+def _bars(times: Times) -> Figure:
+    sequential, ideal = [t.sequential_us for _, t, _ in times], [t.ideal_us for _, t, _ in times]
+    overlapped = [overlapped_us for _, _, overlapped_us in times]
+    return bars([s.name for s, _, _ in times], {"sequential": sequential, "overlapped": overlapped, "ideal": ideal})
+
+
+def _marks(times: Plan | Speeds) -> dict[str, float]:
+    return {"sequential": times.sequential_us, "ideal": times.ideal_us}
+
+
+def _tried(speeds: Speeds) -> str:
     """Every candidate's time, the fastest first."""
-    return ", ".join(f"{name} {us(time)}" for name, time in site.fastest_first)
+    return ", ".join(f"{name} {ms(time)}" for name, time in speeds.fastest_first)
 
 
-def _predicted_table(run: Run) -> Html:
-    heads = ("site", "M × N × K", "schedule", "sequential µs", "overlapped µs", "ideal µs", "share of ideal", "why")
-    rows = [
-        (
-            site.site,
-            sizes(site.plan.problem),
-            site.plan.chosen.spec,
-            us(site.plan.sequential_us),
-            us(site.plan.chosen.predicted_us),
-            us(site.plan.ideal_us),
-            percent(site.plan.share_of_ideal),
-            site.plan.why,
-        )
-        for site in run.sites
-    ]
-    caption = f"{count(run.machine_ranks, 'rank')} of {run.machine}, {count(run.machine_tokens, 'token')}; global M, N and K"
-    return table(caption, heads, rows, words=(0, 2, 7))
-
-
-def _measured_table(run: Run) -> Html:
-    times = ("sequential µs", "overlapped µs", "ideal µs", "share of ideal")
-    heads = ("site", "M × N × K", "schedule", "result", "max error", "tolerance", *times)
-    rows = [
-        (
-            site.site,
-            sizes(site.problem),
-            spec(site.schedule, site.chunks),
-            _verdict(site),
-            f"{site.max_error:.2g}",
-            f"{site.tolerance:.2g}",
-            us(site.sequential_us),
-            us(site.overlapped_us),
-            us(site.ideal_us),
-            percent(site.share_of_ideal),
-        )
-        for site in run.sites
-    ]
-    caption = f"{count(run.world_size, 'rank')}, {count(run.tokens, 'token')}; medians of the slowest rank"
-    return table(caption, heads, rows, words=(0, 2, 3))
-
-
-def _verdict(site: SiteRun) -> Html:
-    return tag("span", "right" if site.ok else "WRONG", class_="right" if site.ok else "wrong")
+def _verdict(layer: LayerRun) -> Html:
+    return tag("span", "right" if layer.ok else "WRONG", class_="right" if layer.ok else "wrong")

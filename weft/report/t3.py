@@ -13,7 +13,7 @@ from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
 from weft.report.panels import Charts, chart_panel
 from weft.report.study import columns_chart, published_section, sources, verdict
-from weft.report.words import percent, us
+from weft.report.words import ms, percent
 from weft.studies.published import geomean
 from weft.studies.t3.configurations import CONFIGURATIONS, SubLayerRun
 from weft.studies.t3.paper import TITLES, figures
@@ -67,11 +67,11 @@ def _speedups(title: str, name: str, runs: Sequence[SubLayerRun], charts: Charts
     columns = {TITLES[each]: [run.speedup(each) for run in runs] for each in COMPARED}
     means = {title: [*values, geomean(values)] for title, values in columns.items()}
     charts[name] = columns_chart([*(run.name for run in runs), "geomean"], means, "over sequential")
-    heads = ("sub-layer", "GEMM µs", "reduce-scatter µs", "all-gather µs", *columns)
+    heads = ("sub-layer", "GEMM ms", "reduce-scatter ms", "all-gather ms", *columns)
     rows = [
         (
             run.name,
-            *(us(part.ns / 1e3) for part in (run.gemm, run.reduce_scatter, run.all_gather)),
+            *(ms(part.ns / 1e3) for part in (run.gemm, run.reduce_scatter, run.all_gather)),
             *(f"{run.speedup(each):.2f}" for each in COMPARED),
         )
         for run in runs

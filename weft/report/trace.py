@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 def write_trace(run: Run, path: Path) -> Path:
-    """Write the measured and the predicted spans of every site to `path`, as JSON; returns `path`.
+    """Write the measured and the predicted spans of every layer to `path`, as JSON; returns `path`.
 
     Raises ValueError if the file cannot be written.
     """
@@ -56,13 +56,13 @@ def _write(events: Iterable[Event], about: Mapping[str, str], path: Path) -> Pat
 
 def _events(run: Run) -> Iterator[Event]:
     pid = 0
-    for site in run.sites:
-        yield from _group(f"{run.model} {site.site} measured", site.spans, pid)
-        pid += _ranks(site.spans)
+    for layer in run.layers:
+        yield from _group(f"{run.model} {layer.name} measured", layer.spans, pid)
+        pid += _ranks(layer.spans)
     pid = PREDICTED_PID * max(1, -(-pid // PREDICTED_PID))
-    for site in run.sites:
-        yield from _group(f"{run.model} {site.site} predicted", site.plan.spans, pid)
-        pid += _ranks(site.plan.spans)
+    for layer in run.layers:
+        yield from _group(f"{run.model} {layer.name} predicted", layer.plan.spans, pid)
+        pid += _ranks(layer.plan.spans)
 
 
 def _ranks(spans: Iterable[Span]) -> int:

@@ -1,18 +1,52 @@
-"""Numbers and sizes in words, alike in every table and chart."""
+"""Numbers, sizes and reasons in words, the same in every table and chart."""
 
 from __future__ import annotations
 
-from weft.core.problem import Problem
+import math
+
+from weft.core.problem import LookupProblem, Problem
+from weft.planner.values import Plan
+from weft.schedules import overlaps
 
 
-def us(value: float) -> str:
-    """Microseconds with about three digits.
+def ms(us: float) -> str:
+    """Microseconds as milliseconds, with about three digits.
 
-    >>> us(4.321), us(43.21), us(4321.0)
-    ('4.32', '43.2', '4,321')
+    >>> ms(4.321), ms(432.1), ms(43210.0), ms(4321000.0), ms(0.0)
+    ('0.00432', '0.432', '43.2', '4,321', '0')
     """
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:,.{digits}f}"
+    digits = 2 - math.floor(math.log10(abs(us) / 1e3)) if us else 0
+    return f"{us / 1e3:,.{min(max(digits, 0), 6)}f}"
+
+
+def reason(plan: Plan) -> str:
+    """Why the planner chose what it did: what could be hidden, and what hiding it costs."""
+    work, exchange = halves(plan.problem)
+    alone = f"The {work} alone takes {ms(plan.computation_us)} ms and the {exchange} alone {ms(plan.communication_us)} ms."
+    best = plan.chosen
+    if overlaps(best.schedule):
+        gain, rest = (_versus(best.predicted_us - us) for us in (plan.sequential_us, plan.ideal_us))
+        return f"{alone} {best.spec} takes {ms(best.predicted_us)} ms: {gain} than sequential and {rest} than the ideal."
+    rival = next((one for one in plan.candidates if overlaps(one.schedule)), None)
+    if rival is None:
+        return alone
+    return (
+        f"{alone} The planner chooses {best.spec}, in which nothing overlaps: overlapping could save at most the "
+        f"{ms(best.predicted_us - plan.ideal_us)} ms by which it takes longer than the ideal, and the fastest schedule that "
+        f"overlaps, {rival.spec}, loses no less to smaller matmuls, copies and flags: "
+        f"{ms(rival.predicted_us - plan.ideal_us)} ms."
+    )
+
+
+def _versus(us: float) -> str:
+    return f"{ms(abs(us))} ms {'more' if us > 0 else 'less'}"
+
+
+def halves(problem: Problem) -> tuple[str, str]:
+    """What an operator computes, and its collective."""
+    work = "lookup" if isinstance(problem, LookupProblem) else "matmul"
+    collective = problem.op.replace("matmul", "").replace("embedding_bag", "").replace("columns", "").strip("_")
+    return work, collective.replace("_", "-")
 
 
 def percent(share: float) -> str:

@@ -52,6 +52,7 @@ from weft.runtime.network import sms_for
 from weft.runtime.products import Products, settings
 from weft.runtime.replay import Replays, lie
 from weft.runtime.stuck import unsent, waiting
+from weft.schedules import spec
 
 _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: more than any wait asks for, and less than where the comparison wraps."""
@@ -62,10 +63,11 @@ _LAYOUTS = 256
 class CudaProgram(BoundProgram):
     """A schedule on one GPU, with memory of its own: a data area, scratch, and a word for each step that waits for a flag.
 
-    streams: those of its lanes. products, collectives: what multiplies, by lane, and the collectives of NCCL, by id of the
-    step. sms_for_kernels, sms_for_pushes: how many SMs they may fill.
+    title: its name and its group's. streams: those of its lanes. products, collectives: what multiplies, by lane, and the
+    collectives of NCCL, by id of the step. sms_for_kernels, sms_for_pushes: how many SMs they may fill.
     """
 
+    title = ""
     _waits_on_sms = False
 
     def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
@@ -76,6 +78,7 @@ class CudaProgram(BoundProgram):
                     f"schedule {schedule.name}: this GPU runs no fused collective as one kernel: its steps run one by one"
                 )
             schedule = spelled_out(schedule).schedule  # the steps in place of a FusedCollective have flags of their own
+        self.title = f"{schedule.problem.op} {spec(schedule.name, schedule.chunks)} of group {space.rank_group.name}"
         self.flags = WaiterWords(schedule)
         self._scratch: dict[str, torch.Tensor] = {}
         self._pieces: list[Allocation] = []
@@ -255,21 +258,24 @@ class CudaProgram(BoundProgram):
         caller = self.space.current_stream()
         if self._last_stream not in (None, caller):
             self.space.tickets.after(caller, self._last_ticket)
-        if self._waits_on_sms and not self._rehearsing:
-            self.space.turn.take(caller)
         timer = self._timer = None if self.spans is None else CallTimer(self.space)
-        ticket = self.space.watchdog.begin(caller, self._stuck, rehearses=self._rehearsing, results=results_in(outputs))
-        if timer is not None:
-            timer.begin(caller)
-        try:
-            with self.space.temporaries(allocates):
-                if isinstance(work, Bindings):
-                    self._issue(work)
-                else:
-                    work.replay()
-        finally:
-            self.space.tickets.end(caller, ticket)
-            self._timer = None
+        self.space.watchdog.await_room(self._stuck)  # not while other threads wait for their turn
+        takes_turn = self._waits_on_sms and not self._rehearsing
+        with self.space.turn.taken(caller, self.rank_group) if takes_turn else nullcontext():
+            ticket = self.space.watchdog.begin(
+                caller, self.title, self._stuck, rehearses=self._rehearsing, results=results_in(outputs)
+            )
+            if timer is not None:
+                timer.begin(caller)
+            try:
+                with self.space.temporaries(allocates):
+                    if isinstance(work, Bindings):
+                        self._issue(work)
+                    else:
+                        work.replay()
+            finally:
+                self.space.tickets.end(caller, ticket)
+                self._timer = None
         self.space.watchdog.raise_if_failed()
         self._last_stream, self._last_ticket = caller, ticket
         if timer is not None:
@@ -382,7 +388,8 @@ class CudaProgram(BoundProgram):
         come_to = zip(self._progress_at, seen[self.flags.words :], strict=False)
         reached = {lane: count - 1 for lane, count in come_to}
         stuck = stuck + waiting(self, seen, reached) or list(unsent(self, reached))
-        return "\n".join(stuck) or f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"
+        stuck = stuck or [f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"]
+        return "\n".join(filter(None, (*stuck, self.space.turn.others(self.space.tickets, self.title))))
 
     def _invalid(self, outputs: Outputs) -> Outputs:
         """What a failure makes invalid: the outputs, or what the caller gave for results."""

@@ -84,6 +84,7 @@ class CudaSpace:
         self._replayed: tuple[int | None, int] = (None, 0)
         """Stream and ticket of the last replay that multiplies by cuBLAS: all use one workspace, that of `captures`."""
         self.tickets = Tickets(self.driver)
+        self.turn.add(self.tickets)
         self.releaser = Releaser(
             rank_group, device, driver=self.driver, tickets=self.tickets, rescue=self.rescue, invalidating=self._invalidating
         )
@@ -187,6 +188,7 @@ class CudaSpace:
         self._replayed = stream, self.tickets.newest
 
     def close(self) -> None:
+        self.turn.remove(self.tickets)
         self.watchdog.close()
         lanes = (*self._streams.values(), *([self._aside] if self._aside else ()))
         for stream in (self.rescue, self.asking, self._invalidating, *lanes):

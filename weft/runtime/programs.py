@@ -150,8 +150,8 @@ class Programs:
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
         sizes = self._rank_group.enter(call.describe(), call.share)
-        # From here on ranks use values that all of them have: what those are refused for is raised on every rank.
-        with self._rank_group.failing(agreed=True):
+        # From here on ranks use values that all of them have, but for their environments and their memory.
+        with self._rank_group.refusing():
             _raise(call.refusal(sizes))
             empty = call.sums_nothing(sizes)
             problem = (call.filled(len(sizes)) if empty else call).problem(sizes)

@@ -23,10 +23,12 @@ other streams, those of the watchdog included, may wait behind it. One call take
 
 @dataclass(kw_only=True)
 class PendingCall:
-    """A call that has not ended. results: the tensors that it returns. describe: says in words what it waits for. rehearses: it
-    waits for no flag, but it may wait for compilers. deadline: in seconds of time.monotonic, set once the GPU has begun it."""
+    """A call that has not ended. what: names it. results: the tensors that it returns. describe: says in words what it waits
+    for. rehearses: it waits for no flag, but it may wait for compilers. deadline: in seconds of time.monotonic, set once the
+    GPU has begun it."""
 
     ticket: int
+    what: str
     results: tuple[Result, ...] = ()
     describe: Callable[[], str]
     rehearses: bool

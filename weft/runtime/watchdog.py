@@ -78,18 +78,25 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name=f"weft-watch-{rank_group.rank}", daemon=True)
         self._thread.start()
 
-    def begin(self, stream: int, describe: Callable[[], str], *, rehearses: bool, results: Iterable[Result] = ()) -> int:
+    def begin(
+        self, stream: int, what: str, describe: Callable[[], str], *, rehearses: bool, results: Iterable[Result] = ()
+    ) -> int:
         """The ticket of a new call. The call is watched from when `stream` reaches this point, also while it is still being
-        enqueued; the bound of one that rehearses is that of first calls. results: the tensors that it returns.
-
-        Waits, bounded, where so many calls are in flight that the events of this ticket still belong to one of them.
+        enqueued; the bound of one that rehearses is that of first calls. what: names it. results: the tensors that it returns.
         """
-        ticket = self.tickets.take()
+        self.await_room(describe)
+        call = PendingCall(
+            ticket=self.tickets.take(), what=what, results=tuple(results), describe=describe, rehearses=rehearses
+        )
+        self.tickets.begin(stream, call)
+        return call.ticket
+
+    def await_room(self, describe: Callable[[], str]) -> None:
+        """Wait, bounded, where so many calls are in flight that the events of the next ticket still belong to one of them."""
+        ticket = self.tickets.newest + 1
         if not self.tickets.is_free(ticket):
             # The watchdog bounds each call. All of them, with what else the stream has, may take longer.
             self.rank_group.until(lambda: self.tickets.is_free(ticket), describe, max(self.rank_group.timeout_s, FIRST_S))
-        self.tickets.begin(stream, PendingCall(ticket=ticket, results=tuple(results), describe=describe, rehearses=rehearses))
-        return ticket
 
     def captured(self) -> None:
         """A graph captures a call, and may replay it later. Raises as raise_if_failed."""
@@ -118,7 +125,7 @@ class Watchdog:
             self.captured()
             return work()
         rank = self.rank_group.rank
-        ticket = self.begin(stream, lambda: f"rank {rank}: {what}: perhaps not all ranks have begun it", rehearses=True)
+        ticket = self.begin(stream, what, lambda: f"rank {rank}: {what}: perhaps not all ranks have begun it", rehearses=True)
         call = self.tickets.pending[-1]
         try:
             found = work()

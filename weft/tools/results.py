@@ -8,40 +8,27 @@ from dataclasses import dataclass, field
 from weft.core.problem import CollectiveProblem, LookupProblem, Problem
 from weft.core.span import Span
 from weft.planner.values import Plan
+from weft.schedules import spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteRun:
-    """One distributed site: checked, timed, and predicted.
+class Speeds:
+    """How long a communicating layer took on GPUs: microseconds of the slowest rank, medians over rounds.
 
-    Times are of the slowest rank, medians, in microseconds. computation_us: the whole matmul alone; communication_us: the
-    whole collective alone. max_error: largest difference from the sequential program relative to the largest element of
-    the reference; tolerance: what rounding allows. plan: the prediction for the named machine. spans: one measured call.
-    tried: where the schedule was chosen by measurement, each candidate's time.
+    computation_us: the whole matmul alone. communication_us: the whole collective alone. tried: each candidate's time, where
+    the schedule was chosen by measurement.
     """
 
-    site: str
-    problem: Problem | LookupProblem | CollectiveProblem
-    schedule: str
-    chunks: int
-    max_error: float
-    tolerance: float
     sequential_us: float
     overlapped_us: float
     computation_us: float
     communication_us: float
-    plan: Plan
-    spans: tuple[Span, ...] = ()
     tried: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fastest_first(self) -> list[tuple[str, float]]:
         """What was tried, with its times."""
         return sorted(self.tried.items(), key=lambda item: item[1])
-
-    @property
-    def ok(self) -> bool:
-        return self.max_error <= self.tolerance
 
     @property
     def ideal_us(self) -> float:
@@ -52,15 +39,46 @@ class SiteRun:
         """Over 1 where the halves alone were slower than the overlapped call, of the same rounds: times scatter by as much."""
         return self.ideal_us / self.overlapped_us if self.overlapped_us else 1.0
 
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRun:
+    """One communicating layer, predicted and run.
+
+    plan: the prediction for the named machine. schedule, chunks: what ran here, after the checker had proved it; the checker
+    has also proved what was predicted. max_error: largest difference from the sequential program relative to the largest
+    element of the reference; tolerance: what rounding allows. spans: one call. speeds: None on CPU ranks, whose times say
+    nothing about GPUs.
+    """
+
+    name: str
+    problem: Problem | LookupProblem | CollectiveProblem
+    schedule: str
+    chunks: int
+    max_error: float
+    tolerance: float
+    plan: Plan
+    spans: tuple[Span, ...] = ()
+    speeds: Speeds | None = None
+
+    @property
+    def spec(self) -> str:
+        """The schedule that ran, as `--schedule` takes it."""
+        return spec(self.schedule, self.chunks)
+
+    @property
+    def ok(self) -> bool:
+        return self.max_error <= self.tolerance
+
     def __str__(self) -> str:
         verdict = "right" if self.ok else f"WRONG by {self.max_error:.2g}"
-        return f"{self.site}: {self.schedule} {verdict}, {self.sequential_us:.0f} -> {self.overlapped_us:.0f} us"
+        times = f", {self.speeds.sequential_us:.0f} -> {self.speeds.overlapped_us:.0f} us" if self.speeds else ""
+        return f"{self.name}: {self.spec} {verdict}{times}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A whole `weft run`. device: "cpu" or "cuda". machine: the named machine of the predictions, machine_ranks its ranks,
-    machine_tokens the tokens that are predicted for. versions: of what took part."""
+    """A whole `weft run`. device: "cpu" or "cuda". machine: the named machine of the predictions, machine_words what it is,
+    machine_ranks its ranks, machine_tokens the tokens that are predicted for. versions: of what took part."""
 
     model: str
     device: str
@@ -69,20 +87,31 @@ class Run:
     dtype: str
     seed: int
     machine: str
+    machine_words: str
     machine_ranks: int
     machine_tokens: int
-    sites: tuple[SiteRun, ...]
+    layers: tuple[LayerRun, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        return all(site.ok for site in self.sites)
+        return all(layer.ok for layer in self.layers)
+
+    @property
+    def measured(self) -> list[tuple[LayerRun, Speeds]]:
+        """The layers whose speed was measured: all of them on GPUs, none on CPU ranks."""
+        return [(layer, layer.speeds) for layer in self.layers if layer.speeds is not None]
+
+    @property
+    def other_schedules(self) -> list[LayerRun]:
+        """The layers that ran another schedule than the predicted one."""
+        return [layer for layer in self.layers if layer.spec != layer.plan.chosen.spec]
 
     @property
     def over_ideal(self) -> bool:
         """Whether a table shows a share of the ideal over 100 %, which asks for a word about it."""
-        return any(round(site.share_of_ideal, 2) > 1 for site in self.sites)
+        return any(round(speeds.share_of_ideal, 2) > 1 for _, speeds in self.measured)
 
     def __str__(self) -> str:
-        right = sum(site.ok for site in self.sites)
-        return f"{self.model}: {right} of {len(self.sites)} sites right on {self.world_size} {self.device} ranks"
+        right = sum(layer.ok for layer in self.layers)
+        return f"{self.model}: {right} of {len(self.layers)} results right on {self.world_size} {self.device} ranks"

@@ -1,8 +1,12 @@
-"""`weft run`: every distributed site of a model, planned, run on real ranks of this machine, checked, and timed.
+"""`weft run`: predict every communicating layer of a model on a machine, then run its schedules here and check the results.
 
-Each rank draws its inputs from (seed, site, rank). The reference is the sequential program in float32 over
-torch.distributed, which shares nothing with weft's executors. Every time is a median over rounds, each of its slowest rank;
-computation and communication alone are the two steps of the sequential schedule, recorded in a call of its own each round:
+The planner chooses a schedule for each layer on the named machine. CPU ranks run those same schedules, family and chunk count,
+at sizes that CPUs can do: one call is compared with the sequential program and one is recorded. GPUs run what is fastest by
+measurement, and are timed as well. The checker proves every schedule.
+
+Each rank draws its inputs from (seed, layer, rank). The reference is the sequential program in float32 over torch.distributed,
+which shares nothing with weft's executors. Every time is a median over rounds, each of its slowest rank; computation and
+communication alone are the two steps of the sequential schedule, recorded in a call of its own each round:
 
     round 1: sequential | overlapped | sequential, recorded      round 2: sequential | overlapped | ...
 
@@ -22,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from weft import schedules
+from weft.checker import check
 from weft.comm.nodes import cut
 from weft.core.machine import Machine
 from weft.core.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, LookupProblem, Problem
@@ -36,11 +41,11 @@ from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import Ranks
 from weft.runtime.trial import Choice
 from weft.runtime.versions import versions
-from weft.tools.results import Run, SiteRun
+from weft.tools.results import LayerRun, Run, Speeds
 from weft.tools.run_lookups import LookupInputs
 
 Given = tuple[torch.Tensor, torch.Tensor] | LookupInputs
-"""One rank's inputs of a site."""
+"""One rank's inputs of a layer."""
 Progress = Callable[[str, int, int], None]
 ROUNDS = {"cpu": 3, "cuda": 20}
 _BLOCK = 4096
@@ -61,11 +66,11 @@ def run_model(
     seed: int,
     progress: Progress,
 ) -> Run:
-    """Run, check and time the sites of `model` on `ranks` processes of this machine.
+    """Predict, prove, run and check the communicating layers of `model` on `ranks` processes of this machine.
 
-    device: "cpu" or "cuda". op: only sites of this operator. schedule: "auto" or as schedules.parse takes it.
-    machine, machine_ranks, machine_tokens: what is predicted beside; on the CPU also what "auto" is chosen for, and whose copy
-    lanes schedules have, so that what is predicted is what runs. GPUs choose by what they measure, and have lanes of their own.
+    device: "cpu" or "cuda". op: only layers of this operator. schedule: "auto" or as schedules.parse takes it.
+    machine, machine_ranks, machine_tokens: what is predicted; CPU ranks run the schedules that "auto" is there, with the copy
+    lanes of that machine. GPUs choose by what they measure, and have lanes of their own; only they are timed.
     progress(what, done, total) is called as work goes on.
     Raises ValueError for what cannot be run, RankFailed if a rank is lost.
     """
@@ -75,18 +80,21 @@ def run_model(
     chosen = [s for s in found if op in (None, s.op)]
     for site in chosen:
         schedules.check_op(schedule.partition(":")[0], site.op)
-    done: list[SiteRun] = []
+    like, rounds = (machine.fans_out, 0) if device == "cpu" else (None, ROUNDS[device])
+    done: list[LayerRun] = []
     with Ranks(ranks if chosen else 0, device=device) as pool:
         for index, site in enumerate(chosen):
-            progress(f"{site.name}: planning", 2 * index, 2 * len(chosen))
-            problem = replace(site.problem(tokens, ranks, element), nodes=cut(ranks))
-            spec = _choose(problem, schedule, machine, device)
+            progress(f"{site.name}: predicting on {machine.name}", 2 * index, 2 * len(chosen))
             there = _predict(site.problem(machine_tokens, machine_ranks, element), schedule, machine)
-            progress(f"{site.name}: running {spec}", 2 * index + 1, 2 * len(chosen))
-            like = machine.fans_out if device == "cpu" else None
-            measured = pool.run(measure_site, problem, spec, seed + zlib.crc32(site.name.encode()), device, like)
-            built = schedules.build(problem, *schedules.parse(measured[0].spec))
-            done.append(_site_run(site.name, built, measured, there))
+            _proved(there.problem, there.chosen.spec, machine.fans_out)
+            problem = replace(site.problem(tokens, ranks, element), nodes=cut(ranks))
+            spec = _choose(problem, schedule, there, machine, device)
+            if spec != "auto":
+                _proved(problem, spec, bool(like))
+            progress(f"{site.name}: running {spec} on {ranks} ranks", 2 * index + 1, 2 * len(chosen))
+            seeds = seed + zlib.crc32(site.name.encode())
+            measured = pool.run(measure_site, problem, spec, seeds, device, like, rounds)
+            done.append(_layer_run(site.name, _proved(problem, measured[0].spec, bool(like)), measured, there))
         progress("done", 2 * len(chosen), 2 * len(chosen))
     return Run(
         model=model.name,
@@ -96,9 +104,10 @@ def run_model(
         dtype=dtype,
         seed=seed,
         machine=machine.name,
+        machine_words=machine.words,
         machine_ranks=machine_ranks,
         machine_tokens=machine_tokens,
-        sites=tuple(done),
+        layers=tuple(done),
         versions=versions(device),
     )
 
@@ -125,16 +134,25 @@ def _check_request(*, ranks: int, device: str, tokens: int, op: str | None, sche
         )
 
 
-def _choose(problem: Problem, schedule: str, machine: Machine, device: str) -> str:
-    """The planner's choice for this many ranks of the named machine, or what was asked for. GPUs measure what auto is."""
+def _choose(problem: Problem, schedule: str, there: Plan, machine: Machine, device: str) -> str:
+    """What runs here. CPU ranks run what is predicted for the named machine; GPUs run what was asked for, and measure auto."""
+    if device == "cpu" and not problem.nodes:
+        return there.chosen.spec
     if schedule != "auto":
         built = schedules.build(problem, *schedules.parse(schedule))
         return schedules.spec(built.name, built.chunks)
     if device == "cuda":
         return "auto"
-    # CPU ranks may be more than the machine has GPUs: as if it had so many.
+    # Few families can serve ranks on several nodes, and the named machine is one node. CPU ranks may be more than it has GPUs.
     enough = replace(machine, world_size=max(machine.world_size, problem.world_size))
     return plan(problem, enough).chosen.spec
+
+
+def _proved(problem: Problem, spec: str, fan_out: bool) -> Schedule:
+    """The schedule of that name. Raises ScheduleError if the checker cannot prove it."""
+    built = schedules.build(problem, *schedules.parse(spec), fan_out=fan_out)
+    check(built)
+    return built
 
 
 def _predict(problem: Problem, schedule: str, machine: Machine) -> Plan:
@@ -155,7 +173,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one rank saw of a site. spec: the schedule that ran. spans: one call of it."""
+    """What one rank saw of a layer. spec: the schedule that ran. spans: one call of it."""
 
     spec: str
     max_error: float
@@ -164,9 +182,13 @@ class Measured:
     tried: dict[str, float]
 
 
-def measure_site(problem: Problem, spec: str, seed: int, device: str, fan_out: bool | None = None) -> Measured:
-    """One rank's part: draw inputs, check the result, time the schedule against the sequential one. fan_out: whether it has a
-    copy lane for each peer; default: as the device's profile has it."""
+def measure_site(
+    problem: Problem, spec: str, seed: int, device: str, fan_out: bool | None = None, rounds: int | None = None
+) -> Measured:
+    """One rank's part: draw inputs, check the result, time the schedule against the sequential one, record a call. fan_out:
+    whether it has a copy lane for each peer; default: as the device's profile has it. rounds: how often it is timed; default:
+    as ROUNDS has it."""
+    rounds = ROUNDS[device] if rounds is None else rounds
     rank = dist.get_rank()
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
     given = _inputs(problem, rank, seed, on)
@@ -178,9 +200,8 @@ def measure_site(problem: Problem, spec: str, seed: int, device: str, fan_out: b
         asked = spec = choice.spec
         tried = choice.us
     error = _error(problem, given, out, rank)
-    _round(problem, asked, given, on)
-    rounds = tuple(_round(problem, asked, given, on) for _ in range(ROUNDS[device]))
-    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, asked, given), tried=tried)
+    timed = tuple(_round(problem, asked, given, on) for _ in range(rounds + bool(rounds)))[1:]  # the first one warms up
+    return Measured(spec=spec, max_error=error, rounds=timed, spans=_spans(problem, asked, given), tried=tried)
 
 
 def _asked(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) -> tuple[str, Schedule | None]:
@@ -317,24 +338,30 @@ def tolerance(schedule: Schedule) -> float:
     return float((1 + partials) * unit + 4 * problem.k**0.5 * torch.finfo(torch.float32).eps)
 
 
-def _site_run(name: str, built: Schedule, measured: list[Measured], there: Plan) -> SiteRun:
-    def median(time_us: Callable[[tuple[Round, ...]], float]) -> float:
-        """Over rounds, of a time that is taken from one round of all ranks."""
-        return statistics.median(map(time_us, zip(*(m.rounds for m in measured), strict=True)))
-
-    return SiteRun(
-        site=name,
+def _layer_run(name: str, built: Schedule, measured: list[Measured], there: Plan) -> LayerRun:
+    return LayerRun(
+        name=name,
         problem=built.problem,
         schedule=built.name,
         chunks=built.chunks,
         max_error=max(m.max_error for m in measured),
         tolerance=tolerance(built),
+        plan=there,
+        spans=_from_zero([s for m in measured for s in m.spans]),
+        speeds=_speeds(measured) if measured[0].rounds else None,
+    )
+
+
+def _speeds(measured: list[Measured]) -> Speeds:
+    def median(time_us: Callable[[tuple[Round, ...]], float]) -> float:
+        """Over rounds, of a time that is taken from one round of all ranks."""
+        return statistics.median(map(time_us, zip(*(m.rounds for m in measured), strict=True)))
+
+    return Speeds(
         sequential_us=median(lambda ranks: max(r.sequential_us for r in ranks)),
         overlapped_us=median(lambda ranks: max(r.overlapped_us for r in ranks)),
         computation_us=median(lambda ranks: _gemm_us([s for r in ranks for s in r.sequential_spans])),
         communication_us=median(lambda ranks: _collective_us([s for r in ranks for s in r.sequential_spans])),
-        plan=there,
-        spans=_from_zero([s for m in measured for s in m.spans]),
         tried=measured[0].tried,
     )
 

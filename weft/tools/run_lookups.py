@@ -1,4 +1,4 @@
-"""What `weft run` does at an embedding site: tables and bags of one rank, the call, and its error."""
+"""What `weft run` does at an embedding layer: tables and bags of one rank, the call, and its error."""
 
 from __future__ import annotations
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import TypeVar
 
 import torch
 
@@ -22,9 +24,10 @@ from weft.runtime.choose import fans_out
 from weft.runtime.groups import GroupState
 from weft.schedules.concurrent import SEQUENTIAL, Method, build, method_of, parse
 
-_GIVEN = 64
-"""Schedules given as values that are remembered as proved: a program has a few, and one that makes a new one for each use
-proves each."""
+K = TypeVar("K")
+T = TypeVar("T")
+MOST = 256
+"""Keys, named ways, schedules given as values and sets of kernels that a group remembers, of each those that were used last."""
 
 
 class Use:
@@ -117,25 +120,25 @@ class Calls:
     def __init__(self, rank_group: RankGroup, meet: Callable[[str, int], tuple[int, ...]]) -> None:
         self.rank_group, self.meet = rank_group, meet
         self._lock = threading.RLock()
-        self._calls: dict[tuple[object, ...], KeyedCall] = {}
-        self._kernels: dict[tuple[object, ...], Kernels] = {}
+        self._calls: OrderedDict[tuple[object, ...], KeyedCall] = OrderedDict()
+        """Ranks use keys in the same order, so all of them forget the same ones."""
+        self._kernels: OrderedDict[tuple[object, ...], Kernels] = OrderedDict()
         self._executors: dict[torch.device, Executor] = {}
-        self._methods: dict[tuple[object, ...], Method] = {}
-        self._given: dict[str, Method] = {}
+        self._methods: OrderedDict[tuple[object, ...], Method] = OrderedDict()
+        self._given: OrderedDict[str, Method] = OrderedDict()
         self._hooks: list[Callable[[], ConcurrentChoice]] = []
 
     def call(self, key: str, collectives: Sequence[Collective], kernels: Kernels, *, fixed: bool) -> KeyedCall:
         """What a key stands for; ranks meet at its first use. Raises RankMismatch where they mean different things by it."""
         same = (key, *(collective.signature for collective in collectives))
         with self._lock:
-            found = self._calls.get(same)
-            if found is None:
+            if same not in self._calls:
                 parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
                 self.meet("\n".join([f"concurrent: {key}", *parts]), 0)
                 device, problem = collectives[0].device, self.problem(collectives)
                 tuner = self.tuner(key, device, residents=kernels.residents, fixed=fixed)
-                found = self._calls[same] = KeyedCall(tuner, cache(lambda spec: _method(problem, spec, device)))
-            return found
+                self._calls[same] = KeyedCall(tuner, cache(lambda spec: _method(problem, spec, device)))
+            return _used(self._calls, same)
 
     def tuner(
         self, key: str, device: torch.device, *, residents: Callable[[], tuple[int, ...]] = tuple, fixed: bool = False
@@ -167,27 +170,23 @@ class Calls:
         same = (spec, *(collective.signature for collective in collectives))
         if same not in self._methods:
             self._methods[same] = _method(self.problem(collectives), spec, collectives[0].device)
-        return self._methods[same]
+        return _used(self._methods, same)
 
     def proved(self, schedule: Schedule) -> Method:
-        """What a schedule says that was given as a value. The first use of a value proves it; the last _GIVEN are remembered.
+        """What a schedule says that was given as a value. The first use of a value proves it; the last MOST are remembered.
         Raises ValueError for a schedule that is wrong, and for one of which something would not run."""
         with self._lock:
-            method = self._given.pop(schedule.digest, None)
-            if method is None:
+            if schedule.digest not in self._given:
                 check(schedule)
-                method = method_of(schedule)
-            self._given[schedule.digest] = method
-            if len(self._given) > _GIVEN:
-                del self._given[next(iter(self._given))]
-            return method
+                self._given[schedule.digest] = method_of(schedule)
+            return _used(self._given, schedule.digest)
 
     def kernels(self, named: Sequence[object], caps: Sequence[int] | None) -> Kernels:
         """Of these kernels, what is launched for them. The same at each use."""
         same = (*(id(kernel) for kernel in named), tuple(caps) if caps is not None else None)
         if same not in self._kernels:
             self._kernels[same] = Kernels(named, caps)
-        return self._kernels[same]
+        return _used(self._kernels, same, forget=Kernels.close)
 
     def executor(self, device: torch.device) -> Executor:
         """What runs schedules on a device."""
@@ -208,8 +207,16 @@ class Calls:
             kernels.close()
         for executor in self._executors.values():
             executor.close(broken=self.rank_group.broken is not None)
-        for kept in (self._calls, self._kernels, self._executors, self._methods, self._given, self._hooks):
-            kept.clear()
+        for table in (self._calls, self._kernels, self._executors, self._methods, self._given, self._hooks):
+            table.clear()
+
+
+def _used(table: OrderedDict[K, T], key: K, *, forget: Callable[[T], object] = lambda one: None) -> T:
+    """An entry that is used now. The one that was used longest ago is forgotten where there are more than MOST."""
+    table.move_to_end(key)
+    if len(table) > MOST:
+        forget(table.popitem(last=False)[1])
+    return table[key]
 
 
 def _built(problem: ConcurrentProblem, spec: str, device: torch.device) -> Schedule:

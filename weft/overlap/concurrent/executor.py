@@ -19,6 +19,7 @@ or after it, and auto does not try it there.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.compat.autograd import NO_BACKWARD, at_end_of_backward, backward_pass
 from weft.overlap.concurrent.collectives import Collective, SendReceive
 from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import Abilities, Method
@@ -79,7 +81,8 @@ class Executor(ABC):
 
     @abstractmethod
     def future(self, method: Method, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """A collective that is under way, beside what the caller enqueues next, and its result once it has ended."""
+        """A collective that is under way, beside what the caller enqueues next, and its result once it has ended. On CPUs the
+        wait is bounded, and within a backward pass the pass raises PeerLost or WaitTimeout at its end."""
 
     @contextmanager
     def running(self, method: Method, collectives: Sequence[Collective]) -> Iterator[None]:
@@ -104,6 +107,41 @@ class Executor(ABC):
     def close(self, *, broken: bool) -> None:
         """Give back what methods have taken. Collective, unless `broken`: then peers are lost, and what is under way may never
         end."""
+
+
+class _Ending:
+    """A wait for a collective of gloo's, bounded, on a thread of its own."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait, self._error = wait, list[BaseException]()
+        self._ended: torch.futures.Future[None] = torch.futures.Future()
+
+    def future(self, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """The result, once the collective has ended."""
+
+        def given(_: torch.futures.Future[None]) -> torch.Tensor:
+            self._raise()
+            return result
+
+        found: torch.futures.Future[torch.Tensor] = self._ended.then(given)
+        threading.Thread(target=self._run, name="weft-ending", daemon=True).start()
+        return found
+
+    def wait(self) -> None:
+        """Return once the collective has ended. Raises PeerLost or WaitTimeout."""
+        self._ended.wait()
+        self._raise()
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+        except BaseException as error:
+            self._error.append(error)
+        self._ended.set_result(None)
+
+    def _raise(self) -> None:
+        if self._error:
+            raise self._error[0]
 
 
 class HostExecutor(Executor):
@@ -187,15 +225,10 @@ class HostExecutor(Executor):
 
     def future(self, method: Method, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         if method.transport == "vendor":
-            work = collective.enqueue(collective.ranks, async_op=True)
-            assert work is not None, "this rank is in the group"
-
-            def given(done: torch.futures.Future[object]) -> torch.Tensor:
-                done.value()  # raises what the collective ended by
-                return result
-
-            under_way: torch.futures.Future[torch.Tensor] = work.get_future().then(given)
-            return under_way
+            ending = _Ending(self._started(collective))
+            if backward_pass() != NO_BACKWARD:
+                at_end_of_backward(ending.wait)  # torch would make a RuntimeError of what the future ends by
+            return ending.future(result)
         self.enqueue(method, collective)
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         made.set_result(result)
