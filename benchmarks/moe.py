@@ -30,7 +30,7 @@ import traces
 from measure import Times, Work, close_to, parser, row, together, trial
 from parts import chosen, folder_of, profiles, run_parts
 
-from weft.models.experts import Routing, experts_apart, swiglu
+from weft.models.experts import ExpertLimits, Routing, experts_apart, swiglu
 from weft.ops import all_to_all_matmul, matmul_all_to_all
 from weft.ops.ragged_all_to_all import ragged_gated
 
@@ -84,7 +84,7 @@ class Layer:
     """This rank's tokens and experts. Legend: T tokens, H hidden, F width, e experts of this rank."""
 
     def __init__(self, tokens: int, capacity: float) -> None:
-        self.size, self.capacity = dist.get_world_size(), capacity
+        self.size, self.capacity, self.limits = dist.get_world_size(), capacity, ExpertLimits(capacity=capacity)
         own, mine = tokens // self.size, EXPERTS // self.size
         self.x_TH = _normal(own, HIDDEN)
         self.grad_TH = _normal(own, HIDDEN).detach()
@@ -128,7 +128,7 @@ class Layer:
         group, routing = dist.group.WORLD, Routing(self.index, EXPERTS)
         assert group is not None
         into, out = self.up_e2FH.transpose(1, 2), self.down_eHF.transpose(1, 2)
-        return experts_apart(self.x_TH, routing, self.weights, into, out, swiglu, group, self.capacity)
+        return experts_apart(self.x_TH, routing, self.weights, into, out, swiglu, group, self.limits)
 
     def computed(self) -> torch.Tensor:
         """As if rows had arrived."""

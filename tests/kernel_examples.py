@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from weft.core.capabilities import Capabilities
+from weft.core.experts import FARTHEST, REFUSED
 from weft.core.problem import Op, Problem, split
 from weft.kernels import all_reduce, experts, gemm, gemm_kernel, lookup, push, ragged, ragged_rows, reduce, runs, segments
 from weft.kernels import update as update_kernels
@@ -154,6 +155,10 @@ def _experts(_: Capabilities) -> Iterator[Example]:
         ("_swiglu_backward_kernel", "*bf16 *bf16 *i32 *bf16", counts),
     ):
         yield _typed(getattr(experts, name), types, constants | columns, "width", warps=experts._WARPS)
+    indices = {"SIZE": experts._INDICES}
+    refused = {"REFUSED": REFUSED, "FARTHEST": FARTHEST}
+    yield _typed(experts._count_kernel, "*i64 *i64", refused | indices, warps=experts._WARPS)
+    yield _typed(experts._places_kernel, "*i64 *i64 *i64 *i64", {"EXPERTS": 8} | indices, warps=experts._WARPS)
 
 
 _TABLES = {"ROWS": 8, "WIDTH": 256, "ALIGN": 8, "ELEMENT": tl.bfloat16, "ITEM": 2}

@@ -232,7 +232,7 @@ def _mistakes() -> None:
     index, weights = torch.zeros(TOKENS, 2, dtype=torch.int64), torch.ones(TOKENS, 2)
     small = parallelize_module(Experts(2, HIDDEN, WIDTH), mesh, weft.ExpertParallel(capacity=0.5))
     for _ in range(2):  # the group goes on
-        with pytest.raises(ValueError, match="max_rows is 10, but 40 rows arrived at rank 0"):
+        with pytest.raises(ValueError, match=r"capacity=0.5\) leaves room for 10 rows, but 40 rows arrived at rank 0"):
             small(torch.ones(TOKENS, HIDDEN), index, weights)
     partly, uneven = OldBlock(), OldBlock()
     partly.experts[1].w3.requires_grad_(False)

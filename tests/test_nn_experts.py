@@ -242,4 +242,3 @@ def test_only_the_usual_activation_is_the_kernels() -> None:
     hidden, counts = torch.ones(1, 4), torch.tensor([1])
     for experts in (Experts(2, 4, 4, torch.nn.functional.relu), Clamped(2, 4, 4)):
         assert _activation(experts)(hidden, counts).equal(experts._apply_gate(hidden))
-    assert weft.ExpertParallel().capacity is None

@@ -29,6 +29,7 @@ SCHEMAS = [
     "weft::embedding_bag_update(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor "
     "offsets, Tensor? weights, str group, int rank, int[] counts, int[] dims, SymInt batch, str how, str kind, float "
     "lr, float eps, bool of_weights) -> Tensor",
+    "weft::experts_route(Tensor index, int experts, int last) -> (Tensor, Tensor, Tensor)",
     "weft::experts_spread(Tensor x, Tensor place) -> Tensor",
     "weft::experts_total(Tensor rows, Tensor place, Tensor? weights) -> Tensor",
     "weft::experts_total_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
@@ -38,12 +39,13 @@ SCHEMAS = [
     "weft::matmul_all_to_all_columns(Tensor a, Tensor b, str group, int world_size, str schedule) -> Tensor",
     "weft::matmul_reduce_scatter(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule, "
     "str op) -> Tensor",
-    "weft::ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows) -> "
-    "(Tensor, Tensor)",
+    "weft::ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
+    "SymInt? a_rows, str limit) -> (Tensor, Tensor)",
     "weft::ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
-    "bool return_received) -> Tensor[]",
-    "weft::ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows) ->"
-    " (Tensor, Tensor)",
+    "SymInt? a_rows, str limit, bool return_received) -> Tensor[]",
+    "weft::ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
+    "SymInt? a_rows, str limit) -> (Tensor, Tensor)",
+    "weft::rows_of_ranks(Tensor a, str group, str limit) -> (SymInt, SymInt)",
     "weft::swiglu(Tensor hidden, Tensor counts) -> Tensor",
     "weft::swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor",
 ]

@@ -138,9 +138,9 @@ def _compiled() -> None:
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, two.grad)
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    arguments = (case.rows[rank], case.b[rank], splits, group, size, 64, True)
+    arguments = (case.rows[rank], case.b[rank], splits, group, size, 64, None, "", True)
     torch.library.opcheck(torch.ops.weft.ragged_all_to_all_matmul, arguments, test_utils=("test_schema", "test_faketensor"))
-    arguments = (case.rows[rank], case.b[rank], splits.t().contiguous(), group, size, 64)
+    arguments = (case.rows[rank], case.b[rank], splits.t().contiguous(), group, size, 64, None, "")
     torch.library.opcheck(torch.ops.weft.ragged_matmul_all_to_all, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_left_out_and_ends_the_calls_of_all_ranks(interpret
 def test_a_number_of_rows_below_zero_is_none_and_told(interpreted: Ranks) -> None:
     first, second = interpreted.run(_until_told, -1, torch.tensor([-1, 8], dtype=torch.int32), 24)
     assert first[0] == "0: right, 0 rows"
-    assert first[1].startswith("1: ValueError: splits of an earlier call has -1; it must be numbers of rows, 0 or more")
+    assert first[1].startswith("1: ValueError: splits has -1 in an earlier call; it must be numbers of rows, 0 or more")
     assert second[0] == "0: right, 16 rows"
 
 

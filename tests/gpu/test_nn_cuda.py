@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from on_gpus import NEEDS_TWO, SIZES, alarm
@@ -149,6 +150,37 @@ def _alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def test_experts(pool: Ranks) -> None:
     pool.run(_experts, timeout_s=90)
+
+
+@alarm(60)
+def _uneven() -> None:
+    """Other numbers of tokens on each rank in each call, and tokens without experts. Then an index that names no expert."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone, shared = _both(size)
+    for call, tokens in enumerate(((96, 0), (5, 64), (0, 0), (33, 33), (1, 96))):
+        x, index, weights = _routed(size, call)
+        index[:, ::5, 1] = -1
+        parts = [(x[r, : tokens[r % 2]], index[r, : tokens[r % 2]], weights[r, : tokens[r % 2]]) for r in range(size)]
+        got, wanted = shared(*parts[rank]), [alone(*part) for part in parts]
+        assert got.shape == wanted[rank].shape
+        for model, out in ((shared, got), (alone, torch.cat(wanted))):
+            model.zero_grad()
+            out.float().square().sum().backward()
+        if tokens[rank % 2]:
+            _alike(got, wanted[rank])
+        if any(tokens):
+            for name, parameter in shared.named_parameters():
+                _alike(parameter.grad.full_tensor(), alone.get_parameter(name).grad)  # type: ignore[union-attr, operator]
+    index[:, 0, 0] = 2 * size
+    shared(x[rank], index[rank], weights[rank])
+    with pytest.raises((ValueError, weft.WeftError), match=f"top_k_index has {2 * size}"):
+        weft.synchronize()
+    dist.barrier()
+    weft.close()
+
+
+def test_any_number_of_tokens_on_each_rank(pool: Ranks) -> None:
+    pool.run(_uneven, timeout_s=90)
 
 
 @alarm(60)

@@ -506,7 +506,8 @@ class RaggedProblem(Problem):
 
     m: max_rows, the most rows that may arrive at a rank. capacity: the most rows that a rank's a may have. experts: on each
     rank; expert e of a rank has a b of its own, k by n. gated: the result is silu(left half) * right half of a product of 2 n
-    columns. return_received: a dispatch hands back the rows that it multiplies, too. world_size, dtype: as in Problem.
+    columns. return_received: a dispatch hands back the rows that it multiplies, too. limit: the settings that m follows from,
+    as errors name them; "" where the caller has passed max_rows. world_size, dtype: as in Problem.
 
     A segment is the rows that rank src sends to rank dst for one expert. Their number may be any, 0 included. A buffer holds
     whole segments, one after the other without gaps, so that a segment begins at the sum of the counts of all segments before
@@ -523,6 +524,7 @@ class RaggedProblem(Problem):
     experts: int = 1
     gated: bool = False
     return_received: bool = False
+    limit: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,11 +1,14 @@
 """What lies around experts' matmuls, each in one pass over memory: rows to experts, their activation, the sum of a token's.
 
+    count()    index [T, k]            to counts [E] of rows, and the least index that is refused
+    places()   order of a sort         to place [T, k]                     place[order[i]] = i; -1 for a token without an expert
     spread()   x [T, H]                to rows by expert [T k, H]          rows[place[t, j]] = x[t]
     total()    rows by expert          to [T, H]                           sum over j of weights[t, j] * rows[place[t, j]]
     swiglu()   [rows, 2 F]             to [rows, F]                        silu(left half) * right half, for the rows there are
 
-and their gradients. place: [T, k] int64, a permutation of the T k rows. Sums are in float32, over j in order, and rounded once;
-nothing is added atomically, so that results have the same bits each time. How many rows there are, of those that a capacity has
+and their gradients. place: [T, k] int64, each token's rows among the T k rows, or -1 for no row, of which nothing is stored,
+read or added. Sums are in float32, over j in order, and rounded once; nothing but whole numbers is added atomically, so that
+results have the same bits each time. How many rows there are, of those that a capacity has
 room for, is the sum of counts, which lies on the device: the others are stored as zeros, and not read.
 """
 
@@ -15,8 +18,48 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.core.experts import FARTHEST, REFUSED
+
 _COLS = 2048
 _WARPS = 8
+_INDICES = 1024
+"""Indices that a block counts, or places."""
+
+
+@triton.jit
+def _count_kernel(
+    index_ptr, words_ptr, count, experts, last, REFUSED: tl.constexpr, FARTHEST: tl.constexpr, SIZE: tl.constexpr
+):
+    """words: rows by expert, and behind them the least index below -1 or past `last`, added to REFUSED; zeros at first."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    index = tl.load(index_ptr + at, inside, 0).to(tl.int64)
+    tl.atomic_add(words_ptr + index, 1, inside & (index >= 0) & (index < experts), sem="relaxed")
+    refused = inside & ((index < -1) | (index > last))
+    far = tl.minimum(tl.maximum(index, -FARTHEST), FARTHEST)
+    least = tl.min(tl.where(refused, far + REFUSED, 0), 0)
+    if least < 0:
+        tl.atomic_min(words_ptr + experts, least, sem="relaxed")
+
+
+@triton.jit
+def _places_kernel(order_ptr, words_ptr, place_ptr, counts_ptr, count, experts, EXPERTS: tl.constexpr, SIZE: tl.constexpr):
+    """place, of rows that are sorted by expert with those of no expert behind. The first of counts says which index is
+    refused, if one is."""
+    each = tl.arange(0, EXPERTS)
+    rows = tl.load(words_ptr + each, each < experts, 0)
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    source = tl.load(order_ptr + at, at < count, 0)
+    tl.store(place_ptr + source, tl.where(at < tl.sum(rows, 0), at, -1).to(tl.int64), at < count)
+    if tl.program_id(0) == 0:
+        refused = tl.load(words_ptr + experts)
+        tl.store(counts_ptr + each, tl.where((each == 0) & (refused < 0), refused, rows), each < experts)
+
+
+@triton.jit
+def _columns_of(row, width):
+    """How many columns a token's row has: none where it has no row."""
+    return tl.where(row >= 0, width, 0)
 
 
 @triton.jit
@@ -27,7 +70,7 @@ def _spread_kernel(x_ptr, place_ptr, rows_ptr, width, TOP: tl.constexpr, COLS: t
         value = tl.load(x_ptr + token * width + col, col < width)
         for turn in tl.static_range(TOP):
             row = tl.load(place_ptr + token * TOP + turn)
-            tl.store(rows_ptr + row * width + col, value, col < width)
+            tl.store(rows_ptr + row * width + col, value, col < _columns_of(row, width))
 
 
 @triton.jit
@@ -40,9 +83,9 @@ def _total_kernel(
         acc = tl.zeros((COLS,), tl.float32)
         for turn in tl.static_range(TOP):
             row = tl.load(place_ptr + token * TOP + turn)
-            value = tl.load(rows_ptr + row * width + col, col < width, 0).to(tl.float32)
+            value = tl.load(rows_ptr + row * width + col, col < _columns_of(row, width), 0).to(tl.float32)
             if WEIGHED:
-                value *= tl.load(weights_ptr + token * TOP + turn).to(tl.float32)
+                value *= tl.load(weights_ptr + token * TOP + turn, row >= 0, 0).to(tl.float32)
             acc += value
         tl.store(out_ptr + token * width + col, acc.to(out_ptr.dtype.element_ty), col < width)
 
@@ -64,11 +107,12 @@ def _total_backward_kernel(
         row = tl.load(place_ptr + token * TOP + turn)
         weight = tl.load(weights_ptr + token * TOP + turn).to(tl.float32)
         products = tl.zeros((COLS,), tl.float32)
+        there = _columns_of(row, width)
         for first in range(0, width, COLS):
             col = first + tl.arange(0, COLS)
-            grad = tl.load(grad_ptr + token * width + col, col < width, 0).to(tl.float32)
-            products += grad * tl.load(rows_ptr + row * width + col, col < width, 0).to(tl.float32)
-            tl.store(grad_rows_ptr + row * width + col, (grad * weight).to(grad_rows_ptr.dtype.element_ty), col < width)
+            grad = tl.load(grad_ptr + token * width + col, col < there, 0).to(tl.float32)
+            products += grad * tl.load(rows_ptr + row * width + col, col < there, 0).to(tl.float32)
+            tl.store(grad_rows_ptr + row * width + col, (grad * weight).to(grad_rows_ptr.dtype.element_ty), col < there)
         found = tl.sum(products, 0)
         tl.store(grad_weights_ptr + token * TOP + turn, found.to(grad_weights_ptr.dtype.element_ty))
 
@@ -109,6 +153,30 @@ def _swiglu_backward_kernel(grad_ptr, hidden_ptr, counts_ptr, out_ptr, count, wi
         to_gate = grad * up * part * (1 + gate * (1 - part))
         tl.store(out_ptr + col, to_gate.to(out_ptr.dtype.element_ty), col < width)
         tl.store(out_ptr + width + col, (grad * gate * part).to(out_ptr.dtype.element_ty), col < width)
+
+
+def count(index: torch.Tensor, experts: int, last: int) -> torch.Tensor:
+    """index: [T, k]. Returns int64 [experts + 1]: rows of each, then the least index below -1 or past `last`, plus REFUSED."""
+    words = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
+    if index.numel():
+        constants = {"REFUSED": REFUSED, "FARTHEST": FARTHEST, "SIZE": _INDICES}
+        _count_kernel[_blocks(index)](index.contiguous(), words, index.numel(), experts, last, **constants, num_warps=_WARPS)
+    return words
+
+
+def places(order: torch.Tensor, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """order: [T k], where each row is in index, sorted by expert. words: what `count` returns. Returns (place, counts)."""
+    place, experts = torch.empty_like(order), len(words) - 1
+    if not order.numel():
+        return place, words[:experts]
+    counts = torch.empty_like(words[:experts])
+    constants = {"EXPERTS": int(triton.next_power_of_2(experts)), "SIZE": _INDICES}
+    _places_kernel[_blocks(order)](order, words, place, counts, order.numel(), experts, **constants, num_warps=_WARPS)
+    return place, counts
+
+
+def _blocks(indices: torch.Tensor) -> tuple[int]:
+    return (triton.cdiv(indices.numel(), _INDICES),)
 
 
 def spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from weft.models.experts import Activation, Experts, Routing, experts_apart
+from weft.models.experts import Activation, ExpertLimits, Experts, Routing, experts_apart
 from weft.models.linear import require_one_dimension
 from weft.models.products import in_one_dtype
 from weft.models.sites import CommunicatingLayer, LayerCalls, note
@@ -36,22 +36,30 @@ class ExpertParallel(ParallelStyle):
     down_proj [E, H, F] (Mixtral, Qwen-MoE and others, from 5.0 on), or those stacked experts by themselves; and Mixtral's
     block of earlier versions, with a list of experts, which become stacked ones: load its weights first.
 
-    The block takes and gives this rank's own tokens, as many on each rank. Parameters of experts become DTensors, Shard(0);
-    their gradients are sums over all ranks' tokens. All else, the router too, stays as it is, with gradients of this rank's
-    tokens.
+    The block takes and gives this rank's own tokens. Their number may be any, 0 included, another on each rank and in each
+    call. An expert's index of -1 names none: the token has no part of it, and no gradient. So does the number of experts in the
+    experts of transformers. Any other index that is no expert's is a ValueError: on CPUs at once and on all ranks, on GPUs in a
+    later call. Parameters of experts become DTensors, Shard(0); their gradients are sums over all ranks' tokens. All else, the
+    router too, stays as it is, with gradients of this rank's tokens.
 
-    capacity: the most rows that may arrive at a rank, in multiples of what it sends (tokens times top k), which bounds memory;
-    rows past that are left out, and a ValueError says so in a later call. None: all that ranks can send, nothing is left out.
+    capacity: the most rows that may arrive at a rank, in multiples of what the rank with the most tokens sends (tokens times
+    top k), rounded up, which bounds memory; rows past that are left out, and a ValueError says so, on GPUs in a later call.
+    None: all that ranks send, nothing is left out.
+
+    max_tokens: the most tokens that a rank will have. Memory is for so many in every call, and no call asks the other ranks.
+    More are a ValueError. None: in each forward the hosts tell each other how many they have.
 
     Operators: all_to_all_matmul and matmul_all_to_all with splits on the device; on GPUs they take bfloat16 and float16. Raises
     ValueError for modules that have no such experts, and for a number of experts that ranks do not divide.
     """
 
-    def __init__(self, *, capacity: float | None = None) -> None:
+    def __init__(self, *, capacity: float | None = None, max_tokens: int | None = None) -> None:
         super().__init__()
-        if capacity is not None and not (isinstance(capacity, (int, float)) and capacity > 0):
+        if capacity is not None and not (isinstance(capacity, (int, float)) and 0 < capacity < float("inf")):
             raise ValueError(f"capacity is {capacity!r}; it must be above 0, or None for all that ranks can send")
-        self.capacity = capacity
+        if max_tokens is not None and not (type(max_tokens) is int and max_tokens > 0):
+            raise ValueError(f"max_tokens is {max_tokens!r}; it must be a whole number above 0, or None for any number")
+        self.limits = ExpertLimits(capacity=capacity, max_tokens=max_tokens)
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Raises ValueError for what applying it would refuse. Changes nothing."""
@@ -71,7 +79,7 @@ class ExpertParallel(ParallelStyle):
         for name in _STACKED:
             weight = distribute_tensor(getattr(experts, name), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
-        experts.__dict__["_weft_capacity"] = self.capacity
+        experts.__dict__["_weft_limits"] = self.limits
         experts.__class__ = _apart(type(experts))
         ran = experts.__dict__["_weft_ran"] = LayerCalls()
         note(experts, CommunicatingLayer(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
@@ -86,10 +94,11 @@ class _Apart(nn.Module):
         into, out = (weight.to_local() for weight in weights)
         if not getattr(self, "is_transposed", False):
             into, out = into.transpose(1, 2), out.transpose(1, 2)
-        routing = Routing(top_k_index, cast(int, self.num_experts))
+        # The decorator of transformers' experts sets has_bias, and their code skips an index of num_experts.
+        routing = Routing(top_k_index, cast(int, self.num_experts), skips_last=hasattr(self, "has_bias"))
         hidden_states, into, out = in_one_dtype(hidden_states, (into, out))
-        group, capacity = weights[0].device_mesh.get_group(), self.__dict__["_weft_capacity"]
-        found = experts_apart(hidden_states, routing, top_k_weights, into, out, _activation(self), group, capacity)
+        group, limits = weights[0].device_mesh.get_group(), self.__dict__["_weft_limits"]
+        found = experts_apart(hidden_states, routing, top_k_weights, into, out, _activation(self), group, limits)
         self.__dict__["_weft_ran"].note(_OPERATORS, routing.order.shape[0])
         return found
 

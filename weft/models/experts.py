@@ -10,14 +10,15 @@ weft.models.expert_parallel shards a module's experts over ranks; unsharded, the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.ops import all_to_all_matmul, matmul_all_to_all
-from weft.ops.experts import experts_spread, experts_total, swiglu
-from weft.ops.ragged_all_to_all import ragged_gated, room, room_home
+from weft.core.experts import refused_index
+from weft.ops.experts import experts_route, experts_spread, experts_total, swiglu
+from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, ragged_gated, rows_of_ranks
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From [rows, 2 F], what both halves of the first weight make, to [rows, F]. The second argument's sum is how many of the rows
@@ -27,22 +28,17 @@ there are; what is made of the others does not count."""
 class Routing:
     """Which rows experts work on: a token's row once for each of its experts, by expert.
 
-    index: [T, k], experts of 0 to E - 1. order: [T k], where each row by expert is in index; place: [T, k], its inverse, which
-    row by expert is each token's; counts: [E] rows of each. On the device, with no word to the host.
+    index: [T, k], experts of 0 to E - 1, or -1 for none; where skips_last, E is none, too. order: [T k], where each row by
+    expert is in index; place: [T, k], its inverse, which row by expert is each token's, or -1; counts: [E] rows of each. On the
+    device, with no word to the host: an index that is refused is found in counts (weft.core.experts).
 
-    >>> routing = Routing(torch.tensor([[2, 0], [0, 1]]), 3)
+    >>> routing = Routing(torch.tensor([[2, 0], [0, -1]]), 3)
     >>> routing.order.tolist(), routing.place.tolist(), routing.counts.tolist()
-    ([1, 2, 3, 0], [[3, 0], [1, 2]], [2, 1, 1])
+    ([1, 2, 0, 3], [[2, 0], [1, -1]], [2, 0, 1])
     """
 
-    def __init__(self, index: torch.Tensor, experts: int) -> None:
-        flat = index.flatten()
-        # A radix sort goes over its keys once for each of their bytes.
-        self.order = flat.to(torch.uint8 if experts <= 256 else torch.int32).argsort(stable=True)
-        self.place = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(flat), device=flat.device))
-        self.place = self.place.view(index.shape)
-        zeros = torch.zeros(experts, dtype=torch.int64, device=index.device)
-        self.counts = zeros.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
+    def __init__(self, index: torch.Tensor, experts: int, *, skips_last: bool = False) -> None:
+        self.order, self.place, self.counts = experts_route(index, experts, experts if skips_last else experts - 1)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] to rows by expert, [T k, H]."""
@@ -61,10 +57,15 @@ def experts_alone(
     out: torch.Tensor,
     act: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """All experts on this rank. into: [E, H, 2 F]. out: [E, F, H]. Returns [T, H]. The host waits for the counts."""
-    parts = torch.split(routing.spread(x), routing.counts.tolist())
+    """All experts on this rank. into: [E, H, 2 F]. out: [E, F, H]. Returns [T, H]. The host waits for the counts. Raises
+    ValueError for an index that names no expert, nor none."""
+    counts = routing.counts.tolist()
+    if counts and (index := refused_index(counts[0])) is not None:
+        raise ValueError(f"top_k_index has {index}; of {len(counts)} experts it must be 0 to {len(counts) - 1}, or -1 for none")
+    rows = routing.spread(x)
+    *parts, behind = torch.split(rows, [*counts, rows.shape[0] - sum(counts)])
     found = [act(part @ first) @ second for part, first, second in zip(parts, into, out, strict=True)]
-    return routing.gather(torch.cat(found), weights)
+    return routing.gather(torch.cat([*found, found[0].new_zeros(behind.shape)]), weights)
 
 
 def experts_apart(
@@ -75,32 +76,63 @@ def experts_apart(
     out: torch.Tensor,
     act: Activation,
     group: dist.ProcessGroup,
-    capacity: float | None,
+    limits: ExpertLimits,
 ) -> torch.Tensor:
     """Experts over ranks, E / world_size on each in the order of ranks: rows go to their experts and come home.
 
     Replaces
         all_to_all_single(received, rows); grouped matmuls; all_to_all_single(home, results)
 
-    x: [T, H], this rank's tokens, as many as every rank's. into: [e, H, 2 F], out: [e, F, H], this rank's experts. capacity:
-    the most rows that may arrive at a rank, in multiples of T k, rounded up (weft.ops.ragged_all_to_all.room); None: all that
-    ranks can send. Returns [T, H].
+    x: [T, H], this rank's tokens, in any number, which may be another on each rank. into: [e, H, 2 F], out: [e, F, H], this
+    rank's experts. Returns [T, H].
 
         rows by expert ~all_to_all_matmul~> act ~matmul_all_to_all~> rows by expert, home
 
     Where no gradient is asked for and act is swiglu, it is the end of the first matmul, whose product is never stored.
     """
-    size, sent = group.size(), routing.order.shape[0]
-    most = room(size * sent if capacity is None else int(capacity * sent))
-    splits, rows = routing.counts.view(size, -1), routing.spread(x)
-    if act is swiglu and not (torch.is_grad_enabled() and (rows.requires_grad or into.requires_grad)):
-        middle, arrived = ragged_gated(rows, into, group, splits, most)
+    sent, most = limits.rows(routing, group)
+    splits, rows = routing.counts.view(group.size(), -1), routing.spread(x)
+    trains = torch.is_grad_enabled() and (rows.requires_grad or into.requires_grad or out.requires_grad)
+    if trains and not (rows.requires_grad or torch.compiler.is_compiling()):
+        # Other ranks may need the gradients of their tokens, though this one, of an empty batch, does not: all bring them home.
+        rows.requires_grad_()
+    if act is swiglu and not trains:
+        middle, arrived = ragged_gated(rows, into, group, splits, most, a_rows=sent, limit=limits.text)
     else:
         keep = torch.is_grad_enabled() and into.requires_grad
-        hidden, arrived, *_ = all_to_all_matmul(rows, into, group, splits=splits, max_rows=most, return_received=keep)
+        hidden, arrived, *_ = ragged_dispatch(
+            rows, into, group, splits, most, return_received=keep, a_rows=sent, limit=limits.text
+        )
         middle = act(hidden, arrived)
-    home, _ = matmul_all_to_all(middle, out, group, splits=arrived, max_rows=room_home(sent, most))
+    home, _ = ragged_combine(middle, out, group, arrived, sent, a_rows=most, limit=limits.text)
     return routing.gather(home, weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLimits:
+    """What bounds the rows of experts over ranks, as weft.ExpertParallel has it. text: how errors name it."""
+
+    capacity: float | None = None
+    max_tokens: int | None = None
+    text: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = {"capacity": self.capacity, "max_tokens": self.max_tokens}
+        said = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        object.__setattr__(self, "text", f"ExpertParallel({said})")
+
+    def rows(self, routing: Routing, group: dist.ProcessGroup) -> tuple[int, int]:
+        """(room for the rows that a rank sends, room for those that may arrive at one), on all ranks the same. Collective
+        without max_tokens: hosts wait for each other."""
+        if self.max_tokens is None:
+            sent, total = rows_of_ranks(routing.order, group.group_name, self.text)
+        else:
+            sent = self.max_tokens * routing.place.shape[1]
+            total = group.size() * sent
+        if self.capacity is None:
+            return sent, total
+        bound: int = torch.sym_max(1, torch.sym_int(self.capacity * sent))  # type: ignore[no-untyped-call]
+        return sent, bound
 
 
 class Experts(nn.Module):

@@ -94,7 +94,7 @@ def matmul_all_to_all(
 
     **splits**, for experts whose rows go home: int32 or int64 on a's device, [world_size] rows by destination; or, with b
     [experts, K, N], [experts, world_size] rows by expert and destination. Then a [rows, K] has its rows in that order, and may
-    have more; for gradients, as many on all ranks.
+    have more. Ranks may have different numbers of rows: in the backward their hosts tell each other how many.
 
     Returns (out [max_rows, N], counts int32 [world_size, experts], or [world_size] for a b of two dimensions): rows by the rank
     that they come from and by its expert; those past the counts are zero. No host waits for a device. What does not fit (in a,

@@ -1,20 +1,23 @@
-"""What lies around the matmuls of experts, without communication: one Triton kernel each on GPUs.
+"""What lies around the matmuls of experts, without communication: one Triton kernel each on GPUs, and two around a sort.
 
+    weft::experts_route(index [T, k], experts, last)         -> order [T k], place [T, k], counts [experts]
     weft::experts_spread(x [T, H], place [T, k])             -> [T k, H]     rows[place[t, j]] = x[t]
     weft::experts_total(rows [T k, H], place, weights?)      -> [T, H]       sums over j of weights[t, j] * rows[place[t, j]]
     weft::swiglu(hidden [rows, 2 F], counts)                 -> [rows, F]    silu(left half) * right half; zeros below counts
 
-Each is computed in float32 (float64 in float64) and rounded once. On CPUs torch computes the same; under Triton's interpreter
-the kernels run there. The gradient of experts_spread is experts_total without weights, and the other way round.
+place is -1 for what names no expert. Each result is computed in float32 (float64 in float64) and rounded once. On CPUs torch
+computes the same; under Triton's interpreter the kernels run there. The gradient of experts_spread is experts_total without
+weights, and the other way round.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from weft.core.experts import FARTHEST, REFUSED
 from weft.ops.common import define
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,18 +27,81 @@ def _by_kernels(x: torch.Tensor) -> bool:
     """Whether a kernel computes it. Triton's interpreter has no bfloat16."""
     if x.is_cuda:
         return x.dtype in _KERNEL_DTYPES
-    return os.environ.get("TRITON_INTERPRET") == "1" and x.dtype in _KERNEL_DTYPES[1:]
+    return _interpreted() and x.dtype in _KERNEL_DTYPES[1:]
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+# experts_route
+
+
+class _Route(NamedTuple):
+    """experts: how many there are. last: the highest index, which is `experts` where that names none."""
+
+    experts: int
+    last: int
+
+
+def experts_route(index: torch.Tensor, experts: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How rows are sorted by expert. index: [T, k], 0 to experts - 1, or -1, or past the experts up to `last`, for none.
+
+    Returns (order [T k]: where each row by expert is in index, behind them what names none; place [T, k]: its inverse, with -1
+    for what names none; counts [experts]). An index that is refused makes the first count the number that
+    weft.core.experts.refused_index decodes; order and place then have any values within bounds.
+    """
+    order, place, counts = _experts_route(index, experts, last)
+    return order, place, counts
+
+
+def _route(index: torch.Tensor, options: _Route) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    experts, flat = options.experts, index.flatten()
+    # A radix sort goes over its keys once for each of their bytes. Of unsigned ones -1 is the highest.
+    keys = flat.to(torch.uint8) if experts < 256 else flat.to(torch.int32) & 0x7FFFFFFF
+    order = keys.argsort(stable=True)
+    if index.is_cuda or _interpreted():
+        from weft.kernels import experts as kernels
+
+        place, counts = kernels.places(order, kernels.count(flat, experts, options.last))
+        return order, place.view(index.shape), counts
+    counts = _counted_by_expert(flat.long(), options)
+    place = torch.full_like(order, -1)
+    there = order[: max(0, int(counts.sum()))]
+    return order, place.scatter_(0, there, torch.arange(len(there))).view(index.shape), counts
+
+
+def _counted_by_expert(flat: torch.Tensor, options: _Route) -> torch.Tensor:
+    counts = torch.bincount(flat[(flat >= 0) & (flat < options.experts)], minlength=options.experts)
+    refused = flat[(flat < -1) | (flat > options.last)]
+    if len(refused):
+        counts[0] = refused.min().clamp(-FARTHEST, FARTHEST) + REFUSED
+    return counts
+
+
+def _route_fake(index: torch.Tensor, options: _Route) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    long = index.new_empty(0, dtype=torch.int64)
+    return long.new_empty(index.numel()), long.new_empty(index.shape), long.new_empty(options.experts)
+
+
+_experts_route = define(
+    "experts_route(Tensor index, int experts, int last) -> (Tensor, Tensor, Tensor)",
+    _Route,
+    run=_route,
+    fake=_route_fake,
+)
+
+
 # experts_spread
 
 
 def experts_spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Each token's row once for each of its experts. place: [T, k], the rows of the result for each token; a permutation."""
+    """Each token's row once for each of its experts. place: [T, k], the rows of the result for each token; -1 for none. Rows
+    that are no token's hold anything."""
     rows: torch.Tensor = _experts_spread(x, place)
     return rows
 
@@ -47,8 +113,15 @@ def _spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         return experts.spread(x, place)
     tokens, top = place.shape
     rows = x.new_empty(tokens * top, x.shape[1])
-    rows[place.flatten()] = x.repeat_interleave(top, 0)
+    token, turn = _there(place)
+    rows[place[token, turn]] = x[token]
     return rows
+
+
+def _there(place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where tokens have rows: (token, which of its k)."""
+    token, turn = (place >= 0).nonzero(as_tuple=True)
+    return token, turn
 
 
 def _spread_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -84,7 +157,9 @@ def _total(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None
 
         return experts.total(rows, place, weights)
     each = _wide(rows[place])
-    return (each if weights is None else each * _wide(weights)[..., None]).sum(1).to(rows.dtype)
+    if weights is not None:
+        each = each * _wide(weights)[..., None]
+    return each.where(place[..., None] >= 0, 0).sum(1).to(rows.dtype)
 
 
 def _total_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -118,9 +193,10 @@ def _weighed_gradients(
 
         return experts.total_backward(grad, rows, place, weights)
     each = _wide(grad)[:, None] * _wide(weights)[..., None]
-    grad_rows = torch.empty_like(rows)
-    grad_rows[place.flatten()] = each.flatten(0, 1).to(rows.dtype)
-    return grad_rows, (_wide(rows[place]) * _wide(grad)[:, None]).sum(2).to(weights.dtype)
+    grad_rows, (token, turn) = torch.empty_like(rows), _there(place)
+    grad_rows[place[token, turn]] = each[token, turn].to(rows.dtype)
+    found = (_wide(rows[place]) * _wide(grad)[:, None]).sum(2)
+    return grad_rows, found.where(place >= 0, 0).to(weights.dtype)
 
 
 _experts_total_backward = define(

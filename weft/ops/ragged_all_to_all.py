@@ -11,6 +11,13 @@ which takes every row back:
 
     ragged_matmul_all_to_all    grad_a = back(grad_out) @ b^T       grad_b[e] = a_e^T @ back(grad_out)_e
     ragged_all_to_all_matmul    grad_a = back(grad_out @ b^T)       grad_b[e] = rows_e^T @ grad_out_e
+
+Ranks may have different numbers of rows in a. The way back needs room for the most rows of any rank, on all ranks the same:
+
+    weft::rows_of_ranks(a [rows, K], ...)    -> the most rows that the a of a rank has, and the rows of all ranks together, both
+                                                rounded up to few values
+
+Callers that know the first number pass it as a_rows. Otherwise the backward asks the other ranks for theirs.
 """
 
 from __future__ import annotations
@@ -32,29 +39,81 @@ _DISPATCH: Op = "ragged_all_to_all_matmul"
 
 
 class _Ragged(NamedTuple):
-    """Options of weft::ragged_matmul_all_to_all and weft::ragged_all_to_all_gated. group: by name."""
+    """Options of weft::ragged_matmul_all_to_all and weft::ragged_all_to_all_gated. group: by name. a_rows: the a of no
+    rank has more rows, on all ranks the same; None if that is not known. limit: the settings that max_rows follows from, as
+    errors name them; "" where the caller has passed max_rows."""
 
     group: str
     world_size: int
     max_rows: int
+    a_rows: int | None
+    limit: str
+
+
+# How many rows ranks have.
+
+
+class _Asked(NamedTuple):
+    """Options of weft::rows_of_ranks."""
+
+    group: str
+    limit: str
+
+
+def rows_of_ranks(a: torch.Tensor, group: str, limit: str) -> tuple[int, int]:
+    """(the most rows that the a of a rank has, the rows of all ranks together), each rounded up to a `room`. Collective: hosts
+    wait for each other, devices do not. limit: as for _Ragged."""
+    most, total = _rows_of_ranks(a, group, limit)
+    return most, total
+
+
+def _ask(a: torch.Tensor, options: _Asked) -> tuple[int, int]:
+    what = f"op: number of rows, for a call with splits\nsettings: {options.limit or 'none'}"
+    found = GROUPS.state(options.group).numbers(what, a.shape[0])
+    return room(max(found)), room(sum(found))
+
+
+def _ask_fake(a: torch.Tensor, options: _Asked) -> tuple[Any, Any]:
+    context = torch.library.get_ctx()
+    return context.new_dynamic_size(min=1), context.new_dynamic_size(min=1)
+
+
+_rows_of_ranks = define(
+    "rows_of_ranks(Tensor a, str group, str limit) -> (SymInt, SymInt)",
+    _Asked,
+    run=_ask,
+    fake=_ask_fake,
+)
+
+
+def _most_rows(a: torch.Tensor, options: _Ragged | _Dispatch) -> int:
+    """Room for the a of any rank. Collective where the options do not say it."""
+    return rows_of_ranks(a, options.group, options.limit)[0] if options.a_rows is None else options.a_rows
 
 
 # Rows go home from experts.
 
 
 def ragged_combine(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, splits: torch.Tensor, max_rows: int | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    splits: torch.Tensor,
+    max_rows: int | None,
+    *,
+    a_rows: int | None = None,
+    limit: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """matmul_all_to_all with splits."""
+    """matmul_all_to_all with splits. a_rows, limit: as for _Ragged."""
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=True)
     by_expert, rows = splits.reshape(experts, world_size), _capacity(max_rows)
-    out, counts = _ragged_matmul_all_to_all(a, _grouped(b), by_expert, name, world_size, rows)
+    out, counts = _ragged_matmul_all_to_all(a, _grouped(b), by_expert, name, world_size, rows, a_rows, limit)
     return out, counts if b.dim() == 3 else counts.flatten()
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    return _ran(RaggedCall(op="ragged_matmul_all_to_all", a=a, b=b, splits=splits, max_rows=options.max_rows), options.group)
+    return _ran("ragged_matmul_all_to_all", a, b, splits, options)
 
 
 def _combine_fake(
@@ -72,15 +131,14 @@ def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
 
 def _combine_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
     (a, b, splits, counts), options = ctx.saved_tensors, ctx.options
-    rows = a.shape[0]
-    back = (options.group, options.world_size, room(rows), True)
+    rows, back = a.shape[0], (options.group, options.world_size, _most_rows(a, options), options.max_rows, options.limit, True)
     grad_a, _, received = _ragged_all_to_all_matmul(grad.contiguous(), b.transpose(1, 2), counts, *back)
-    return grad_a[:rows], grouped_outer(a, received[:rows], splits.sum(1)), None
+    return grad_a.narrow(0, 0, rows), grouped_outer(a, received.narrow(0, 0, rows), splits.sum(1)), None
 
 
 _ragged_matmul_all_to_all = define(
-    "ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows)"
-    " -> (Tensor, Tensor)",
+    "ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, SymInt? a_rows,"
+    " str limit) -> (Tensor, Tensor)",
     _Ragged,
     run=_combine,
     fake=_combine_fake,
@@ -100,29 +158,32 @@ def ragged_dispatch(
     max_rows: int | None,
     *,
     return_received: bool,
+    a_rows: int | None = None,
+    limit: str = "",
 ) -> tuple[torch.Tensor, ...]:
-    """all_to_all_matmul with splits."""
+    """all_to_all_matmul with splits. a_rows, limit: as for _Ragged."""
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=False)
     by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
-    results = _ragged_all_to_all_matmul(a, _grouped(b), by_rank, name, world_size, rows, return_received)
+    options = (name, world_size, rows, a_rows, limit, return_received)
+    results = _ragged_all_to_all_matmul(a, _grouped(b), by_rank, *options)
     out, counts, *received = results
     return (out, counts if b.dim() == 3 else counts.flatten(), *received)
 
 
 class _Dispatch(NamedTuple):
-    """Options of weft::ragged_all_to_all_matmul."""
+    """Options of weft::ragged_all_to_all_matmul: those of _Ragged, and whether it returns the rows that it multiplies."""
 
     group: str
     world_size: int
     max_rows: int
+    a_rows: int | None
+    limit: str
     return_received: bool
 
 
 def _dispatch(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
-    received, most = options.return_received, options.max_rows
-    call = RaggedCall(op=_DISPATCH, a=a, b=b, splits=splits, max_rows=most, return_received=received)
-    found = GROUPS.run(options.group, call)
+    found = GROUPS.run(options.group, _call(_DISPATCH, a, b, splits, options, return_received=options.return_received))
     return [found["out"][0], found["counts"][0], *found.get("received", [])]
 
 
@@ -150,9 +211,9 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
             # The gradient of the received rows goes back with the rest, as a product with 1.
             eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device).expand(b.shape[0], -1, -1)
             factors, columns = torch.cat([grad, grads[2]], 1), torch.cat([columns, eye], 1)
-        home = (options.group, options.world_size, room_home(a.shape[0], options.max_rows))
+        home = (options.group, options.world_size, _most_rows(a, options), options.max_rows, options.limit)
         back, _ = _ragged_matmul_all_to_all(factors, columns, counts, *home)
-        grad_a = back[: a.shape[0]]
+        grad_a = back.narrow(0, 0, a.shape[0])
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs max_rows x K of memory from forward to backward.
         rows = kept[0] if kept else _received_again(a, b, splits, options)
@@ -167,8 +228,8 @@ def _received_again(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, opti
 
 
 _ragged_all_to_all_matmul = define(
-    "ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows,"
-    " bool return_received) -> Tensor[]",
+    "ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, SymInt? a_rows,"
+    " str limit, bool return_received) -> Tensor[]",
     _Dispatch,
     run=_dispatch,
     fake=_dispatch_fake,
@@ -178,21 +239,29 @@ _ragged_all_to_all_matmul = define(
 
 
 def ragged_gated(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, splits: torch.Tensor, max_rows: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    splits: torch.Tensor,
+    max_rows: int,
+    *,
+    a_rows: int | None = None,
+    limit: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """silu(left half) * right half of all_to_all_matmul(a, b, splits=splits), which is computed in float32 and never stored.
-    b: [experts, K, 2 F]. Returns ([max_rows, F], counts). Without gradients. Raises ValueError for an odd N."""
+    b: [experts, K, 2 F]. a_rows, limit: as for _Ragged. Returns ([max_rows, F], counts). Without gradients. Raises ValueError
+    for an odd N."""
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=False)
     if b.dim() != 3 or b.shape[2] % 2:
         raise ValueError(f"b is {shape_of(b)}; to be gated it must be [experts, K, 2 F]")
     by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
-    out, counts = _ragged_all_to_all_gated(a, b, by_rank, name, world_size, rows)
+    out, counts = _ragged_all_to_all_gated(a, b, by_rank, name, world_size, rows, a_rows, limit)
     return out, counts
 
 
 def _gated(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    return _ran(RaggedCall(op=_DISPATCH, a=a, b=b, splits=splits, max_rows=options.max_rows, gated=True), options.group)
+    return _ran(_DISPATCH, a, b, splits, options, gated=True)
 
 
 def _gated_fake(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,8 +270,8 @@ def _gated_fake(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options:
 
 
 _ragged_all_to_all_gated = define(
-    "ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows)"
-    " -> (Tensor, Tensor)",
+    "ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, SymInt? a_rows,"
+    " str limit) -> (Tensor, Tensor)",
     _Ragged,
     run=_gated,
     fake=_gated_fake,
@@ -212,9 +281,18 @@ _ragged_all_to_all_gated = define(
 # What they share.
 
 
-def _ran(call: RaggedCall, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _call(
+    op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged | _Dispatch, **more: bool
+) -> RaggedCall:
+    limits = {"max_rows": options.max_rows, "a_rows": options.a_rows, "limit": options.limit}
+    return RaggedCall(op=op, a=a, b=b, splits=splits, **limits, **more)  # type: ignore[arg-type]
+
+
+def _ran(
+    op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, **more: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the counts of what arrived."""
-    found = GROUPS.run(group, call)
+    found = GROUPS.run(options.group, _call(op, a, b, splits, options, **more))
     return found["out"][0], found["counts"][0]
 
 
@@ -257,29 +335,13 @@ def _check(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, world_size: i
 
 def room(rows: int) -> int:
     """A max_rows for at least so many rows. It takes few different values, since each is a program with memory of its own, and
-    is at most an eighth larger. A number that torch.compile does not know is returned as it is.
+    is at most an eighth larger.
 
     >>> [room(rows) for rows in (0, 7, 16, 17, 1000, 16384)]
     [1, 7, 16, 18, 1024, 16384]
     """
-    if not isinstance(rows, int):
-        return max(1, rows)
     step = 1 << max(0, rows.bit_length() - 4)
     return max(1, -(-rows // step) * step)
-
-
-def room_home(rows: int, most: int) -> int:
-    """A max_rows for so many rows that come home from experts with room for `most`, on all ranks the same.
-
-    A program has room for as many products as it brings home. With `most`, calls with the same rows and other numbers of
-    products share a program. If that is more than twice the rows, it would take too much memory, and room(rows) is returned.
-
-    >>> room_home(32, 40), room_home(32, 64), room_home(32, 256)
-    (40, 64, 32)
-    """
-    if not isinstance(rows, int) or not isinstance(most, int) or most > 2 * rows:
-        return room(rows)
-    return max(room(rows), most)
 
 
 def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

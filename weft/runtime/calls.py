@@ -98,6 +98,11 @@ class Call(ABC):
     def problem(self, shares: tuple[int, ...]) -> Problem:
         """What is to be computed, from the share of every rank."""
 
+    def refusal(self, shares: Sequence[int]) -> str:
+        """Why the call cannot be with these shares; nothing if it can. shares: every rank's where ranks have agreed on them,
+        else this rank's alone."""
+        return ""
+
     def sums_nothing(self, shares: tuple[int, ...]) -> bool:
         """Whether no rank has anything to multiply, so that products are zeros: then `filled` is what runs."""
         return False

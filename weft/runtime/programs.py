@@ -109,6 +109,8 @@ class Programs:
                 self._rank_group.check_usable()
             else:
                 self._rank_group.repeat(known.number)
+                with self._rank_group.failing():
+                    _raise(call.refusal((call.share,)))
             changed = known.empty or known.rows
             given = self._as_bound(call, empty=known.empty, rows=known.rows) if changed else call
             if not capturing:
@@ -117,6 +119,8 @@ class Programs:
                     known = self._confirm(given, known)
                 self._programs.move_to_end(known.program)
             with self._rank_group.failing():
+                if known.program.ragged is not None:
+                    self._raise_of_earlier_calls()
                 found = known.program.run(
                     given.inputs, outputs=given.outputs, reached=given.reached, invalidated=given.invalidated, spans=given.spans
                 )
@@ -151,6 +155,7 @@ class Programs:
         sizes = self._rank_group.enter(call.describe(), call.share)
         # From here on ranks use values that all of them have, but for their environments and their memory.
         with self._rank_group.refusing():
+            _raise(call.refusal(sizes))
             empty = call.sums_nothing(sizes)
             problem = (call.filled(len(sizes)) if empty else call).problem(sizes)
             if self._rank_group.nodes:
@@ -248,6 +253,12 @@ class Programs:
         self.tuner.forget(program)
         program.close()
 
+    def _raise_of_earlier_calls(self) -> None:
+        """Raise what the host has of earlier calls with splits, whatever their sizes: the next call may run another program."""
+        for program in self._programs:
+            if program.ragged is not None:
+                program.ragged.raise_noted()
+
     def raise_noted(self) -> None:
         """Raise what calls with splits that have ended have noted on this rank's device."""
         for program in list(self._programs):
@@ -321,6 +332,11 @@ class Programs:
     def asked(self) -> list[tuple[Schedule, str]]:
         """As `schedules`, each with what the callers asked for that run it."""
         return [(program.schedule, spec) for program, (_, spec, _) in list(self._programs.items())]
+
+
+def _raise(refusal: str) -> None:
+    if refusal:
+        raise ValueError(refusal)
 
 
 def _checked(problem: Problem, spec: str, device: torch.device, values: Mapping[str, Schedule]) -> Schedule:

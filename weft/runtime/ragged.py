@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.comm.symmetric_heap import HostAllocation, HostHeap
+from weft.core.experts import refused_index
 from weft.core.problem import DType, Problem, RaggedProblem
 from weft.core.schedule import Segment
 from weft.core.version import __version__
@@ -32,7 +33,8 @@ Name = tuple[int, int, int]
 @dataclass(kw_only=True, slots=True)
 class RaggedCall(Call):
     """a: [rows, K]. b: [experts, K, N]. splits: by (expert, dst_rank) for a combine, (dst_rank, expert) for a dispatch. gated:
-    a dispatch gives silu(left half) * right half of its product, N / 2 columns."""
+    a dispatch gives silu(left half) * right half of its product, N / 2 columns. a_rows: the most rows that the a of any rank
+    has, on all ranks the same; None if that is not known. limit: as in RaggedProblem."""
 
     schedule: str = "fused"
     a: torch.Tensor
@@ -41,6 +43,8 @@ class RaggedCall(Call):
     max_rows: int
     return_received: bool = False
     gated: bool = False
+    a_rows: int | None = None
+    limit: str = ""
 
     @property
     def inputs(self) -> Inputs:
@@ -62,18 +66,21 @@ class RaggedCall(Call):
     @property
     def key(self) -> tuple[object, ...]:
         """Without the rows of a, which change from call to call, and on each rank for itself."""
-        return (self.op, self.gated, self.return_received, self.max_rows, self.b.shape, self.a.dtype, self.a.get_device())
+        sizes = (self.max_rows, self._products, self.limit, self.b.shape)
+        return (self.op, self.gated, self.return_received, sizes, self.a.dtype, self.a.get_device())
 
     def describe(self) -> str:
         experts, k, n = self.b.shape
-        name = "all_to_all_matmul" if self.op == "ragged_all_to_all_matmul" else "matmul_all_to_all"
+        name = "all_to_all_matmul" if self._dispatches else "matmul_all_to_all"
         lines = (
             f"op: {name} with splits{', gated' * self.gated}",
-            f"max_rows: {self.max_rows}",
+            f"settings: {self.limit or 'none'}",
+            f"{'room for rows' if self.limit else 'max_rows'}: {self.max_rows}",
+            f"room for products: {self._products}",
             f"experts: {experts}",
             f"K: {k}",
             f"N: {n}",
-            f"return_received: {self.return_received}",
+            f"{'gradient of experts' if self.limit else 'return_received'}: {self.return_received}",
             f"dtype: {self.a.dtype}",
             f"device: {self.a.device.type}",
             f"weft: {__version__}",
@@ -90,11 +97,10 @@ class RaggedCall(Call):
         return replace(self, a=a, b=b)
 
     def problem(self, shares: tuple[int, ...]) -> Problem:
-        """Products of a combine wait in memory that all ranks share. It has room for an eighth more rows than the longest a has
-        now, or for max_rows. Of a dispatch no more rows can arrive than max_rows at each rank, however many a has."""
+        """Where a_rows is not known, products of a combine have room for an eighth more rows than the longest a has now, or for
+        max_rows. Of a dispatch no more rows can arrive than max_rows at each rank, however many a has."""
         experts, k, n = self.b.shape
-        dispatches = self.op == "ragged_all_to_all_matmul"
-        capacity = len(shares) * self.max_rows if dispatches else max(9 * max(shares) // 8, self.max_rows)
+        capacity = self._products or _rounded(max(9 * max(shares) // 8, self.max_rows))
         dtype: DType = str(self.a.dtype).removeprefix("torch.")  # type: ignore[assignment]
         return RaggedProblem(
             op=self.op,
@@ -103,10 +109,30 @@ class RaggedCall(Call):
             k=k,
             world_size=len(shares),
             dtype=dtype,
-            capacity=capacity if dispatches else _rounded(capacity),
+            capacity=len(shares) * self.max_rows if self._dispatches else capacity,
             experts=experts,
             gated=self.gated,
             return_received=self.return_received,
+            limit=self.limit,
+        )
+
+    @property
+    def _products(self) -> int | None:
+        """The rows for whose products a combine has room, in memory that all ranks share; None where the first call says it."""
+        return None if self._dispatches or self.a_rows is None else _rounded(max(self.a_rows, self.max_rows))
+
+    @property
+    def _dispatches(self) -> bool:
+        return self.op == "ragged_all_to_all_matmul"
+
+    def refusal(self, shares: Sequence[int]) -> str:
+        most = max(shares)
+        if self.a_rows is None or most <= self.a_rows:
+            return ""
+        where = f"rank {shares.index(most)}" if len(shares) > 1 else "this rank"
+        return (
+            f"{self.limit} leaves room for {self.a_rows} rows (tokens times top k) of a rank, but {where} has {most}: "
+            "raise max_tokens, or leave it out"
         )
 
 
@@ -191,12 +217,25 @@ class RowsOfCall:
 def _wrong(problem: RaggedProblem, counts: Sequence[Sequence[int]], rows: Sequence[int], arriving: Sequence[int]) -> str:
     for rank, (mine, held) in enumerate(zip(counts, rows, strict=True)):
         if min(mine) < 0:
-            return f"splits has {min(mine)} on rank {rank}; it must be numbers of rows, 0 or more"
+            return below_zero(min(mine), problem, f"on rank {rank}")
         if sum(mine) > held:
             return f"splits add up to {sum(mine)} on rank {rank}, but a has {held} rows; {sum(mine) - held} were not sent"
     for rank, arrive in enumerate(arriving):
         if arrive > problem.m:
-            return (
-                f"max_rows is {problem.m}, but {arrive} rows arrived at rank {rank}; {arrive - problem.m} of them were dropped"
-            )
+            return no_room(problem, arrive, f"at rank {rank}")
     return ""
+
+
+def below_zero(count: int, problem: RaggedProblem, where: str) -> str:
+    """What is wrong with a number of rows that is less than none."""
+    index = refused_index(count)
+    if index is None:
+        return f"splits has {count} {where}; it must be numbers of rows, 0 or more"
+    experts = problem.experts * problem.world_size
+    return f"top_k_index has {index} {where}; of {experts} experts it must be 0 to {experts - 1}, or -1 for none"
+
+
+def no_room(problem: RaggedProblem, arrived: int, where: str) -> str:
+    """What is said of rows that a rank had no room for."""
+    room = f"{problem.limit} leaves room for {problem.m} rows" if problem.limit else f"max_rows is {problem.m}"
+    return f"{room}, but {arrived} rows arrived {where}; {arrived - problem.m} of them were dropped"

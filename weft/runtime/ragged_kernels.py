@@ -20,6 +20,7 @@ from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, Shape, word_byt
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
 from weft.runtime.bindings import Bindings
 from weft.runtime.fused_collective import MailboxOwner
+from weft.runtime.ragged import below_zero, no_room
 from weft.schedules import ragged
 
 _RAISED = 0x3FFFFFFF
@@ -63,6 +64,7 @@ class RaggedKernels:
         )
         addresses, words = owner.mailbox(word_bytes(shape))
         self.exchange = RaggedExchange(shape, addresses, words, sms=sms, tries=tries)
+        self._seen = self.exchange.host_notes.numpy()
 
     def check_before(self, a: torch.Tensor) -> None:
         """Before a call: raise what earlier ones have noted. Products of a combine wait in memory that all ranks share, as
@@ -101,11 +103,13 @@ class RaggedKernels:
     def raise_noted(self, *, ended: bool = False) -> None:
         """Raise what earlier calls have noted: splits that are wrong (ValueError), a peer that did not come (WaitTimeout).
         ended: the device has ended these calls, and is asked itself."""
+        if not (ended or self._seen[LATE] or self._seen[CUT]):
+            return
         notes = (self.exchange.notes if ended else self.exchange.host_notes).tolist()
         if notes[CUT]:
             self.exchange.host_notes.zero_()
             self.exchange.notes.zero_()
-            raise ValueError(_cut(*notes[CUT : CUT + 3]))
+            raise ValueError(_cut(self._problem, *notes[CUT : CUT + 3]))
         if notes[LATE]:
             raise WaitTimeout(f"rank {self._rank}: {self._late_word(notes[LATE])}: expected {notes[1]}, seen {notes[2]}")
 
@@ -139,12 +143,12 @@ class RaggedKernels:
         return words
 
 
-def _cut(kind: int, rows: int, capacity: int) -> str:
+def _cut(problem: RaggedProblem, kind: int, rows: int, capacity: int) -> str:
     if kind == NEGATIVE:
-        return f"splits of an earlier call has {rows}; it must be numbers of rows, 0 or more"
+        return below_zero(rows, problem, "in an earlier call")
     if kind == IN_A:
         return f"splits of an earlier call add up to {rows}, but a had {capacity} rows; {rows - capacity} were not sent"
-    return f"max_rows is {capacity}, but {rows} rows arrived in an earlier call; {rows - capacity} of them were dropped"
+    return no_room(problem, rows, "in an earlier call")
 
 
 def _check_kernels(problem: RaggedProblem, dtype: torch.dtype) -> None:
