@@ -192,10 +192,10 @@ def _adapted() -> list[str]:
 def test_adapters_are_put_in_before(ranks: RankFixture) -> None:
     for told in ranks(2).run(_adapted):
         assert [one.partition(",")[0] for one in told] == [
-            "q_proj of a LlamaAttention is a Adapter",
-            "q_proj of a LlamaAttention is a Adapter",
-            "down_proj of a LlamaMLP is a Adapter",
-            "down_proj of a LlamaMLP is a Adapter",
+            "model.layers.0.self_attn.q_proj is a Adapter",
+            "model.layers.0.self_attn.q_proj is a Adapter",
+            "model.layers.0.mlp.down_proj is a Adapter",
+            "model.layers.0.mlp.down_proj is a Adapter",
         ]
 
 
