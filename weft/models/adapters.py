@@ -13,16 +13,19 @@ over ranks. Other adapters, and kinds of LoRA that read the whole weight (DoRA),
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
+import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.models.linear import ColumnLinear, Distributor, RowLinear, Tokens, to_columns, to_row, why_not_linear
 from weft.models.moves import Sharded
 from weft.models.products import How
-from weft.models.replicas import never, replicate
+from weft.models.replicas import derived, never, replicate
 
 _LORA = ("peft.tuners.lora.layer", "Linear")
 
@@ -86,6 +89,49 @@ def added_late(module: nn.Module) -> list[str]:
     row = isinstance(base_of(module), RowLinear)
     matrices, kind = (lora.lora_A, RowLinear) if row else (lora.lora_B, ColumnLinear)
     return [name for name, matrix in matrices.items() if not isinstance(matrix, kind)]
+
+
+def merge_whole_weights(module: nn.Module) -> None:
+    """Let PEFT merge an adapter into its base layer, and take it out again, on whole weights. Both are collective then. PEFT
+    assigns to `weight.data`, which changes nothing of a DTensor, and multiplies matrices that lie otherwise."""
+    for each in module.modules():
+        if type(each).__module__.startswith("peft.") and hasattr(type(each), "unmerge"):
+            each.__class__ = _merging_whole(cast(Any, type(each)))
+
+
+@cache
+def _merging_whole(cls: type[Any]) -> type[Any]:
+    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _whole_weights(self):
+            return cls.merge(self, *args, **kwargs)
+
+    def unmerge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _whole_weights(self):
+            return cls.unmerge(self, *args, **kwargs)
+
+    return derived(cls, merge=merge, unmerge=unmerge)
+
+
+@contextmanager
+def _whole_weights(module: nn.Module) -> Iterator[None]:
+    """Within, the DTensors of a module are plain parameters; what they have become is written back afterwards."""
+    spread = [
+        (each, name, parameter)
+        for each in module.modules()
+        for name, parameter in each._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    for each, name, parameter in spread:
+        each._parameters[name] = nn.Parameter(parameter.detach().full_tensor().clone(), requires_grad=False)
+    try:
+        yield
+    finally:
+        plain = [cast(torch.Tensor, each._parameters[name]).detach() for each, name, _ in spread]
+        for (each, name, parameter), found in zip(spread, plain, strict=True):
+            each._parameters[name] = cast(nn.Parameter, parameter)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            with torch.no_grad():
+                parameter.copy_(distribute_tensor(found, mesh, placements, src_data_rank=None))
 
 
 def _downs(module: nn.Module) -> list[nn.Linear]:

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.errors import require
-from weft.models.adapters import base_of, is_lora, shard_columns, shard_row, wanted
+from weft.models.adapters import base_of, is_lora, merge_whole_weights, shard_columns, shard_row, wanted
 from weft.models.blocks import Block, Unwrapped, blocks_of, has_experts, why_not_block
 from weft.models.decoder_tokens import DecoderTokens
 from weft.models.expert_parallel import ExpertParallel
@@ -111,6 +111,7 @@ def parallelize(
         within.layer(layer, whole)
     within.embeddings(embedding, head, whole)
     within.rest(model, decoder)
+    merge_whole_weights(model)
     declare_tensor_parallel(model, mesh)
     return model
 

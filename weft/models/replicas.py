@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from weft.models.linear import Distributor, group_of, local
 from weft.ops.replicated import with_summed_gradient
@@ -117,7 +117,7 @@ def _read_by_others(cls: type[Any]) -> type[Any]:
             return cast(torch.Tensor, parameter.full_tensor())
         return cast(torch.Tensor, parameter)
 
-    return _derived(cls, forward=forward, weight=property(weight))
+    return derived(cls, forward=forward, weight=property(weight))
 
 
 def class_of(module: nn.Module) -> Any:
@@ -138,7 +138,7 @@ def _calling_own(cls: type[Any]) -> type[Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._weft_own_forward(*args, **kwargs)
 
-    return _derived(cls, forward=forward)
+    return derived(cls, forward=forward)
 
 
 def always() -> bool:
@@ -163,16 +163,16 @@ def _within(cls: type[Any]) -> type[Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._weft_region.run(cls.forward, self, *args, **kwargs)
 
-    return _derived(cls, forward=forward)
+    return derived(cls, forward=forward)
 
 
 @cache
 def _reading_locals(cls: type[Any], names: tuple[str, ...]) -> type[Any]:
     """A class like `cls` whose parameters of these names are plain tensors while a forward of its region runs."""
-    return _derived(_within(cast(Any, cls)), **{name: _local_parameter(name) for name in names})
+    return derived(_within(cast(Any, cls)), **{name: _local_parameter(name) for name in names})
 
 
-def _derived(cls: type[Any], **members: Any) -> type[Any]:
+def derived(cls: type[Any], **members: Any) -> type[Any]:
     """A class of the same name."""
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})
 
@@ -180,7 +180,7 @@ def _derived(cls: type[Any], **members: Any) -> type[Any]:
 def _local_parameter(name: str) -> property:
     def read(module: Any) -> torch.Tensor:
         parameter: torch.Tensor = module._parameters[name]
-        if not module._weft_region.running():
+        if not module._weft_region.running() or not isinstance(parameter, DTensor):
             return parameter
         mine = local(parameter)
         return with_summed_gradient(mine, group_of(parameter).group_name) if module._weft_part() else mine
