@@ -125,7 +125,7 @@ class Pair(nn.Module):
 
 
 def _of_a_style() -> None:
-    """Linears of weft.SharedInput, sharded along the first dimension, of rows that ranks do not divide evenly by plain tensors."""
+    """Linears of weft.SharedInput, sharded along the first dimension."""
     torch.manual_seed(0)
     alone = Pair()
     model, x = copy.deepcopy(alone), torch.randn(10, 3, 12)

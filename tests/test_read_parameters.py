@@ -1,4 +1,4 @@
-"""weft.parallelize on models whose modules read each other's parameters, or whose blocks have been changed: as in one process."""
+"""weft.parallelize on models whose modules read each other's parameters, or whose blocks were changed: as in one process."""
 
 from __future__ import annotations
 
