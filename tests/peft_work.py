@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from model_work import SCHEDULE, alike, mesh, text, tiny, whole
 from torch import nn
 
@@ -120,6 +121,50 @@ def saves(folder: str) -> None:
     shard(alone).save_pretrained(folder)
     again = peft.PeftModel.from_pretrained(tiny("qwen2"), folder)
     alike(logits(again, text(2, 9)), logits(alone, text(2, 9)))
+
+
+def recomputed_and_compiled() -> None:
+    """Activation checkpoints, reentrant ones too, around layers with LoRA in all linears; the same, compiled."""
+    alone = adapted()
+    want = {length: gradients(alone, text(2, length)) for length in (9, 12)}
+    for reentrant in (False, True):
+        model = shard(alone).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        for length in want:
+            alike(gradients(model, text(2, length)), want[length])
+    model = shard(alone)
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend="aot_eager")
+    alike(gradients(model, text(2, 9)), want[9])
+
+
+def draws_dropout() -> None:
+    """With dropout and one seed, ranks go on with the same numbers and gradients, also where they do not divide a linear."""
+    for others in ({}, {"intermediate_size": 45}):
+        model = shard(adapted(lora_dropout=0.3, others=others)).train()
+        torch.manual_seed(5)
+        mine = gradients(model, text(2, 9)), torch.rand(1)
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, mine)
+        alike(everybody[0], everybody[1])
+
+
+def refused() -> list[str]:
+    """PEFT's adapters that weft.parallelize does not take."""
+    import peft
+
+    told = []
+    of_all = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    for kind, made in (
+        ("llama", peft.IA3Config(task_type="CAUSAL_LM", **of_all)),
+        ("mixtral", config(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])),
+    ):
+        try:
+            weft.parallelize(peft.get_peft_model(tiny(kind), made).get_base_model(), mesh())
+        except ValueError as error:
+            told.append(str(error))
+    return told
 
 
 def comes_late() -> list[str]:

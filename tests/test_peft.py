@@ -57,6 +57,20 @@ def test_adapters_are_switched_merged_and_taken_out(ranks: RankFixture, lora: di
     ranks(2).run(peft_work.switches_and_merges, lora)
 
 
+def test_lora_is_recomputed_and_compiled(ranks: RankFixture) -> None:
+    ranks(2).run(peft_work.recomputed_and_compiled)
+
+
+def test_ranks_draw_the_same_dropout(ranks: RankFixture) -> None:
+    ranks(2).run(peft_work.draws_dropout)
+
+
+def test_adapters_of_other_kinds_are_refused_by_name(ranks: RankFixture) -> None:
+    for told in ranks(2).run(peft_work.refused):
+        assert "model.layers.0.self_attn runs whole on every rank: k_proj: peft.tuners.ia3.layer.Linear" in told[0]
+        assert told[1].startswith("model has model.layers.0.mlp.experts, a ParamWrapper")
+
+
 def test_adapters_are_saved_by_peft(ranks: RankFixture, tmp_path: Path) -> None:
     ranks(2).run(peft_work.saves, str(tmp_path))
 

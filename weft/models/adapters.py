@@ -91,6 +91,16 @@ def added_late(module: nn.Module) -> list[str]:
     return [name for name, matrix in matrices.items() if not isinstance(matrix, kind)]
 
 
+def refuse_wrapped_parameters(model: nn.Module) -> None:
+    """Raises ValueError for PEFT's adapters of parameters, which put others in their place while they run."""
+    for name, module in model.named_modules():
+        if (type(module).__module__, type(module).__qualname__) == ("peft.tuners.lora.layer", "ParamWrapper"):
+            raise ValueError(
+                f"model has {name}, a ParamWrapper of PEFT's around the parameter {module.parameter_name!r}; weft.parallelize "
+                "takes adapters of modules: use LoraConfig(target_modules=...) without target_parameters"
+            )
+
+
 def merge_whole_weights(module: nn.Module) -> None:
     """Let PEFT merge an adapter into its base layer, and take it out again, on whole weights. Both are collective then. PEFT
     assigns to `weight.data`, which changes nothing of a DTensor, and multiplies matrices that lie otherwise."""
@@ -116,22 +126,21 @@ def _merging_whole(cls: type[Any]) -> type[Any]:
 def _whole_weights(module: nn.Module) -> Iterator[None]:
     """Within, the DTensors of a module are plain parameters; what they have become is written back afterwards."""
     spread = [
-        (each, name, parameter)
+        (each, name, cast(DTensor, parameter))
         for each in module.modules()
         for name, parameter in each._parameters.items()
         if isinstance(parameter, DTensor)
     ]
-    for each, name, parameter in spread:
-        each._parameters[name] = nn.Parameter(parameter.detach().full_tensor().clone(), requires_grad=False)
+    for each, name, mine in spread:
+        each._parameters[name] = nn.Parameter(cast(DTensor, mine.detach()).full_tensor().clone(), requires_grad=False)
     try:
         yield
     finally:
-        plain = [cast(torch.Tensor, each._parameters[name]).detach() for each, name, _ in spread]
-        for (each, name, parameter), found in zip(spread, plain, strict=True):
-            each._parameters[name] = cast(nn.Parameter, parameter)
-            mesh, placements = parameter.device_mesh, parameter.placements
+        for each, name, mine in spread:
+            whole = cast(torch.Tensor, each._parameters[name]).detach()
+            each._parameters[name] = cast(nn.Parameter, mine)
             with torch.no_grad():
-                parameter.copy_(distribute_tensor(found, mesh, placements, src_data_rank=None))
+                mine.copy_(distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None))
 
 
 def _downs(module: nn.Module) -> list[nn.Linear]:

@@ -30,7 +30,15 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.errors import require
-from weft.models.adapters import base_of, is_lora, merge_whole_weights, shard_columns, shard_row, wanted
+from weft.models.adapters import (
+    base_of,
+    is_lora,
+    merge_whole_weights,
+    refuse_wrapped_parameters,
+    shard_columns,
+    shard_row,
+    wanted,
+)
 from weft.models.blocks import Block, Unwrapped, blocks_of, has_experts, why_not_block
 from weft.models.decoder_tokens import DecoderTokens
 from weft.models.expert_parallel import ExpertParallel
@@ -77,8 +85,7 @@ def parallelize(
 
     Args:
         model: of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3, with a head or without, on any device, meta too; whole on every
-            rank. Put adapters (LoRA) in before, whose blocks then run whole; apply fully_shard, compile and activation
-            checkpoints afterwards.
+            rank. Put adapters (LoRA) in before; apply fully_shard, compile and activation checkpoints afterwards.
         mesh: of one dimension (mesh["tp"] of a larger one).
         schedule: as weft.all_gather_matmul's, a name.
         few_tokens: a call with up to so many tokens keeps them whole on every rank.
@@ -174,6 +181,7 @@ class _Within:
         """What runs whole of blocks, embedding and head, and why. ValueError if nothing in any layer can be sharded, or what a
         layer has is refused. Changes nothing."""
         blocks = blocks_of(self.config)
+        refuse_wrapped_parameters(model)
         for layer in decoder.layers:
             _place_of_positions(layer)
         found = {child: name for layer in decoder.layers for name, child in layer.named_children() if not _is_leaf(child)}
@@ -193,8 +201,8 @@ class _Within:
         whole |= whole_by_sharing(model, asked)
         reasons = [whole.get(child, "") for child in found]
         if all(reasons):
-            first = f"runs whole on every rank: {reasons[0]}" if reasons else "has no layers"
-            raise ValueError(f"model: no block can be sharded over {self.mesh.size()} ranks; the first {first}")
+            first = f"{self.names[next(iter(found))]} runs whole on every rank: {reasons[0]}" if reasons else "it has no layers"
+            raise ValueError(f"model: no block can be sharded over {self.mesh.size()} ranks; {first}")
         return {module: why for module, why in whole.items() if why}
 
     def _takes(self, name: str, child: nn.Module) -> bool:

@@ -41,29 +41,28 @@ class Region:
 
     def __init__(self) -> None:
         self._depth = _Depth()
-        self.traced = False
+        # torch.compile traces in one thread, and does not trace another thread's state.
+        self._traced = False
 
     def __reduce__(self) -> tuple[type[Region], tuple[()]]:
         return Region, ()
 
     def running(self) -> bool:
         """Whether this thread is in a forward of the region."""
-        # torch.compile traces in one thread, and does not trace another thread's state.
-        return self.traced or (not torch.compiler.is_compiling() and self._depth.count > 0)
+        return self._traced if torch.compiler.is_compiling() else self._depth.count > 0
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a forward of the region."""
-        if torch.compiler.is_compiling():
-            before, self.traced = self.traced, True
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.traced = before
-        self._depth.count += 1
+        """Call a forward of the region. One that is not traced itself may call what is: a graph may break in between."""
+        eager = not torch.compiler.is_compiling()
+        before, self._traced = self._traced, True
+        if eager:
+            self._depth.count += 1
         try:
             return forward(*args, **kwargs)
         finally:
-            self._depth.count -= 1
+            self._traced = before
+            if eager:
+                self._depth.count -= 1
 
 
 def replicate(module: nn.Module, distribute: Distributor, part: Part, region: Region | None = None) -> None:
@@ -179,6 +178,8 @@ def derived(cls: type[Any], **members: Any) -> type[Any]:
 
 def _local_parameter(name: str) -> property:
     def read(module: Any) -> torch.Tensor:
+        if name not in module._parameters:  # as of a module without it: it may have been replaced by a parametrization
+            raise AttributeError(f"{type(module).__name__} has no parameter {name}")
         parameter: torch.Tensor = module._parameters[name]
         if not module._weft_region.running() or not isinstance(parameter, DTensor):
             return parameter
