@@ -192,10 +192,10 @@ def _adapted() -> list[str]:
 def test_adapters_are_put_in_before(ranks: RankFixture) -> None:
     for told in ranks(2).run(_adapted):
         assert [one.partition(",")[0] for one in told] == [
-            "q_proj of a LlamaAttention is a Adapter",
-            "q_proj of a LlamaAttention is a Adapter",
-            "down_proj of a LlamaMLP is a Adapter",
-            "down_proj of a LlamaMLP is a Adapter",
+            "model.layers.0.self_attn.q_proj is a Adapter",
+            "model.layers.0.self_attn.q_proj is a Adapter",
+            "model.layers.0.mlp.down_proj is a Adapter",
+            "model.layers.0.mlp.down_proj is a Adapter",
         ]
 
 
@@ -449,7 +449,7 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "model is a BertModel (bert); weft.parallelize knows",
         "mesh is DeviceMesh(",
         "model has DTensors already; call weft.parallelize once",
-        "model: no block can be sharded over 2 ranks; the first runs whole on every rank: num_key_value_heads is 1",
+        "model: no block can be sharded over 2 ranks; model.layers.0.self_attn runs whole on every rank: num_key_value",
         "few_tokens is -1; use 0 or more",
         "few_tokens is None; use 0 or more",
         "a is on meta; weft runs on cpu and cuda",

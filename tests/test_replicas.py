@@ -57,6 +57,7 @@ class Recursive(nn.Module):
 def recursive(monkeypatch: pytest.MonkeyPatch) -> Recursive:
     module = Recursive()
     monkeypatch.setattr(replicas, "local", lambda parameter: "plain")
+    monkeypatch.setattr(replicas, "DTensor", nn.Parameter)
     replicate_alone(module, lambda parameter, placement: parameter, never)  # type: ignore[arg-type, return-value]
     return module
 

@@ -11,6 +11,7 @@ from weft.cli import choices, output
 from weft.cli.gantt import gantt
 from weft.cli.progress import progress_bar
 from weft.core import codec
+from weft.report.words import ms
 
 if TYPE_CHECKING:
     from weft.core.machine import Machine
@@ -155,7 +156,7 @@ def _show(schedule: Schedule, machine: Machine, found: Simulation) -> None:
     out.print(f"{losses.spec} for {schedule.problem}", style="bold")
     out.print(f"on {machine.words}")
     out.print()
-    times = output.table("", "us", "of sequential")
+    times = output.table("", "ms", "of sequential")
     parts = {
         losses.spec: found.total_us,
         "sequential": found.sequential_us,
@@ -163,13 +164,13 @@ def _show(schedule: Schedule, machine: Machine, found: Simulation) -> None:
         "whole communication alone": losses.communication_us,
     }
     for name, us in parts.items():
-        times.add_row(name, output.us(us), output.share(us / found.sequential_us) if found.sequential_us else "-")
+        times.add_row(name, ms(us), output.share(us / found.sequential_us) if found.sequential_us else "-")
     output.print_table(out, times)
     out.print()
-    heads = ("GEMM DIL", "GEMM CIL", "comm. DIL", "comm. CIL", "exposed us")
+    heads = ("GEMM DIL", "GEMM CIL", "comm. DIL", "comm. CIL", "exposed ms")
     listed = output.table(*heads, left=0)
     values = ["-" if value is None else f"{value:.2f}" for _, value in _losses(found)[:-1]]
-    listed.add_row(*values, output.us(losses.exposed_us))
+    listed.add_row(*values, ms(losses.exposed_us))
     output.print_table(out, listed)
     out.print()
     _show_lanes(found)
@@ -179,11 +180,11 @@ def _show(schedule: Schedule, machine: Machine, found: Simulation) -> None:
 
 def _show_lanes(found: Simulation) -> None:
     out = output.console()
-    made = output.table(f"lanes of rank {found.slowest}", "steps", "busy us", "waiting us", "busy")
+    made = output.table(f"lanes of rank {found.slowest}", "steps", "busy ms", "waiting ms", "busy")
     for lane in found.lanes:
         if lane.rank == found.slowest:
             share = output.share(lane.busy_us / found.total_us) if found.total_us else "-"
-            made.add_row(lane.lane, str(lane.steps), output.us(lane.busy_us), output.us(lane.waiting_us), share)
+            made.add_row(lane.lane, str(lane.steps), ms(lane.busy_us), ms(lane.waiting_us), share)
     output.print_table(out, made)
 
 

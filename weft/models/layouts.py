@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.models.linear import Shared, Tokens
+from weft.models.linear import Tokens, as_dtensor
 
 Tensor = torch.Tensor
 
@@ -37,17 +37,6 @@ class Taken:
             total = self.mesh.size() * x.shape[dim]
         self.tokens.dim, self.tokens.total = dim, total if isinstance(self.layout, Shard) else None
         return x
-
-
-@dataclass(frozen=True)
-class Announced:
-    """A module's input, multiplied by those that share it."""
-
-    taken: Taken
-    shared: Shared
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.shared.announce(self.taken(x))
 
 
 @dataclass(frozen=True)
@@ -97,12 +86,6 @@ class TokensOut:
         if total is None:
             return as_dtensor(out, self.mesh, Replicate(), out.shape)
         return as_dtensor(out, self.mesh, Shard(dim), (*out.shape[:dim], total, *out.shape[dim + 1 :]))
-
-
-def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
-    """This rank's part as a DTensor of that shape, whose parts need not be even."""
-    strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(mine, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 def token_dim(layout: Placement, x: Tensor) -> int:

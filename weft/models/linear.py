@@ -15,6 +15,11 @@ What a Shared's parent is given, and when:
 
 A member that is called with any other tensor, of this rank's tokens, multiplies by itself; one that is called with the gathered
 one again is refused, since that has no values.
+
+Where somebody else may read the parent's input, a hook or an adapter, it is gathered first, and nothing is announced:
+
+    parent's pre-hook     x [B, s, H] --> gather(x) [B, S, H], the values themselves
+    member's forward      is given all tokens --> its product with them
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ class Tokens:
 @dataclass(kw_only=True)
 class Shared:
     """Column linears that read one tensor. adjacent: how their weights lie. ran: what they have run. _outs: what was announced
-    and not yet taken, by member; _stand_in: for what."""
+    and not yet taken, by member; _stand_in: for what. _gathered: whether members are called with all tokens instead."""
 
     members: Sequence[ColumnLinear]
     tokens: Tokens
@@ -63,12 +68,13 @@ class Shared:
     ran: LayerCalls = field(default_factory=LayerCalls)
     _outs: dict[int, Tensor] = field(default_factory=dict)
     _stand_in: Tensor | None = None
+    _gathered: bool = False
 
     def announce(self, x: Tensor) -> Tensor:
         """Multiply x by all members' weights; what the members are to be called with."""
-        products = self._products(x, self.members)
-        self._outs = dict(enumerate(products))
         total, dim = self.tokens.total, self.tokens.dim
+        products = self._products(x, self.members, total)
+        self._outs, self._gathered = dict(enumerate(products)), False
         if total is None or group_of(self.members[0].weight).size() == 1:
             self._stand_in = x
         else:
@@ -76,12 +82,20 @@ class Shared:
             self._stand_in = x.new_full((), torch.nan).expand(shape)
         return self._stand_in
 
+    def gather(self, x: Tensor) -> Tensor:
+        """All tokens of x, which anybody may read: each member multiplies by itself what it is called with, of all tokens."""
+        total, mesh = self.tokens.total, cast(DTensor, self.members[0].weight).device_mesh
+        self._outs, self._stand_in, self._gathered = {}, None, True
+        return x if total is None else gathered(x, mesh, self.tokens.dim, total)
+
     def take(self, member: ColumnLinear, x: Tensor) -> Tensor:
         """A member's product: what was announced for it, or computed now. Raises ValueError for all tokens a second time."""
+        if self._gathered:
+            return self._products(x, [member], None)[0]
         at = next(i for i, each in enumerate(self.members) if each is member)
         if x is not self._stand_in or at not in self._outs:
             self._check_own(x)
-            return self._products(x, [member])[0]
+            return self._products(x, [member], self.tokens.total)[0]
         out = self._outs.pop(at)
         if not self._outs:
             self._stand_in = None
@@ -90,7 +104,7 @@ class Shared:
     def forget(self, module: nn.Module, args: Any, out: Any) -> None:
         """A hook, after the module: what was not taken is not kept for a next call. A compiled module would return it, and the
         gradients of what it returns are zeros where there are none."""
-        self._outs, self._stand_in = {}, None
+        self._outs, self._stand_in, self._gathered = {}, None, False
 
     def _check_own(self, x: Tensor) -> None:
         total = self.tokens.total
@@ -104,11 +118,11 @@ class Shared:
                 "them, or a second time: call it once with the module's own input, or give it weft.ColwiseParallel instead"
             )
 
-    def _products(self, x: Tensor, members: Sequence[ColumnLinear]) -> list[Tensor]:
+    def _products(self, x: Tensor, members: Sequence[ColumnLinear], total: int | None) -> list[Tensor]:
         weights = [local(member.weight) for member in members]
         biases = [None if member.bias is None else local(member.bias) for member in members]
         self.tokens.check()
-        group, total = group_of(members[0].weight), self.tokens.total
+        group = group_of(members[0].weight)
         self.ran.note(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
         decodes = total is None and not torch.is_grad_enabled()
         whole = self.adjacent.whole_of(weights) if decodes and len(members) == len(self.members) else None
@@ -144,6 +158,19 @@ class RowLinear(nn.Linear):
         scatter = tokens.total is not None
         self._weft_ran.note(ops_of_rows(scatter), rows_of(input, 0, None))
         return rows(input, local(self.weight), bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)
+
+
+def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
+    """This rank's part as a DTensor of that shape, whose parts need not be even."""
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(mine, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+def gathered(x: Tensor, mesh: DeviceMesh, dim: int, total: int) -> Tensor:
+    """All tokens, of which x is this rank's part, along `dim`. Backward: cut; what is whole has a whole gradient."""
+    spread = as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], total, *x.shape[dim + 1 :]))
+    # torch 2.11 gathers into what lies otherwise, which a model's own views refuse.
+    return spread.redistribute(mesh, [Replicate()]).to_local().contiguous()
 
 
 def rows_of(x: Tensor, dim: int, total: int | None) -> int:
@@ -256,7 +283,8 @@ def why_not_linear(module: nn.Module) -> str:
     if isinstance(module, ColumnLinear | RowLinear):
         raise ValueError("a linear is sharded by weft already; name it once, in SharedInput or with a style of its own")
     if type(module) is not nn.Linear:
-        return f"{type(module).__name__} is no torch.nn.Linear (a wrapped or quantised one computes by itself)"
+        name = type(module).__name__ if type(module).__name__ != "Linear" else f"{type(module).__module__}.Linear"
+        return f"{name} is no torch.nn.Linear (a wrapped or quantised one computes by itself)"
     if "forward" in module.__dict__:
         return "its forward was put on the module itself"
     if "weight" not in module._parameters:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.models.decoder_tokens import DecoderTokens, recomputes
-from weft.models.layouts import as_dtensor
-from weft.models.linear import Tokens, with_input_changed
+from weft.models.linear import Tokens, gathered, with_input_changed
 
 Tensor = torch.Tensor
 
@@ -29,13 +28,6 @@ def cut(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's part of whole tokens, along dimension 1."""
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Shard(1)]).to_local()
-
-
-def gather(x: Tensor, mesh: DeviceMesh, total: int) -> Tensor:
-    """All tokens, of which x is this rank's part, along dimension 1."""
-    spread = as_dtensor(x, mesh, Shard(1), (x.shape[0], total, *x.shape[2:]))
-    # torch 2.11 gathers into what lies otherwise, which a model's own views refuse.
-    return spread.redistribute(mesh, [Replicate()]).to_local().contiguous()
 
 
 def length_of_positions(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int) -> int:
@@ -50,6 +42,7 @@ def noting_tokens(cls: type[Any], position: int) -> type[Any]:
     """A decoder layer's class that notes how the tokens of its input lie: the positions say how many there are. position: of
     position_embeddings among the arguments of forward. In forward, not in a hook: checkpoints may recompute that alone."""
 
+    @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         tokens: DecoderTokens = self._weft_tokens
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -122,7 +115,7 @@ class GatherSequence:
 
     def __call__(self, x: Tensor) -> Tensor:
         total = self.tokens.total
-        return x if total in (None, x.shape[1]) else gather(x, self.mesh, total)
+        return x if total in (None, x.shape[1]) else gathered(x, self.mesh, 1, total)
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ class GatheredOnce:
         total, self.tokens.open = self.tokens.open, None
         if total is None and recomputes():
             total = self.tokens.of_part(x)
-        return gather(x, self.tokens.mesh, total) if total else x
+        return gathered(x, self.tokens.mesh, 1, total) if total else x
 
 
 @dataclass(frozen=True)
@@ -172,7 +165,7 @@ def evenly(cls: type[Any]) -> type[Any]:
         rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
         count = mesh.size() * -(-rows.shape[1] // mesh.size())
         out = cls.forward(self, cut(_filled(rows, count), mesh))
-        return first_of(out, lambda y: gather(y, mesh, count)[:, : rows.shape[1]].view(hidden_states.shape))
+        return first_of(out, lambda y: gathered(y, mesh, 1, count)[:, : rows.shape[1]].view(hidden_states.shape))
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 

@@ -19,7 +19,7 @@ refused, before the first module is changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -30,10 +30,21 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.errors import require
+from weft.models.adapters import (
+    base_of,
+    is_lora,
+    merge_whole_weights,
+    refuse_wrapped_parameters,
+    shard_columns,
+    shard_row,
+    wanted,
+)
+from weft.models.blocks import Block, Unwrapped, blocks_of, has_experts, why_not_block
 from weft.models.decoder_tokens import DecoderTokens
 from weft.models.expert_parallel import ExpertParallel
+from weft.models.inputs import Announce
 from weft.models.layouts import ColumnsOut
-from weft.models.linear import ColumnLinear, Distributor, OnInput, RowLinear, Tokens, to_columns, to_row, why_not_linear
+from weft.models.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
 from weft.models.moves import (
     Begun,
     Cut,
@@ -47,10 +58,11 @@ from weft.models.moves import (
     placed,
 )
 from weft.models.products import How
-from weft.models.replicas import always, class_of, never, replicate, replicate_alone
+from weft.models.replicas import Region, always, class_of, enter, gathered_for_others, never, replicate, replicate_alone
 from weft.models.sharing import in_several_places, whole_by_sharing
 from weft.models.sites import CommunicatingLayer, note
 from weft.models.styles import column_site, row_site
+from weft.models.transformers_tp import declare_tensor_parallel
 
 M = TypeVar("M", bound=nn.Module)
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
@@ -73,8 +85,7 @@ def parallelize(
 
     Args:
         model: of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3, with a head or without, on any device, meta too; whole on every
-            rank. Put adapters (LoRA) in before, whose blocks then run whole; apply fully_shard, compile and activation
-            checkpoints afterwards.
+            rank. Put adapters (LoRA) in before; apply fully_shard, compile and activation checkpoints afterwards.
         mesh: of one dimension (mesh["tp"] of a larger one).
         schedule: as weft.all_gather_matmul's, a name.
         few_tokens: a call with up to so many tokens keeps them whole on every rank.
@@ -95,7 +106,8 @@ def parallelize(
     how = How(schedule=schedule, keep_gathered=keep_gathered)
     _check_options(mesh, experts, src_data_rank)
     tokens = DecoderTokens(mesh=mesh, few_tokens=few_tokens)
-    within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), tokens, experts)
+    names = {module: name for name, module in model.named_modules()}
+    within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), tokens, experts, names)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     whole = within.check(model, decoder, embedding, head)
     if experts is not None:
@@ -105,7 +117,9 @@ def parallelize(
     for layer in dict.fromkeys(decoder.layers):
         within.layer(layer, whole)
     within.embeddings(embedding, head, whole)
-    within.rest(model)
+    within.rest(model, decoder)
+    merge_whole_weights(model)
+    declare_tensor_parallel(model, mesh)
     return model
 
 
@@ -149,57 +163,9 @@ def _check_options(mesh: DeviceMesh, experts: object, src_data_rank: int | None)
 
 
 @dataclass(frozen=True)
-class Block:
-    """A child of a decoder layer with linears of two kinds: columns read its input, the row makes its output."""
-
-    columns: tuple[str, ...]
-    row: str
-
-
-_USUAL = {"self_attn": Block(("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": Block(("gate_proj", "up_proj"), "down_proj")}
-
-
-def blocks_of(config: Any) -> Mapping[str, Block]:
-    """A layer's blocks by name: by the model's own plan for tensor parallelism, else by the usual names."""
-    kinds: dict[str, dict[str, list[str]]] = {}
-    for pattern, kind in (getattr(config, "base_model_tp_plan", None) or {}).items():
-        path = pattern.split(".")
-        if path[:2] == ["layers", "*"] and len(path) == 4:
-            kinds.setdefault(path[2], {}).setdefault(kind, []).append(path[3])
-    planned = {
-        parent: Block(tuple(found["colwise"]), found["rowwise"][0])
-        for parent, found in kinds.items()
-        if "colwise" in found and len(found.get("rowwise", [])) == 1
-    }
-    return planned or _USUAL
-
-
-@dataclass(frozen=True)
-class Unwrapped:
-    """A hook before a block: its linears are still those that were sharded, or ValueError. linears: their names."""
-
-    linears: tuple[str, ...]
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        for name in self.linears:
-            found = getattr(module, name)
-            if not isinstance(found, ColumnLinear | RowLinear) and _has_more(found):
-                raise ValueError(
-                    f"{name} of a {type(module).__name__} is a {type(found).__name__}, around or instead of what "
-                    "weft.parallelize has sharded; put adapters (LoRA) in before weft.parallelize: their block then runs whole"
-                )
-
-
-def _has_more(module: nn.Module) -> bool:
-    """Whether a module has parameters besides a sharded linear's: what only calls one (a compiled one) has not."""
-    found = list(module.parameters())
-    return len(found) > 2 or any(not isinstance(parameter, DTensor) for parameter in found)
-
-
-@dataclass(frozen=True)
 class _Within:
-    """One model on its way to being sharded. tokens: of all layers, set by the one that runs. done: children of layers, which
-    may share some."""
+    """One model on its way to being sharded. tokens: of all layers, set by the one that runs. names: of its modules. region: of
+    all that reads whole parameters. done: children of layers, which may share some."""
 
     mesh: DeviceMesh
     config: Any
@@ -207,12 +173,15 @@ class _Within:
     distribute: Distributor
     tokens: DecoderTokens
     experts: ParallelStyle | None
+    names: Mapping[nn.Module, str]
+    region: Region = field(default_factory=Region)
     done: set[nn.Module] = field(default_factory=set)
 
     def check(self, model: nn.Module, decoder: Any, embedding: nn.Module, head: nn.Module | None) -> dict[nn.Module, str]:
         """What runs whole of blocks, embedding and head, and why. ValueError if nothing in any layer can be sharded, or what a
         layer has is refused. Changes nothing."""
         blocks = blocks_of(self.config)
+        refuse_wrapped_parameters(model)
         for layer in decoder.layers:
             _place_of_positions(layer)
         found = {child: name for layer in decoder.layers for name, child in layer.named_children() if not _is_leaf(child)}
@@ -221,21 +190,24 @@ class _Within:
                 self.experts.check(child, self.mesh)
         rest = {child: name for child, name in found.items() if not self._takes(name, child)}
         several = in_several_places(model)
-        whole = {child: self._why_not(child, blocks.get(name), several) for child, name in rest.items()}
+        whole = {
+            child: why_not_block(child, blocks.get(name), self.config, self.mesh.size(), several)
+            for child, name in rest.items()
+        }
         whole[embedding] = _why_not_embedding(embedding)
         if head is not None:
             whole[head] = why_not_linear(head)
-        wanted = self._wanted({child: blocks.get(name) for child, name in found.items()}, embedding, head, whole)
-        whole |= whole_by_sharing(model, wanted)
+        asked = self._wanted({child: blocks.get(name) for child, name in found.items()}, embedding, head, whole)
+        whole |= whole_by_sharing(model, asked)
         reasons = [whole.get(child, "") for child in found]
         if all(reasons):
-            first = f"runs whole on every rank: {reasons[0]}" if reasons else "has no layers"
-            raise ValueError(f"model: no block can be sharded over {self.mesh.size()} ranks; the first {first}")
+            first = f"{self.names[next(iter(found))]} runs whole on every rank: {reasons[0]}" if reasons else "it has no layers"
+            raise ValueError(f"model: no block can be sharded over {self.mesh.size()} ranks; {first}")
         return {module: why for module, why in whole.items() if why}
 
     def _takes(self, name: str, child: nn.Module) -> bool:
         """Whether a block is for the style of experts."""
-        return self.experts is not None and name not in blocks_of(self.config) and _has_experts(child)
+        return self.experts is not None and name not in blocks_of(self.config) and has_experts(child)
 
     def layer(self, layer: nn.Module, whole: Mapping[nn.Module, str]) -> None:
         """Shard a decoder layer, but for the blocks that run whole."""
@@ -245,7 +217,7 @@ class _Within:
                 continue
             self.done.add(child)
             if _is_leaf(child):
-                replicate(child, self.distribute, Sharded(self.tokens))
+                replicate(child, self.distribute, Sharded(self.tokens), self.region)
                 child.__class__ = placed(class_of(child))
                 child.__dict__["_weft_tokens"] = self.tokens
                 continue
@@ -256,28 +228,9 @@ class _Within:
                 self._whole(child, whole[child])
             else:
                 self._block(child, blocks[name])
+        replicate_alone(layer, self.distribute, Sharded(self.tokens), self.region)
         layer.__class__ = noting_tokens(class_of(layer), _place_of_positions(layer))
         layer.__dict__["_weft_tokens"] = self.tokens
-
-    def _why_not(self, child: nn.Module, block: Block | None, several: Collection[nn.Module]) -> str:
-        """Why a block runs whole, whatever its parameters are shared with; empty if it can be sharded. several: modules that
-        have several places in the model."""
-        if block is None and _has_experts(child):
-            return "all experts on all tokens; pass experts=weft.ExpertParallel()"
-        if block is None:
-            return f"a {type(child).__name__} is no block that the model's plan names"
-        for name in (*block.columns, block.row):
-            found = getattr(child, name, None)
-            why = why_not_linear(found) if isinstance(found, nn.Module) else "there is none"
-            if not why and found in several:
-                why = "it is one module in several places"
-            if why:
-                return f"{name}: {why}"
-        if hasattr(child, "head_dim"):
-            for name in ("num_attention_heads", "num_key_value_heads"):
-                if getattr(self.config, name) % self.mesh.size():
-                    return f"{name} is {getattr(self.config, name)}, for {self.mesh.size()} ranks"
-        return ""
 
     def _wanted(
         self,
@@ -291,34 +244,41 @@ class _Within:
         for child, block in blocks.items():
             if block is None or whole.get(child):
                 continue
-            for name in block.columns:
-                found |= {(child.get_submodule(name), own): (child, Shard(0)) for own in ("weight", "bias")}
-            found[child.get_submodule(block.row), "weight"] = child, Shard(1)
-        for module in (embedding, head):
-            if module is not None and not whole[module]:
-                found |= {(module, own): (module, Shard(0)) for own in ("weight", "bias")}
+            for name in (*block.columns, block.row):
+                for module, own, placement in wanted(child.get_submodule(name), row=name == block.row):
+                    found[module, own] = child, placement
+        for end in (embedding, head):
+            if end is not None and not whole[end]:
+                found |= {(end, own): (end, Shard(0)) for own in ("weight", "bias")}
         return found
 
     def _block(self, child: nn.Module, block: Block) -> None:
-        linears = [cast(nn.Linear, child.get_submodule(name)) for name in block.columns]
-        row = cast(nn.Linear, child.get_submodule(block.row))
+        columns, row = [child.get_submodule(name) for name in block.columns], child.get_submodule(block.row)
+        linears, last = [cast(nn.Linear, base_of(each)) for each in columns], cast(nn.Linear, base_of(row))
         shared = to_columns(linears, self.tokens, self.how, self.distribute)
-        ran = to_row(row, self.tokens, self.how, self.distribute)
-        note(child, column_site(shared, Shard(1), parts=block.columns))
-        note(child, row_site(row, Shard(1), self.how, ran, parts=(block.row,), also=("matmul_all_reduce",)))
-        for name, other in child.named_children():
-            if name not in (*block.columns, block.row):
-                replicate(other, self.distribute, always)
+        ran = to_row(last, self.tokens, self.how, self.distribute)
+        for each in columns:
+            shard_columns(each, self.how, self.distribute)
+        shard_row(row, self.tokens, self.how, self.distribute)
+        adapted, name = any(map(is_lora, columns)), self.names[child]
+        note(child, column_site(shared, Replicate() if adapted else Shard(1), parts=block.columns))
+        note(child, row_site(last, Shard(1), self.how, ran, parts=(block.row,), also=("matmul_all_reduce",)))
+        if adapted:
+            note(child, CommunicatingLayer(reason="its input is gathered before the matmuls: an adapter (LoRA) reads it, too"))
+        for other_name, other in child.named_children():
+            if other_name not in (*block.columns, block.row):
+                replicate(other, self.distribute, always, self.region)
         if self.mesh.size() > 1:
-            child.register_forward_pre_hook(Unwrapped((*block.columns, block.row)))
-        child.register_forward_pre_hook(OnInput("hidden_states", shared.announce), with_kwargs=True)
+            child.register_forward_pre_hook(Unwrapped(name, (*block.columns, block.row)))
+        announce = Announce("hidden_states", shared, block.columns, name, adapted=adapted)
+        child.register_forward_pre_hook(announce, with_kwargs=True)
         child.register_forward_hook(shared.forget)
 
     def _experts(self, child: nn.Module, style: ParallelStyle) -> None:
         """A block of experts on equal parts of the tokens, its router whole on every rank."""
         style._apply(child, self.mesh)
         for each in child.modules():
-            replicate_alone(each, self.distribute, always)
+            replicate_alone(each, self.distribute, always, self.region)
         note(
             child,
             CommunicatingLayer(reason="in calls of few tokens each rank takes a part of them: what comes of it is gathered"),
@@ -328,7 +288,7 @@ class _Within:
 
     def _whole(self, child: nn.Module, why: str) -> None:
         note(child, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
-        replicate(child, self.distribute, never)
+        replicate(child, self.distribute, never, self.region)
         child.register_forward_pre_hook(OnInput("hidden_states", GatherSequence(self.mesh, self.tokens)), with_kwargs=True)
         child.register_forward_hook(OfOutput(Cut(self.mesh, self.tokens)))
 
@@ -346,7 +306,7 @@ class _Within:
     def embeddings(self, embedding: nn.Module, head: nn.Module | None, whole: Mapping[nn.Module, str]) -> None:
         """Shard both by the vocabulary, also where they are one parameter."""
         if embedding in whole:
-            replicate(embedding, self.distribute, never)
+            replicate(embedding, self.distribute, never, self.region)
             note(embedding, CommunicatingLayer(reason=f"whole on every rank: {whole[embedding]}"))
         else:
             weight = embedding.get_parameter("weight")
@@ -354,6 +314,7 @@ class _Within:
             style.src_data_rank = self.distribute.src_data_rank
             style._apply(embedding, self.mesh)
             self.distribute.adopt(weight, embedding.get_parameter("weight"))
+            gathered_for_others(embedding, self.region)
             note(
                 embedding,
                 CommunicatingLayer(reason="torch's RowwiseParallel: weft has no operator for a lookup and an all-reduce"),
@@ -364,18 +325,22 @@ class _Within:
     def _head(self, head: nn.Module, why: str) -> None:
         if why:
             note(head, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
+            replicate(head, self.distribute, never, self.region)
             return
         linear = cast(nn.Linear, head)
         shared = to_columns([linear], Tokens(), self.how, self.distribute)
         note(linear, column_site(shared, Replicate()))
         note(linear, CommunicatingLayer(reason="its logits are gathered, so that every rank has all"))
         linear.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
+        gathered_for_others(linear, self.region)
 
-    def rest(self, model: nn.Module) -> None:
-        """Whatever is left is whole on every rank."""
+    def rest(self, model: nn.Module, decoder: nn.Module) -> None:
+        """Whatever is left is whole on every rank. The model and its decoder may read parameters of their children."""
         for module in model.modules():
             if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
-                replicate_alone(module, self.distribute, never)
+                replicate_alone(module, self.distribute, never, self.region)
+        for module in (model, decoder):
+            enter(module, self.region)
 
 
 def _place_of_positions(layer: nn.Module) -> int:
@@ -397,12 +362,6 @@ def _is_leaf(module: nn.Module) -> bool:
 def _no_router_logits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_router_logits", getattr(module.config, "output_router_logits", False)):
         raise ValueError("output_router_logits is True; with experts over ranks a router sees its rank's tokens: pass False")
-
-
-def _has_experts(module: nn.Module) -> bool:
-    """Whether there are experts in a module, or it is some itself."""
-    listed = any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
-    return listed or isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
 
 
 def _why_not_embedding(embedding: nn.Module) -> str:

@@ -2,7 +2,8 @@
 
 A model whose linears have DTensors needs them everywhere: optimizers and torch.nn.utils.clip_grad_norm_ take no mixture. But a
 norm over DTensors pays DTensor's dispatch at every operation. So the module becomes one of a class whose parameters, read as
-attributes while its forward runs, are this rank's plain tensors. Everybody else sees the DTensors.
+attributes while its forward runs, are this rank's plain tensors. Everybody else sees the DTensors. Modules may share a Region:
+then a module also reads the parameters of another one (an adapter its base layer's, a layer its norm's) as plain tensors.
 
 A rank that computes a part has a part of the gradient:
 
@@ -20,7 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from weft.models.linear import Distributor, group_of, local
 from weft.ops.replicated import with_summed_gradient
@@ -28,14 +29,50 @@ from weft.ops.replicated import with_summed_gradient
 Part = Callable[[], bool]
 
 
-def replicate(module: nn.Module, distribute: Distributor, part: Part) -> None:
+class _Depth(threading.local):
+    """How many forwards of a region this thread is in."""
+
+    count: int = 0
+
+
+class Region:
+    """Modules that read each other's parameters: while the forward of any of them runs, in the thread that it runs in, the
+    parameters of all of them are plain tensors. A copy of the modules has a region of its own."""
+
+    def __init__(self) -> None:
+        self._depth = _Depth()
+        # torch.compile traces in one thread, and does not trace another thread's state.
+        self._traced = False
+
+    def __reduce__(self) -> tuple[type[Region], tuple[()]]:
+        return Region, ()
+
+    def running(self) -> bool:
+        """Whether this thread is in a forward of the region."""
+        return self._traced if torch.compiler.is_compiling() else self._depth.count > 0
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a forward of the region. One that is not traced itself may call what is: a graph may break in between."""
+        eager = not torch.compiler.is_compiling()
+        before, self._traced = self._traced, True
+        if eager:
+            self._depth.count += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._traced = before
+            if eager:
+                self._depth.count -= 1
+
+
+def replicate(module: nn.Module, distribute: Distributor, part: Part, region: Region | None = None) -> None:
     """Make a module's parameters, and those of its children, whole on every rank. Parameters that are no plain floating point
-    ones (quantised weights) stay as they are."""
+    ones (quantised weights) stay as they are. region: of the modules that read these parameters; None: each module its own."""
     for each in module.modules():
-        replicate_alone(each, distribute, part)
+        replicate_alone(each, distribute, part, region)
 
 
-def replicate_alone(module: nn.Module, distribute: Distributor, part: Part) -> None:
+def replicate_alone(module: nn.Module, distribute: Distributor, part: Part, region: Region | None = None) -> None:
     """As `replicate`, of a module without its children. Those of its parameters that are DTensors stay."""
     # Under all its names, if it has several: named_parameters has the first alone.
     plain = tuple(name for name, parameter in module._parameters.items() if parameter is not None and _is_plain(parameter))
@@ -44,6 +81,42 @@ def replicate_alone(module: nn.Module, distribute: Distributor, part: Part) -> N
     if plain:
         module.__class__ = _reading_locals(class_of(module), plain)
         module.__dict__["_weft_part"] = part
+        module.__dict__["_weft_region"] = region or Region()
+    elif region is not None:
+        enter(module, region)
+
+
+def enter(module: nn.Module, region: Region) -> None:
+    """Let a module's forward be one of a region: it reads the region's parameters as plain tensors."""
+    if "_weft_region" not in module.__dict__ and _has_forward(module):
+        module.__class__ = _within(class_of(module))
+        module.__dict__["_weft_region"] = region
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+def gathered_for_others(module: nn.Module, region: Region) -> None:
+    """Let a sharded weight be read, by other modules of the region while they run, as a plain tensor of all its rows, which are
+    gathered for it: a model may multiply by its embedding's weight, or hand its head's to a loss."""
+    module.__class__ = _read_by_others(class_of(module))
+    module.__dict__["_weft_region"], module.__dict__["_weft_readers"] = Region(), region
+
+
+@cache
+def _read_by_others(cls: type[Any]) -> type[Any]:
+    @wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._weft_region.run(cls.forward, self, *args, **kwargs)
+
+    def weight(self: Any) -> torch.Tensor:
+        parameter: Any = self._parameters["weight"]
+        if self._weft_readers.running() and not self._weft_region.running():
+            return cast(torch.Tensor, parameter.full_tensor())
+        return cast(torch.Tensor, parameter)
+
+    return derived(cls, forward=forward, weight=property(weight))
 
 
 def class_of(module: nn.Module) -> Any:
@@ -64,7 +137,7 @@ def _calling_own(cls: type[Any]) -> type[Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._weft_own_forward(*args, **kwargs)
 
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    return derived(cls, forward=forward)
 
 
 def always() -> bool:
@@ -81,43 +154,34 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     return type(parameter) is nn.Parameter and parameter.is_floating_point()
 
 
-class _Running(threading.local):
-    """The modules whose forward this thread is in, by id, with how often: a forward may call itself."""
+@cache
+def _within(cls: type[Any]) -> type[Any]:
+    """A class like `cls` whose forward is one of a region."""
 
-    def __init__(self) -> None:
-        self.depth: dict[int, int] = {}
+    @wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._weft_region.run(cls.forward, self, *args, **kwargs)
+
+    return derived(cls, forward=forward)
 
 
 @cache
 def _reading_locals(cls: type[Any], names: tuple[str, ...]) -> type[Any]:
-    """A class like `cls` whose forward reads parameters of these names as plain tensors, in the thread that it runs in."""
-    running = _Running()
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # traced in one thread; torch.compile does not trace another thread's state
-            before, self._weft_traced = self._weft_traced, True
-            try:
-                return cls.forward(self, *args, **kwargs)
-            finally:
-                self._weft_traced = before
-        depth = running.depth
-        depth[id(self)] = depth.get(id(self), 0) + 1
-        try:
-            return cls.forward(self, *args, **kwargs)
-        finally:
-            depth[id(self)] -= 1
-            if not depth[id(self)]:
-                del depth[id(self)]
-
-    members = {name: _local_parameter(name, running) for name in names} | {"_weft_traced": False}
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
+    """A class like `cls` whose parameters of these names are plain tensors while a forward of its region runs."""
+    return derived(_within(cast(Any, cls)), **{name: _local_parameter(name) for name in names})
 
 
-def _local_parameter(name: str, running: _Running) -> property:
+def derived(cls: type[Any], **members: Any) -> type[Any]:
+    """A class of the same name."""
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})
+
+
+def _local_parameter(name: str) -> property:
     def read(module: Any) -> torch.Tensor:
+        if name not in module._parameters:  # as of a module without it: it may have been replaced by a parametrization
+            raise AttributeError(f"{type(module).__name__} has no parameter {name}")
         parameter: torch.Tensor = module._parameters[name]
-        inside = module._weft_traced if torch.compiler.is_compiling() else id(module) in running.depth
-        if not inside:
+        if not module._weft_region.running() or not isinstance(parameter, DTensor):
             return parameter
         mine = local(parameter)
         return with_summed_gradient(mine, group_of(parameter).group_name) if module._weft_part() else mine

@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import style
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.errors import require
-from weft.models.layouts import Announced, ColumnsOut, RowsIn, Taken, TokensOut
+from weft.models.inputs import Announce
+from weft.models.layouts import ColumnsOut, RowsIn, Taken, TokensOut
 from weft.models.linear import (
     Distributor,
     OnInput,
@@ -122,7 +123,8 @@ class SharedInput(style.ParallelStyle):
     they return is sharded on the last dimension. input_layouts: of the tensor that the module is called with: the keyword
     argument `argument`, or else the first positional one. schedule, keep_gathered: as ColwiseParallel's. The module sees a
     tensor of the gathered shape, whose values are NaN: its own code may ask for the shape, and pass it to these linears, but
-    not compute with it. Raises ValueError for layouts or children that are not as above.
+    not compute with it. While the module or one of these linears has a hook that you have registered, the input is gathered
+    before the matmuls, and has its values; a warning says so. Raises ValueError for layouts or children that are not as above.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ def share_input(
     """Let these children share a gather of the module's input, which `taken` makes plain."""
     linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
     shared = to_columns(linears, taken.tokens, how, distribute)
-    module.register_forward_pre_hook(OnInput(argument, Announced(taken, shared)), with_kwargs=True)
+    module.register_forward_pre_hook(Announce(argument, shared, tuple(names), type(module).__name__, taken), with_kwargs=True)
     module.register_forward_hook(shared.forget)
     return shared
 

@@ -1,0 +1,151 @@
+"""PEFT's LoRA around a linear that weft shards: where its two small matrices lie.
+
+    y = base(x) + up(down(dropout(x))) * scaling         down [r, K], up [N, r]
+
+    base            x                        down                       up
+    column linear   all tokens               whole on every rank        columns of this rank: Shard(0)
+    row linear      this rank's columns      Shard(1), as the base's    whole, on this rank's tokens
+
+So both products lie as the base's. The gradient of a whole `down` is the same on every rank; that of a whole `up` is summed
+over ranks. Other adapters, and kinds of LoRA that read the whole weight (DoRA), are not taken apart: their block runs whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.models.linear import ColumnLinear, Distributor, RowLinear, Tokens, to_columns, to_row, why_not_linear
+from weft.models.moves import Sharded
+from weft.models.products import How
+from weft.models.replicas import derived, never, replicate
+
+_LORA = ("peft.tuners.lora.layer", "Linear")
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether a module is PEFT's LoRA around a linear that is not quantised."""
+    return (type(module).__module__, type(module).__qualname__) == _LORA
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The linear inside a LoRA layer; any other module itself."""
+    return cast(nn.Module, module.base_layer) if is_lora(module) else module
+
+
+def why_not_adapted(module: nn.Module, *, row: bool, ranks: int) -> str:
+    """Why weft cannot shard a module as a linear, or as a LoRA layer around one; empty if it can. row: as a row linear."""
+    if not is_lora(module):
+        return why_not_linear(module)
+    lora, base = cast(Any, module), base_of(module)
+    if "forward" in module.__dict__:
+        return "its forward was put on the module itself"
+    if lora.lora_variant:
+        kinds = ", ".join(sorted({type(variant).__name__ for variant in lora.lora_variant.values()}))
+        return f"its adapter is a {kinds}, which is no plain LoRA"
+    if lora.fan_in_fan_out:
+        return "its adapter has fan_in_fan_out=True"
+    if row and cast(nn.Linear, base).in_features % ranks and any(getattr(each, "p", 0) for each in lora.lora_dropout.values()):
+        return f"its adapter has dropout, and {ranks} ranks do not divide its inputs: they would draw different numbers"
+    return next(filter(None, map(why_not_linear, (base, *_downs(module), *_ups(module)))), "")
+
+
+def wanted(module: nn.Module, *, row: bool) -> Iterator[tuple[nn.Module, str, Placement]]:
+    """How the parameters of a linear, and of a LoRA layer's matrices, are to lie that are not whole on every rank."""
+    for each in (base_of(module), *(_downs(module) if row else _ups(module))):
+        yield each, "weight", Shard(1) if row else Shard(0)
+        if not row:
+            yield each, "bias", Shard(0)
+
+
+def shard_columns(module: nn.Module, how: How, distribute: Distributor) -> None:
+    """Shard the matrices of a LoRA layer around a column linear."""
+    for up in _ups(module):
+        to_columns([up], Tokens(), how, distribute)
+    for down in _downs(module):
+        replicate(down, distribute, never)
+
+
+def shard_row(module: nn.Module, tokens: Tokens, how: How, distribute: Distributor) -> None:
+    """Shard the matrices of a LoRA layer around a row linear."""
+    for down in _downs(module):
+        to_row(down, tokens, how, distribute)
+    for up in _ups(module):
+        replicate(up, distribute, Sharded(tokens))
+
+
+def added_late(module: nn.Module) -> list[str]:
+    """The adapters of a LoRA layer around a sharded linear that came after it was sharded."""
+    if not is_lora(module):
+        return []
+    lora = cast(Any, module)
+    row = isinstance(base_of(module), RowLinear)
+    matrices, kind = (lora.lora_A, RowLinear) if row else (lora.lora_B, ColumnLinear)
+    return [name for name, matrix in matrices.items() if not isinstance(matrix, kind)]
+
+
+def refuse_wrapped_parameters(model: nn.Module) -> None:
+    """Raises ValueError for PEFT's adapters of parameters, which put others in their place while they run."""
+    for name, module in model.named_modules():
+        if (type(module).__module__, type(module).__qualname__) == ("peft.tuners.lora.layer", "ParamWrapper"):
+            raise ValueError(
+                f"model has {name}, a ParamWrapper of PEFT's around the parameter {module.parameter_name!r}; weft.parallelize "
+                "takes adapters of modules: use LoraConfig(target_modules=...) without target_parameters"
+            )
+
+
+def merge_whole_weights(module: nn.Module) -> None:
+    """Let PEFT merge an adapter into its base layer, and take it out again, on whole weights. Both are collective then. PEFT
+    assigns to `weight.data`, which changes nothing of a DTensor, and multiplies matrices that lie otherwise."""
+    for each in module.modules():
+        if type(each).__module__.startswith("peft.") and hasattr(type(each), "unmerge"):
+            each.__class__ = _merging_whole(cast(Any, type(each)))
+
+
+@cache
+def _merging_whole(cls: type[Any]) -> type[Any]:
+    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _whole_weights(self):
+            return cls.merge(self, *args, **kwargs)
+
+    def unmerge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _whole_weights(self):
+            return cls.unmerge(self, *args, **kwargs)
+
+    return derived(cls, merge=merge, unmerge=unmerge)
+
+
+@contextmanager
+def _whole_weights(module: nn.Module) -> Iterator[None]:
+    """Within, the DTensors of a module are plain parameters; what they have become is written back afterwards."""
+    spread = [
+        (each, name, cast(DTensor, parameter))
+        for each in module.modules()
+        for name, parameter in each._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    for each, name, mine in spread:
+        each._parameters[name] = nn.Parameter(cast(DTensor, mine.detach()).full_tensor().clone(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for each, name, mine in spread:
+            whole = cast(torch.Tensor, each._parameters[name]).detach()
+            each._parameters[name] = cast(nn.Parameter, mine)
+            with torch.no_grad():
+                mine.copy_(distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None))
+
+
+def _downs(module: nn.Module) -> list[nn.Linear]:
+    return [*cast(Any, module).lora_A.values()] if is_lora(module) else []
+
+
+def _ups(module: nn.Module) -> list[nn.Linear]:
+    return [*cast(Any, module).lora_B.values()] if is_lora(module) else []

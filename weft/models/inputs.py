@@ -1,0 +1,76 @@
+"""What a block of linears that share an input is called with: a placeholder, or its input of all tokens.
+
+    nobody else reads the input     a placeholder of the gathered shape; the gather is hidden behind the matmuls
+    a hook, an adapter, ... may     the gathered input itself; nothing is overlapped, and a warning says why
+
+Which of the two is decided at each call, since hooks come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from weft.core.logs import warn_once
+from weft.models.linear import Shared, with_input_changed
+
+_READ_NO_INPUTS = ("weft.", "torch.distributed.", "transformers.")
+"""Packages whose hooks leave a module's input alone: weft's, FSDP's, and those that record what a decoder's blocks return."""
+
+
+@dataclass(frozen=True)
+class Announce:
+    """A block's pre-hook: its column linears multiply what it is called with. argument: as OnInput's. linears: their names in
+    the block, name: the block's in the model. taken: makes the input a plain tensor; None if it is one. adapted: whether one of
+    the linears is inside an adapter."""
+
+    argument: str
+    shared: Shared
+    linears: tuple[str, ...]
+    name: str
+    taken: Callable[[torch.Tensor], torch.Tensor] | None = None
+    adapted: bool = False
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        reader = "" if self.adapted else self._reader(module)
+        if reader and not torch.compiler.is_compiling():
+            warn_once(f"{self.name}: {reader} may read its input, which is therefore gathered before the matmuls")
+        change = self.shared.gather if reader or self.adapted else self.shared.announce
+        return with_input_changed(module, args, kwargs, self.argument, lambda x: change(self.taken(x) if self.taken else x))
+
+    def _reader(self, module: nn.Module) -> str:
+        """Who may read the values of the block's input, besides its linears; empty if nobody does."""
+        if torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks:
+            return "a hook of all modules"
+        if "forward" in module.__dict__:
+            return "a forward that was put on the module itself"
+        for name, member in zip(self.linears, self.shared.members, strict=True):
+            found = getattr(module, name)
+            if getattr(found, "_orig_mod", found) is not member:
+                return f"a {type(found).__name__} around {name}"
+            if _reading(member._forward_pre_hooks.values()) or _reading(member._forward_hooks.values()):
+                return f"a hook of {name}"
+            if "forward" in member.__dict__:
+                return f"a forward that was put on {name} itself"
+        if _reading(module._forward_pre_hooks.values()) or _reading(module._forward_hooks.values()):
+            return "a hook of the module"
+        return ""
+
+
+def _reading(hooks: Iterable[Any]) -> bool:
+    return any(not _package(hook).startswith(_READ_NO_INPUTS) for hook in hooks)
+
+
+def _package(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    found: str = getattr(hook, "__module__", None) or type(hook).__module__
+    return found
