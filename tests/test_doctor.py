@@ -95,6 +95,23 @@ def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
 # --- environment -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "state"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1", "warn"),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "warn"),
+        ("CUDA_VISIBLE_DEVICES", "3", "ok"),
+        ("CUDA_LAUNCH_BLOCKING", "0", None),
+    ],
+)
+def test_how_cuda_is_started(monkeypatch: pytest.MonkeyPatch, name: str, value: str, state: str | None) -> None:
+    for each in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    found = {finding.what: finding.state for finding in environment_findings()}
+    assert found.get(name) == state
+
+
 def test_values_that_will_not_do_and_names_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in READ:
         monkeypatch.delenv(name, raising=False)

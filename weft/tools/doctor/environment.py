@@ -1,8 +1,9 @@
-"""The environment: whether weft's variables have values that will do, and names that are read."""
+"""The environment: whether weft's variables have values that will do, names that are read, and how CUDA is to be started."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from weft.tools.doctor.finding import Finding
 
@@ -17,7 +18,22 @@ def environment_findings() -> tuple[Finding, ...]:
     for name in unknown():
         cure = f"unset {name}; weft reads {', '.join(READ)}"
         found.append(Finding(what=name, state="warn", detail="nothing reads it", cure=cure))
-    return tuple(found)
+    return (*found, *_of_cuda())
+
+
+def _of_cuda() -> Iterator[Finding]:
+    """Variables of CUDA's and torch's that change what weft can run."""
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "") not in ("", "0"):
+        detail = "kernel launches block, so only schedule='sequential' can run on GPUs"
+        yield Finding(what="CUDA_LAUNCH_BLOCKING", state="warn", detail=detail, cure="unset CUDA_LAUNCH_BLOCKING")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "cudaMallocAsync" in os.environ.get(name, ""):
+            detail = "this allocator has no memory pools, so calls are not replayed from graphs and take more host time"
+            yield Finding(what=name, state="warn", detail=detail, cure="use torch's own allocator: leave backend: out")
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen is not None:
+        detail = f"{seen or 'empty'}: weft sees these GPUs alone; ranks of one job may each have a list of their own"
+        yield Finding(what="CUDA_VISIBLE_DEVICES", state="ok", detail=detail)
 
 
 def _read(name: str) -> Finding:
