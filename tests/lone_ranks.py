@@ -125,7 +125,7 @@ def space_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> FakeSpac
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    monkeypatch.setattr(rank_group_module, "agree_on_launch", lambda group, device: False)
+    monkeypatch.setattr(rank_group_module, "agree_on_launch", lambda group, device: "")
     return FakeSpace(rank_group, torch.device("cuda", 0))
 
 

@@ -26,6 +26,7 @@ class Group:
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu {device.index}"))
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     for name in (OVERLAPPING, BLOCKING):
         monkeypatch.setenv(name, "")
 
@@ -36,9 +37,9 @@ def number(uuid: int) -> int:
     return gpu_number(torch.device("cuda", uuid))
 
 
-def agreed(gpu: int, index: int, facts: int = 0) -> bool:
-    """Whether launches block, where rank 1 has the GPU `gpu` by this index."""
-    return agree_on_launch(Group([(number(gpu),), (4 * index + facts,)]), torch.device("cuda", 0))  # type: ignore[arg-type]
+def agreed(gpu: int, index: int, facts: int = 0) -> str:
+    """Why nothing can overlap, where rank 1 has the GPU `gpu` by this index."""
+    return agree_on_launch(Group([(number(gpu),), (8 * index + facts,)]), torch.device("cuda", 0))  # type: ignore[arg-type]
 
 
 def test_ranks_that_see_their_own_gpu_alone_are_told_apart_by_it() -> None:
@@ -52,15 +53,21 @@ def test_ranks_of_one_gpu_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ranks 0 and 1 use the same GPU.*LOCAL_RANK"):
         agreed(gpu=0, index=0)
     with pytest.raises(ValueError, match="ranks 0 and 1"):
-        agreed(gpu=0, index=0, facts=2)  # allowed by one rank alone
+        agreed(gpu=0, index=0, facts=4)  # allowed by one rank alone
 
 
 def test_ranks_of_one_gpu_may_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OVERLAPPING, "1")
-    assert not agreed(gpu=0, index=0, facts=2)
+    assert not agreed(gpu=0, index=0, facts=4)
 
 
 @pytest.mark.parametrize(("mine", "theirs", "blocks"), [("1", 0, True), ("", 1, True), ("0", 0, False)])
 def test_one_rank_whose_launches_block_is_enough(monkeypatch: pytest.MonkeyPatch, mine: str, theirs: int, blocks: bool) -> None:
     monkeypatch.setenv(BLOCKING, mine)
-    assert agreed(gpu=1, index=1, facts=theirs) is blocks
+    assert (BLOCKING in agreed(gpu=1, index=1, facts=theirs)) is blocks
+
+
+def test_an_allocator_without_pools_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cudaMallocAsync" in agreed(gpu=1, index=1, facts=2)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert "cudaMallocAsync" in agreed(gpu=1, index=1)

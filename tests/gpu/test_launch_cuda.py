@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from on_gpus import NEEDS_REAL_TWO, alarm
@@ -52,8 +53,11 @@ def started(work: Callable[[torch.device], Any], **environment: str) -> list[Any
     context = mp.get_context("spawn")
     answers = context.Queue()
     processes = [context.Process(target=_rank, args=(rank, port, work, environment, answers)) for rank in range(2)]
-    for process in processes:
-        process.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for rank, process in enumerate(processes):
+            for name, value in environment.items():
+                patch.setenv(name, value.format(rank=rank))  # torch reads some when it is imported
+            process.start()
     found = dict(answers.get(timeout=120) for _ in processes)
     for process in processes:
         process.join(20)
@@ -92,12 +96,7 @@ def test_no_set_device() -> None:
     assert started(_right, NO_SET_DEVICE="1") == ["right"] * 2
 
 
-def test_the_asynchronous_allocator() -> None:
-    variables = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
-    assert started(_right, **variables) == ["right"] * 2
-
-
-def _blocking(device: torch.device) -> tuple[str, str]:
+def _sequentially(device: torch.device) -> tuple[str, str]:
     try:
         weft.all_gather_matmul(torch.ones(64, 64, device=device), torch.ones(64, 64, device=device), schedule="shard_p2p")
         refused = "ran"
@@ -106,9 +105,16 @@ def _blocking(device: torch.device) -> tuple[str, str]:
     return refused, _right(device, ("auto", "sequential"))
 
 
-def test_blocking_launches_run_sequentially() -> None:
-    for refused, right in started(_blocking, CUDA_LAUNCH_BLOCKING="1"):
-        assert "CUDA_LAUNCH_BLOCKING" in refused
+@pytest.mark.parametrize(
+    ("variable", "value", "named"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1", "CUDA_LAUNCH_BLOCKING"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "cudaMallocAsync"),
+    ],
+)
+def test_what_cannot_overlap_runs_sequentially(variable: str, value: str, named: str) -> None:
+    for refused, right in started(_sequentially, **{variable: value}):
+        assert named in refused
         assert right == "right"
 
 

@@ -19,23 +19,36 @@ if TYPE_CHECKING:
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Torch's variable: its symmetric memory tells GPUs apart by their index in a process, unless this is 1."""
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
+_BLOCKS = (
+    "CUDA_LAUNCH_BLOCKING is set on a rank, so its host would wait for a kernel that waits for a later one; unset "
+    "CUDA_LAUNCH_BLOCKING"
+)
+_NO_POOLS = (
+    "a rank uses torch's allocator cudaMallocAsync, which lacks the memory pools that overlapping needs; leave "
+    "backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF"
+)
 
 
-def agree_on_launch(group: RankGroup, device: torch.device) -> bool:
-    """Whether kernel launches block on some rank (CUDA_LAUNCH_BLOCKING). Collective.
+def agree_on_launch(group: RankGroup, device: torch.device) -> str:
+    """Why no schedule that overlaps can run on these GPUs; empty if all can. Collective.
 
     Ranks that see their own GPU alone all call it cuda:0. Torch takes that for one GPU; it is told that these are several.
     Raises ValueError, on all ranks, where ranks of one node do share a GPU.
     """
     near = group.near
     numbers = group.enter("call: GPUs", gpu_number(device))
-    blocking = os.environ.get(BLOCKING, "") not in ("", "0")
-    facts = group.enter("call: how ranks were started", 4 * (device.index or 0) + 2 * _overlaps() + blocking)
-    if not all(fact & 2 for fact in facts):
+    blocks = os.environ.get(BLOCKING, "") not in ("", "0")
+    pools = torch.cuda.get_allocator_backend() == "native"
+    overlaps = os.environ.get(OVERLAPPING) == "1"
+    mine = blocks + 2 * (not pools) + 4 * overlaps + 8 * (device.index or 0)
+    facts = group.enter("call: how ranks were started", mine)
+    if not all(fact & 4 for fact in facts):
         refuse_shared_gpus(near, [numbers[rank] for rank in near])
-    if len({facts[rank] >> 2 for rank in near}) < len(near):
+    if len({facts[rank] >> 3 for rank in near}) < len(near):
         os.environ[OVERLAPPING] = "1"
-    return any(fact & 1 for fact in facts)
+    if any(fact & 1 for fact in facts):
+        return _BLOCKS
+    return _NO_POOLS if any(fact & 2 for fact in facts) else ""
 
 
 def refuse_shared_gpus(ranks: Sequence[int], numbers: Sequence[int]) -> None:
@@ -47,7 +60,3 @@ def refuse_shared_gpus(ranks: Sequence[int], numbers: Sequence[int]) -> None:
                 "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), start at most as many ranks as there are GPUs, and let "
                 "CUDA_VISIBLE_DEVICES, where it is set, name another GPU for each rank"
             )
-
-
-def _overlaps() -> bool:
-    return os.environ.get(OVERLAPPING) == "1"

@@ -102,8 +102,8 @@ class RankGroup:
     """
 
     _closed, _users = False, 0
-    launch_blocking = False
-    """Whether some rank's kernel launches block, on GPUs (CUDA_LAUNCH_BLOCKING)."""
+    cannot_overlap = ""
+    """Why no schedule that overlaps can run on the ranks' GPUs; empty if all can."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RankGroup:
@@ -289,7 +289,7 @@ class RankGroup:
         on a GPU. Raises ValueError where the ranks' GPUs cannot share memory."""
         if device not in self._heaps:
             if device.type == "cuda":
-                self.launch_blocking = agree_on_launch(self, device)
+                self.cannot_overlap = agree_on_launch(self, device)
             self._heaps[device] = heap_of(self, device)
         return self._heaps[device]
 

@@ -127,9 +127,7 @@ class CudaProgram(BoundProgram):
         }
         space.releaser.has_collectives |= bool(self.collectives)
         sends = any(isinstance(step, SendReceive) for _, _, step in mine)
-        # Torch's asynchronous allocator has no pools, which a graph that outlives its capture needs.
-        pools = torch.cuda.get_allocator_backend() == "native"
-        self._replayable = pools and not self.collectives and not sends and self.ragged is None
+        self._replayable = not self.collectives and not sends and self.ragged is None
         multiplies = {lane.name for lane, _, step in mine if isinstance(step, Gemm)}
         self.products = {lane: Products(space.device) for lane in multiplies}
         gemms = [kernel.step for kernel in self.kernels.values() if isinstance(kernel.step, Gemm)]

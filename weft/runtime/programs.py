@@ -184,7 +184,7 @@ class Programs:
         """A program for a call: of the one schedule that it asks for, or of the fastest of several."""
         key = problem, call.schedule, call.device
         self._space(call.device)  # its ranks agree on how they were started
-        specs = self._unblocked(problem, call) if self._rank_group.launch_blocking else self.tuner.specs(problem, call)
+        specs = self._one_after_the_other(problem, call) if self._cannot_overlap(call) else self.tuner.specs(problem, call)
         schedule = _checked(problem, specs[0], call.device, values)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(call.device).blocks
         lanes = "one for each peer" if fans_out(call.device) else "one"
@@ -203,17 +203,17 @@ class Programs:
             self.tuner.chose(program, key, trials)
         return program
 
-    def _unblocked(self, problem: Problem, call: Call) -> tuple[str, ...]:
-        """What can run where each launch waits for its kernel: no kernel that waits for another one. Raises ValueError."""
-        if call.schedule in MODES and not isinstance(problem, RaggedProblem):
-            warn_once("CUDA_LAUNCH_BLOCKING is set on a rank: every schedule but sequential could hang; sequential")
-            return ("sequential",)
-        if call.schedule != "sequential":
-            raise ValueError(
-                f"schedule is {call.schedule}, and CUDA_LAUNCH_BLOCKING is set on a rank: the host would wait for a kernel "
-                "that waits for a later one; unset CUDA_LAUNCH_BLOCKING"
-                + ("" if isinstance(problem, RaggedProblem) else ', or use schedule="sequential"')
-            )
+    def _cannot_overlap(self, call: Call) -> bool:
+        return bool(self._rank_group.cannot_overlap) and call.device.type == "cuda"
+
+    def _one_after_the_other(self, problem: Problem, call: Call) -> tuple[str, ...]:
+        """What can run where no schedule that overlaps can. Raises ValueError where something else is asked for."""
+        why, ragged = self._rank_group.cannot_overlap, isinstance(problem, RaggedProblem)
+        if call.schedule in MODES and not ragged:
+            warn_once(f"nothing is overlapped, {call.schedule} is sequential: {why}")
+        elif call.schedule != "sequential":
+            remedy = "" if ragged else ', or use schedule="sequential"'
+            raise ValueError(f"schedule is {call.schedule}, but {why}{remedy}")
         return ("sequential",)
 
     def _candidate(self, key: Key) -> Callable[[str], BoundProgram]:

@@ -28,7 +28,7 @@ def _of_cuda() -> Iterator[Finding]:
         yield Finding(what="CUDA_LAUNCH_BLOCKING", state="warn", detail=detail, cure="unset CUDA_LAUNCH_BLOCKING")
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "cudaMallocAsync" in os.environ.get(name, ""):
-            detail = "this allocator has no memory pools, so calls are not replayed from graphs and take more host time"
+            detail = "this allocator has no memory pools, so only schedule='sequential' can run on GPUs"
             yield Finding(what=name, state="warn", detail=detail, cure="use torch's own allocator: leave backend: out")
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if seen is not None:
