@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.compat.storages import users
@@ -97,10 +97,13 @@ class _Numbered(Store):
 
 
 def empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes of this GPU that other ranks can be given. What it frees before, it frees for this; see `free_unused`."""
+    """Bytes of this GPU that other ranks can be given. What it frees before, it frees for this; see `free_unused`. Torch takes
+    them from a memory pool, which its allocator cudaMallocAsync does not have; they are allocated one by one then."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     free_unused()
+    if torch.cuda.get_allocator_backend() != "native":
+        return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, None)
     return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
 
 
