@@ -9,7 +9,7 @@ choice of cuBLAS algorithm, one step after the other) are timed in the same run.
 these, `overlap` is that over `auto`; the two multiply to the gain over sequential. Means over cases are geometric.
 
     python benchmarks/gains.py benchmarks/results/h200x2
-    python benchmarks/gains.py benchmarks/results/h200x2 --others benchmarks/results/h100x2 benchmarks/results
+    python benchmarks/gains.py benchmarks/results/h200x2 --shapes eager
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ UNOVERLAPPED = ("sequential", "sequential_stores")
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One case in one mode, in us. weft: the default. unoverlapped: weft's fastest program that does not overlap, if timed.
-    alternative: the name of the fastest alternative."""
+    alternative: the name of the fastest alternative. chosen: the schedule that "auto" kept."""
 
+    name: str
     mode: str
+    chosen: str
     weft: float
     sequential: float
     best: float
@@ -60,7 +62,9 @@ class Group:
 def _case(row: Row, weft_us: float, alternatives: Mapping[str, float], unoverlapped_us: float | None) -> Case:
     best = min(alternatives, key=alternatives.__getitem__)
     return Case(
+        name=row["case"],
         mode=row["mode"],
+        chosen=row.get("chosen") or row.get("schedule") or "-",
         weft=weft_us,
         sequential=row["sequential_us"],
         best=alternatives[best],
@@ -111,9 +115,9 @@ def _concurrent(row: Row) -> Case:
 
 
 def _step(row: Row) -> Case:
-    """Of data_parallel.py: a step of PyTorch's data parallelism in its fastest settings."""
-    best = min(row["peers"], key=row["peers"].__getitem__)
-    return _case({**row, "sequential_us": row["peers"]["stock"]}, row["overlapped_us"], {best: row["peers"][best]}, None)
+    """Of data_parallel.py. `vendor` is PyTorch's own step with the same buckets or units, which a user can write by hand."""
+    others = row["peers"] | {"same by hand": row["candidates"]["vendor"]}
+    return _case({**row, "sequential_us": row["peers"]["stock"]}, row["overlapped_us"], others, None)
 
 
 def _rows(low: int, high: int, mark: str) -> Callable[[Row], bool]:
@@ -153,23 +157,24 @@ GROUPS: tuple[Group, ...] = (
 )
 
 
-def cases(folder: Path) -> dict[str, list[Case]]:
-    """Each group's cases that the folder has."""
+def cases(folder: Path, machine: str = "") -> dict[str, list[Case]]:
+    """Each group's cases that the folder has. machine: only those of machines whose name begins so."""
     found: dict[str, list[Case]] = {}
     for group in GROUPS:
         path = folder / f"{group.file}.jsonl"
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-        times = [group.times(row) for row in rows if group.holds(row) and (row.get("auto_us") or row["overlapped_us"])]
+        some = (row for row in rows if group.holds(row) and row["machine"].startswith(machine))
+        times = [group.times(row) for row in some if row.get("auto_us") or row["overlapped_us"]]
         if times:
             found[group.name] = times
     return found
 
 
 def table(folder: Path, others: Mapping[str, Path] | None = None) -> list[tuple[str, ...]]:
-    """The table, its head first. others: folders of other machines by a name for their column, with the mean gain in graphs and
-    called eagerly."""
+    """The table, its head first. others: folders by the machine whose cases are taken, each a column with the mean gain in
+    graphs and called eagerly."""
     heads = ("operator, size", "cases", "fastest other", "graph", "eager", "worst", "kernels", "overlap")
-    more = {name: cases(other) for name, other in (others or {}).items()}
+    more = {name: cases(other, name) for name, other in (others or {}).items()}
     rows = [
         (*_line(name, some), *(" ".join(_means(found.get(name, ()))) for found in more.values()))
         for name, some in cases(folder).items()
@@ -197,12 +202,29 @@ def _line(name: str, some: Sequence[Case]) -> tuple[str, ...]:
     return (name, str(count), fastest, *_means(some), f"{worst:.2f}", *parts)
 
 
+def shapes(folder: Path, mode: str) -> list[tuple[str, ...]]:
+    """Every case of a mode, times in us: what the means are of."""
+    heads = ("operator, case", "fastest other", "its time", "auto", "schedule", "gain")
+    rows = [
+        (f"{name.partition(',')[0]} {case.name}", NAMES.get(case.alternative, case.alternative), *_times(case))
+        for name, some in cases(folder).items()
+        for case in some
+        if case.mode == mode
+    ]
+    return [heads, *rows]
+
+
+def _times(case: Case) -> tuple[str, ...]:
+    us = [f"{each:.0f}" if each >= 100 else f"{each:.1f}" for each in (case.best, case.weft)]
+    return (*us, case.chosen, f"{case.best / case.weft:.2f}x")
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("folder", type=Path, help="of JSON lines, such as benchmarks/results/h200x2")
-    options.add_argument("--others", type=Path, nargs="*", default=[], help="folders of other machines")
+    options.add_argument("--shapes", choices=("graph", "eager"), help="every case of a mode in place of the means")
     given = options.parse_args()
-    for line in table(given.folder, {other.name: other for other in given.others}):
+    for line in shapes(given.folder, given.shapes) if given.shapes else table(given.folder):
         print("  ".join([line[0].ljust(38), *(cell.rjust(10) for cell in line[1:])]))
 
 

@@ -9,6 +9,7 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text rules TOPOLOGY        the heuristic's weights, and what it chooses by them
     ```text simulated BY          benchmarks/simulated.py: predictions against measurements, by operator, family or file
     ```text gains FOLDER          benchmarks/gains.py: `auto` over the fastest alternative, from a folder of results
+    ```text shapes FOLDER MODE    the same, case by case
     ```text results MODE ...      measured_tables.py: operators, collectives and steps
     ```text models PART ...       model_tables.py: whole models, layers of them, profiles
     ```text t3 WHAT ...           study_tables.py: published evaluations, simulated

@@ -1,6 +1,7 @@
 """Tables of operators, collectives and steps for generate.py, from benchmarks/results. MODE: in which cases ran.
 
 gains FOLDER       what `auto` gains over the fastest alternative, by operator and size
+shapes FOLDER MODE each case of that
 results MODE       tp.jsonl: the tensor-parallel cases
 fused BENCH MODE   BENCH.jsonl: a fused operator's cases
 paper MODE         paper.jsonl: the fused kernels' published comparison
@@ -20,7 +21,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from text_tables import RESULTS, benchmark, lines, source, table, versions
+from text_tables import RESULTS, benchmark, commits, lines, source, table, versions
 
 from weft.core.machine import load
 
@@ -44,6 +45,13 @@ def gains(folder: str) -> str:
     some = [row for path in sorted((RESULTS / folder).glob("*.jsonl")) for row in lines(f"{folder}/{path.stem}")]
     where = dict.fromkeys(f"{row['machine']}, {versions(row)}" for row in some)
     return "\n".join([table(benchmark("gains").table(RESULTS / folder, OTHERS)), "", *where])
+
+
+def shapes(folder: str, mode: str) -> str:
+    """Every case that the table of gains sums up."""
+    some = [row for path in sorted((RESULTS / folder).glob("*.jsonl")) for row in lines(f"{folder}/{path.stem}")]
+    where = dict.fromkeys(f"{row['machine']}, {versions(row)}, mode {mode}, {commits([row])}" for row in some)
+    return "\n".join([table(benchmark("gains").shapes(RESULTS / folder, mode)), "", *where])
 
 
 def results(mode: str) -> str:
@@ -210,6 +218,7 @@ def _products(cases: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 MAKERS: dict[str, Callable[..., str]] = {
     "gains": gains,
+    "shapes": shapes,
     "results": results,
     "fused": fused,
     "paper": paper,

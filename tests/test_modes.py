@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 from logged import logged
 from rank_work import check_gather
+from torch.distributed import _functional_collectives as functional
 
 import weft
 from weft.core import codec, machine
@@ -19,6 +20,7 @@ from weft.core.problem import Problem
 from weft.perf.rules import measured_for
 from weft.planner import heuristic, plan
 from weft.runtime import choose
+from weft.runtime.groups import GROUPS
 
 CPU = torch.device("cpu")
 PROBLEM = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4)
@@ -105,6 +107,29 @@ def _in_environment(value: str) -> int:
 def test_weft_schedule_says_what_auto_is(ranks: RankFixture) -> None:
     assert ranks(2).run(_in_environment, "sequential") == [0, 0]
     assert ranks(2).run(_in_environment, "planned") == [0, 0]
+
+
+def _compiled_before() -> list[str]:
+    """What programs run of a compiled graph that asks for "auto", without WEFT_SCHEDULE and then with it."""
+    group = dist.group.WORLD
+    assert group is not None
+    own = torch.ones(8, 16), torch.ones(16, 12)
+    overlap = weft.CompilePass()
+    run = torch.compile(lambda a, b: functional.all_gather_tensor(a, 0, group) @ b, backend=overlap.backend)
+    found = []
+    for value in ("auto", "sequential"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WEFT_SCHEDULE", value)
+            torch.testing.assert_close(run(*own), torch.full((8 * group.size(), 12), 16.0))
+        found.append([asked for _, asked in GROUPS.state(group.group_name).programs.asked()][-1])
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_compiled_graphs_are_switched_off_too(ranks: RankFixture) -> None:
+    assert ranks(2).run(_compiled_before) == [["auto", "sequential"]] * 2
 
 
 def _by_rank() -> str:

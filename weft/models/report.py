@@ -26,6 +26,7 @@ from weft.models.sites import CommunicatingLayer, LayerCalls, sites
 from weft.ops.common import backward_schedule
 from weft.perf.cost import whole_collective_us, whole_gemm_us
 from weft.runtime.buckets import serves
+from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS
 from weft.runtime.nearest import nearest_profile
 from weft.runtime.trial import Choice
@@ -79,6 +80,11 @@ class Place:
         specs = forward or [call.spec for call in self.calls] or [self.site.schedule]
         return self.site.overlapped and any(map(schedules.overlaps, specs))
 
+    @property
+    def state(self) -> str:
+        """In words: what runs there overlaps, or could and does not, or cannot."""
+        return "overlapped" if self.overlapped else "one after the other" if self.site.overlapped else "not overlapped"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapReport:
@@ -130,7 +136,8 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} in which weft runs nothing; apply weft.parallelize, or parallelize_module with "
-            "weft.ColwiseParallel, RowwiseParallel or SharedInput first"
+            "weft.ColwiseParallel, RowwiseParallel or SharedInput first. What torch.compile overlaps with weft.CompilePass is "
+            "reported by that object: overlap = weft.CompilePass(), then overlap.report()"
         )
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
@@ -184,6 +191,7 @@ def _calls_by_splits(site: CommunicatingLayer, device: torch.device) -> Iterator
 def _was_asked(asked: str, spec: str, problem: Problem, site: CommunicatingLayer, choice: Choice | None) -> bool:
     """Whether a schedule, which runs what was asked for so, is what the site has asked for, as far as that is known."""
     wanted = backward_schedule(site.schedule, problem.op)
+    wanted = automatic() if wanted == "auto" else wanted
     if wanted == "auto" == asked:
         return choice is None or choice.spec == spec
     return wanted in ("", asked)
@@ -239,7 +247,8 @@ def _ideal_us(problem: Problem, device: torch.device) -> float | None:
 
 
 def _lines(place: Place) -> Iterator[str]:
-    yield f"{place.count:4} x {place.site}"
+    # A place without an operator says itself that it is not overlapped.
+    yield f"{place.count:4} x {place.site}" + (f"; {place.state}" if place.state == "one after the other" else "")
     for call in place.calls:
         yield f"         {' '.join(_words(call))}"
     if place.waits:

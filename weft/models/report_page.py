@@ -28,11 +28,10 @@ def page(report: OverlapReport) -> str:
 
 def _rows(place: Place) -> Iterator[str]:
     site, kind = place.site, "yes" if place.overlapped else "no"
-    state = "overlapped" if place.overlapped else "one after the other" if site.overlapped else "not overlapped"
     waiting = "not called yet" if place.waits else ""
     said = "; ".join(filter(None, (", ".join(site.operators), site.reason, waiting)))
     yield f'<tr class="place {kind}"><th scope="row">{html.escape(site.name)}</th>{_cell(str(place.count), "number")}'
-    yield f'<td colspan="6">{html.escape(said)}</td>{_cell(state, "state")}</tr>'
+    yield f'<td colspan="6">{html.escape(said)}</td>{_cell(place.state, "state")}</tr>'
     for call in place.calls:
         yield f'<tr><td colspan="2"></td>{"".join(_cells(call))}</tr>'
 

@@ -32,7 +32,7 @@ from weft.compat.functional import tree_flatten, tree_leaves, tree_unflatten
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
-from weft.runtime.choose import MODES, automatic
+from weft.runtime.choose import MODES
 from weft.runtime.groups import GROUPS
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -237,14 +237,11 @@ def group_of(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
 
 
 def spec_of(schedule: str | Schedule, op: Op) -> str:
-    """A schedule as a string that the operator `op` takes; "auto" is what WEFT_SCHEDULE says. The runtime remembers Schedule
-    values by their content."""
+    """A schedule as a string that the operator `op` takes. The runtime remembers Schedule values by their content."""
     if isinstance(schedule, Schedule):
         return GROUPS.keep(schedule)
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.Schedule")
-    if schedule == "auto":
-        return automatic()
     if schedule not in MODES:
         _check_name(schedule, op)
     return schedule

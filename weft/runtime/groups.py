@@ -29,6 +29,7 @@ from weft.runtime import unscheduled
 from weft.runtime.bound import BoundProgram, Closes
 from weft.runtime.bounded import bounded
 from weft.runtime.calls import PLAIN, Call
+from weft.runtime.choose import automatic
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.host_space import HostSpace
 from weft.runtime.host_wire import HostWire
@@ -189,6 +190,9 @@ class Groups:
         atexit.register(self.close_all)
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
+        """As Programs.run. "auto" is what WEFT_SCHEDULE says, also in graphs that were compiled without it."""
+        if call.schedule == "auto":
+            call.schedule = automatic()
         return self.state(name).run(call, self._values)
 
     def state(self, name: str) -> GroupState:
