@@ -39,6 +39,7 @@ class Case:
     """One case in one mode, in us. weft: the default. unoverlapped: weft's fastest program that does not overlap, if timed.
     alternative: the name of the fastest alternative. chosen: the schedule that "auto" kept."""
 
+    op: str
     name: str
     mode: str
     chosen: str
@@ -62,6 +63,7 @@ class Group:
 def _case(row: Row, weft_us: float, alternatives: Mapping[str, float], unoverlapped_us: float | None) -> Case:
     best = min(alternatives, key=alternatives.__getitem__)
     return Case(
+        op=row["op"],
         name=row["case"],
         mode=row["mode"],
         chosen=row.get("chosen") or row.get("schedule") or "-",
@@ -114,12 +116,6 @@ def _concurrent(row: Row) -> Case:
     return _case(row, row["overlapped_us"], {"sequential": row["sequential_us"], **row["peers"]}, row["sequential_us"])
 
 
-def _step(row: Row) -> Case:
-    """Of data_parallel.py. `vendor` is PyTorch's own step with the same buckets or units, which a user can write by hand."""
-    others = row["peers"] | {"same by hand": row["candidates"]["vendor"]}
-    return _case({**row, "sequential_us": row["peers"]["stock"]}, row["overlapped_us"], others, None)
-
-
 def _rows(low: int, high: int, mark: str) -> Callable[[Row], bool]:
     return lambda row: low <= int(row["case"].rpartition(mark)[2]) <= high
 
@@ -152,8 +148,6 @@ GROUPS: tuple[Group, ...] = (
     Group(name="Llama 3 70B layers, decode", file="models", holds=_of("decode"), times=_model),
     Group(name="Llama 3 70B layers, prefill", file="models", holds=_of("prefill"), times=_model),
     Group(name="matmuls and a collective at once", file="concurrent", holds=lambda row: True, times=_concurrent),
-    Group(name="training step, DDP", file="data_parallel", holds=_of("replicate"), times=_step),
-    Group(name="training step, FSDP2 in units", file="data_parallel", holds=_of("units"), times=_step),
 )
 
 
@@ -171,15 +165,15 @@ def cases(folder: Path, machine: str = "") -> dict[str, list[Case]]:
 
 
 def table(folder: Path, others: Mapping[str, Path] | None = None) -> list[tuple[str, ...]]:
-    """The table, its head first. others: folders by the machine whose cases are taken, each a column with the mean gain in
-    graphs and called eagerly."""
+    """The table, its head first. others: folders by the machine whose cases are taken, such as "4 x NVIDIA H200", each
+    a column with the mean gain in graphs and called eagerly."""
     heads = ("operator, size", "cases", "fastest other", "graph", "eager", "worst", "kernels", "overlap")
     more = {name: cases(other, name) for name, other in (others or {}).items()}
     rows = [
         (*_line(name, some), *(" ".join(_means(found.get(name, ()))) for found in more.values()))
         for name, some in cases(folder).items()
     ]
-    return [(*heads, *more), *rows]
+    return [(*heads, *(name.replace("NVIDIA ", "") for name in more)), *rows]
 
 
 def _means(some: Sequence[Case]) -> list[str]:
@@ -206,8 +200,8 @@ def shapes(folder: Path, mode: str) -> list[tuple[str, ...]]:
     """Every case of a mode, times in us: what the means are of."""
     heads = ("operator, case", "fastest other", "its time", "auto", "schedule", "gain")
     rows = [
-        (f"{name.partition(',')[0]} {case.name}", NAMES.get(case.alternative, case.alternative), *_times(case))
-        for name, some in cases(folder).items()
+        (f"{case.op} {case.name}", NAMES.get(case.alternative, case.alternative), *_times(case))
+        for some in cases(folder).values()
         for case in some
         if case.mode == mode
     ]

@@ -37,7 +37,7 @@ def _measured(
     return table([heads, *map(made, cases)]) + source(cases, mode)
 
 
-OTHERS = {"2 x H100": RESULTS / "h100x2", "4 x H200": RESULTS}
+OTHERS = {"2 x NVIDIA H100": RESULTS / "h100x2", "4 x NVIDIA H200": RESULTS}
 
 
 def gains(folder: str) -> str:

@@ -47,6 +47,9 @@ PACKAGES: dict[str, set[str]] = {
     "cli": {"rich", "typer"},
 }
 """Packages beside the standard library that may be imported from this room on."""
+OPTIONAL = {f"weft.planner.models.{name}": {"torch", "transformers"} for name in ("config", "modules")}
+"""Modules that may import packages which their room may not: inside functions, and only where they are installed. A config of a
+model is read with the modules that transformers builds from it."""
 
 
 def module_name(path: Path) -> str:
@@ -89,6 +92,7 @@ def faults(module: str, imported: set[str]) -> list[str]:
     if own is None:
         return [f"{module} is in no room; put it into one of ROOMS"]
     allowed = set(sys.stdlib_module_names).union(*(names for first, names in PACKAGES.items() if ROOMS.index(first) <= own))
+    allowed |= OPTIONAL.get(module, set())
     return [fault for name in sorted(imported) if (fault := _fault(module, own, name, allowed))]
 
 

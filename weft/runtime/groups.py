@@ -58,7 +58,7 @@ class GroupState:
 
     def run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """As Programs.run. A thread need not have set the tensors' GPU as its device."""
-        with self.lock, on_device(call.device):
+        with self.lock, on_device(call.device) if call.device.type == "cuda" else nullcontext():
             return self.programs.run(call, values)
 
     def forget(self, programs: Collection[BoundProgram]) -> None:

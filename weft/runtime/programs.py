@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -103,7 +104,7 @@ class Programs:
             known = self._known.get(call.key) if on_gpu else None
             capturing = on_gpu and torch.cuda.is_current_stream_capturing()
             if known is None:
-                with outside_graph_trees(call.device):
+                with outside_graph_trees(call.device) if on_gpu else nullcontext():
                     known = self._agree(call, values)
             elif capturing:
                 self._rank_group.check_usable()
