@@ -50,8 +50,8 @@ def figure(folder: Path) -> go.Figure:
     made.add_vline(x=1.0, line={"color": "#444444"})
     made.update_yaxes(tickvals=list(range(len(names))), ticktext=names, range=[-0.6, len(names) - 0.4])
     made.update_xaxes(title='time of the fastest alternative / time of weft with schedule="auto"', ticksuffix="x", dtick=0.2)
-    legend = {"orientation": "h", "y": 1.06, "x": 0}
-    margin = {"l": 250, "r": 20, "t": 30, "b": 50}
+    legend = {"orientation": "h", "y": 1.12, "x": 0}
+    margin = {"l": 250, "r": 20, "t": 50, "b": 50}
     height = 100 + LINE_HEIGHT * len(names)
     made.update_layout(width=WIDTH, height=height, template="plotly_white", legend=legend, margin=margin, barmode="overlay")
     return made

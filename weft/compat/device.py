@@ -89,6 +89,7 @@ def gpu_number(device: torch.device) -> int:
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Within, this GPU is the thread's current one, as it is after torch.cuda.set_device."""
-    if device.type != "cuda" or not torch.cuda.is_initialized() or torch.cuda.current_device() == device.index:
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if device.type != "cuda" or not begun or torch.cuda.current_device() == device.index:
         return _HERE
     return torch.cuda.device(device)  # type: ignore[return-value, unused-ignore]
