@@ -2,7 +2,8 @@
 
 The four matmuls of a Llama 3 8B layer at 8192 tokens (bfloat16), each called for the first time in this process by
 `schedule="auto"`, then once more. A first call compiles kernels, measures a few schedules and binds the fastest. Memory is
-what the driver gives out, less what torch's allocator holds: windows, mailboxes and streams of weft.
+what is taken of the GPU, less what torch's allocator has reserved: weft's symmetric buffers, flags and streams, and the kernels
+and graphs that were loaded meanwhile. Nothing else may run on the GPU.
 
 Run it twice with the same empty folders for WEFT_CACHE_DIR and TRITON_CACHE_DIR: the second run is what a restarted program
 pays, which finds the choices and the compiled kernels of the first.

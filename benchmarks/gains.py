@@ -92,7 +92,7 @@ def _few_rows(row: Row) -> Case:
     for name, us in row["peers"].items():
         short = named.get(name, name)
         others[short] = min(us, others.get(short, us))
-    return _case(row, row["auto_us"], others, _unoverlapped(row))
+    return _case({**row, "sequential_us": others["sequential"]}, row["auto_us"], others, _unoverlapped(row))
 
 
 def _lookup(row: Row) -> Case:
@@ -113,7 +113,7 @@ def _model(row: Row) -> Case:
 
 
 def _concurrent(row: Row) -> Case:
-    return _case(row, row["overlapped_us"], {"sequential": row["sequential_us"], **row["peers"]}, row["sequential_us"])
+    return _case(row, row["overlapped_us"], {"sequential": row["sequential_us"], **row["peers"]}, None)
 
 
 def _rows(low: int, high: int, mark: str) -> Callable[[Row], bool]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from weft.comm import launch_conditions
 from weft.comm.launch_conditions import BLOCKING, OVERLAPPING, agree_on_launch
 
 
@@ -27,6 +28,7 @@ class Group:
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu {device.index}"))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(launch_conditions, "_SET_HERE", set())
     for name in (OVERLAPPING, BLOCKING):
         monkeypatch.setenv(name, "")
 
@@ -54,6 +56,12 @@ def test_ranks_of_one_gpu_are_refused() -> None:
         agreed(gpu=0, index=0)
     with pytest.raises(ValueError, match="ranks 0 and 1"):
         agreed(gpu=0, index=0, facts=4)  # allowed by one rank alone
+
+
+def test_what_weft_has_set_itself_allows_no_shared_gpu() -> None:
+    assert not agreed(gpu=1, index=0)
+    with pytest.raises(ValueError, match="ranks 0 and 1"):
+        agreed(gpu=0, index=0, facts=4)
 
 
 def test_ranks_of_one_gpu_may_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

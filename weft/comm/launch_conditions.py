@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Torch's variable: its symmetric memory tells GPUs apart by their index in a process, unless this is 1."""
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
+_SET_HERE: set[str] = set()
+"""Variables that are set by weft and not by the user."""
 _BLOCKS = (
     "CUDA_LAUNCH_BLOCKING is set on a rank, so its host would wait for a kernel that waits for a later one; unset "
     "CUDA_LAUNCH_BLOCKING"
@@ -30,21 +32,24 @@ _NO_POOLS = (
 
 
 def agree_on_launch(group: RankGroup, device: torch.device) -> str:
-    """Why no schedule that overlaps can run on these GPUs; empty if all can. Collective.
+    """The reason why overlapping schedules cannot run on these GPUs, or an empty string. Collective.
 
-    Ranks that see their own GPU alone all call it cuda:0. Torch takes that for one GPU; it is told that these are several.
-    Raises ValueError, on all ranks, where ranks of one node do share a GPU.
+    Where each rank sees its own GPU alone, every rank calls it cuda:0, and torch's symmetric memory would take them for one
+    GPU. So this sets OVERLAPPING for the process. Raises ValueError on all ranks if two ranks of a node do share a GPU, unless
+    the user has set OVERLAPPING on all ranks.
     """
     near = group.near
     numbers = group.enter("call: GPUs", gpu_number(device))
     blocks = os.environ.get(BLOCKING, "") not in ("", "0")
     pools = torch.cuda.get_allocator_backend() == "native"
-    overlaps = os.environ.get(OVERLAPPING) == "1"
+    overlaps = os.environ.get(OVERLAPPING) == "1" and OVERLAPPING not in _SET_HERE
+    # The bits: launches block, no pools, the user lets ranks share GPUs; then the device's index.
     mine = blocks + 2 * (not pools) + 4 * overlaps + 8 * (device.index or 0)
     facts = group.enter("call: how ranks were started", mine)
     if not all(fact & 4 for fact in facts):
         refuse_shared_gpus(near, [numbers[rank] for rank in near])
     if len({facts[rank] >> 3 for rank in near}) < len(near):
+        _SET_HERE.add(OVERLAPPING)
         os.environ[OVERLAPPING] = "1"
     if any(fact & 1 for fact in facts):
         return _BLOCKS

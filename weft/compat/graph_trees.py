@@ -1,8 +1,9 @@
 """torch.compile(mode="reduce-overhead"): its CUDA graph trees have a memory pool, in which nothing of weft's may stay.
 
-Before it captures, a tree runs the program once with every allocation of the thread in its pool, and then asks that nothing is
-left there but the program's results. What weft keeps from a first call (tables, scratch, products that were timed) would be
-taken for a leak, and overwritten by replays.
+Before it captures, a graph tree runs the program once and sends all allocations of this thread to a memory pool of its own.
+Afterwards only the program's outputs may be alive there. weft allocates memory in a first call that has to live longer (tables,
+scratch, candidates of an autotuning run). In the pool, torch would report it as a leak, and replays would overwrite it. So weft
+leaves the pool during its own calls.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _outside(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool)  # type: ignore[attr-defined, unused-ignore]
-        torch._C._cuda_releasePool(device.index, pool)  # type: ignore[attr-defined, unused-ignore] # it was counted once more
+        torch._C._cuda_releasePool(device.index, pool)  # type: ignore[attr-defined, unused-ignore] # begin counts one user of the pool more
 
 
 def _pool(device: torch.device) -> Any:
@@ -41,7 +42,10 @@ def _pool(device: torch.device) -> Any:
     if device.type != "cuda":
         return None
     trees: Any = sys.modules[_TREES]
-    manager = trees.get_manager(device.index, create_if_none_exists=False)
+    try:
+        manager = trees.get_manager(device.index, create_if_none_exists=False)
+    except AssertionError:  # some versions of torch have nothing for a thread of the user's own
+        return None
     return None if manager is None else manager.cuda_graphs_thread_pool
 
 

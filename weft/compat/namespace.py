@@ -1,6 +1,7 @@
 """torch.ops.weft before weft's operators are loaded: their module is imported when one is named first.
 
-A program saved by torch.export, or a policy that lists operators, names torch.ops.weft.NAME after `import weft` alone.
+A program saved by torch.export, or a policy that lists operators, may name torch.ops.weft.NAME before any call of weft. Import
+torch before weft; otherwise this is not installed.
 """
 
 from __future__ import annotations

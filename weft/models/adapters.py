@@ -102,8 +102,8 @@ def refuse_wrapped_parameters(model: nn.Module) -> None:
 
 
 def merge_whole_weights(module: nn.Module) -> None:
-    """Let PEFT merge an adapter into its base layer, and take it out again, on whole weights. Both are collective then. PEFT
-    assigns to `weight.data`, which changes nothing of a DTensor, and multiplies matrices that lie otherwise."""
+    """Make PEFT's merge and unmerge gather whole weights first, and shard the results again. Both become collective. PEFT's own
+    code assigns to `weight.data`, which has no effect on a DTensor, and multiplies local matrices of other placements."""
     for each in module.modules():
         if type(each).__module__.startswith("peft.") and hasattr(type(each), "unmerge"):
             each.__class__ = _merging_whole(cast(Any, type(each)))
@@ -124,7 +124,7 @@ def _merging_whole(cls: type[Any]) -> type[Any]:
 
 @contextmanager
 def _whole_weights(module: nn.Module) -> Iterator[None]:
-    """Within, the DTensors of a module are plain parameters; what they have become is written back afterwards."""
+    """Within, the DTensors of a module are plain parameters. What they have become is written back, but not after an error."""
     spread = [
         (each, name, cast(DTensor, parameter))
         for each in module.modules()
@@ -133,14 +133,16 @@ def _whole_weights(module: nn.Module) -> Iterator[None]:
     ]
     for each, name, mine in spread:
         each._parameters[name] = nn.Parameter(cast(DTensor, mine.detach()).full_tensor().clone(), requires_grad=False)
+    changed = []
     try:
         yield
+        changed = [cast(torch.Tensor, each._parameters[name]).detach() for each, name, _ in spread]
     finally:
         for each, name, mine in spread:
-            whole = cast(torch.Tensor, each._parameters[name]).detach()
             each._parameters[name] = cast(nn.Parameter, mine)
-            with torch.no_grad():
-                mine.copy_(distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None))
+    with torch.no_grad():
+        for whole, (_, _, mine) in zip(changed, spread, strict=True):
+            mine.copy_(distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None))
 
 
 def _downs(module: nn.Module) -> list[nn.Linear]:

@@ -7,6 +7,7 @@ DTensors.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -37,17 +38,17 @@ class ExpertParallel(ParallelStyle):
     block of earlier versions, with a list of experts, which become stacked ones: load its weights first.
 
     The block takes and gives this rank's own tokens. Their number may be any, 0 included, another on each rank and in each
-    call. An expert's index of -1 names none: the token has no part of it, and no gradient. So does the number of experts in the
-    experts of transformers. Any other index that is no expert's is a ValueError: on CPUs at once and on all ranks, on GPUs in a
-    later call. Parameters of experts become DTensors, Shard(0); their gradients are sums over all ranks' tokens. All else, the
-    router too, stays as it is, with gradients of this rank's tokens.
+    call. An expert's index of -1 names none: the token has no part of it, and no gradient. transformers' experts treat the
+    index num_experts in the same way. Any other index out of range is a ValueError: at once and on all ranks on CPUs, in a
+    later call on GPUs. Parameters of experts become DTensors with Shard(0), and their gradients are sums over the tokens of all
+    ranks. All other parameters, the router's too, are unchanged, and their gradients are of this rank's tokens alone.
 
-    capacity: the most rows that may arrive at a rank, in multiples of what the rank with the most tokens sends (tokens times
-    top k), rounded up, which bounds memory; rows past that are left out, and a ValueError says so, on GPUs in a later call.
-    None: all that ranks send, nothing is left out.
+    capacity: limits the rows that a rank receives to capacity x S. S is the number of rows (tokens times top k) of the rank
+    with the most tokens, padded to a bucket; with max_tokens it is max_tokens times top k. Rows beyond the limit are left out,
+    and a ValueError says so, on GPUs in a later call. None: every row fits.
 
     max_tokens: the most tokens that a rank will have. Memory is for so many in every call, and no call asks the other ranks.
-    More are a ValueError. None: in each forward the hosts tell each other how many they have.
+    More are a ValueError. None: in each forward ranks exchange their numbers of tokens on the host.
 
     Operators: all_to_all_matmul and matmul_all_to_all with splits on the device; on GPUs they take bfloat16 and float16. Raises
     ValueError for modules that have no such experts, and for a number of experts that ranks do not divide.
@@ -80,7 +81,7 @@ class ExpertParallel(ParallelStyle):
             weight = distribute_tensor(getattr(experts, name), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
         experts.__dict__["_weft_limits"] = self.limits
-        experts.__class__ = _apart(type(experts))
+        experts.__class__ = _apart(cast(Any, type(experts)))
         ran = experts.__dict__["_weft_ran"] = LayerCalls()
         note(experts, CommunicatingLayer(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
         return module
@@ -112,8 +113,9 @@ def _activation(experts: nn.Module) -> Activation:
     return lambda hidden, counts: own(hidden)
 
 
+@cache
 def _apart(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of this name, of which the experts lie on several ranks."""
+    """A class of this name, of which the experts lie on several ranks. One for all layers: Dynamo compiles each class anew."""
     return type(kind.__name__, (_Apart, kind), {"__module__": kind.__module__})
 
 
@@ -157,7 +159,13 @@ def _stacked(experts: nn.ModuleList) -> Experts:
 def _take_in(block: nn.Module, experts: nn.Module) -> None:
     """Stacked experts in the place of a block's list, which then runs them as newer blocks do."""
     block.experts = experts
-    block.__class__ = type(type(block).__name__, (_ListBlock, type(block)), {"__module__": type(block).__module__})
+    block.__class__ = _with_a_list(cast(Any, type(block)))
+
+
+@cache
+def _with_a_list(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class of this name, which runs stacked experts in the place of its list."""
+    return type(kind.__name__, (_ListBlock, kind), {"__module__": kind.__module__})
 
 
 def _trained(experts: nn.ModuleList, *names: str) -> bool:
