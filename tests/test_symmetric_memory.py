@@ -121,6 +121,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return torch.ones(nbytes, dtype=torch.uint8)
 
     monkeypatch.setattr(symmetric, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     return asked
 
 
