@@ -42,6 +42,8 @@ def _rank(rank: int, port: int, work: Callable[[torch.device], Any], environment
             weft.close()
     except BaseException:
         answers.put((rank, traceback.format_exc()))
+    answers.close()
+    answers.join_thread()  # what is exited at once loses the answers that its queue has not sent
     os._exit(0)
 
 

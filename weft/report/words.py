@@ -31,10 +31,10 @@ def reason(plan: Plan) -> str:
     if rival is None:
         return alone
     return (
-        f"{alone} The planner chooses {best.spec}, in which nothing overlaps: overlapping could save at most the "
-        f"{ms(best.predicted_us - plan.ideal_us)} ms by which it takes longer than the ideal, and the fastest schedule that "
-        f"overlaps, {rival.spec}, loses no less to smaller matmuls, copies and flags: "
-        f"{ms(rival.predicted_us - plan.ideal_us)} ms."
+        f"{alone} The planner chooses {best.spec}, in which nothing overlaps. It takes "
+        f"{ms(best.predicted_us - plan.ideal_us)} ms more than the ideal. The fastest schedule that overlaps, {rival.spec}, "
+        f"takes {ms(rival.predicted_us - plan.ideal_us)} ms more than the ideal, for smaller matmuls, copies and flags, so it "
+        "gains nothing."
     )
 
 
