@@ -189,6 +189,21 @@ def test_second_derivatives_are_refused_where_they_would_be_wrong(ranks: RankFix
     ranks(2).run(_second_derivatives)
 
 
+def _batches_of_gradients() -> None:
+    """A backward that gets several gradients at once refuses them before its peers wait for it."""
+    a, b = _leaf(2, 4, seed=1), _leaf(4, 2, seed=2)
+    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_to_all_matmul"):
+        operator = getattr(weft, name)
+        out = operator(a, b)
+        with pytest.raises(ValueError, match=f"weft::{name} takes one gradient at a time"):
+            torch.autograd.grad(out, a, torch.ones(3, *out.shape), is_grads_batched=True)
+        assert operator(a, b).equal(out)
+
+
+def test_batches_of_gradients_are_refused(ranks: RankFixture) -> None:
+    ranks(2).run(_batches_of_gradients)
+
+
 def _empty_batch() -> None:
     """Tokens lie along dimension 1 of a batch without entries, and along dimension 0 beside one: results and gradients."""
     size = dist.get_world_size()

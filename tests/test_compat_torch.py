@@ -36,8 +36,10 @@ from weft.compat.dispatch import (
     graph_break,
     has_tangent,
     in_functional_gradient,
+    is_batch_of_gradients,
     observed,
     set_grad_enabled,
+    tracing,
     without_autocast,
     writes_to,
 )
@@ -163,6 +165,23 @@ def test_a_functional_gradient_is_told_from_other_transforms() -> None:
     torch.func.vjp(square, torch.ones(3))
     square(torch.ones(3, requires_grad=True)).backward()
     assert found == [True, True, False, True, False]
+
+
+def test_a_trace_and_a_batch_of_gradients_are_seen() -> None:
+    seen: list[bool] = []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda grad: seen.append(is_batch_of_gradients(grad)))
+        return x * x
+
+    x = torch.ones(3, requires_grad=True)
+    for batched, grads in ((True, torch.eye(3)), (False, torch.ones(3))):
+        torch.autograd.grad(square(x.clone()), x, grads, is_grads_batched=batched)
+    assert seen == [True, False]
+    assert not tracing()
+    trace: Any = torch.jit.trace
+    trace(lambda x: (seen.append(tracing()), x)[1], (torch.ones(1),), check_trace=False)
+    assert seen[-1]
 
 
 def test_autocast_is_seen_and_left() -> None:

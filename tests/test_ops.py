@@ -230,6 +230,35 @@ def test_compiles_as_one_graph(ranks: RankFixture) -> None:
     ranks(2).run(_compiled)
 
 
+class _Gathered(torch.autograd.Function):
+    """A function of a user's, whose backward calls an operator."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(b)
+        return weft.all_gather_matmul(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return weft.matmul_reduce_scatter(grad, ctx.saved_tensors[0].t()), None
+
+
+def _compiled_function() -> None:
+    a, b = torch.ones(2, 4, requires_grad=True), torch.rand(4, 3)
+    found: list[torch.Tensor] = []
+
+    def loss(a: torch.Tensor) -> torch.Tensor:
+        return _Gathered.apply(a, b).sum()  # type: ignore[no-any-return,no-untyped-call]
+
+    for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        found += torch.autograd.grad(run(a), a)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_function_whose_backward_calls_an_operator_compiles_as_one_graph(ranks: RankFixture) -> None:
+    ranks(2).run(_compiled_function)
+
+
 def _resources() -> tuple[int, int, int]:
     import os
     from pathlib import Path
@@ -276,6 +305,9 @@ def _mistakes() -> None:
             weft.all_gather_matmul(**arguments)
     with pytest.raises(ValueError, match="op is 'max'; use 'sum' or 'avg'"):
         weft.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 2), op="max")
+    trace: Any = torch.jit.trace
+    with pytest.raises(ValueError, match=r"matmul_all_reduce: torch\.jit\.trace cannot record"):
+        trace(lambda a, b: weft.matmul_all_reduce(a, b), (torch.ones(2, 4), torch.ones(4, 2)))
     check_gather(8, 6, 4, torch.float32, "flag_gated", 2)
 
 

@@ -37,6 +37,16 @@ def in_functional_gradient() -> bool:
     return transform is not None and transform.key() == TransformType.Grad
 
 
+def tracing() -> bool:
+    """Whether torch.jit.trace records what this thread calls. Sizes of tensors are then tensors themselves."""
+    return torch._C._get_tracing_state() is not None
+
+
+def is_batch_of_gradients(value: object) -> bool:
+    """Whether a value is a batch of gradients, as torch.autograd.grad(is_grads_batched=True) hands to each backward."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
+
+
 def autocast_enabled() -> bool:
     """Whether autocast is on in this thread, for any device."""
     return torch._C._is_any_autocast_enabled()

@@ -25,6 +25,7 @@ from weft.compat.dispatch import (
     forward_mode,
     has_tangent,
     in_functional_gradient,
+    is_batch_of_gradients,
     observed,
     without_autocast,
 )
@@ -105,7 +106,7 @@ def define(
     torch.library.register_fake(f"weft::{name}", shapes, lib=_LIBRARY)
     if backward is not None:
         once = backward if double_backward else _first_derivative_alone(backward, f"weft::{name}")
-        whole = _outside_autocast(once, len(fields))
+        whole = _outside_autocast(_one_gradient_at_a_time(once, f"weft::{name}"), len(fields))
         torch.library.register_autograd(f"weft::{name}", whole, setup_context=setup, lib=_LIBRARY)
     dispatched = getattr(torch.ops.weft, name)
 
@@ -175,6 +176,21 @@ def _outside_autocast(backward: Function, options: int) -> Function:
             return (*backward(*given), *[None] * options)
 
     return complete
+
+
+def _one_gradient_at_a_time(backward: Function, what: str) -> Function:
+    """A backward that refuses batches of gradients before it calls an operator, in which the other ranks would wait."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *flow: Any) -> Any:
+        if any(map(is_batch_of_gradients, tree_leaves(flow))):
+            raise ValueError(
+                f"{what} takes one gradient at a time; leave out is_grads_batched=True of torch.autograd.grad, and"
+                " vectorize=True of torch.autograd.functional"
+            )
+        return backward(ctx, *flow)
+
+    return checked
 
 
 def _first_derivative_alone(backward: Function, what: str) -> Function:
@@ -286,7 +302,8 @@ def check_own(name: str, tensor: torch.Tensor) -> None:
     """That a tensor is strided, and this rank's part itself. Raises ValueError."""
     if tensor.is_nested:
         raise ValueError(f"{name} is a nested tensor; weft takes tensors with one shape: use {name}.to_padded_tensor(0.0)")
-    if tensor.layout is not torch.strided:
+    # torch.compile refuses to read a layout in the backward of a torch.autograd.Function.
+    if tensor.is_sparse if torch.compiler.is_compiling() else tensor.layout is not torch.strided:
         raise ValueError(f"{name} is {tensor.layout}; weft takes strided tensors: use {name}.to_dense()")
     if type(tensor) not in _PLAIN and _is_dtensor(tensor):
         raise ValueError(f"{name} is a DTensor; operators are called with each rank's own part: use {name}.to_local()")

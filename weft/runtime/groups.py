@@ -22,6 +22,7 @@ from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import Allocation, SymmetricPlace
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.device import on_device
+from weft.compat.dispatch import tracing
 from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
 from weft.core.schedule import Schedule
@@ -190,10 +191,20 @@ class Groups:
         atexit.register(self.close_all)
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
-        """As Programs.run. "auto" is what WEFT_SCHEDULE says, also in graphs that were compiled without it."""
+        """As Programs.run. "auto" is what WEFT_SCHEDULE says, also in graphs that were compiled without it. A value that it
+        does not take is raised on all ranks."""
+        if tracing():
+            raise ValueError(
+                f"{call.op}: torch.jit.trace cannot record weft's operators; use torch.export.export, or torch.compile"
+            )
+        state = self.state(name)
         if call.schedule == "auto":
-            call.schedule = automatic()
-        return self.state(name).run(call, self._values)
+            try:
+                call.schedule = automatic()
+            except ValueError:
+                with state.lock, state.rank_group.refusing():
+                    raise
+        return state.run(call, self._values)
 
     def state(self, name: str) -> GroupState:
         """The group's state, made at its first use. Collective then; ranks may come to two groups in orders of their own."""
