@@ -104,7 +104,7 @@ def test_training_with_and_without_weft(tmp_path: Path) -> None:
 
 
 def test_a_llama_in_training(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     kept, page = tmp_path / "weights", tmp_path / "report.html"
     options = ("--steps", "6", "--checkpoint", str(kept), "--report", str(page))
     text = ranks_of("train_llama_tp.py", *options, folder=tmp_path)
@@ -116,7 +116,7 @@ def test_a_llama_in_training(tmp_path: Path) -> None:
 
 
 def test_generation(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     text = ranks_of("generate_tp.py", "--tokens", "4", folder=tmp_path)
     assert "\nas in one process: 100%\n" in text
     assert "matmul_all_reduce M=1 " in text

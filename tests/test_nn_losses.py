@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from losses import Losses, Setup, Text, all_runs, compared
 

@@ -142,7 +142,7 @@ def _cases() -> list[dict[str, str]]:
 
 @pytest.mark.ranks
 def test_what_is_shared_or_wrapped_is_as_in_one_process(ranks: RankFixture) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     shares = "it shares {} with a module that has it laid otherwise"
     several = "runs whole on every rank: {}: it is one module in several places"
     for to, adapter, layers, block, linear, adapted, twice, ways, wrapped in ranks(2).run(_cases):
@@ -178,7 +178,7 @@ def _repeated() -> None:
 
 @pytest.mark.ranks
 def test_layers_may_come_again(ranks: RankFixture) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     ranks(2).run(_repeated)
 
 
@@ -203,7 +203,7 @@ def _experts() -> list[str]:
 
 @pytest.mark.ranks
 def test_wrapped_norms_are_no_experts(ranks: RankFixture) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     for (told,) in ranks(2).run(_experts):
         assert told.startswith("Wrapped has parameters ")
 

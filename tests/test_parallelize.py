@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import weft
 import weft.models.sites
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 BLOCKS = ["q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj"]

@@ -13,7 +13,7 @@ from torch import nn
 
 import weft
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 

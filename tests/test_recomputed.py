@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import weft
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:None of the inputs have requires_grad:UserWarning"),

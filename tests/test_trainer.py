@@ -19,7 +19,7 @@ from model_work import SCHEDULE, alike, mesh, sharded, text, tiny, whole
 import weft
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
-pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 

@@ -105,7 +105,7 @@ def require_protobuf() -> None:
     try:
         import google.protobuf  # noqa: F401
     except ImportError:
-        raise ValueError("Chakra traces need the protobuf package; install weft with its extra: weft[chakra]") from None
+        raise ValueError("Chakra traces need the protobuf package; pip install protobuf") from None
 
 
 def _messages() -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """From the matmuls of a model's layers to its distributed sites.
 
-The matmuls that one module of a layer holds are a block. A block has two sites if its columns read the hidden state and one
-matmul writes it: rows are gathered before the columns, and the result is summed and scattered. The up-projections of latent
-attention gather the latent rows. Every other matmul is listed as not covered: routers, which each rank computes for its own
-rows, or what an unfamiliar module does between its columns and its row.
+A block is the matmuls of one module of a layer, such as an attention. If some of them read the hidden state and one writes it,
+the block has two sites: an all_gather before the matmuls that read (their columns are spread over ranks), and a reduce_scatter
+after the one that writes (its rows are). The up-projections of latent attention are sites of their own, which gather the latent
+vectors. Every other matmul is listed as not covered, such as a router, which each rank computes for its own rows.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from weft.core import codec
 from weft.planner.models.values import Model
 
-INSTALL = "pip install weft[transformers] reads every model that transformers has"
+INSTALL = "pip install transformers: with it, every model that it has can be read"
 LARGEST = 2**31 - 1
 Key = Literal["required", "optional", "unused"]
 

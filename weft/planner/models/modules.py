@@ -1,7 +1,8 @@
 """Reading a model's matmuls from the modules that transformers builds from its config, on the meta device.
 
 No weight is allocated and nothing is downloaded. Every layer is built, so that each kind of layer is counted, and a key that
-the config leaves out has the default of its own class. Of the keys themselves only the number of experts of a token is read.
+the config leaves out has the default of its own class. One key is read from the config itself: the number of experts per token,
+which no module's shape tells.
 """
 
 from __future__ import annotations
