@@ -24,7 +24,7 @@ run: $(VENV)/.set-up-run
 
 # Tests of one process run beside those of several, which often wait; their output comes at the end. A few of the latter come
 # behind the former, so that both take as long.
-LATER := $(addprefix tests/test_,embedding.py nn_sharing.py push.py races.py ragged.py run.py triton.py wheel.py buckets.py)
+LATER := tests/ops/test_embedding.py tests/models/test_shared_parameters.py tests/kernels/test_copy_kernel.py tests/campaigns/test_races.py tests/ops/test_ragged.py tests/tools/test_run.py tests/triton tests/project/test_wheel.py tests/runtime/test_buckets.py
 test: $(VENV)/.set-up-test
 	@mkdir -p out
 	@{ $(BIN)/python -m pytest -m "not ranks" -p no:cacheprovider; plain=$$?; \

@@ -11,7 +11,7 @@ ranks, and it is called by each of these ways, in an order of its own:
 CPUs have the first alone. On GPUs each product is by an algorithm that torch would not take, however small and slow. Before
 each call some rank, or none, is held up for up to 2 ms: its stream, on GPUs. And before each call what the result is linear
 in is multiplied in place, by -1, -1/2 and 2 in turn, so that what one of the last two calls left is wrong now. Every result
-is compared with float64. tests/test_fuzz.py asks the same of CPUs, and shrinks what it finds.
+is compared with float64. tests/campaigns/test_fuzz.py asks the same of CPUs, and shrinks what it finds.
 
     python benchmarks/fuzz.py --minutes 10 --seed 2 --json benchmarks/results/fuzz.jsonl
     python benchmarks/fuzz.py --device cpu --ranks 3 --minutes 1

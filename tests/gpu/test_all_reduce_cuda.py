@@ -9,11 +9,11 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 import torch.distributed as dist
-from muted import told_of
 from on_gpus import GPUS, NEEDS_TWO, alarm, fewer
 from own_schedules import check_from_parts
 from rank_pools import ranks_on_gpus
 from rank_work import bound, check_all_reduce
+from silenced_rank import told_of
 
 import weft
 from weft.core.problem import Op, split

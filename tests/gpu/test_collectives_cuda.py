@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_work import GATHERS, Case, agree, in_place, moves, straight, sums
-from muted import told_without
 from on_gpus import GPUS, NEEDS_TWO, alarm
 from rank_pools import ranks_on_gpus
+from silenced_rank import told_without
 
 import weft
 from weft import collectives

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from muted import before_launches, told_of, told_without
 from on_gpus import NEEDS_TWO, SHARED, SIZES, alarm
 from rank_pools import gpus, ranks_on_gpus
 from rank_work import check_gather, check_scatter, here
+from silenced_rank import before_launches, told_of, told_without
 
 import weft
 from weft.core.errors import PeerLost, WeftError

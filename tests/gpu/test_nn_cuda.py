@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from on_gpus import NEEDS_TWO, SIZES, alarm
 from rank_pools import ranks_on_gpus
-from test_inductor import Block
+from test_compile_pass import Block
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module

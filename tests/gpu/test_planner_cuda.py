@@ -76,7 +76,7 @@ def test_a_kept_plan_needs_no_trial(pool: Ranks, tmp_path: Path) -> None:
 
 @alarm(ALARM_S)
 def _elsewhere(file: str) -> str:
-    """A profile of another GPU serves, with a warning (tests/test_modes.py)."""
+    """A profile of another GPU serves, with a warning (tests/runtime/test_modes.py)."""
     os.environ["WEFT_MACHINE"] = file
     try:
         name = profile_for(torch.device("cuda", torch.cuda.current_device())).name

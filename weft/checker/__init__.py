@@ -10,8 +10,8 @@ flag. What it proves, for any number of calls in a row and any speed of lanes, r
     no race       any two accesses to one element, of which one writes, are ordered by lanes, flags, collectives or calls
     the result    every element of the outputs is the whole sum, each k once, of the right rows and columns, of this call
 
-Of races, deadlocks and results it refuses exactly those schedules that can go wrong: tests/test_check_damage.py holds it,
-in both directions, against a brute-force interpreter that tries directed interleavings of small schedules. Structure also
+Of races, deadlocks and results it refuses exactly those schedules that can go wrong: tests/checker/test_check_damage.py holds
+it, in both directions, against a brute-force interpreter that tries directed interleavings of small schedules. Structure also
 has rules of weft's own, which a lucky schedule may break: kernels stay off copy lanes, a product reads local memory only, a
 copy touches the rank that runs it, a push reads one local buffer and tells its receivers alone, nothing narrower than float32
 is added to, only local buffers are wider than the problem's dtype, and a rank has one lane of kind compute. The one thing

@@ -1,4 +1,4 @@
-"""Private names of torch.distributed that weft uses. tests/test_compat_torch.py says what a new torch has changed of them."""
+"""Private names of torch.distributed that weft uses; a test (tests/compat) says what a new torch has changed of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The GPUs that every kernel is compiled for in CI, by Triton's own compilers: no GPU is needed.
 
-docs/kernels.md shows `rows`, and tests/test_targets.py compiles what they promise.
+docs/kernels.md shows `rows`, and tests/kernels/test_targets.py compiles what they promise.
 """
 
 from __future__ import annotations

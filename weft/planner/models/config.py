@@ -54,7 +54,7 @@ FAMILIES = {
     "mixtral": Family(experts=("num_local_experts", "intermediate_size")),
     "qwen3_moe": Family(head_dim="required", experts=("num_experts", "moe_intermediate_size")),
 }
-"""What is read without transformers. tests/test_configs.py holds each against transformers' modules."""
+"""What is read without transformers. tests/planner/test_configs.py holds each against transformers' modules."""
 
 
 def read_config(path: Path) -> Model:

@@ -8,7 +8,8 @@ as all N load all links of that kind,
 
 An all-to-all has N - 1 messages of the rank. Those that cross the same kinds of links have the same rate at any time (the
 first of their kinds that is full sets it), hence are one flow whose load is the sum of theirs: 8 flows on a torus of two
-dimensions, 26 on one of three, whatever N is. What remains is exact: tests/test_dlrm.py compares it with all ranks and links.
+dimensions, 26 on one of three, whatever N is. What remains is exact: tests/studies/test_dlrm.py compares it with all
+ranks and links.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ v's other panels to w's, is within the capacity. Outputs that bypass the cache c
 
 Sets: operands and outputs are contiguous, and sets that are chosen by address bits, plain or folded, get equal parts of what
 is contiguous; AMD's L2 hashes addresses over its channels to that end. So conflicts add little, and the cache is taken as fully
-associative; sets that are chosen at random would smear every edge. `tests/test_t3_llc.py` has the same GEMMs line by line
-through caches of 16 ways.
+associative; sets that are chosen at random would smear every edge. `tests/studies/test_t3_llc.py` has the same GEMMs line by
+line through caches of 16 ways.
 
 Sources: stack distances, Mattson et al. 1970; even channels, ROCm Compute Profiler, "L2 cache"; bypassing
 outputs, T3 section 4.3. The cache is empty when a kernel starts: GPUs write back and drop what they hold between kernels.

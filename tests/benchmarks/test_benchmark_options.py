@@ -1,0 +1,104 @@
+"""Benchmarks: what they would stumble over at the end is said at once, and what was left out is no success."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import fuzz
+import measure
+import parts
+import races
+import soak
+from measure import Failed, Job
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--modes", "graph,eagre"], "--modes: 'eagre' is none of graph, eager"),
+        (["--modes", "graph,"], "--modes: '' is none of"),
+        (["--rounds", "0"], "--rounds: '0' is no whole number of at least 1"),
+        (["--rounds", "2.5"], "--rounds: '2.5' is no whole"),
+        (["--json", "/dev/null/x"], "--json: cannot append to '/dev/null/x': Not a directory"),
+    ],
+)
+def test_options_are_looked_at_before_anything_runs(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        measure.parser("text", rounds=3).parse_args(words)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_options_that_will_do(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    given = measure.parser("text", rounds=3, modes="").parse_args(["--json", str(path)])
+    assert (given.json, given.modes, given.rounds, path.read_text()) == (path, "", 3, "")
+    assert measure.parser("text", rounds=3).parse_args(["--modes", "eager", "--rounds", "1"]).modes == "eager"
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one rank, without a GPU."""
+    for owner, name in ((measure, "release"), (parts, "release"), (measure, "alarm"), (dist, "destroy_process_group")):
+        monkeypatch.setattr(owner, name, lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: None)
+
+
+def _fails() -> Iterator[dict[str, Any]]:
+    yield {"case": "before", "missing": {}}
+    raise Failed("auto", "no room")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_case_that_is_left_out_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lines.jsonl"
+    jobs = [Job(name="one", run=_fails), Job(name="two", run=lambda: [{"case": "after", "missing": {}}])]
+    lines, left_out = parts.run_jobs(jobs, str, argparse.Namespace(json=path))
+    assert ([line["case"] for line in lines], left_out) == (["before", "after"], ["one"])
+    assert [json.loads(text) for text in path.read_text().splitlines()] == lines
+    with pytest.raises(SystemExit) as ended:
+        measure.stop(left_out)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.endswith("1 left out: one\n")
+    measure.stop([])
+
+
+@pytest.mark.usefixtures("world")
+def test_a_line_is_written_before_it_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    job = Job(name="one", run=lambda: [{"case": "one", "missing": {}}])
+    with pytest.raises(KeyError):
+        parts.run_jobs([job], lambda line: str(line["us"]), argparse.Namespace(json=path))
+    assert json.loads(path.read_text())["case"] == "one"
+
+
+@pytest.mark.parametrize(
+    ("made", "words", "says"),
+    [
+        (races, ["--only", "nothing"], "--only 'nothing': no operator has such a schedule"),
+        (soak, ["--device", "cuda"], "--device cuda needs two GPUs or more, or one and --ranks; this machine has 0"),
+        (soak, ["--calls", "0"], "--calls: '0' is no whole number of at least 1"),
+        (fuzz, ["--device", "cpu", "--trials", "0"], "--trials: '0' is no whole number of at least 1"),
+        (fuzz, ["--device", "cpu", "--trials", "1", "--json", "/dev/null/x"], "--json: cannot append to"),
+    ],
+)
+def test_a_campaign_of_nothing_is_refused(
+    made: Any, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["campaign", *words])
+    with pytest.raises(SystemExit) as ended:
+        made.main()
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err

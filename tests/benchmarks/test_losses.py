@@ -1,0 +1,57 @@
+"""A short form of benchmarks/losses.py: a model learns under weft's operators as it does under torch's."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from losses import Losses, Setup, Text, all_runs, compared
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+SMALL = {"hidden": 32, "width": 48, "layers": 1, "heads": 4, "words": 24, "batch": 4, "length": 16, "steps": 20}
+
+
+def _runs(dtype: str) -> tuple[dict[str, Losses], dict[str, Any]]:
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    return all_runs(mesh, Setup(**SMALL, dtype=dtype, lr=1e-2, warm_up=2), ended=lambda *_: None)
+
+
+def test_as_torchs_within_what_bfloat16_rounds(ranks: RankFixture) -> None:
+    for runs, told in ranks(2).run(_runs, "bfloat16"):
+        assert told["report"] == "LlamaForCausalLM: overlapped 5 of 9 places that communicate"
+        assert told["floor"] < runs["weft"][-1] < runs["weft"][0] - 0.5
+        apart = told["distance"]
+        assert apart["weft from torch"] <= 2 * apart["torch from alone"], apart
+
+
+def test_the_same_curve_in_float32(ranks: RankFixture) -> None:
+    for runs, told in ranks(2).run(_runs, "float32"):
+        assert runs["weft"][-1] < runs["weft"][0] - 0.5
+        assert max(told["farthest"].values()) < 2e-4, told["farthest"]
+
+
+def test_distances() -> None:
+    told = compared({"alone": [3.0, 2.0], "torch": [3.0, 1.5], "weft": [2.75, 1.5]}, floor=1.0)
+    assert told["distance"] == {"torch from alone": 0.25, "weft from torch": 0.125, "weft from alone": 0.375}
+    assert told["farthest"]["weft from alone"] == 0.5
+
+
+def test_text_follows_its_chain() -> None:
+    text = Text(12)
+    words = text.batch(3, batch=200, length=30)
+    before, after = words[:, :-1].flatten(), words[:, 1:].flatten()
+    assert bool((text.next_WN[before] == after[:, None]).any(1).all())
+    first = (text.next_WN[before, 0] == after).float().mean()
+    assert first >= 0.45
+    assert math.isclose(text.entropy, 1.208, abs_tol=1e-3)
+    assert not torch.equal(words, text.batch(4, batch=200, length=30))

@@ -1,0 +1,53 @@
+"""Benchmarks take over what an earlier run chose only where they ask for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import losses
+import measure
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, no world."""
+
+    def nothing(*args: Any, **options: Any) -> None:
+        return None
+
+    for name in ("WEFT_TIMEOUT_S", "WEFT_CACHE_DIR"):
+        monkeypatch.setenv(name, "/of/the/user")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr("faulthandler.dump_traceback_later", nothing)
+    monkeypatch.setattr(torch.cuda, "set_device", nothing)
+    monkeypatch.setattr(dist, "init_process_group", nothing)
+    monkeypatch.setattr(dist, "init_device_mesh", nothing)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_the_users_environment_names_is_not_taken_over() -> None:
+    measure.start()
+    assert os.environ["WEFT_CACHE_DIR"] == ""
+
+
+@pytest.mark.usefixtures("alone")
+def test_losses_take_nothing_over() -> None:
+    losses.start()
+    assert os.environ["WEFT_CACHE_DIR"] == ""
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_benchmark_may_ask_for_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "PLANS", "/of/its/own")
+    measure.start()
+    assert os.environ["WEFT_CACHE_DIR"] == "/of/its/own"

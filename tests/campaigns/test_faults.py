@@ -1,0 +1,126 @@
+"""A short form of benchmarks/faults.py: random faults of ranks end with an error that names them, or with the right result."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from single_process_ranks import wait_for
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import faults
+from calls import Work
+from faults import FAULTS, Told, Trial, _wrong, drawn, judged, suffer
+
+from weft.comm import rank_group
+from weft.core.schedule import Flag
+from weft.runtime.bound import Where
+from weft.runtime.groups import GROUPS
+from weft.runtime.host import HostProgram
+
+PATIENT_S, IN_VAIN_S, SAYS_S, TOLD_WITHIN_S = 60.0, 2.0, 1.5, 15.0
+"""A machine that is full may hold any rank up for seconds: so waits have a short bound only where they are to end in vain, and
+ranks more time there to say first what they wait for."""
+
+
+def _suffers(trial: Trial, folder: str) -> Told:
+    """One rank's part. A victim that is late is that until somebody has given up."""
+    strike, following, world = faults._strike, faults._next, dist.group.WORLD
+    assert world is not None
+    os.environ["WEFT_TIMEOUT_S"] = str(PATIENT_S)
+
+    def struck(fault: str) -> None:
+        waits = GROUPS.state(world.group_name).rank_group
+        if fault != "late":
+            strike(fault)
+        else:
+            wait_for(lambda: waits.broken or waits.peer_failed(), PATIENT_S)
+
+    def followed(*arguments: Any) -> Work:
+        if trial.fault in ("stop", "late"):
+            GROUPS.state(world.group_name).rank_group.timeout_s = IN_VAIN_S
+        return following(*arguments)
+
+    with mock.patch.multiple(faults, _strike=struck, _next=followed), mock.patch.object(rank_group, "_SAYS_S", SAYS_S):
+        return suffer(trial, folder)
+
+
+def _judged(trial: Trial, suffers: Callable[[Trial, str], Told] = _suffers) -> dict[str, Any]:
+    """A trial's line. Who waits for no bound in vain is told before any ends."""
+    bound_s, within_s = IN_VAIN_S + SAYS_S, TOLD_WITHIN_S + (IN_VAIN_S + SAYS_S) * (trial.fault in ("stop", "late"))
+    with mock.patch.multiple(faults, BOUND_S=bound_s, GRACE_S=within_s - bound_s):
+        line: dict[str, Any] = judged(trial, suffers)
+        return line
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_told(fault: str) -> None:
+    for trial in drawn(2, 11, "cpu", [fault]):
+        line = _judged(trial)
+        assert line["verdict"] == "right", f"{trial}: {line}"
+
+
+def _blocks_come_late_to_their_waits(trial: Trial, folder: str) -> Told:
+    """So that the lane that waits for them is the first whose bound ends."""
+    wait = HostProgram.wait
+
+    def late(self: HostProgram, flag: Flag, value: int, where: Where) -> None:
+        if where.lane == "blocks" and self._words[flag.rank].load(self.slots[flag]) < value:
+            time.sleep(0.2)
+        wait(self, flag, value, where)
+
+    HostProgram.wait = late  # type: ignore[method-assign]
+    try:
+        return _suffers(trial, folder)
+    finally:
+        HostProgram.wait = wait  # type: ignore[method-assign]
+
+
+@pytest.mark.ranks
+def test_a_lane_that_waits_for_one_of_its_own_rank_names_the_rank_behind_it() -> None:
+    trial = Trial(op="all_reduce", schedule="copy_engine:1", fault="late", victim=1, step=3, seed=3)
+    line = _judged(trial, _blocks_come_late_to_their_waits)
+    assert line["verdict"] == "right", line
+
+
+def _trial(fault: str) -> Trial:
+    return Trial(op="all_gather_matmul", schedule="sequential", fault=fault, victim=1, step=0, seed=0)
+
+
+def _told(error: str = "", seconds: float = 0.1, left: tuple[str, ...] = ()) -> Told:
+    return Told(error=error, seconds=seconds, again=True, left=left)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "wrong"),
+    [
+        ("kill", [_told("PeerLost: rank 1 (process 7) died"), None, _told("PeerLost: rank 1 (process 7) died")], ""),
+        ("kill", [_told(), None, _told()], "rank 0 was told ''"),
+        ("kill", [_told("PeerLost: rank 2 died"), None, _told()], "rank 0 was told 'PeerLost: rank 2 died'"),
+        ("kill", [None, None, _told("PeerLost: rank 1 died")], "rank 0 told nothing"),
+        ("late", [_told("WaitTimeout: rank 1 raises it"), _told(), _told("WaitTimeout: rank 0 did not arrive")], ""),
+        ("kill", [_told("PeerLost: rank 1 died"), None, _told("WaitTimeout: rank 0")], "rank 2 was told 'WaitTimeout: rank 0'"),
+        ("slow", [_told(), _told(), _told()], ""),
+        ("slow", [_told("WaitTimeout: rank 1"), _told(), _told()], "rank 0 was told 'WaitTimeout: rank 1'"),
+        ("late", [_told(seconds=7), _told(), _told()], "rank 0 took 7.0 s"),
+        ("slow", [_told(), _told(), _told(left=("weft-7-1-ab-data",))], "rank 2 left weft-7-1-ab-data"),
+        ("differ", [_told("PeerLost: rank 1 died"), _told(), _told()], "rank 0 was told 'PeerLost: rank 1 died'"),
+    ],
+)
+def test_what_is_wrong_is_seen(fault: str, told: list[Told | None], wrong: str) -> None:
+    assert _wrong(_trial(fault), told) == wrong
+
+
+def test_trials_are_the_same_for_the_same_seed() -> None:
+    assert list(drawn(20, 3, "cpu", [])) == list(drawn(20, 3, "cpu", []))
+    assert len({(trial.op, trial.schedule) for trial in drawn(200, 3, "cpu", [])}) > 40
+    with pytest.raises(ValueError, match="no trial is like that"):
+        list(drawn(1, 3, "cpu", ["explode"]))

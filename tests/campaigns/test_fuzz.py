@@ -1,0 +1,132 @@
+"""Every operator by every family, over extents, layouts, dtypes and numbers of ranks that nobody chose: against float64.
+
+WEFT_FUZZ_EXAMPLES: how many; 10,000 take some minutes. Ranks are started once for each world size. And a short form of
+benchmarks/fuzz.py, which asks the same of GPUs, without shrinking.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import calls
+import fuzz
+from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, even
+
+from weft.schedules import FAMILIES, spec
+
+EXAMPLES = int(os.environ.get("WEFT_FUZZ_EXAMPLES", "500"))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[int, Case]:
+    """(world size, case)."""
+    world_size = draw(st.integers(1, 4))
+    op, name = draw(st.sampled_from(EVERY))
+    case = Case(
+        op=op,
+        schedule=spec(name, draw(st.sampled_from((1, 2, 3, 8)))) if FAMILIES[name].chunked and draw(st.booleans()) else name,
+        m=draw(st.integers(0, 40)),
+        n=draw(st.integers(0, 24)),
+        k=draw(st.integers(1, 40)),
+        dtype=draw(st.sampled_from(sorted(DTYPES))),
+        a=draw(st.sampled_from(LAYOUTS)),
+        b=draw(st.sampled_from(LAYOUTS)),
+        entries=draw(st.integers(1, 3)),
+        dim=draw(st.integers(0, 1)),
+    )
+    return world_size, even(case, world_size)
+
+
+def _called(case: Case, seed: int) -> None:
+    call, expected = calls.work(case, seed, torch.device("cpu"))
+    calls.check(case, call(), expected, dist.get_world_size())
+
+
+@pytest.mark.ranks
+@settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 500, suppress_health_check=list(HealthCheck), database=None
+)
+@given(given=cases(), seed=st.integers(0, 1000))
+def test_any_call_is_right(ranks: RankFixture, given: tuple[int, Case], seed: int) -> None:
+    world_size, case = given
+    ranks(world_size).run(_called, case, seed)
+
+
+SHORT = fuzz.Fuzz(trials=24, device="cpu", seed=5)
+
+
+@pytest.mark.ranks
+def test_trials_are_right_with_operands_that_change(ranks: RankFixture) -> None:
+    told = ranks(2).run(fuzz.rank_work, SHORT)
+    assert [(one.trials, one.calls, one.findings) for one in told] == [(24, 48, ())] * 2
+
+
+def _stale(given: fuzz.Fuzz) -> fuzz.Told:
+    """Every call returns what the first of its trial did."""
+    work = Drawn.work
+
+    def remembering(self: Drawn) -> calls.Work:
+        call, expected = work(self)
+        kept: list[torch.Tensor] = []
+
+        def again() -> torch.Tensor:
+            kept.append(call().clone())
+            return kept[0]
+
+        return again, expected
+
+    Drawn.work = remembering  # type: ignore[method-assign]
+    try:
+        with tempfile.TemporaryFile("w+") as file, redirect_stderr(file):  # a real one, for faulthandler
+            told = fuzz.rank_work(given)
+            file.seek(0)
+            said = file.read()
+    finally:
+        Drawn.work = work  # type: ignore[method-assign]
+    # At once: what ends a run takes with it what the run was to tell at its end.
+    assert said.splitlines() == [f"rank {dist.get_rank()}: {what}" for what in told.findings]
+    return told
+
+
+@pytest.mark.ranks
+def test_a_stale_result_is_found_and_the_run_goes_on(ranks: RankFixture) -> None:
+    told = ranks(2).run(_stale, SHORT)
+    assert [one.trials for one in told] == [24, 24]
+    assert all("call 2, eager" in what for one in told for what in one.findings)
+    # A rank whose part of a result is empty has nothing stale.
+    assert min(len(one.findings) for one in told) > 18
+
+
+def test_trials_follow_from_seed_and_number() -> None:
+    given = fuzz.Fuzz(seed=7)
+    trials = [fuzz.drawn(given, number, 2) for number in range(300)]
+    assert trials[40] == fuzz.drawn(given, 40, 2) != fuzz.drawn(fuzz.Fuzz(seed=8), 40, 2)
+    assert len({(trial.case.op, trial.case.schedule.partition(":")[0]) for trial in trials}) > 55
+    assert {trial.ways for trial in trials} >= {("eager", "stream", "graph"), ("graph", "stream", "eager")}
+    assert {trial.second for trial in trials} == {True, False}
+
+
+def test_minutes_of_a_device_add_up(tmp_path: Path) -> None:
+    told, path = [fuzz.Told(trials=3, calls=6, seconds=seconds, findings=()) for seconds in (60.0, 90.0)], tmp_path / "lines"
+    assert fuzz.minutes(path, "cpu") == 0
+    for device, so_far in (("cpu", 1.5), ("cpu", 3.0), ("cuda", 1.5)):
+        made = fuzz.line(fuzz.Fuzz(device=device), told, fuzz.minutes(path, device))
+        assert (made["minutes"], made["minutes_so_far"]) == (1.5, so_far)
+        with path.open("a") as file:
+            file.write(json.dumps(made) + "\n")
+    assert fuzz.line(SHORT, [told[0], fuzz.Told(trials=3, calls=6, seconds=1, findings=("off",))], 0)["findings"] == [
+        "rank 1: off"
+    ]

@@ -1,0 +1,226 @@
+"""Ranks agree: in a meeting at the first call of a kind, by numbers that are compared later at the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+from conftest import RankFixture
+from single_process_ranks import wait_for
+
+from weft.comm.control import CLOSED, NOTIFIED, TEXT_BYTES
+from weft.comm.rank_group import _PEER_CHECK_S, RankGroup
+from weft.comm.texts import Remembered, clipped, difference
+from weft.core.errors import PeerLost, RankMismatch
+
+
+def _alike(rank_group: RankGroup) -> int:
+    """Many more calls than are kept in the log, one rank far ahead of the other."""
+    first = rank_group.remember("op: gather") if rank_group.enter("op: gather") else 0
+    rank_group.enter("op: scatter")
+    second = rank_group.remember("op: scatter")
+    assert first != second
+    for call in range(3000):
+        rank_group.repeat((first, second)[call % 2])
+        if rank_group.rank and call % 500 == 0:
+            time.sleep(0.01)
+    rank_group.check_peers()
+    rank_group.enter("op: barrier")
+    rank_group.check_peers(may_leave=True)
+    return rank_group.calls
+
+
+def _noticed(rank_group: RankGroup, *calls: Callable[[], object]) -> str:
+    """What a rank is told that makes these calls, and then waits for nothing."""
+    try:
+        for call in calls:
+            call()
+        rank_group.until(lambda: False, lambda: "nothing")
+    except (RankMismatch, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing noticed"
+
+
+def _different(rank_group: RankGroup) -> str:
+    numbers = []
+    for text in ("op: gather\nM: 64", "op: scatter\nM: 64"):
+        rank_group.enter(text)
+        numbers.append(rank_group.remember(text))
+    rank_group.repeat(numbers[0])
+    return _noticed(rank_group, partial(rank_group.repeat, numbers[rank_group.rank % 2]))
+
+
+def _known_and_new(rank_group: RankGroup) -> str:
+    """One rank repeats what all know, the other meets for something new."""
+    rank_group.enter("op: gather\nM: 64")
+    number = rank_group.remember("op: gather\nM: 64")
+    return _noticed(
+        rank_group, partial(rank_group.repeat, number) if rank_group.rank else partial(rank_group.enter, "op: gather\nM: 128")
+    )
+
+
+def _unmet_alike(rank_group: RankGroup) -> tuple[int, list[int]]:
+    """Calls that begin without a meeting, between others; in another order of remembering. One rank is far ahead."""
+    if rank_group.rank:
+        rank_group.remember("op: gather\nM: 3")
+    rank_group.enter("op: gather\nM: 64")
+    numbers = [rank_group.begin(f"op: gather\nM: {m}") for m in range(3000)]
+    rank_group.repeat(numbers[7])
+    rank_group.enter("op: barrier")
+    rank_group.check_peers(may_leave=True)
+    return rank_group.calls, numbers
+
+
+def _unmet_and_different(rank_group: RankGroup) -> str:
+    rank_group.enter("op: gather\nM: 64")
+    return _noticed(rank_group, partial(rank_group.begin, f"op: gather\nM: {128 + rank_group.rank}"))
+
+
+def _unmet_and_new(rank_group: RankGroup) -> str:
+    """One rank begins without a meeting, the other meets."""
+    rank_group.enter("op: gather\nM: 64")
+    return _noticed(
+        rank_group,
+        partial(rank_group.begin if rank_group.rank else rank_group.enter, f"op: gather\nM: {(128, 96)[rank_group.rank]}"),
+    )
+
+
+def _late_to_look(rank_group: RankGroup) -> str:
+    """What the other rank began is noticed when it has begun others."""
+    rank_group.enter("op: gather\nM: 64")
+    others = [f"op: gather\nM: {m}" for m in (0, 8 if rank_group.rank else 1, 2)]
+    return _noticed(rank_group, *(partial(rank_group.begin, text) for text in others), partial(rank_group.enter, "op: barrier"))
+
+
+def _last_call(rank_group: RankGroup) -> str:
+    """Rank 2 ends its last call, and leaves, while rank 1 still waits for rank 0 in it. Then rank 1 calls once more."""
+    rank_group.enter("op: last")
+    if rank_group.rank == 0:
+        while rank_group._control[2].state != CLOSED:
+            time.sleep(1e-3)
+        time.sleep(10 * _PEER_CHECK_S)
+    if rank_group.rank != 1:
+        return ""
+    rank_group.until(lambda: rank_group._control[0].state == CLOSED, lambda: "rank 0 leaves")
+    try:
+        rank_group.enter("op: one more")
+    except PeerLost as error:
+        return str(error)
+    return "nothing noticed"
+
+
+def _told(rank_group: RankGroup) -> float:
+    """Rank 0 fails, and waits in vain. Then rank 1 tells its calls, and rank 2 not before it closes, which is later. When they
+    did, by the host's clock, and when rank 0 knew."""
+    rank_group.enter("op: last")
+    if rank_group.rank == 0:
+        assert not rank_group.peer_failed()
+        began = time.monotonic()
+        rank_group.fail(PeerLost("planted"))
+        rank_group.await_notified(0.2)
+        assert time.monotonic() - began >= 0.2
+        dist.barrier()
+        rank_group.await_notified(60.0)
+        assert rank_group.peer_failed()
+        return time.monotonic()
+    assert wait_for(rank_group.peer_failed)
+    dist.barrier()
+    time.sleep(0.5 * rank_group.rank)
+    before = time.monotonic()
+    if rank_group.rank == 1:
+        rank_group.fail(PeerLost("rank 0 failed"))
+        rank_group.await_notified(0.0)
+        assert rank_group._control[1].state == NOTIFIED
+    return before
+
+
+def _with_rank_group(function: str) -> object:
+    group = dist.group.WORLD
+    assert group is not None
+    rank_group = RankGroup(group, timeout_s=20.0)
+    try:
+        return globals()[function](rank_group)
+    finally:
+        rank_group.close()
+
+
+def test_calls_alike(ranks: RankFixture) -> None:
+    assert ranks(2).run(_with_rank_group, "_alike") == [3003, 3003]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("_different", ("ranks disagree in call 4", "op: rank 0 has gather, rank 1 has scatter")),
+        ("_known_and_new", ("M: rank", "64", "128")),
+        ("_unmet_and_different", ("ranks disagree in call 2", "M: rank 0 has 128, rank 1 has 129")),
+        ("_unmet_and_new", ("M: rank", "has 128", "has 96")),
+        ("_late_to_look", ("ranks disagree in call 3", "M: ")),
+    ],
+)
+def test_calls_that_differ_are_noticed(ranks: RankFixture, function: str, words: tuple[str, ...]) -> None:
+    messages = ranks(2).run(_with_rank_group, function)
+    assert any(all(word in message for word in words) for message in messages), messages
+    assert all("nothing noticed" not in message for message in messages)
+
+
+def test_calls_that_begin_without_a_meeting(ranks: RankFixture) -> None:
+    (calls, numbers), (others, theirs) = ranks(2).run(_with_rank_group, "_unmet_alike")
+    assert calls == others == 3003
+    assert numbers == theirs
+
+
+def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> None:
+    """Those that have told their calls, and those that have left; for so long as it is told to."""
+    knew, first, last = ranks(3).run(_with_rank_group, "_told")
+    assert max(first, last) < knew < max(first, last) + 40
+
+
+def test_a_rank_may_leave_while_others_end_their_last_call(ranks: RankFixture) -> None:
+    """What it had to do is done; only a rank that is needed once more is missed."""
+    assert ranks(3).run(_with_rank_group, "_last_call") == ["", "rank 2 has left the group", ""]
+
+
+def test_texts_that_differ_where_there_is_no_room_differ_in_what_is_compared() -> None:
+    alike = "dims\n" * TEXT_BYTES
+    one, other = (clipped(f"{alike}schedule: {name}", TEXT_BYTES) for name in ("direct_store", "sequential"))
+    assert one != other
+    assert len(one.encode()) == TEXT_BYTES
+    assert clipped("short", TEXT_BYTES) == "short"
+
+
+def _long_and_alike(rank_group: RankGroup) -> int:
+    for cut in range(4):  # wherever a character's bytes are cut
+        rank_group.enter("key: " + "x" * cut + "\N{GREEK SMALL LETTER MU}\N{SNOWMAN}" * TEXT_BYTES)
+    return rank_group.calls
+
+
+def test_long_texts_that_are_alike_are_taken_for_it(ranks: RankFixture) -> None:
+    assert ranks(2).run(_with_rank_group, "_long_and_alike") == [4, 4]
+
+
+def test_texts_have_numbers_of_their_own_however_many_came_before() -> None:
+    known, other = (Remembered(2, 1 << 24, most=48) for _ in range(2))
+    assert known.number("first") == known.number("first")
+    numbers = {f"text {i}": known.number(f"text {i}") for i in range(500)}
+    assert len(set(numbers.values())) == 500
+    assert 2 <= min(numbers.values()) <= max(numbers.values()) < 1 << 24
+    last = [f"text {i}" for i in range(500 - 48, 500)]
+    assert [known.text(numbers[text]) for text in last] == last
+    assert [other.number(text) for text in reversed(last)] == [numbers[text] for text in reversed(last)]
+    assert known.text(numbers["text 3"]) == known.text(None) == known.text(1) == known.text(1 << 24) == ""
+    known.number(last[0])
+    known.number("one more")
+    assert known.text(numbers[last[0]]) == last[0], "it was used since"
+
+
+def test_numbers_leave_no_room_to_choose() -> None:
+    known = Remembered(2, 50)
+    assert {known.number(str(number)) for number in range(2000)} == set(range(2, 50))
+
+
+def test_what_nobody_remembers_is_said_to_be_so() -> None:
+    assert difference(0, "", 1, "") == "  rank 0 makes one, rank 1 another, and both were agreed on too long ago to name them"

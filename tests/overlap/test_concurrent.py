@@ -1,0 +1,493 @@
+"""weft.concurrent on CPU ranks: results, trials in one go and use by use, agreement, nesting, exceptions, mistakes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from concurrent_work import OPS, Exchange, Products
+from conftest import RankFixture
+from weft_log import logged
+
+import weft
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
+from weft.overlap.concurrent import ConcurrentChoice, calls
+from weft.overlap.concurrent.executor import HostExecutor
+from weft.runtime.trial import Trial
+from weft.schedules.concurrent import SEQUENTIAL, Abilities, Method
+
+CPU = torch.device("cpu")
+WAYS = ("sequential", "vendor", "vendor+late", "copy_engine", "copy_engine+late+ctas=2")
+pytestmark = pytest.mark.ranks
+
+
+def _every_way() -> int:
+    """Each collective in each way, as a call and as a context, with new data each time; every third use is late on one rank."""
+    weft.close()
+    turn = 0
+    for op in OPS:
+        exchange, products = Exchange(op, CPU), Products(CPU)
+        for way in (*WAYS, *(["copy_engine+pull", "copy_engine+late+pull"] if exchange.collective.pulls else [])):
+            for delayed in range(3):
+                turn += 1
+                exchange.fill(turn)
+                if delayed == 2 and dist.get_rank() == 0:
+                    time.sleep(0.01)
+                if delayed:
+                    products.check(weft.concurrent(products, exchange.collective, way=way))
+                else:
+                    with weft.concurrent(collectives=[exchange.collective], key="any", way=way) as context:
+                        out = products()
+                    assert context.way == way
+                    products.check(out)
+                exchange.check(turn)
+    weft.close()
+    return turn
+
+
+def test_every_way_is_right(ranks: RankFixture) -> None:
+    assert ranks(3).run(_every_way) == [72] * 3
+
+
+Told = list[tuple[str, str, dict[str, float]]]
+
+
+def _told() -> Told:
+    """Times to a nanosecond: those in use are ratios to one of them."""
+    choices = weft.concurrent_choices()
+    return [(each.key, each.way, {way: round(us, 3) for way, us in each.us.items()}) for each in choices]
+
+
+class Scripted(HostExecutor):
+    """A CPU on which each way takes what the script says; marks are in ns. script: (way, rank, use) -> us."""
+
+    def __init__(self, script: Callable[[str, int, int], float], abilities: Abilities) -> None:
+        super().__init__(CPU)
+        self.script, self.found = script, abilities
+        self.now, self.uses, self.last = 0, 0, ""
+
+    def abilities(self, collectives: Sequence[Any]) -> Abilities:
+        return self.found
+
+    def prepare(self, method: Method, collectives: Sequence[Any]) -> None:
+        if self.script(str(method), dist.get_rank(), 0) < 0:
+            raise ValueError(f"this rank has no {method}")
+
+    def running(self, method: Method, collectives: Sequence[Any]) -> Any:
+        self.last = str(method)
+        self.uses += 1
+        return super().running(SEQUENTIAL, collectives)
+
+    def mark(self) -> int:
+        self.now += round(500 * self.script(self.last or "sequential", dist.get_rank(), self.uses))
+        return self.now
+
+    def time_ns(self, call: Callable[[], object], calls: int) -> int:
+        self.last = ""
+        call()
+        return round(1000 * self.script(self.last or "computation", dist.get_rank(), self.uses))
+
+
+def _scripted(script: Callable[[str, int, int], float], uses: int, repeatable: bool) -> tuple[Told, list[str], int, list[str]]:
+    """What is chosen on a scripted device; the ways of all uses; how often the computation ran; what was warned of."""
+    weft.close()
+    plain = calls.HostExecutor
+    abilities = Abilities(priority=True, ctas=True, left=True, copy_engine=True)
+    calls.HostExecutor = lambda device: Scripted(script, abilities)  # type: ignore[assignment, misc, return-value]
+    exchange, products, taken = Exchange("all_reduce", CPU), Products(CPU), []
+    try:
+        with logged() as seen:
+            for turn in range(uses):
+                exchange.fill(turn)
+                if repeatable:
+                    products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
+                else:
+                    with weft.concurrent(collectives=exchange.collective, key="k") as context:
+                        products.check(products())
+                    taken.append(context.way)
+                exchange.check(turn)
+        return _told(), taken, products.calls, seen
+    finally:
+        weft.close()
+        calls.HostExecutor = plain  # type: ignore[misc]
+
+
+FAIR, LACKING = "copy_engine+priority+ctas=32", "vendor+priority+ctas=16"
+
+
+def _contrary(way: str, rank: int, use: int) -> float:
+    """Alone, each rank would choose a way that is fast there and slow elsewhere; one is fair on all."""
+    fair = {"sequential": 300.0, "computation": 200.0, FAIR: 220.0}
+    return fair.get(way, 100.0 if len(way) % 2 == rank else 280.0)
+
+
+def _never_faster(way: str, rank: int, use: int) -> float:
+    return {"sequential": 300.0, "computation": 200.0}.get(way, 299.0 + use % 3)
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_ranks_settle_on_what_is_fast_on_all(ranks: RankFixture, repeatable: bool) -> None:
+    answers = ranks(2).run(_scripted, _contrary, 30, repeatable)
+    assert all(answer == answers[0] for answer in answers)
+    ((key, way, us),), taken, calls, seen = answers[0]
+    assert (key, way) == ("k", FAIR)
+    assert us[FAIR] == 220.0
+    assert set(us.values()) == {300.0, 280.0, 220.0}
+    assert not [text for text in seen if "concurrent" in text]
+    assert calls > 40 if repeatable else calls == 30
+    if not repeatable:
+        assert taken[:4] == ["sequential"] * 4
+        assert set(taken[-5:]) == {way}
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_a_slower_way_is_never_chosen(ranks: RankFixture, repeatable: bool) -> None:
+    answers = ranks(2).run(_scripted, _never_faster, 30, repeatable)
+    ((_, way, us),), *_ = answers[0]
+    assert way == "sequential"
+    assert len(us) >= 5
+    assert FAIR in us
+
+
+def _drifting(way: str, rank: int, use: int) -> float:
+    """The first uses are slow, whatever they do: a GPU that warms up."""
+    return {"sequential": 300.0, "computation": 200.0}.get(way, 310.0) * (1.0 if use > 17 else 2.0)
+
+
+def test_sequential_is_measured_again_beside_the_best(ranks: RankFixture) -> None:
+    """Timed first alone, sequential took 600 us, and all others 310."""
+    for told, *_ in ranks(2).run(_scripted, _drifting, 1, True):
+        ((_, way, us),) = told
+        assert (way, us["sequential"]) == ("sequential", 300.0)
+
+
+class Moving(Scripted):
+    """The same, on which ways run as they are."""
+
+    def running(self, method: Method, collectives: Sequence[Any]) -> Any:
+        self.last = str(method)
+        return HostExecutor.running(self, method, collectives)
+
+
+def _left_bound(fastest: str) -> list[str]:
+    """The schedules that are bound after a trial which a way has won; one of them had been bound before."""
+    from weft.runtime.groups import GROUPS
+
+    weft.close()
+    plain, abilities = calls.HostExecutor, Abilities(copy_engine=True, pull=True)
+    calls.HostExecutor = lambda device: Moving(lambda way, *_: 100.0 if way == fastest else 300.0, abilities)  # type: ignore[assignment, misc, return-value]
+    exchange, products = Exchange("all_reduce", CPU), Products(CPU)
+    try:
+        weft.concurrent(products, weft.AllReduce(torch.zeros(8)), way="copy_engine")
+        for turn in range(3):
+            exchange.fill(turn)
+            products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
+            exchange.check(turn)
+        assert [way for _, way, _ in _told()] == [fastest]
+        state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.programs.schedules()]
+    finally:
+        weft.close()
+        calls.HostExecutor = plain  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fastest", "kept"),
+    [("vendor", []), ("copy_engine+ctas=64", ["copy_engine"]), ("copy_engine+pull+ctas=32", ["copy_engine_pull"])],
+)
+def test_what_lost_keeps_no_memory(ranks: RankFixture, fastest: str, kept: list[str]) -> None:
+    for first, *others in ranks(2).run(_left_bound, fastest):
+        assert first == "copy_engine of 8"
+        assert [name.split()[0] for name in others] == kept
+
+
+def _lacking(way: str, rank: int, use: int) -> float:
+    """Rank 1 cannot do what would be fastest."""
+    times = {"sequential": 300.0, "computation": 200.0, LACKING: -1.0 if rank else 100.0}
+    return times.get(way, 250.0)
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_what_one_rank_lacks_all_leave_out(ranks: RankFixture, repeatable: bool) -> None:
+    answers = ranks(2).run(_scripted, _lacking, 30, repeatable)
+    assert answers[0][0] == answers[1][0]
+    ((_, way, us),), *_ = answers[0]
+    assert us[way] == 250.0
+    assert LACKING not in us
+    for rank, reason in enumerate(["another rank cannot", f"this rank has no {LACKING}"]):
+        assert any(text.startswith(LACKING) and reason in text for text in answers[rank][3])
+
+
+def _real_trial() -> Told:
+    """On this CPU's own clock: results are right in and after a trial, whatever it finds."""
+    weft.close()
+    exchange, products = Exchange("reduce_scatter", CPU), Products(CPU)
+    for turn in range(3):
+        exchange.fill(turn)
+        products.check(weft.concurrent(lambda: products(), [exchange.collective], repeatable=True))
+        exchange.check(turn)
+    told = _told()
+    weft.close()
+    return told
+
+
+def test_a_trial_on_this_clock(ranks: RankFixture) -> None:
+    answers = ranks(2).run(_real_trial)
+    assert answers[0] == answers[1]
+    ((key, way, us),) = answers[0]
+    assert key.startswith("test_concurrent._real_trial.<locals>.<lambda>:")
+    assert set(us) == {"sequential", "vendor", "vendor+late"}
+    assert us[way] <= us["sequential"]
+
+
+def _in_place() -> None:
+    """A trial leaves what collectives read and write in place as it was."""
+    weft.close()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(8.0 * size)
+    part = whole[8 * rank : 8 * (rank + 1)]
+    gathered = torch.zeros(8 * size)
+    gathered[8 * rank : 8 * (rank + 1)] = rank
+    mine = [weft.ReduceScatter(part, whole), weft.AllGather(gathered, gathered[8 * rank : 8 * (rank + 1)])]
+    expected = size * part.clone()
+    weft.concurrent(Products(CPU), mine, key="in place", repeatable=True)
+    assert torch.equal(part, expected)
+    assert torch.equal(gathered, torch.arange(float(size)).repeat_interleave(8))
+    weft.close()
+
+
+def test_a_trial_changes_no_result_in_place(ranks: RankFixture) -> None:
+    ranks(2).run(_in_place)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _raised() -> int:
+    """An exception in the computation passes; peers' collectives and the next use are right, also within a trial by uses."""
+    weft.close()
+    exchange, products = Exchange("all_reduce", CPU), Products(CPU)
+    for turn, way in enumerate([*WAYS, "auto", "auto", "auto", "auto", "auto"]):
+        exchange.fill(turn)
+        with suppress(_Stop), weft.concurrent(collectives=exchange.collective, key="raised", way=way):
+            if dist.get_rank() == 1:
+                raise _Stop
+        exchange.check(turn)
+        exchange.fill(turn + 100)
+        products.check(weft.concurrent(products, exchange.collective, way=way, key="after"))
+        exchange.check(turn + 100)
+    weft.close()
+    return products.calls
+
+
+def test_exceptions_leave_peers_and_later_uses_right(ranks: RankFixture) -> None:
+    assert ranks(2).run(_raised) == [10, 10]
+
+
+def _nested() -> Told:
+    """Uses within uses: of the same key, of another, and of another group that has other ranks; two groups in one use."""
+    weft.close()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    outer, inner, products = Exchange("all_reduce", CPU), Exchange("all_gather", CPU), Products(CPU)
+    pair = Exchange("all_to_all", CPU, group=pairs[0]) if rank < 2 else None
+    for turn in range(40):
+        outer.fill(turn)
+        inner.fill(turn)
+        with weft.concurrent(collectives=outer.collective, key="outer"):
+            products.check(weft.concurrent(products, inner.collective, key="inner"))
+            inner.check(turn)
+            if pair is not None:
+                pair.fill(turn)
+                products.check(weft.concurrent(products, pair.collective, key="pair"))
+                pair.check(turn)
+        outer.check(turn)
+    both = [Exchange("all_reduce", CPU, group=group) for group in pairs if isinstance(group, dist.ProcessGroup)]
+    for exchange in both:
+        exchange.fill(0)
+        products.check(weft.concurrent(products, exchange.collective, way="vendor"))
+        exchange.check(0)
+    told = _told() + ([(c.key, c.way, c.us) for c in weft.concurrent_choices(pairs[0])] if rank < 2 else [])
+    for group in pairs:
+        if isinstance(group, dist.ProcessGroup):
+            weft.close(group)
+    weft.close()
+    assert size == 3
+    return told
+
+
+def test_uses_nest_over_groups(ranks: RankFixture) -> None:
+    answers = ranks(3).run(_nested)
+    assert answers[0] == answers[1]
+    assert [key for key, _, _ in answers[0]] == ["outer", "inner", "pair"]
+    assert answers[2] == answers[0][:2]
+
+
+def _two_groups_in_one_use() -> Told:
+    weft.close()
+    second = dist.new_group([0, 1])
+    exchanges = [Exchange("all_reduce", CPU), Exchange("all_gather", CPU, group=second)]
+    products = Products(CPU)
+    for turn in range(20):
+        for exchange in exchanges:
+            exchange.fill(turn)
+        products.check(weft.concurrent(products, [exchange.collective for exchange in exchanges], key="both"))
+        for exchange in exchanges:
+            exchange.check(turn)
+    told = _told()
+    weft.close(second)
+    weft.close()
+    return told
+
+
+def test_one_use_may_have_two_groups(ranks: RankFixture) -> None:
+    answers = ranks(2).run(_two_groups_in_one_use)
+    assert answers[0] == answers[1]
+    assert [key for key, _, _ in answers[0]] == ["both"]
+
+
+def _differ() -> str:
+    weft.close()
+    size = 64 + dist.get_rank()
+    try:
+        with weft.concurrent(collectives=weft.AllReduce(torch.zeros(size)), key="differ"):
+            pass
+    except weft.RankMismatch as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        weft.close()
+    return ""
+
+
+def test_ranks_that_mean_different_things_are_told(ranks: RankFixture) -> None:
+    for text in ranks(2).run(_differ):
+        assert "collective 0: rank " in text
+        assert "all_reduce of [64] float32 among 2" in text
+        assert "all_reduce of [65] float32 among 2" in text
+
+
+def _pipeline() -> list[float]:
+    """Each rank adds its number to what comes from the one before, a microbatch a tick, while the next one is on its way. Two
+    buffers take turns: at each tick one is received into, and the other one is read."""
+    weft.close()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    given, arriving, leaving = (torch.zeros(4) for _ in range(3))
+    results = []
+    for tick in range(30):
+        given = given if rank else torch.full((4,), float(tick))
+        sends = {"send": leaving, "to": rank + 1} if rank + 1 < size else {}
+        takes = {"receive": arriving, "source": rank - 1} if rank else {}
+        with weft.concurrent(collectives=weft.SendReceive(**sends, **takes), key="tick"):
+            leaving = given + rank
+        given, arriving = arriving, given if rank else arriving
+        results.append(float(leaving[0]))
+    weft.close()
+    return results
+
+
+def test_a_pipeline_sends_beside_computation(ranks: RankFixture) -> None:
+    first, last = ranks(2).run(_pipeline)
+    assert first == [float(tick) for tick in range(30)]
+    assert last[2:] == [1.0 + value for value in first[:-2]]
+
+
+def _refused() -> list[str]:
+    """What each mistake is told."""
+    weft.close()
+    flat, size = torch.zeros(8), dist.get_world_size()
+    rank = dist.get_rank()
+    mistakes: list[Callable[[], object]] = [
+        lambda: weft.concurrent(Products(CPU), []),
+        lambda: weft.concurrent(Products(CPU), [flat]),  # type: ignore[list-item]
+        lambda: weft.concurrent(flat, weft.AllReduce(flat)),  # type: ignore[call-overload]
+        lambda: weft.concurrent(collectives=weft.AllReduce(flat)),  # type: ignore[call-overload]
+        lambda: weft.concurrent(collectives=weft.AllReduce(flat), key="k", repeatable=True),  # type: ignore[call-overload]
+        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), way="fast"),
+        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), way="vendor+priority"),
+        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), way="vendor+ctas=8"),
+        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), residents=(1,)),
+        lambda: weft.AllReduce(torch.zeros(4, 4).t()),
+        lambda: weft.AllReduce(flat, reduction="max"),  # type: ignore[arg-type]
+        lambda: weft.AllReduce(flat.int(), reduction="avg"),
+        lambda: weft.AllReduce([1.0]),  # type: ignore[arg-type]
+        lambda: weft.AllGather(flat, flat),
+        lambda: weft.AllGather(torch.zeros(8 * size, dtype=torch.int32), flat),
+        lambda: weft.AllToAll(flat, flat),
+        lambda: weft.ReduceScatter(flat, torch.zeros(8 * size + 1)),
+        lambda: weft.SendReceive(),
+        lambda: weft.SendReceive(send=flat),
+        lambda: weft.SendReceive(send=flat, to=rank),
+        lambda: weft.concurrent(Products(CPU), weft.SendReceive(send=flat, to=1 - rank), way="copy_engine"),
+        lambda: weft.concurrent(Products(CPU), weft.ReduceScatter(flat, torch.zeros(8 * size)), way="copy_engine+pull"),
+    ]
+    told = []
+    for mistake in mistakes:
+        try:
+            mistake()
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    with weft.concurrent(collectives=weft.AllReduce(flat), key="twice", way="vendor") as context:
+        pass
+    with suppress(ValueError):
+        context.__enter__()
+        told.append("entered twice")
+    dist.barrier()
+    weft.close()
+    return told
+
+
+def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
+    expected = [
+        "collectives is empty",
+        "collectives[0] is a Tensor; use weft.AllReduce",
+        "compute is a Tensor; pass a callable, or a torch.cuda.CUDAGraph",
+        "key is None; pass a string",
+        "repeatable is for a callable",
+        "way is 'fast'; use auto, sequential",
+        "way is vendor+priority; priority needs a GPU",
+        "way is vendor+ctas=8; ctas needs a GPU",
+        "residents is given without kernels",
+        "tensor is not contiguous",
+        "reduction is 'max'; use sum or avg",
+        "reduction is 'avg', of torch.int32, of which gloo has no mean; use sum",
+        "tensor is a list; it must be a tensor",
+        "output has 8 elements; all_gather of 8 among 2 ranks gives 16",
+        "output is torch.int32 on cpu, input torch.float32 on cpu; they must agree",
+        "output overlaps input; all_to_all allows no overlap",
+        "input has 17 elements; 2 ranks share them: pad it",
+        "send and receive are None",
+        "send and to belong together; to is None",
+        "to is ",
+        "way is 'copy_engine'; copy engines do not run send_receive",
+        "way is 'copy_engine+pull'; reduce_scatter is not pulled",
+    ]
+    for told in ranks(2).run(_refused):
+        assert len(told) == len(expected)
+        for text, start in zip(told, expected, strict=True):
+            assert text.startswith(start), text
+
+
+def test_a_choice_says_why() -> None:
+    opaque = (OpaqueCollective(name="sends"),)
+    load = ConcurrentProblem(collectives=opaque, world_size=2, compute_us=100.0, communication_us=50.0)
+    trials = (Trial(spec="sequential", us=150.0), Trial(spec="vendor", us=120.0))
+    assert ConcurrentChoice(key="k", way="vendor", problem=load, trials=trials).why == (
+        "120 us is the least of 2 ways; sequential takes 150, 0.50 of the ideal speed-up"
+    )
+    slow = (trials[0], Trial(spec="vendor", us=149.0))
+    assert ConcurrentChoice(key="k", way="sequential", problem=load, trials=slow).why == (
+        "nothing is faster by more than 1%: vendor takes 149 us, sequential 150"
+    )
+    assert ConcurrentChoice(key="k", way="sequential", trials=trials).why == (
+        "nothing is faster by more than 1% each time it is measured: vendor takes 120 us, sequential 150"
+    )
+    assert "nothing to hide" in ConcurrentChoice(key="k", way="sequential", problem=load).why
+    assert str(ConcurrentChoice(key="k", way="vendor")) == "k: vendor, because it is the only way here (not measured)"

@@ -1,0 +1,347 @@
+"""Options of PyTorch's data parallelism that go on working under weft's hooks, and what the hooks refuse of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+from weft_log import warned
+
+import weft
+from weft.overlap.concurrent.steps import StepTuner, most_steps, specs_of, why_not_summed
+from weft.overlap.hooks import fully_sharded
+from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
+from weft.overlap.hooks.gathered import GatherOrder
+from weft.schedules.concurrent import parse
+
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+class Sides(nn.Module):
+    """Two ways through, of which a call takes one, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.side = nn.Linear(33, 130), nn.Linear(33, 33)
+        self.outer, self.never = nn.Linear(130, 33), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        out: torch.Tensor = self.outer(nn.functional.gelu(self.inner(x)))
+        return out + self.side(x) if both else out
+
+
+def _accumulated(way: str | None, *, both: str = "never", accumulate: bool = False, **options: Any) -> list[float]:
+    """Losses under DistributedDataParallel's options. both: whether calls take both ways: never, or each rank in turn."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Sides(), bucket_cap_mb=0.02, **options)
+    if way:
+        weft.hooks.ddp(model, way=way)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(4):
+        optimizer.zero_grad()
+        for micro in range(3 if accumulate else 1):
+            x = torch.randn(8, 33, generator=draw)
+            with model.no_sync() if accumulate and micro < 2 else nullcontext():
+                loss = (model(x, both == "turns" and (step + dist.get_rank()) % 2 == 0) - x).square().mean()
+                loss.backward()
+        optimizer.step()
+        seen.append(float(loss))
+    return seen
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"find_unused_parameters": True, "accumulate": True},
+    {"find_unused_parameters": True, "both": "turns"},
+    {"static_graph": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+]
+
+
+def _with_options() -> list[list[list[float]]]:
+    weft.close()
+    found = [[_accumulated(way, **options) for way in (None, "vendor", "copy_engine")] for options in OPTIONS]
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_options_of_pytorchs_are_kept(ranks: RankFixture) -> None:
+    """Accumulated gradients, parameters that are not used on one rank or on any, static graphs, gradients in buckets."""
+    for found in ranks(2).run(_with_options):
+        for plain, *others in found:
+            assert len(set(plain)) == 4
+            for mine in others:
+                assert mine == pytest.approx(plain, rel=1e-5)
+
+
+def _sharded_losses(way: str | None, dtype: torch.dtype, divided: float | None, **options: Any) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(33, 130), nn.GELU(), nn.Linear(130, 33)).to(dtype)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh, **options)
+        if divided:
+            module.set_gradient_divide_factor(divided)
+    if way:
+        weft.hooks.fsdp(model, way=way)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        for micro in range(2):
+            x = torch.randn(8, 33, generator=draw, dtype=dtype)
+            model.set_requires_gradient_sync(micro == 1)
+            loss = (model(x).float() - x.float()).square().mean()
+            loss.backward()
+        optimizer.step()
+        seen.append(float(loss))
+    return seen
+
+
+def _of_two_meshes() -> list[dict[str, Any]]:
+    """Weights sharded over a mesh of their own, as experts' are; torch 2.11 has one mesh for a module."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    if not hasattr(common, "ShardPlacementResult"):
+        return []
+    again = common.FSDPMeshInfo(dist.DeviceMesh.from_group(dist.new_group(), "cpu"), shard_mesh_dim=0)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return common.ShardPlacementResult(Shard(0), again) if parameter.dim() == 2 else None
+
+    return [{"shard_placement_fn": place}]
+
+
+def _with_policies() -> tuple[list[list[list[float]]], list[str]]:
+    """(losses by policy and way, what is told where copy engines cannot sum)"""
+    weft.close()
+    policies: list[dict[str, Any]] = [
+        {"reshard_after_forward": False},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        *_of_two_meshes(),
+    ]
+    ways = (None, "vendor+ahead=1", "vendor+keep", "copy_engine")
+    found = [[_sharded_losses(way, torch.float32, None, **policy) for way in ways] for policy in policies]
+    told = []
+    for dtype, divided in ((torch.float64, None), (torch.float32, 3.0)):
+        try:
+            _sharded_losses("copy_engine", dtype, divided)
+        except ValueError as error:
+            told.append(str(error))
+    assert _sharded_losses("auto", torch.float64, None) == _sharded_losses(None, torch.float64, None)
+    weft.close()
+    return found, told
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:copy_engine is not tried")
+def test_policies_of_fully_shard_are_kept(ranks: RankFixture) -> None:
+    """Gradients accumulated, parameters kept, other precision, parameters on CPUs, or of two meshes; what copy engines cannot
+    sum is told."""
+    for found, told in ranks(2).run(_with_policies):
+        for plain, *others in found:
+            assert len(set(plain)) == 3
+            for mine in others:
+                assert mine == pytest.approx(plain, rel=1e-5)
+        assert told == [
+            "way is 'copy_engine', but gradients are torch.float64; copy engines sum bfloat16, float16, float32; use vendor",
+            "way is 'copy_engine', but gradients are divided by set_gradient_divide_factor's number; copy engines take sums "
+            "and means; use vendor",
+        ]
+
+
+def test_what_copy_engines_cannot_sum_is_not_tried() -> None:
+    with warned("copy_engine is not tried: gradients are torch.float64"):
+        ways = specs_of("auto", DDP_WAYS, without=(), no_copies=why_not_summed([torch.float64, torch.float32]))
+    assert ways == tuple(way for way in DDP_WAYS if not way.startswith("copy_engine"))
+    assert why_not_summed([torch.bfloat16, torch.float32]) == ""
+
+
+def test_offloaded_parameters_are_gathered_on_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 1)
+    assert fully_sharded._computing(cpu, "cuda") == torch.device("cuda", 3)
+    assert fully_sharded._computing(cpu, "cpu") == cpu
+    assert fully_sharded._computing(cuda, "cuda") == cuda
+
+
+class Encoder(nn.Module):
+    """Entered by a method of its own, of which a module's hooks are not told, and so is its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.scale = nn.Linear(33, 130), Last(), nn.Parameter(torch.ones(33))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer.last(nn.functional.gelu(self.inner(x * self.scale)))
+
+
+class Last(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(130, 33)
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def _entered(way: str) -> tuple[list[float], list[str]]:
+    """Losses of four steps through registered methods, and of a pass without gradients; gathers and begun steps, in order, in
+    the last step and in that pass."""
+    weft.close()
+    torch.manual_seed(0)
+    model: Any = Encoder()
+    for module in (model.inner, model.outer, model):
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model.outer, "last")
+    events: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if way:
+            stock = type(model._get_fsdp_state()._fsdp_param_group._all_gather_comm)
+            for holder, name, event in (
+                (stock, "__call__", "gather"),
+                (fully_sharded, "vendor_all_gather", "gather"),
+                (StepTuner, "turn", "turn"),
+            ):
+                patch.setattr(holder, name, _noting(getattr(holder, name), events, event))
+            weft.hooks.fsdp(model, way=way)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        x = torch.randn(8, 33, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(4):
+            events.clear()
+            optimizer.zero_grad()
+            loss = (model.encode(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        with torch.no_grad():
+            events.append("without")
+            losses.append(float((model.encode(x) - x).square().mean()))
+    weft.close()
+    return losses, events
+
+
+def _noting(call: Callable[..., Any], events: list[str], event: str) -> Callable[..., Any]:
+    def noted(*args: Any, **options: Any) -> Any:
+        events.append(event)
+        return call(*args, **options)
+
+    return noted
+
+
+@pytest.mark.ranks
+def test_steps_through_registered_methods_take_turns(ranks: RankFixture) -> None:
+    """A step is counted while ways are tried, and its parameters are gathered as the way says; fully_shard keeps the root's by
+    itself."""
+    plain, _ = ranks(2).run(_entered, "")[0]
+    for way, again, turns in (("vendor", 2, []), ("vendor+keep+ahead=1", 0, []), ("auto", 2, ["turn"])):
+        losses, events = ranks(2).run(_entered, way)[0]
+        assert losses == pytest.approx(plain, rel=1e-5)
+        assert events == [*["gather"] * (3 + again), *turns, "without", *["gather"] * 3]
+
+
+def _closed_meanwhile() -> str:
+    """A step of a hook whose trial ended with its group."""
+    weft.close()
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    weft.hooks.ddp(model, way="auto")
+    weft.close()
+    try:
+        for _ in range(most_steps(2)):
+            model(torch.ones(2, 4)).sum().backward()
+    except weft.WeftError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_hook_of_a_group_that_was_closed_says_so(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_closed_meanwhile):
+        assert told.startswith("this group was closed, and with it what had been made for it before, as a hook's trial;")
+
+
+def _sparse(way: str | None) -> list[float]:
+    """What is learned by rows of a table, others on each rank."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)))
+    if way:
+        weft.hooks.ddp(model, way=way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.tensor([step, 5 + dist.get_rank()])).square().sum().backward()
+        optimizer.step()
+    table, *_ = model.parameters()
+    return table.flatten().tolist()
+
+
+def _with_sparse_gradients() -> list[list[float]]:
+    weft.close()
+    found = [_sparse(way) for way in (None, "vendor", "copy_engine")]
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_sparse_gradients_are_averaged_as_without_weft(ranks: RankFixture) -> None:
+    for plain, *others in ranks(2).run(_with_sparse_gradients):
+        for mine in others:
+            assert mine == pytest.approx(plain)
+
+
+def _refused() -> list[str]:
+    found = []
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    weft.hooks.ddp(model, way="vendor")
+    mixed = DistributedDataParallel(nn.Linear(3, 3))
+    mixed.mixed_precision = object()
+    for one in (model, mixed):
+        try:
+            weft.hooks.ddp(one, way="vendor")
+        except ValueError as error:
+            found.append(str(error))
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_models_that_average_by_a_hook_of_their_own_are_refused(ranks: RankFixture) -> None:
+    for twice, mixed in ranks(2).run(_refused):
+        assert twice == "model has a communication hook; register one a model"
+        assert mixed.startswith("model has mixed_precision, which averages gradients by a hook of its own")
+
+
+def _gathered_ahead() -> list[list[list[int]]]:
+    """Which groups each gathers ahead, by their numbers: as the caller has it, with 1 and 2 ahead, and by itself again."""
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    units = [layers[:2], layers[2:4], layers[4:]]
+    for unit in units:
+        fully_shard(unit)  # type: ignore[call-overload]
+    root: Any = fully_shard(nn.Sequential(*layers))
+    firsts: list[Any] = [unit[0] for unit in units]
+    firsts[0].set_modules_to_forward_prefetch([firsts[2]])
+    gathered, found = GatherOrder(layers), []
+    root(torch.randn(4, 8)).sum().backward()
+    states = [first._get_fsdp_state() for first in firsts]
+    for way in ("vendor", "vendor+ahead=1", "vendor+ahead=2", "vendor"):
+        gathered.take(parse(way))
+        found.append([[states.index(ahead) for ahead in state._states_to_forward_prefetch] for state in states])
+    return found
+
+
+@pytest.mark.ranks
+def test_units_are_gathered_ahead_and_the_callers_order_comes_back(ranks: RankFixture) -> None:
+    callers: list[list[int]] = [[2], [], []]
+    assert ranks(2).run(_gathered_ahead) == [[callers, [[1], [2], []], [[1, 2], [2], []], callers]] * 2

@@ -1,0 +1,91 @@
+"""The tile shape of a GEMM step: smaller tiles where its last chunk arrives late, the largest where there is work enough."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.core.fused_collective import spelled_out
+from weft.core.problem import Problem
+from weft.core.schedule import Gemm, Schedule
+from weft.schedules import build, candidates, spec
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from weft.kernels.shapes import SHAPES, blocks_for, tiles_of
+
+GPU = torch.device("cuda")
+pytestmark = pytest.mark.usefixtures("on_an_h200")
+ROOT = Path(__file__).parents[2]
+LARGEST = "128x256/8"
+
+
+def first_gemm(m: int, name: str, world_size: int = 4, chunks: int = 1) -> Gemm:
+    schedule = build(Problem(op="all_gather_matmul", m=m, n=28672, k=8192, world_size=world_size), name, chunks)
+    return next(step for _, _, _, step in schedule if isinstance(step, Gemm))
+
+
+def test_large_steps_take_the_largest_tiles() -> None:
+    for name in ("flag_gated", "sequential"):
+        assert (blocks_for(first_gemm(8192, name), GPU).m, blocks_for(first_gemm(8192, name), GPU).n) == (128, 256)
+
+
+def test_a_gated_step_of_one_wave_is_cut_finer() -> None:
+    """With one wave, the tiles of the last chunk would all start when it arrives."""
+    plain, gated = blocks_for(first_gemm(512, "sequential"), GPU), blocks_for(first_gemm(512, "flag_gated"), GPU)
+    assert (plain.m, plain.n) == (128, 256)
+    assert gated.m * gated.n < plain.m * plain.n
+    assert gated.group * gated.m < 512, "row tiles of the own shard must not take turns with those of the last chunk"
+
+
+def test_a_step_of_slices_keeps_the_largest_tiles_in_one_wave() -> None:
+    """Its tiles all start with the first slices. 116 SMs are left to it: 4 x 28 tiles of 128 x 256, or 8 x 14 of 64 x 256."""
+    for world_size, shape in ((4, (128, 256)), (8, (64, 256))):
+        blocks = blocks_for(first_gemm(512, "flag_gated_2d", world_size, chunks=4), GPU)
+        assert (blocks.m, blocks.n) == shape
+
+
+@pytest.mark.parametrize("m", [1, 100, 512, 2048, 8192])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_every_rank_chooses_alike(m: int, world_size: int) -> None:
+    schedule = build(Problem(op="all_gather_matmul", m=m, n=world_size * 640, k=512, world_size=world_size), "flag_gated", 2)
+    steps = [step for _, _, _, step in schedule if isinstance(step, Gemm)]
+    full = [step for step in steps if len(step.parts) == max(len(s.parts) for s in steps)]
+    assert len({blocks_for(step, GPU) for step in full}) == 1
+    assert all((b.m, b.n) in {(s.m, s.n) for s in SHAPES} for b in map(lambda s: blocks_for(s, GPU), steps))  # noqa: C417
+    assert all(tiles_of(part, blocks_for(step, GPU)) > 0 for step in steps for part in step.parts)
+
+
+def test_tiles_that_threads_store_are_large() -> None:
+    """8192 x 4256, a count each: 64 x 256 fills its waves best, but ran 24% longer than 128 x 256 on 4 x H200."""
+    schedule = build(Problem(op="matmul_reduce_scatter", m=8192, n=4256, k=17024, world_size=4), "track_and_trigger", 1)
+    step = next(step for _, _, _, step in schedule if isinstance(step, Gemm))
+    assert (blocks_for(step, GPU).m, blocks_for(step, GPU).n) == (128, 256)
+
+
+def benchmark_cases() -> tuple[Any, ...]:
+    """The cases of benchmarks/cases.py."""
+    found = runpy.run_path(str(ROOT / "benchmarks" / "cases.py"))["CASES"]
+    assert len(found) == 14
+    return tuple(found)
+
+
+@pytest.mark.parametrize("case", benchmark_cases(), ids=lambda case: f"{case.op} {case.name}".replace(" ", "-"))
+def test_what_an_h200_takes_for_the_benchmarks_cases(case: Any) -> None:
+    """Rows x columns / row tiles that take turns, of each of rank 0's GEMMs; the largest tiles where the file says nothing."""
+    pinned = json.loads((ROOT / "tests" / "perf" / "tile_shapes.json").read_text())
+    for world_size in (2, 4, 8):
+        listed = pinned[f"{case.op} {case.name} W={world_size}"]
+        expected = {spec: shapes for shapes, specs in listed.items() for spec in specs}
+        found = {spec(schedule.name, schedule.chunks): shapes_of(schedule) for schedule in candidates(case.problem(world_size))}
+        assert found == {spec: expected.get(spec, LARGEST) for spec in found}
+        assert set(expected) <= set(found)
+
+
+def shapes_of(schedule: Schedule) -> str:
+    steps = [step for rank, _, _, step in spelled_out(schedule).schedule if rank == 0 and isinstance(step, Gemm)]
+    return " ".join(dict.fromkeys("{0.m}x{0.n}/{0.group}".format(blocks_for(step, GPU)) for step in steps))

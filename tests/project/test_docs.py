@@ -1,0 +1,173 @@
+"""The documents are true: their code runs, their commands and links exist, what code writes in them is up to date."""
+
+from __future__ import annotations
+
+import pydoc
+import re
+import runpy
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import typer
+from torchrun import torchrun
+
+import weft
+from weft.cli import UsageError, app, main
+from weft.core.problem import COLLECTIVE_OPS
+from weft.schedules import FAMILIES, NAMES
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+TEXTS = {name_of(path): path.read_text(encoding="utf-8") for path in DOCUMENTS}
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """(the first line's words, the lines) of every fenced block."""
+    return [match.groups() for match in FENCED.finditer(text)]  # type: ignore[misc]
+
+
+CODE = [
+    pytest.param(words, code, id=f"{name}-{number}")
+    for name, text in TEXTS.items()
+    for number, (words, code) in enumerate(blocks(text))
+    if words.split()[:1] == ["python"]
+]
+
+
+@pytest.fixture(scope="module")
+def generate() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "generate.py")))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("words", "code"), CODE)
+def test_python_runs(words: str, code: str, tmp_path: Path) -> None:
+    """As a reader gets it: nothing is added to what stands there."""
+    if "torchrun" in words.split():
+        program = tmp_path / "program.py"
+        program.write_text(code, encoding="utf-8")
+        torchrun(program, ranks=2, folder=tmp_path, timeout_s=100)
+    else:
+        exec(code, {"__name__": "__main__"})
+
+
+def command_lines(program: str) -> list[list[str]]:
+    """Words of every command line of `program` in the documents, in blocks and in running text."""
+    lines = [line for text in TEXTS.values() for words, code in blocks(text) if words == "sh" for line in code.splitlines()]
+    lines += [code for text in TEXTS.values() for code in re.findall(r"`([^`\n]+)`", FENCED.sub("", text))]
+    return [shlex.split(line, comments=True) for line in dict.fromkeys(lines) if line.startswith(f"{program} ")]
+
+
+@pytest.mark.parametrize("words", command_lines("weft"), ids=" ".join)
+def test_weft_commands_exist(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([words[1], "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [word for word in words[2:] if word.startswith("-") and word not in text] == []
+    if words[1] == "schedules" and words[2:]:
+        assert words[2] in NAMES
+    try:
+        typer.main.get_command(app).commands[words[1]].make_context(words[1], words[2:])
+    except UsageError as error:
+        if "Missing" not in str(error):  # text may leave arguments out, not make them up
+            raise
+
+
+@pytest.mark.parametrize("words", command_lines("make"), ids=" ".join)
+def test_make_targets_exist(words: list[str]) -> None:
+    assert subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("words", command_lines("python"), ids=" ".join)
+def test_scripts_exist(words: list[str]) -> None:
+    assert (ROOT / words[1]).is_file()
+
+
+def test_commands_are_found() -> None:
+    assert {words[1] for words in command_lines("weft")} >= {"run", "plan", "schedules", "machines", "doctor"}
+    assert {words[1] for words in command_lines("make")} >= {"run", "test", "docs"}
+
+
+def test_families_are_all_there() -> None:
+    """Those of collectives alone have a page of their own."""
+    text, alone = TEXTS["docs/schedules.md"], TEXTS["docs/collectives.md"]
+    others = [name for name, family in FAMILIES.items() if set(family.builders) <= set(COLLECTIVE_OPS)]
+    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == [name for name in NAMES if name not in others]
+    for name, family in FAMILIES.items():
+        assert f"| `{name}` | {family.words} | {family.source} |" in (alone if name in others else text)
+        for op in family.builders:
+            assert f"```text timeline {op} {name}\n" in (alone if op in COLLECTIVE_OPS else text)
+
+
+def test_what_code_writes_is_up_to_date(generate: SimpleNamespace) -> None:
+    stale = [name for name in generate.DOCUMENTS if generate.rewritten(TEXTS[name]) != TEXTS[name]]
+    assert stale == [], "run `make docs`"
+
+
+def test_a_timeline_is_what_weft_draws(generate: SimpleNamespace) -> None:
+    schedule = weft.build(weft.Problem(op="matmul_reduce_scatter", m=12, n=12, k=12, world_size=3), "direct_store", 2)
+    assert (
+        f"```text timeline matmul_reduce_scatter direct_store\n{weft.timeline(schedule, width=generate.WIDTH)}\n```"
+        in (TEXTS["docs/schedules.md"])
+    )
+
+
+def test_what_is_out_of_date_is_rewritten(generate: SimpleNamespace) -> None:
+    text = "before\n```text timeline all_gather_matmul sequential\nold\n```\nafter\n"
+    new = generate.rewritten(text)
+    assert "old" not in new
+    assert "gemm a_full[0:12] -> out[0:12]\n```\nafter" in new
+
+
+def test_a_table_of_several_machines_is_refused(generate: SimpleNamespace) -> None:
+    made = generate.text_tables
+    (one, *others) = made.lines("dlrm_step")
+    assert f"{one['machine']}, torch " in made.source([one, *others])
+    for change in ({"machine": "8 x NVIDIA B200"}, {"versions": one["versions"] | {"nccl": "2.99"}}):
+        with pytest.raises(ValueError, match=r"cases of one table are of 2 x NVIDIA H200.* and of "):
+            made.source([one, one | change])
+
+
+def anchors(path: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", FENCED.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_resolve(path: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", path.read_text(encoding="utf-8"))):
+        target, _, anchor = link.partition("#")
+        to = (path.parent / target).resolve() if target else path
+        if "://" not in link and (not to.exists() or (anchor and anchor not in anchors(to))):
+            broken.append(link)
+    assert broken == []
+
+
+ROOMS = ("weft", "tests", "benchmarks", "docs", "examples")
+FILES = [path.relative_to(ROOT) for paths in (ROOT.glob("*"), *((ROOT / r).rglob("*") for r in ROOMS)) for path in paths]
+
+
+def there(named: str) -> bool:
+    """Whether a file's path, or the end of one, or a dotted name of weft is of something that there is."""
+    if re.fullmatch(r"weft(\.\w+)+", named) and not named.endswith((".py", ".json")):
+        module, _, rest = named.rpartition(".")
+        return hasattr(pydoc.locate(module), rest) or pydoc.locate(named) is not None
+    wanted = Path(named.removeprefix("../"))
+    return any(path.parts[-len(wanted.parts) :] == wanted.parts for path in FILES)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_and_names_of_weft_exist(name: str) -> None:
+    """Those in code font: `weft/core/schedule.py`, `schedule.py`, `weft.Schedule`, `weft.check(schedule)`."""
+    words = re.findall(r"`((?:[\w./-]+\.(?:py|md|json|jsonl|png)|weft(?:\.\w+)+))(?:\(.*?\))?`", TEXTS[name])
+    assert [word for word in dict.fromkeys(words) if not there(word)] == []

@@ -1,0 +1,153 @@
+"""The rooms of weft: a module imports only from its own room or from one above it in ROOMS, and each room from few packages.
+
+The test reads every import of every module, also those inside functions and behind TYPE_CHECKING: an import put off is
+still a dependency. The package's own `__init__` is the front door. It hands out names from any room, but only when asked
+for one, so it is held to the standard library at import time by test_import; and no module of weft goes in through it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "weft").rglob("*.py"))
+FRONT_DOOR = "weft"
+
+ROOMS = [
+    "core",
+    "schedules",
+    "checker",
+    "perf",
+    "planner",
+    "compat",
+    "comm",
+    "triton",
+    "kernels",
+    "runtime",
+    "ops",
+    "overlap",
+    "models",
+    "studies",
+    "tools",
+    "report",
+    "cli",
+    "__main__",
+]
+"""From the room that all others may import from, to the one that nothing imports."""
+
+PACKAGES: dict[str, set[str]] = {
+    "perf": {"numpy", "simpy"},
+    "compat": {"atomicshm", "cuda", "torch", "triton"},
+    "report": {"google", "plotly"},
+    "cli": {"rich", "typer"},
+}
+"""Packages beside the standard library that may be imported from this room on."""
+OPTIONAL = {f"weft.planner.models.{name}": {"torch", "transformers"} for name in ("config", "modules")}
+"""Modules that may import packages which their room may not: inside functions, and only where they are installed. A config of a
+model is read with the modules that transformers builds from it."""
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def room(module: str) -> int | None:
+    """Where a module's room stands in ROOMS; None if it is in none of them."""
+    name = module.split(".")[1]
+    return ROOMS.index(name) if name in ROOMS else None
+
+
+def imports(source: str, module: str, *, package: bool) -> set[str]:
+    """Full names of what `source` imports: modules where weft has one of that name, else the module they come from."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, module, package=package)
+            found.update(f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names)
+    return found
+
+
+def _absolute(node: ast.ImportFrom, module: str, *, package: bool) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    base = parts[: len(parts) - node.level + package]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def faults(module: str, imported: set[str]) -> list[str]:
+    """Every import of `module` that the rules forbid, in words."""
+    own = len(ROOMS) if module == FRONT_DOOR else room(module)
+    if own is None:
+        return [f"{module} is in no room; put it into one of ROOMS"]
+    allowed = set(sys.stdlib_module_names).union(*(names for first, names in PACKAGES.items() if ROOMS.index(first) <= own))
+    allowed |= OPTIONAL.get(module, set())
+    return [fault for name in sorted(imported) if (fault := _fault(module, own, name, allowed))]
+
+
+def _fault(module: str, own: int, name: str, allowed: set[str]) -> str | None:
+    top = name.split(".")[0]
+    if top != "weft":
+        return None if top in allowed else f"{module} imports {name}, which its room may not"
+    if name == FRONT_DOOR:
+        return None if own == len(ROOMS) else f"{module} imports weft itself; import from the module that has the name"
+    other = room(name)
+    if other is None:
+        return f"{module} imports {name}, which is in no room; put it into one of ROOMS"
+    return f"{module} imports {name}, whose room comes later" if other > own else None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_only_from_its_room_or_one_above(module: str) -> None:
+    path = MODULES[module]
+    imported = imports(path.read_text(encoding="utf-8"), module, package=path.name == "__init__.py")
+    assert faults(module, imported) == []
+
+
+def test_the_design_has_these_rooms() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    table = text.partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)/` \|", table, re.MULTILINE) == [name for name in ROOMS if name != "__main__"]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("weft.core.problem", "import numpy"),
+        ("weft.core.schedule", "def f():\n    import torch"),
+        ("weft.schedules.builder", "from ..perf.engine import run"),
+        ("weft.core.schedule", "from weft import Problem"),
+        ("weft.planner.choose", "from weft.runtime.trial import measure"),
+        ("weft.runtime.host", "from weft.report import write_report"),
+        ("weft.ops", "import plotly.graph_objects"),
+        ("weft.novelty", "import json"),
+        ("weft.core.problem", "from weft.novelty import x"),
+    ],
+)
+def test_forbidden_imports_are_seen(module: str, source: str) -> None:
+    assert len(faults(module, imports(source, module, package=False))) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("weft.schedules.builder", "from ..core.problem import split\nfrom . import build"),
+        ("weft.perf.cost", "import numpy as np\nfrom weft.core.schedule import Gemm"),
+        ("weft.runtime.trial", "import torch\nfrom weft.planner import values"),
+        ("weft.comm.relay", "from weft.core.schedule import Wait"),
+        ("weft.cli.run", "import typer\nfrom weft.report import write_report"),
+    ],
+)
+def test_allowed_imports_pass(module: str, source: str) -> None:
+    assert faults(module, imports(source, module, package=False)) == []

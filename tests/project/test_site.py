@@ -1,0 +1,42 @@
+"""The site: every page is in the navigation, every message that troubleshooting explains exists, links out become paths."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "weft").rglob("*.py")))
+SOURCE = re.sub(r'"\s*\n\s*f?"', "", CODE)
+OWN = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("\n## Messages of torch's")[0]
+HEADINGS = re.findall(r"^## (.*)$", OWN, re.MULTILINE)
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_a_message_that_is_explained_exists(heading: str) -> None:
+    """Its parts between names and numbers stand in one line of the code, in this order."""
+    parts = [re.escape(part) for part in heading.split("…") if part.strip()]
+    assert re.search(".*".join(parts), SOURCE), f"no message of weft's reads: {heading}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"(\w+\.md)$", navigation, re.MULTILINE)) == sorted(p.name for p in (ROOT / "docs").glob("*.md"))
+
+
+def test_links_out_of_the_site_become_paths() -> None:
+    on_page_markdown = runpy.run_path(str(ROOT / "docs" / "site_links.py"))["on_page_markdown"]
+    assert (
+        on_page_markdown("[a](../weft/perf/engine.py#x) [b](design.md#y)\n") == "a (`weft/perf/engine.py`) [b](design.md#y)\n"
+    )
+
+
+def test_every_fenced_block_of_the_site_has_a_language_alone() -> None:
+    """Else mkdocs takes it for prose, and kernel[grid](arguments) in it for a link."""
+    on_page_markdown = runpy.run_path(str(ROOT / "docs" / "site_links.py"))["on_page_markdown"]
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        fences = re.findall(r"^```(.*)$", on_page_markdown(page.read_text(encoding="utf-8")), re.MULTILINE)
+        assert not [fence for fence in fences if not re.fullmatch("[a-z]*", fence)], page.name

@@ -1,0 +1,164 @@
+"""A newcomer's install: the wheel that setuptools builds of what git tracks works by itself, without the source tree. So does
+the one of a source distribution, installed by pip where there is what weft depends on, and nothing of weft."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from email import message_from_string
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from test_repository import PROJECT, ROOT, tracked
+
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+NEEDED = ("torch", "triton", "numpy", "simpy", "rich", "typer", "plotly", "atomicshm")
+SMALL = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
+
+
+def _built(what: str, tree: Path, out: Path) -> Path:
+    """build_wheel or build_sdist of a tree."""
+    subprocess.run([sys.executable, "-c", BUILD, what, str(out)], cwd=tree, check=True, capture_output=True, timeout=60)
+    (made,) = (path for path in out.iterdir() if path.suffix == (".whl" if what == "build_wheel" else ".gz"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tracked files that a build needs, so that nothing else can slip in."""
+    tree = tmp_path_factory.mktemp("tree")
+    for path in tracked():
+        if path.is_relative_to(ROOT / "weft") or path.name in ("pyproject.toml", "README.md", "LICENSE"):
+            copy = tree / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make audit` builds it."""
+    return _built("build_wheel", tree, tmp_path_factory.mktemp("out"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    return place
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == {str(path.relative_to(ROOT)) for path in tracked() if path.is_relative_to(ROOT / "weft")}
+
+
+def test_the_wheel_says_what_it_is(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        info = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        told = message_from_string(archive.read(info).decode())
+        points = archive.read(info.replace("METADATA", "entry_points.txt")).decode()
+    assert (told["Name"], told["Version"], told["Requires-Python"]) == ("weft", PROJECT["project"]["version"], ">=3.11")
+    assert told["License-Expression"] == "Apache-2.0"
+    assert told.get_all("Classifier") == PROJECT["project"]["classifiers"]
+    assert "weft = weft.cli:main" in points
+
+
+def _run(unpacked: Path, *command: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(unpacked), "WEFT_CACHE_DIR": "", "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=unpacked.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_runs_without_the_source_tree(unpacked: Path) -> None:
+    where = _run(unpacked, "-c", "import weft; print(weft.__file__, weft.__version__)")
+    assert where.split() == [str(unpacked / "weft" / "__init__.py"), PROJECT["project"]["version"]]
+    assert "Usage" in _run(unpacked, "-m", "weft", "--help")
+
+
+def test_its_data_are_found(unpacked: Path) -> None:
+    code = (
+        "from typing import get_args; from weft.core import machine;"
+        "from weft.perf import rules; from weft.planner import models;"
+        "print(*[machine.load(name).name for name in machine.names()]);"
+        "print(*[models.load_model(name).name for name in models.preset_names()]);"
+        "print(len([rules.estimates(kind) for kind in get_args(rules.Topology)]))"
+    )
+    machines, presets, kinds = _run(unpacked, "-c", code).splitlines()
+    assert len(machines.split()) == len(list((ROOT / "weft" / "core" / "machines").glob("*.json")))
+    assert len(presets.split()) == len(list((ROOT / "weft" / "planner" / "models").glob("*.json")))
+    assert int(kinds) >= 3
+
+
+@pytest.fixture(scope="module")
+def from_source(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the source distribution."""
+    out, place = tmp_path_factory.mktemp("sdist"), tmp_path_factory.mktemp("source")
+    with tarfile.open(_built("build_sdist", tree, out)) as archive:
+        archive.extractall(place, filter="data")
+    (source,) = place.iterdir()
+    return _built("build_wheel", source, out)
+
+
+@pytest.fixture(scope="module")
+def newcomer(from_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts' folder of an environment of its own. It finds what weft depends on where this one has it."""
+    pytest.importorskip("pip", reason="pip is not installed, so nothing can be installed")
+    place = tmp_path_factory.mktemp("newcomer") / "venv"
+    venv.create(place)
+    (packages,) = place.glob("lib/python*/site-packages")
+    specs = filter(None, map(find_spec, NEEDED))
+    (packages / "needed.pth").write_text("\n".join({str(Path(spec.origin or "").parents[1]) for spec in specs}))
+    install = ("-m", "pip", "--python", str(place), "install", "--quiet", "--no-deps", "--no-index", str(from_source))
+    subprocess.run([sys.executable, *install], check=True, capture_output=True, timeout=60)
+    return place / "bin"
+
+
+def test_a_source_distribution_has_all_that_a_wheel_needs(wheel: Path, from_source: Path) -> None:
+    with zipfile.ZipFile(wheel) as direct, zipfile.ZipFile(from_source) as other:
+        assert sorted(direct.namelist()) == sorted(other.namelist())
+
+
+def _told(newcomer: Path, script: str, *words: str, folder: Path) -> str:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**kept, "CUDA_VISIBLE_DEVICES": "", "WEFT_CACHE_DIR": "", "COLUMNS": "150"}
+    command = [str(newcomer / script), *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.ranks
+def test_a_newcomer_asks_the_doctor_and_runs_a_model(newcomer: Path, tmp_path: Path) -> None:
+    where = _told(newcomer, "python", "-c", "import weft; print(weft.__file__)", folder=tmp_path)
+    assert Path(where.strip()).is_relative_to(newcomer.parent)
+    assert "Nothing is missing" in _told(newcomer, "weft", "doctor", folder=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    text = _told(newcomer, "weft", "run", "config.json", "--ranks", "2", "--tokens", "16", folder=tmp_path)
+    assert "4 communicating layers" in text
+    assert "All results are right." in text
+
+
+@pytest.mark.ranks
+def test_a_newcomer_runs_an_example(newcomer: Path, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "02_schedule_by_hand.py", tmp_path)
+    text = _told(newcomer, "python", "02_schedule_by_hand.py", folder=tmp_path)
+    assert "by_hand, chunks=2: all_gather_matmul" in text

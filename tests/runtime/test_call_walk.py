@@ -1,0 +1,101 @@
+"""The way of a call that docs/design.md walks: the files that it names are those that a later call on CPUs passes through, and
+each function of the table for GPUs calls the next one."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from conftest import RankFixture
+
+import weft
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(weft.__file__).parent
+IN_LONG_WAITS = "comm/processes.py"
+"""Whether peers live is asked only where a wait takes more than 20 ms, as it may on cores that have other work."""
+
+
+def _section() -> str:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    return text.partition("\n## The way of a call\n")[2].partition("\n## ")[0]
+
+
+def walked() -> list[str]:
+    """The files of the walk on CPUs, in its order."""
+    return re.findall(r"^\| `([\w/.]+\.py)` \| (?!`[\w.]+` \|)", _section(), re.MULTILINE)
+
+
+def walked_on_gpus() -> list[tuple[str, str]]:
+    """(file, function) of the walk on GPUs, from `runtime/bound.py` on, in its order."""
+    return re.findall(r"^\| `([\w/.]+\.py)` \| `([\w.]+)` \|", _section(), re.MULTILINE)
+
+
+def _passed_through() -> list[str]:
+    """The files of weft that a later call enters on the caller's thread, in the order of their first function."""
+    a, b = torch.ones(8, 16), torch.ones(16, 8)
+    weft.close()
+    for _ in range(3):
+        weft.all_gather_matmul(a, b, schedule="flag_gated:2")
+    seen: dict[str, None] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            seen.setdefault(path.relative_to(PACKAGE).as_posix())
+
+    sys.setprofile(note)
+    try:
+        weft.all_gather_matmul(a, b, schedule="flag_gated:2")
+    finally:
+        sys.setprofile(None)
+    return list(seen)
+
+
+@pytest.mark.ranks
+def test_a_call_passes_through_the_files_of_the_walk(ranks: RankFixture) -> None:
+    found, *_ = ranks(2).run(_passed_through)
+    assert sorted(set(found) - {IN_LONG_WAITS}) == sorted(walked())
+
+
+def _functions(file: str) -> dict[str, ast.FunctionDef]:
+    """The functions of a file by name, methods as Class.method."""
+    found: dict[str, ast.FunctionDef] = {}
+    for node in ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{method.name}": method for method in node.body if isinstance(method, ast.FunctionDef)}
+    return found
+
+
+def _called(function: ast.FunctionDef) -> set[str]:
+    """The names of what a function calls, and the argument `launched_by`, which kernels are launched by."""
+    names: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            called = [node.func, *(call for call in ast.walk(node.func) if isinstance(call, ast.Name))]
+            names |= {
+                one.attr if isinstance(one, ast.Attribute) else one.id
+                for one in called
+                if hasattr(one, "attr") or hasattr(one, "id")
+            }
+    return names
+
+
+def test_each_function_of_a_gpu_call_calls_the_next_one() -> None:
+    walk = [("runtime/bound.py", "BoundProgram.run"), *walked_on_gpus()]
+    assert len(walk) > 5
+    for (file, function), (_, following) in pairwise(walk):
+        name = following.rpartition(".")[2]
+        name = "launched_by" if name == "__call__" else name
+        assert name in _called(_functions(file)[function]), f"{file}: {function} does not call {following}"
+    last_file, last = walk[-1]
+    assert last in _functions(last_file)

@@ -1,0 +1,130 @@
+"""Programs that wait on SMs take turns: a stream waits for the stream of the program before, and for nothing else; threads
+enqueue their programs one after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+from single_process_ranks import FakeDriver, FakeSpace, rank_groups, space_of
+
+from weft.core.errors import PeerLost, WaitTimeout
+from weft.runtime import turn
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.turn import Turn
+
+FIRST, SECOND = 3, 4
+"""Streams."""
+GROUP, _ = rank_groups()
+
+
+@pytest.fixture
+def drivers(monkeypatch: pytest.MonkeyPatch) -> list[FakeDriver]:
+    """Those that turns have made."""
+    found: list[FakeDriver] = []
+
+    def made() -> FakeDriver:
+        found.append(FakeDriver())
+        return found[-1]
+
+    monkeypatch.setattr(turn, "Driver", made)
+    return found
+
+
+def test_a_program_on_another_stream_waits_for_the_one_before(drivers: list[FakeDriver]) -> None:
+    one = Turn()
+    for stream in (7, 7, 0, 0, 7):
+        with one.taken(stream, GROUP):
+            pass
+    assert [driver.log for driver in drivers] == [[("after", 0, 7), ("after", 7, 0)]]
+
+
+def test_programs_on_one_stream_need_no_driver(drivers: list[FakeDriver]) -> None:
+    one = Turn()
+    for _ in range(3):
+        with one.taken(0, GROUP):
+            pass
+    assert drivers == []
+
+
+@pytest.fixture
+def spaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeSpace]]:
+    """Of two groups on one GPU."""
+    found = [space_of(rank_groups()[0], monkeypatch) for _ in range(2)]
+    first, second = found
+    second.turn = first.turn
+    second.turn.add(second.tickets)
+    yield found
+    for space in found:
+        space.close()
+
+
+class Graph:
+    def __init__(self, replay: Callable[[], object]) -> None:
+        self.replay = replay
+
+
+def _enqueues(space: FakeSpace, stream: int, replay: Callable[[], object]) -> CudaProgram:
+    """A thread's call of a program that waits on SMs."""
+    program: Any = CudaProgram.__new__(CudaProgram)
+    program.space, program.rank_group, program.spans, program._rehearsing = space, space.rank_group, None, False
+    program._waits_on_sms, program._last_stream, program._last_ticket = True, None, 0
+    program.title = f"the program on stream {stream}"
+    space.current_stream = lambda: stream  # type: ignore[method-assign]
+    program._enqueue(cast(Any, Graph(replay)), {})
+    return cast(CudaProgram, program)
+
+
+def test_a_thread_takes_its_turn_and_enqueues_in_one_step(spaces: list[FakeSpace], drivers: list[FakeDriver]) -> None:
+    """While one thread enqueues, another one does not come between: the order of turns is that on the GPU."""
+    first, second = spaces
+    enqueueing, goes_on = threading.Event(), threading.Event()
+    order: list[object] = []
+
+    def slowly() -> None:
+        enqueueing.set()
+        goes_on.wait(60)
+        order.append("first")
+
+    one = threading.Thread(target=_enqueues, args=(first, FIRST, slowly))
+    one.start()
+    assert enqueueing.wait(60)
+    other = threading.Thread(target=_enqueues, args=(second, SECOND, lambda: order.append(list(drivers[0].log))))
+    other.start()
+    other.join(0.2)
+    assert order == []
+    assert drivers == []
+    goes_on.set()
+    one.join(60)
+    other.join(60)
+    assert order == ["first", [("after", SECOND, FIRST)]]
+
+
+def test_a_wait_for_another_thread_is_bounded_and_watches_peers() -> None:
+    one, (mine, peer) = Turn(), rank_groups(timeout_s=0.1)
+    with one.taken(FIRST, GROUP), pytest.raises(WaitTimeout, match="rank 0: another thread"), one.taken(FIRST, mine):
+        pass
+    one, (mine, peer) = Turn(), rank_groups(timeout_s=60.0)
+    peer._control = [*mine._control]
+    mine._control[1].fail("planted")
+    with one.taken(FIRST, GROUP), pytest.raises(PeerLost, match="planted"), one.taken(FIRST, mine):
+        pass
+
+
+def test_an_error_at_the_bound_names_what_another_group_has_in_flight(
+    spaces: list[FakeSpace], drivers: list[FakeDriver]
+) -> None:
+    first, second = spaces
+
+    def said() -> str:
+        return first.turn.others(first.tickets, "mine")
+
+    _enqueues(first, FIRST, lambda: None)
+    _enqueues(second, SECOND, lambda: None)
+    assert said().startswith("mine has not ended")
+    assert f"the program on stream {SECOND}" in said()
+    assert f"the program on stream {FIRST}" not in said()
+    second.ended(1)
+    assert said() == ""

@@ -1,0 +1,199 @@
+"""What replayed calls hold: cuBLAS's one workspace in turn, and tables of addresses for as long as a graph may hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from single_process_ranks import FakeSpace, rank_groups, space_of
+
+from weft.core.problem import Problem
+from weft.core.schedule import Flag, Push, Reduce
+from weft.runtime import bound, cuda_space
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.replay import Branches
+from weft.schedules import build
+
+FIRST, SECOND = 3, 4
+"""Streams."""
+
+
+@pytest.fixture
+def spaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeSpace]]:
+    """Of two groups on one GPU."""
+    found = [space_of(rank_groups()[0], monkeypatch) for _ in range(2)]
+    yield found
+    for space in found:
+        space.close()
+
+
+class Graph:
+    def __init__(self, log: list[Any]) -> None:
+        self._log = log
+
+    def replay(self) -> None:
+        self._log.append("replayed")
+
+
+def _replay(space: FakeSpace, stream: int, *, multiplies: bool = True) -> list[Any]:
+    """What a replay puts on its stream."""
+    program = CudaProgram.__new__(CudaProgram)
+    program.space, program.spans, program._rehearsing, program._timer = space, None, False, None
+    program.products, program._last_stream, program._last_ticket = {"compute": None} if multiplies else {}, None, 0
+    space.driver.log.clear()
+    space.current_stream = lambda: stream  # type: ignore[method-assign]
+    program._replay(cast(Any, Graph(space.driver.log)), {})
+    space.ended(program._last_ticket)
+    return list(space.driver.log)
+
+
+def test_replays_that_multiply_take_turns_with_the_workspace(spaces: list[FakeSpace]) -> None:
+    """On one stream they do so anyway. Ranks may call two groups in orders of their own: none waits for another's."""
+    one, other = spaces
+    assert _replay(one, FIRST) == ["replayed"]
+    assert _replay(one, FIRST) == ["replayed"]
+    assert _replay(one, SECOND) == [("wait", SECOND, one.tickets._done[2]), "replayed"]
+    assert _replay(other, FIRST) == ["replayed"]
+    assert _replay(one, FIRST, multiplies=False) == ["replayed"]
+    assert _replay(one, FIRST) == [("wait", FIRST, one.tickets._done[3]), "replayed"]
+
+
+class Capturing:
+    """A driver whose streams are in captures."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.captures = {FIRST: 7, SECOND: 7}
+
+    def capture(self, stream: int) -> int:
+        return self.captures[stream]
+
+    def event(self) -> str:
+        return "event"
+
+    def record(self, event: str, stream: int) -> None:
+        self.log.append(("record", stream))
+
+    def wait(self, stream: int, event: str) -> None:
+        self.log.append(("wait", stream))
+
+    def forget(self, event: str) -> None:
+        self.log.append("forget")
+
+
+def test_branches_of_one_capture_come_one_after_the_other() -> None:
+    driver = Capturing()
+    branches = Branches(cast(Any, driver))
+
+    def calls(*streams: int) -> list[Any]:
+        driver.log.clear()
+        for stream in streams:
+            branches.enqueue(stream, lambda stream=stream: driver.log.append(stream))  # type: ignore[misc]
+        return driver.log
+
+    branches.close()
+    assert driver.log == []
+    assert calls(FIRST, FIRST) == [FIRST, ("record", FIRST)] * 2
+    assert calls(SECOND, FIRST) == [
+        *(("wait", SECOND), SECOND, ("record", SECOND)),
+        *(("wait", FIRST), FIRST, ("record", FIRST)),
+    ]
+    driver.captures[SECOND] = 8
+    assert calls(SECOND) == [SECOND, ("record", SECOND)], "an event of another capture must not be waited for"
+    branches.close()
+    assert driver.log[-1] == "forget"
+
+
+def test_sums_of_the_callers_tensors_have_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be made anew for each residual, also while a graph holds the one before."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    problem = Problem(op="matmul_all_reduce", m=8, n=16, k=4, world_size=2, addends=("residual",))
+    for name, moves in (("sequential", True), ("shard_p2p", True), ("two_shot", False)):
+        schedule = build(problem, name)
+        program = SimpleNamespace(
+            schedule=schedule,
+            rank=0,
+            dtype=torch.bfloat16,
+            kernels={},
+            pushes={},
+            _space=SimpleNamespace(device=torch.device("cpu")),
+        )
+        bound.BoundProgram._add_kernels(cast(Any, program))
+        summed = [step for rank, _, _, step in schedule if rank == 0 and isinstance(step, Reduce)]
+        of_callers = [step for step in summed if any(src.buffer == "residual" for part in step.parts for src in part.srcs)]
+        assert bool(of_callers) >= moves
+        assert not any(id(step) in program.kernels for step in of_callers)
+
+
+class Words:
+    """Where a program has its flags: each somewhere else."""
+
+    def __init__(self) -> None:
+        self._places: dict[Flag, int] = {}
+
+    def count_address(self, flag: Flag) -> int:
+        return 64 + 4 * self._places.setdefault(flag, len(self._places))
+
+
+def test_a_push_keeps_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each way in which rows lie; of one row, no stride counts."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from weft.runtime import pushes
+
+    monkeypatch.setattr(pushes, "push", lambda tables, **_: used.append(tables))
+    used: list[Any] = []
+    schedule = build(Problem(op="all_gather_matmul", m=8, n=16, k=77, world_size=2), "direct_store")
+    steps = [(lane, at, step) for rank, lane, at, step in schedule if rank == 0 and isinstance(step, Push)]
+    (lane, at, step) = steps[0]
+    where = Where(0, lane.name, at, step)
+    push = pushes.FusedPush(step, where, torch.device("cpu"), cast(Any, Words()))
+    memory = torch.zeros(1 << 12, dtype=torch.bfloat16)
+    memory = memory[-memory.data_ptr() // 2 % 8 :]
+    targets = {(part.dst.buffer, part.dst.rank): torch.zeros(8, 77, dtype=torch.bfloat16) for part in step.parts}
+
+    def launch(a: torch.Tensor) -> Any:
+        bindings = Bindings()
+        bindings.bind("a", 0, a)
+        for (buffer, rank), tensor in targets.items():
+            bindings.bind(buffer, rank, tensor)
+        push.launch(bindings, silent=True, sms=1)
+        return used[-1]
+
+    first, moved = memory[: 4 * 77].view(4, 77), memory[77 : 5 * 77].view(4, 77)
+    assert first.data_ptr() % 16 != moved.data_ptr() % 16
+    tables = launch(first)
+    assert launch(moved) is not tables
+    assert launch(first) is tables
+
+
+def test_what_a_call_allocates_lies_ready_on_its_stream(spaces: list[FakeSpace], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a stream, and anew for a call that needs more; nothing where there are no pools."""
+    space, made, within = spaces[0], list[int](), list[bool]()
+
+    @contextmanager
+    def pool(pool: object, device: object) -> Iterator[None]:
+        within.append(True)
+        yield
+        within.pop()
+
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", pool, raising=False)
+    monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(size) if within else None)
+    space.__dict__["_private"] = "pool"
+    space.current_stream = lambda: FIRST  # type: ignore[method-assign]
+    large = cuda_space._LARGE
+    for nbytes, expected in ((0, []), (100, [100 + large, 1]), (60, []), (300, [300 + large, 1])):
+        made.clear()
+        with space.temporaries(nbytes):
+            assert bool(within) == bool(nbytes)
+        assert (made, within) == (expected, [])
+    space.current_stream = lambda: SECOND  # type: ignore[method-assign]
+    with space.temporaries(60):
+        assert made == [300 + large, 1, 60 + large, 1]
+    space.__dict__["_private"] = None
+    with space.temporaries(500):
+        assert not within

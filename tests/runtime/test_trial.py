@@ -1,0 +1,469 @@
+"""The trial that "auto" runs where calls can be timed: what is measured, who wins, what is left out, and that ranks agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from families import TP_OPS
+from rank_work import check_gather, check_scatter
+from weft_log import logged, warned
+
+import weft
+from weft.core.errors import RankMismatch, WeftError
+from weft.core.machine import load
+from weft.core.problem import OPS, Problem
+from weft.planner import Candidate, Plan, plan
+from weft.planner.shortlist import AT_MOST, WITHIN, shortlist
+from weft.runtime.bound import BoundProgram
+from weft.runtime.trial import Choice, Contest, Trial, calls_of_a_run, leader
+from weft.schedules import parse, spec
+
+PROBLEM = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
+
+
+def plan_of(times: dict[str, float], problem: Problem = PROBLEM) -> Plan:
+    """A Plan with these predictions, best first."""
+    found = []
+    for text, us in sorted(times.items(), key=lambda item: item[1]):
+        name, chunks = parse(text)
+        rest = {"predicted_us": us, "computation_us": 0.0, "communication_us": 0.0, "over_ideal_us": 0.0}
+        found.append(Candidate(schedule=name, chunks=chunks or 1, **rest))
+    return Plan(
+        problem=problem,
+        machine="m",
+        candidates=tuple(found),
+        sequential_us=times["sequential"],
+        computation_us=1.0,
+        communication_us=1.0,
+        why="",
+    )
+
+
+def test_sequential_comes_first_then_families_by_prediction() -> None:
+    found = plan_of({"shard_p2p": 10.0, "flag_gated:2": 9.0, "flag_gated:4": 11.0, "sequential": 30.0})
+    assert shortlist(found) == ("sequential", "flag_gated:2", "shard_p2p")
+
+
+def test_families_predicted_far_off_are_left_out() -> None:
+    found = plan_of({"shard_p2p": 10.0, "flag_gated:1": 10.0 * WITHIN, "direct_store:1": 10.1 * WITHIN, "sequential": 90.0})
+    assert shortlist(found) == ("sequential", "shard_p2p", "flag_gated:1")
+
+
+def test_fewer_chunks_of_those_that_are_alike() -> None:
+    assert shortlist(plan_of({"flag_gated:8": 10.0, "flag_gated:2": 10.4, "flag_gated:1": 10.6, "sequential": 30.0}))[1:] == (
+        "flag_gated:2",
+    )
+
+
+def test_between_nodes_every_count_is_measured_however_it_is_predicted() -> None:
+    between = dataclasses.replace(PROBLEM, nodes=(PROBLEM.world_size // 2,) * 2)
+    times = {"node_slices:1": 90.0, "node_slices:2": 10.0, "node_slices:4": 10.1, "sequential": 30.0}
+    assert shortlist(plan_of(times, between)) == ("sequential", "node_slices:2", "node_slices:4", "node_slices:1")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("m", [512, 2048, 8192])
+def test_a_shortlist_is_short_and_each_family_stands_once(op: Any, m: int) -> None:
+    problem = Problem(op=op, m=m, n=28672, k=8192, world_size=4)
+    found = plan(problem, load("h200x8"))
+    specs = shortlist(found)
+    assert specs[0] == "sequential"
+    assert 1 < len(specs) <= AT_MOST
+    assert len({parse(text)[0] for text in specs}) == len(specs)
+    assert found.chosen.schedule in {parse(text)[0] for text in specs}
+    assert set(specs) <= {candidate.spec for candidate in found.candidates}
+
+
+def test_nothing_to_hide_is_not_measured() -> None:
+    times = {"sequential": 1.0, "shard_p2p": 1.0}
+    for change in ({"world_size": 1}, {"m": 0}, {"n": 0}):
+        assert shortlist(plan_of(times, dataclasses.replace(PROBLEM, **change))) == ("sequential",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("others", "winner"),
+    [
+        ({}, "sequential"),
+        ({"shard_p2p": 100.0}, "sequential"),
+        ({"shard_p2p": 99.0}, "sequential"),
+        ({"shard_p2p": 98.9}, "shard_p2p"),
+        ({"shard_p2p": 90.0, "flag_gated:1": 89.9}, "flag_gated:1"),
+        ({"flag_gated:1": 89.9, "shard_p2p": 90.0}, "flag_gated:1"),
+        ({"shard_p2p": 80.0, "flag_gated:1": 80.0}, "shard_p2p"),
+        ({"shard_p2p": 120.0, "flag_gated:1": 110.0}, "sequential"),
+    ],
+)
+def test_sequential_wins_ties(others: dict[str, float], winner: str) -> None:
+    times = {"sequential": 100.0, **others}
+    assert leader([Trial(spec=text, us=us) for text, us in times.items()]).spec == winner
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "winner"),
+    [
+        ({"shard_p2p": (80.0, 101.0)}, "sequential"),
+        ({"shard_p2p": (101.0, 80.0)}, "sequential"),
+        ({"shard_p2p": (100.0, 98.0)}, "shard_p2p"),
+        ({"shard_p2p": (98.0, 100.0)}, "shard_p2p"),
+        ({"shard_p2p": (99.5, 99.5)}, "sequential"),
+        ({"shard_p2p": (70.0, 101.0), "flag_gated:1": (95.0, 95.0)}, "flag_gated:1"),
+        ({"shard_p2p": (80.0, 90.0), "flag_gated:1": (85.0, 75.0)}, "flag_gated:1"),
+    ],
+)
+def test_an_overlap_is_slower_by_no_clock(overlaps: dict[str, tuple[float, float]], winner: str) -> None:
+    times = {"sequential": (100.0, 100.0), **overlaps}
+    assert leader([Trial(spec=text, us=us, queued_us=queued) for text, (us, queued) in times.items()]).spec == winner
+
+
+@pytest.mark.parametrize(("call_us", "calls"), [(0, 20), (100, 20), (500, 10), (1000, 5), (1700, 3), (90_000, 3)])
+def test_a_run_is_bounded(call_us: int, calls: int) -> None:
+    assert calls_of_a_run(1000 * call_us) == calls
+
+
+class Fake:
+    """A program that counts its calls."""
+
+    def __init__(self, spec: str) -> None:
+        self.spec, self.calls, self.open = spec, 0, True
+
+    def run(self) -> None:
+        assert self.open
+        self.calls += 1
+
+
+class Ring:
+    """A contest of fakes on one rank; `others` is what the peers say in each meeting.
+
+    times: us a call, by spec; one that is missing cannot be bound. queued: where the host is ahead. bound: every program
+    made. most: bound at once.
+    """
+
+    def __init__(self, times: dict[str, Iterator[float] | float], others: Callable[[str, int], int] | None = None) -> None:
+        self.times, self.others = times, others
+        self.bound: list[Fake] = []
+        self.meetings: list[str] = []
+        self.most = 0
+        self.queued: dict[str, float] = {}
+
+    def bind(self, text: str) -> BoundProgram:
+        if text not in self.times:
+            raise ValueError(f"{text} has a flag too many")
+        self.bound.append(Fake(text))
+        self.most = max(self.most, sum(program.open for program in self.bound))
+        return cast(BoundProgram, self.bound[-1])
+
+    def drop(self, program: object) -> None:
+        assert isinstance(program, Fake)
+        assert program.open
+        program.open = False
+
+    def call(self, program: object) -> None:
+        assert isinstance(program, Fake)
+        program.run()
+        self.called = program.spec
+
+    def timer(self, call: Callable[[], object], calls: int) -> int:
+        for _ in range(1 + calls):
+            call()
+        us = self.times[self.called]
+        return round(1e3 * (us if isinstance(us, float) else next(us)))
+
+    def queued_timer(self, call: Callable[[], object], calls: int) -> int:
+        for _ in range(2 + calls):
+            call()
+        return round(1e3 * self.queued[self.called])
+
+    def meet(self, text: str, mine: int) -> tuple[int, ...]:
+        self.meetings.append(text)
+        return (mine, self.others(text, mine)) if self.others else (mine,)
+
+    def fastest(self, specs: Sequence[str]) -> tuple[str, dict[str, float]]:
+        contest = Contest(
+            bind=self.bind,
+            drop=self.drop,
+            call=self.call,
+            timer=self.timer,
+            queued=self.queued_timer if self.queued else None,
+            meet=self.meet,
+        )
+        program, trials = contest.fastest(specs)
+        assert [p for p in self.bound if p.open] == [program]
+        return cast(Fake, program).spec, {trial.spec: trial.us for trial in trials}
+
+
+SPECS = ("sequential", "shard_p2p", "flag_gated:1", "direct_store:1")
+
+
+def test_the_fastest_stays_and_losers_are_closed_before_the_next_is_bound() -> None:
+    ring = Ring({"sequential": 100.0, "shard_p2p": 80.0, "flag_gated:1": 90.0, "direct_store:1": 70.0})
+    assert ring.fastest(SPECS) == ("direct_store:1", ring.times)
+    assert ring.most == 2
+
+
+def test_calls_are_bounded() -> None:
+    ring = Ring({"sequential": 100.0, "shard_p2p": 2000.0})
+    ring.fastest(SPECS[:2])
+    assert [program.calls for program in ring.bound] == [67, 16]
+
+
+def test_the_median_of_the_runs_counts() -> None:
+    ring = Ring({"sequential": 100.0, "shard_p2p": iter([500.0, 90.0, 400.0, 80.0])})
+    assert ring.fastest(SPECS[:2]) == ("shard_p2p", {"sequential": 100.0, "shard_p2p": 90.0})
+
+
+def test_close_rivals_are_measured_again_in_turns() -> None:
+    """Alone, flag_gated:1 came later, when the GPU was warm; in turns it is ahead. direct_store:1 is far behind."""
+    alone, in_turns = [100.0] * 4, [95.0] * 5
+    ring = Ring(
+        {
+            "sequential": 300.0,
+            "shard_p2p": iter(alone + in_turns),
+            "flag_gated:1": iter([105.0] * 4 + [80.0] * 5),
+            "direct_store:1": 200.0,
+        }
+    )
+    us = {"sequential": 300.0, "shard_p2p": 95.0, "flag_gated:1": 80.0, "direct_store:1": 200.0}
+    assert ring.fastest(SPECS) == ("flag_gated:1", us)
+    assert ring.most == 2
+    final = [text for text in ring.meetings if text.startswith("final")]
+    assert final[:3] == ["final of shard_p2p: run 0", "final of flag_gated:1: run 0", "final of flag_gated:1: run 1"]
+
+
+def test_what_loses_where_the_host_is_ahead_is_not_chosen() -> None:
+    """shard_p2p is faster from Python, and slower in a graph; direct_store:1 wins both, by less."""
+    for direct_us, winner in ((92.0, "direct_store:1"), (96.0, "sequential")):
+        ring = Ring({"sequential": 100.0, "shard_p2p": 70.0, "flag_gated:1": 99.8, "direct_store:1": 90.0})
+        ring.queued = {"sequential": 95.0, "shard_p2p": 97.0, "flag_gated:1": 94.8, "direct_store:1": direct_us}
+        assert ring.fastest(SPECS)[0] == winner
+        assert any(text.startswith("final of sequential") for text in ring.meetings)
+
+
+@pytest.mark.parametrize(("queued_us", "winner"), [(301.0, "shard_p2p"), (299.0, "sequential")])
+def test_calls_that_are_long_by_both_clocks_are_timed_by_one(queued_us: float, winner: str) -> None:
+    """A host may take far longer than its GPU: what Python makes slowly may be short in a graph, and is timed both ways."""
+    ring = Ring({"sequential": 600.0, "shard_p2p": 250.0})
+    ring.queued = {"sequential": queued_us, "shard_p2p": 310.0}
+    assert ring.fastest(SPECS[:2])[0] == winner
+
+
+def test_sequential_wins_a_close_final() -> None:
+    ring = Ring({"sequential": iter([100.0] * 4 + [100.0] * 5), "shard_p2p": iter([95.0] * 4 + [99.5] * 5)})
+    assert ring.fastest(SPECS[:2])[0] == "sequential"
+
+
+def test_the_slowest_rank_counts() -> None:
+    ring = Ring({"sequential": 100.0, "shard_p2p": 80.0}, lambda text, mine: 120_000 if "shard_p2p: run" in text else mine)
+    assert ring.fastest(SPECS[:2]) == ("sequential", {"sequential": 100.0, "shard_p2p": 120.0})
+
+
+def test_the_slowest_rank_sets_the_calls_of_a_run() -> None:
+    ring = Ring({"sequential": 100.0, "shard_p2p": 80.0}, lambda text, mine: 2_000_000 if "one call" in text else mine)
+    ring.fastest(SPECS[:2])
+    assert [program.calls for program in ring.bound] == [16, 16]
+
+
+def test_a_spec_that_cannot_be_bound_is_left_out_aloud() -> None:
+    ring = Ring({"sequential": 100.0, "flag_gated:1": 90.0})
+    with warned(r"schedule shard_p2p is left out of auto's trial: shard_p2p has a flag too many") as seen:
+        assert ring.fastest(SPECS[:3]) == ("flag_gated:1", ring.times)
+    assert len(seen) == 1
+
+
+def test_a_spec_that_a_peer_cannot_bind_is_left_out_here_too() -> None:
+    ring = Ring(
+        dict.fromkeys(SPECS, 90.0) | {"sequential": 100.0}, lambda text, mine: mine * (text != "trial of shard_p2p: bound")
+    )
+    with warned("shard_p2p is left out of auto's trial: another rank could not bind it"):
+        assert ring.fastest(SPECS[:2]) == ("sequential", {"sequential": 100.0})
+    assert [program.calls for program in ring.bound] == [67, 0]
+
+
+def test_a_mismatch_of_ranks_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring({"sequential": 100.0})
+
+    def differ(text: str) -> BoundProgram:
+        if text == "shard_p2p":
+            raise RankMismatch("ranks disagree")
+        return Ring.bind(ring, text)
+
+    monkeypatch.setattr(ring, "bind", differ)
+    with pytest.raises(RankMismatch):
+        ring.fastest(SPECS[:2])
+
+
+def test_sequential_that_cannot_be_bound_ends_the_trial() -> None:
+    with pytest.raises(ValueError, match="sequential has a flag too many"):
+        Ring({"shard_p2p": 1.0}).fastest(SPECS)
+
+
+def test_a_choice_prints_what_was_measured() -> None:
+    trials = (Trial(spec="sequential", us=100.2), Trial(spec="shard_p2p", us=80.0))
+    choice = Choice(problem=PROBLEM, spec="shard_p2p", trials=trials)
+    assert choice.us == {"sequential": 100.2, "shard_p2p": 80.0}
+    assert str(choice) == f"{PROBLEM}: shard_p2p (sequential 100 us, shard_p2p 80 us)"
+    assert str(Choice(problem=PROBLEM, spec="shard_p2p")).endswith("shard_p2p (not measured)")
+
+
+Found = tuple[list[tuple[str, dict[str, float]]], list[str], int, list[str]]
+"""What "auto" chose and measured, the names of programs that stay, how many were bound, and what was warned of."""
+
+
+LISTED = ("sequential", "shard_p2p", "hetero_fused_1d:2", "flag_gated:1", "direct_store:2")
+
+
+def _measured(fault: str = "") -> Found:
+    """Let "auto" measure on the host executor, by a clock that says something else on each rank, and call it.
+
+    fault: a family that rank 1 cannot bind.
+    """
+    from weft.runtime import groups, tuner
+    from weft.runtime.programs import Programs
+
+    bind, timer_for, contenders = Programs._bind, tuner.timer_for, tuner.contenders
+    made: list[BoundProgram] = []
+    rank = dist.get_rank()
+    weft.close()
+
+    def noted(self: Programs, schedule: weft.Schedule, device: torch.device) -> BoundProgram:
+        program = bind(self, schedule, device)
+        if rank == 1 and schedule.name == fault:
+            program.close()
+            raise ValueError("this rank has no room")
+        made.append(program)
+        return program
+
+    def clock(call: Callable[[], object], calls: int) -> int:
+        for _ in range(1 + calls):
+            call()
+        # Alone, each rank would choose a spec that is fast there and slow elsewhere. flag_gated is fair on all.
+        turn = LISTED.index(spec(made[-1].schedule.name, made[-1].schedule.chunks)) % dist.get_world_size()
+        return 1_000_000 * (4 if made[-1].schedule.name == "flag_gated" else 3 + 3 * (turn != rank))
+
+    Programs._bind = noted  # type: ignore[method-assign]
+    tuner.timer_for = lambda device: clock  # type: ignore[assignment]
+    tuner.contenders = lambda problem, device: LISTED
+    try:
+        with logged() as seen:
+            for call in range(3):
+                check_gather(64, 48, 32, torch.float32, "auto", call)
+                check_scatter(64, 48, 32, torch.float32, "auto", call)
+    finally:
+        Programs._bind, tuner.timer_for = bind, timer_for  # type: ignore[method-assign]
+        tuner.contenders = contenders
+    group = dist.group.WORLD
+    assert group is not None
+    kept = [spec(s.name, s.chunks) for s in groups.GROUPS.state(group.group_name).programs.schedules()]
+    found = [(choice.spec, choice.us) for choice in weft.choices()]
+    weft.close()
+    return found, kept, len(made), seen
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_choose_alike_and_are_right(ranks: RankFixture, world_size: int) -> None:
+    answers = ranks(world_size).run(_measured)
+    assert all(answer == answers[0] for answer in answers)
+    choices, kept, made, seen = answers[0]
+    assert seen == []
+    assert [text for text, _ in choices] == kept
+    assert [parse(text)[0] for text in kept] == ["flag_gated"] * len(TP_OPS)
+    assert made == len(TP_OPS) * len(LISTED)
+    for _, us in choices:
+        assert us == dict.fromkeys(LISTED, 6000.0) | {"flag_gated:1": 4000.0}
+
+
+@pytest.mark.ranks
+def test_what_one_rank_cannot_bind_all_leave_out(ranks: RankFixture) -> None:
+    answers = ranks(2).run(_measured, "flag_gated")
+    assert answers[0][:2] == answers[1][:2]
+    choices, kept, _, _ = answers[0]
+    assert kept == ["sequential"] * len(TP_OPS)
+    assert all(parse(text)[0] != "flag_gated" for _, us in choices for text in us)
+    for (_, _, _, seen), reason in zip(answers, ["another rank could not bind it", "this rank has no room"], strict=True):
+        (text,) = seen
+        assert "flag_gated" in text
+        assert text.endswith(reason)
+
+
+def _broken_in_a_trial() -> str:
+    """Rank 1's clock breaks; then the group goes on."""
+    from weft.runtime import tuner
+
+    timer_for = tuner.timer_for
+    weft.close()
+
+    def clock(call: Callable[[], object], calls: int) -> int:
+        call()
+        if dist.get_rank() == 1:
+            raise OSError("the clock stands still")
+        return 1000
+
+    tuner.timer_for = lambda device: clock  # type: ignore[assignment]
+    message = "right"
+    try:
+        check_gather(64, 48, 32, torch.float32, "auto", 0)
+    except (WeftError, OSError) as error:
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        tuner.timer_for = timer_for
+    dist.barrier()
+    weft.close()
+    gc.collect()
+    check_gather(64, 48, 32, torch.float32, "auto", 1)
+    weft.close()
+    return message
+
+
+@pytest.mark.ranks
+def test_a_failure_in_a_trial_is_told_to_all(ranks: RankFixture) -> None:
+    messages = ranks(2).run(_broken_in_a_trial)
+    assert messages[1] == "OSError: the clock stands still"
+    assert messages[0].startswith("PeerLost: rank 1 failed: the clock stands still")
+
+
+def _planned() -> list[tuple[str, dict[str, float]]]:
+    """On CPUs nothing is measured: auto and planned are the prediction, and only auto is a choice."""
+    weft.close()
+    assert weft.choices() == []
+    for text in ("planned", "auto"):
+        check_gather(64, 48, 32, torch.float32, text, 0)
+        check_scatter(64, 48, 32, torch.float32, text, 0)
+    found = [(choice.spec, choice.us) for choice in weft.choices()]
+    from weft.runtime.groups import GROUPS
+
+    group = dist.group.WORLD
+    assert group is not None
+    built = [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).programs.schedules()]
+    assert built == [text for text, _ in found] * 2
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_planned_is_the_prediction_and_so_is_auto_on_cpus(ranks: RankFixture) -> None:
+    for found in ranks(2).run(_planned):
+        assert len(found) == len(TP_OPS)
+        assert all(us == {} for _, us in found)
+
+
+def test_mistakes_name_planned() -> None:
+    from weft.ops.common import spec_of
+
+    assert spec_of("planned", "all_gather_matmul") == "planned"
+    with pytest.raises(ValueError, match=r"schedule is 'plan'; all_gather_matmul takes .*planned"):
+        spec_of("plan", "all_gather_matmul")
+    with pytest.raises(ValueError, match="schedule is 'ring'") as refused:
+        spec_of("ring", "embedding_bag_all_to_all")
+    assert "flag_gated" not in str(refused.value), "lookups have no such family"
+    with pytest.raises(ValueError, match=r"families that have chunks$"):
+        spec_of("flag_gated:0", "all_gather_matmul")
+    assert spec_of("flag_gated_2d:4", "all_gather_matmul") == "flag_gated_2d:4"
+    with pytest.raises(ValueError, match=r"is for all_gather_matmul alone; matmul_reduce_scatter has .*, node_slices$"):
+        spec_of("flag_gated_2d:4", "matmul_reduce_scatter")

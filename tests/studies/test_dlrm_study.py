@@ -1,0 +1,211 @@
+"""DLRM's evaluation as a whole, on few fabrics: figures, record, command, report, and what the documents keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+
+from weft.cli import main
+from weft.core import codec
+from weft.report.dlrm import dlrm_page
+from weft.studies.dlrm import study as studies
+from weft.studies.dlrm.paper import figures
+from weft.studies.dlrm.record import record
+from weft.studies.dlrm.sensitivity import Sensitivity, headline
+from weft.studies.dlrm.study import Case, Sliced, Study, case, two_nodes
+from weft.studies.dlrm.system import load
+from weft.studies.dlrm.tables import PARTS, cases_table, parts
+from weft.studies.profile import changed, scaled
+
+STORED = json.loads((Path(__file__).parents[2] / "docs" / "dlrm_study.json").read_text(encoding="utf-8"))
+NODES = (8, 128)
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    """The evaluation on fewer nodes, and with fewer slices."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(studies, "SLICES", (1, 32))
+    done = studies.run(changed(load(), "nodes", NODES))
+    patch.undo()
+    return done
+
+
+def test_published_figures(study: Study) -> None:
+    found = {figure.name: figure for figure in figures(study)}
+    assert len(found) == 3
+    assert all(figure.ok for figure in found.values())
+    assert 0.17 < study.saved < 0.25
+
+
+def test_what_a_slow_vendor_does() -> None:
+    """docs/simulator.md has this number."""
+    slow = changed(load(), "vendor.share", 0.6)
+    assert max(operator.saved for operator in two_nodes(slow)) == pytest.approx(0.59, abs=0.005)
+
+
+def test_cases_are_all_there(study: Study) -> None:
+    assert [(each.topology, each.nodes) for each in study.cases] == [
+        (topology, nodes) for topology in study.system.topologies for nodes in NODES
+    ]
+    published = next(each for each in study.cases if (each.topology, each.nodes) == studies.PUBLISHED)
+    assert (published.unfused_ns, published.fused_ns) == (study.unfused.ns, study.fused.ns)
+    assert published.saved == study.saved
+    assert all(each.fused_ns < each.unfused_ns for each in study.cases)
+    assert all(each.fused_waits_ns <= each.unfused_waits_ns for each in study.cases)
+
+
+def test_parts_are_the_iteration(study: Study) -> None:
+    for run in (study.unfused, study.fused):
+        assert sum(parts(run).values()) == pytest.approx(run.ns / 1e6, rel=1e-6)
+    before, after = parts(study.unfused), parts(study.fused)
+    assert after["lookup"] == pytest.approx(before["lookup"] / 0.875, rel=1e-3)
+    assert after["wait for pooled rows"] < 0.1 * before["wait for pooled rows"]
+    same = set(PARTS) - {"lookup", "wait for pooled rows", "repack"}
+    assert {name: after[name] for name in same} == pytest.approx({name: before[name] for name in same}, rel=1e-2, abs=0.01)
+
+
+def test_slices_help(study: Study) -> None:
+    one, many = study.sliced
+    assert (one.slices, many.slices) == (1, 32)
+    assert many.ns == study.fused.ns < one.ns < study.unfused.ns
+
+
+def test_a_thousand_nodes_are_quick() -> None:
+    """60 s on 2 cores is asked for; it takes about one."""
+    start = perf_counter()
+    found = case(load(), "torus_2d", 1024)
+    assert found.saved > 0.1
+    assert perf_counter() - start < 60
+
+
+def test_record_has_everything(study: Study) -> None:
+    data = json.loads(json.dumps(record(study, [Sensitivity(path="batch", factor=0.75, torus=0.2)]), allow_nan=False))
+    assert [row["us"]["fused"] for row in data["cases"]] == [each.fused_ns / 1e3 for each in study.cases]
+    assert [row["saved"] for row in data["two_nodes"]] == [each.saved for each in study.operators]
+    assert data["published"]["fused"]["log"] == list(study.fused.log)
+    assert data["published"]["unfused"]["links"]["axis 1 1"]["peak_gbps"] <= 25.0
+    assert len(data["figures"]) == 3
+    assert data["sensitivity"] == [{"path": "batch", "factor": 0.75, "torus": 0.2}]
+    assert codec.load(type(study.system), data["system"]) == study.system
+
+
+def test_report_redraws_the_figure(study: Study) -> None:
+    text = dlrm_page(
+        study, [Sensitivity(path="batch", factor=0.75, torus=0.2), Sensitivity(path="x", factor=1, refused="<no>")]
+    )
+    for figure in figures(study):
+        assert figure.name in text
+        assert figure.text(figure.ours) in text
+    start = text.index('id="charts">') + len('id="charts">')
+    charts = json.loads(text[start : text.index("</script>", start)])
+    assert set(charts) == {"published", "iteration", "cases", "timeline-unfused", "timeline-fused"}
+    assert all(f'id="{name}"' in text for name in charts)
+    assert charts["cases"]["data"][0]["x"] == ["8 nodes", "128 nodes"]
+    fused = sum(trace["y"][1] for trace in charts["iteration"]["data"])
+    assert fused == pytest.approx(100 * (1 - study.saved), abs=0.01)
+    assert len(charts["iteration"]["data"]) == len(PARTS)
+    assert "vendor.share" in text
+
+
+def test_stored_study_is_up_to_date() -> None:
+    """Some of its rows, made anew; `python docs/generate.py sensitivity` writes the file."""
+    system = load()
+    cases = codec.load(tuple[Case, ...], STORED["cases"])
+    assert [(each.topology, each.nodes) for each in cases] == [(t, nodes) for t in system.topologies for nodes in system.nodes]
+    for place in (4, 12, 27):
+        assert cases[place] == case(system, cases[place].topology, cases[place].nodes)
+    assert [each.slices for each in codec.load(tuple[Sliced, ...], STORED["sliced"])] == list(studies.SLICES)
+    rows = codec.load(tuple[Sensitivity, ...], STORED["sensitivity"])
+    assert [row.path for row in rows] == [None, *(path for path in system.assumed() for _ in range(2))]
+    refused = next(row for row in rows if row.refused)
+    for row, made in ((rows[0], headline(system)), (refused, headline(system, refused.path, refused.factor))):
+        # The last digits of a sum depend on Python: from 3.12 on it keeps what rounding takes away.
+        for name in ("torus", "tree", "operator"):
+            assert getattr(row, name) == pytest.approx(getattr(made, name))
+        assert row.refused == made.refused
+    assert "nodes is 128; a fat tree has 2 to 12" in refused.refused
+
+
+def test_scaled_tiles_keep_their_shape() -> None:
+    system = load()
+    slower = scaled(system, "gpu.tiles", 0.5).gpu.tiles
+    assert [(tile.rows, tile.cols) for tile in slower] == [(tile.rows, tile.cols) for tile in system.gpu.tiles]
+    assert [tile.efficiency for tile in slower] == [tile.efficiency / 2 for tile in system.gpu.tiles]
+
+
+# The command
+
+
+@pytest.fixture
+def short(study: Study, monkeypatch: pytest.MonkeyPatch) -> Study:
+    """`weft simulate dlrm` with a study that is there already, on the system that was asked for."""
+    monkeypatch.setattr(studies, "run", lambda system, progress: dataclasses.replace(study, system=system))
+    return study
+
+
+def test_command_prints_tables(short: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "dlrm"]) == 0
+    out = capsys.readouterr().out
+    assert all(row[2] in out and row[-1] in out for row in cases_table(short.cases))
+    assert "3 of 3 figures are within their tolerance." in out
+
+
+def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--set",
+        "link.gbps=50",
+        "--set",
+        "nodes=64",
+        "--set",
+        "topologies=torus_2d, fat_tree",
+        "--set",
+        "gpu.hbm_gbps=2000",
+    ]
+    assert main(["simulate", "dlrm", "--json", "-", *words, "--report", str(tmp_path / "out")]) == 0
+    system = json.loads(capsys.readouterr().out)["system"]
+    assert (system["link"]["gbps"], system["nodes"], system["gpu"]["hbm_gbps"]) == (50.0, [64], 2000.0)
+    assert system["topologies"] == ["torus_2d", "fat_tree"]
+    assert "50 GB/s, 700 ns" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["topologies=ring"], "topologies[0] is 'ring'; it must be one of 'torus_2d', 'torus_3d', 'fat_tree'"),
+        (["link.gbps=0"], "link.gbps is 0.0; it must be above zero"),
+        (["nodes=127"], "nodes is 127; a 2D torus needs a product of 2 numbers, each at least 2"),
+        (["nodes=[8, 4]", "topologies=torus_3d"], "nodes is 4; a 3D torus needs a product of 3 numbers, each at least 2"),
+        (["nodes=20", "topologies=fat_tree"], "nodes is 20; a fat tree has 2 to 16 (tree.leaf), or a multiple of 16"),
+        (["nodes=0"], "nodes is 0; it must be above zero"),
+        (["vendor.share=2"], "vendor.share is 2.0; it is a share, at most 1"),
+        (["batch=1.5"], "batch is 1.5; it must be a whole number"),
+        (["vendor.share=1e-300"], "vendor.share is 1e-300; it must be from 1e-12 to 1e+15"),
+        (["fused.occupancy=1e-300"], "fused.occupancy is 1e-300; it must be from 1e-12 to 1e+15"),
+        (["pair.gbps=1e-300"], "pair.gbps is 1e-300; it must be from 1e-12 to 1e+15"),
+        (["fused.slices=100000000"], "fused.slices is 100000000; use at most 4096"),
+        (["nodes=65536"], "nodes is 65536; model.tables, 256, of model.dim, 92, have 23552 columns: use no more"),
+        (["model.tables=1"], "nodes is 128; model.tables, 1, of model.dim, 92, have 92 columns: use no more"),
+        (["speed=1"], "'speed' is no number of system dlrm; it has gpu.sms"),
+    ],
+)
+def test_one_line_for_a_mistake(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "dlrm", *(part for word in words for part in ("--set", word))]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("weft: error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, up to the whole."""
+    monkeypatch.setattr(studies, "SLICES", ())
+    told: list[tuple[str, int, int]] = []
+    system = changed(changed(load(), "nodes", 8), "topologies", "fat_tree,torus_2d")
+    studies.run(system, lambda *news: told.append(news))
+    steps = ["fat_tree of 8", "torus_2d of 8", "the published case", "two nodes", "slices", "done"]
+    assert told == [(step, done, 5) for done, step in enumerate(steps)]

@@ -1,0 +1,360 @@
+"""FiCCO's evaluation as a whole, on a part of its scenarios: closed forms, figures, heuristic, command, report, documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.cli import main
+from weft.core import codec
+from weft.core.machine import Machine
+from weft.core.machine import load as load_machine
+from weft.perf import engine
+from weft.planner.models.gemms import FICCO_GEMMS, ficco_gemm
+from weft.planner.signature import without_computation
+from weft.report.ficco import ficco_page
+from weft.schedules import build
+from weft.studies.ficco import sensitivity as sensitivities
+from weft.studies.ficco import study as studies
+from weft.studies.ficco.paper import choosers, figures, topologies
+from weft.studies.ficco.record import record
+from weft.studies.ficco.scenarios import FORWARD_TOKENS, GRADIENT_TOKENS, unseen
+from weft.studies.ficco.score import BESPOKE, pick, scores
+from weft.studies.ficco.sensitivity import TILES, UNUSED, Sensitivity, assumed, headline, varied
+from weft.studies.ficco.study import CHOSEN_FROM, COMPARED, Scenario, Study, behind_switch, changed, load, scenario
+from weft.studies.ficco.tables import LOSSES, correlations_table, losses_table
+
+STORED = Path(__file__).parents[2] / "docs" / "ficco.json"
+CASES = tuple(map(ficco_gemm, ("g2", "g5", "g6")))
+"""Those with the largest gain, the largest K, and the largest loss of peer to peer."""
+QUICK = ficco_gemm("g14")
+ROW = Sensitivity(path="launch_us", factor=0.75, p2p_loss=3.0, ideal=1.7, bespoke=1.5, exact=0.5, untold=0.25)
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    return studies.run(load(), CASES, unseen(3))
+
+
+@pytest.fixture(scope="module")
+def stored() -> Study:
+    """The whole evaluation, as the documents show it."""
+    return codec.load(Study, json.loads(STORED.read_text(encoding="utf-8"))["study"])  # type: ignore[no-any-return]
+
+
+# Closed forms
+
+
+def transfer_us(name: str, machine: Machine) -> float:
+    """How long a rank's data is on the way in g14, if nothing is multiplied."""
+    schedule = build(QUICK.problem(), name, fan_out=machine.fans_out)
+    return max(engine.run(schedule, without_computation(machine)).transfer_us)
+
+
+@pytest.mark.parametrize("name", BESPOKE)
+def test_chunks_for_all_peers_take_a_shard_on_a_link(name: str) -> None:
+    """A direct all-gather on a full mesh: every link carries one shard, and all do at once."""
+    shard_us = QUICK.problem().shard_bytes / (load().links.gbps * 1e3)
+    assert transfer_us(name, load()) == pytest.approx(shard_us, abs=0.01)
+
+
+def test_peer_to_peer_takes_one_link_of_seven() -> None:
+    """Seven shards one after the other; behind a switch the same bytes go at the rate of all links."""
+    shard_us = QUICK.problem().shard_bytes / (load().links.gbps * 1e3)
+    assert transfer_us("shard_p2p", load()) == pytest.approx(7 * shard_us, abs=0.01)
+    assert transfer_us("shard_p2p", behind_switch(load())) == pytest.approx(shard_us, abs=0.01)
+
+
+def test_sequential_is_the_sum_of_its_halves(study: Study) -> None:
+    for one in (*study.mesh, *study.switch):
+        assert one.us["sequential"] == pytest.approx(one.computation_us + one.communication_us, abs=0.01)
+        assert one.ideal == one.us["sequential"] / max(one.computation_us, one.communication_us)
+        assert 1 <= one.ideal <= 2
+
+
+def test_balance_depends_on_n_alone() -> None:
+    """With one rate for GEMMs and one for the collective, their ratio goes with N: g2 and g6 differ by what waves cost."""
+    ratios = [one.computation_us / one.communication_us / one.case.n for one in map(sequential_alone, CASES)]
+    assert max(ratios) < 1.25 * min(ratios)
+
+
+def sequential_alone(case: studies.GemmCase) -> Scenario:
+    return scenario(load(), case, ("sequential",))
+
+
+# The evaluation
+
+
+def test_published_figures(study: Study, stored: Study) -> None:
+    """All but the ideal are as accepted; docs/simulator.md says why that is not."""
+    found = {figure.name: figure for figure in figures(stored)}
+    assert len(found) == 5
+    assert {name for name, figure in found.items() if not figure.ok} == {"ideal, speed-up, max"}
+    most = found["peer to peer, slower than sequential, max"].ours
+    assert 0.9 * most < study.mesh[2].p2p_loss <= most
+    assert found["best of FiCCO's four, speed-up, max"].ours == study.mesh[0].speedup("hetero_fused_1d")
+
+
+def test_a_figure_that_is_off_is_missed(study: Study) -> None:
+    figure = figures(study)[0]
+    off = [dataclasses.replace(figure, ours=ours) for ours in (figure.low - 0.01, figure.low, figure.high, figure.high + 0.01)]
+    assert [each.ok for each in off] == [False, True, True, False]
+
+
+def test_a_switch_takes_peer_to_peers_loss_away(study: Study) -> None:
+    mesh, switch = topologies(study)
+    assert mesh.p2p_loss[0] > 3
+    assert switch.p2p_loss[1] < 1
+    assert mesh.bespoke[0] == pytest.approx(switch.bespoke[0], rel=0.05)
+    assert 1 < switch.over_p2p[1] < 1.5 < mesh.over_p2p[0]
+
+
+def test_which_way_to_cut_follows_m_and_k(study: Study) -> None:
+    """Where K is far larger than M, columns are cut, as FiCCO's rule has it, and rows where M is."""
+    for one in study.mesh:
+        assert (one.bespoke == "uniform_fused_2d") == (one.case.k > one.case.m)
+
+
+def test_losses_have_signatures(study: Study) -> None:
+    """Rows that are cut lose most in one GEMM a chunk, and most where M is small; contention is in every schedule."""
+    by_case = {
+        case.name: {found.spec.partition(":")[0]: found for found in study.signatures if found.problem == case.problem()}
+        for case in CASES
+    }
+    for losses in by_case.values():
+        assert set(losses) == set(BESPOKE)
+        assert losses["hetero_unfused_1d"].gemm_dil > losses["hetero_fused_1d"].gemm_dil
+        assert all(1.0 < LOSSES["GEMM CIL"](found) < 1.2 < 1.1 * LOSSES["comm. CIL"](found) for found in losses.values())
+    assert by_case["g5"]["hetero_unfused_1d"].gemm_dil > 2 > by_case["g6"]["hetero_unfused_1d"].gemm_dil
+    assert by_case["g5"]["uniform_fused_2d"].gemm_dil < by_case["g5"]["uniform_fused_1d"].gemm_dil
+    (_, g2, *_) = losses_table(study)
+    assert g2[4].split() == [f"{LOSSES[loss](by_case['g2']['uniform_fused_1d']):.2f}" for loss in ("GEMM DIL", "GEMM CIL")]
+    assert len(correlations_table(study)) == 1 + len(BESPOKE) * len(LOSSES)
+
+
+# The heuristic
+
+
+def test_closed_forms_are_near_the_simulation(study: Study) -> None:
+    for one in (*study.mesh, *study.unseen):
+        found = scores(one.case.problem(), study.machine)
+        assert set(found) == set(CHOSEN_FROM)
+        assert found == pytest.approx({name: one.us[name] for name in found}, rel=0.03)
+        assert one.scored == pick(one.case.problem(), study.machine) == min(found, key=lambda name: found[name])
+        assert one.exact == (min(CHOSEN_FROM, key=lambda name: one.us[name]) == one.scored)
+
+
+def test_a_wrong_choice_is_told(study: Study) -> None:
+    right = study.mesh[0]
+    wrong = dataclasses.replace(right, scored="sequential")
+    assert (right.exact, right.wrong_by) == (True, 0.0)
+    assert not wrong.exact
+    assert wrong.wrong_by == pytest.approx(right.speedup(right.bespoke) - 1)
+    assert studies.chosen_exactly((right, wrong)) == 0.5
+    assert studies.wrong_costs((right, wrong)) == wrong.wrong_by
+
+
+def test_ways_to_choose_are_held_to_the_same(stored: Study) -> None:
+    """Closed forms before fitted weights before always the same schedule."""
+    forms, weights, always = choosers(stored)
+    assert forms.exact == studies.chosen_exactly(stored.unseen) >= 0.81
+    assert 0.81 < weights.exact <= forms.exact
+    assert weights.near > 0.9
+    assert always.exact < weights.exact
+    assert always.costs > weights.costs > 0
+    assert always.most >= always.costs
+
+
+def test_unseen_scenarios_are_others_and_always_the_same() -> None:
+    found = unseen()
+    assert found[:7] == unseen(7)
+    sizes = {(case.m, case.n, case.k) for case in (*found, *FICCO_GEMMS)}
+    assert len(sizes) == len(found) + 16 == 112
+    gradients = [case for case in found if case.use.endswith("gradient")]
+    assert 10 < len(gradients) < 40
+    assert all(GRADIENT_TOKENS[0] - 2048 < case.k < GRADIENT_TOKENS[1] + 2048 for case in gradients)
+    forward = [case.m for case in found if case not in gradients]
+    assert FORWARD_TOKENS[0] - 2048 < min(forward) < 20000 < 10**6 < max(forward) < FORWARD_TOKENS[1] + 2048
+
+
+# What the assumed numbers do
+
+
+def test_numbers_that_are_left_out_do_nothing() -> None:
+    """All of them at once: other stores, flags and reduce-scatters."""
+    machine = load()
+    left_out = [path for path in machine.sources if path.startswith(UNUSED) and path != "stores.gbps"]
+    other = machine
+    for path in left_out:
+        other = changed(other, path, "0.5" if path == "gpu.flag_efficiency" else "7")
+    names = (*CHOSEN_FROM, "shard_p2p")
+    assert scenario(other, QUICK, names).us == scenario(machine, QUICK, names).us
+    known = set(assumed(machine))
+    assert {TILES, "launch_us", "contention.gemm beside copy"} <= known
+    assert not known.intersection(left_out)
+
+
+def test_numbers_that_are_varied() -> None:
+    machine = load()
+    assert varied(machine, TILES, 0.5).gpu.tiles[0].efficiency == machine.gpu.tiles[0].efficiency / 2
+    assert varied(machine, TILES, 0.5).gpu.tiles[0].rows == machine.gpu.tiles[0].rows
+    assert varied(machine, "launch_us", 1.25).launch_us == 1.25 * machine.launch_us
+    slower = headline(machine, TILES, 0.75, (QUICK,))
+    assert (slower.path, slower.factor) == (TILES, 0.75)
+    assert 1 < slower.p2p_loss < 2.3
+    assert (slower.exact, slower.untold) == (1.0, 1.0)
+
+
+def test_a_heuristic_that_is_not_told_may_be_wrong() -> None:
+    """Where launches take 4 ms, nothing is worth cutting; by the machine as it is, g14's rows are cut."""
+    slow = headline(load(), "launch_us", 800.0, (QUICK,))
+    assert pick(QUICK.problem(), load()) == "hetero_fused_1d"
+    assert pick(QUICK.problem(), varied(load(), "launch_us", 800.0)) == "sequential"
+    assert (slow.exact, slow.untold) == (1.0, 0.0)
+
+
+# What is kept, told and refused
+
+
+def test_record_has_everything(study: Study) -> None:
+    data = json.loads(json.dumps(record(study, [ROW]), allow_nan=False))
+    assert [one["case"]["name"] for one in data["mesh"]] == [case.name for case in CASES]
+    for one, run in zip(data["mesh"], study.mesh, strict=True):
+        assert set(one["us"]) == set(one["speedup"]) == set(COMPARED)
+        assert one["speedup"]["shard_p2p"] == pytest.approx(1 / run.p2p_loss)
+    assert len(data["losses"]) == len(CASES) * len(BESPOKE)
+    assert set(LOSSES) < set(data["losses"][0])
+    assert data["sensitivity"][0]["path"] == "launch_us"
+    assert codec.loads(Study, codec.dumps(study)) == study
+
+
+def test_report_redraws_the_figures(study: Study) -> None:
+    text = ficco_page(study, [ROW])
+    for figure in figures(study):
+        assert figure.text(figure.ours) in text
+    start = text.index('id="charts">') + len('id="charts">')
+    charts = json.loads(text[start : text.index("</script>", start)])
+    assert set(charts) == {"mesh", "switch", "loss0", "loss1", "loss2", "loss3"}
+    for name, chart in charts.items():
+        assert f'id="{name}"' in text
+        assert all(len(trace["x"]) == len(trace["y"]) == len(CASES) for trace in chart["data"])
+    first = charts["loss0"]["data"][0]
+    assert first["y"][0] == round(study.signatures[0].gemm_dil, 4)
+    assert "contention.copy beside gemm" in text
+
+
+@pytest.fixture
+def short(study: Study, monkeypatch: pytest.MonkeyPatch) -> Study:
+    """`weft simulate ficco` with a study that is there already, on the machine and the scenarios that were asked for."""
+
+    def run(machine: Machine, cases: tuple[studies.GemmCase, ...], progress: studies.Progress) -> Study:
+        chosen = {case.problem() for case in cases}
+        mesh, switch = (tuple(one for one in part if one.case in cases) for part in (study.mesh, study.switch))
+        losses = tuple(found for found in study.signatures if found.problem in chosen)
+        return dataclasses.replace(study, machine=machine, mesh=mesh, switch=switch, signatures=losses)
+
+    monkeypatch.setattr(studies, "run", run)
+    return study
+
+
+def test_command_prints_figures(stored: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(studies, "run", lambda machine, cases, progress: stored)
+    assert main(["simulate", "ficco"]) == 0
+    out = capsys.readouterr().out
+    assert all(figure.name in out for figure in figures(stored))
+    assert "4 of 5 figures are within their tolerance." in out
+
+
+def test_a_part_of_the_scenarios_has_no_maxima(
+    short: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor a verdict; and what the assumed numbers do is told of the same scenarios."""
+    swept: list[tuple[studies.GemmCase, ...]] = []
+
+    def one(machine: Machine, path: str | None, factor: float, cases: tuple[studies.GemmCase, ...]) -> Sensitivity:
+        swept.append(cases)
+        return dataclasses.replace(ROW, path=path, factor=factor)
+
+    monkeypatch.setattr(sensitivities, "headline", one)
+    assert main(["simulate", "ficco", "--scenario", "g5", "--sensitivity"]) == 0
+    out = capsys.readouterr().out
+    assert "within their tolerance" not in out
+    assert "maxima over all 16 scenarios" in out
+    assert "slower than sequential, max" not in out
+    assert set(swept) == {(ficco_gemm("g5"),)}
+    assert [figure.unit for figure in figures(short)] == ["percent", "percent"]
+
+
+def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "ficco", "--json", "-", "--set", "links.gbps=64", "--set", "copies.gbps = 64", "--scenario", "g5"]
+    assert main([*words, "--report", str(tmp_path / "out")]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["machine"]["links"]["gbps"], data["machine"]["copies"]["gbps"]) == (64.0, 64.0)
+    assert [one["case"]["name"] for one in data["mesh"]] == ["g5"]
+    assert "7 of 64 GB/s each way" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+
+
+def test_collectives_go_with_links_that_are_set(short: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless they are set themselves; and what was assumed of them still is."""
+    for more, gbps in (([], 158.0), (["--set", "collectives.all_gather.gbps=300"], 300.0)):
+        assert main(["simulate", "ficco", "--json", "-", "--set", "links.gbps=24", *more]) == 0
+        machine = codec.load(Machine, json.loads(capsys.readouterr().out)["machine"])
+        assert machine.collectives["all_gather"].gbps == pytest.approx(gbps)  # type: ignore[union-attr]
+        assert ("collectives.all_gather.gbps" in assumed(machine)) is (not more)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "links.gbps"], "--set links.gbps: it must be KEY=VALUE, such as links.gbps=64"),
+        (["--set", "links.gbps=0"], "links.gbps is 0.0; it must be above zero"),
+        (["--set", "copies.several_gbps=0"], "copies.several_gbps is 0.0; it must be above zero"),
+        (["--set", "speed=1"], "'speed' is no number of machine mi300x8; it has world_size, gpu.sms"),
+        (["--set", "gpu.sms=many"], "gpu.sms is 'many'; it must be a number"),
+        (["--set", "world_size=1"], "FiCCO's evaluation is of a mesh, of at least 2 GPUs"),
+        (["--scenario", "g17"], "scenario is 'g17'; FiCCO has g1, g2"),
+    ],
+)
+def test_one_line_for_a_mistake(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "ficco", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("weft: error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_t3_has_no_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "t3", "--scenario", "g1"]) == 2
+    assert "--scenario is g1; it is for ficco" in capsys.readouterr().err
+
+
+def test_a_switch_is_no_mesh() -> None:
+    with pytest.raises(ValueError, match="FiCCO's evaluation is of a mesh, of at least 2 GPUs"):
+        studies.run(load_machine("h200x8"))
+
+
+def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, study: Study) -> None:
+    monkeypatch.setattr(studies, "scenario", lambda machine, case, names=(): study.mesh[0])
+    monkeypatch.setattr(studies, "signatures", lambda machine, case: ())
+    told: list[tuple[str, int, int]] = []
+    studies.run(load(), (QUICK,), unseen(1), lambda *news: told.append(news))
+    names = ["mesh g14", "switch g14", "losses g14", "heuristic u1", "done"]
+    assert told == [(name, done, 4) for done, name in enumerate(names)]
+
+
+def test_stored_study_is_up_to_date(study: Study, stored: Study) -> None:
+    """The machine, these scenarios and the headline as they are; `python docs/generate.py ficco` writes the file."""
+    assert stored.machine == load()
+    assert [one.case for one in stored.mesh] == list(FICCO_GEMMS)
+    assert [one.case for one in stored.unseen] == list(unseen())
+    for fresh in study.mesh:
+        assert next(one for one in stored.mesh if one.case == fresh.case) == fresh
+    assert stored.unseen[: len(study.unseen)] == study.unseen
+    rows = codec.load(tuple[Sensitivity, ...], json.loads(STORED.read_text(encoding="utf-8"))["sensitivity"])
+    assert [row.path for row in rows] == [None, *(path for path in assumed(load()) for _ in range(2))]
+    found = {figure.name: figure.ours for figure in figures(stored)}
+    assert rows[0].p2p_loss == found["peer to peer, slower than sequential, max"]
+    assert rows[0].bespoke == found["best of FiCCO's four, speed-up, max"]

@@ -1,0 +1,305 @@
+"""The doctor: right about this machine, and about others. A stand-in for torch has as many GPUs as a test wants."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from weft_log import logged
+
+from weft.cli import main
+from weft.runtime.environment import READ, check_environment
+from weft.tools.doctor import Finding, diagnose, gpus, host, software
+from weft.tools.doctor.environment import environment_findings
+
+ROOT = Path(__file__).parents[2]
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\t0-15\t0
+GPU1\tNV18\t X \tSYS\t0-15\t0
+GPU2\tSYS\tSYS\t X \t16-31\t1
+
+Legend:
+
+  X    = Self
+"""
+
+
+def fake_torch(
+    *, count: int = 0, cuda: str | None = "13.0", direct: bool = True, arrives: Any = lambda src, dst, values: values
+) -> ModuleType:
+    """A torch with `count` GPUs. arrives: what `dst` gets when `src` sends `values`; without GPUs in it, a real torch."""
+    import torch
+
+    class Remote:
+        """A tensor that is said to lie on a GPU."""
+
+        def __init__(self, values: torch.Tensor, index: int) -> None:
+            self.values, self.index = values, index
+
+        def copy_(self, src: Remote) -> None:
+            self.values = arrives(src.index, self.index, src.values.clone())
+
+        def cpu(self) -> torch.Tensor:
+            return self.values
+
+    class Pattern(torch.Tensor):
+        def to(self, device: str) -> Any:
+            return Remote(self.as_subclass(torch.Tensor).clone(), int(device.removeprefix("cuda:")))
+
+    return SimpleNamespace(  # type: ignore[return-value]
+        int32=torch.int32,
+        version=SimpleNamespace(cuda=cuda, hip=None),
+        arange=lambda *a, **k: torch.arange(*a, **k).as_subclass(Pattern),
+        full=lambda size, value, dtype, device: Remote(torch.full(size, value, dtype=dtype), int(device.removeprefix("cuda:"))),
+        cuda=SimpleNamespace(
+            is_available=lambda: count > 0,
+            device_count=lambda: count,
+            can_device_access_peer=lambda src, dst: direct,
+            get_device_properties=lambda index: SimpleNamespace(
+                name="H200", multi_processor_count=132, total_memory=141 << 30, major=9, minor=0
+            ),
+            nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
+        ),
+        distributed=SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True),
+    )
+
+
+# --- this machine ----------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_has_what_the_tests_need() -> None:
+    found = diagnose()
+    assert [str(finding) for finding in found if finding.state == "missing"] == []
+    assert {"Python", "CPU cores", "shared memory (host executor)"} <= {finding.what for finding in found}
+    assert all(finding.cure for finding in found if finding.state != "ok")
+
+
+def test_packages_are_those_of_the_project_file() -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {text.split(";")[0].strip() for text in wanted} == {f"{p.name}>={p.lowest}" for p in software.PACKAGES}
+
+
+def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert host.shared_memory_finding(tmp_path).state in ("ok", "warn")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- environment -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "state"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1", "warn"),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "warn"),
+        ("CUDA_VISIBLE_DEVICES", "3", "ok"),
+        ("CUDA_LAUNCH_BLOCKING", "0", None),
+    ],
+)
+def test_how_cuda_is_started(monkeypatch: pytest.MonkeyPatch, name: str, value: str, state: str | None) -> None:
+    for each in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    found = {finding.what: finding.state for finding in environment_findings()}
+    assert found.get(name) == state
+
+
+def test_values_that_will_not_do_and_names_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in READ:
+        monkeypatch.delenv(name, raising=False)
+    assert [finding.what for finding in environment_findings() if finding.what in READ] == []
+    bad = {
+        "TIMEOUT_S": "soon",
+        "MACHINE": "h100",
+        "RANKS_PER_NODE": "0",
+        "STAGING_BYTES": "1",
+    }
+    for name, value in bad.items():
+        monkeypatch.setenv(f"WEFT_{name}", value)
+    monkeypatch.setenv("WEFT_CACHE_DIR", "")
+    monkeypatch.setenv("WEFT_TIMEOUT", "5")
+    found = {finding.what: finding for finding in environment_findings()}
+    assert {name: found[f"WEFT_{name}"].state for name in bad} == dict.fromkeys(bad, "missing")
+    assert all(repr(value) in found[f"WEFT_{name}"].detail for name, value in bad.items())
+    assert (found["WEFT_CACHE_DIR"].state, found["WEFT_TIMEOUT"].state) == ("ok", "warn")
+    assert "WEFT_TIMEOUT_S" in found["WEFT_TIMEOUT"].cure
+
+
+def test_a_profile_of_another_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls use it."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("WEFT_MACHINE", "h200x8")
+    with logged() as said:
+        check_environment()
+    assert any("h200x8, measured on NVIDIA H200; this is cpu" in text for text in said)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    with logged() as said:
+        check_environment()
+    assert said == []
+
+
+def test_all_variables_of_the_package_are_known() -> None:
+    named = {name for path in (ROOT / "weft").rglob("*.py") for name in re.findall(r"WEFT_[A-Z_]+", path.read_text())}
+    assert named == set(READ)
+
+
+@pytest.mark.parametrize("command", [["run", "llama3-8b", "--device", "cpu"], ["calibrate", "--device", "cpu"]])
+def test_a_bad_value_ends_a_command_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    """It ended them with status 3, which stands for a rank that failed while it ran."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
+    assert main(command) == 2
+    assert (
+        capsys.readouterr().err
+        == "weft: error: WEFT_TIMEOUT_S is 'soon'; it must be a number of seconds above 0, and at most 1e+09\n"
+    )
+
+
+# --- command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("state", "status"), [("ok", 0), ("warn", 0), ("missing", 1)])
+def test_status_is_1_only_if_something_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: Any, status: int
+) -> None:
+    finding = Finding(what="thing", state=state, detail="seen", cure="do this")
+    monkeypatch.setattr("weft.cli.doctor.diagnose", lambda **_: (finding,))
+    assert main(["doctor"]) == status
+    assert "-> do this" in capsys.readouterr().out
+    assert main(["doctor", "--json", "-"]) == status
+    assert json.loads(capsys.readouterr().out) == [{"what": "thing", "state": state, "detail": "seen", "cure": "do this"}]
+
+
+def test_the_doctor_starts_where_everything_is_missing() -> None:
+    gone = [package.name for package in software.PACKAGES if package.name not in ("rich", "typer")]
+    code = f"import sys; sys.modules.update(dict.fromkeys({gone})); from weft.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines()[-1].startswith("Missing: torch (tensors, matmuls, collectives), triton (kernels), numpy")
+
+
+# --- what is missing -------------------------------------------------------------------------------------------------
+
+
+def test_missing_package_is_named_with_its_cure() -> None:
+    needed = software.package_finding(software.Package(name="weft_no_such", lowest="2.0", purpose="tests"))
+    assert (needed.state, needed.detail, needed.cure) == ("missing", "not installed", 'pip install "weft_no_such>=2.0"')
+    spare = software.Package(name="weft_no_such", lowest="2.0", purpose="tests", without="the rest works")
+    assert (software.package_finding(spare).state, software.package_finding(spare).detail) == (
+        "warn",
+        "not installed; the rest works",
+    )
+
+
+def test_old_package_is_missing_too() -> None:
+    found = software.package_finding(software.Package(name="numpy", lowest="99", purpose="tests"))
+    assert found.state == "missing"
+    assert found.detail.endswith("weft needs 99")
+
+
+def test_package_that_does_not_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "weft_broken.py").write_text("raise OSError('libcuda.so.1: cannot open\\nmore')")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = software.package_finding(software.Package(name="weft_broken", lowest="1", purpose="tests"))
+    assert (found.state, found.detail) == ("missing", "does not import: libcuda.so.1: cannot open")
+
+
+def test_no_shared_memory(tmp_path: Path) -> None:
+    found = host.shared_memory_finding(tmp_path / "none")
+    assert (found.state, "No such file" in found.detail, "--shm-size" in found.cure) == ("missing", True, True)
+
+
+def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host, "ENOUGH_BYTES", 1 << 62)
+    assert host.shared_memory_finding(tmp_path).state == "warn"
+
+
+# --- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_gpu_it_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(cuda=None))
+    monkeypatch.setattr(gpus, "_has_driver", lambda: False)
+    (found,) = gpus.gpu_findings()
+    assert found.state == "warn"
+    assert "weft run --device cpu, weft plan" in found.cure
+    monkeypatch.setattr(gpus, "_has_driver", lambda: True)
+    assert "CUDA wheel" in gpus.gpu_findings()[0].cure
+
+
+def test_links_are_counted_by_kind() -> None:
+    assert gpus.link_kinds(TOPOLOGY) == {"NV18": 1, "SYS": 2}
+    found = gpus.links_finding(TOPOLOGY)
+    assert (found.state, found.detail) == ("warn", "NV18 between 1 pair, SYS between 2 pairs")
+    assert gpus.links_finding(TOPOLOGY.replace("SYS", "NV12")).state == "ok"
+    assert gpus.links_finding(None).state == "warn"
+
+
+def test_good_peers_are_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "PATTERN", 1000)
+    (found,) = gpus.peer_findings(fake_torch(count=3), 3)
+    assert (found.state, found.detail.split(",")[0]) == ("ok", "6 ordered pairs")
+
+
+def test_a_link_that_delivers_wrong_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "PATTERN", 1000)
+
+    def arrives(src: int, dst: int, values: Any) -> Any:
+        return values * 0 if (src, dst) == (0, 2) else values
+
+    found = gpus.peer_findings(fake_torch(count=3, arrives=arrives), 3)
+    assert [finding.what for finding in found] == ["peer access GPU 0 -> GPU 2", "peer access GPU 2 -> GPU 0"]
+    assert all(finding.state == "missing" and "1000 of 1000" in finding.detail and finding.cure for finding in found)
+
+
+def test_a_copy_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read back must not be what lay there before: every pair has a pattern of its own."""
+    monkeypatch.setattr(gpus, "PATTERN", 1000)
+    stale: dict[int, Any] = {}
+
+    def arrives(src: int, dst: int, values: Any) -> Any:
+        return stale.setdefault(dst, values)
+
+    assert len(gpus.peer_findings(fake_torch(count=3, arrives=arrives), 3)) > 1
+
+
+def test_no_direct_access_and_failing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "PATTERN", 1000)
+    assert "no direct access" in gpus.peer_findings(fake_torch(count=2, direct=False), 2)[0].detail
+
+    def arrives(src: int, dst: int, values: Any) -> Any:
+        raise RuntimeError("CUDA error: peer access is not supported\nmore")
+
+    found = gpus.peer_findings(fake_torch(count=2, arrives=arrives), 2)
+    assert found[0].detail == "the copy failed: CUDA error: peer access is not supported"
+
+
+def test_two_gpus_from_build_to_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(count=2))
+    monkeypatch.setattr(gpus, "PATTERN", 1000)
+    monkeypatch.setattr(gpus, "_topology", lambda: "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n")
+    monkeypatch.setattr(gpus, "_driver", lambda: None)
+    found = {finding.what: finding for finding in gpus.gpu_findings()}
+    assert found["CUDA (of PyTorch)"].detail == "13.0"
+    assert found["NCCL (sequential, collectives)"].detail == "2.28.9"
+    assert found["cuda-bindings (stream waits, copy engines)"].state == "missing"
+    assert found["GPU 1"].detail.startswith("H200, 132 SMs, 141 GiB, sm_90")
+    assert (found["links"].state, found["peer access"].state) == ("ok", "ok")
+
+
+def test_one_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(count=1))
+    monkeypatch.setattr(gpus, "_driver", lambda: None)
+    assert gpus.gpu_findings()[-1].state == "warn"
+    assert all(finding.state != "missing" for finding in gpus.gpu_findings())
