@@ -17,8 +17,8 @@ A generated part is a fenced block whose first line says what it is made of; thi
 
 tests/project/test_docs.py holds that nothing is out of date. What takes long to make lies in files: T3's sensitivity, and
 what DLRM's study has beside its published case, in docs/t3_sensitivity.json and docs/dlrm_study.json, which
-`python docs/generate.py sensitivity` writes in half a minute; FiCCO's evaluation in docs/ficco.json, which `python docs/generate.py ficco` writes in two
-or three.
+`python docs/generate.py sensitivity` writes in half a minute; FiCCO's evaluation in docs/ficco.json, which
+`python docs/generate.py ficco` writes in two or three.
 """
 
 from __future__ import annotations
