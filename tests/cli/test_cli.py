@@ -419,10 +419,7 @@ def test_one_machine_is_shown_number_by_number(weft: Weft, tmp_path: Path, name:
 
 def test_one_machine_and_what_does_not_go_with_it(weft: Weft) -> None:
     assert "52,428,800" in weft("machines", "h200x8")[1]
-    assert weft("machines", "h100")[::2] == (
-        2,
-        f"weft: error: machine is 'h100'; weft has {', '.join(names())}, or give the path of a JSON file\n",
-    )
+    is_one_error(weft("machines", "h100"), "'h100'", *names())
     for other in (["h200x8"], ["--json", "-"]):
         status, _, error = weft("machines", *other, "--diff", "h200x8", "a100x8")
         assert status == 2

@@ -85,13 +85,13 @@ def test_plan_shows_each_familys_best_and_with_why_every_candidate_once(capsys: 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["run", "llama3-8b", "--device", "cpu", "--ranks", "100000"], "ranks is 100000; on the CPU each is a process"),
+        (["run", "llama3-8b", "--device", "cpu", "--ranks", "100000"], "ranks is 100000"),
         (["run", "llama3-8b", "--tokens", "100000000000"], "'--tokens'"),
         (["plan", "llama3-8b", "--tokens", "100000000000"], "'--tokens'"),
-        (["plan", "llama3-8b", "--schedule", "flag_gated:100000000"], "chunks is 100000000; use at most 512"),
+        (["plan", "llama3-8b", "--schedule", "flag_gated:100000000"], "chunks is 100000000"),
         (["plan", "llama3-8b", "--schedule", "flag_gated:\u00b2"], "a chunk count is a whole number"),
-        (["characterize", "--tokens", "100000000000"], "--tokens is '100000000000'; give whole numbers of 1 to"),
-        (["simulate", "dlrm", "--set", "nodes=100000000"], "nodes is 100000000; use at most 65536"),
+        (["characterize", "--tokens", "100000000000"], "--tokens is '100000000000'"),
+        (["simulate", "dlrm", "--set", "nodes=100000000"], "nodes is 100000000"),
         (["plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--save", "/dev/full"], "--save /dev/full: No space left"),
         (["plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--trace", "/dev/full"], "No space left on device"),
         ([*LOSSES, "--json", "/dev/full"], "--json /dev/full: No space left"),
@@ -152,11 +152,11 @@ LONG = "x" * 300
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["plan", LONG], f"model is '{LONG}'; weft knows"),
+        (["plan", LONG], f"model is '{LONG}'"),
         (["plan", f"{LONG}/config.json"], f"cannot read {LONG}/config.json: "),
-        (["plan", "llama3-8b", "--machine", LONG], f"machine is '{LONG}'; weft has"),
+        (["plan", "llama3-8b", "--machine", LONG], f"machine is '{LONG}'"),
         (["machines", "--diff", "h200x8", f"{LONG}.json"], f"cannot read {LONG}.json: "),
-        (["simulate", LONG], f"study is '{LONG}'; weft simulates"),
+        (["simulate", LONG], f"study is '{LONG}'"),
         (["plan", "llama3-8b", "--trace", LONG], f"--trace {LONG}: "),
         (["characterize", "llama3-8b", "--json", LONG], f"--json {LONG}: "),
         (["calibrate", "--ranks", "2", "--device", "cpu", "--out", LONG], f"--out {LONG}: "),

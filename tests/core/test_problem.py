@@ -34,8 +34,8 @@ def _make(op: Op, **more: Any) -> Problem:
 @pytest.mark.parametrize("op", [*OPS, *COLUMN_OPS, *COLLECTIVE_OPS, "embedding_bag_all_to_all"])
 def test_what_an_operator_does_not_have_is_refused(op: Op) -> None:
     for name, value, those, message in (
-        ("reduce_op", "avg", AVERAGES, f"reduce_op is 'avg'; {op} (averages|sums) nothing, use 'sum'"),
-        ("return_gathered", True, GATHERS, f"return_gathered is True; {op} gathers nothing to hand back, use False"),
+        ("reduce_op", "avg", AVERAGES, "reduce_op is 'avg'"),
+        ("return_gathered", True, GATHERS, "return_gathered is True"),
     ):
         assert getattr(_make(op), name) != value
         if op in those:

@@ -130,7 +130,7 @@ def test_shrunk_problems_move_as_much(op: Op) -> None:
     small = shrunk(problem)
     assert small.shard_bytes == problem.shard_bytes
     assert small.flops < problem.flops / 4 or op in EXCHANGES
-    with pytest.raises(ValueError, match="op is embedding_bag_all_to_all; only matmuls"):
+    with pytest.raises(ValueError, match="op is embedding_bag_all_to_all"):
         shrunk(LookupProblem.of(batch=4, dims=((2,), (2,))))
 
 

@@ -245,12 +245,12 @@ def test_what_ranks_of_several_nodes_run_is_chosen_for_them(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"device": "tpu"}, "device is 'tpu'; use cpu or cuda"),
-        ({"ranks": 0}, "ranks is 0; it must be at least 1"),
-        ({"tokens": 0}, "tokens is 0; it must be at least 1"),
-        ({"op": "matmul"}, "op is 'matmul'; weft has all_gather_matmul"),
-        ({"dtype": "int8"}, "dtype is 'int8'; weft overlaps bfloat16"),
-        ({"schedule": "best"}, "schedule is 'best'; use auto, or one of"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"op": "matmul"}, "op is 'matmul'"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"schedule": "best"}, "schedule is 'best'"),
     ],
 )
 def test_bad_requests_start_nothing(change: dict[str, Any], message: str) -> None:
