@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -43,8 +42,3 @@ def test_what_an_operator_does_not_have_is_refused(op: Op) -> None:
         else:
             with pytest.raises(ValueError, match=message):
                 _make(op, **{name: value})
-
-
-def test_an_all_reduce_of_products_is_told_that_it_sums() -> None:
-    with pytest.raises(ValueError, match=re.escape("matmul_all_reduce averages nothing")):
-        _make("matmul_all_reduce", reduce_op="avg")

@@ -271,6 +271,7 @@ def test_the_heuristic_holds_on_what_was_measured() -> None:
     assert found.unmeasured == 0
 
 
+@pytest.mark.slow
 def test_the_cost_model_and_the_quick_tuner_hold_on_what_was_measured() -> None:
     from scores import errors, percentile, predictions, quick, verdict
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_doctor import fake_torch
+from fake_torch import fake_torch
 
 from weft.tools.calibrate.samples import ProbeSample
 from weft.tools.doctor import gpus
@@ -97,9 +97,9 @@ def test_whether_overlap_pays() -> None:
     alone = [_sample("all_gather", (1,), 375.0), _sample("gemm bfloat16", (1, 1, 1), 1332.0)]
     good = verdict([*alone, _sample("shard_p2p", (1,), 1364.0)])
     assert (good.state, good.cure) == ("ok", "")
-    assert "22% could be hidden at most; shard_p2p takes 1364 us and hides 20%, others may hide more: it pays" in good.detail
+    assert all(number in good.detail for number in ("22%", "1364 us", "20%"))
     bad = verdict([*alone, _sample("shard_p2p", (1,), 1800.0)])
-    assert (bad.state, "hides 0%, others may hide more: it does not pay" in bad.detail, bool(bad.cure)) == ("warn", True, True)
+    assert (bad.state, " 0%" in bad.detail, bool(bad.cure)) == ("warn", True, True)
     assert verdict("not tried").state == "warn"
 
 
