@@ -7,6 +7,7 @@ import subprocess
 import sys
 from math import ceil
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from weft.core.problem import (
     Problem,
 )
 from weft.perf.cost import gemm_cost
-from weft.perf.pieces import LEAST_CUT, Pieces
+from weft.perf.pieces import CUT, LEAST_CUT, Pieces
 from weft.perf.rules import FEATURES, TERMS, Estimates, Weights, choice, estimates, sizes, terms
 from weft.planner import heuristic
 from weft.planner.shortlist import AT_MOST

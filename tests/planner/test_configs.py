@@ -106,9 +106,7 @@ EACH = "llama gemma3n_text gpt2 mixtral deepseek_v3 qwen3_next falcon bloom gpt_
 """One for each kind of module; the others are read in the same way."""
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in EACH.split() else pytest.mark.slow) for name in SMALL]
-)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.slow][name in EACH.split() :]) for name in SMALL])
 def test_planned_shapes_are_those_of_the_modules(write: Write, family: str) -> None:
     """Every weight of every layer is part of a site or listed as not covered, and each is counted once."""
     transformers = pytest.importorskip("transformers", reason=ABSENT)
