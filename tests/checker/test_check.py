@@ -122,17 +122,6 @@ def test_the_gates_of_a_part_that_adds_are_too_late_for_its_factors() -> None:
     assert verdict(_late_factor(waits_first=False))
 
 
-def test_parts_that_wait_come_after_those_that_a_peer_waits_for() -> None:
-    """Both ranks' own tiles may hold all SMs, while the tiles that they wait for have not started."""
-    schedule = build(SCATTER, "direct_store", 1)
-    for rank in (0, 1):
-        place = first(schedule, Gemm, rank)
-        step = step_at(schedule, place)
-        schedule = with_step(schedule, place, dataclasses.replace(step, parts=step.parts[::-1]))
-    refused(schedule, "deadlock: rank 0, lane compute, step 0", "part 0", "waits for a signal of arrived[1]@0")
-    assert verdict(schedule).startswith("deadlock")
-
-
 def test_an_unwritten_output_is_named() -> None:
     schedule = build(dataclasses.replace(GATHER, return_gathered=True), "shard_p2p")
     own = next(p for p in places(schedule, lambda s: isinstance(s, Copy) and s.dst.buffer == "gathered"))
@@ -252,27 +241,6 @@ def test_no_starvation_from_blocks_of_their_own_or_in_order() -> None:
     for schedule in (_staged("blocks"), _staged("copy", first_stage=True)):
         check(schedule)
         assert verdict(schedule) == ""
-
-
-def _two_gated(*, crossed: bool) -> Schedule:
-    """Two kernels with gates, one after the other, beside copies of which each may be kept out; crossed: by the kernel that
-    waits for it."""
-    problem = dataclasses.replace(GATHER, m=0, world_size=1)
-    nothing, b, out = region("a", 0, (0, 0), (0, 6)), region("b", 0, (0, 6), (0, 4)), region("out", 0, (0, 0), (0, 4))
-    one, two, go = Flag("one", 0), Flag("two", 0), Flag("go", 0)
-    first = Gemm(b, (Part(nothing, out, (Wait(go),), one),))
-    second = Gemm(b, (Part(nothing, out, (Wait(two if crossed else go),)),))
-    landed = region("a_full", 0, (0, 0), (0, 6))
-    copies = (Wait(one), Copy(landed, landed), Signal(two))
-    lanes = (Lane("x", "compute", (first, second)), Lane("y", "copy", copies), Lane("z", "copy", (Signal(go),)))
-    return dataclasses.replace(build(problem, "sequential"), ranks=(lanes,))
-
-
-def test_gated_kernels_of_a_lane_are_refused_only_if_one_order_deadlocks() -> None:
-    check(_two_gated(crossed=False))
-    assert verdict(_two_gated(crossed=False)) == ""
-    refused(_two_gated(crossed=True), "possible deadlock: rank 0, lane x, step 1", "rank 0, lane y, step 1")
-    assert verdict(_two_gated(crossed=True)).startswith("deadlock")
 
 
 @pytest.mark.parametrize("name", ["hetero_unfused_1d", "flag_gated", "flag_gated_2d"])

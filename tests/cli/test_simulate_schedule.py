@@ -159,7 +159,7 @@ def test_files_that_hold_no_schedule_are_refused(weft: Weft, saved: Path, text: 
     assert says in err
 
 
-@pytest.mark.parametrize("name", ["system.json", "network.yml", "rank.7.et"])
+@pytest.mark.parametrize("name", ["system.json", "rank.7.et"])
 def test_chakra_writes_over_no_input_and_no_output(weft: Weft, saved: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("google.protobuf", reason="protobuf is not installed; it comes with weft[chakra]")
     (tmp_path / "profile.json").write_text(codec.dumps(load("h200x8")), encoding="utf-8")

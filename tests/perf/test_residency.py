@@ -127,13 +127,6 @@ def test_padding_gives_that_many_and_no_unit_is_too_much(
     assert padding == 0 or fits(max(0, padding - device.shared_unit_bytes)) > wanted
 
 
-@pytest.mark.parametrize("device", [A40, A100, H100, H200], ids=lambda device: device.name)
-def test_every_residency_is_possible_on_nvidia(device: Multiprocessor) -> None:
-    for wanted in range(1, device.blocks + 1):
-        padding = padding_bytes(device, threads=32, registers=16, shared_bytes=0, blocks_per_sm=wanted)
-        assert blocks_per_sm(device, threads=32, registers=16, shared_bytes=padding).blocks == wanted
-
-
 @pytest.mark.parametrize(
     ("device", "wanted", "message"),
     [

@@ -60,7 +60,7 @@ def test_an_exchange_of_one_node_is_that_of_all(on: Alike) -> None:
         ("torus_2d", 8, "unfused"),
         ("torus_2d", 8, "fused"),
         ("torus_3d", 16, "fused"),
-        ("fat_tree", 16, "fused"),
+        ("fat_tree", 8, "fused"),
     ],
 )
 def test_iterations_of_one_node_are_those_of_all(topology: Topology, nodes: int, way: Way) -> None:

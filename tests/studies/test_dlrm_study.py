@@ -102,6 +102,7 @@ def test_report_redraws_the_figure(study: Study) -> None:
     assert "vendor.share" in text
 
 
+@pytest.mark.slow
 def test_stored_study_is_up_to_date() -> None:
     """Some of its rows, made anew; `python docs/generate.py sensitivity` writes the file."""
     system = load()

@@ -15,7 +15,6 @@ from conftest import Weft
         ("t3", ["speed=1"], "'speed'"),
         ("t3", ["tile.rows=1"], "tile.rows is 1"),
         ("t3", ["units=16"], "units is 16"),
-        ("t3", ["tile.rows=192"], "1462 tiles"),
         ("dlrm", ["topologies=ring"], "topologies[0] is 'ring'"),
         ("dlrm", ["nodes=[8, 4]", "topologies=torus_3d"], "nodes is 4"),
         ("dlrm", ["nodes=20", "topologies=fat_tree"], "nodes is 20"),

@@ -208,7 +208,7 @@ def test_a_faster_system_is_never_slower(path: str) -> None:
     sublayer = next(s for s in SUBLAYERS if s.name == "T-NLG TP16 OP")
     work, size = sublayer.gemm, sublayer.world_size
     times = []
-    for factor in (0.5, 1.0, 2.0):
+    for factor in (1.0, 2.0):
         system = scaled(load(), path, factor)
         parts = [gemm_alone(system, work), reduce_scatter(system, work, size), all_gather(system, work, size)]
         times.append([*(part.ns for part in parts), *(fused(system, work, size, policy).ns for policy in POLICIES)])

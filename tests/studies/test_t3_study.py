@@ -175,6 +175,7 @@ def test_report_redraws_the_figures(study: Study) -> None:
     assert "hbm.queue_entries" in text
 
 
+@pytest.mark.slow
 def test_stored_sensitivity_is_up_to_date() -> None:
     """Its first row and the largest effect, made anew; `python docs/generate.py sensitivity` writes the file."""
     rows = codec.loads(tuple[Sensitivity, ...], STORED.read_text(encoding="utf-8"))  # type: ignore[arg-type]
