@@ -95,6 +95,7 @@ def test_commands_are_found() -> None:
     assert {words[1] for words in command_lines("make")} >= {"run", "test", "docs"}
 
 
+@pytest.mark.slow
 def test_what_code_writes_is_up_to_date(generate: SimpleNamespace) -> None:
     stale = [name for name in generate.DOCUMENTS if generate.rewritten(TEXTS[name]) != TEXTS[name]]
     assert stale == [], "run `make docs`"
