@@ -94,3 +94,13 @@ def test_a_source_that_is_blank() -> None:
 def test_store_rate_between_points() -> None:
     stores = machine.load("h200x8").stores
     assert [stores.rate(sms) for sms in (2, 4, 6, 16, 132, 200)] == [57.5, 115.0, 162.5, 245.0, 274.0, 274.0]
+
+
+def test_what_a_machine_lacks_is_named() -> None:
+    tiny(world_size=2).require(2)
+    with pytest.raises(ValueError, match=r"world_size is 3"):
+        tiny(world_size=2).require(3)
+    with pytest.raises(ValueError, match=r"dtype is 'float32'"):
+        tiny().tflops("float32")
+    with pytest.raises(ValueError, match=r"machine is 'h100'"):
+        machine.load("h100")

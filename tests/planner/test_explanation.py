@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from typing import Any
@@ -16,13 +17,18 @@ from weft.core.problem import OPS, LookupProblem, Problem
 from weft.core.settings import changed
 from weft.perf import run
 from weft.planner import heuristic, plan
-from weft.planner.explanation import _faster_links, explained, summary
+from weft.planner.explanation import Explanation, _faster_links, explained, summary
 from weft.schedules import build, parse
 
 H200 = load("h200x8")
 GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4)
 SMALL = dataclasses.replace(GATHER, m=256, world_size=8)
 LEAST = dataclasses.replace(SMALL, op="matmul_all_to_all")
+
+
+@functools.cache
+def of_gather() -> Explanation:
+    return weft.explain(GATHER, "h200x8")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -44,7 +50,7 @@ def test_what_a_lookup_and_nothing_to_overlap_say() -> None:
 
 
 def test_fixed_costs_are_named() -> None:
-    found = weft.explain(GATHER, "h200x8")
+    found = of_gather()
     assert {"matmul alone", "launches", "smaller pieces", "contention", "head, tail, waits"} == set(found.parts)
     pieces = explained(plan(GATHER, H200, only="hetero_unfused_1d", chunks=4), H200)
     gemms = 1 + 3 * 4
@@ -135,7 +141,7 @@ def test_machines_at_the_ends_of_what_there_may_be_are_varied(path: str, value: 
 
 
 def test_a_model_in_a_few_sentences() -> None:
-    plans = [("large", plan(GATHER, H200)), ("small", plan(SMALL, H200)), ("least", plan(LEAST, H200))]
+    plans = [("large", of_gather().plan), ("small", plan(SMALL, H200)), ("least", plan(LEAST, H200))]
     assert [found.chosen.spec for _, found in plans[1:]] == ["sequential_stores", "sequential"]
     lines = summary(plans).splitlines()
     assert "1 of 3" in lines[0]
@@ -158,8 +164,7 @@ def test_plan_why(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_name_for_one_quantity() -> None:
     """Three figures of one schedule, one name each: all three were called exposed."""
-    problem = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=8)
-    found = weft.explain(problem, "h200x8")
+    found = of_gather()
     chosen, losses = found.plan.chosen, found.signatures[0]
     assert chosen.over_ideal_us == pytest.approx(losses.total_us - losses.ideal_us)
     assert losses.exposed_us == pytest.approx(losses.total_us - max(losses.pieces_us, losses.transfers_us))

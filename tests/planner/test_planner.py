@@ -32,7 +32,7 @@ def llama_70b(op: Op, m: int, world_size: int = 8) -> Problem:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[tuple[Op, int], Plan]:
-    return {(op, m): plan(llama_70b(op, m), H200) for op in TP_OPS for m in (512, 8192)}
+    return {(op, m): plan(llama_70b(op, m), H200) for op, m in ((TP_OPS[0], 512), *((op, 8192) for op in TP_OPS))}
 
 
 def test_best_first_and_sequential_among_them(plans: dict[tuple[Op, int], Plan]) -> None:
@@ -174,7 +174,7 @@ def test_machine_that_does_not_fit() -> None:
         plan(no_rate, tiny())
 
 
-@pytest.mark.parametrize("name", ["mi300x8", "t3_ring8"])
+@pytest.mark.parametrize("name", ["mi300x8", "mi210x4"])
 def test_every_machine_overlaps_a_balanced_problem(name: str) -> None:
     machine = load(name)
     problem = Problem(op="all_gather_matmul", m=8192, n=2048 * machine.world_size, k=8192, world_size=machine.world_size)
