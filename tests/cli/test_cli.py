@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import Weft
-from models import TINY
+from tiny_models import TINY
 
 from weft.cli import choices, output
 from weft.cli.profile import unit

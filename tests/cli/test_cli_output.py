@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import TINY
+from tiny_models import TINY
 
 from weft.cli import main, output, simulate
 from weft.core import codec

@@ -8,9 +8,9 @@ import re
 
 import pytest
 from machine_tiny import tiny
-from test_check import refused
+from refusals import refused
+from spans import log
 from test_launch_plan import FakeProgram, play
-from test_sim import log
 
 import weft
 from weft.checker import ScheduleError, check
