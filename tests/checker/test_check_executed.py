@@ -16,7 +16,7 @@ from rank_pools import interpreted_ranks
 from test_check import SCATTER, change, change_part, first, refused, region
 
 import weft
-from weft.checker import check
+from weft.checker import check, content
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.schedule import (
     Buffer,
@@ -54,6 +54,13 @@ def test_a_row_for_all_rows_is_not_the_rows() -> None:
         refused(damaged, "leaves out@0", "one row of a matrix, the same for all rows; the result there is")
         assert verdict(damaged)
     check(build(Problem(op="matmul_all_reduce", m=4, n=2, k=4, world_size=2, addends=("bias",)), "shard_p2p"))
+
+
+def test_parts_with_different_divisors_are_no_sum() -> None:
+    """Half of K divided by two and the other half by four is no average."""
+    halves = [("AB", 0, 0, ((low, low + 4),), divide_by) for low, divide_by in ((0, 2), (4, 4), (4, 2))]
+    assert content.add(halves[0], halves[1])[0] == "?"
+    assert content.add(halves[0], halves[2]) == ("AB", 0, 0, ((0, 8),), 2)
 
 
 def _wide(schedule: Schedule, name: str) -> Schedule:

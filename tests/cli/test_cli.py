@@ -68,7 +68,7 @@ class Runner:
         self.error = 1e-3
         self.overlapped_us = 2000.0
         self.tried: dict[str, float] = {}
-        self.raises: Exception | None = None
+        self.raises: BaseException | None = None
 
     def __call__(self, model: Model, **asked: Any) -> Run:
         self.asked = asked
@@ -232,6 +232,11 @@ def test_a_failed_rank_ends_in_status_3_without_traceback(weft: Weft, runner: Ru
 def test_ranks_that_disagree_are_no_mistake_of_the_user(weft: Weft, runner: Runner, without_gpus: None) -> None:
     runner.raises = RankMismatch("rank 1 has dtype float16, rank 0 bfloat16")
     assert weft("run", "llama3-8b")[0] == 3
+
+
+def test_an_interrupt_ends_in_status_130(weft: Weft, runner: Runner, without_gpus: None) -> None:
+    runner.raises = KeyboardInterrupt()
+    assert weft("run", "llama3-8b")[0] == 130
 
 
 def test_run_writes_json_that_reads_back(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:
