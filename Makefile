@@ -17,7 +17,7 @@ endef
 # Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test lint types docs site audit clean
+.PHONY: run test mutate lint types docs site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -31,6 +31,10 @@ test: $(VENV)/.set-up-test
 	$(BIN)/python -m pytest -m ranks -p no:cacheprovider $(LATER); exit $$((plain | $$?)); } >out/test.log 2>&1 & others=$$!; \
 	$(BIN)/python -m pytest -m ranks $(addprefix --ignore=,$(LATER)); ranks=$$?; \
 	wait $$others; others=$$?; cat out/test.log; exit $$((ranks | others))
+
+# Whether the tests notice the bugs of tests/mutants.
+mutate: $(VENV)/.set-up-test
+	$(BIN)/python tests/mutants/mutate.py
 
 lint: $(VENV)/.set-up-dev
 	$(BIN)/ruff check .

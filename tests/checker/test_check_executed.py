@@ -195,6 +195,13 @@ def test_in_place_is_said() -> None:
     refused(again, "touches a@0[0:2, 0:1], where rank 0", "may have written the result, since out may be the memory of a")
 
 
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_collective_in_place_leaves_no_input(op: Any) -> None:
+    schedule = build(CollectiveProblem(op=op, m=2, world_size=2, dtype="float32"), "sequential")
+    twice = [tuple(dataclasses.replace(lane, steps=lane.steps * 2) for lane in lanes) for lanes in schedule.ranks]
+    refused(dataclasses.replace(schedule, ranks=tuple(twice)), "may have written the result, since out may be the memory of a")
+
+
 def _reduced(change: str) -> Schedule:
     """A reduce_scatter whose sum is not what the kernel of sums does."""
     problem = CollectiveProblem(op="reduce_scatter", m=64, world_size=2, dtype="float32", staging_bytes=1 << 24)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from conftest import Weft
 
 from weft.cli import choices, output
@@ -234,8 +235,11 @@ def test_ranks_that_disagree_are_no_mistake_of_the_user(weft: Weft, runner: Runn
     assert weft("run", "llama3-8b")[0] == 3
 
 
-def test_an_interrupt_ends_in_status_130(weft: Weft, runner: Runner, without_gpus: None) -> None:
-    runner.raises = KeyboardInterrupt()
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, typer.Abort])  # the latter is what some versions of typer make of it
+def test_an_interrupt_ends_in_status_130(
+    weft: Weft, runner: Runner, without_gpus: None, interrupt: type[BaseException]
+) -> None:
+    runner.raises = interrupt()
     assert weft("run", "llama3-8b")[0] == 130
 
 

@@ -1,5 +1,5 @@
 """Whether the tests notice mistakes: each patch of this folder is one bug of the package, and the tests that its header names
-have to fail with it. `make mutate` runs them all; `python tests/mutants/run.py NAME ...` runs some.
+have to fail with it. `make mutate` runs them all; `python tests/mutants/mutate.py NAME ...` runs some.
 
     What the bug is, in a sentence.
     Caught by: tests/room/test_x.py::test_name
@@ -37,6 +37,8 @@ TO_BE_CAUGHT = 0.95
 TIMEOUT_S = 900
 """With a bug a test may never end. That counts as caught."""
 TAKE_LONG = ("torch.distributed", "triton", "numpy", "simpy", "hypothesis", "pytest")
+SUITE = ("tests", "--ignore=tests/mutants")
+"""All tests but those of the patches, of which one does not apply to a tree that has it."""
 ALL_PASSED, NO_TEST, USAGE = 0, 5, 4
 """Exit statuses of pytest."""
 
@@ -113,7 +115,7 @@ class Trial:
 
     def __init__(self, mutant: Mutant, tree: Path, *, whole_suite: bool) -> None:
         self.mutant, self.tree, self._log = mutant, tree, tree.with_suffix(".log")
-        self._rounds = [mutant.tests, ("tests",)] if whole_suite else [mutant.tests]
+        self._rounds = [mutant.tests, SUITE] if whole_suite else [mutant.tests]
         self._begun = time.monotonic()
         patch(mutant, tree)
         self.pid = self._next()
