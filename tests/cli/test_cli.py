@@ -217,8 +217,9 @@ def test_run_passes_the_choices_on(weft: Weft, runner: Runner, without_gpus: Non
     assert [runner.asked[key] for key in ("ranks", "op", "schedule", "seed")] == [2, "all_gather_matmul", "flag_gated:4", 7]
 
 
-def test_wrong_results_end_in_status_1(weft: Weft, runner: Runner, without_gpus: None) -> None:
-    runner.error = 0.5
+@pytest.mark.parametrize("error", [0.5, float("nan")])
+def test_wrong_results_end_in_status_1(weft: Weft, runner: Runner, without_gpus: None, error: float) -> None:
+    runner.error = error
     status, out, _ = weft("run", "llama3-8b", "--op", "matmul_reduce_scatter")
     assert status == 1
     assert "WRONG results at attention out, MLP down" in out

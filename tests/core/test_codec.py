@@ -157,11 +157,3 @@ def test_steps_of_a_schedule_are_told_apart_and_checked() -> None:
 def test_a_type_that_is_no_name_is_refused(kind: object) -> None:
     with pytest.raises(ValueError, match="must be one of Wait, Signal"):
         codec.load(Step, {"type": kind})
-
-
-@pytest.mark.parametrize("text", ["\x1b[31mred", "two\nlines", "\u202eback"])
-def test_texts_that_would_steer_a_terminal_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="name"):
-        codec.load(str, text, "name")
-    with pytest.raises(ValueError, match="name"):
-        codec.load(dict[str, int], {text: 1}, "name")
