@@ -25,6 +25,8 @@ from weft.runtime.bound import Where
 from weft.runtime.groups import GROUPS
 from weft.runtime.host import HostProgram
 
+pytestmark = pytest.mark.slow
+
 PATIENT_S, IN_VAIN_S, SAYS_S, TOLD_WITHIN_S = 60.0, 2.0, 1.5, 15.0
 """A machine that is full may hold any rank up for seconds: so waits have a short bound only where they are to end in vain, and
 ranks more time there to say first what they wait for."""

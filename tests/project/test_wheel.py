@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from test_repository import PROJECT, ROOT, tracked
 
+pytestmark = pytest.mark.slow
+
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 NEEDED = ("torch", "triton", "numpy", "simpy", "rich", "typer", "plotly", "atomicshm")
 SMALL = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
