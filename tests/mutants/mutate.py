@@ -21,11 +21,11 @@ import py_compile
 import re
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,11 +34,10 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 TO_BE_CAUGHT = 0.95
-TIMEOUT_S = 900
-"""With a bug a test may never end. That counts as caught."""
 TAKE_LONG = ("torch.distributed", "triton", "numpy", "simpy", "hypothesis", "pytest")
 SUITE = ("tests", "--ignore=tests/mutants")
 """All tests but those of the patches, of which one does not apply to a tree that has it."""
+CAUGHT, SURVIVED, ERROR = "caught", "SURVIVED", "ERROR:"
 ALL_PASSED, NO_TEST, USAGE = 0, 5, 4
 """Exit statuses of pytest."""
 
@@ -90,8 +89,8 @@ def copy(tree: Path) -> None:
 
 
 def run_tests(tests: Sequence[str], tree: Path, log: Path) -> None:
-    """Run tests in a tree as a process that does nothing else. Never returns."""
-    signal.alarm(TIMEOUT_S)
+    """Run tests in a tree as a process that does nothing else. Never returns. With a bug a test may never end: pytest-timeout
+    fails it."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -127,20 +126,21 @@ class Trial:
             run_tests(self._tests, self.tree, self._log)
         return pid
 
-    def ended(self, status: int) -> str | None:
-        """The test that has failed, "" if none has; None if others run now. Raises ValueError if no test could run."""
-        by, output = "", self._log.read_text(errors="replace")
+    def ended(self, status: int) -> tuple[str, str] | None:
+        """One of CAUGHT, SURVIVED and ERROR, and what there is to say of it; None if others of its tests run now."""
+        output = self._log.read_text(errors="replace")
         if os.WIFSIGNALED(status):
-            by = f"{self._tests[0]} (ended by signal {os.WTERMSIG(status)})"
-        elif (code := os.WEXITSTATUS(status)) != ALL_PASSED:
-            found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-            if found is None or code in (NO_TEST, USAGE):
-                raise ValueError(f"{self.mutant.name}: pytest could not run {' '.join(self._tests)}: {output[-2000:]}")
-            by = found[1]
-        if not by and self._rounds:
+            return CAUGHT, f"by {self._tests[0]} (signal {os.WTERMSIG(status)})"
+        code = os.WEXITSTATUS(status)
+        found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        if code == ALL_PASSED and self._rounds:
             self.pid = self._next()
             return None
-        return by
+        if code == ALL_PASSED:
+            return SURVIVED, ""
+        if found is None or code in (NO_TEST, USAGE):
+            return ERROR, f"pytest could not run {' '.join(self._tests)}: {output[-2000:]}"
+        return CAUGHT, f"by {found[1]}"
 
     def close(self) -> float:
         """Take the patch back. Returns the seconds that the trial took."""
@@ -154,8 +154,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-j", "--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--all", action="store_true", help="run the whole suite for those that the named tests do not catch")
     options = parser.parse_args(arguments)
-    waiting = mutants(options.names)
-    asked, caught, errors = len(waiting), 0, 0
+    waiting, outcomes = mutants(options.names), Counter[str]()
+    asked = len(waiting)
+
+    def tell(mutant: Mutant, outcome: str, words: str) -> None:
+        outcomes[outcome] += 1
+        print(f"{mutant.name:36} {outcome} {words}", flush=True)
+
     for name in TAKE_LONG:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -166,32 +171,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shutil.copytree(trees[0], tree)
         trials: dict[int, Trial] = {}
         while waiting or trials:
-            try:
-                while waiting and trees:
-                    mutant, tree = waiting.pop(0), trees[-1]
+            if waiting and trees:
+                mutant, tree = waiting.pop(0), trees.pop()
+                try:
                     trial = Trial(mutant, tree, whole_suite=options.all)
                     trials[trial.pid] = trial
-                    trees.pop()
-                if not trials:
-                    continue
-                pid, status = os.wait()
-                trial = trials.pop(pid)
-                mutant, tree = trial.mutant, trial.tree
-                by = trial.ended(status)
-                if by is None:
-                    trials[trial.pid] = trial
-                    continue
-                trees.append(tree)
-                print(f"{mutant.name:36} {f'caught by {by}' if by else 'SURVIVED'}, {trial.close():.0f} s", flush=True)
-                caught += bool(by)
-            except ValueError as error:
-                print(f"{mutant.name:36} error: {error}", flush=True)
-                errors += 1
-                if tree not in trees:
-                    trial.close()
+                except ValueError as error:
+                    tell(mutant, ERROR, str(error))
                     trees.append(tree)
-    print(f"{caught} of {asked} caught, {errors} could not be tried")
-    return int(errors > 0 or caught < TO_BE_CAUGHT * asked)
+                continue
+            pid, status = os.wait()
+            trial = trials.pop(pid)
+            found = trial.ended(status)
+            if found is None:
+                trials[trial.pid] = trial
+                continue
+            trees.append(trial.tree)
+            tell(trial.mutant, found[0], f"{found[1]} ({trial.close():.0f} s)")
+    print(f"{outcomes[CAUGHT]} of {asked} caught, {outcomes[SURVIVED]} survived, {outcomes[ERROR]} could not be tried")
+    return int(outcomes[ERROR] > 0 or outcomes[CAUGHT] < TO_BE_CAUGHT * asked)
 
 
 if __name__ == "__main__":
