@@ -17,7 +17,7 @@ endef
 # Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all mutate lint types docs site audit clean
+.PHONY: run test test-slow test-all mutate lint types docs site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -27,6 +27,11 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal --durations 25
 
 test: $(VENV)/.set-up-test
 	$(PYTEST) -m "not slow"
+
+# Of the tests that `test` leaves out, those of some folders or files. None selected (5) is right, too.
+OF ?= tests
+test-slow: $(VENV)/.set-up-test
+	$(PYTEST) -m "slow and not gpu" $(OF) || [ $$? -eq 5 ]
 
 # What `test` leaves out, too: campaigns, the wheel and a newcomer's environment, all kernels for all GPUs; and the mutants.
 test-all: $(VENV)/.set-up-test

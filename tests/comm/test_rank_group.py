@@ -205,6 +205,11 @@ def test_long_texts_that_are_alike_are_taken_for_it(ranks: RankFixture) -> None:
     assert ranks(2).run(_with_rank_group, "_long_and_alike") == [4, 4]
 
 
+def test_a_text_has_one_number_in_every_process() -> None:
+    """Python's own hash of a text differs from one process to the next."""
+    assert Remembered(2, 1 << 20).number("op: gather") == 104492
+
+
 def test_texts_have_numbers_of_their_own_however_many_came_before() -> None:
     known, other = (Remembered(2, 1 << 24, most=48) for _ in range(2))
     assert known.number("first") == known.number("first")

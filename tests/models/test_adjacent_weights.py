@@ -173,7 +173,7 @@ def test_a_backward_copies_no_weights(ranks: RankFixture) -> None:
     assert ranks(2).run(_trained) == [([], [(6, 8)] * 2)] * 2
 
 
-@pytest.mark.parametrize("rows", [(0, 2), (0, 3), (2, 0)], ids=["adjacent", "with a gap", "in another order"])
+@pytest.mark.parametrize("rows", [(0, 2), (0, 3), (2, 0)], ids=["adjacent", "gap", "swapped"])
 def test_rows_of_one_storage_are_stacked_in_their_order(rows: tuple[int, int]) -> None:
     whole = torch.arange(24.0).view(6, 4)
     parts = [whole[low : low + 2] for low in rows]
