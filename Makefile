@@ -17,7 +17,7 @@ endef
 # Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-slow test-all lint types docs site audit clean
+.PHONY: run test test-slow test-all mutate lint types docs site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -37,6 +37,10 @@ test-slow: $(VENV)/.set-up-test
 test-all: $(VENV)/.set-up-test
 	$(PYTEST)
 	$(MAKE) mutate
+
+# Whether the tests notice the bugs of tests/mutants.
+mutate: $(VENV)/.set-up-test
+	$(BIN)/python tests/mutants/mutate.py
 
 lint: $(VENV)/.set-up-dev
 	$(BIN)/ruff check .

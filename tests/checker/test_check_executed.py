@@ -16,7 +16,7 @@ from rank_pools import interpreted_ranks
 from refusals import change, change_part, first, refused, region
 
 import weft
-from weft.checker import check
+from weft.checker import check, content
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.schedule import (
     Buffer,
@@ -55,6 +55,13 @@ def test_a_row_for_all_rows_is_not_the_rows() -> None:
         refused(damaged, "leaves out@0", "one row of a matrix, the same for all rows; the result there is")
         assert verdict(damaged)
     check(build(Problem(op="matmul_all_reduce", m=4, n=2, k=4, world_size=2, addends=("bias",)), "shard_p2p"))
+
+
+def test_parts_with_different_divisors_are_no_sum() -> None:
+    """Half of K divided by two and the other half by four is no average."""
+    halves = [("AB", 0, 0, ((low, low + 4),), divide_by) for low, divide_by in ((0, 2), (4, 4), (4, 2))]
+    assert content.add(halves[0], halves[1])[0] == "?"
+    assert content.add(halves[0], halves[2]) == ("AB", 0, 0, ((0, 8),), 2)
 
 
 def _wide(schedule: Schedule, name: str) -> Schedule:
@@ -187,6 +194,13 @@ def test_in_place_is_said() -> None:
     step = step_at(schedule, place)
     again = with_step(schedule, place, step, dataclasses.replace(step))
     refused(again, "touches a@0[0:2, 0:1], where rank 0", "may have written the result, since out may be the memory of a")
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_collective_in_place_leaves_no_input(op: Any) -> None:
+    schedule = build(CollectiveProblem(op=op, m=2, world_size=2, dtype="float32"), "sequential")
+    twice = [tuple(dataclasses.replace(lane, steps=lane.steps * 2) for lane in lanes) for lanes in schedule.ranks]
+    refused(dataclasses.replace(schedule, ranks=tuple(twice)), "may have written the result, since out may be the memory of a")
 
 
 def _reduced(change: str) -> Schedule:

@@ -6,7 +6,9 @@ import itertools
 import random
 from typing import Any
 
-from weft.checker.memory import Fragment, Fragments
+import pytest
+
+from weft.checker.memory import Conflict, Fragment, Fragments, Memory
 from weft.checker.program import Rect
 
 
@@ -38,6 +40,37 @@ def test_all_fragments_that_a_rectangle_overlaps_are_found() -> None:
             found = fragments.under((top, bottom, left, right))
             assert set(found) == naive
             assert len(found) == len(naive)
+
+
+WRITER, READER, CUTTER, LATER = range(4)
+
+
+def after(*nodes: int) -> int:
+    return sum(1 << node for node in nodes)
+
+
+def cut_after_a_read() -> Memory:
+    """Rows 0 to 8 were written and read; what is left of them after a write of rows 0 to 4 has the same reader."""
+    memory = Memory(0)
+    memory.write((0, 8, 0, 1), None, WRITER, 0)
+    memory.read((0, 8, 0, 1), READER, after(WRITER))
+    memory.write((0, 4, 0, 1), None, CUTTER, after(WRITER, READER))
+    return memory
+
+
+def test_a_fragment_that_is_cut_keeps_its_readers_and_writer() -> None:
+    for ancestors, other in ((after(WRITER), READER), (after(READER), WRITER)):
+        with pytest.raises(Conflict) as refused:
+            cut_after_a_read().write((4, 8, 0, 1), None, LATER, ancestors)
+        assert refused.value.other == other
+    cut_after_a_read().write((4, 8, 0, 1), None, LATER, after(WRITER, READER))
+
+
+def test_a_write_over_a_part_comes_after_who_wrote_it() -> None:
+    memory = Memory(0)
+    memory.write((0, 8, 0, 1), None, WRITER, 0)
+    with pytest.raises(Conflict):
+        memory.write((2, 4, 0, 1), None, LATER, 0)
 
 
 class Looked(tuple[int, ...]):

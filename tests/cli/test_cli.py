@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from conftest import Weft
 from tiny_models import TINY
 
@@ -68,7 +69,7 @@ class Runner:
         self.error = 1e-3
         self.overlapped_us = 2000.0
         self.tried: dict[str, float] = {}
-        self.raises: Exception | None = None
+        self.raises: BaseException | None = None
 
     def __call__(self, model: Model, **asked: Any) -> Run:
         self.asked = asked
@@ -184,8 +185,9 @@ def test_run_passes_the_choices_on(weft: Weft, runner: Runner, without_gpus: Non
     assert [runner.asked[key] for key in ("ranks", "op", "schedule", "seed")] == [2, "all_gather_matmul", "flag_gated:4", 7]
 
 
-def test_wrong_results_end_in_status_1(weft: Weft, runner: Runner, without_gpus: None) -> None:
-    runner.error = 0.5
+@pytest.mark.parametrize("error", [0.5, float("nan")])
+def test_wrong_results_end_in_status_1(weft: Weft, runner: Runner, without_gpus: None, error: float) -> None:
+    runner.error = error
     status, out, _ = weft("run", "llama3-8b", "--op", "matmul_reduce_scatter")
     assert status == 1
     assert "attention out, MLP down" in out
@@ -208,6 +210,14 @@ def test_a_name_from_a_file_is_not_taken_for_markup(weft: Weft, runner: Runner, 
     status, out, _ = weft("run", path)
     assert status == 0
     assert "[bold]x" in out
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, typer.Abort])  # the latter is what some versions of typer make of it
+def test_an_interrupt_ends_in_status_130(
+    weft: Weft, runner: Runner, without_gpus: None, interrupt: type[BaseException]
+) -> None:
+    runner.raises = interrupt()
+    assert weft("run", "llama3-8b")[0] == 130
 
 
 def test_run_writes_json_that_reads_back(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:

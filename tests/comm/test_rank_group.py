@@ -9,12 +9,15 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from conftest import RankFixture
-from single_process_ranks import wait_for
+from single_process_ranks import rank_groups, wait_for
 
 from weft.comm.control import CLOSED, NOTIFIED, TEXT_BYTES
 from weft.comm.rank_group import _PEER_CHECK_S, RankGroup
 from weft.comm.texts import Remembered, clipped, difference
-from weft.core.errors import PeerLost, RankMismatch
+from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
+
+BEFORE_SLEEP = 51
+"""How often a wait looks before it sleeps."""
 
 
 def _alike(rank_group: RankGroup) -> int:
@@ -202,6 +205,11 @@ def test_long_texts_that_are_alike_are_taken_for_it(ranks: RankFixture) -> None:
     assert ranks(2).run(_with_rank_group, "_long_and_alike") == [4, 4]
 
 
+def test_a_text_has_one_number_in_every_process() -> None:
+    """Python's own hash of a text differs from one process to the next."""
+    assert Remembered(2, 1 << 20).number("op: gather") == 104492
+
+
 def test_texts_have_numbers_of_their_own_however_many_came_before() -> None:
     known, other = (Remembered(2, 1 << 24, most=48) for _ in range(2))
     assert known.number("first") == known.number("first")
@@ -224,3 +232,34 @@ def test_numbers_leave_no_room_to_choose() -> None:
 
 def test_what_nobody_remembers_is_said_to_be_so() -> None:
     assert difference(0, "", 1, "") == "  rank 0 makes one, rank 1 another, and both were agreed on too long ago to name them"
+
+
+def test_the_first_reason_of_a_failure_stands() -> None:
+    first, second = rank_groups()
+    first.fail(MemoryError("no memory"))
+    first.fail(ValueError("a wait was ended"))
+    assert str(first.broken) == "no memory"
+    with pytest.raises(PeerLost, match="rank 0 failed: no memory"):
+        second.check_peers()
+
+
+def test_what_has_come_while_a_rank_was_stopped_is_no_timeout() -> None:
+    """The bound is over when the rank looks again, and what it waits for is there."""
+    group, looks = rank_groups(timeout_s=0.0)[0], 0
+
+    def ready() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > BEFORE_SLEEP
+
+    group.until(ready, lambda: "nothing")
+    with pytest.raises(WaitTimeout):
+        group.until(lambda: False, lambda: "nothing")
+
+
+def test_a_failed_group_runs_nothing_again() -> None:
+    group = rank_groups()[0]
+    group.fail(MemoryError("no memory"))
+    for call in (lambda: group.begin("op: gather"), lambda: group.repeat(1), lambda: group.enter("op: gather")):
+        with pytest.raises(WeftError, match="no memory"):
+            call()

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
 from weft.models.adjacent import Adjacent, fits
+from weft.ops.tensor_parallel import _stacked
 
 
 def _laid() -> tuple[Adjacent, list[torch.Tensor]]:
@@ -170,3 +171,10 @@ def _two_steps(model: Any, alone: Attention) -> None:
 def test_a_backward_copies_no_weights(ranks: RankFixture) -> None:
     """One copy for each step where weights lie apart, none where they lie side by side."""
     assert ranks(2).run(_trained) == [([], [(6, 8)] * 2)] * 2
+
+
+@pytest.mark.parametrize("rows", [(0, 2), (0, 3), (2, 0)], ids=["adjacent", "gap", "swapped"])
+def test_rows_of_one_storage_are_stacked_in_their_order(rows: tuple[int, int]) -> None:
+    whole = torch.arange(24.0).view(6, 4)
+    parts = [whole[low : low + 2] for low in rows]
+    assert torch.equal(_stacked(parts), torch.cat(parts))

@@ -219,6 +219,28 @@ def test_what_does_not_fit_is_left_out_and_ends_the_calls_of_all_ranks(interpret
     assert "WaitTimeout" in second[-1] or "PeerLost" in second[-1] or "broken" in second[-1]
 
 
+def _own_rows_that_do_not_fit() -> None:
+    """A combine in which a rank has more rows for itself than fit into its result, with other memory below that."""
+    weft.close()
+    size, rank, room = dist.get_world_size(), dist.get_rank(), 12
+    a, b = torch.ones(24, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)
+    weft.matmul_all_to_all(a, b, splits=torch.full((size,), 4, dtype=torch.int32), max_rows=room)
+    (program,) = _programs()
+    memory, counts = torch.full((24, 8), 7.0, dtype=torch.float16), torch.zeros(size, 1, dtype=torch.int32)
+    splits = torch.tensor([[16 if other == rank else 0] for other in range(size)], dtype=torch.int32)
+    inputs = {"a": (a,), "b": (b[None],), "splits": (splits.t(),)}
+    program.run(inputs, outputs={"out": [memory[:room]], "counts": [counts]})
+    assert torch.equal(memory[:room], torch.ones(room, 8, dtype=torch.float16))
+    assert torch.equal(memory[room:], torch.full((24 - room, 8), 7.0, dtype=torch.float16))
+    dist.barrier()
+    weft.close()
+
+
+@pairs
+def test_own_rows_that_do_not_fit_are_written_nowhere(interpreted: Ranks) -> None:
+    interpreted.run(_own_rows_that_do_not_fit)
+
+
 @pairs
 def test_a_number_of_rows_below_zero_is_none_and_told(interpreted: Ranks) -> None:
     first, second = interpreted.run(_until_told, -1, torch.tensor([-1, 8], dtype=torch.int32), 24)

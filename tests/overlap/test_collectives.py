@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from weft.comm.shared_memory import Segment, unlink
 from weft.core.errors import RankMismatch
 from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem
 from weft.core.schedule import Collective
+from weft.overlap.collectives.checks import check_overlap
 from weft.runtime import collective_calls
 from weft.runtime.bindings import Bindings
 from weft.runtime.collective_calls import affordable
@@ -409,3 +411,16 @@ def _read_after_close() -> None:
 
 def test_tensors_that_peers_can_write_outlive_their_group(ranks: RankFixture) -> None:
     ranks(2).run(_read_after_close)
+
+
+@pytest.mark.parametrize(("op", "a", "out"), [("all_gather", 2, 4), ("reduce_scatter", 4, 2), ("all_reduce", 4, 4)])
+def test_tensors_overlap_in_place_or_not_at_all(op: str, a: int, out: int) -> None:
+    """Of rank 1 of two; a and out have so many elements."""
+    memory = torch.zeros(12)
+    allowed = []
+    for first in range(memory.numel() - out + 1):
+        with suppress(ValueError):
+            check_overlap(op, memory[first : first + out], memory[4 : 4 + a], 1)
+            allowed.append(first)
+    in_place = {"all_gather": 4 - a, "reduce_scatter": 4 + out, "all_reduce": 4}[op]
+    assert allowed == sorted({first for first in range(13 - out) if first + out <= 4 or first >= 4 + a} | {in_place})

@@ -18,6 +18,7 @@ from weft.core.problem import OPS, CollectiveProblem, Op, Problem
 from weft.core.schedule import Schedule
 from weft.core.span import total_us
 from weft.perf import run, simulate
+from weft.perf.cost import whole_collective_us, whole_gemm_us
 from weft.planner import Candidate, Plan, plan
 from weft.planner.explain import Option, explain
 from weft.schedules import build, candidates, parse
@@ -44,6 +45,17 @@ def test_best_first_and_sequential_among_them(plans: dict[tuple[Op, int], Plan])
         assert {c.schedule for c in found.candidates} == set(of_one_node(found.problem.op))
         assert len({c.spec for c in found.candidates}) == len(found.candidates)
         assert {(s.name, s.chunks) for s in candidates(found.problem)} <= {(c.schedule, c.chunks) for c in found.candidates}
+
+
+def test_the_ideal_is_the_longer_half(plans: dict[tuple[Op, int], Plan]) -> None:
+    bound_by = set()
+    for found in plans.values():
+        halves = {"computation": whole_gemm_us(H200, found.problem), "communication": whole_collective_us(H200, found.problem)}
+        longer = max(halves, key=lambda half: halves[half])
+        bound_by.add(longer)
+        assert found.ideal_us == halves[longer]
+        assert all(c.over_ideal_us == max(0.0, c.predicted_us - halves[longer]) for c in found.candidates)
+    assert bound_by == {"computation", "communication"}
 
 
 def test_spans_are_the_chosen_schedule(plans: dict[tuple[Op, int], Plan]) -> None:

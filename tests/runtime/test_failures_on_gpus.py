@@ -127,6 +127,20 @@ def test_what_peers_send_is_nan_before_anything_is_released(ranks: Ranks) -> Non
     assert done.count("invalid on 7") == 1
 
 
+def test_nothing_is_released_until_what_peers_send_is_nan(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    releaser, order = ranks.space.releaser, list[str]()
+    looks = iter((False, False, True))
+
+    def written() -> bool:
+        order.append("not yet" if not (found := next(looks, True)) else "NaN")
+        return found
+
+    monkeypatch.setattr(releaser, "_invalidating", SimpleNamespace(cuda_stream=7, query=written))
+    monkeypatch.setattr(release, "_INVALID_S", 30.0)
+    releaser.invalidate(())
+    assert order == ["not yet", "not yet", "NaN"]
+
+
 def test_no_thread_is_interrupted(ranks: Ranks) -> None:
     """Whatever the user's thread does, it gets no error out of nowhere."""
     ranks.call()

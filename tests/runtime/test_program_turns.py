@@ -49,6 +49,13 @@ def test_programs_on_one_stream_need_no_driver(drivers: list[FakeDriver]) -> Non
     assert drivers == []
 
 
+def test_a_thread_that_cannot_enqueue_gives_its_turn_back(drivers: list[FakeDriver]) -> None:
+    one = Turn()
+    with pytest.raises(MemoryError), one.taken(0, GROUP):
+        raise MemoryError
+    assert not one._lock.locked()
+
+
 @pytest.fixture
 def spaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeSpace]]:
     """Of two groups on one GPU."""

@@ -229,6 +229,25 @@ def test_all_reduces_wait_for_exchanges() -> None:
     assert at["top bucket 1 ends"] - at["top bucket 1 starts"] > alone + 3200
 
 
+def test_an_all_reduce_begins_no_step_during_an_exchange() -> None:
+    env, steps, exchange_ns = simpy.Environment(), list[float](), 10_000
+
+    class Links:
+        def all_to_all(self, size: float) -> simpy.Event:
+            return env.timeout(exchange_ns)
+
+        def shift(self, axis: int, size: float) -> simpy.Event:
+            steps.append(env.now)
+            return env.timeout(1)
+
+    network = Network(env, Links(), axes=(2,), peers=1, system=tiny())
+    network.put("rows", 64)
+    network.all_reduce("bucket", 64)
+    env.run()
+    assert len(steps) == 2
+    assert min(steps) >= exchange_ns
+
+
 # Laws
 
 

@@ -162,6 +162,12 @@ def test_old_package_is_missing_too() -> None:
     assert "99" in found.detail
 
 
+@pytest.mark.parametrize(("lowest", "state"), [("2.11", "missing"), ("2.9", "ok"), ("2.8.5", "ok"), ("3", "missing")])
+def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, lowest: str, state: str) -> None:
+    monkeypatch.setattr(software, "_version", {"numpy": "2.9.1"}.get)
+    assert software.package_finding(software.Package(name="numpy", lowest=lowest, purpose="tests")).state == state
+
+
 def test_package_that_does_not_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "weft_broken.py").write_text("raise OSError('libcuda.so.1: cannot open\\nmore')")
     monkeypatch.syspath_prepend(tmp_path)
