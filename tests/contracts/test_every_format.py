@@ -28,7 +28,6 @@ from weft.planner.models import load_model, preset_names
 from weft.planner.models.values import Model
 from weft.planner.signature import Signature, signature
 from weft.planner.values import Plan
-from weft.report import write_trace
 from weft.tools.results import Run
 
 
@@ -212,13 +211,3 @@ def test_a_models_config_that_is_damaged_is_an_error_that_names_the_file(how: st
     with pytest.raises(ValueError, match=r"config\.json") as raised:
         load_model(str(path))
     assert "\n" not in str(raised.value)
-
-
-def test_a_trace_has_every_span_once(tmp_path: Path) -> None:
-    run = make_run(layer("mlp", error=0.0), model="one")
-    data = json.loads(write_trace(run, tmp_path / "trace.json").read_text(encoding="utf-8"))
-    spans = [*run.layers[0].spans, *run.layers[0].plan.spans]
-    events = [event for event in data["traceEvents"] if event["ph"] == "X"]
-    assert sorted((e["name"], e["ts"], e["dur"]) for e in events) == sorted(
-        (span.name, span.start_us, span.duration_us) for span in spans
-    )

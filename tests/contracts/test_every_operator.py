@@ -1,5 +1,5 @@
 """What every public operator does on CPU ranks, compared with torch in float64: results, gradients, uneven rows, strides,
-dtypes, torch.compile, and a ValueError for each argument that is wrong. A new operator is tested by being listed in tests/helpers."""
+dtypes, torch.compile, and a ValueError for each argument that is wrong. A new operator is tested by being listed."""
 
 from __future__ import annotations
 

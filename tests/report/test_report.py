@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 from report_run import HOSTILE, LANES, SPEEDS, layer, make_run
 
-from weft.core.codec import dumps, loads
 from weft.core.span import Span
 from weft.report import write_report
 from weft.report.charts import SHOWN_RANKS, legend_of, timeline
 from weft.report.html import json_script
-from weft.report.page import page as render
 from weft.tools.results import Run
 
 LOADING = {"src", "srcset", "href", "data", "action", "poster", "background"}
@@ -161,10 +159,6 @@ def test_a_share_over_100_percent_is_explained(overlapped_us: float, said: bool,
 def test_a_run_without_sites_has_a_page(tmp_path: Path) -> None:
     text = "".join(Reader(write_report(make_run(), tmp_path).read_text(encoding="utf-8")).texts)
     assert "no layer ran" in text
-
-
-def test_a_run_read_back_from_json_has_the_same_page(run: Run) -> None:
-    assert render(loads(Run, dumps(run))) == render(run)
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
