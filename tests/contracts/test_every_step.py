@@ -42,6 +42,18 @@ from weft.core.work import KINDS, label
 from weft.perf import run
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.launch_plan import LaunchPlan
+from weft.runtime.launches import (
+    CollectiveLaunch,
+    CopyLaunch,
+    FlagOperations,
+    FusedCollectiveLaunch,
+    KernelLaunch,
+    Launch,
+    MatmulLaunch,
+    MessageLaunch,
+    RaggedLaunch,
+    SumLaunch,
+)
 
 EXAMPLES: dict[type, tuple[Op, str, tuple[int, ...]]] = {
     Wait: ("all_gather_matmul", "shard_p2p", ()),
@@ -70,6 +82,24 @@ IMPLIED = {
     ("ragged_all_to_all_matmul", "sequential"),
 }
 """Families some of whose waits and signals follow from others."""
+LAUNCHES: dict[type, type[Launch]] = {
+    Wait: FlagOperations,
+    Signal: FlagOperations,
+    Copy: CopyLaunch,
+    Push: CopyLaunch,
+    Gemm: MatmulLaunch,
+    Reduce: SumLaunch,
+    Lookup: KernelLaunch,
+    Collective: CollectiveLaunch,
+    FusedCollective: FusedCollectiveLaunch,
+    SendReceive: MessageLaunch,
+    ShareCounts: RaggedLaunch,
+    SegmentCopies: RaggedLaunch,
+    GroupedGemm: RaggedLaunch,
+}
+"""By kind of step, what a GPU runs where no kernel of weft does it; a lookup is always a kernel."""
+IN_KERNELS = (Lookup, ShareCounts, SegmentCopies, GroupedGemm)
+"""Kinds whose kernels raise their flags themselves."""
 PARTS = {"Region", "Flag", "Store", "Part", "Sum", "Bags", "Send", "Receive", "Segment", "SegmentCopy", "SegmentProduct"}
 WHOLES = {"Lane", "Buffer", "Schedule"}
 every_kind = pytest.mark.parametrize("kind", EXAMPLES, ids=lambda kind: kind.__name__)
@@ -204,10 +234,16 @@ def test_the_runtime_launches_it(kind: type) -> None:
         with pytest.raises(AssertionError):
             LaunchPlan(program, frozenset())  # type: ignore[arg-type]
         return
-    launched = LaunchPlan(program, frozenset(program.kernels)).lanes  # type: ignore[arg-type]
-    places_launched = {(one.where.lane, one.where.position) for _, launches in launched for one in launches}
-    first_call = {(lane, at) for lane, at, step in mine if isinstance(step, Wait) and not step.at_least}
-    assert {(lane, at) for lane, at, _ in mine} - first_call <= places_launched
+    launched: dict[tuple[str, int], list[Launch]] = defaultdict(list)
+    for _, launches in LaunchPlan(program, frozenset(program.kernels)).lanes:  # type: ignore[arg-type]
+        for one in launches:
+            launched[one.where.lane, one.where.position].append(one)
+    for lane, at, step in mine:
+        assert any(isinstance(one, LAUNCHES[kind]) for one in launched[lane, at]), step
+        words = [word for one in launched[lane, at] if isinstance(one, FlagOperations) for word in one.words]
+        raised = {word.address for word in words if word.kind == "signal"}
+        if kind not in IN_KERNELS:
+            assert raised == {address for flag in advances(step) for address in program.waiters(flag)}
 
 
 @every_kind
