@@ -1,4 +1,4 @@
-# make run: the demonstration, in an environment of its own. make test: every test that this machine can run.
+# make run: the demonstration, in an environment of its own. make test: the tests. make test-all: those of minutes, too.
 # The environment is set up again only when pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= python3
@@ -17,20 +17,26 @@ endef
 # Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test lint types docs site audit clean
+.PHONY: run test test-slow test-all lint types docs site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
 
-# Tests of one process run beside those of several, which often wait; their output comes at the end. A few of the latter come
-# behind the former, so that both take as long.
-LATER := tests/ops/test_embedding.py tests/models/test_shared_parameters.py tests/kernels/test_copy_kernel.py tests/campaigns/test_races.py tests/ops/test_ragged.py tests/tools/test_run.py tests/triton tests/project/test_wheel.py tests/runtime/test_buckets.py
+# One process for each core; a rank waits more than it computes, so that the cores stay busy.
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal --durations 25
+
 test: $(VENV)/.set-up-test
-	@mkdir -p out
-	@{ $(BIN)/python -m pytest -m "not ranks" -p no:cacheprovider; plain=$$?; \
-	$(BIN)/python -m pytest -m ranks -p no:cacheprovider $(LATER); exit $$((plain | $$?)); } >out/test.log 2>&1 & others=$$!; \
-	$(BIN)/python -m pytest -m ranks $(addprefix --ignore=,$(LATER)); ranks=$$?; \
-	wait $$others; others=$$?; cat out/test.log; exit $$((ranks | others))
+	$(PYTEST) -m "not slow"
+
+# Of the tests that `test` leaves out, those of some folders or files. None selected (5) is right, too.
+OF ?= tests
+test-slow: $(VENV)/.set-up-test
+	$(PYTEST) -m "slow and not gpu" $(OF) || [ $$? -eq 5 ]
+
+# What `test` leaves out, too: campaigns, the wheel and a newcomer's environment, all kernels for all GPUs; and the mutants.
+test-all: $(VENV)/.set-up-test
+	$(PYTEST)
+	$(MAKE) mutate
 
 lint: $(VENV)/.set-up-dev
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 Each trial takes an operator, a schedule, a fault and a victim at random, from a seed that its line tells: new rank
 processes, three on a CPU, call the operator rightly once, and then, in the middle of the victim's next call, at a random step,
+one fault strikes. Operators are all that there are, lookups too, and on CPUs calls with `splits`, `weft.concurrent` and a
+backward pass under `weft.hooks.ddp`; every third trial calls on a group of its own beside the world.
 
     kill     the victim is killed
     stop     it is stopped (SIGSTOP), and goes on when the others have ended
@@ -53,11 +55,11 @@ import torch
 import torch.distributed as dist
 from calls import Case, Work
 from checked_options import appended, count
+from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.comm.shared_memory import PREFIX, SHM
 from weft.core.errors import WeftError
-from weft.core.problem import LOOKUP_OPS
 from weft.core.schedule import Collective
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import RankFailed, Ranks
@@ -83,9 +85,11 @@ class Trial:
     seed: int
     ranks: int = 3
     device: str = "cpu"
+    subgroup: bool = False
 
     def __str__(self) -> str:
-        return f"{self.op} {self.schedule} {self.fault} rank {self.victim} step {self.step} seed {self.seed}"
+        where = " in a group" if self.subgroup else ""
+        return f"{self.op} {self.schedule} {self.fault} rank {self.victim} step {self.step} seed {self.seed}{where}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +109,7 @@ class Planted(MemoryError):
 
 def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int = 3) -> Iterator[Trial]:
     """Random trials, the same for the same seed; each has every word of `only`."""
-    every = [(op, name) for op, name in calls.EVERY if op not in LOOKUP_OPS]
+    every = [*calls.EVERY, *(COMPOSED if device == "cpu" else ())]
     generator, made = random.Random(seed), 0
     for number in range(1_000_000):
         op, name = generator.choice(every)
@@ -118,7 +122,10 @@ def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int =
             seed=seed * 1_000_000 + number,
             ranks=ranks,
             device=device,
+            subgroup=device == "cpu" and number % 3 == 2,
         )
+        if trial.op == "hooks" and trial.fault == "differ":
+            continue  # ranks' gradients have one size, however many rows each has
         if set(only) <= {trial.op, trial.schedule, trial.fault}:
             yield trial
             made += 1
@@ -129,8 +136,92 @@ def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int =
 
 def work(trial: Trial, seed: int, on: torch.device, *, m: int = M) -> Work:
     """This rank's call, and its result."""
+    group = _group(trial)
+    if trial.op in _COMPOSED:
+        return _COMPOSED[trial.op](trial.schedule, seed, m, group)
     case = Case(op=trial.op, schedule=trial.schedule, m=m, n=N, k=K)
-    return calls.work(calls.even(case, dist.get_world_size()), seed, on)
+    return calls.work(calls.even(case, dist.get_world_size()), seed, on, group)
+
+
+def _group(trial: Trial) -> dist.ProcessGroup:
+    """The world, or a group of the same ranks. Collective at its first use in a world."""
+    world = dist.group.WORLD
+    assert world is not None
+    if not trial.subgroup:
+        return world
+    if world not in _GROUPS:
+        _GROUPS.clear()
+        _GROUPS[world] = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=20))
+    return _GROUPS[world]
+
+
+_GROUPS: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_MODELS: dict[dist.ProcessGroup, tuple[torch.nn.Linear, DistributedDataParallel]] = {}
+
+
+def _with_splits(_: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
+    """Rows to one expert of each rank, in numbers that ranks draw."""
+    rank, size, draw = group.rank(), group.size(), torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, m // size + 1, (size, size), generator=draw)
+    rows = [torch.randn(m, K, generator=draw) for _ in range(size)]
+    b = [torch.randn(1, K, N, generator=draw) for _ in range(size)]
+    parts = [rows[src].split([*counts[src].tolist(), m - int(counts[src].sum())])[rank] for src in range(size)]
+    expected = torch.cat(parts).double() @ b[rank][0].double()
+
+    def call() -> torch.Tensor:
+        out, _ = weft.all_to_all_matmul(rows[rank], b[rank], group, splits=counts[rank][:, None], max_rows=m * size)
+        return out[: expected.shape[0]]
+
+    return call, expected
+
+
+def _beside(way: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
+    """An all_reduce beside a matmul."""
+    rank, size, draw = group.rank(), group.size(), torch.Generator().manual_seed(seed)
+    given = [torch.randn(m, K, generator=draw) for _ in range(size)]
+    b, summed = torch.randn(K, N, generator=draw), given[rank].clone()
+
+    def call() -> torch.Tensor:
+        product = weft.concurrent(lambda *_: given[rank] @ b, weft.AllReduce(summed, group), way=way)
+        return torch.cat([product, summed], 1)
+
+    total = torch.stack([each.double() for each in given]).sum(0)
+    return call, torch.cat([given[rank].double() @ b.double(), total], 1)
+
+
+def _hooked(way: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
+    """A gradient that weft averages. A model stays for the calls of its group, as in training."""
+    rank, size, draw = group.rank(), group.size(), torch.Generator().manual_seed(seed)
+    if group not in _MODELS:
+        _MODELS.clear()
+        linear = torch.nn.Linear(K, N, bias=False)
+        model = DistributedDataParallel(linear, process_group=group)
+        weft.hooks.ddp(model, way=way)
+        _MODELS[group] = linear, model
+    linear, model = _MODELS[group]
+    given = [torch.randn(m, K, generator=draw) for _ in range(size)]
+    weight = torch.randn(m, N, generator=draw)
+
+    def call() -> torch.Tensor:
+        linear.weight.grad = None
+        (model(given[rank]) * weight).sum().backward()
+        assert linear.weight.grad is not None
+        return linear.weight.grad.clone()
+
+    return call, torch.stack([weight.double().T @ each.double() for each in given]).mean(0)
+
+
+_COMPOSED: dict[str, Callable[[str, int, int, dist.ProcessGroup], Work]] = {
+    "splits": _with_splits,
+    "concurrent": _beside,
+    "hooks": _hooked,
+}
+COMPOSED = (
+    *[("splits", "fused")],
+    *[("concurrent", way) for way in ("sequential", "vendor", "copy_engine")],
+    *[("hooks", way) for way in ("vendor", "copy_engine")],
+)
+"""What is more than one operator, with its ways."""
 
 
 def suffer(trial: Trial, folder: str) -> Told:
@@ -180,7 +271,7 @@ def _fault(trial: Trial) -> Iterator[None]:
     """The victim's fault, before a step of the call within."""
     if trial.fault in ("differ", "leave"):
         if trial.fault == "leave":
-            weft.close()
+            weft.close(_group(trial))
             raise Planted("left")
         yield
         return
@@ -232,14 +323,15 @@ def _strike(fault: str) -> None:
 def _again(trial: Trial, folder: str, on: torch.device, takes_the_group: bool) -> bool:
     """After an error, ranks that live close, meet, and call rightly again; in a new process group, if the old one is lost."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    weft.close()
+    weft.close(_group(trial))
+    _MODELS.clear()  # what a backward pass that raised leaves of a model is nobody's business
     living = [other for other in range(size) if not (trial.fault == "kill" and other == trial.victim)]
     if len(living) < size or takes_the_group:
         _new_group(folder, on, living.index(rank), len(living))
     dist.barrier()
     for call in range(2):
         _right(work(trial, trial.seed + 50 + call, on), on)
-    weft.close()
+    weft.close(_group(trial))
     return True
 
 

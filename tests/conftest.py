@@ -1,20 +1,16 @@
-"""What many tests use: rank processes, started once for each world size and thrown away after a failure, so that none infects
-the next; and the command line."""
+"""What many tests use: rank processes, and the command line."""
 
 from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import devices
 import pytest
-
-from weft.runtime.ranks import Ranks
+from rank_pools import POOLS, Pool
 
 Weft = Callable[..., tuple[int, str, str]]
 SHORT_BOUND_S, REAPED_WITHIN_S = 20.0, 30.0
@@ -29,48 +25,27 @@ with suppress(ImportError):  # where there are GPUs it need not be installed
     settings.load_profile("weft")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a process for each core. Each may have up to 16 ranks, so not more than eight."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
 class RankFixture:
     """`ranks(n).run(work, ...)` for any n. A rank's traceback is the test's failure."""
 
-    def __init__(self) -> None:
-        self._pools: dict[int, Ranks] = {}
+    def __call__(self, world_size: int) -> Pool:
+        return POOLS.get(world_size, {"WEFT_TIMEOUT_S": str(SHORT_BOUND_S)})
 
-    def __call__(self, world_size: int) -> RankFixture.Handle:
-        return RankFixture.Handle(self, world_size)
 
-    class Handle:
-        def __init__(self, owner: RankFixture, world_size: int) -> None:
-            self.owner, self.world_size = owner, world_size
-
-        def run(self, work: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> list[Any]:
-            pools = self.owner._pools
-            self._replace_one_that_ended()
-            if self.world_size not in pools:
-                pools[self.world_size] = Ranks(self.world_size, environment={"WEFT_TIMEOUT_S": str(SHORT_BOUND_S)})
-            try:
-                return pools[self.world_size].run(work, *args, timeout_s=timeout_s)
-            except BaseException:
-                pools.pop(self.world_size).close(grace_s=0)
-                raise
-
-        def _replace_one_that_ended(self) -> None:
-            """Ranks that died after their last test was over fail none; but it is said."""
-            pool = self.owner._pools.get(self.world_size)
-            codes = [process.exitcode for process in pool.processes] if pool else []
-            if pool and codes != [None] * len(codes):
-                warnings.warn(f"of {self.world_size} idle ranks some had ended, with exit codes {codes}", stacklevel=3)
-                self.owner._pools.pop(self.world_size).close(grace_s=0)
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+@pytest.fixture(scope="session", autouse=True)
+def _pools_end_with_the_session() -> Iterator[None]:
+    yield
+    POOLS.close()
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankFixture]:
-    fixture = RankFixture()
-    yield fixture
-    fixture.close()
+def ranks() -> RankFixture:
+    return RankFixture()
 
 
 @pytest.fixture

@@ -63,22 +63,13 @@ def test_times_by_kind_and_what_is_exposed(events: list[dict[str, Any]]) -> None
     assert traces.heaviest(found, 1) == [("Memcpy PtoP (Device -> Device)", 1, 120)]
 
 
-def test_the_chart_has_what_computes_above_what_sends(events: list[dict[str, Any]]) -> None:
-    main, other, legend = traces.chart(traces.parts(traces.trimmed(events)), width=18, length_us=180)
-    assert main == "computing   ##########     ---"
-    assert other == "sending       ============"
-    assert legend.split("   ") == ["", "", "", "", "= copy engine", "- local copy", "# matmul"]
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("gemm_kernel", "matmul"),
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopB_NNT", "matmul"),
         ("void pytorch_flash::flash_fwd_kernel<cutlass>", "attention"),
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "NCCL"),
         ("_push_kernel", "weft's exchange"),
-        ("void at::native::reduce_kernel<512, 1>", "the rest"),
         ("void at::native::vectorized_elementwise_kernel<4, SiLU>", "the rest"),
     ],
 )

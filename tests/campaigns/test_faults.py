@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from single_process_ranks import wait_for
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -25,6 +24,8 @@ from weft.runtime.bound import Where
 from weft.runtime.groups import GROUPS
 from weft.runtime.host import HostProgram
 
+pytestmark = pytest.mark.slow
+
 PATIENT_S, IN_VAIN_S, SAYS_S, TOLD_WITHIN_S = 60.0, 2.0, 1.5, 15.0
 """A machine that is full may hold any rank up for seconds: so waits have a short bound only where they are to end in vain, and
 ranks more time there to say first what they wait for."""
@@ -32,12 +33,11 @@ ranks more time there to say first what they wait for."""
 
 def _suffers(trial: Trial, folder: str) -> Told:
     """One rank's part. A victim that is late is that until somebody has given up."""
-    strike, following, world = faults._strike, faults._next, dist.group.WORLD
-    assert world is not None
+    strike, following = faults._strike, faults._next
     os.environ["WEFT_TIMEOUT_S"] = str(PATIENT_S)
 
     def struck(fault: str) -> None:
-        waits = GROUPS.state(world.group_name).rank_group
+        waits = GROUPS.state(faults._group(trial).group_name).rank_group
         if fault != "late":
             strike(fault)
         else:
@@ -45,7 +45,7 @@ def _suffers(trial: Trial, folder: str) -> Told:
 
     def followed(*arguments: Any) -> Work:
         if trial.fault in ("stop", "late"):
-            GROUPS.state(world.group_name).rank_group.timeout_s = IN_VAIN_S
+            GROUPS.state(faults._group(trial).group_name).rank_group.timeout_s = IN_VAIN_S
         return following(*arguments)
 
     with mock.patch.multiple(faults, _strike=struck, _next=followed), mock.patch.object(rank_group, "_SAYS_S", SAYS_S):
@@ -64,6 +64,16 @@ def _judged(trial: Trial, suffers: Callable[[Trial, str], Told] = _suffers) -> d
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_told(fault: str) -> None:
     for trial in drawn(2, 11, "cpu", [fault]):
+        line = _judged(trial)
+        assert line["verdict"] == "right", f"{trial}: {line}"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("op", ["splits", "concurrent", "hooks", "embedding_bag_all_to_all"])
+def test_a_fault_is_told_in_what_is_more_than_one_operator_and_in_lookups(op: str) -> None:
+    trials = list(drawn(3, 19, "cpu", [op]))
+    assert any(trial.subgroup for trial in trials)
+    for trial in trials:
         line = _judged(trial)
         assert line["verdict"] == "right", f"{trial}: {line}"
 

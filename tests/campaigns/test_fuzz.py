@@ -27,6 +27,8 @@ from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, even
 
 from weft.schedules import FAMILIES, spec
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = int(os.environ.get("WEFT_FUZZ_EXAMPLES", "500"))
 
 

@@ -13,6 +13,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from fuzz_parsers import Choices, Target, at_random, edited, kept, targets, text_of, tried
 
+pytestmark = pytest.mark.slow
+
 TARGETS = targets()
 
 

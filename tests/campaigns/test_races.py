@@ -16,6 +16,8 @@ from calls import EVERY, Case, even
 from races import CALLS, Delay, Log, Race, Replay, recorded, systematic, words_of
 from recorder import CALLER, Event, Place, accesses
 
+pytestmark = pytest.mark.slow
+
 RANKS = 3
 Logs = list[Log]
 Change = Callable[[Event], Event | None]

@@ -18,6 +18,8 @@ from soak import Kind, Paces, Part, Soak, Told, growth, kinds, leaks, rank_work,
 
 from weft.comm.shared_memory import Segment
 
+pytestmark = pytest.mark.slow
+
 SHORT = Soak(calls=500, parts=10, catalogue=36, window=12, moves=25)
 
 

@@ -9,51 +9,16 @@ from typing import Any
 import pytest
 from brute import verdict
 from damage import places, step_at, with_lanes, with_step
-from families import PAIRS
-from instructions import instructions
+from instructions import calls
+from refusals import change, change_part, first, refused, region
 
 from weft.checker import ScheduleError, check
 from weft.core.problem import Problem
-from weft.core.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Wait
+from weft.core.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Schedule, Signal, Wait
 from weft.schedules import build
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=4, k=6, world_size=2)
 SCATTER = Problem(op="matmul_reduce_scatter", m=8, n=4, k=6, world_size=2)
-
-
-def refused(schedule: Schedule, *words: str) -> str:
-    """The checker's message, which holds all the words in this order."""
-    with pytest.raises(ScheduleError, match=".*".join(map(re.escape, words))) as error:
-        check(schedule)
-    return str(error.value)
-
-
-def first(schedule: Schedule, kind: Any, rank: int = 0) -> tuple[int, int, int]:
-    return next(p for p in places(schedule, lambda step: isinstance(step, kind)) if p[0] == rank)
-
-
-def change(schedule: Schedule, kind: Any, **fields: Any) -> Schedule:
-    """The first such step of rank 0 with other fields."""
-    place = first(schedule, kind)
-    return with_step(schedule, place, dataclasses.replace(step_at(schedule, place), **fields))
-
-
-def change_part(schedule: Schedule, kind: Any, number: int, **fields: Any) -> Schedule:
-    step = step_at(schedule, first(schedule, kind))
-    parts = list(step.parts)
-    parts[number] = dataclasses.replace(parts[number], **fields)
-    return change(schedule, kind, parts=tuple(parts))
-
-
-def region(name: str, rank: int, rows: tuple[int, int], cols: tuple[int, int]) -> Region:
-    return Region(name, rank, rows, cols)
-
-
-def test_a_dropped_wait_is_a_race_between_two_named_steps() -> None:
-    schedule = build(GATHER, "shard_p2p")
-    place = next(p for p in places(schedule, lambda step: step == Wait(Flag("arrived", 0, 1))))
-    message = refused(with_step(schedule, place), "rank 0, lane compute, step 1 (gemm 4x2x6)", "a_full@0[4:8, 0:6]")
-    assert "no write of all of it is ordered before" in message or "nothing orders the two" in message
 
 
 def test_a_dropped_wait_for_free_races_with_the_call_before() -> None:
@@ -81,27 +46,6 @@ def test_a_circle_of_waits_names_who_waits_for_whom() -> None:
         "deadlock: rank 0, lane copy, step 0 (wait arrived[1]@0>=1) waits for a signal of arrived[1]@0, which needs rank 1",
         "rank 1, lane copy, step 0 (wait arrived[0]@1>=1) waits for a signal of arrived[0]@1, which needs rank 0",
     )
-
-
-def test_wrong_rows_are_named_with_what_they_hold() -> None:
-    schedule = change(
-        build(GATHER, "shard_p2p"), Copy, src=region("a", 0, (0, 2), (0, 6)), dst=region("a_full", 1, (2, 4), (0, 6))
-    )
-    refused(schedule, "rank 1, lane compute, step 2", "a_full@1[0:4, 0:6]", "no write of all of it")
-    schedule = change_part(
-        build(GATHER, "flag_gated", 1), Gemm, 0, a=region("a_full", 0, (4, 8), (0, 6)), gates=(Wait(Flag("arrived", 0, 1)),)
-    )
-    refused(schedule, "leaves out@0[0:4, 0:2] with (A @ B)[4:8, 0:2] over K of 0:6; the result there is (A @ B)[0:4, 0:2]")
-
-
-def test_a_missing_or_doubled_share_of_k_is_named() -> None:
-    schedule = build(SCATTER, "shard_p2p", 1)
-    part = step_at(schedule, first(schedule, Reduce)).parts[0]
-    short = change_part(schedule, Reduce, 0, srcs=part.srcs[:1])
-    refused(short, "rank 0, lane compute", "leaves out@0", "over K of 0:3; the result there is (A @ B)[0:4, 0:4] over K of 0:6")
-    twice = change_part(schedule, Reduce, 0, srcs=(*part.srcs, part.srcs[0]))
-    refused(twice, "leaves out@0", "K summed twice")
-    refused(change(schedule, Reduce, divide_by=2), "leaves out@0", "divided by 2; the result there is")
 
 
 def test_what_a_product_adds_is_proved() -> None:
@@ -178,17 +122,6 @@ def test_the_gates_of_a_part_that_adds_are_too_late_for_its_factors() -> None:
     assert verdict(_late_factor(waits_first=False))
 
 
-def test_parts_that_wait_come_after_those_that_a_peer_waits_for() -> None:
-    """Both ranks' own tiles may hold all SMs, while the tiles that they wait for have not started."""
-    schedule = build(SCATTER, "direct_store", 1)
-    for rank in (0, 1):
-        place = first(schedule, Gemm, rank)
-        step = step_at(schedule, place)
-        schedule = with_step(schedule, place, dataclasses.replace(step, parts=step.parts[::-1]))
-    refused(schedule, "deadlock: rank 0, lane compute, step 0", "part 0", "waits for a signal of arrived[1]@0")
-    assert verdict(schedule).startswith("deadlock")
-
-
 def test_an_unwritten_output_is_named() -> None:
     schedule = build(dataclasses.replace(GATHER, return_gathered=True), "shard_p2p")
     own = next(p for p in places(schedule, lambda s: isinstance(s, Copy) and s.dst.buffer == "gathered"))
@@ -196,25 +129,23 @@ def test_an_unwritten_output_is_named() -> None:
 
 
 STRUCTURE: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("shard_p2p", Copy, {"src": region("x", 0, (0, 1), (0, 6))}, "x@0[0:1, 0:6] is in no declared buffer; there are a, b"),
-    ("shard_p2p", Copy, {"src": region("a", 7, (0, 1), (0, 6))}, "a@7[0:1, 0:6] lies on no rank; ranks are 0 to 1"),
-    ("shard_p2p", Copy, {"src": region("a", 0, (1, 5), (0, 6))}, "a@0[1:5, 0:6] does not lie within a@0[0:4, 0:6]"),
-    ("shard_p2p", Copy, {"src": region("a", 0, (2, 1), (0, 6))}, "a@0[2:1, 0:6] does not lie within"),
+    ("shard_p2p", Copy, {"src": region("x", 0, (0, 1), (0, 6))}, "x@0[0:1, 0:6]"),
+    ("shard_p2p", Copy, {"src": region("a", 7, (0, 1), (0, 6))}, "a@7[0:1, 0:6]"),
+    ("shard_p2p", Copy, {"src": region("a", 0, (1, 5), (0, 6))}, "a@0[1:5, 0:6]"),
     ("shard_p2p", Copy, {"src": region("a", 0, (0, 3), (0, 6))}, "a copy needs them equal"),
-    ("shard_p2p", Copy, {"src": region("a", 1, (0, 4), (0, 6))}, "buffer a is input; peers may only touch symmetric buffers"),
-    ("shard_p2p", Copy, {"dst": region("a", 0, (0, 4), (0, 6))}, "is an input of the caller; no step may write it"),
-    ("shard_p2p", Copy, {"src": region("a_full", 1, (4, 8), (0, 6))}, "neither a_full@1[4:8, 0:6] nor a_full@1[0:4, 0:6]"),
-    ("shard_p2p", Wait, {"flag": Flag("free", 1, 0)}, "is waited for from rank 0; only rank 1 may wait for it"),
-    ("shard_p2p", Wait, {"at_least": -1}, "at_least is -1 for free[1]@0; it must be 1, or 0"),
-    ("shard_p2p", Wait, {"at_least": 2}, "at_least is 2 for free[1]@0; it must be 1, or 0"),
+    ("shard_p2p", Copy, {"src": region("a", 1, (0, 4), (0, 6))}, "buffer a is input"),
+    ("shard_p2p", Copy, {"dst": region("a", 0, (0, 4), (0, 6))}, "a@0[0:4, 0:6]"),
+    ("shard_p2p", Copy, {"src": region("a_full", 1, (4, 8), (0, 6))}, "a_full@1[4:8, 0:6]"),
+    ("shard_p2p", Wait, {"flag": Flag("free", 1, 0)}, "from rank 0"),
+    ("shard_p2p", Wait, {"at_least": -1}, "at_least is -1 for free[1]@0"),
     ("shard_p2p", Signal, {"flag": Flag("arrived", 5)}, "arrived[0]@5 lies on no rank"),
-    ("shard_p2p", Signal, {"flag": Flag("free", 0, 1)}, "free[1]@0 is advanced by rank"),
-    ("shard_p2p", Gemm, {"b": region("b", 0, (0, 5), (0, 2))}, "has 6 columns but b@0[0:5, 0:2] has 5 rows"),
-    ("shard_p2p", Gemm, {"b": region("b", 0, (0, 6), (0, 1))}, "out@0[0:4, 0:2] has shape (4, 2); the product"),
-    ("shard_p2p", Gemm, {"accumulate": True}, "out@0[0:4, 0:2] is added to but is not a float32 buffer"),
-    ("uniform_fused_2d", Reduce, {"divide_by": 0}, "divide_by is 0; it must be at least 1"),
-    ("sequential", Collective, {"dst": region("a_full", 0, (0, 7), (0, 6))}, "all_gather on rank 0 needs (8, 6)"),
-    ("sequential", Collective, {"divide_by": 2}, "all_gather divides nothing"),
+    ("shard_p2p", Signal, {"flag": Flag("free", 0, 1)}, "free[1]@0"),
+    ("shard_p2p", Gemm, {"b": region("b", 0, (0, 5), (0, 2))}, "b@0[0:5, 0:2]"),
+    ("shard_p2p", Gemm, {"b": region("b", 0, (0, 6), (0, 1))}, "out@0[0:4, 0:2]"),
+    ("shard_p2p", Gemm, {"accumulate": True}, "out@0[0:4, 0:2]"),
+    ("uniform_fused_2d", Reduce, {"divide_by": 0}, "divide_by is 0"),
+    ("sequential", Collective, {"dst": region("a_full", 0, (0, 7), (0, 6))}, "all_gather on rank 0"),
+    ("sequential", Collective, {"divide_by": 2}, "all_gather"),
 ]
 
 
@@ -312,39 +243,9 @@ def test_no_starvation_from_blocks_of_their_own_or_in_order() -> None:
         assert verdict(schedule) == ""
 
 
-def _two_gated(*, crossed: bool) -> Schedule:
-    """Two kernels with gates, one after the other, beside copies of which each may be kept out; crossed: by the kernel that
-    waits for it."""
-    problem = dataclasses.replace(GATHER, m=0, world_size=1)
-    nothing, b, out = region("a", 0, (0, 0), (0, 6)), region("b", 0, (0, 6), (0, 4)), region("out", 0, (0, 0), (0, 4))
-    one, two, go = Flag("one", 0), Flag("two", 0), Flag("go", 0)
-    first = Gemm(b, (Part(nothing, out, (Wait(go),), one),))
-    second = Gemm(b, (Part(nothing, out, (Wait(two if crossed else go),)),))
-    landed = region("a_full", 0, (0, 0), (0, 6))
-    copies = (Wait(one), Copy(landed, landed), Signal(two))
-    lanes = (Lane("x", "compute", (first, second)), Lane("y", "copy", copies), Lane("z", "copy", (Signal(go),)))
-    return dataclasses.replace(build(problem, "sequential"), ranks=(lanes,))
-
-
-def test_gated_kernels_of_a_lane_are_refused_only_if_one_order_deadlocks() -> None:
-    check(_two_gated(crossed=False))
-    assert verdict(_two_gated(crossed=False)) == ""
-    refused(_two_gated(crossed=True), "possible deadlock: rank 0, lane x, step 1", "rank 0, lane y, step 1")
-    assert verdict(_two_gated(crossed=True)).startswith("deadlock")
-
-
-def test_harmless_copies_beside_gated_kernels_need_no_search() -> None:
-    """Each may be kept out by the GEMM, and nobody waits for it: in too many orders to try one by one."""
-    schedule = build(Problem(op="all_gather_matmul", m=64, n=8, k=4, world_size=8), "flag_gated", 2)
-    schedule = dataclasses.replace(schedule, buffers=(*schedule.buffers, Buffer("side", "local", (8,) * 8, (4,) * 8)))
-    for rank, lanes in enumerate(schedule.ranks):
-        copies = [Copy(region("a", rank, (i, i + 1), (0, 4)), region("side", rank, (i, i + 1), (0, 4))) for i in range(8)]
-        schedule = with_lanes(schedule, rank, [*lanes, Lane("side", "copy", tuple(copies))])
-    check(schedule)
-
-
-@pytest.mark.parametrize(("op", "name"), PAIRS)
-def test_the_proof_of_eight_ranks_by_64_chunks_is_cheap(op: Any, name: str) -> None:
-    """It takes 0.1 to 4.9 million instructions of the interpreter, which are 1 to 30 ms of processor time."""
-    schedule = build(Problem(op=op, m=16384, n=8192, k=8192, world_size=8), name, 8)
-    assert instructions(lambda: check(schedule)) < 7_000_000
+@pytest.mark.parametrize("name", ["hetero_unfused_1d", "flag_gated", "flag_gated_2d"])
+def test_what_a_proof_costs_grows_with_the_steps_and_not_with_their_square(name: str) -> None:
+    problem = Problem(op="all_gather_matmul", m=16384, n=8192, k=8192, world_size=4)
+    few, many = (build(problem, name, chunks) for chunks in (2, 16))
+    parts = [sum(len(getattr(step, "parts", "1")) for *_, step in schedule) for schedule in (few, many)]
+    assert calls(lambda: check(many)) / parts[1] < 3 * calls(lambda: check(few)) / parts[0]

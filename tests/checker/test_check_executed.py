@@ -13,7 +13,7 @@ import torch.distributed as dist
 from brute import verdict
 from damage import step_at, with_step
 from rank_pools import interpreted_ranks
-from test_check import SCATTER, change, change_part, first, refused, region
+from refusals import change, change_part, first, refused, region
 
 import weft
 from weft.checker import check
@@ -39,6 +39,7 @@ from weft.runtime.sums import adds_pieces
 from weft.schedules import build
 
 interpreted = interpreted_ranks(2)
+SCATTER = Problem(op="matmul_reduce_scatter", m=8, n=4, k=6, world_size=2)
 ALONE = CollectiveProblem(op="all_gather", m=2, world_size=2, dtype="float32", reachable=True)
 
 

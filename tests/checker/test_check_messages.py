@@ -14,7 +14,7 @@ import pytest
 from brute import verdict
 from damage import DAMAGES
 from damage_messages import MESSAGES, random_schedule
-from test_check_damage import refusal
+from refusals import refusal
 
 EVERY = MESSAGES | DAMAGES
 SHARE = int(os.environ.get("WEFT_DAMAGES", "250")) // (3 * len(MESSAGES) + len(DAMAGES))

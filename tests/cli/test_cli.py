@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from conftest import Weft
+from models import TINY
 
 from weft.cli import choices, output
-from weft.cli.gantt import gantt
 from weft.cli.profile import unit
 from weft.core import codec
 from weft.core.errors import RankMismatch, WeftError
@@ -149,7 +149,7 @@ def test_run_defaults_on_a_machine_without_gpu(weft: Weft, runner: Runner, witho
     assert (runner.asked["machine"].name, runner.asked["machine_tokens"], runner.asked["seed"]) == ("h200x8", 8192, 0)
     head, _, _ = out.partition("\n\n")
     words = " ".join(head.split())
-    for said in ("llama3-8b has 4 communicating layers", "on 8 x NVIDIA H200", "on 4 CPU ranks"):
+    for said in ("llama3-8b", "8 x NVIDIA H200", "4 CPU ranks"):
         assert said in words
 
 
@@ -157,14 +157,6 @@ def test_run_takes_every_gpu_by_default(weft: Weft, runner: Runner, monkeypatch:
     monkeypatch.setattr(choices, "gpu_count", lambda: 8)
     assert weft("run", "llama3-8b")[0] == 0
     assert (runner.asked["device"], runner.asked["ranks"], runner.asked["tokens"]) == ("cuda", 8, 8192)
-
-
-def test_run_leads_with_the_prediction(weft: Weft, runner: Runner, without_gpus: None) -> None:
-    _, out, _ = weft("run", "llama3-8b")
-    predicted, chart, ran = (out.index(words) for words in ("Predicted on", "as predicted on h200x8, rank 0", "Run here on"))
-    assert predicted < chart < ran
-    assert "MLP gate/up as predicted" in out
-    assert "attention QKV flag_gated:4 256 6144 4096 proved right 1.0e-03 1.0e-02" in _rows(out[ran:])
 
 
 def test_cpu_ranks_are_not_compared_in_speed(weft: Weft, runner: Runner, without_gpus: None) -> None:
@@ -187,30 +179,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "gpu_count", lambda: 2)
 
 
-def test_what_was_tried_is_said(weft: Weft, runner: Runner, two_gpus: None) -> None:
-    assert "tried" not in weft("run", "llama3-8b")[1]
-    runner.tried = {"sequential": 300.0, "flag_gated:1": 200.0}
-    assert "MLP down: flag_gated:1 0.200, sequential 0.300" in weft("run", "llama3-8b")[1]
-
-
-@pytest.mark.parametrize(("overlapped_us", "said"), [(2000.0, False), (1000.0, True)])
-def test_a_share_over_100_percent_is_explained(
-    weft: Weft, runner: Runner, two_gpus: None, overlapped_us: float, said: bool
-) -> None:
-    runner.overlapped_us = overlapped_us
-    assert ("Over 100% of ideal" in weft("run", "llama3-8b")[1]) == said
-
-
-def test_run_says_how_a_config_was_read(
-    weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    path = tmp_path / "two.json"
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
-    path.write_text(json.dumps({"model_type": "llava", "text_config": {"model_type": "llama", **sizes}}))
-    assert "note: read from text_config" in weft("run", path)[1]
-
-
 def test_run_passes_the_choices_on(weft: Weft, runner: Runner, without_gpus: None) -> None:
     weft("run", "llama3-8b", "--ranks", "2", "--op", "all_gather_matmul", "--schedule", "flag_gated:4", "--seed", "7")
     assert [runner.asked[key] for key in ("ranks", "op", "schedule", "seed")] == [2, "all_gather_matmul", "flag_gated:4", 7]
@@ -220,7 +188,7 @@ def test_wrong_results_end_in_status_1(weft: Weft, runner: Runner, without_gpus:
     runner.error = 0.5
     status, out, _ = weft("run", "llama3-8b", "--op", "matmul_reduce_scatter")
     assert status == 1
-    assert "WRONG results at attention out, MLP down" in out
+    assert "attention out, MLP down" in out
 
 
 def test_a_failed_rank_ends_in_status_3_without_traceback(weft: Weft, runner: Runner, without_gpus: None) -> None:
@@ -232,6 +200,14 @@ def test_a_failed_rank_ends_in_status_3_without_traceback(weft: Weft, runner: Ru
 def test_ranks_that_disagree_are_no_mistake_of_the_user(weft: Weft, runner: Runner, without_gpus: None) -> None:
     runner.raises = RankMismatch("rank 1 has dtype float16, rank 0 bfloat16")
     assert weft("run", "llama3-8b")[0] == 3
+
+
+def test_a_name_from_a_file_is_not_taken_for_markup(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:
+    path = tmp_path / "[bold]x.json"
+    path.write_text(json.dumps({"n_embd": 64, "n_head": 4, "model_type": "gpt2"}))
+    status, out, _ = weft("run", path)
+    assert status == 0
+    assert "[bold]x" in out
 
 
 def test_run_writes_json_that_reads_back(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:
@@ -254,38 +230,26 @@ def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: N
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run", "llama3-9b"], ["did you mean llama3-8b?", *preset_names(), "config.json"]),
+        (["run", "llama3-9b"], ["llama3-8b?", *preset_names()]),
         (["run", "llama3-8b", "--machine", "nope"], ["'nope'", *names()]),
-        (["run", "llama3-8b", "--schedule", "nope"], ["'nope'", "auto", *NAMES]),
         (["run", "llama3-8b", "--schedule", "flag_gated:0"], ["'flag_gated:0'", "at least 1"]),
         (["run", "llama3-8b", "--op", "nope"], ["'nope'", "all_gather_matmul"]),
-        (["run", "llama3-8b", "--dtype", "int8"], ["'int8'", "bfloat16"]),
         (["run", "llama3-8b", "--device", "tpu"], ["'tpu'", "auto, cpu, cuda"]),
-        (["run", "llama3-8b", "--ranks", "0"], ["--ranks"]),
         (["run", "llama3-8b", "--tokens", "many"], ["--tokens"]),
         (["run", "llama3-8b", "--seed", "-1"], ["--seed"]),
-        (["run", "llama3-8b", "--device", "cuda", "--ranks", "4"], ["ranks is 4", "no GPUs were found", "--device cpu"]),
-        (["run", "llama3-8b", "--device", "cuda"], ["no GPUs were found", "--device cpu"]),
-        (["run", "llama3-8b", "--report", "/dev/null"], ["--report /dev/null", "a folder that can be written"]),
+        (["run", "llama3-8b", "--device", "cuda", "--ranks", "4"], ["ranks is 4", "--device cpu"]),
+        (["run", "llama3-8b", "--report", "/dev/null"], ["--report /dev/null"]),
         (["run", "llama3-8b", "--json", "/nowhere/x.json"], ["--json /nowhere/x.json", "No such file"]),
-        (["run", "llama3-8b", "--trace", "/tmp"], ["--trace /tmp", "directory"]),
-        (["run", "llama3-8b", "--json", "/tmp/weft_same", "--trace", "/tmp/weft_same"], ["name two files"]),
+        (["run", "llama3-8b", "--json", "/tmp/weft_same", "--trace", "/tmp/weft_same"], ["--json and --trace"]),
         (["run", "dlrm-mlperf", "--op", "all_gather_matmul"], ["dlrm-mlperf", "no layer of it"]),
         (["run"], ["MODEL", "weft run --help"]),
-        (["run", "llama3-8b", "--nope"], ["--nope", "weft run --help"]),
         (["nope"], ["nope", "weft --help"]),
-        (["plan", "nope"], ["'nope'"]),
-        (["plan", "llama3-8b", "--machine", "nope"], ["'nope'"]),
-        (["plan", "llama3-8b", "--dtype", "nope"], ["'nope'"]),
-        (["plan", "llama3-8b", "--tp", "0"], ["--tp"]),
         (["plan", "llama3-8b", "--tp", "7"], ["--tp is 7", "32 attention heads", "1, 2, 4, 8, 16, 32"]),
         (["plan", "llama3-8b", "--json", "--why"], ["--json is '--why'", "- for standard output"]),
-        (["plan", "llama3-8b", "--json"], ["--json", "argument"]),
         (["run", "llama3-8b", "--schedule", "flag_gated_2d:4"], ["'flag_gated_2d'", "--op all_gather_matmul"]),
         (["plan", "llama3-8b", "--schedule", "flag_gated_2d"], ["'flag_gated_2d'", "matmul_reduce_scatter has sequential"]),
         (["schedules", "nope"], ["'nope'", *NAMES]),
-        (["schedules", "flag_gated_2d", "--op", "matmul_reduce_scatter"], ["is for all_gather_matmul alone"]),
-        (["schedules", "--op", "nope"], ["'nope'", "all_gather_matmul"]),
+        (["schedules", "flag_gated_2d", "--op", "matmul_reduce_scatter"], ["all_gather_matmul"]),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
@@ -305,15 +269,9 @@ def test_a_bad_config_is_one_line(weft: Weft, runner: Runner, tmp_path: Path, te
     is_one_error(weft("run", path), str(path), says)
 
 
-def test_a_bad_machine_file_is_one_line(weft: Weft, runner: Runner, tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text('{"name": "mine"}')
-    is_one_error(weft("run", "llama3-8b", "--machine", path), str(path), "missing")
-
-
 def test_too_few_gpus_names_how_many_there_are(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "gpu_count", lambda: 2)
-    is_one_error(weft("run", "llama3-8b", "--device", "cuda", "--ranks", "4"), "2 GPUs were found", "--ranks 2", "--device cpu")
+    is_one_error(weft("run", "llama3-8b", "--device", "cuda", "--ranks", "4"), "--ranks 2", "--device cpu")
 
 
 def test_auto_falls_back_to_the_cpu_for_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,14 +287,6 @@ def test_outputs_are_tried_before_the_work_and_left_as_they_were(weft: Weft, run
     is_one_error(weft("run", "llama3-8b", "--json", new, "--trace", tmp_path / "no" / "trace.json"), "--trace")
     assert kept.read_text() == "mine"
     assert not new.exists()
-
-
-def test_a_name_from_a_file_is_not_taken_for_markup(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:
-    path = tmp_path / "[bold]x.json"
-    path.write_text(json.dumps({"n_embd": 64, "n_head": 4, "model_type": "gpt2"}))
-    status, out, _ = weft("run", path)
-    assert status == 0
-    assert "[bold]x has 4 communicating layers" in out
 
 
 def test_a_narrow_terminal_loses_nothing(weft: Weft, runner: Runner, two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +307,8 @@ def test_plan_shows_candidates_choice_and_why(weft: Weft, planner: None) -> None
     row = next(line for line in out.splitlines() if line.split()[:1] == ["hetero_fused_1d"])
     assert row.split()[1:] == [":8", "100*"] * 4
     assert "4 ranks, 2048 tokens, bfloat16" in out
-    assert "attention QKV: the chunks hide behind the matmul." in out
+    assert "attention QKV: the chunks" in out
+    assert "28 attention heads" in weft("plan", "t-nlg")[1], "which 8 ranks do not divide"
 
 
 def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
@@ -367,12 +318,6 @@ def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
     assert [site["site"] for site in data["sites"][:3]] == ["attention QKV", "attention out", "expert dispatch + gate/up"]
     plan = codec.load(Plan, data["sites"][0]["plan"])
     assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["sites"][0]["schedule"])
-
-
-def test_heads_that_the_machines_gpus_do_not_divide_are_noted(weft: Weft, planner: None) -> None:
-    """--tp is refused then; without it the plan is of the machine's GPUs, as in T3's study of T-NLG."""
-    assert "note: 8 ranks do not divide the 28 attention heads" in weft("plan", "t-nlg")[1]
-    assert "note" not in weft("plan", "t-nlg", "--tp", "4")[1]
 
 
 @pytest.mark.parametrize(
@@ -399,7 +344,7 @@ def test_json_has_one_meaning(
     assert shown.splitlines()[-1] == f"wrote {file}"
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", ["h200x8", "mi300x8", "t3_ring8"])
 def test_one_machine_is_shown_number_by_number(weft: Weft, tmp_path: Path, name: str) -> None:
     """Each with its unit and its source, from the shipped name or from a file, which --json writes."""
     status, out, _ = weft("machines", name)
@@ -419,44 +364,24 @@ def test_one_machine_is_shown_number_by_number(weft: Weft, tmp_path: Path, name:
 
 def test_one_machine_and_what_does_not_go_with_it(weft: Weft) -> None:
     assert "52,428,800" in weft("machines", "h200x8")[1]
-    assert weft("machines", "h100")[::2] == (
-        2,
-        f"weft: error: machine is 'h100'; weft has {', '.join(names())}, or give the path of a JSON file\n",
-    )
+    is_one_error(weft("machines", "h100"), "'h100'", *names())
     for other in (["h200x8"], ["--json", "-"]):
         status, _, error = weft("machines", *other, "--diff", "h200x8", "a100x8")
         assert status == 2
         assert f"leave {other[0]} out" in error
 
 
-def test_machines_lists_every_profile(weft: Weft) -> None:
-    status, out, _ = weft("machines")
-    assert status == 0
-    assert all(f"{name}: " in out for name in names())
-    assert [machine["name"] for machine in json.loads(weft("machines", "--json", "-")[1])] == list(names())
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["plan", "-h"]])
+@pytest.mark.parametrize("arguments", [[], ["plan", "-h"]])
 def test_help_ends_well(weft: Weft, arguments: Sequence[str]) -> None:
     status, out, err = weft(*arguments)
     assert (status, err) == (0, "")
     assert "Usage: weft" in out
 
 
-def test_gantt_draws_to_scale() -> None:
-    problem = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
-    chart = gantt(make_plan(problem, type("M", (), {"name": "m"})).spans, rank=0, width=29).plain.splitlines()
-    assert chart[0] == "compute  |###########..|#####"
-    assert chart[1] == "copy       |===========      "
-    assert chart[2].endswith("100 us")
-
-
 # --- the real thing, in processes of its own ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "command", [["--help"], ["--version"], ["machines"], ["schedules"], ["plan", "t-nlg", "--op", "all_gather_matmul"]]
-)
+@pytest.mark.parametrize("command", [["--help"], ["schedules"], ["plan", "t-nlg", "--op", "all_gather_matmul"]])
 def test_commands_that_do_not_run_never_import_torch(command: list[str]) -> None:
     code = "import sys; from weft.cli import main; s = main(sys.argv[1:]); sys.exit(s or ('torch' in sys.modules) * 77)"
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=100, check=False)
@@ -476,14 +401,7 @@ def test_reader_that_goes_away_is_no_traceback() -> None:
 @pytest.mark.ranks
 def test_a_small_model_runs_for_real(tmp_path: Path) -> None:
     config, found = tmp_path / "tiny.json", tmp_path / "run.json"
-    sizes = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-    }
-    config.write_text(json.dumps(sizes))
+    config.write_text(json.dumps(TINY))
     command = [sys.executable, "-c", "import sys; from weft.cli import main; sys.exit(main())", "run", str(config)]
     command += ["--ranks", "2", "--device", "cpu", "--tokens", "24", "--machine-tokens", "512", "--json", str(found)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)

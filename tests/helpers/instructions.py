@@ -30,3 +30,20 @@ def instructions(call: Callable[[], object]) -> int:
     """How many instructions Python interprets in a call."""
     _traced(lambda: None)  # Python 3.12 reports no instructions the first time
     return _traced(call)
+
+
+def calls(call: Callable[[], object]) -> int:
+    """How many Python functions a call enters."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count

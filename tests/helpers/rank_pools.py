@@ -1,27 +1,37 @@
-"""Fixtures of rank processes that the tests of a file share, where those of `ranks` will not do: interpreted kernels, GPUs."""
+"""Rank processes that all tests of a run share: one pool for each world size, device and environment."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from weft.runtime.ranks import SHARED, RankFailed, Ranks
+from weft.runtime.ranks import SHARED, Ranks
 
 Sizes = int | Sequence[int]
 """World sizes: one, or several, for each of which the tests run once."""
+INTERPRETED = {"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}
+"""The environment in which ranks on CPUs run weft's kernels, by Triton's interpreter."""
+MOST_PROCESSES = 16
+"""What all pools together may have. The pool that was used longest ago ends first."""
 
 
 class Pool:
-    """Rank processes that are started when they are needed, and anew after some of them have died, hung or been ended: a test
-    that breaks its ranks fails alone."""
+    """Rank processes that are started when they are needed, and anew after a test in which one raised, died or hung: none
+    infects the next."""
 
     def __init__(self, world_size: int, **options: Any) -> None:
         self.world_size, self._options = world_size, options
         self._ranks: Ranks | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self._ranks is not None
 
     @property
     def processes(self) -> list[Any]:
@@ -41,10 +51,6 @@ class Pool:
         assert self._ranks is not None, "start comes first"
         try:
             return self._ranks.finish(timeout_s=timeout_s)
-        except RankFailed as error:
-            if error.lost:
-                self.close(grace_s=0)
-            raise
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -55,33 +61,72 @@ class Pool:
         self._ranks = None
 
     def _living(self) -> Ranks:
-        if self._ranks is not None and not all(process.is_alive() for process in self._ranks.processes):
+        codes = [process.exitcode for process in self._ranks.processes] if self._ranks else []
+        if codes != [None] * len(codes):
+            warnings.warn(f"of {self.world_size} idle ranks some had ended, with exit codes {codes}", stacklevel=3)
             self.close(grace_s=0)
         self._ranks = self._ranks or Ranks(self.world_size, **self._options)
         return self._ranks
 
 
-def shared_ranks(sizes: Sizes, environment: Mapping[str, str], device: str = "cpu") -> Callable[..., object]:
-    """A fixture: the ranks, started for the first test that uses them, and anew for the test after one that lost some."""
+class Pools:
+    """Pools by what their processes differ in, the one used last at the end."""
 
-    def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    def __init__(self) -> None:
+        self._pools: OrderedDict[tuple[Any, ...], Pool] = OrderedDict()
+
+    def get(self, world_size: int, environment: Mapping[str, str], device: str = "cpu") -> Pool:
+        key = (world_size, device, *sorted(environment.items()))
+        if key not in self._pools:
+            self._pools[key] = Pool(world_size, device=device, environment=dict(environment))
+        self._pools.move_to_end(key)
+        *others, last = self._pools.values()
+        for pool in others:
+            if last.world_size + sum(other.world_size for other in others if other.runs) > MOST_PROCESSES:
+                pool.close()
+        return last
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+POOLS = Pools()
+"""Of this process. The session's fixture in conftest.py closes them."""
+
+
+def interpreting(world_size: int) -> Pool:
+    """Ranks whose kernels are interpreted."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    return POOLS.get(world_size, INTERPRETED)
+
+
+def shared_ranks(sizes: Sizes, environment: Mapping[str, str], device: str = "cpu") -> Callable[..., object]:
+    """A fixture: ranks with this environment."""
+
+    def pool(request: pytest.FixtureRequest) -> Pool:
         if environment.get("TRITON_INTERPRET"):
             pytest.importorskip("triton", reason="Triton is not installed")
-        ranks = Pool(getattr(request, "param", sizes), device=device, environment=dict(environment))
-        yield ranks
-        ranks.close()
+        return POOLS.get(getattr(request, "param", sizes), environment, device)
 
     return pytest.fixture(scope="module", params=None if isinstance(sizes, int) else sizes)(pool)
 
 
-def interpreted_ranks(sizes: Sizes, timeout_s: float = 60) -> Callable[..., object]:
-    """On CPUs, where kernels run under Triton's interpreter. timeout_s: how long they wait for each other."""
-    return shared_ranks(sizes, {"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": str(timeout_s)})
+def interpreted_ranks(sizes: Sizes) -> Callable[..., object]:
+    """A fixture: ranks whose kernels are interpreted."""
+    return shared_ranks(sizes, INTERPRETED)
 
 
 def ranks_on_gpus(sizes: Sizes, timeout_s: float) -> Callable[..., object]:
-    """With a GPU each, or one that they share. timeout_s: how long they wait for each other."""
-    return shared_ranks(sizes, {"WEFT_TIMEOUT_S": str(timeout_s)}, gpus())
+    """A fixture: ranks with a GPU each, or one that they share. They are the module's own, so that what a file leaves on GPUs
+    ends with it. timeout_s: how long they wait for each other."""
+
+    def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+        ranks = Pool(getattr(request, "param", sizes), device=gpus(), environment={"WEFT_TIMEOUT_S": str(timeout_s)})
+        yield ranks
+        ranks.close()
+
+    return pytest.fixture(scope="module", params=None if isinstance(sizes, int) else sizes)(pool)
 
 
 def pretended_gpus() -> int:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pools import interpreting
 from rank_work import check_scatter
 
 import weft
@@ -15,7 +16,6 @@ from weft.core.problem import Problem, split
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.runtime.arithmetic import groups, multiply
 from weft.runtime.bindings import Bindings
-from weft.runtime.ranks import Ranks
 from weft.schedules import build
 
 NAMES = ("track_and_trigger", "direct_store")
@@ -131,8 +131,6 @@ def _rank_that_cannot_load(name: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_interpreted_kernel_adds(world_size: int) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(world_size, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as ranks:
-        for adding, through_one in ranks.run(_interpreted):
-            assert adding >= 12
-            assert through_one >= 4
+    for adding, through_one in interpreting(world_size).run(_interpreted):
+        assert adding >= 12
+        assert through_one >= 4

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pools import Pool, interpreting
 from rank_work import bound, whole
 
 from weft.core.problem import Problem, split
@@ -33,12 +33,9 @@ PATIENT, HASTY = 20_000, 2
 """Looks."""
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Callable[[int], Ranks]]:
-    """Pools by size, each started once."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with ExitStack() as pools:
-        yield cache(lambda size: pools.enter_context(Ranks(size, environment={"TRITON_INTERPRET": "1"})))
+@pytest.fixture
+def interpreted() -> Callable[[int], Pool]:
+    return interpreting
 
 
 def _layout(m: int, one_hop: bool, tile: Tile, blocks: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_pools import interpreted_ranks
 
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import HostAllocation
@@ -20,22 +20,10 @@ from weft.runtime.interpret import Bindings
 from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
-INTERPRETED = {"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(1, environment=INTERPRETED) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(request.param, environment=INTERPRETED) as pool:
-        yield pool
+alone, ranks = interpreted_ranks(1), interpreted_ranks([2, 3])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from compiled import for_a_gpu
 from conftest import RankFixture
 from ragged_work import PATTERNS, Case, close, counts_of, padded
-from rank_pools import interpreted_ranks
+from rank_pools import interpreted_ranks, interpreting
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
@@ -152,9 +152,7 @@ def _gated_kernels() -> None:
 
 @pytest.mark.ranks
 def test_gated_dispatch_interpreted() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
-        pool.run(_gated_kernels, timeout_s=100)
+    interpreting(2).run(_gated_kernels)
 
 
 def _without_gradients() -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from compiled import all_reduce_for_a_gpu
+from rank_pools import Pool, interpreting
 from rank_work import check_scatter
 
 import weft
@@ -24,13 +23,9 @@ from weft.schedules import build
 from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Callable[[int], Ranks]]:
-    """Pools by size, each started once."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    environment = {"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}
-    with ExitStack() as pools:
-        yield cache(lambda size: pools.enter_context(Ranks(size, environment=environment)))
+@pytest.fixture
+def interpreted() -> Callable[[int], Pool]:
+    return interpreting
 
 
 def _as_kernel(name: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pools import interpreting
 from rank_work import check_gather
 
 import weft
@@ -118,11 +119,9 @@ def _rank_that_cannot_load() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_interpreted_kernel_waits_between_slices(world_size: int) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(world_size, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as ranks:
-        for sliced, whole in ranks.run(_fused):
-            assert sliced >= 9
-            assert whole == 3
+    for sliced, whole in interpreting(world_size).run(_fused):
+        assert sliced >= 9
+        assert whole == 3
 
 
 def _late_slice() -> str:
@@ -151,6 +150,6 @@ def _late_slice() -> str:
 
 @pytest.mark.ranks
 def test_an_inner_gate_that_stays_closed_is_named() -> None:
-    with Ranks(2) as ranks:
-        first, _ = ranks.run(_late_slice)
+    with Ranks(2) as own:  # a group that has failed is nobody else's
+        first, _ = own.run(_late_slice)
     assert "arrived[4]@0: expected 2, seen 1; rank 1's lane blocks raises it" in first

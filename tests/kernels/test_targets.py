@@ -44,6 +44,7 @@ def test_every_kernel_is_compiled() -> None:
     assert {key for key in NOT_COMPILED if key[0] not in MODULES or key[1] not in TARGETS} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("module", MODULES)
 def test_a_kernel_compiles(module: str, name: str) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from compiled import for_a_gpu
+from rank_pools import interpreting
 
 from weft.core.capabilities import H200
 from weft.core.problem import Problem
 from weft.core.schedule import Flag, Gemm, Part, Region
-from weft.runtime.ranks import Ranks
 from weft.schedules import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -92,8 +92,7 @@ def _launched() -> None:
 
 @pytest.mark.ranks
 def test_tiles_are_stored_where_they_belong_and_counted_once() -> None:
-    with Ranks(1, environment={"TRITON_INTERPRET": "1"}) as pool:
-        pool.run(_launched)
+    interpreting(1).run(_launched)
 
 
 @pytest.mark.usefixtures("on_an_h200")

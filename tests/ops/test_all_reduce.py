@@ -14,7 +14,7 @@ import torch.distributed as dist
 from compiled import all_reduce_for_a_gpu
 from conftest import RankFixture
 from own_schedules import check_from_parts
-from rank_pools import interpreted_ranks
+from rank_pools import interpreted_ranks, interpreting
 from rank_work import check_all_reduce, whole
 
 import weft
@@ -280,9 +280,7 @@ def _never_sent() -> str:
 
 @pytest.mark.ranks
 def test_a_tile_that_never_comes_is_named() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
-        told, silent = pool.run(_never_sent)
+    told, silent = interpreting(2).run(_never_sent)
     assert told.startswith("WaitTimeout: rank 0, lane compute, step 0")
     assert "of rank 1 has not arrived" in told
     assert silent.startswith("AssertionError")  # its own sum lacks everything
@@ -434,10 +432,8 @@ def _four_copies() -> str:
 
 @pytest.mark.ranks
 def test_a_step_that_the_kernel_does_not_run_is_refused() -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "20"}) as pool:
-        for message in pool.run(_four_copies):
-            assert "cannot run it: copies is 4, where it has 3" in message
+    for message in interpreting(2).run(_four_copies):
+        assert "cannot run it: copies is 4, where it has 3" in message
 
 
 def test_what_each_hop_moves() -> None:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from embedding_work import SPECS, Case, cases, check, check_bad_index, draw, expected
+from rank_pools import interpreting
 
 import weft
 from weft.core.errors import RankMismatch
 from weft.runtime import bags
 from weft.runtime.bindings import Bindings
-from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -185,8 +185,7 @@ def test_no_rank_has_tables(ranks: RankFixture) -> None:
 
 def test_what_is_not_there_has_no_weight(ranks: RankFixture) -> None:
     ranks(2).run(_odd_weights)
-    with Ranks(2, environment={"TRITON_INTERPRET": "1"}) as interpreted:
-        interpreted.run(_odd_weights)
+    interpreting(2).run(_odd_weights)
 
 
 def test_mistakes_are_named(ranks: RankFixture) -> None:

@@ -32,6 +32,7 @@ def uses(a: Tensor, b: Tensor, bs: Sequence[Tensor], listed: list[Tensor]) -> No
 """
 
 
+@pytest.mark.slow
 def test_the_result_follows_from_the_arguments(tmp_path: Path) -> None:
     """In a process of its own: mypy lets Python's stack grow for good, and has its garbage collected seldom."""
     pytest.importorskip("mypy", reason="mypy is not installed")

@@ -62,15 +62,6 @@ def test_accuracy(what: str, column: int, predict: Callable[[Problem], float], g
     assert max(errors) < -math.log(1 - worst)
 
 
-NCCL = {"all_gather": {16384: 13.28, 1048576: 42.87, 67108864: 1392.9}, "reduce_scatter": {65536: 12.09, 16777216: 377.28}}
-"""On plain buffers, us by bytes a rank."""
-
-
-@pytest.mark.parametrize(("op", "size"), [(op, size) for op, table in NCCL.items() for size in table])
-def test_collective_is_the_table_at_its_points(op: str, size: int) -> None:
-    assert collective_us(H200, op, size, 8) == pytest.approx(NCCL[op][size])
-
-
 def test_collective_between_and_beyond_the_points() -> None:
     between = collective_us(H200, "all_gather", 2**21, 8)
     assert between == pytest.approx(math.sqrt(42.87 * 121.42))
@@ -91,12 +82,6 @@ def test_collective_as_measured_on_fewer_ranks() -> None:
     assert low_us < collective_us(H200, "all_gather", (low * high) ** 0.5, 4) < high_us
 
 
-def test_columns_are_laid_side_by_side_once_they_are_there() -> None:
-    laid_us = 2 * 8 * 2**20 / (H200.gpu.hbm_gbps * 1e3)
-    rows_us = collective_us(H200, "all_to_all", 2**20, 8)
-    assert collective_us(H200, "all_to_all_columns", 2**20, 8) == pytest.approx(rows_us + laid_us)
-
-
 def test_collective_on_fewer_ranks() -> None:
     """Of what bytes cost, 3 of 7 peers' share is left on a switch, all of it on a mesh."""
     gather = H200.collectives["all_gather"]
@@ -111,8 +96,8 @@ def test_collective_on_fewer_ranks() -> None:
     assert collective_us(H200, "all_gather", 2**26, 1) == 0
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
-@pytest.mark.parametrize("size", [2**10, 2**17, 2**24])
+@pytest.mark.parametrize("op", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("size", [2**10, 2**24])
 def test_collective_on_ranks_between_those_measured(op: str, size: int) -> None:
     """Of 2, 4 and 8 what was measured; of 3, and of 5 to 7, about what lies between."""
     us = [collective_us(H200, op, size, ranks) for ranks in range(2, 9)]
@@ -166,12 +151,6 @@ def test_accumulating_costs_traffic() -> None:
         return gemm_cost(H200, rows=(8192,), n=4096, k=512, dtype="bfloat16", accumulate=accumulate, out_itemsize=4).tile_us
 
     assert tile_us(True) > 1.2 * tile_us(False)
-
-
-def test_whole_gemm_is_the_slowest_rank() -> None:
-    even = Problem(op="all_gather_matmul", m=1024, n=4096, k=4096, world_size=2)
-    uneven = dataclasses.replace(even, b_sizes=(1024, 3072))
-    assert whole_gemm_us(H200, uneven) == gemm_us(H200, 1024, 3072, 4096, "bfloat16") > whole_gemm_us(H200, even)
 
 
 FUSED = (  # M, N, K of matmul_reduce_scatter; track-and-trigger, stores to the owner: first Triton kernels, middle of range

@@ -62,18 +62,23 @@ def test_story_tiles_wait_slice_by_slice() -> None:
 
 
 @pytest.mark.parametrize(("op", "name"), CASES)
-def test_every_message_has_two_ends(op: Op, name: str) -> None:
-    nodes = graph(schedule_of(op, name), load("h200x8"))
+def test_every_message_has_two_ends_and_all_can_run(op: Op, name: str) -> None:
+    schedule, machine = schedule_of(op, name), load("h200x8")
+    nodes = graph(schedule, machine)
     sends = Counter((rank, n.peer, n.tag, n.bytes) for rank, all_ in enumerate(nodes) for n in all_ if n.kind == "send")
     receives = Counter((n.peer, rank, n.tag, n.bytes) for rank, all_ in enumerate(nodes) for n in all_ if n.kind == "receive")
     assert sends == receives
     assert max(Counter((src, dst, tag) for src, dst, tag, _ in sends).values(), default=1) == 1
 
+    _all_of_it_can_run(nodes)
+    moved = {resource[1]: usage.bytes for resource, usage in run(schedule, machine).usage.items() if resource[0] == "out"}
+    for rank, all_ in enumerate(nodes):
+        data = [n.bytes for n in all_ if n.kind == "send" and not n.name.startswith(("signal", "ask for"))]
+        assert sum(data) == moved.get(rank, 0), "as the simulator moves"
 
-@pytest.mark.parametrize(("op", "name"), CASES)
-def test_all_of_it_can_run(op: Op, name: str) -> None:
+
+def _all_of_it_can_run(nodes: tuple[tuple[Node, ...], ...]) -> None:
     """Nodes in any order that their dependencies allow, receives once their sends have run."""
-    nodes = graph(schedule_of(op, name), load("h200x8"))
     assert all([n.id for n in all_] == list(range(len(all_))) for all_ in nodes)
     sent: set[tuple[int, int, int]] = set()
     ended: list[set[int]] = [set() for _ in nodes]
@@ -90,15 +95,6 @@ def test_all_of_it_can_run(op: Op, name: str) -> None:
             if node.kind == "send":
                 sent.add((rank, node.peer, node.tag))
         left = [(rank, node) for rank, node in left if node.id not in ended[rank]]
-
-
-@pytest.mark.parametrize(("op", "name"), CASES)
-def test_as_many_bytes_are_sent_as_the_simulator_moves(op: Op, name: str) -> None:
-    schedule, machine = schedule_of(op, name), load("h200x8")
-    moved = {resource[1]: usage.bytes for resource, usage in run(schedule, machine).usage.items() if resource[0] == "out"}
-    for rank, nodes in enumerate(graph(schedule, machine)):
-        data = [n.bytes for n in nodes if n.kind == "send" and not n.name.startswith(("signal", "ask for"))]
-        assert sum(data) == moved.get(rank, 0)
 
 
 def test_messages_between_nodes_meet_in_turn() -> None:

@@ -11,24 +11,19 @@ from families import PAIRS, TP_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_tiny import tiny
+from spans import log
 
 from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine, Topology, load
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Copy, Flag, Gemm, Lane, Part, Push, Region, Schedule, Signal, Step, Wait
-from weft.core.span import Span
 from weft.perf import Outcome, run, simulate
-from weft.perf.kernels import Ends, FreeSms
 from weft.perf.network import Fabric
 from weft.schedules import build
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
 SCATTER = Problem(op="matmul_reduce_scatter", m=8, n=8, k=8, world_size=2)
 TOPOLOGIES: tuple[Topology, ...] = ("switch", "mesh", "ring", "pcie")
-
-
-def log(spans: tuple[Span, ...], rank: int = 0) -> list[str]:
-    return [f"{s.lane}: {s.name} {s.start_us:g} {s.end_us:g}" for s in spans if s.rank == rank]
 
 
 def test_story_shard_by_shard() -> None:
@@ -97,14 +92,6 @@ def test_story_stores_to_the_owner() -> None:
         assert signal.startswith(f"compute: signal free[0]@1 {end}")
 
 
-def test_story_sequential() -> None:
-    """The collective: 5 us, a step of 1, and 64 bytes at 64 a us. Then two tiles on two SMs."""
-    assert log(simulate(build(GATHER, "sequential"), tiny())) == [
-        "compute: all_gather 0 7",
-        "compute: gemm 8x4x8 7 11.5",
-    ]
-
-
 def test_story_collective_waits_for_the_slowest() -> None:
     """K of 9 is cut into 5 and 4: the ranks' two waves of tiles end at 5.25 and 5, the collective for both at 12.25."""
     spans = simulate(build(dataclasses.replace(SCATTER, k=9), "sequential"), tiny())
@@ -142,13 +129,6 @@ def push(src: int, dst: int) -> Copy:
     return Copy(Region("a", src, (0, 4), (0, 8)), Region("a_full", dst, (4 * src, 4 * src + 4), (0, 8)))
 
 
-@pytest.mark.parametrize(("topology", "end_us"), [("switch", 4.0), ("mesh", 3.0), ("pcie", 4.0), ("ring", 3.0)])
-def test_two_copies_to_one_peer_share_its_port(topology: Topology, end_us: float) -> None:
-    spans = simulate(pushes([[push(0, 2)], [push(1, 2)], []]), tiny(world_size=3, topology=topology))
-    assert [s.end_us for s in spans] == [end_us, end_us]
-    assert [s.bytes for s in spans] == [64, 64]
-
-
 def test_a_freed_link_speeds_up_who_stays() -> None:
     """0 sends 64 bytes to 2 while 1 sends two such: shared for 2 us, then rank 1's second copy has the port alone."""
     spans = simulate(pushes([[push(0, 2)], [push(1, 2), push(1, 2)], []]), tiny(world_size=3))
@@ -169,22 +149,10 @@ def test_lanes_share_the_engines_of_their_rank() -> None:
     assert ends == {1: [3.0, 3.5, 6.0, 6.5], 2: [3.0, 3.0, 3.5, 3.5]}
 
 
-def test_blocks_take_tiles_as_they_come_free() -> None:
-    blocks = FreeSms(2, 0)
-    assert blocks.take(3, Ends(10)) == (10, 20)
-    assert blocks.take(1, Ends(10)) == (20, 20)
-    assert blocks.take(3, Ends(10, not_before=35)) == (35, 45)
-
-
 def test_a_schedule_that_never_ends_is_refused() -> None:
     schedule = pushes([[Wait(Flag("never", 0))], []])
-    with pytest.raises(ValueError, match=r"pushes never ends on tiny: rank 0, lane copy stays in wait never\[0\]@0>=1"):
+    with pytest.raises(ValueError, match=r"rank 0, lane copy .*never\[0\]@0"):
         simulate(schedule, tiny())
-
-
-def test_more_ranks_than_gpus() -> None:
-    with pytest.raises(ValueError, match=r"world_size is 3; machine tiny has 2 GPUs"):
-        simulate(pushes([[], [], []]), tiny())
 
 
 def uneven(op: Op, world_size: int = 4) -> Problem:
@@ -203,9 +171,10 @@ def assert_conserved(schedule: Schedule, outcome: Outcome, machine: Machine) -> 
             assert usage.peak_gbps <= machine.links.gbps * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize(("op", "name"), PAIRS)
-def test_every_family_everywhere(op: Op, name: str, topology: Topology) -> None:
+def test_every_family_everywhere(op: Op, name: str) -> None:
+    """On one topology each, in turn."""
+    topology = TOPOLOGIES[PAIRS.index((op, name)) % len(TOPOLOGIES)]
     machine = tiny(world_size=4, topology=topology, engines=3 if topology == "mesh" else 1)
     schedule = build(uneven(op), name, 3, fan_out=machine.fans_out)
     outcome = run(schedule, machine)
@@ -232,7 +201,7 @@ def test_faster_links_are_never_slower(op: Op, name: str) -> None:
     machine = load("h200x8")
     problem = Problem(op=op, m=2048, n=4096, k=4096, world_size=4)
     times = []
-    for factor in (0.25, 0.5, 1.0, 2.0):
+    for factor in (0.25, 1.0, 2.0):
         copies = dataclasses.replace(machine.copies, gbps=factor * machine.copies.gbps)
         links = dataclasses.replace(machine.links, gbps=factor * machine.links.gbps)
         stores = dataclasses.replace(machine.stores, gbps=tuple((n, factor * rate) for n, rate in machine.stores.gbps))
@@ -242,7 +211,7 @@ def test_faster_links_are_never_slower(op: Op, name: str) -> None:
     assert times[0] > times[-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     topology=st.sampled_from(TOPOLOGIES),
     moves=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 10_000)), min_size=1, max_size=12),

@@ -102,7 +102,11 @@ def multiplied(family: str, changes: dict[str, Any]) -> tuple[int, Counter[tuple
     return sum(math.prod(shape) * count for shape, count in found.items()), found
 
 
-@pytest.mark.parametrize("family", SMALL)
+EACH = "llama gemma3n_text gpt2 mixtral deepseek_v3 qwen3_next falcon bloom gpt_oss t5 longcat_flash hunyuan_v1_moe"
+"""One for each kind of module; the others are read in the same way."""
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.slow][name in EACH.split() :]) for name in SMALL])
 def test_planned_shapes_are_those_of_the_modules(write: Write, family: str) -> None:
     """Every weight of every layer is part of a site or listed as not covered, and each is counted once."""
     transformers = pytest.importorskip("transformers", reason=ABSENT)
@@ -148,16 +152,6 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int, int]]]] = {
             "shared expert down": (7168, 2048, 58),
         },
     ),
-    "state-space layers: Jamba": (
-        {"model_type": "jamba"},
-        {
-            "state space in": (16384, 4096, 28),
-            "state space out": (4096, 8192, 28),
-            "attention QKV": ((32 + 16) * 128, 4096, 4),
-            "MLP gate/up": (2 * 14336, 4096, 16),
-            "expert dispatch + gate/up": (2 * 14336, 4096, 16),
-        },
-    ),
     "one mixer a layer: Nemotron-H": (
         {
             "model_type": "nemotron_h",
@@ -178,29 +172,10 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int, int]]]] = {
             "attention QKV": (12 * 64, 512, 1),
         },
     ),
-    "no size but one: Gemma 3 12B": (
-        {
-            "model_type": "gemma3",
-            "text_config": {
-                "hidden_size": 3840,
-                "intermediate_size": 15360,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "num_hidden_layers": 48,
-            },
-        },
-        {"attention QKV": (8192, 3840, 48), "attention out": (3840, 4096, 48), "MLP gate/up": (30720, 3840, 48)},
-    ),
-    "gelu and a gate: VaultGemma": ({"model_type": "vaultgemma"}, {"MLP gate/up": (2 * 9216, 2304, 26)}),
-    "relu and a gate: BitNet": ({"model_type": "bitnet"}, {"MLP gate/up": (2 * 6912, 2560, 30)}),
     "silu and no gate: Apertus": ({"model_type": "apertus", "hidden_act": "silu"}, {"MLP up": (14336, 4096, 32)}),
     "head sizes by layer: Gemma 4": (
         {"model_type": "gemma4_text", "num_hidden_layers": 12},
         {"attention QKV of layer 0": (4096, 2304, 10), "attention QKV of layer 5": (8192, 2304, 2)},
-    ),
-    "every second layer with experts: Llama 4 Maverick": (
-        {"model_type": "llama4_text", "interleave_moe_layer_step": 2, "num_hidden_layers": 4},
-        {"MLP gate/up": (2 * 16384, 5120, 2), "shared expert gate/up": (2 * 8192, 5120, 2)},
     ),
 }
 
@@ -233,8 +208,6 @@ def test_what_is_not_covered_is_listed_with_its_share(write: Write) -> None:
         ({"model_type": "mixtral", "num_experts_per_tok": 2, "moe_topk": 4}, "moe_topk is 4 and num_experts_per_tok is 2"),
         ({"model_type": "deepseek_v2", "num_experts_per_tok": None}, "num_experts_per_tok is missing"),
         ({"model_type": "hunyuan_v1_moe", "moe_topk": [1, 2, 2, 2], "head_dim": 64, "num_hidden_layers": 4}, "moe_topk is"),
-        ({"model_type": "hunyuan_v1_moe"}, "not set: .*head_dim"),
-        ({"model_type": "bart"}, "is_encoder_decoder"),
         ({"model_type": "mllama"}, "model_type is 'mllama_text_model'"),
         ({"model_type": "kimi_k2"}, "model_type is 'kimi_k2', which transformers"),
         ({"model_type": "llama", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
@@ -276,13 +249,6 @@ def test_keys_for_top_k(write: Write, key: str, value: Any) -> None:
     assert dispatch.problem(8192, 8, "bfloat16").m == 1024 * 6
 
 
-def test_quantized_checkpoints_have_the_shapes_of_their_model(write: Write) -> None:
-    pytest.importorskip("transformers", reason=ABSENT)
-    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config = {**LLAMA, "quantization_config": quantized, "torch_dtype": "bfloat16", "_attn_implementation": "flash_attention_2"}
-    assert shapes(load_model(str(write(config)))) == shapes(load_model(str(write(LLAMA))))
-
-
 # --- without transformers --------------------------------------------------------------------------------------------
 
 EXPLICIT = {
@@ -293,7 +259,7 @@ EXPLICIT = {
 }
 
 
-@pytest.mark.parametrize("given", [{}, {"head_dim": 16}, {"head_dim": 16, "num_key_value_heads": 4}])
+@pytest.mark.parametrize("given", [{}, {"head_dim": 16, "num_key_value_heads": 4}])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_read_by_their_keys_as_by_their_modules(
     write: Write, monkeypatch: pytest.MonkeyPatch, family: str, given: dict[str, int]
@@ -316,15 +282,12 @@ def test_families_are_read_by_their_keys_as_by_their_modules(
     [
         (without("intermediate_size"), "intermediate_size is missing"),
         (without(model_type="qwen3"), "head_dim is missing"),
-        (without("num_key_value_heads", model_type="mistral"), "num_key_value_heads is missing"),
         ({"model_type": "gemma3", "text_config": without(model_type="gemma3_text")}, "head_dim is missing"),
         (without(model_type="mixtral", num_local_experts=8), "num_experts_per_tok is missing"),
         (without(model_type="mixtral", num_local_experts=2, num_experts_per_tok=99), "num_experts_per_tok is 99"),
         ({**EXPLICIT["qwen3_moe"], "model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         (without(model_type="novel"), r"model_type is 'novel'.*pip install transformers"),
         (without(hidden_size="64"), "hidden_size is '64'"),
-        (without(hidden_size=True), "hidden_size is True"),
-        (without(num_attention_heads=0), "num_attention_heads is 0"),
         (without(hidden_size=10**12), "hidden_size is 1000000000000"),
         (without(num_attention_heads=7), "not a multiple of 7 heads"),
         (without(num_key_value_heads=3), "kv_heads is 3"),
@@ -351,7 +314,6 @@ def test_text_config_is_found(write: Write) -> None:
         ("{", "is not JSON"),
         ("[1]", "holds list data"),
         ("{}", "model_type is None"),
-        ({"model_type": 3}, "model_type is 3"),
         ({"model_type": "novel"}, "model_type is 'novel'"),
     ],
 )

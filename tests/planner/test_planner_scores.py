@@ -141,34 +141,6 @@ def test_weights_come_back_from_times_that_have_them() -> None:
         fitted([dataclasses.replace(lines[0], problem=unseen)], H200)
 
 
-def test_weights_of_one_schedule_or_operator_are_fitted_again() -> None:
-    """The others stay as they are. What was measured of a program that has changed since is left out."""
-    from fit_heuristic import current, fitted_again
-    from problems import drawn
-
-    from weft.perf.rules import estimates, terms
-
-    op, text = "matmul_reduce_scatter", "sequential_stores"
-    problems = [problem for _, problem in drawn("fit", 4, 240) if problem.op == op]
-    times = [2.0 * terms(problem, H200, text, 1)[0] for problem in problems]
-    lines = [dataclasses.replace(line({text: us}), problem=one) for one, us in zip(problems, times, strict=True)]
-    before = estimates("switch")
-    found = fitted_again(before, f"{op}:{text}", lines, H200)
-    rows = dict(zip((row.spec for row in found.weights[op]), found.weights[op], strict=True))
-    again = [sum(a * b for a, b in zip(rows[text].weights, terms(one, H200, text, 1), strict=True)) for one in problems]
-    assert again == pytest.approx(times, rel=0.02)
-    assert {row.spec for row in before.weights[op] if rows[row.spec] != row} == {text}
-    assert all(found.weights[other] == before.weights[other] for other in before.weights if other != op)
-    assert found.source == f"{before.source}; {op}:{text}: {len(lines)} problems on by hand"
-    for bad in (f"{op}:one_shot", f"{op}:shard_p2p", op):
-        with pytest.raises(ValueError, match=f"only is {bad}; give one of sequential"):
-            fitted_again(before, bad, lines, H200)
-    few = Problem(op="matmul_reduce_scatter", m=512, n=8192, k=8192, world_size=4)
-    for m, commit, kept in ((512, "39e2814", False), (512, "63856ba", True), (8192, "39e2814", True)):
-        one = dataclasses.replace(line({text: 1.0, "sequential": 1.0}), problem=dataclasses.replace(few, m=m), commit=commit)
-        assert (text in current(one).us) is kept
-
-
 def test_choices_among_ficcos_and_the_quick_tuners() -> None:
     from scores import by_sizes, ficco_specs, quick
 
@@ -180,28 +152,6 @@ def test_choices_among_ficcos_and_the_quick_tuners() -> None:
     # What is predicted to be more than twice as slow as the best is not measured.
     predicted = {"sequential": 100.0, "uniform_fused_1d:4": 90.0, "shard_p2p": 60.0, "hetero_fused_1d:2": 500.0}
     assert quick(one, predicted, H200) == "shard_p2p"
-
-
-def test_ficcos_gemms_that_fit_begin_with_the_quickest() -> None:
-    """On two H200: each is an all-gather of the sixteen, each program is tried once, and a call takes some 60 ms at most."""
-    from ficco_gemms import MOST_FLOPS, fitting, tried
-
-    found = fitting(2)
-    assert [case.partition(":")[0] for case, _ in found] == ["g4", "g14", "g5", "g6", "g1", "g2"]
-    flops = [problem.flops for _, problem in found]
-    assert flops == sorted(flops)
-    assert flops[-1] <= MOST_FLOPS
-    assert "hetero_unfused_1d:2" not in tried(found[0][1])
-    assert len(fitting(8)) > len(found)
-
-
-def test_known_problems_are_read() -> None:
-    from fit_heuristic import known
-    from problems import ALL_OPS
-
-    found = list(known())
-    assert {one.problem.op for one in found} == set(ALL_OPS)
-    assert all("sequential" in one.us and len(one.us) > 2 for one in found)
 
 
 def test_a_program_under_two_names_is_one_candidate() -> None:
@@ -220,20 +170,6 @@ def test_a_program_under_two_names_is_one_candidate() -> None:
         among = found.among(("sequential", "hetero_unfused_1d:2")).us
         assert set(among) == {"sequential", "hetero_fused_1d:2" if size == 2 else "hetero_unfused_1d:2"}
         assert len(found.among(ficco_specs(problem)).us) == (3 if size == 2 else 1)
-
-
-def test_nothing_is_tried_twice() -> None:
-    from problems import drawn, tried
-
-    from weft.schedules import programs
-
-    for size, fewer in ((2, True), (4, False)):
-        for op in ("all_gather_matmul", "matmul_reduce_scatter"):
-            problem = next(problem for _, problem in drawn("fit", size) if problem.op == op)
-            specs = tried(problem)
-            assert programs(problem, specs) == specs
-            assert ("hetero_unfused_1d:2" not in specs) is fewer
-    assert "one_shot" in specs
 
 
 def unseen_lines() -> list[Any]:
@@ -271,6 +207,7 @@ def test_the_heuristic_holds_on_what_was_measured() -> None:
     assert found.unmeasured == 0
 
 
+@pytest.mark.slow
 def test_the_cost_model_and_the_quick_tuner_hold_on_what_was_measured() -> None:
     from scores import errors, percentile, predictions, quick, verdict
 

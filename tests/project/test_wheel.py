@@ -16,7 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_repository import PROJECT, ROOT, tracked
+from tree import PROJECT, ROOT, tracked
+
+pytestmark = pytest.mark.slow
 
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 NEEDED = ("torch", "triton", "numpy", "simpy", "rich", "typer", "plotly", "atomicshm")
@@ -155,10 +157,3 @@ def test_a_newcomer_asks_the_doctor_and_runs_a_model(newcomer: Path, tmp_path: P
     text = _told(newcomer, "weft", "run", "config.json", "--ranks", "2", "--tokens", "16", folder=tmp_path)
     assert "4 communicating layers" in text
     assert "All results are right." in text
-
-
-@pytest.mark.ranks
-def test_a_newcomer_runs_an_example(newcomer: Path, tmp_path: Path) -> None:
-    shutil.copy(ROOT / "examples" / "02_schedule_by_hand.py", tmp_path)
-    text = _told(newcomer, "python", "02_schedule_by_hand.py", folder=tmp_path)
-    assert "by_hand, chunks=2: all_gather_matmul" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_run import LANES, layer, make_run
+from report_run import layer, make_run
 
 from weft.core.span import Span
 from weft.report import write_trace
@@ -59,19 +59,6 @@ def test_measured_and_predicted_are_alike_and_apart(events: list[dict[str, Any]]
     assert {tuple(sorted(e)) for e in complete} == {("args", "cat", "dur", "name", "ph", "pid", "tid", "ts")}
     groups = {pid: name.split()[-3] for (pid, _), name in names(events, "process_name").items()}
     assert groups == dict.fromkeys(range(8), "measured") | dict.fromkeys(range(1000, 1011), "predicted")
-
-
-def test_a_process_has_its_lanes_by_name(events: list[dict[str, Any]]) -> None:
-    threads = names(events, "thread_name")
-    assert {name for (pid, _), name in threads.items() if pid == 0} == set(LANES)
-    assert len(threads) == (8 + 11) * len(LANES)
-
-
-def test_work_is_told_where_there_is_some(events: list[dict[str, Any]]) -> None:
-    work = {(e["cat"], e["name"]): e["args"] for e in events if e["ph"] == "X"}
-    assert work["gemm", "gemm 2 <i>"] == {"flops": 2}
-    assert work["copy", "copy 3 <i>"] == {"bytes": 3}
-    assert work["wait", "wait 1 <i>"] == {}
 
 
 def test_predicted_processes_move_up_where_measured_ones_are_many(tmp_path: Path) -> None:

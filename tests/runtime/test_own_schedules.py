@@ -10,7 +10,7 @@ from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
-interpreted = interpreted_ranks(2, timeout_s=30)
+interpreted = interpreted_ranks(2)
 plain = shared_ranks(2, {"WEFT_TIMEOUT_S": "30"})
 
 

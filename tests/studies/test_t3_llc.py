@@ -56,8 +56,7 @@ def test_fully_associative_line_by_line(llc: int, *, bypass: bool) -> None:
     assert ours == pytest.approx(read_bytes(grid, llc * 8, modulo, bypass=bypass, followed=1), rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["Mega-GPT-2 TP8 FC2", "T-NLG TP16 FC2"])
-@pytest.mark.parametrize("indexing", [modulo, folded])
+@pytest.mark.parametrize(("name", "indexing"), [("Mega-GPT-2 TP8 FC2", folded), ("T-NLG TP16 FC2", modulo)])
 def test_sets_by_address_add_few_conflicts(name: str, indexing: Indexing) -> None:
     """The two that gain most from outputs that bypass the cache, of 16 MiB in 16 ways: within 0.12 of the output's size."""
     assert max(abs(error) for error in _errors(name, indexing)) < 0.12

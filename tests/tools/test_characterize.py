@@ -17,12 +17,11 @@ from weft.perf import run
 from weft.perf.cost import whole_collective_us, whole_gemm_us
 from weft.perf.lookups import TOLD_US
 from weft.planner.signature import Signature, _spearman, correlations, signature, without_communication, without_computation
-from weft.report.losses import mark
 from weft.runtime.ranks import Ranks
-from weft.schedules import NAMES, build, names, parse
-from weft.tools.characterize import _waits, measured, shrunk
+from weft.schedules import build, names, parse
+from weft.tools.characterize import measured, shrunk
 
-H200, MI300X = load("h200x8"), load("mi300x8")
+H200 = load("h200x8")
 GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=8)
 
 
@@ -109,12 +108,6 @@ def test_2d_pays_for_c_where_k_is_small() -> None:
     assert dil(1024) > dil(8192) > dil(65536) > 1
 
 
-def test_a_ring_leaves_a_mesh_idle() -> None:
-    """FiCCO: shard-level peer to peer loses several times on a full mesh, next to nothing behind a switch."""
-    assert losses(GATHER, "shard_p2p").communication_dil < 1.1
-    assert losses(GATHER, "shard_p2p", MI300X).communication_dil > 3.9
-
-
 def test_correlations() -> None:
     assert _spearman([1, 2, 3, 10], [5, 6, 7, 8]) == pytest.approx(1)
     assert _spearman([1, 2, 3, 3], [4, 3, 2, 2]) == pytest.approx(-1)
@@ -130,7 +123,7 @@ def test_shrunk_problems_move_as_much(op: Op) -> None:
     small = shrunk(problem)
     assert small.shard_bytes == problem.shard_bytes
     assert small.flops < problem.flops / 4 or op in EXCHANGES
-    with pytest.raises(ValueError, match="op is embedding_bag_all_to_all; only matmuls"):
+    with pytest.raises(ValueError, match="op is embedding_bag_all_to_all"):
         shrunk(LookupProblem.of(batch=4, dims=((2,), (2,))))
 
 
@@ -146,19 +139,13 @@ def test_losses_are_measured_on_ranks(ranks: RankFixture) -> None:
     assert unfused.communication_cil is not None
 
 
-def test_a_span_that_may_hold_waits_is_told() -> None:
-    assert _waits(build(GATHER, "flag_gated", 1))
-    assert not _waits(build(GATHER, "hetero_unfused_1d", 2))
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines, page = tmp_path / "lines.jsonl", tmp_path / "page.html"
     options = ["--op", "all_gather_matmul", "--schedule", "sequential,flag_gated", "--chunks", "1,2", "--ranks", "4"]
     outputs = ["--tokens", "512,4096", "--json", str(lines), "--report", str(page)]
     assert main(["characterize", "llama3-8b", *options, *outputs]) == 0
     text = capsys.readouterr().out
-    assert "exposed" in text
-    assert "rank correlation" in text
+    assert "flag_gated" in text
     found = [codec.load(Signature, json.loads(line)) for line in lines.read_text().splitlines()]
     assert len(found) == 2 * 2 * 3
     assert {one.spec for one in found} == {"sequential", "flag_gated:1", "flag_gated:2"}
@@ -175,10 +162,6 @@ def test_what_is_another_familys_program_on_one_node_is_shown_where_it_is_named(
     assert "node_slices" not in shown
     assert main([*asked, "--schedule", "node_slices"]) == 0
     assert "node_slices:1" in capsys.readouterr().out
-
-
-def test_no_two_families_have_one_marker() -> None:
-    assert len({tuple(mark(index).items()) for index in range(len(NAMES))}) == len(NAMES)
 
 
 def test_what_was_measured_is_written_before_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_doctor import fake_torch
+from fake_torch import fake_torch
 
 from weft.tools.calibrate.samples import ProbeSample
 from weft.tools.doctor import gpus
@@ -67,22 +67,18 @@ def _sample(what: str, key: tuple[int, ...], us: float) -> ProbeSample:
         (
             "copy engine, push to one peer",
             [_sample("copy push", (MIB, 8), 24.0), _sample("copy push", (64 * MIB, 1), 186.4)],
-            "360 GB/s a GPU, 80% of 450 (NV18)",
+            "360 GB/s",
             "ok",
         ),
-        (
-            "copy engine, pull from one peer",
-            [_sample("copy pull", (64 * MIB, 1), 5000.0)],
-            "13 GB/s a GPU, 3% of 450 (NV18)",
-            "warn",
-        ),
-        ("NCCL all_gather", [_sample("all_gather", (64 * MIB,), 600.0)], "336 GB/s a GPU, 75% of 450 (NV18)", "ok"),
-        ("NCCL all_reduce", [_sample("all_reduce", (64 * MIB,), 1200.0)], "336 GB/s a GPU, 75% of 450 (NV18)", "ok"),
+        ("copy engine, pull from one peer", [_sample("copy pull", (64 * MIB, 1), 5000.0)], "13 GB/s", "warn"),
+        ("NCCL all_gather", [_sample("all_gather", (64 * MIB,), 600.0)], "336 GB/s", "ok"),
+        ("NCCL all_reduce", [_sample("all_reduce", (64 * MIB,), 1200.0)], "336 GB/s", "ok"),
     ],
 )
 def test_samples_against_links(name: str, samples: list[ProbeSample], detail: str, state: str) -> None:
     found = judged(BY_NAME[name], samples, 4, H200)
-    assert (found.what, found.detail, found.state) == (f"transport: {name}", detail, state)
+    assert name in found.what
+    assert (found.detail.startswith(detail), found.state) == (True, state)
     assert bool(found.cure) == (state != "ok")
 
 
@@ -97,9 +93,9 @@ def test_whether_overlap_pays() -> None:
     alone = [_sample("all_gather", (1,), 375.0), _sample("gemm bfloat16", (1, 1, 1), 1332.0)]
     good = verdict([*alone, _sample("shard_p2p", (1,), 1364.0)])
     assert (good.state, good.cure) == ("ok", "")
-    assert "22% could be hidden at most; shard_p2p takes 1364 us and hides 20%, others may hide more: it pays" in good.detail
+    assert all(number in good.detail for number in ("22%", "1364 us", "20%"))
     bad = verdict([*alone, _sample("shard_p2p", (1,), 1800.0)])
-    assert (bad.state, "hides 0%, others may hide more: it does not pay" in bad.detail, bool(bad.cure)) == ("warn", True, True)
+    assert (bad.state, " 0%" in bad.detail, bool(bad.cure)) == ("warn", True, True)
     assert verdict("not tried").state == "warn"
 
 

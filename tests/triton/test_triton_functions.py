@@ -35,7 +35,7 @@ pytestmark = pytest.mark.ranks
 EXAMPLES = documented()
 
 
-interpreted = interpreted_ranks([2, 3], timeout_s=30)
+interpreted = interpreted_ranks([2, 3])
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
