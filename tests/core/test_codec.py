@@ -87,12 +87,6 @@ def test_writes_no_numbers_that_are_none() -> None:
         codec.dumps(Leaf(size=1, share=float("nan")))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000])
-def test_refuses_what_is_not_json(text: str) -> None:
-    with pytest.raises(ValueError, match=r"file\.json is not JSON"):
-        codec.loads(Tree, text, "file.json")
-
-
 def test_what_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     """A table holds tables for fewer ranks, and those hold none. Deeper than Python goes, nothing else is said of it."""
     profile = codec.dumps(machine.load("h200x8"))
@@ -108,20 +102,6 @@ def test_what_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
                 machine.load(path)
         else:
             machine.load(path)
-
-
-def test_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "tree.json"
-    with pytest.raises(ValueError, match=r"cannot read .*tree\.json"):
-        codec.read(Tree, path)
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"tree\.json is not JSON"):
-        codec.read(Tree, path)
-    path.write_text('{"alive": 0}')
-    with pytest.raises(ValueError, match=r"tree\.json: alive is 0"):
-        codec.read(Tree, path)
-    path.write_text(codec.dumps(TREE, indent=1))
-    assert codec.read(Tree, path) == TREE
 
 
 def test_steps_of_a_schedule_are_told_apart_and_checked() -> None:

@@ -20,12 +20,6 @@ def test_profile_is_complete(name: str) -> None:
     assert loaded.name == name
     paths = {path for path, _ in machine.numbers(loaded)}
     assert paths == set(loaded.sources)
-    assert codec.loads(machine.Machine, codec.dumps(loaded)) == loaded
-
-
-def test_a_file_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match=r"cannot read missing\.json"):
-        machine.load("missing.json")
 
 
 def _changed(tmp_path: Path, path: str, value: Any) -> Path:

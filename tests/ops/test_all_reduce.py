@@ -40,8 +40,6 @@ from weft.tools.run import Measured, measure_site, tolerance
 
 FAMILIES = names("matmul_all_reduce")
 KERNELS = ("one_shot", "two_shot", "sequential_stores")
-SHAPES = [(8, 48, 32), (1, 23, 19), (5, 7, 3), (3, 2, 1)]
-"""M, N, K: even; a vector and odd ones; few columns; some ranks without columns or a part of K."""
 
 
 def _same_everywhere(out: torch.Tensor) -> bool:
@@ -50,21 +48,6 @@ def _same_everywhere(out: torch.Tensor) -> bool:
     found = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
     dist.all_gather(found, bits)
     return all(torch.equal(one, found[0]) for one in found)
-
-
-def _every_family(dtype: torch.dtype) -> None:
-    for turn, (m, n, k) in enumerate(SHAPES):
-        for name in FAMILIES:
-            for call in range(4):
-                out = check_all_reduce(m, n, k, dtype, name, 10 * turn + call, addends=call)
-                assert _same_everywhere(out), (name, (m, n, k))
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_family_is_right(ranks: RankFixture, world_size: int, dtype: torch.dtype) -> None:
-    ranks(world_size).run(_every_family, dtype)
 
 
 @pytest.mark.ranks
@@ -301,29 +284,6 @@ def test_a_tile_that_never_comes_is_named() -> None:
     assert told.startswith("WaitTimeout: rank 0, lane compute, step 0")
     assert "of rank 1 has not arrived" in told
     assert silent.startswith("AssertionError")  # its own sum lacks everything
-
-
-def _gradients() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    a, b, _ = whole(6, 8, 12, torch.float32, 1)
-    low, high = split(12, size)[rank]
-    mine = [a[:, low:high].clone().requires_grad_(), b[low:high].clone().requires_grad_()]
-    added = [torch.randn(*shape, generator=torch.Generator().manual_seed(2)).requires_grad_() for shape in ((8,), (6, 8))]
-    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(3))
-    out = weft.matmul_all_reduce(*mine, schedule="two_shot", bias=added[0], residual=added[1])
-    (out * weight).sum().backward()
-    full = [t.clone().requires_grad_() for t in (a, b)]
-    wanted = [t.detach().clone().requires_grad_() for t in added]
-    ((full[0] @ full[1] + wanted[0] + wanted[1]) * weight).sum().backward()
-    torch.testing.assert_close(mine[0].grad, full[0].grad[:, low:high])  # type: ignore[index]
-    torch.testing.assert_close(mine[1].grad, full[1].grad[low:high])  # type: ignore[index]
-    for got, expected in zip(added, wanted, strict=True):
-        torch.testing.assert_close(got.grad, expected.grad)
-
-
-@pytest.mark.ranks
-def test_gradients_are_those_of_the_whole_product(ranks: RankFixture) -> None:
-    ranks(3).run(_gradients)
 
 
 def _compiled() -> None:

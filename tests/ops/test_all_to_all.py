@@ -50,22 +50,6 @@ def check_both(m: int, n: int, k: int, dtype: torch.dtype, combine: str, dispatc
     assert torch.equal(handed, received)
 
 
-def _families() -> None:
-    seed = 0
-    for m, n, k in ((37, 23, 19), (2, 5, 3), (0, 4, 4), (16, 0, 8)):
-        for dtype in (torch.float32, torch.bfloat16):
-            for call in range(2):
-                for name in dict.fromkeys((*COMBINE, *DISPATCH)):
-                    seed += 1
-                    combine, dispatch = (name if name in names else "sequential" for names in (COMBINE, DISPATCH))
-                    check_both(m, n, k, dtype, combine, dispatch, seed + call)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_family(ranks: RankFixture, world_size: int) -> None:
-    ranks(world_size).run(_families)
-
-
 def _kernels() -> int:
     from weft.runtime import fused, pushes
 
@@ -101,37 +85,6 @@ interpreted = interpreted_ranks([2, 4])
 def test_kernels_interpreted(interpreted: Ranks) -> None:
     for launches in interpreted.run(_kernels):
         assert launches >= 3 * (3 + 5 + 3)
-
-
-def _gradients() -> None:
-    """Against autograd of the plain program on one rank, whose a and b are those of all."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for m, spec in ((12, "flag_gated:2"), (7, "direct_store"), (2, "hetero_unfused_1d:2"), (9, "track_and_trigger:1")):
-        a, b = drawn(m, 6, 5, torch.float32, m)
-        for x in (*a, *b):
-            x.requires_grad_()
-        shards = [slice(*s) for s in split(m, size)]
-        weights = [torch.randn(size * (s.stop - s.start), 6, generator=torch.Generator().manual_seed(s.stop)) for s in shards]
-        combined = [torch.cat([x[s] @ y for x, y in zip(a, b, strict=True)]) for s in shards]
-        dispatched = [torch.cat([x[s] for x in a]) @ b[r] for r, s in enumerate(shards)]
-        for families, outs, run in (
-            (COMBINE, combined, weft.matmul_all_to_all),
-            (DISPATCH, dispatched, weft.all_to_all_matmul),
-        ):
-            if spec.partition(":")[0] not in families:
-                continue
-            total = sum((out * w).sum() for out, w in zip(outs, weights, strict=True))
-            wanted = torch.autograd.grad(total, (a[rank], b[rank]), retain_graph=True)
-            mine = [t.detach().clone().requires_grad_() for t in (a[rank], b[rank])]
-            out = run(*mine, schedule=spec)  # type: ignore[operator]
-            (out * weights[rank]).sum().backward()
-            for one, want in zip(mine, wanted, strict=True):
-                torch.testing.assert_close(one.grad, want)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients(ranks: RankFixture, world_size: int) -> None:
-    ranks(world_size).run(_gradients)
 
 
 def _second(outs: list[torch.Tensor], factors: list[torch.Tensor]) -> torch.Tensor:

@@ -17,7 +17,7 @@ import weft
 from weft.checker import ScheduleError, check
 from weft.core import codec, machine
 from weft.core.problem import COLUMN_OPS, ColumnProblem
-from weft.core.schedule import Collective, Copy, Gemm, Lane, Schedule, Signal, Wait, waits
+from weft.core.schedule import Collective, Copy, Gemm, Lane, Schedule, waits
 from weft.perf.cost import gemm_us
 from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
@@ -78,15 +78,6 @@ def _without(schedule: Schedule, kind: type, number: int) -> Schedule:
     )
 
 
-@pytest.mark.parametrize("kind", [Wait, Copy, Signal])
-@pytest.mark.parametrize(("op", "family"), [(COLUMN_OPS[0], "track_and_trigger"), (COLUMN_OPS[1], "flag_gated")])
-def test_a_step_left_out_is_refused(op: Any, family: str, kind: type) -> None:
-    schedule = build(ColumnProblem(op=op, m=12, n=12, k=12, world_size=3), family, 2)
-    check(schedule)
-    with pytest.raises(ScheduleError, match=r"^(possible deadlock: )?rank [012]\b"):
-        check(_without(schedule, kind, 0))
-
-
 def test_wrong_columns_are_refused() -> None:
     """A product by another rank's columns of b is no result."""
     schedule = build(ColumnProblem(m=4, n=6, k=2, world_size=2), "sequential", 1)
@@ -143,22 +134,6 @@ def _close(out: torch.Tensor, expected: torch.Tensor, k: int, what: object) -> N
     assert out.shape == expected.shape
     error = (out.double() - expected).abs().max().item() if out.numel() else 0.0
     assert error <= bound(out.dtype, k, 0, expected), (what, error)
-
-
-def _families() -> None:
-    seed = 0
-    for m, n, k in ((13, 7, 5), (1, 2, 3), (0, 4, 4), (4, 0, 8)):
-        for dtype in (torch.float32, torch.bfloat16)[: 1 + (m == 13)]:
-            for name in dict.fromkeys((*APART, *BESIDE)):
-                seed += 4
-                apart, beside = (name if name in families else "sequential" for families in (APART, BESIDE))
-                check_both(m, n, k, dtype, apart, beside, seed)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_family(ranks: RankFixture, world_size: int) -> None:
-    ranks(world_size).run(_families)
 
 
 interpreted = interpreted_ranks(2)

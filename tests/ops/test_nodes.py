@@ -45,19 +45,6 @@ def two_nodes() -> Iterator[Ranks]:
         yield pool
 
 
-def _every_operator() -> None:
-    for turn, (m, n, k) in enumerate(((37, 23, 19), (3, 5, 7), (0, 4, 4))):
-        for spec in SPECS:
-            check_every_operator(m, n, k, torch.float32, spec, turn)
-    check_every_operator(40, 16, 24, torch.bfloat16, "node_slices:2", 1)
-    check_every_operator(40, 16, 24, torch.float32, "auto", 3)
-
-
-@pytest.mark.ranks
-def test_every_operator_on_two_nodes(two_nodes: Ranks) -> None:
-    two_nodes.run(_every_operator)
-
-
 def _uneven_nodes() -> None:
     """Three ranks on one node, one on another: a group that begins anew asks how ranks are cut."""
     weft.close()

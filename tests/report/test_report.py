@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 from report_run import HOSTILE, LANES, SPEEDS, layer, make_run
 
-from weft.core.codec import dumps, loads
 from weft.core.span import Span
 from weft.report import write_report
 from weft.report.charts import SHOWN_RANKS, legend_of, timeline
 from weft.report.html import json_script
-from weft.report.page import page as render
 from weft.tools.results import Run
 
 LOADING = {"src", "srcset", "href", "data", "action", "poster", "background"}
@@ -150,10 +148,6 @@ def test_a_share_over_100_percent_is_explained(overlapped_us: float, said: bool,
     found = layer("a", error=0, speeds=dataclasses.replace(SPEEDS, overlapped_us=overlapped_us))
     text = write_report(make_run(found, device="cuda"), tmp_path).read_text(encoding="utf-8")
     assert ("share of ideal is over 100 %" in text) == said
-
-
-def test_a_run_read_back_from_json_has_the_same_page(run: Run) -> None:
-    assert render(loads(Run, dumps(run))) == render(run)
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:

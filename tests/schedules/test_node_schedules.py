@@ -310,12 +310,6 @@ def test_nodes_that_do_not_add_up(nodes: tuple[int, ...], words: str) -> None:
         dataclasses.replace(COMBINE, nodes=nodes)
 
 
-@pytest.mark.parametrize("op", EVERY_OP)
-def test_json_both_ways(op: Op) -> None:
-    schedule = build(problem_of(op, (2, 2)), "node_slices", 2)
-    assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
-
-
 def test_timeline() -> None:
     drawn = weft.timeline(
         build(Problem(op="all_to_all_matmul", m=4, n=2, k=2, world_size=2, nodes=(1, 1)), "node_slices", 1), width=120

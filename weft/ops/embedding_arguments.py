@@ -91,8 +91,9 @@ def batch_of(bags: int, tables: int, batch: int | None) -> int:
         raise ValueError("batch is None; a rank without tables must say how many samples all ranks have")
     found = batch if batch is not None else bags // tables
     if bags != tables * found:
+        given = "" if batch is None else f"batch is {batch}; "
         needed = f"{tables} tables of {found} samples need {tables * found}: a bag for each table and sample, table by table"
-        raise ValueError(f"offsets or lengths has {bags} bags (offsets has one entry more); {needed}")
+        raise ValueError(f"{given}offsets or lengths has {bags} bags (offsets has one entry more); {needed}")
     return found
 
 
