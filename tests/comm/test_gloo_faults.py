@@ -28,7 +28,7 @@ from weft.runtime.ragged import RowsOfCall
 from weft.runtime.ranks import RankFailed, Ranks
 
 pytestmark = pytest.mark.ranks
-BOUND_S, LATE_S = 4.0, 15.0
+BOUND_S, LATE_S = 4.0, 120.0
 """Of waits; and after it, at most, that a rank says so: a machine that is full may hold it up."""
 VICTIM = 1
 

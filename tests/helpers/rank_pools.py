@@ -15,7 +15,7 @@ from weft.runtime.ranks import SHARED, Ranks
 
 Sizes = int | Sequence[int]
 """World sizes: one, or several, for each of which the tests run once."""
-INTERPRETED = {"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}
+INTERPRETED = {"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "600"}
 """The environment in which ranks on CPUs run weft's kernels, by Triton's interpreter."""
 MOST_PROCESSES = 16
 """What all pools together may have. The pool that was used longest ago ends first."""

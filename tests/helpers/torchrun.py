@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weft.runtime.ranks import PRELOADED
+from weft.runtime.ranks import PRELOADED, _start_server
 
 
 def torchrun(script: Path, *words: str, ranks: int, folder: Path, timeout_s: float) -> str:
@@ -22,6 +22,7 @@ def torchrun(script: Path, *words: str, ranks: int, folder: Path, timeout_s: flo
     found |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
+    _start_server()  # as all ranks' server is started, whichever of them come first
     processes = []
     for rank in range(ranks):
         environment = {**os.environ, **found, "RANK": str(rank), "LOCAL_RANK": str(rank)}

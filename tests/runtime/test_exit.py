@@ -176,11 +176,11 @@ def test_sigterm_ends_a_command_and_its_ranks(words: tuple[str, ...], later_s: f
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
     ) as run:
         while not list(folder.glob("weft-ranks-*")):
-            assert run.poll() is None, "it ended before it asked for ranks"
+            assert run.poll() is None, f"it ended before it asked for ranks: {run.communicate()[1]}"
             time.sleep(0.02)
         time.sleep(later_s)
         run.send_signal(signal.SIGTERM)
-        _, told = run.communicate(timeout=60)
+        _, told = run.communicate(timeout=300)
     reap_stale()  # ranks that end while they make a group leave what the next group takes away: this stands for one
     assert (run.returncode, told, list(folder.glob("weft-*"))) == (143, "weft: error: terminated\n", [])
 

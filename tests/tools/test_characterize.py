@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import RankFixture
 from machine_tiny import tiny
 
 from weft.cli import main
@@ -128,12 +127,10 @@ def test_shrunk_problems_move_as_much(op: Op) -> None:
 
 
 @pytest.mark.ranks
-def test_losses_are_measured_on_ranks(ranks: RankFixture) -> None:
-    handle = ranks(2)
-    handle.run(int)  # starts the ranks
-    pool: Ranks = handle.owner._pools[2]
+def test_losses_are_measured_on_ranks() -> None:
     problem = Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2, dtype="float32")
-    unfused = measured(problem, "hetero_unfused_1d:2", pool)
+    with Ranks(2) as pool:
+        unfused = measured(problem, "hetero_unfused_1d:2", pool)
     assert (unfused.where, unfused.spec) == ("2 cpu ranks", "hetero_unfused_1d:2")
     assert min(unfused.total_us, unfused.computation_us, unfused.communication_us, unfused.pieces_us) > 0
     assert unfused.communication_cil is not None

@@ -38,6 +38,7 @@ from weft.ops.common import (
     check_operands,
     define,
     group_of,
+    no_columns,
     rows_per_entry,
     spec_of,
 )
@@ -326,14 +327,14 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
         grad_a = _matmul_all_to_all(_padded(factors, rows, options), columns.t(), *home)[:rows]
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
-        received = kept[0] if kept else _received_again(a, b, options)
+        received = kept[0] if kept else _received_again(a, no_columns(b, grad if grad_a is None else grad_a), options)
         grad_b = received.t() @ grad
     return grad_a, grad_b
 
 
-def _received_again(a: torch.Tensor, b: torch.Tensor, options: _Dispatch) -> torch.Tensor:
+def _received_again(a: torch.Tensor, nothing: torch.Tensor, options: _Dispatch) -> torch.Tensor:
     again = options._replace(schedule="sequential", return_received=True)
-    received: torch.Tensor = _all_to_all_matmul(a, b[:, :0], *again)[1]
+    received: torch.Tensor = _all_to_all_matmul(a, nothing, *again)[1]
     return received
 
 
@@ -368,13 +369,13 @@ def _arriving(rows: int, rank: int, world_size: int, unit: int) -> int:
 
 def _padded(grad: torch.Tensor, rows: int, options: _Combine | _Dispatch) -> torch.Tensor:
     """The gradients of the rows from every rank, with zeros behind each rank's if this rank's shard is shorter than the
-    longest. So the way back is an exchange of even shards, the first `rows` rows of which are those that were sent."""
+    longest. So the way back is an exchange of even shards, the first `rows` rows of which are those that were sent. Where some
+    rank's shard is shorter, every rank does this: graphs of torch.compile that differ by rank may order calls differently."""
     longest = _arriving(rows, 0, options.world_size, options.unit)
-    if grad.shape[0] == longest:
+    if rows // options.unit % options.world_size == 0:
         return grad.contiguous()
     own = grad.shape[0] // options.world_size
     padded = grad.new_zeros(options.world_size, longest // options.world_size, grad.shape[1])
-    # Also if there are no rows: all ranks must record this for a second derivative, or none.
     padded[:, :own] = grad.reshape(options.world_size, own, grad.shape[1])
     return padded.flatten(0, 1)
 

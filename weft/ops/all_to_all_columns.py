@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
-from weft.ops.common import as_matrix, as_tensor, backward_schedule, check_operands, define, group_of, spec_of
+from weft.ops.common import as_matrix, as_tensor, backward_schedule, check_operands, define, group_of, no_columns, spec_of
 from weft.runtime.calls import MatmulCall
 from weft.runtime.groups import GROUPS
 
@@ -139,14 +139,14 @@ def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tupl
         grad_a = _matmul_all_to_all_columns(factors, columns.t(), options.group, options.world_size, spec)
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
-        received = kept[0] if kept else _received_again(a, b, options)
+        received = kept[0] if kept else _received_again(a, no_columns(b, grad if grad_a is None else grad_a), options)
         grad_b = received.t() @ grad
     return grad_a, grad_b
 
 
-def _received_again(a: torch.Tensor, b: torch.Tensor, options: _FromRanks) -> torch.Tensor:
+def _received_again(a: torch.Tensor, nothing: torch.Tensor, options: _FromRanks) -> torch.Tensor:
     again = options._replace(schedule="sequential", return_received=True)
-    received: torch.Tensor = _all_to_all_columns_matmul(a, b[:, :0], *again)[1]
+    received: torch.Tensor = _all_to_all_columns_matmul(a, nothing, *again)[1]
     return received
 
 

@@ -143,6 +143,15 @@ def _plain(arguments: Iterable[Any], grad: bool) -> bool:
     return True
 
 
+def no_columns(like: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """A factor as `like`, but without columns, made of `after`: a call with it comes behind what made `after`.
+
+    An exchange of a backward that needs nothing of the gradients could be anywhere in a graph of torch.compile, which places
+    it by the sizes of tensors. Ranks whose sizes differ would then make their calls in different orders.
+    """
+    return after.detach()[:0].reshape(*like.shape[:-1], 0)
+
+
 def backward_schedule(schedule: str, op: Op) -> str:
     """The schedule of a backward that calls the operator `op`: the forward's family if `op` has it. Otherwise, and for a
     Schedule value, which fits the forward's problem alone, it is "auto"."""

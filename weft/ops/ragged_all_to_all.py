@@ -31,7 +31,7 @@ import torch.distributed as dist
 from weft.compat.grouped import grouped_mm
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
-from weft.ops.common import check_operands, define, group_of, shape_of
+from weft.ops.common import check_operands, define, group_of, no_columns, shape_of
 from weft.runtime.groups import GROUPS
 from weft.runtime.ragged import RaggedCall
 
@@ -216,14 +216,14 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
         grad_a = back.narrow(0, 0, a.shape[0])
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs max_rows x K of memory from forward to backward.
-        rows = kept[0] if kept else _received_again(a, b, splits, options)
+        rows = kept[0] if kept else _received_again(a, no_columns(b, grad if grad_a is None else grad_a), splits, options)
         grad_b = grouped_outer(rows, grad, counts.sum(1))
     return grad_a, grad_b, None
 
 
-def _received_again(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> torch.Tensor:
+def _received_again(a: torch.Tensor, nothing: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> torch.Tensor:
     again = options._replace(return_received=True)
-    rows: torch.Tensor = _ragged_all_to_all_matmul(a, b[:, :, :0], splits, *again)[2]
+    rows: torch.Tensor = _ragged_all_to_all_matmul(a, nothing, splits, *again)[2]
     return rows
 
 

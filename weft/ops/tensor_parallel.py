@@ -34,6 +34,7 @@ from weft.ops.common import (
     define,
     group_of,
     list_of,
+    no_columns,
     rows_per_entry,
     spec_of,
 )
@@ -204,16 +205,17 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
         back = (options.group, group.rank(), group.size(), options.unit, spec, "sum")
         grad_a = _matmul_reduce_scatter(_concatenated(factors), _concatenated_transposed(columns), *back)
     if any(ctx.needs_input_grad[1]):
-        gathered = _gathered_again(a, options) if kept is None else kept
+        given = [grad_a, *grads]
+        after = next((each for each in given if each is not None), a)
+        gathered = _gathered_again(a, no_columns(a.t(), after), options) if kept is None else kept
         wanted = zip(bs, grads, ctx.needs_input_grad[1], strict=False)
         grad_bs = [_gradient_of(b, gathered, grad) if needed and grad is not None else None for b, grad, needed in wanted]
     return grad_a, grad_bs
 
 
-def _gathered_again(a: torch.Tensor, options: _Gather) -> torch.Tensor:
-    no_columns = a.new_empty(a.shape[1], 0)
+def _gathered_again(a: torch.Tensor, nothing: torch.Tensor, options: _Gather) -> torch.Tensor:
     again = options._replace(schedule="sequential", return_gathered=True, keep=False)
-    gathered: torch.Tensor = _all_gather_matmul(a, [no_columns], *again)[-1]
+    gathered: torch.Tensor = _all_gather_matmul(a, [nothing], *again)[-1]
     return gathered
 
 
