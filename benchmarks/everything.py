@@ -94,7 +94,7 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
     return {
         "lifetimes": checked(80, "lifetimes"),
         "failures": checked(200, "failures", "handshake", "launch"),
-        "operators": checked(240, "ops"),
+        "operators": checked(300, "ops", "every_operator"),
         "exchanges": checked(240, "all_reduce", "all_to_all", "scatter", "embedding"),
         "trials": checked(150, "trial", "buckets"),
         "modules": checked(240, "concurrent", "controls", "nn", "styles", "planner", "doctor"),

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import weft
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "triton.md"
 _BLOCK = re.compile(r"^```py ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -41,8 +43,11 @@ def run_example(path: str) -> None:
     from weft.triton import Peers
 
     example: Callable[[Peers], None] = load(path).example
-    with Peers() as peers:
-        example(peers)
+    try:
+        with Peers() as peers:
+            example(peers)
+    finally:
+        weft.close()  # one example's wait ends at its bound, which is a failure of the group
 
 
 def run_protocol(name: str, size: int, dtype: str, calls: int, late_s: float) -> None:
