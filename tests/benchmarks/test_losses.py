@@ -26,6 +26,7 @@ def _runs(dtype: str) -> tuple[dict[str, Losses], dict[str, Any]]:
     return all_runs(mesh, Setup(**SMALL, dtype=dtype, lr=1e-2, warm_up=2), ended=lambda *_: None)
 
 
+@pytest.mark.slow
 def test_the_same_curve_in_float32(ranks: RankFixture) -> None:
     for runs, told in ranks(2).run(_runs, "float32"):
         assert runs["weft"][-1] < runs["weft"][0] - 0.5

@@ -18,8 +18,8 @@ from damage import DAMAGES
 from random_schedules import random_schedule, random_sync
 from refusals import refusal
 
-EACH = int(os.environ.get("WEFT_DAMAGES", "1000")) // len(DAMAGES)
-SYNCS = int(os.environ.get("WEFT_DAMAGES", "800"))
+EACH = int(os.environ.get("WEFT_DAMAGES", "500")) // len(DAMAGES)
+SYNCS = int(os.environ.get("WEFT_DAMAGES", "400"))
 
 
 @pytest.mark.parametrize("name", DAMAGES)

@@ -409,6 +409,7 @@ def test_reader_that_goes_away_is_no_traceback() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_small_model_runs_for_real(tmp_path: Path) -> None:
     config, found = tmp_path / "tiny.json", tmp_path / "run.json"
     config.write_text(json.dumps(TINY))

@@ -169,6 +169,7 @@ def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.slow
 def test_files_are_written_though_nobody_reads_the_output(
     tmp_path: Path, command: list[str], files: tuple[str, ...], as_json: bool
 ) -> None:

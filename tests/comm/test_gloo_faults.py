@@ -137,7 +137,7 @@ def _lost(what: str, how: int, skip: int) -> tuple[str, float, float]:
 @pytest.mark.parametrize(
     ("what", "skip"), [("dispatch", 0), ("dispatch", 5), ("backward", 0), ("concurrent", 0), ("averaged", 1)]
 )
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_is_named_in_time(what: str, skip: int, how: int) -> None:
     with Ranks(3, environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as pool:
         pool.start(_lost, what, how, skip)

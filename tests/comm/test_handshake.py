@@ -306,7 +306,7 @@ def _one_elsewhere(where: str) -> tuple[str, float]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("where", ["barrier", "asleep", "operator", "late"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_first_call_is_bounded_when_a_rank_is_elsewhere(ranks: RankFixture, size: int, where: str) -> None:
     *found, last = ranks(size).run(_one_elsewhere, where)
     for error, seconds in found:
@@ -331,7 +331,7 @@ def _one_dies() -> tuple[str, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_first_call_is_bounded_when_a_rank_is_dead(size: int) -> None:
     with Ranks(size, environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as pool, pytest.raises(RankFailed) as caught:
         pool.run(_one_dies, timeout_s=30)

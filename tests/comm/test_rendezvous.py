@@ -26,6 +26,7 @@ def test_threads_come_one_after_the_other(ranks: RankFixture) -> None:
     assert ranks(2).run(two_threads, 5) == [[1, 10]] * 2
 
 
+@pytest.mark.slow
 def test_by_torchs_own_numbers_they_do_not(ranks: RankFixture) -> None:
     """Else weft's store is no longer needed."""
     assert all("imeout" in error for error in ranks(3).run(as_torch_meets))

@@ -376,6 +376,7 @@ def test_a_backend_without_inductor_gets_forward_and_backward_graphs() -> None:
     torch.testing.assert_close(x.grad, x.detach().cos() + x.detach().sin())
 
 
+@pytest.mark.slow
 def test_inductor_hands_graphs_to_a_pass() -> None:
     class Counts(CustomGraphPass):
         graphs = 0

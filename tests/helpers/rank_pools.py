@@ -101,20 +101,21 @@ def interpreting(world_size: int) -> Pool:
     return POOLS.get(world_size, INTERPRETED)
 
 
-def shared_ranks(sizes: Sizes, environment: Mapping[str, str], device: str = "cpu") -> Callable[..., object]:
-    """A fixture: ranks with this environment."""
+def shared_ranks(sizes: Sizes, environment: Mapping[str, str], *, slow: Sequence[int] = ()) -> Callable[..., object]:
+    """A fixture: ranks with this environment. slow: world sizes of slow tests."""
 
     def pool(request: pytest.FixtureRequest) -> Pool:
         if environment.get("TRITON_INTERPRET"):
             pytest.importorskip("triton", reason="Triton is not installed")
-        return POOLS.get(getattr(request, "param", sizes), environment, device)
+        return POOLS.get(getattr(request, "param", sizes), environment)
 
-    return pytest.fixture(scope="module", params=None if isinstance(sizes, int) else sizes)(pool)
+    params = None if isinstance(sizes, int) else [*sizes, *(pytest.param(size, marks=pytest.mark.slow) for size in slow)]
+    return pytest.fixture(scope="module", params=params)(pool)
 
 
-def interpreted_ranks(sizes: Sizes) -> Callable[..., object]:
-    """A fixture: ranks whose kernels are interpreted."""
-    return shared_ranks(sizes, INTERPRETED)
+def interpreted_ranks(sizes: Sizes, *, slow: Sequence[int] = ()) -> Callable[..., object]:
+    """A fixture: ranks whose kernels are interpreted. slow: world sizes of slow tests."""
+    return shared_ranks(sizes, INTERPRETED, slow=slow)
 
 
 def ranks_on_gpus(sizes: Sizes, timeout_s: float) -> Callable[..., object]:

@@ -129,7 +129,7 @@ def _rank_that_cannot_load(name: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_interpreted_kernel_adds(world_size: int) -> None:
     for adding, through_one in interpreting(world_size).run(_interpreted):
         assert adding >= 12

@@ -20,9 +20,9 @@ Tile = tuple[int, int, int]
 CASES = [
     (2, 1, False, (16, 128, 128), 1),
     (2, 50, True, (64, 128, 64), 8),
-    (2, 128, False, (128, 128, 64), 8),
+    pytest.param(2, 128, False, (128, 128, 64), 8, marks=pytest.mark.slow),
     (2, 130, False, (128, 64, 128), 3),
-    (4, 128, False, (128, 128, 64), 1),
+    pytest.param(4, 128, False, (128, 128, 64), 1, marks=pytest.mark.slow),
 ]
 """Ranks, M, whether in one hop, tile (rows, columns, step along K), blocks: fewer than tiles, and more."""
 N, K_EACH = 244, 150

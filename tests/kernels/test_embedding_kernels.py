@@ -17,7 +17,7 @@ from weft.runtime.ranks import Ranks
 pytestmark = pytest.mark.ranks
 
 
-interpreted = interpreted_ranks([2, 4])
+interpreted = interpreted_ranks([2], slow=[4])
 
 
 def _lookups() -> int:

@@ -151,6 +151,7 @@ def _gated_kernels() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_gated_dispatch_interpreted() -> None:
     interpreting(2).run(_gated_kernels)
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 FUSED = ("flag_gated:2", "track_and_trigger:2", "direct_store:2", "sequential_stores", "flag_gated_2d:2")
 
 
-interpreted = interpreted_ranks([2, 3])
+interpreted = interpreted_ranks([2], slow=[3])
 
 
 def _fused_schedules() -> tuple[int, int]:

@@ -56,7 +56,9 @@ def _as_kernel(name: str) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "name"), [(2, "one_shot"), (3, "sequential_stores"), (4, "one_shot")])
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(2, "one_shot"), (3, "sequential_stores"), pytest.param(4, "one_shot", marks=pytest.mark.slow)]
+)
 def test_the_kernel(interpreted: Callable[[int], Ranks], world_size: int, name: str) -> None:
     assert set(interpreted(world_size).run(_as_kernel, name)) == {9}
 

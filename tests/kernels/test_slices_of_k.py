@@ -117,7 +117,7 @@ def _rank_that_cannot_load() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_interpreted_kernel_waits_between_slices(world_size: int) -> None:
     for sliced, whole in interpreting(world_size).run(_fused):
         assert sliced >= 9

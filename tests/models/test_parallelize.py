@@ -320,6 +320,7 @@ def _checkpointed_and_compiled() -> None:
     alike(model(input_ids=text(2, 9)).logits, alone(input_ids=text(2, 9)).logits)
 
 
+@pytest.mark.slow
 def test_checkpointed_and_compiled(ranks: RankFixture) -> None:
     ranks(2).run(_checkpointed_and_compiled)
 
@@ -347,6 +348,7 @@ def _two_dimensions() -> None:
     alike({n: whole(p) for n, p in model.named_parameters()}, dict(alone.named_parameters()))
 
 
+@pytest.mark.slow
 def test_with_fsdp_on_a_mesh_of_two_dimensions(ranks: RankFixture) -> None:
     ranks(4).run(_two_dimensions)
 

@@ -17,9 +17,14 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
     ("size", "kind", "lora", "others"),
     [
         (2, "qwen2", {}, {}),
-        (3, "llama", {"lora_bias": True}, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 36}),
+        pytest.param(
+            *(3, "llama", {"lora_bias": True}, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 36}),
+            marks=pytest.mark.slow,
+        ),
         (2, "qwen3", {"use_rslora": True, "bias": "lora_only", "target_modules": ["k_proj", "o_proj", "down_proj"]}, {}),
-        (2, "mistral", {"target_modules": ["up_proj"], "modules_to_save": ["embed_tokens"]}, {}),
+        pytest.param(
+            2, "mistral", {"target_modules": ["up_proj"], "modules_to_save": ["embed_tokens"]}, {}, marks=pytest.mark.slow
+        ),
         (2, "llama", {"target_modules": ["v_proj", "lm_head"], "modules_to_save": ["post_attention_layernorm"]}, {}),
         (
             2,
@@ -57,6 +62,7 @@ def test_adapters_are_switched_merged_and_taken_out(ranks: RankFixture, lora: di
     ranks(2).run(peft_work.switches_and_merges, lora)
 
 
+@pytest.mark.slow
 def test_lora_is_recomputed_and_compiled(ranks: RankFixture) -> None:
     ranks(2).run(peft_work.recomputed_and_compiled)
 

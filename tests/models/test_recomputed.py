@@ -53,7 +53,7 @@ def _as_alone(kind: str, parts: str, way: str) -> None:
         alike(_gradients(model, lengths, looked_at), _gradients(tiny(kind), lengths, 0))
 
 
-@pytest.mark.parametrize("way", ["NO_REENTRANT", "REENTRANT"])
+@pytest.mark.parametrize("way", ["NO_REENTRANT", pytest.param("REENTRANT", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "parts", "world_size"),
     [

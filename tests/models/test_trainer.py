@@ -81,7 +81,7 @@ def _by_trainer(kind: str, folder: str, port: int, want: Any) -> None:
     alike(got, want)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_trainer_trains_as_in_one_process(ranks: RankFixture, kind: str, tmp_path: Path) -> None:
     (want,) = ranks(1).run(_alone, kind, str(tmp_path / "alone"))
     ranks(2).run(_by_trainer, kind, str(tmp_path), _port(), want)

@@ -115,6 +115,7 @@ interpreted = interpreted_ranks(2)
 
 
 @pytest.mark.timeout(120 + STEPS)
+@pytest.mark.slow
 def test_steps_interpreted(interpreted: Ranks) -> None:
     interpreted.run(_steps, 0, max(6, STEPS // 10), torch.float16, 2e-2, {})
 

@@ -93,7 +93,7 @@ def test_calls_in_a_row(ranks: RankFixture, late: bool) -> None:
     ranks(3).run(_calls_in_a_row, late)
 
 
-interpreted = interpreted_ranks([2, 3])
+interpreted = interpreted_ranks([2], slow=[3])
 
 
 def _as_kernel(name: str) -> int:

@@ -79,7 +79,7 @@ def _kernels() -> int:
     return launches
 
 
-interpreted = interpreted_ranks([2, 4])
+interpreted = interpreted_ranks([2], slow=[4])
 
 
 def test_kernels_interpreted(interpreted: Ranks) -> None:
@@ -153,6 +153,7 @@ def _compiled() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.slow
 def test_compiles_as_one_graph(ranks: RankFixture, world_size: int) -> None:
     ranks(world_size).run(_compiled)
 

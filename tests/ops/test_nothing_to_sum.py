@@ -60,7 +60,7 @@ def _times(operator: str) -> float:
     return float(dist.get_world_size()) if operator == "all_gather_matmul" else 1.0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_products_of_no_columns_are_zeros(ranks: RankFixture, world_size: int) -> None:
     ranks(world_size).run(_all)
 

@@ -87,6 +87,7 @@ def _in_turns() -> int:
     return max(sum(1 for _ in program.schedule) for program in mine)
 
 
+@pytest.mark.slow
 def test_more_bytes_than_room_go_through_it_in_turns(ranks: RankFixture) -> None:
     assert min(ranks(3).run(_in_turns)) > 100
 

@@ -80,7 +80,7 @@ def test_tiles_that_are_sent_end_as_wave_by_wave(number: int, k: int, m: int) ->
     assert _sent_us(step, shape, capabilities.H200) == pytest.approx(max(now, sent), rel=1e-9)
 
 
-@pytest.mark.parametrize("extent", ["m", "n", "k"])
+@pytest.mark.parametrize("extent", [pytest.param("m", marks=pytest.mark.slow), "n", pytest.param("k", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", OPS[:1])
 def test_a_plan_ends_soon_whatever_the_extent(op: Op, extent: str) -> None:
     found = plan(dataclasses.replace(Problem(op=op, m=4096, n=4096, k=4096, world_size=8), **{extent: LARGE}), H200)
@@ -97,13 +97,14 @@ def test_a_shape_is_found_soon_whatever_the_extent() -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("world_size", [9, 64])
+@pytest.mark.parametrize("world_size", [9, pytest.param(64, marks=pytest.mark.slow)])
 def test_candidates_of_many_ranks_have_few_pieces(op: Op, world_size: int) -> None:
     found = candidates(Problem(op=op, m=4096, n=4096, k=4096, world_size=world_size))
     assert len({schedule.name for schedule in found}) > 1
     assert max(schedule.chunks for schedule in found) in (1, min(2 * world_size, MOST_PIECES // world_size**2))
 
 
+@pytest.mark.slow
 def test_a_plan_of_many_ranks_says_what_was_not_considered() -> None:
     """What a candidate takes grows with the square of the ranks."""
     large = dataclasses.replace(H200, world_size=256)

@@ -45,6 +45,7 @@ def ranks_of(name: str, *words: str, folder: Path, ranks: int = 2) -> str:
     return torchrun(EXAMPLES / name, *words, ranks=ranks, folder=folder, timeout_s=SECONDS)
 
 
+@pytest.mark.slow
 def test_one_operator_under_torchrun(tmp_path: Path) -> None:
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     text = run(*command, str(EXAMPLES / "01_one_operator.py"), "--rows", "24", folder=tmp_path)
@@ -52,6 +53,7 @@ def test_one_operator_under_torchrun(tmp_path: Path) -> None:
     assert float(difference) < 0.02
 
 
+@pytest.mark.slow
 def test_without_torchrun_it_is_named(tmp_path: Path) -> None:
     done = _ended((str(EXAMPLES / "dlrm.py"), "--steps", "1"), tmp_path)
     assert done.returncode == 1
@@ -68,6 +70,7 @@ def test_schedule_by_hand(tmp_path: Path) -> None:
     assert float(difference) < 1e-5
 
 
+@pytest.mark.slow
 def test_plan_a_small_config(tmp_path: Path) -> None:
     text = run(str(EXAMPLES / "03_plan_a_config.py"), "--report", str(tmp_path / "report"), "--tokens", "16", folder=tmp_path)
     assert "4 of 4 results right on 2 cpu ranks" in text
@@ -82,6 +85,7 @@ def test_ulysses(tmp_path: Path) -> None:
     assert float(difference) < 1e-5
 
 
+@pytest.mark.slow
 def test_training_with_and_without_weft(tmp_path: Path) -> None:
     text = ranks_of("train_gpt.py", "--layers", "1", "--steps", "48", "--batch", "8", folder=tmp_path)
     for kind in ("ddp", "fsdp"):
@@ -106,6 +110,7 @@ def test_a_llama_in_training(tmp_path: Path) -> None:
     assert (kept / ".metadata").is_file()
 
 
+@pytest.mark.slow
 def test_generation(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     text = ranks_of("generate_tp.py", "--tokens", "4", folder=tmp_path)
@@ -120,6 +125,7 @@ def test_pipeline(tmp_path: Path) -> None:
     assert re.search(r"^tick: \S+, because ", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_mixtral_with_experts_on_ranks(tmp_path: Path) -> None:
     small = ("--layers", "1", "--width", "32", "--length", "16", "--steps", "8")
     text = ranks_of("mixtral_ep.py", *small, folder=tmp_path)
@@ -131,6 +137,7 @@ def test_mixtral_with_experts_on_ranks(tmp_path: Path) -> None:
     assert float(difference) < 1e-4
 
 
+@pytest.mark.slow
 def test_dlrm(tmp_path: Path) -> None:
     text = ranks_of("dlrm.py", "--steps", "20", folder=tmp_path)
     assert "6 tables on 2 cpu ranks, [2, 4] each" in text
@@ -143,9 +150,11 @@ TUTORIAL = sorted((EXAMPLES / "triton").glob("[0-9]_*.py"))
 
 
 @pytest.mark.parametrize("path", TUTORIAL, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_tutorial_of_device_functions(path: Path, tmp_path: Path) -> None:
     assert run(str(path), folder=tmp_path).startswith("6 calls on 2 cpu ranks: ")
 
 
+@pytest.mark.slow
 def test_tutorial_on_three_ranks(tmp_path: Path) -> None:
     assert "6 calls on 3 cpu ranks: " in ranks_of(f"triton/{TUTORIAL[-1].name}", ranks=3, folder=tmp_path)

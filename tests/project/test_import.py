@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 HEAVY = ["torch", "triton", "numpy", "simpy", "plotly", "rich", "typer", "atomicshm", "cuda", "multiprocessing"]
 
 LOADS = f"""
@@ -89,6 +91,7 @@ for name in ("overlap.controls.sm_budget", "overlap.hooks.units", "models.expert
 """
 
 
+@pytest.mark.slow
 def test_rooms_and_their_modules_are_attributes_after_import_weft_alone() -> None:
     done = subprocess.run([sys.executable, "-c", NAMED], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -98,6 +98,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ctrl_c_while_the_server_starts_leaves_no_rank_that_waits() -> None:
     """It would wait for the others for five minutes, and then end with a traceback in a terminal that is used for something
     else. What runs on holds the pipes, so that this test would wait for it."""
@@ -131,7 +132,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("number", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_rank_that_is_being_started_ends_in_silence(number: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CUT_SHORT.replace("NUMBER", number)], capture_output=True, text=True, timeout=60
@@ -164,7 +165,7 @@ COMMANDS = [("run", "llama3-8b", "--ranks", "2", "--tokens", "32"), ("calibrate"
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
-@pytest.mark.parametrize("later_s", [0.0, 1.5])
+@pytest.mark.parametrize("later_s", [0.0, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_sigterm_ends_a_command_and_its_ranks(words: tuple[str, ...], later_s: float, tmp_path: Path) -> None:
     """Of the process alone, as `kill` does it: ranks wrote tracebacks, and their folder stayed. What runs on holds the pipes.
     later_s: after ranks were asked for."""
@@ -198,7 +199,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_end_in_silence_once_their_caller_is_gone(busy: bool, tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     source = KILLED.replace("BUSY", str(busy))

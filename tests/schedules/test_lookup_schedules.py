@@ -94,6 +94,7 @@ def test_sizes_that_do_not_fit_the_tables_are_refused() -> None:
         LookupProblem(m=8, n=3, k=1, world_size=1, dims=((4,),))
 
 
+@pytest.mark.slow
 def test_the_planner_hides_the_exchange_of_large_lookups() -> None:
     large = plan(LookupProblem.of(batch=8192, dims=((128,) * 32,) * 8, pooling=32), machine.load("h200x8"))
     assert large.chosen.schedule == "direct_store"

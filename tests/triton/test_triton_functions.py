@@ -35,7 +35,7 @@ pytestmark = pytest.mark.ranks
 EXAMPLES = documented()
 
 
-interpreted = interpreted_ranks([2, 3])
+interpreted = interpreted_ranks([2], slow=[3])
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -68,7 +68,7 @@ def test_calls_may_be_more_than_32_bits_hold(interpreted: Ranks) -> None:
 
 
 @pytest.mark.parametrize("interpreted", [3], indirect=True)
-@pytest.mark.parametrize("name", ["4_reduce_by_the_owner", "5_fused_operator"])
+@pytest.mark.parametrize("name", ["4_reduce_by_the_owner", pytest.param("5_fused_operator", marks=pytest.mark.slow)])
 def test_a_rank_that_is_ahead_does_not_stand_for_one_that_is_late(interpreted: Ranks, name: str) -> None:
     folder = Path(__file__).parents[2] / "examples" / "triton"
     interpreted.run(example_with_a_slow_rank, str(folder), name, timeout_s=120)
