@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
 
-# One process for each core; a rank waits more than it computes, so that the cores stay busy.
+# On all cores: tests/conftest.py says by how many processes.
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal --durations 25
 
 test: $(VENV)/.set-up-test

@@ -35,7 +35,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 CODE = [
-    pytest.param(words, code, id=f"{name}-{number}")
+    pytest.param(words, code, id=f"{name}-{number}", marks=[pytest.mark.slow] if "transformers" in code else [])
     for name, text in TEXTS.items()
     for number, (words, code) in enumerate(blocks(text))
     if words.split()[:1] == ["python"]

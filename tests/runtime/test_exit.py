@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -160,17 +162,25 @@ def test_a_signal_that_came_meanwhile_is_told_whatever_is_raised() -> None:
     assert sorted(told) == [signal.SIGINT, signal.SIGTERM]
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """For temporary files: the name of a socket in one of pytest's folders would be too long."""
+    with tempfile.TemporaryDirectory(prefix="w") as folder:
+        yield Path(folder)
+
+
 COMMANDS = [("run", "llama3-8b", "--ranks", "2", "--tokens", "32"), ("calibrate", "--ranks", "2")]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
 @pytest.mark.parametrize("later_s", [0.0, pytest.param(1.5, marks=pytest.mark.slow)])
-def test_sigterm_ends_a_command_and_its_ranks(words: tuple[str, ...], later_s: float, tmp_path: Path) -> None:
+def test_sigterm_ends_a_command_and_its_ranks(
+    words: tuple[str, ...], later_s: float, tmp_path: Path, short_folder: Path
+) -> None:
     """Of the process alone, as `kill` does it: ranks wrote tracebacks, and their folder stayed. What runs on holds the pipes.
     later_s: after ranks were asked for."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
+    folder = short_folder
     environment = {**os.environ, "TMPDIR": str(folder), "WEFT_CACHE_DIR": ""}
     command = [sys.executable, "-m", "weft", *words]
     with subprocess.Popen(
