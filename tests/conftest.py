@@ -26,8 +26,8 @@ with suppress(ImportError):  # where there are GPUs it need not be installed
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: two for each core, since ranks wait more than they compute. Each may have 16 ranks, so eight at most."""
-    return min(2 * len(os.sched_getaffinity(0)), 8)
+    """`-n auto`: three for two cores, since ranks wait more than they compute. Each may have 16 ranks, so eight at most."""
+    return min(-(-3 * len(os.sched_getaffinity(0)) // 2), 8)
 
 
 class RankFixture:

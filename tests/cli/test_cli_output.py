@@ -213,6 +213,7 @@ def test_an_output_that_takes_nothing_is_no_traceback(redirect: str, status: int
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", bool(status))
 
 
+@pytest.mark.slow
 def test_names_in_letters_that_the_output_lacks(tmp_path: Path) -> None:
     (tmp_path / "Zw\u00f6lf.json").write_text(json.dumps(TINY))
     command = [sys.executable, "-m", "weft", "plan", str(tmp_path / "Zw\u00f6lf.json"), "--tp", "2", "--site", "MLP down"]

@@ -438,5 +438,6 @@ def _two_dimensions() -> None:
     alike({n: whole(p) for n, p in model.named_parameters()}, dict(alone.named_parameters()))
 
 
+@pytest.mark.slow
 def test_with_fsdp_on_a_mesh_of_two_dimensions(ranks: RankFixture) -> None:
     ranks(4).run(_two_dimensions)

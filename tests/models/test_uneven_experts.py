@@ -158,7 +158,9 @@ def _accumulated(how: str) -> None:
         torch.testing.assert_close(found.full_tensor(), wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("how", ["eager", "checkpoint", "compiled", "compiled, of max_tokens"])
+@pytest.mark.parametrize(
+    "how", ["eager", "checkpoint", "compiled", pytest.param("compiled, of max_tokens", marks=pytest.mark.slow)]
+)
 def test_gradients_add_up(ranks: RankFixture, how: str) -> None:
     ranks(2).run(_accumulated, how)
 

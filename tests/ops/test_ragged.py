@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ranks
 
 def _patterns(dtype: torch.dtype, k: int, n: int, experts_of: tuple[int, ...] = (1, 3)) -> None:
     for experts in experts_of:
-        for seed, pattern in enumerate(PATTERNS):
+        for seed, pattern in enumerate(PATTERNS if dtype == torch.float32 else PATTERNS[:4]):  # kernels are slow here
             round_trip(pattern, experts, k, n, dtype, seed)
 
 

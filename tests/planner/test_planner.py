@@ -33,8 +33,10 @@ def llama_70b(op: Op, m: int, world_size: int = 8) -> Problem:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[tuple[Op, int], Plan]:
-    found = {(op, m): plan(llama_70b(op, m), H200) for op, m in ((TP_OPS[0], 512), *((op, 8192) for op in TP_OPS))}
-    narrow = Problem(op="all_gather_matmul", m=256, n=64, k=256, world_size=8)  # its gather takes longer than its matmul
+    found = {
+        (op, m): plan(llama_70b(op, m, world_size=4), H200) for op, m in ((TP_OPS[0], 512), *((op, 8192) for op in TP_OPS))
+    }
+    narrow = Problem(op="all_gather_matmul", m=256, n=64, k=256, world_size=4)  # its gather takes longer than its matmul
     return found | {("all_gather_matmul", narrow.m): plan(narrow, H200)}
 
 
@@ -66,13 +68,14 @@ def test_spans_are_the_chosen_schedule(plans: dict[tuple[Op, int], Plan]) -> Non
         assert total_us(found.spans) == pytest.approx(found.chosen.predicted_us)
 
 
-def test_large_problems_overlap_and_small_gathers_do_not(plans: dict[tuple[Op, int], Plan]) -> None:
+@pytest.mark.slow
+def test_large_problems_overlap_and_small_gathers_do_not() -> None:
     """8 x H200, Llama-3 70B: at 512 rows each measured overlap of all_gather_matmul loses to sequential, but flag_gated_2d,
     which was measured on 4 alone, where it is the fastest; at 8192 the best measured ones take 658 us (all_gather_matmul) and
     715 (matmul_reduce_scatter), where sequential takes 992 and 1025."""
-    assert plans["all_gather_matmul", 512].chosen.schedule in ("sequential", "flag_gated_2d")
+    assert plan(llama_70b("all_gather_matmul", 512), H200).chosen.schedule in ("sequential", "flag_gated_2d")
     for op, measured, sequential in zip(TP_OPS, (658, 715), (992, 1025), strict=True):
-        found = plans[op, 8192]
+        found = plan(llama_70b(op, 8192), H200)
         assert found.chosen.predicted_us == pytest.approx(measured, rel=0.1)
         assert found.sequential_us == pytest.approx(sequential, rel=0.05)
         assert 0.8 < found.share_of_ideal <= 1

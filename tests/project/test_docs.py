@@ -34,8 +34,11 @@ def blocks(text: str) -> list[tuple[str, str]]:
     return [match.groups() for match in FENCED.finditer(text)]  # type: ignore[misc]
 
 
+SLOW = re.compile("transformers|torch.compile")
 CODE = [
-    pytest.param(words, code, id=f"{name}-{number}", marks=[pytest.mark.slow] if "transformers" in code else [])
+    pytest.param(
+        words, code, id=f"{name}-{number}", marks=[pytest.mark.slow] if re.search("transformers|torch.compile", code) else []
+    )
     for name, text in TEXTS.items()
     for number, (words, code) in enumerate(blocks(text))
     if words.split()[:1] == ["python"]

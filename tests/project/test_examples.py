@@ -98,6 +98,7 @@ def test_training_with_and_without_weft(tmp_path: Path) -> None:
     assert float(difference) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_llama_in_training(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     kept, page = tmp_path / "weights", tmp_path / "report.html"

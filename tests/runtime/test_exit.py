@@ -169,11 +169,14 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-COMMANDS = [("run", "llama3-8b", "--ranks", "2", "--tokens", "32"), ("calibrate", "--ranks", "2")]
+COMMANDS = [
+    pytest.param(("run", "llama3-8b", "--ranks", "2", "--tokens", "32"), id="run"),
+    pytest.param(("calibrate", "--ranks", "2"), id="calibrate", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+@pytest.mark.parametrize("words", COMMANDS)
 @pytest.mark.parametrize("later_s", [0.0, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_sigterm_ends_a_command_and_its_ranks(
     words: tuple[str, ...], later_s: float, tmp_path: Path, short_folder: Path

@@ -37,7 +37,7 @@ ROW = Sensitivity(path="launch_us", factor=0.75, p2p_loss=3.0, ideal=1.7, bespok
 
 @pytest.fixture(scope="module")
 def study() -> Study:
-    return studies.run(load(), CASES, unseen(3))
+    return studies.run(load(), CASES, unseen(1))
 
 
 @pytest.fixture(scope="module")
