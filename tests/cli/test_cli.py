@@ -448,6 +448,7 @@ def test_embedding_tables_run(weft: Weft) -> None:
     assert "embedding_bag_all_to_all has sequential" in says
 
 
+@pytest.mark.slow
 def test_a_link_to_what_is_not_there_yet_stays_one(weft: Weft, tmp_path: Path) -> None:
     (tmp_path / "latest.json").symlink_to("target.json")
     words = ("plan", "llama3-8b", "--op", "matmul_reduce_scatter", "--trace", str(tmp_path / "latest.json"))

@@ -52,7 +52,7 @@ def _fused_schedules() -> tuple[int, int]:
         kind.launch = counted  # type: ignore[method-assign]
     try:
         for call, (m, n, k) in enumerate(((64, 80, 48), (128, 96, 64), (64, 80, 48))):
-            for name in FUSED:
+            for name in FUSED[:2] if call == 2 else FUSED:
                 check_both(m, n, k, torch.float16, name, call)
     finally:
         for kind in kinds:

@@ -159,7 +159,13 @@ def _accumulated(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["eager", "checkpoint", "compiled", pytest.param("compiled, of max_tokens", marks=pytest.mark.slow)]
+    "how",
+    [
+        "eager",
+        "checkpoint",
+        pytest.param("compiled", marks=pytest.mark.slow),
+        pytest.param("compiled, of max_tokens", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_add_up(ranks: RankFixture, how: str) -> None:
     ranks(2).run(_accumulated, how)

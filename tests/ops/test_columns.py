@@ -209,6 +209,7 @@ def _ulysses() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_ulysses(ranks: RankFixture) -> None:
     ranks(3).run(_ulysses)
 

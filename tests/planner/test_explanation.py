@@ -71,6 +71,7 @@ def test_a_change_that_is_named_changes_the_choice() -> None:
     assert us(winner, medium) >= us(found.plan.chosen.spec, medium)
 
 
+@pytest.mark.slow
 def test_copies_of_lanes_that_run_together_are_paid_once() -> None:
     """A copy lane for each of seven peers: what rank 0's copies cost is a lane's, not the sum."""
     machine = load("mi300x8")
