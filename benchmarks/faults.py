@@ -3,7 +3,7 @@
 Each trial takes an operator, a schedule, a fault and a victim at random, from a seed that its line tells: new rank
 processes, three on a CPU, call the operator rightly once, and then, in the middle of the victim's next call, at a random step,
 one fault strikes. Operators are all that there are, lookups too, and on CPUs calls with `splits`, `weft.concurrent` and a
-backward pass under `weft.hooks.ddp`; every third trial calls on a group of its own beside the world.
+backward pass under `weft.hooks.ddp`; every third trial on CPUs calls on a group of the same ranks. The faults:
 
     kill     the victim is killed
     stop     it is stopped (SIGSTOP), and goes on when the others have ended

@@ -369,13 +369,13 @@ def _arriving(rows: int, rank: int, world_size: int, unit: int) -> int:
 
 def _padded(grad: torch.Tensor, rows: int, options: _Combine | _Dispatch) -> torch.Tensor:
     """The gradients of the rows from every rank, with zeros behind each rank's if this rank's shard is shorter than the
-    longest. So the way back is an exchange of even shards, the first `rows` rows of which are those that were sent. Where some
-    rank's shard is shorter, every rank does this: graphs of torch.compile that differ by rank may order calls differently."""
+    longest. So the way back is an exchange of even shards, the first `rows` rows of which are those that were sent."""
     longest = _arriving(rows, 0, options.world_size, options.unit)
-    if rows // options.unit % options.world_size == 0:
+    if grad.shape[0] == longest:
         return grad.contiguous()
     own = grad.shape[0] // options.world_size
     padded = grad.new_zeros(options.world_size, longest // options.world_size, grad.shape[1])
+    # Also if there are no rows: all ranks must record this for a second derivative, or none.
     padded[:, :own] = grad.reshape(options.world_size, own, grad.shape[1])
     return padded.flatten(0, 1)
 
