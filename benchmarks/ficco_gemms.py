@@ -50,7 +50,7 @@ def simulated(case: GemmCase, machine: Machine) -> Line:
 
 def halves(line: Line, machine: Machine, known: Mapping[str, float]) -> tuple[float, float]:
     """(matmul alone, all-gather alone), measured where they were."""
-    from weft.perf.cost import whole_collective_us, whole_gemm_us
+    from weft.perf.terms import whole_collective_us, whole_gemm_us
 
     computation = known.get("computation_us") or whole_gemm_us(machine, line.problem)
     return computation, known.get("communication_us") or whole_collective_us(machine, line.problem)

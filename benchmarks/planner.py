@@ -146,7 +146,7 @@ def _measured(problem: Problem, specs: Sequence[str], rounds: int, calls: int) -
 def simulated(set_name: str, machine_name: str, item: tuple[str, Problem]) -> dict[str, Any]:
     """A line of predictions."""
     from weft.perf import run
-    from weft.perf.cost import whole_collective_us, whole_gemm_us
+    from weft.perf.terms import whole_collective_us, whole_gemm_us
 
     case, problem = item
     machine = load(machine_name)

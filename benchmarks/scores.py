@@ -185,7 +185,7 @@ def listing(line: Line, predicted: Mapping[str, float], machine: Machine) -> tup
 def predictions(line: Line, machine: Machine) -> dict[str, float]:
     """The cost model's time of each candidate of a line."""
     from weft.perf import run  # here, since to read lines and collect them needs no simulator
-    from weft.perf.warm import warm
+    from weft.perf.terms import warm
 
     machine = warm(machine, line.problem)
     schedules = {spec: build(line.problem, *parse(spec), fan_out=machine.fans_out) for spec in line.us}

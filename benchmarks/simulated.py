@@ -7,7 +7,7 @@
 No GPU is needed; it takes some seconds. An error is |predicted / measured - 1|, bias the median of predicted / measured - 1.
 
 Protocol: lines.py reads the lines, and says which it leaves out. Vendor GEMMs, lookups and collectives alone are held to their
-formulas (weft.perf.cost), schedules to the simulator. Predictions are for --machine (default: h200x8) with as many of its GPUs
+formulas (weft.perf.terms), schedules to the simulator. Predictions are for --machine (default: h200x8) with as many of its GPUs
 as the line had. What the profile's numbers were fitted to is no test of them: collectives alone (`communication`) are listed,
 and left out of the sums.
 """
@@ -26,8 +26,7 @@ from scores import percentile
 
 from weft.core.machine import Machine, load
 from weft.perf import run
-from weft.perf.cost import whole_collective_us, whole_gemm_us
-from weft.perf.warm import warm
+from weft.perf.terms import warm, whole_collective_us, whole_gemm_us
 from weft.schedules import build, parse
 
 MACHINE = "h200x8"

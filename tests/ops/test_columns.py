@@ -18,7 +18,7 @@ from weft.checker import ScheduleError, check
 from weft.core import codec, machine
 from weft.core.problem import COLUMN_OPS, ColumnProblem
 from weft.core.schedule import Collective, Copy, Gemm, Lane, Schedule, waits
-from weft.perf.cost import gemm_us
+from weft.perf.terms import gemm_us
 from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
 

@@ -16,7 +16,7 @@ from machine_tiny import tiny
 from weft.core.machine import Table, load
 from weft.core.problem import OPS, Problem
 from weft.perf import collective_us, gemm_us, run
-from weft.perf.cost import gemm_cost, whole_collective_us, whole_gemm_us
+from weft.perf.terms import gemm_cost, whole_collective_us, whole_gemm_us
 from weft.schedules import build
 
 H200 = load("h200x8")

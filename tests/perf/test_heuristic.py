@@ -29,9 +29,9 @@ from weft.core.problem import (
     Op,
     Problem,
 )
-from weft.perf.cost import gemm_cost
 from weft.perf.pieces import CUT, LEAST_CUT, Pieces
 from weft.perf.rules import FEATURES, TERMS, Estimates, Weights, choice, estimates, sizes, terms
+from weft.perf.terms import gemm_cost
 from weft.planner import heuristic
 from weft.planner.shortlist import AT_MOST
 from weft.runtime import choose

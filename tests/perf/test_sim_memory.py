@@ -12,7 +12,7 @@ from weft.core.problem import LookupProblem, Problem
 from weft.core.schedule import Copy, Gemm, Lane, Part, Region, Schedule
 from weft.core.span import Span
 from weft.perf import simulate
-from weft.perf.cost import gathered_bytes
+from weft.perf.terms import gathered_bytes
 from weft.schedules import build
 
 ALONE = Problem(op="all_gather_matmul", m=8, n=4, k=8, world_size=1)

@@ -12,9 +12,8 @@ from weft.core.machine import Machine, load
 from weft.core.problem import LookupProblem, Problem
 from weft.core.schedule import Gemm, Schedule
 from weft.perf import kernels, run
-from weft.perf.cost import HALF, gemm_cost, whole_gemm_us
 from weft.perf.shapes import SHAPES, shape_of, streamed_tile, whole_tiles
-from weft.perf.warm import warm
+from weft.perf.terms import HALF, gemm_cost, warm, whole_gemm_us
 from weft.perf.world import Filled, World
 from weft.schedules import build, parse
 

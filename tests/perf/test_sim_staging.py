@@ -15,7 +15,7 @@ from weft.core.machine import Machine, Tile, load
 from weft.core.problem import Problem
 from weft.core.span import Span
 from weft.perf import run
-from weft.perf.cost import gemm_cost, gemm_us
+from weft.perf.terms import gemm_cost, gemm_us
 from weft.schedules import build
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=16, k=8, world_size=2)

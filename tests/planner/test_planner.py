@@ -18,7 +18,7 @@ from weft.core.problem import OPS, CollectiveProblem, Op, Problem
 from weft.core.schedule import Schedule
 from weft.core.span import total_us
 from weft.perf import run, simulate
-from weft.perf.cost import whole_collective_us, whole_gemm_us
+from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner import Candidate, Plan, plan
 from weft.planner.explain import Option, explain
 from weft.schedules import build, candidates, parse

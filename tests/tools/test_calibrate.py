@@ -15,7 +15,7 @@ import weft
 from weft.cli import main
 from weft.core import codec, machine
 from weft.core.problem import ITEMSIZE
-from weft.perf.cost import collective_us, gemm_us
+from weft.perf.terms import collective_us, gemm_us
 from weft.tools import calibrate as package
 from weft.tools.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, base, common, host_probes, probes
 from weft.tools.calibrate.profile import Profile, line

@@ -13,8 +13,8 @@ from weft.core import codec
 from weft.core.machine import load
 from weft.core.problem import EXCHANGES, OPS, LookupProblem, Op, Problem
 from weft.perf import run
-from weft.perf.cost import whole_collective_us, whole_gemm_us
 from weft.perf.lookups import TOLD_US
+from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.signature import Signature, _spearman, correlations, signature, without_communication, without_computation
 from weft.runtime.ranks import Ranks
 from weft.schedules import build, names, parse

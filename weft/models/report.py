@@ -24,7 +24,7 @@ from weft.core.problem import REDUCTIONS, Op, Problem
 from weft.models.report_page import page
 from weft.models.sites import CommunicatingLayer, LayerCalls, sites
 from weft.ops.common import backward_schedule
-from weft.perf.cost import whole_collective_us, whole_gemm_us
+from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.runtime.buckets import serves
 from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS

@@ -1,11 +1,11 @@
 """The performance model: what steps cost on a Machine, and a simulator that runs a Schedule event by event.
 
-engine.py  world.py  room.py                 lanes of all ranks, event by event; clock, flags, links and spans; free SMs
+engine.py  world.py                          lanes of all ranks, event by event; clock, flags, links and spans
 kernels.py  ragged.py                        GEMMs and sums; steps whose row counts live on devices
 lookups.py  staging.py                       lookups; what NCCL needs done around its collectives
 transfers.py  messages.py                    copies and collectives; sends and receives between nodes
 network.py  fluid.py  contention.py          links that transfers share; kernels and copies that slow each other
-cost.py  alone.py  warm.py  rescaled.py      what a kernel or a step takes alone; with warm caches; on other links
+terms.py  rescaled.py                        what a kernel, a collective or a step takes alone; on other links
 rules.py  pieces.py  shapes.py               the ranking from sizes alone; tile shapes. The standard library is enough
 graph.py                                     a schedule as nodes, for simulators of whole systems
 """
@@ -16,10 +16,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.perf.cost import collective_us, gemm_us
     from weft.perf.engine import Outcome, run, simulate
+    from weft.perf.terms import collective_us, gemm_us
 
-_HOMES = {"Outcome": "engine", "collective_us": "cost", "gemm_us": "cost", "run": "engine", "simulate": "engine"}
+_HOMES = {"Outcome": "engine", "collective_us": "terms", "gemm_us": "terms", "run": "engine", "simulate": "engine"}
 
 
 def __getattr__(name: str) -> Any:

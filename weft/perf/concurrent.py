@@ -19,7 +19,7 @@ from weft.core.concurrent import ConcurrentProblem, number_of
 from weft.core.machine import Machine
 from weft.core.schedule import Collective, Lane, Reduce, Schedule, Step, UserCall
 from weft.perf import kernels
-from weft.perf.cost import alone_us
+from weft.perf.terms import alone_us
 from weft.perf.transfers import meet
 from weft.perf.world import Process, World, ns
 

@@ -52,7 +52,7 @@ from weft.core.span import Span
 from weft.core.work import continued, span
 from weft.perf import concurrent, kernels, lookups, messages, ragged, transfers
 from weft.perf.network import Carried, Resource
-from weft.perf.room import taken_sms
+from weft.perf.terms import taken_sms
 from weft.perf.world import Process, Ran, Recorder, World, ns
 
 MOST_NS = 2**53

@@ -45,8 +45,7 @@ from weft.core.schedule import (
     Wait,
 )
 from weft.core.work import label, region_bytes
-from weft.perf.alone import copy_us, lookup_us, parts_us, sum_us
-from weft.perf.cost import hbm_us
+from weft.perf.terms import copy_us, hbm_us, lookup_us, parts_us, sum_us
 
 FLAG_BYTES = 4
 Kind = Literal["compute", "send", "receive", "collective"]

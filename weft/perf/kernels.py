@@ -28,8 +28,8 @@ from weft.core.schedule import FusedCollective, Gemm, Part, Reduce, Sum
 from weft.core.work import region_bytes
 from weft.perf import staging
 from weft.perf.contention import Time
-from weft.perf.cost import HALF, GemmCost, gemm_cost, hbm_us
 from weft.perf.shapes import shape_of, streamed_tile
+from weft.perf.terms import HALF, GemmCost, gemm_cost, hbm_us
 from weft.perf.world import Filled, Process, World, ns
 
 SM_GBPS = 50.0

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from weft.core.schedule import Bags, Lookup
 from weft.core.work import region_bytes
-from weft.perf.cost import gathered_bytes
 from weft.perf.network import Resource
+from weft.perf.terms import gathered_bytes
 from weft.perf.world import Filled, Process, World, ns
 
 BESIDE_GBPS, BESIDE_BYTES = 265.0, 8

@@ -1,7 +1,7 @@
 """What a schedule's own pieces take, in us, from sizes alone: its matmuls one after the other, and its copies.
 
 Contract: pure arithmetic on static sizes and a machine's profile, quick enough to be done for every schedule at each choice.
-A matmul is as `weft.perf.cost.gemm_cost` has it, with fewer shapes of tiles (`Gpu.shapes`): whole waves of tiles of the fastest
+A matmul is as `weft.perf.terms.gemm_cost` has it, with fewer shapes of tiles (`Gpu.shapes`): waves of tiles of the fastest
 shape, or its traffic, if that takes longer; and a launch. With n ranks and c chunks a shard, a schedule multiplies
 
     shard_p2p, hetero_unfused_1d    the own shard, and c (n - 1) pieces of 1/c of a shard; of shard_p2p c is 1

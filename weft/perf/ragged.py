@@ -19,8 +19,8 @@ from functools import lru_cache
 
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import GroupedGemm, Segment, SegmentCopies, SegmentCopy, SegmentProduct, ShareCounts
-from weft.perf.cost import GemmCost, gemm_cost, hbm_us
 from weft.perf.kernels import Ends, FreeSms
+from weft.perf.terms import GemmCost, gemm_cost, hbm_us
 from weft.perf.world import Process, World, ns
 
 COUNT_BYTES = 8

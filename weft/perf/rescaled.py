@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weft.core.machine import AlphaBeta, Machine, Table, within
-from weft.perf.cost import wire_us
+from weft.perf.terms import wire_us
 
 BY_HAND = "set by hand"
 """The source of a number that was given for a what-if."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from weft.core.schedule import Collective, Gemm, Region
 from weft.core.work import region_bytes
-from weft.perf.cost import hbm_us
+from weft.perf.terms import hbm_us
 from weft.perf.world import Process, World, ns
 
 

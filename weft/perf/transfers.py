@@ -16,9 +16,9 @@ from weft.core.problem import LookupProblem
 from weft.core.schedule import Collective, Copy, LaneKind, Push, Region, Schedule
 from weft.core.work import collective_shard_bytes, region_bytes
 from weft.perf import staging
-from weft.perf.cost import collective_us
 from weft.perf.lookups import copied_beside
 from weft.perf.network import Resource
+from weft.perf.terms import collective_us
 from weft.perf.world import Process, Rendezvous, World, ns
 
 

@@ -16,9 +16,8 @@ import simpy
 from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
 from weft.core.schedule import Copy, Flag, Lane, LaneKind, Schedule, Step, Wait
-from weft.perf.cost import GemmCost, hbm_us
 from weft.perf.network import Fabric, Resource
-from weft.perf.room import free_sms
+from weft.perf.terms import GemmCost, free_sms, hbm_us
 
 Process = Generator[simpy.Event, Any, None]
 

@@ -17,7 +17,7 @@ from weft.core.problem import CollectiveProblem, Problem
 from weft.core.schedule import Schedule
 from weft.perf import Outcome, run
 from weft.perf.concurrent import computation_us
-from weft.perf.cost import whole_collective_us, whole_gemm_us
+from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.explain import Option, explain
 from weft.planner.values import Candidate, Plan
 from weft.schedules import FAMILIES, NAMES, build, candidates, check_op, simplicity

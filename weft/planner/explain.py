@@ -13,7 +13,7 @@ from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
 from weft.core.schedule import Copy, Gemm, Lookup, Push, Reduce, Schedule, Signal, Wait
 from weft.core.work import continued
 from weft.perf import run
-from weft.perf.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
+from weft.perf.terms import COLLECTIVES, whole_collective_us, whole_gemm_us
 from weft.planner.signature import without_fixed_costs
 from weft.planner.values import Candidate
 from weft.schedules import MOST_RANKS, overlaps

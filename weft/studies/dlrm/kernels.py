@@ -1,4 +1,4 @@
-"""Kernels of a DLRM on one node's GPU: how long each takes, in whole nanoseconds, by weft.perf.cost's model of the GPU.
+"""Kernels of a DLRM on one node's GPU: how long each takes, in whole nanoseconds, by weft.perf.terms's model of the GPU.
 
 Tables are spread evenly over the nodes, whole or, where there are more nodes than tables, cut by columns:
 
@@ -14,7 +14,7 @@ Cuts and widths are rounded up: where they do not divide, all nodes do as one th
 | repack | reads and writes what an all-to-all brought, or is to take | the memory's rate |
 
 Rows are read in whole sectors. Indices are uniform, so D = rows (1 - exp(-L / rows)). An update is row-wise Adagrad's, whose
-state is a number a row. MLPs are GEMMs of weft.perf.cost; a weight's gradient may be split along samples, and summed.
+state is a number a row. MLPs are GEMMs of weft.perf.terms; a weight's gradient may be split along samples, and summed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from weft.perf.cost import gemm_cost, gemm_us, hbm_us
+from weft.perf.terms import gemm_cost, gemm_us, hbm_us
 from weft.studies.dlrm.system import System
 
 SPLITS = (1, 2, 4, 8)

@@ -152,7 +152,7 @@ class System:
 
     @cached_property
     def machine(self) -> Machine:
-        """A node's GPU, for weft.perf.cost."""
+        """A node's GPU, for weft.perf.terms."""
         return dataclasses.replace(machine.load(self.host), gpu=self.gpu, launch_us=self.launch_us)
 
     def assumed(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ G the time of all GEMMs alone, g of the last; s how much slower kernels get besi
                                        C + (1 - 1/t) s (G - g) + g            copies bind
 
 head is c where the first GEMM waits for the first chunk (uniform), 0 where the own shard comes first (hetero). What cutting
-costs a GEMM, its ragged waves and its C that is read again, is in G: `weft.perf.cost.gemm_cost`. Nothing is fitted.
+costs a GEMM, its ragged waves and its C that is read again, is in G: `weft.perf.terms.gemm_cost`. Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from weft.core.machine import Machine
 from weft.core.problem import Problem
 from weft.perf.contention import COPY_BESIDE_GEMM, GEMM_BESIDE_COPY
-from weft.perf.cost import gemm_cost, hbm_us, whole_collective_us, whole_gemm_us
+from weft.perf.terms import gemm_cost, hbm_us, whole_collective_us, whole_gemm_us
 
 BESPOKE = ("uniform_fused_1d", "hetero_fused_1d", "hetero_unfused_1d", "uniform_fused_2d")
 """The four schedules that FiCCO keeps."""

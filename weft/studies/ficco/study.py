@@ -20,7 +20,7 @@ from weft.core.machine import Machine, numbers
 from weft.core.machine import load as load_machine
 from weft.core.span import Span
 from weft.perf import engine
-from weft.perf.cost import whole_collective_us, whole_gemm_us
+from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
 from weft.planner.signature import Signature, signature
 from weft.schedules import build

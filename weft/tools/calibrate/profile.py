@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weft.core.machine import CopyEngines, Gpu, Links, Machine, Stores, Table, Tile, numbers
-from weft.perf.cost import gemm_us
+from weft.perf.terms import gemm_us
 from weft.tools.calibrate.samples import ProbeSample, of, typical_spread
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

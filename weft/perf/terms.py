@@ -21,6 +21,8 @@ import numpy as np
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.machine import AlphaBeta, Machine, Table, Tile
 from weft.core.problem import ITEMSIZE, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem
+from weft.core.schedule import Bags, Gemm, LaneKind, Schedule, Sum
+from weft.core.work import region_bytes
 from weft.perf import pieces
 from weft.perf.shapes import TileShape, whole_tiles
 
@@ -311,3 +313,74 @@ def whole_collective_us(machine: Machine, problem: Problem) -> float:
     shard_bytes = whole if problem.op == "matmul_all_reduce" else problem.shard_bytes
     op = COLLECTIVES[problem.op].removesuffix("_columns")
     return collective_us(machine, op, shard_bytes, problem.world_size, problem.nodes)
+
+
+def taken_sms(machine: Machine, kind: LaneKind) -> int:
+    """What a lane of this kind keeps."""
+    return {"blocks": machine.stores.sms, "network": machine.network.sms if machine.network else 0}.get(kind, 0)
+
+
+def free_sms(schedule: Schedule, machine: Machine, rank: int) -> int:
+    """What all lanes of a rank leave. Raises ValueError if that is nothing."""
+    kinds = [lane.kind for lane in schedule.ranks[rank]]
+    left = machine.gpu.sms - sum(taken_sms(machine, kind) for kind in kinds)
+    if left <= 0:
+        what = ", ".join(f"{kind}: {taken_sms(machine, kind)}" for kind in kinds if taken_sms(machine, kind))
+        raise ValueError(
+            f"lanes of rank {rank} of schedule {schedule.name} take all SMs of {machine.name} ({what} of gpu.sms, "
+            f"{machine.gpu.sms}); lower stores.sms or network.sms"
+        )
+    return left
+
+
+def parts_us(schedule: Schedule, machine: Machine, rank: int, step: Gemm) -> tuple[float, ...]:
+    """Of each part of a GEMM: its tiles' share of the kernel's time. The first one is launched."""
+    plain = all(not part.waits and part.count is None and part.out.rank == rank for part in step.parts)
+    rows = tuple(part.a.shape[0] for part in step.parts)
+    k, n = step.b.shape
+    cost = gemm_cost(
+        machine,
+        rows=(sum(rows),) if plain else rows,
+        n=n,
+        k=k,
+        dtype=schedule.problem.dtype,
+        sms=free_sms(schedule, machine, rank),
+        accumulate=step.accumulate,
+        out_itemsize=4 if schedule.buffer[step.parts[0].out.buffer].float32 else None,
+        flags=not plain,
+    )
+    weights = rows if plain else cost.tiles
+    whole = sum(weights) or 1
+    return tuple(cost.busy_us * weight / whole + (machine.launch_us if not i else 0.0) for i, weight in enumerate(weights))
+
+
+def copy_us(machine: Machine, kind: LaneKind, size: int) -> float:
+    """A copy within a rank's memory."""
+    return (machine.copies.copy_us if kind == "copy" else machine.launch_us) + local_copy_us(machine, size)
+
+
+def sum_us(schedule: Schedule, machine: Machine, part: Sum, *, first: bool) -> float:
+    """A part of a reduction, once all its sources are there."""
+    size = region_bytes(schedule, part.out) + sum(region_bytes(schedule, src) for src in part.srcs)
+    return (machine.launch_us if first else 0.0) + hbm_us(machine, size)
+
+
+def lookup_us(schedule: Schedule, machine: Machine, part: Bags, *, first: bool) -> float:
+    """A part of a lookup, before it is stored anywhere else."""
+    size = gathered_bytes(schedule.problem, part.bags.size) + region_bytes(schedule, part.out)
+    return (machine.launch_us if first else 0.0) + hbm_us(machine, size)
+
+
+def warm(machine: Machine, problem: Problem) -> Machine:
+    """`machine` as calls that repeat on the same memory find it, such as a benchmark's: where one rank's operands and result
+    fit into the last-level cache, memory is as fast as the cache. In a model other weights come between."""
+    gpu = machine.gpu
+    if gpu.l2_gbps is None or isinstance(problem, (CollectiveProblem, LookupProblem)):
+        return machine
+    touched = max(_touched_bytes(problem, rank) for rank in range(problem.world_size))
+    return replace(machine, gpu=replace(gpu, hbm_gbps=gpu.l2_gbps)) if touched <= gpu.l2_bytes else machine
+
+
+def _touched_bytes(problem: Problem, rank: int) -> int:
+    rows, cols, inner = problem.product_rows(rank), problem.columns(rank), problem.inner(rank)
+    return problem.itemsize * (rows * inner + inner * cols + rows * cols)
