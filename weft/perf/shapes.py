@@ -135,6 +135,21 @@ def shape_of(step: Gemm, gpu: Capabilities) -> TileShape:
     return min(shapes_for(gpu), key=lambda blocks: (_sent_us if sends else _waves)(step, blocks, gpu))
 
 
+def chosen(groups: Sequence[tuple[int, bool]], columns: int, ends: tuple[int, ...], gpu: Capabilities, *, sends: int) -> TileShape:
+    """As `shape_of`, for groups of rows, each of which waits or not."""
+    from weft.core.schedule import Flag, Region, Wait
+    if any(late for _, late in groups):
+        return _gated_blocks(tuple(_Arriving(rows, columns, late, ends if late else ends[-1:]) for rows, late in groups), gpu)
+    low, parts, inner = 0, [], ends[-1]
+    for number, (rows, _) in enumerate(groups):
+        away = int(number < sends)
+        a, out = Region("a", 0, (low, low + rows), (0, inner)), Region("out", away, (low, low + rows), (0, columns))
+        parts.append(Part(a, out, (), Flag("made", 0, number)))
+        low += rows
+    step = Gemm(Region("b", 0, (0, inner), (0, columns)), tuple(parts))
+    return min(shapes_for(gpu), key=lambda blocks: (_sent_us if sends else _waves)(step, blocks, gpu))
+
+
 def _waves(step: Gemm, blocks: TileShape, gpu: Capabilities) -> float:
     tiles = sum(tiles_of(part, blocks) for part in step.parts) // (1 + blocks.halves)
     by_threads = any(part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)

@@ -411,14 +411,28 @@ def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = No
     """
     if isinstance(problem, ConcurrentProblem):
         return [concurrent.build(problem, name, fan_out=fan_out) for name in concurrent.candidates(problem)]
+    return distinct(problem, specs(problem, only), fan_out=fan_out)
+
+
+def specs(problem: Problem, only: str | None = None) -> list[str]:
+    """Names of what `candidates` builds, the simplest first; some may be one program."""
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     most = max(1, min(rows, MOST_PIECES // size**2))
     only = "sequential" if only is None and size > MOST_RANKS else only
-    found: list[Schedule] = []
+    found = []
     for family in (FAMILIES[n] for n in names(problem.op) if only in (None, n) and not unfit(n, problem)):
         counts = sorted({max(1, min(c, most)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
-        for chunks in counts:
-            schedule = build(problem, family.name, chunks, fan_out=fan_out)
-            if not any(alike(schedule, other) for other in found):
-                found.append(schedule)
+        found += [spec(family.name, chunks) for chunks in counts]
+    return found
+
+
+def distinct(problem: Problem, named: Iterable[str], *, fan_out: bool = False, most: int | None = None) -> list[Schedule]:
+    """The schedules of these specs, in their order, each program once: none is `alike` an earlier one. most: no more."""
+    found: list[Schedule] = []
+    for text in named:
+        if len(found) == most:
+            break
+        schedule = build(problem, *parse(text), fan_out=fan_out)
+        if not any(alike(schedule, other) for other in found):
+            found.append(schedule)
     return found
