@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from weft.core.problem import Span1D
 from weft.core.schedule import (
@@ -13,6 +14,7 @@ from weft.core.schedule import (
     GroupedGemm,
     Lane,
     Lookup,
+    Part,
     Push,
     Reduce,
     Region,
@@ -62,6 +64,32 @@ def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, 
 def region_bytes(schedule: Schedule, region: Region) -> int:
     """Bytes of a region: 4 an element in a float32 buffer, else the problem's itemsize."""
     return region.size * (4 if schedule.buffer[region.buffer].float32 else schedule.problem.itemsize_of(region.buffer))
+
+
+def runs(regions: Sequence[Region]) -> list[Region]:
+    """The regions in their order, neighbours whose rows follow each other as one.
+
+    >>> parts = [Region("a", 0, rows, (0, 8)) for rows in ((0, 2), (2, 4), (6, 8))]
+    >>> [region.rows for region in runs(parts)]
+    [(0, 4), (6, 8)]
+    """
+    found: list[Region] = []
+    for region in regions:
+        last = found[-1] if found else None
+        if last and (last.buffer, last.rank, last.cols, last.rows[1]) == (*_columns(region), region.rows[0]):
+            found[-1] = replace(last, rows=(last.rows[0], region.rows[1]))
+        else:
+            found.append(region)
+    return found
+
+
+def _columns(region: Region) -> tuple[str, int, Span1D]:
+    return region.buffer, region.rank, region.cols
+
+
+def is_plain(part: Part, rank: int) -> bool:
+    """Whether a part of a matmul waits for nothing, adds and counts nothing, and stays on its rank."""
+    return not (part.waits or part.adds) and part.count is None and part.out.rank == rank == part.a.rank
 
 
 def label(rank: int, step: Step) -> str:

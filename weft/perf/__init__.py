@@ -1,6 +1,6 @@
 """The performance model: what steps cost on a Machine, and a simulator that runs a Schedule event by event.
 
-engine.py  world.py                          lanes of all ranks, event by event; clock, flags, links and spans
+engine.py  world.py  rotation.py             lanes event by event; clock, flags, spans; when one rank stands for all
 kernels.py  ragged.py                        GEMMs and sums; steps whose row counts live on devices
 lookups.py  staging.py                       lookups; what NCCL needs done around its collectives
 transfers.py  messages.py                    copies and collectives; sends and receives between nodes

@@ -2,7 +2,8 @@
 
 Contract: `simulate(schedule, machine)` returns one span for every step of every rank, from 0 us on, ordered by start. It
 is deterministic: the same values give the same spans, to the nanosecond. It simulates one call, with all ranks starting
-together and no flag raised before. Row counts that only devices know are taken to be even (weft.perf.ragged).
+together and no flag raised before. Where all ranks do the same, rank 0 is simulated and stands for all (weft.perf.rotation).
+Row counts that only devices know are taken to be even (weft.perf.ragged).
 
 Timeline of one rank's lanes, each a simpy process that runs its steps in order:
 
@@ -24,7 +25,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 
 from weft.core.errors import require
@@ -53,7 +53,7 @@ from weft.core.work import continued, span
 from weft.perf import concurrent, kernels, lookups, messages, ragged, transfers
 from weft.perf.network import Carried, Resource
 from weft.perf.terms import taken_sms
-from weft.perf.world import Process, Ran, Recorder, World, ns
+from weft.perf.world import Place, Process, Ran, World, ns
 
 MOST_NS = 2**53
 """What is simulated at most: beyond, a float lacks the nanoseconds, and what waits for one of them would wait for ever."""
@@ -61,23 +61,40 @@ MOST_NS = 2**53
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A simulation's result. steps: in order of their start. kernel_us, transfer_us: by rank, how long its kernels worked
-    (waiting left out), and how long data that it moves was on the way. usage: what each port or link carried."""
+    """A simulation's result. total_us: from the call to the end of the slowest rank. What is by rank is made when asked for:
+    of most schedules that are weighed nobody does."""
 
-    schedule: Schedule
-    steps: tuple[Ran, ...]
-    kernel_us: tuple[float, ...]
-    transfer_us: tuple[float, ...]
-    usage: Mapping[Resource, Carried]
+    world: World
+    total_us: float
 
     @property
-    def total_us(self) -> float:
-        """From the call to the end of the slowest rank."""
-        return max((ran.end for ran in self.steps), default=0) / 1e3
+    def schedule(self) -> Schedule:
+        """What ran: FusedCollective steps are spelled out in it."""
+        return self.world.schedule
+
+    @cached_property
+    def kernel_us(self) -> tuple[float, ...]:
+        """By rank, how long its kernels worked, waiting left out."""
+        return self.world.by_rank([total / 1e3 for total in self.world.kernels])
+
+    @cached_property
+    def transfer_us(self) -> tuple[float, ...]:
+        """By rank, how long data that it moves was on the way."""
+        return self.world.by_rank([busy.total / 1e3 for busy in self.world.transfers])
+
+    @cached_property
+    def usage(self) -> Mapping[Resource, Carried]:
+        """What each port or link carried."""
+        return self.world.network.carried
+
+    @property
+    def steps(self) -> tuple[Ran, ...]:
+        """All steps of all ranks, in the order of their start."""
+        return self.world.steps
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """One for each step. Made when asked for: of most schedules that are weighed nobody does."""
+        """One for each step."""
         return tuple(span(self.schedule, ran.rank, ran.lane, ran.step, ran.start / 1e3, ran.end / 1e3) for ran in self.steps)
 
 
@@ -91,21 +108,16 @@ def simulate(schedule: Schedule, machine: Machine | str | Path) -> tuple[Span, .
     return run(schedule, as_machine(machine)).spans
 
 
-def run(schedule: Schedule, machine: Machine) -> Outcome:
-    """Interpret one call of `schedule` on `machine`.
+def run(schedule: Schedule, machine: Machine, *, whole: bool = False) -> Outcome:
+    """Interpret one call of `schedule` on `machine`. whole: simulate every rank, even where one stands for all
+    (weft.perf.rotation); the outcome is the same.
 
     Raises ValueError if the machine has fewer GPUs than the schedule has ranks, or no rate for its dtype, or no SMs beside the
     lanes of a rank, or if the schedule never ends because a step waits for what nobody signals, or takes longer than is
     simulated.
     """
-    world, _ = _ran(schedule, machine, MOST_NS)
-    return Outcome(
-        schedule=world.schedule,
-        steps=tuple(sorted(world.steps, key=itemgetter(0, 1, 2, 3))),
-        kernel_us=tuple(total / 1e3 for total in world.kernels),
-        transfer_us=tuple(busy.total / 1e3 for busy in world.transfers),
-        usage=world.network.usage,
-    )
+    world, _ = _ran(schedule, machine, MOST_NS, whole=whole)
+    return Outcome(world=world, total_us=_ended(world) / 1e3)
 
 
 def us_within(schedule: Schedule, machine: Machine, most_us: float) -> float:
@@ -115,17 +127,21 @@ def us_within(schedule: Schedule, machine: Machine, most_us: float) -> float:
     """
     most_ns = min(math.ceil(most_us * 1e3), MOST_NS)
     world, ended = _ran(schedule, machine, most_ns)
-    return max((ran.end for ran in world.steps), default=0) / 1e3 if ended else math.inf
+    return _ended(world) / 1e3 if ended else math.inf
 
 
-def _ran(schedule: Schedule, machine: Machine, most_ns: int) -> tuple[World, bool]:
+def _ended(world: World) -> int:
+    return max((place.end for place in world.ran), default=0)
+
+
+def _ran(schedule: Schedule, machine: Machine, most_ns: int, *, whole: bool = False) -> tuple[World, bool]:
     """The world after one call, or after most_ns of it; and whether all lanes have ended. Raises ValueError as `run` does."""
     machine.require_for(schedule.problem)
-    world = World(schedule, machine)
+    world = World(schedule, machine, whole=whole)
     at: dict[tuple[int, str], Step] = {}
-    for rank, lanes in enumerate(world.schedule.ranks):
-        for lane in lanes:
-            world.env.process(_lane(world, rank, lane, at))
+    for rank in world.ranks:
+        for place, lane in enumerate(world.schedule.ranks[rank]):
+            world.env.process(_lane(world, rank, place, lane, at))
     while world.env.peek() <= most_ns:
         world.env.step()
     for (rank, name), step in at.items():
@@ -137,9 +153,8 @@ def _ran(schedule: Schedule, machine: Machine, most_ns: int) -> tuple[World, boo
     return world, not at
 
 
-def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) -> Process:
-    """One lane's steps in order. at: the step that each unfinished lane is in."""
-    record = Recorder(world, rank, lane.name)
+def _lane(world: World, rank: int, place: int, lane: Lane, at: dict[tuple[int, str], Step]) -> Process:
+    """One lane's steps in order. place: of the lane on its rank. at: the step that each unfinished lane is in."""
     late_us = world.before(lane.kind)
     if late_us:
         yield world.env.timeout(ns(late_us))
@@ -154,7 +169,7 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
         yield from _step(inner if position in along | launched else world, rank, lane, step)
         if position == len(lane.steps) - 1 and lane.kind == "copy" and world.machine.fork_us:
             yield world.env.timeout(ns(world.machine.fork_us))
-        record(step, start)
+        world.ran.append(Place(start, world.now, rank, place, position))
     world.free_sms[rank] += taken_sms(world.machine, lane.kind)
     at.pop((rank, lane.name), None)
 

@@ -25,7 +25,7 @@ import simpy
 from weft.core.capabilities import H200
 from weft.core.machine import Tile
 from weft.core.schedule import FusedCollective, Gemm, Part, Reduce, Sum
-from weft.core.work import region_bytes
+from weft.core.work import is_plain, region_bytes
 from weft.perf import staging
 from weft.perf.contention import Time
 from weft.perf.shapes import shape_of, streamed_tile
@@ -125,14 +125,10 @@ class _Group:
         return sum(part.a.shape[0] for part in self.parts)
 
 
-def _plain(part: Part, rank: int) -> bool:
-    return not (part.waits or part.adds) and part.count is None and part.out.rank == rank == part.a.rank
-
-
 def _groups(step: Gemm, rank: int) -> Iterator[_Group]:
     plain: list[Part] = []
     for part in step.parts:
-        if _plain(part, rank):
+        if is_plain(part, rank):
             plain.append(part)
             continue
         if plain:
@@ -152,7 +148,7 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     ended = world.env.event()
     groups = tuple(_groups(step, rank))
     cost = _paced(world, rank, _cost(world, rank, step, groups))
-    if all(_plain(part, rank) for part in step.parts):
+    if all(is_plain(part, rank) for part in step.parts):
         world.filled[rank] = Filled(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
     exchanging_us = EXCHANGING_US if _streams(world, rank, step) else 0.0
     yield world.env.timeout(ns(world.machine.launch_us + exchanging_us))
@@ -201,7 +197,7 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
 
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
     k, n = step.b.shape
-    gpu, flags = world.machine.gpu, not all(_plain(part, rank) for part in step.parts)
+    gpu, flags = world.machine.gpu, not all(is_plain(part, rank) for part in step.parts)
     shape = shape_of(step, replace(H200, sms=gpu.sms)) if flags and gpu.kernel_tiles else None
     tiles = tuple(tile for tile in gpu.kernel_tiles if shape and (tile.rows, tile.cols) == (shape.m, shape.n))
     kernel = _streams(world, rank, step)

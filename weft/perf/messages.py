@@ -35,6 +35,7 @@ def send_receive(world: World, rank: int, step: SendReceive) -> Process:
 
 def _next(world: World, pair: tuple[int, int], *, sent: bool) -> Message:
     """The message of a pair that this end comes to next."""
+    pair = world.pair(*pair)
     number = world.counted[(*pair, sent)]
     world.counted[(*pair, sent)] += 1
     known = world.mail.setdefault(pair, [])

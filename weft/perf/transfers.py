@@ -90,7 +90,7 @@ def meet(world: World, rank: int, shard_bytes: int) -> Generator[simpy.Event, An
     meeting = world.meetings.setdefault(number, Rendezvous(world.env.event()))
     meeting.here += 1
     meeting.shard_bytes = max(meeting.shard_bytes, shard_bytes)
-    if meeting.here == len(world.schedule.ranks):
+    if meeting.here == len(world.ranks):
         meeting.begun.succeed()
     yield meeting.begun
     return meeting

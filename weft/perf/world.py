@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import simpy
@@ -17,6 +19,7 @@ from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
 from weft.core.schedule import Copy, Flag, Lane, LaneKind, Schedule, Step, Wait
 from weft.perf.network import Fabric, Resource
+from weft.perf.rotation import rotation
 from weft.perf.terms import GemmCost, free_sms, hbm_us
 
 Process = Generator[simpy.Event, Any, None]
@@ -126,18 +129,30 @@ class Ran(NamedTuple):
     step: Step
 
 
+class Place(NamedTuple):
+    """A step that ran on a simulated rank: the lane's place on its rank, and the step's on its lane."""
+
+    start: int
+    end: int
+    rank: int
+    lane: int
+    position: int
+
+
 @dataclass
 class World:
-    """The state of one simulation. schedule: what FusedCollective steps do is spelled out in it. mail: by pair of ranks, the
-    messages that either has begun; counted: how many of them each has, by pair and whether it is the sender. costs: of
-    matmuls, by what they depend on, since most are alike. filled: by rank, the last kernel that takes all SMs. kernels: ns
-    per rank that its kernels worked; transfers: while its data moved; multiplied: us per rank that its matmuls so far take at
-    full rate. free_sms: by rank, what its lanes leave, all of which begin together."""
+    """The state of one simulation. schedule: what FusedCollective steps do is spelled out in it. whole: simulate every rank
+    also where one stands for all. rotation: why one does, or None. ranks: those that are simulated. ran: what has run on them.
+    mail: by pair of ranks, the messages that either has begun; counted: how many of them each has, by pair and whether it
+    is the sender. costs: of matmuls, by what they depend on, since most are alike. filled: by rank, the last kernel that takes
+    all SMs. By simulated rank, kernels: ns that its kernels worked; transfers: while its data moved; multiplied: us that its
+    matmuls so far take at full rate; free_sms: what its lanes leave, all of which begin together."""
 
     schedule: Schedule
     machine: Machine
+    whole: bool = False
     env: simpy.Environment = field(default_factory=simpy.Environment)
-    steps: list[Ran] = field(default_factory=list)
+    ran: list[Place] = field(default_factory=list)
     meetings: dict[int, Rendezvous] = field(default_factory=dict)
     met: dict[int, int] = field(default_factory=dict)
     mail: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
@@ -148,13 +163,16 @@ class World:
     def __post_init__(self) -> None:
         self.spelled_out = spelled_out(self.schedule)
         self.schedule = self.spelled_out.schedule
-        ranks = range(len(self.schedule.ranks))
+        self.rotation = None if self.whole else rotation(self.spelled_out, self.machine)
+        ranks = self.ranks = range(1 if self.rotation else len(self.schedule.ranks))
         self.flags = Flags(self.env)
-        self.network = Fabric(self.env, self.machine, len(ranks), self.schedule.problem.nodes)
+        self.network = Fabric(
+            self.env, self.machine, len(self.schedule.ranks), self.schedule.problem.nodes, rotation=self.rotation
+        )
         self.kernels = [0 for _ in ranks]
         self.transfers = [Busy() for _ in ranks]
         self.multiplied = [0.0 for _ in ranks]
-        self.rounds = [max(map(_rounds, lanes), default=1) for lanes in self.schedule.ranks]
+        self.rounds = [max(map(_rounds, lanes), default=1) for lanes in self.schedule.ranks[: len(ranks)]]
         self.free_sms = [free_sms(self.schedule, self.machine, rank) for rank in ranks]
         self.engines = [simpy.Resource(self.env, capacity=self.machine.copies.engines) for _ in ranks]
 
@@ -180,12 +198,35 @@ class World:
             after.callbacks.append(lambda _: self.post(rank, flag))
             return
         delay = self.network.latency_ns(rank, flag.rank)
+        seen = self.rotation.own[flag] if self.rotation else flag
+        if seen is None:
+            return
         if not delay:
-            self.flags.advance(flag)
+            self.flags.advance(seen)
             return
         timer = self.env.timeout(delay)
         assert timer.callbacks is not None
-        timer.callbacks.append(lambda _: self.flags.advance(flag))
+        timer.callbacks.append(lambda _: self.flags.advance(seen))
+
+    def pair(self, src: int, dst: int) -> tuple[int, int]:
+        """Two ranks, as the pair that stands for them."""
+        return (0, self.rotation.turns.away(src, dst)) if self.rotation else (src, dst)
+
+    @cached_property
+    def steps(self) -> tuple[Ran, ...]:
+        """All that has run, on all ranks, in the order of its start."""
+
+        def on(rank: int, place: Place) -> Ran:
+            lane = self.schedule.ranks[rank][place.lane]
+            return Ran(place.start, rank, lane.name, place.end, lane.steps[place.position])
+
+        ranks = range(len(self.schedule.ranks)) if self.rotation else None
+        found = [on(rank, place) for place in self.ran for rank in ranks or (place.rank,)]
+        return tuple(sorted(found, key=itemgetter(0, 1, 2, 3)))
+
+    def by_rank(self, of_simulated: Sequence[float]) -> tuple[float, ...]:
+        """A number of each simulated rank, as one of every rank."""
+        return tuple(of_simulated) * (len(self.schedule.ranks) // max(1, len(self.ranks)))
 
     def wait(self, wait: Wait) -> Generator[simpy.Event, Any, bool]:
         """Until `wait` is over; no time if it is. Returns whether it was not."""
@@ -212,16 +253,3 @@ class World:
         """What loads or stores of `rank`'s kernel on `sms` SMs cross between two ranks, at a share of their rate."""
         limit = self.network.limit(("stores", rank, sms, share), self.machine.stores.rate(sms) * share)
         return (limit, *self.network.path(src, dst))
-
-
-@dataclass(frozen=True, slots=True)
-class Recorder:
-    """Writes when the steps of one lane ran."""
-
-    world: World
-    rank: int
-    lane: str
-
-    def __call__(self, step: Step, start: int) -> None:
-        """`step` began at `start` and ends now."""
-        self.world.steps.append(Ran(start, self.rank, self.lane, self.world.now, step))

@@ -1,0 +1,268 @@
+"""Rotation: where all ranks do the same, each with its peers shifted by its own number, one rank stands for all.
+
+`rotation(schedule, machine)` compares what the simulator reads of each rank's lanes: kinds of steps, shapes, buffers, how far
+away a peer is, and which of its rank's flags a step waits for, counted in the order in which the rank comes to them. It does
+not compare where rows lie, nor the order of what takes no order (the parts of a plain matmul, the sources of a sum). If all
+ranks are equal in this, they do the same at the same time, and the simulator runs rank 0 alone:
+
+    rank 0 signals a flag of rank d      rank -d signals rank 0's flag of the same number
+    rank 0 sends over the link to d      rank -d sends over the link that comes to rank 0 from there
+    rank 0 sends through its host        all ranks of the node do: the transfer counts as many times
+
+Ranks of several nodes of one size are shifted twice: by nodes, and within the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import singledispatchmethod
+from typing import Any
+
+from weft.core.fused_collective import SpelledOut
+from weft.core.machine import Machine
+from weft.core.problem import RaggedProblem
+from weft.core.schedule import (
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    GroupedGemm,
+    Lookup,
+    Part,
+    Push,
+    Reduce,
+    Region,
+    SegmentCopies,
+    SegmentCopy,
+    SegmentProduct,
+    SendReceive,
+    ShareCounts,
+    Signal,
+    Step,
+    UserCall,
+    Wait,
+    waits,
+)
+from weft.core.work import is_plain, runs
+from weft.perf.fluid import Load, Resource
+
+Seen = tuple[Any, ...]
+"""What one rank's steps are to the simulator, with other ranks by how far away they are."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Shifts of `nodes` times `each` ranks: by whole nodes, and within each node."""
+
+    nodes: int
+    each: int
+
+    def away(self, src: int, dst: int) -> int:
+        """How far it is from one rank to another, as the rank that is so far from rank 0."""
+        node = (dst // self.each - src // self.each) % self.nodes
+        return node * self.each + (dst - src) % self.each
+
+    def turned(self, rank: int, by: int) -> int:
+        """The rank that is as far from `by` as `rank` is from 0."""
+        node = (rank // self.each + by // self.each) % self.nodes
+        return node * self.each + (rank + by) % self.each
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """All ranks are rank 0, turned. own: by flag of another rank that rank 0 signals, the flag of rank 0 that it stands for,
+    None where nobody waits for it."""
+
+    turns: Turns
+    own: Mapping[Flag, Flag | None] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        return self.turns.nodes * self.turns.each
+
+    def load(self, load: Load) -> Load:
+        """What transfers of all ranks take of rank 0's resources, for one of rank 0's with this load."""
+        total: dict[Resource, int] = {}
+        for resource, times in load:
+            own, each = self.resource(resource), self.turns.each if resource[0] == "host" else 1
+            total[own] = total.get(own, 0) + times * each
+        return tuple(total.items())
+
+    def resource(self, resource: Resource) -> Resource:
+        """The one of rank 0 that it stands for."""
+        name, rank, *rest = resource
+        if name == "link":
+            return name, 0, self.turns.away(rank, *rest)  # type: ignore[arg-type]
+        return name, 0, *rest
+
+    def everywhere(self, resource: Resource) -> list[Resource]:
+        """What one of rank 0's stands for, on all ranks."""
+        name, _, *rest = resource
+        if name == "host":
+            return [("host", node) for node in range(self.turns.nodes)]
+        if name == "link":
+            return [(name, rank, self.turns.turned(rest[0], rank)) for rank in range(self.ranks)]  # type: ignore[arg-type]
+        return [(name, rank, *rest) for rank in range(self.ranks)]
+
+
+def rotation(spelled: SpelledOut, machine: Machine) -> Rotation | None:
+    """What makes all ranks of a schedule one; None if they differ."""
+    schedule, problem = spelled.schedule, spelled.schedule.problem
+    nodes = problem.nodes or (len(schedule.ranks),)
+    if len(schedule.ranks) < 2 or len(set(nodes)) > 1 or (isinstance(problem, RaggedProblem) and _uneven(problem)):
+        return None
+    outlines = {tuple((lane.kind, lane.priority, lane.ctas, len(lane.steps)) for lane in lanes) for lanes in schedule.ranks}
+    if len(outlines) > 1:
+        return None
+    turns, flags = Turns(len(nodes), nodes[0]), tuple(_flags(lanes) for lanes in schedule.ranks)
+    views = [_View(spelled, machine, turns, flags, rank) for rank in range(len(schedule.ranks))]
+    first = views[0]
+    for place, lane in enumerate(schedule.ranks[0]):
+        kernels = first.kernels(lane.name)
+        names = [lanes[place].name for lanes in schedule.ranks]
+        if any(view.kernels(name) != kernels for view, name in zip(views, names, strict=True)):
+            return None
+        for position, step in enumerate(lane.steps):
+            seen = first.seen(step)
+            for view, lanes in zip(views[1:], schedule.ranks[1:], strict=True):
+                if view.seen(lanes[place].steps[position]) != seen:
+                    return None
+    numbered = list(flags[0])
+    own = {flag: numbered[number] if number is not None else None for flag, number in first.signalled.items()}
+    return Rotation(turns, own)
+
+
+def _uneven(problem: RaggedProblem) -> bool:
+    """Whether some segments of an even routing have a row more than others."""
+    return bool(min(problem.capacity, problem.m) % (problem.world_size * problem.experts))
+
+
+def _flags(lanes: tuple[Any, ...]) -> dict[Flag, int]:
+    """The flags that a rank waits for, numbered in the order in which it comes to them."""
+    found: dict[Flag, int] = {}
+    for lane in lanes:
+        for step in lane.steps:
+            for wait in waits(step):
+                found.setdefault(wait.flag, len(found))
+    return found
+
+
+class _View:
+    """One rank's steps as the simulator reads them. signalled: the flags that it has advanced so far, and their numbers."""
+
+    def __init__(
+        self, spelled: SpelledOut, machine: Machine, turns: Turns, flags: tuple[Mapping[Flag, int], ...], rank: int
+    ) -> None:
+        self._spelled, self._turns, self._flags, self._rank, self._stages = spelled, turns, flags, rank, machine.stages
+        self._buffer = spelled.schedule.buffer
+        self.signalled: dict[Flag, int | None] = {}
+
+    def kernels(self, lane: str) -> Seen:
+        """Where kernels of several steps begin and end, and what they do."""
+        found = self._spelled.of_lane(self._rank, lane).items()
+        return tuple((steps, kernel.op, kernel.hops, kernel.multiplies) for steps, kernel in found)
+
+    def _away(self, rank: int) -> int:
+        return self._turns.away(self._rank, rank)
+
+    def _signal(self, flag: Flag | None) -> Seen:
+        if flag is None:
+            return ()
+        number = self.signalled[flag] = self._flags[flag.rank].get(flag)
+        return self._away(flag.rank), number
+
+    def _wait(self, wait: Wait) -> Seen:
+        return self._away(wait.flag.rank), self._flags[self._rank][wait.flag], wait.at_least
+
+    def _region(self, region: Region) -> Seen:
+        rows, cols = region.rows[1] - region.rows[0], region.cols[1] - region.cols[0]
+        whole = cols == self._buffer[region.buffer].cols[region.rank]
+        return region.buffer, self._away(region.rank), rows, cols, whole
+
+    @singledispatchmethod
+    def seen(self, step: Step) -> Seen:
+        """What the simulator reads of a step."""
+        raise AssertionError(f"the simulator has no step {step}")
+
+    @seen.register
+    def _(self, step: Wait) -> Seen:
+        return "wait", *self._wait(step)
+
+    @seen.register
+    def _(self, step: Signal) -> Seen:
+        return "signal", *self._signal(step.flag)
+
+    @seen.register
+    def _(self, step: Copy) -> Seen:
+        return "copy", self._region(step.src), self._region(step.dst)
+
+    @seen.register
+    def _(self, step: Push) -> Seen:
+        return "push", [(self._region(part.src), self._region(part.dst), self._signal(part.count)) for part in step.parts]
+
+    @seen.register
+    def _(self, step: Gemm) -> Seen:
+        parts = [self._part(part) for part in step.parts]
+        staged: Seen = ()
+        if all(is_plain(part, self._rank) for part in step.parts):
+            parts = sorted(parts)
+            if self._stages:
+                staged = len(runs([part.a for part in step.parts])), len(runs([part.out for part in step.parts]))
+        return "gemm", self._region(step.b), step.accumulate, parts, staged
+
+    def _part(self, part: Part) -> Seen:
+        return (
+            self._region(part.a),
+            self._region(part.out),
+            [self._wait(gate) for gate in part.gates],
+            self._signal(part.count),
+            sorted(map(self._region, part.adds)),
+            [(column, self._wait(gate)) for column, gate in part.inner],
+        )
+
+    @seen.register
+    def _(self, step: Reduce) -> Seen:
+        parts = [
+            (
+                self._region(part.out),
+                sorted(map(self._region, part.srcs)),
+                [self._wait(gate) for gate in part.gates],
+                self._signal(part.count),
+            )
+            for part in step.parts
+        ]
+        return "reduce", parts
+
+    @seen.register
+    def _(self, step: Lookup) -> Seen:
+        return "lookup", [(self._region(part.bags), self._region(part.out), self._signal(part.count)) for part in step.parts]
+
+    @seen.register
+    def _(self, step: Collective) -> Seen:
+        return "collective", step.op, self._region(step.src), self._region(step.dst)
+
+    @seen.register
+    def _(self, step: SendReceive) -> Seen:
+        sends = [(self._region(send.src), self._away(send.to)) for send in step.sends]
+        return "messages", sends, [(self._region(receive.dst), self._away(receive.source)) for receive in step.receives]
+
+    @seen.register
+    def _(self, step: UserCall) -> Seen:
+        return "call", step
+
+    @seen.register
+    def _(self, step: ShareCounts) -> Seen:
+        return "share", [self._signal(flag) for flag in step.flags], [self._wait(gate) for gate in step.gates]
+
+    @seen.register(SegmentCopies)
+    @seen.register(GroupedGemm)
+    def _(self, step: SegmentCopies | GroupedGemm) -> Seen:
+        return type(step).__name__, [self._segments(part) for part in step.parts]
+
+    def _segments(self, part: SegmentCopy | SegmentProduct) -> Seen:
+        """All segments have as many rows (`_uneven`)."""
+        ends = (part.src, part.dst) if isinstance(part, SegmentCopy) else (part.a, part.out)
+        where = [(end.buffer, self._away(end.rank), end.expert) for end in ends]
+        return type(part).__name__, where, [self._wait(gate) for gate in part.gates], self._signal(part.count)
