@@ -35,7 +35,7 @@ from weft.core.machine import Machine
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.perf.rules import Estimates
-from weft.planner.cache import Cache, Entry, Key, space
+from weft.runtime.kept_plans import Cache, Entry, Key, space
 from weft.planner.models import load_model, preset_names, sites
 from weft.planner.models.config import read_config
 from weft.planner.models.values import Model

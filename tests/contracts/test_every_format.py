@@ -23,7 +23,7 @@ from weft.core import codec, machine
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.schedule import Schedule
 from weft.perf.rules import Estimates, estimates
-from weft.planner.cache import Cache, Entry, Key, space
+from weft.runtime.kept_plans import Cache, Entry, Key, space
 from weft.planner.models import load_model, preset_names
 from weft.planner.models.values import Model
 from weft.planner.signature import Signature, signature

@@ -13,7 +13,7 @@ from machine_tiny import tiny
 
 from weft.core.machine import load
 from weft.core.problem import Problem
-from weft.perf.graph import graph
+from weft.report.chakra_nodes import graph
 from weft.report import chakra
 from weft.report.astra import network, system, write_astra
 from weft.schedules import build

@@ -19,7 +19,7 @@ from weft_log import logged
 import weft
 from weft.core.errors import PeerLost
 from weft.core.problem import Problem
-from weft.planner.cache import Cache
+from weft.runtime.kept_plans import Cache
 from weft.runtime import programs, tuner
 from weft.runtime.tuner import CONFIRMED_AT
 

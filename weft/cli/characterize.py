@@ -137,9 +137,10 @@ def _show(found: Sequence[Signature], machine: Machine) -> None:
 
 def _show_correlations(some: Sequence[Signature], machine: Machine) -> None:
     """With which sizes a family's loss grows (+) and falls (-)."""
-    from weft.planner.signature import STATIC, correlations
+    from weft.planner.signature import correlations
+    from weft.planner.sizes import FEATURES
 
-    listed = output.table("rank correlation of the loss with", *STATIC)
+    listed = output.table("rank correlation of the loss with", *FEATURES)
     for family in dict.fromkeys(one.spec.partition(":")[0] for one in some):
         alike = [one for one in some if one.spec.partition(":")[0] == family]
         listed.add_row(family, *(f"{value:+.2f}" for value in correlations(alike, machine).values()))

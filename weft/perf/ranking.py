@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from weft.core.capabilities import H200
+from weft.core.errors import require
 from weft.core.machine import Machine, Tile
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, EXCHANGES, LOOKUP_OPS, REDUCTIONS, CollectiveProblem, ColumnProblem, Problem, split
 from weft.perf import terms
@@ -81,13 +82,49 @@ ROWS: dict[str, Row] = {
 }
 
 
-def ranked(problem: Problem, machine: Machine) -> dict[str, float]:
-    """Every candidate's estimate in us, by spec, least first; of equal ones the simplest first.
+MARGIN = 0.01
+"""An overlap must be estimated to take less than the sequential program by more than this, as in a trial."""
+
+
+def ranked(problem: Problem, machine: Machine, only: str | None = None) -> dict[str, float]:
+    """Every candidate's estimate in us, by spec, least first; of equal ones the simplest first. only: those of this family.
 
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
     """
-    found = estimates(problem, machine, specs(problem))
+    found = estimates(problem, machine, specs(problem, only))
     return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def best(problem: Problem, machine: Machine, count: int) -> tuple[str, ...]:
+    """The sequential program, and so many of the others that are ranked first, each program once: those of equal estimates are
+    one, whose simplest name stands for all. The sequential program alone where nothing is computed, or communicated."""
+    if problem.world_size == 1 or not problem.m or not problem.n:
+        return ("sequential",)
+    named: dict[float, str] = {}
+    for spec, us in ranked(problem, machine).items():
+        named.setdefault(round(us, 6), spec)
+    others = [spec for spec in named.values() if spec != "sequential"]
+    return ("sequential", *others[:count])
+
+
+def heuristic(problem: Problem, machine: Machine) -> str:
+    """The schedule that is ranked first, as `schedule=` takes it; sequential where there is nothing to overlap, and where no
+    overlap is estimated to be faster. Nothing is simulated.
+
+    Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
+    """
+    known = "use a weft.Machine; weft.core.machine.load gives one by its name, once for many problems"
+    require("machine", machine, Machine, known)
+    if problem.world_size == 1 or not problem.m or not problem.n:
+        estimates(problem, machine, ())
+        return "sequential"
+    return choice(ranked(problem, machine))
+
+
+def choice(us: Mapping[str, float]) -> str:
+    """The spec with the least time, sequential unless another one takes less by MARGIN. us: by spec."""
+    first = min(us, key=us.__getitem__)
+    return first if us[first] < (1 - MARGIN) * us["sequential"] else "sequential"
 
 
 def estimates(problem: Problem, machine: Machine, names: Iterable[str]) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """`explain`: a plan taken apart. Where the chosen schedule's predicted time goes, what the runner-up would cost, and what would
-have to be otherwise for another family's best schedule to be faster. Everything is simulated; nothing runs.
+have to be otherwise for another family's best schedule to be faster. Nothing runs. The chosen schedule and the runner-up are
+simulated, each half alone; what changes the choice is read off the ranking (weft.perf.ranking), corrected by what it missed of
+each schedule that was simulated.
 
     predicted = whole half alone + fixed costs + smaller pieces + contention + head, tail, waits
 
@@ -19,10 +21,8 @@ from pathlib import Path
 from weft.core.machine import Machine, as_machine, within
 from weft.core.problem import LookupProblem, Problem
 from weft.core.schedule import Schedule
-from weft.perf import run
-from weft.perf.engine import us_within
+from weft.perf.ranking import estimates, heuristic
 from weft.perf.rescaled import rescaled
-from weft.perf.rules import heuristic
 from weft.planner.choose import plan
 from weft.planner.signature import FREE_US, Signature, signature, without_communication, without_computation
 from weft.planner.values import Plan
@@ -75,24 +75,29 @@ def explained(found: Plan, machine: Machine) -> Explanation:
     if problem.world_size == 1 or not problem.m or not problem.n:
         return Explanation(plan=found, parts={}, signatures=(), by_sizes="sequential", changes=())
     specs = [found.chosen.spec, *_rivals(found)]
-    signatures = tuple(signature(_built(problem, spec, machine), machine) for spec in specs[:2])
-    parts = _parts(signatures[0], _built(problem, specs[0], machine), machine)
-    changes = tuple(_changes(problem, specs, machine))
+    simulated = {one.spec: one for one in reversed(found.candidates)}
+    two = [spec for spec in specs if spec in simulated][:2]
+    signatures = tuple(signature(_built(problem, spec, machine), machine, simulated[spec]) for spec in two)
+    parts = _parts(signatures[0], machine)
+    changes = tuple(_changes(found, specs, machine))
     return Explanation(plan=found, parts=parts, signatures=signatures, by_sizes=heuristic(problem, machine), changes=changes)
 
 
 def _rivals(found: Plan) -> list[str]:
-    """The fastest of each other family, the runner-up first, and the sequential program."""
-    best = {"sequential": "sequential"} | {c.schedule: c.spec for c in reversed(found.candidates)}
-    fastest = sorted(best.values(), key=[*(c.spec for c in found.candidates), "sequential"].index)
-    return [spec for spec in fastest if spec != best[found.chosen.schedule]]
+    """The best of each other family, the runner-up first, and the sequential program: those that were simulated, then the
+    others as they are ranked."""
+    known = dict.fromkeys([*(one.spec for one in found.candidates), *found.estimates, "sequential"])
+    best: dict[str, str] = {}
+    for spec in known:
+        best.setdefault(parse(spec)[0], spec)
+    return [spec for name, spec in best.items() if name != found.chosen.schedule]
 
 
 def _built(problem: Problem, spec: str, machine: Machine) -> Schedule:
     return build(problem, *parse(spec), fan_out=machine.fans_out)
 
 
-def _parts(found: Signature, schedule: Schedule, machine: Machine) -> dict[str, float]:
+def _parts(found: Signature, machine: Machine) -> dict[str, float]:
     """See the module's text."""
     computes = found.pieces_us >= found.transfers_us
     name = "matmul" if computes else "communication"
@@ -101,7 +106,7 @@ def _parts(found: Signature, schedule: Schedule, machine: Machine) -> dict[str, 
     whole = found.computation_us if computes else found.communication_us
     pieces = found.pieces_us if computes else found.transfers_us
     cil = (found.gemm_cil if computes else found.communication_cil) or 1.0
-    fixed = _fixed_us(pieces, schedule, machine, computes=computes)
+    fixed = _fixed_us(found, machine, computes=computes)
     contention = min(pieces * (cil - 1), found.total_us - pieces)
     return {
         f"{name} alone": whole,
@@ -112,16 +117,18 @@ def _parts(found: Signature, schedule: Schedule, machine: Machine) -> dict[str, 
     }
 
 
-def _fixed_us(pieces_us: float, schedule: Schedule, machine: Machine, *, computes: bool) -> float:
-    """Of a half alone, by how much it would be shorter if launches, or copies, cost nothing beyond their bytes, less one."""
+def _fixed_us(found: Signature, machine: Machine, *, computes: bool) -> float:
+    """Of a half alone, by how much the ranking would have it shorter if launches, or copies, cost nothing beyond their bytes,
+    less one."""
     if computes:
         one_us, cheaper = machine.launch_us, dataclasses.replace(machine, launch_us=FREE_US)
-        alone = without_communication(cheaper)
+        alone = without_communication
     else:
         one_us = machine.copies.copy_us
-        copies = dataclasses.replace(machine.copies, copy_us=FREE_US)
-        alone = without_computation(dataclasses.replace(machine, copies=copies))
-    return max(0.0, pieces_us - run(schedule, alone).total_us - one_us)
+        cheaper = dataclasses.replace(machine, copies=dataclasses.replace(machine.copies, copy_us=FREE_US))
+        alone = without_computation
+    now, then = (estimates(found.problem, alone(where), [found.spec])[found.spec] for where in (machine, cheaper))
+    return max(0.0, now - then - one_us)
 
 
 def _told(found: Signature) -> str:
@@ -135,17 +142,19 @@ def _told(found: Signature) -> str:
     return f"{found.spec}: {found.total_us:.0f} us, {found.of_ideal}; {named}."
 
 
-def _changes(problem: Problem, specs: Sequence[str], machine: Machine) -> Iterator[str]:
-    """Of each kind of change the smallest that lets a rival win, both ways; nothing where there is none."""
-    now = [_built(problem, spec, machine) for spec in specs]
+def _changes(found: Plan, specs: Sequence[str], machine: Machine) -> Iterator[str]:
+    """Of each kind of change the smallest that lets a rival win, both ways; nothing where there is none. specs: the chosen one
+    first."""
+    problem, now = found.problem, estimates(found.problem, machine, specs)
+    missed = {one.spec: one.predicted_us / now[one.spec] for one in found.candidates if now.get(one.spec)}
     for words, vary in _variations(problem, machine) if specs[1:] else ():
         for factor in FACTORS:
             changed = vary(factor)
             if changed is None:
                 break
-            of, on = changed
-            winner = specs[_winner(now if of is problem else (_built(of, spec, on) for spec in specs), on)]
-            if winner != specs[0]:
+            us = {spec: us * missed.get(spec, 1.0) for spec, us in estimates(*changed, specs).items()}
+            winner = min(us, key=us.__getitem__)
+            if us[winner] < (1 - _MARGIN) * us[specs[0]]:
                 yield f"{words(factor)} {winner} would be faster."
                 break
 
@@ -194,18 +203,6 @@ def _faster_links(machine: Machine, factor: float) -> Machine:
         links=dataclasses.replace(links, gbps=faster(links.gbps), host_gbps=links.host_gbps and faster(links.host_gbps)),
         collectives={op: rescaled(model, factor) for op, model in machine.collectives.items()},
     )
-
-
-def _winner(schedules: Iterable[Schedule], machine: Machine) -> int:
-    """The place of the fastest; 0 unless another one is faster than the first by more than a hundredth. A rival is simulated
-    for as long as it can still win."""
-    (_, first), *rivals = enumerate(schedules)
-    winner, least_us = 0, (1 - _MARGIN) * run(first, machine).total_us
-    for place, rival in rivals:
-        us = us_within(rival, machine, least_us)
-        if us < least_us:
-            winner, least_us = place, us
-    return winner
 
 
 def summary(plans: Sequence[tuple[str, Plan]]) -> str:

@@ -23,14 +23,13 @@ from weft.core.fused_collective import spelled_out
 from weft.core.machine import AlphaBeta, Machine, Tile
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.schedule import Copy, Push, Reduce, Schedule
-from weft.perf import Outcome, run
-from weft.perf.rules import FEATURES, Feature, sizes
+from weft.perf import run
+from weft.planner.sizes import FEATURES, Feature, sizes
+from weft.planner.values import Candidate, predicted
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.schedules import spec
 
 FREE_US, FREE_GBPS, FREE_TFLOPS = 1e-6, 1e9, 1e9
-STATIC: tuple[Feature, ...] = ("op_to_byte", "traffic_mib", "m_over_k", "balance", "shard_rows")
-"""Sizes that losses are held against. FiCCO's heuristic takes the first three."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,22 +82,23 @@ class Signature:
         return f"{self.problem}: {self.spec} {self.total_us:.0f} us, {self.of_ideal}"
 
 
-def signature(schedule: Schedule, machine: Machine, whole: Outcome | None = None) -> Signature:
-    """A schedule's losses, simulated. whole: what `run` gave of both, if it has. Raises ValueError as `run` does."""
+def signature(schedule: Schedule, machine: Machine, whole: Candidate | None = None) -> Signature:
+    """A schedule's losses, simulated: two runs, and one more where `whole`, what is predicted of it, is not given. Raises
+    ValueError as `run` does."""
     problem = schedule.problem
-    whole = whole or run(schedule, machine)
+    whole = whole or predicted(schedule, run(schedule, machine), machine)
     pieces, transfers = run(schedule, without_communication(machine)), run(schedule, without_computation(machine))
     return Signature(
         problem=problem,
         spec=spec(schedule.name, schedule.chunks),
         where=f"simulated {machine.name}",
-        total_us=whole.total_us,
+        total_us=whole.predicted_us,
         computation_us=whole_gemm_us(machine, problem),
         communication_us=whole_collective_us(machine, problem),
         pieces_us=pieces.total_us,
         transfers_us=transfers.total_us,
-        gemm_cil=None if _moves(schedule) else _over(max(whole.kernel_us), max(pieces.kernel_us)),
-        communication_cil=_over(max(whole.transfer_us), max(transfers.transfer_us)),
+        gemm_cil=None if _moves(schedule) else _over(whole.computation_us, max(pieces.kernel_us)),
+        communication_cil=_over(whole.communication_us, max(transfers.transfer_us)),
     )
 
 
@@ -185,7 +185,7 @@ def correlations(
     values."""
     losses = [of(found) for found in signatures]
     known = [sizes(found.problem, machine) for found in signatures]
-    return {name: _spearman([FEATURES[name](one) for one in known], losses) for name in STATIC}
+    return {name: _spearman([FEATURES[name](one) for one in known], losses) for name in FEATURES}
 
 
 def _spearman(left: Sequence[float], right: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ from weft.core.schedule import Schedule
 from weft.core.span import Span
 from weft.perf import run
 from weft.planner.signature import Signature, signature
+from weft.planner.values import predicted
 from weft.schedules import build
 
 Progress = Callable[[str, int, int], None]
@@ -62,7 +63,7 @@ def simulated(schedule: Schedule, machine: Machine, progress: Progress) -> Simul
     progress(steps[0], 0, len(steps))
     whole = run(schedule, machine)
     progress(steps[1], 1, len(steps))
-    losses = signature(schedule, machine, whole)
+    losses = signature(schedule, machine, predicted(schedule, whole, machine))
     progress(steps[2], 2, len(steps))
     sequential_us = run(build(schedule.problem, "sequential"), machine).total_us
     progress(steps[2], 3, len(steps))

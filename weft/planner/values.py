@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from weft.core.concurrent import ConcurrentProblem
+from weft.core.machine import Machine
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.schedule import Schedule
 from weft.core.span import Span
+from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.schedules import spec
+
+if TYPE_CHECKING:
+    from weft.perf import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +42,26 @@ class Candidate:
         return f"{self.spec} {self.predicted_us:.0f} us"
 
 
+def predicted(schedule: Schedule, outcome: Outcome, machine: Machine) -> Candidate:
+    """What a simulation says of a schedule. outcome: of `weft.perf.run`."""
+    ideal_us = max(whole_gemm_us(machine, schedule.problem), whole_collective_us(machine, schedule.problem))
+    return Candidate(
+        schedule=schedule.name,
+        chunks=schedule.chunks,
+        predicted_us=outcome.total_us,
+        computation_us=max(outcome.kernel_us),
+        communication_us=max(outcome.transfer_us),
+        over_ideal_us=max(0.0, outcome.total_us - ideal_us),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The planner's answer for one problem on one machine.
 
-    candidates: best first; chosen is the first. sequential_us: the sequential program. ideal_us: the larger of the whole
-    GEMM alone and the whole collective alone. spans: the chosen schedule as predicted. why: one or two sentences.
+    candidates: those that were simulated, best first; chosen is the first. estimates: what the ranking gives every candidate,
+    in us, least first; nothing where schedules were given. sequential_us: the sequential program. ideal_us: the larger of the
+    whole GEMM alone and the whole collective alone. spans: the chosen schedule as predicted. why: one or two sentences.
     """
 
     problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem
@@ -49,6 +71,7 @@ class Plan:
     computation_us: float
     communication_us: float
     why: str
+    estimates: Mapping[str, float] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
 
     @property

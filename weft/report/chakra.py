@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.core.machine import Machine
 from weft.core.schedule import Schedule
-from weft.perf.graph import Node, graph
+from weft.report.chakra_nodes import Node, graph
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

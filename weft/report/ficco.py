@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.perf.rules import FEATURES, Feature, sizes
+from weft.planner.sizes import FEATURES, Feature, sizes
 from weft.report.charts import Figure as Chart
 from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
@@ -18,9 +18,8 @@ from weft.report.panels import Charts, chart_panel
 from weft.report.study import COLOURS, columns_chart
 from weft.report.words import count
 from weft.studies.ficco.paper import figures
-from weft.studies.ficco.score import BESPOKE
 from weft.studies.ficco.sensitivity import Sensitivity
-from weft.studies.ficco.study import Scenario, Study
+from weft.studies.ficco.study import BESPOKE, Scenario, Study
 from weft.studies.ficco.tables import (
     LOSSES,
     SIZES,

@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from weft.core.machine import Machine
-from weft.perf.rules import FEATURES, Feature, sizes
-from weft.planner.signature import STATIC, Signature
+from weft.planner.signature import Signature
+from weft.planner.sizes import FEATURES, Feature, sizes
 
 SHOWN: tuple[Feature, ...] = ("op_to_byte", "traffic_mib", "m_over_k", "balance")
 TITLES: dict[Feature, str] = {
@@ -27,7 +27,7 @@ _HEIGHT_PX = 380
 
 def figure(signatures: Sequence[Signature], machine: Machine) -> go.Figure:
     """Every schedule as a point: the loss over the ideal against each size that is shown."""
-    assert set(SHOWN) <= set(STATIC)
+    assert set(SHOWN) <= set(FEATURES)
     made = make_subplots(rows=2, cols=2, subplot_titles=[TITLES[name] for name in SHOWN])
     families = list(dict.fromkeys(found.spec.partition(":")[0] for found in signatures))
     for place, name in enumerate(SHOWN):

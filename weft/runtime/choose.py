@@ -28,12 +28,14 @@ from weft.core.logs import warn_once
 from weft.core.machine import Machine
 from weft.core.problem import COLLECTIVE_OPS, Problem, RaggedProblem
 from weft.core.schedule import Schedule
-from weft.perf.rules import heuristic, measured_for
+from weft.perf.ranking import best
 from weft.runtime.nearest import nearest_profile
 
 if TYPE_CHECKING:
     from weft.planner import Plan
 
+MEASURED = 5
+"""Schedules that `auto` measures besides the sequential program."""
 MODES = ("auto", "planned")
 """What `schedule=` takes besides what names a schedule."""
 AUTOMATIC = ("auto", "planned", "sequential")
@@ -75,26 +77,16 @@ def fans_out(device: torch.device) -> bool:
 
 
 def planned(problem: Problem, device: torch.device) -> str:
-    """The spec that is chosen without measuring; sequential, with a warning, where the profile does not serve.
-
-    Where the heuristic's weights come from measurements of such problems on such a machine (`measured_for`), it decides, in
-    microseconds: on held-out problems it was as good as the simulator (docs/planner.md). Elsewhere the simulator does, which
-    takes a second or two."""
+    """The spec that `weft.plan` chooses; nothing is measured. Sequential, with a warning, where the profile does not serve."""
     profile = _profile(problem, device)
-    if profile is None:
-        return "sequential"
-    return heuristic(problem, profile) if measured_for(problem, profile) else _plan(problem, profile).chosen.spec
+    return "sequential" if profile is None else _plan(problem, profile).chosen.spec
 
 
 def contenders(problem: Problem, device: torch.device) -> tuple[str, ...]:
-    """The specs that `auto` measures, sequential first: the planner's shortlist and the heuristic's choice. Sequential alone,
-    with a warning, where the profile does not serve."""
-    from weft.planner.shortlist import joined, shortlist
-
+    """The specs that `auto` measures: sequential, and MEASURED of those that are ranked first. Sequential alone, with a
+    warning, where the profile does not serve."""
     profile = _profile(problem, device)
-    if profile is None:
-        return ("sequential",)
-    return joined(problem, shortlist(_plan(problem, profile)), heuristic(problem, profile))
+    return ("sequential",) if profile is None else best(problem, profile, MEASURED)
 
 
 def _plan(problem: Problem, profile: Machine) -> Plan:

@@ -2,7 +2,7 @@
 
     specs       what could run a problem: one spec, or several to measure
     contest     the autotuning run of those (weft.runtime.trial)
-    chose       note the fastest; rank 0 writes it into the user's folder of kept plans (weft.planner.cache)
+    chose       note the fastest; rank 0 writes it into the user's folder of kept plans (weft.runtime.kept_plans)
     confirmed   what was not measured here is compared with the sequential program at its CONFIRMED_AT-th call
 
 All ranks run what rank 0 has read, so ranks whose folders differ still run the same schedule; a rank that can read nothing
@@ -23,7 +23,7 @@ from weft.compat.device import gpu_number
 from weft.core.logs import warn_once
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
-from weft.planner import cache as plans
+from weft.runtime import kept_plans as plans
 from weft.runtime.bound import BoundProgram
 from weft.runtime.buckets import RowCounts
 from weft.runtime.calls import Call

@@ -277,7 +277,7 @@ class ConcurrentTuner:
         """The planner's shortlist. A pure function of what ranks have agreed on."""
         # Only here is the simulator needed, with its packages: a stock PyTorch container runs what is named.
         from weft.planner import plan
-        from weft.planner.shortlist import AT_MOST_BESIDE, shortlist
+        from weft.planner.shortlist import AT_MOST, shortlist
 
         if not min(problem.compute_us or 0.0, problem.communication_us or 0.0) > 0:
             return (BASE,)
@@ -287,7 +287,7 @@ class ConcurrentTuner:
             return shortlist(plan(problem, machine, schedules=found), at_most)
         except ValueError as error:
             warn_once(f"the schedules of {self.key} are not ranked before they are measured: {error}")
-            return specs[: at_most or AT_MOST_BESIDE]
+            return specs[: at_most or AT_MOST]
 
     def _abilities(self, collectives: Sequence[Collective]) -> Abilities:
         found = self.executor.abilities(collectives)

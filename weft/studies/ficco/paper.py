@@ -12,9 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weft.core.machine import Machine
-from weft.perf.rules import choice, estimates
-from weft.schedules import FAMILIES, spec
 from weft.studies.ficco.study import CHOSEN_FROM, Scenario, Study, chosen_exactly, wrong_costs
 
 Unit = Literal["times", "percent"]
@@ -114,10 +111,8 @@ class Chooser:
 
 
 def choosers(study: Study) -> Iterator[Chooser]:
-    """This study's closed forms; the weights that `weft.planner.heuristic` goes by; and always the same schedule."""
-    yield _chooser("closed forms (this study)", study.unseen)
-    by_weights = [replace(one, scored=_by_weights(one, study.machine)) for one in study.unseen]
-    yield _chooser("weights (weft.planner.heuristic)", by_weights)
+    """The ranking, and always the same schedule."""
+    yield _chooser("the ranking", study.unseen)
     fixed = {name: [replace(one, scored=name) for one in study.unseen] for name in CHOSEN_FROM}
     best = min(fixed, key=lambda name: sum(one.wrong_by for one in fixed[name]))
     yield _chooser(f"always {best}", fixed[best])
@@ -131,10 +126,3 @@ def _chooser(name: str, found: Sequence[Scenario]) -> Chooser:
         costs=wrong_costs(found),
         most=max(one.wrong_by for one in found),
     )
-
-
-def _by_weights(one: Scenario, machine: Machine) -> str:
-    """The least estimate among the same schedules, with a chunk a rank and shard."""
-    problem = one.case.problem(machine.world_size)
-    us = estimates(machine.links.topology).us(problem, machine)
-    return choice({name: us[spec(name, machine.world_size if FAMILIES[name].chunked else 1)] for name in CHOSEN_FROM})

@@ -18,17 +18,20 @@ from dataclasses import dataclass, replace
 from weft.core import settings
 from weft.core.machine import Machine, numbers
 from weft.core.machine import load as load_machine
+from weft.core.problem import Problem
 from weft.core.span import Span
 from weft.perf import engine
+from weft.perf.ranking import estimates
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
 from weft.planner.signature import Signature, signature
 from weft.schedules import build
 from weft.studies.ficco.scenarios import unseen
-from weft.studies.ficco.score import BESPOKE, pick
 from weft.studies.profile import Progress
 
 MACHINE = "mi300x8"
+BESPOKE = ("uniform_fused_1d", "hetero_fused_1d", "hetero_unfused_1d", "uniform_fused_2d")
+"""The four schedules that FiCCO keeps."""
 COMPARED = ("sequential", "shard_p2p", *BESPOKE, "flag_gated")
 """flag_gated is not FiCCO's: one GEMM whose tiles wait for chunks, which decomposes nothing (AMD's Iris)."""
 CHOSEN_FROM = ("sequential", *BESPOKE)
@@ -181,6 +184,12 @@ def signatures(machine: Machine, case: GemmCase) -> tuple[Signature, ...]:
     """What each of FiCCO's four loses, to decomposition and to contention."""
     problem = case.problem(machine.world_size)
     return tuple(signature(build(problem, name, fan_out=machine.fans_out), machine) for name in BESPOKE)
+
+
+def pick(problem: Problem, machine: Machine) -> str:
+    """What the ranking (weft.perf.ranking) puts first of CHOSEN_FROM, in world_size chunks a shard as FiCCO has them."""
+    us = estimates(problem, machine, CHOSEN_FROM)
+    return min(us, key=us.__getitem__)
 
 
 def chosen_exactly(scenarios: Sequence[Scenario]) -> float:

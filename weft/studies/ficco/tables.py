@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from weft.core.machine import numbers
-from weft.perf.rules import FEATURES, Feature, sizes
+from weft.planner.sizes import FEATURES, Feature, sizes
 from weft.planner.signature import Signature, correlations
 from weft.studies.ficco.paper import choosers, figures, topologies
-from weft.studies.ficco.score import BESPOKE
 from weft.studies.ficco.sensitivity import Sensitivity
-from weft.studies.ficco.study import COMPARED, Scenario, Study
+from weft.studies.ficco.study import BESPOKE, COMPARED, Scenario, Study
 
 Row = tuple[str, ...]
 SIZES: tuple[Feature, ...] = ("op_to_byte", "traffic_mib", "m_over_k")

@@ -20,7 +20,7 @@ import torch
 from weft_log import logged, warned
 
 from weft.core.problem import Problem
-from weft.planner.cache import Cache, Entry, Key, decode, encode, from_environment, space
+from weft.runtime.kept_plans import Cache, Entry, Key, decode, encode, from_environment, space
 from weft.runtime.tuner import KeptPlans
 from weft.schedules import NAMES, spec
 
@@ -148,7 +148,7 @@ def test_specs_are_numbers_between_ranks() -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from weft.planner.cache import Cache, Entry, Key, space
+from weft.runtime.kept_plans import Cache, Entry, Key, space
 from weft.core.problem import Problem
 problem = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, space=space())

@@ -14,7 +14,7 @@ from weft.core.machine import load
 from weft.core.problem import LookupProblem, Op, Problem
 from weft.core.schedule import Flag, Lane, Schedule, Wait
 from weft.perf import run
-from weft.perf.graph import FLAG_BYTES, Node, graph
+from weft.report.chakra_nodes import FLAG_BYTES, Node, graph
 from weft.schedules import build
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)

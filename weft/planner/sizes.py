@@ -1,0 +1,67 @@
+"""Static sizes of a problem that losses are held against. FiCCO (arXiv 2512.10236) chooses by the first three.
+
+    op_to_byte       2 rows cols inner / traffic, in operations a byte
+    traffic_mib      (rows inner + inner cols + rows cols) elements, in MiB
+    m_over_k         M / K of the whole problem
+    balance          the matmul's time at the machine's peak / the time of what a rank sends at its links' rate
+    shard_rows       M / world_size: what chunks cut
+
+rows x cols x inner: the matmul of the rank with most work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from weft.core.machine import Machine
+from weft.core.problem import REDUCTIONS, Problem
+
+Feature = Literal["op_to_byte", "traffic_mib", "m_over_k", "balance", "shard_rows"]
+
+
+class Sizes(NamedTuple):
+    """A problem's static sizes, of the rank with most work."""
+
+    problem: Problem
+    machine: Machine
+    rows: int
+    cols: int
+    inner: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.cols * self.inner
+
+    @property
+    def traffic_bytes(self) -> int:
+        elements = self.rows * self.inner + self.inner * self.cols + self.rows * self.cols
+        return elements * self.problem.itemsize
+
+    @property
+    def sent_us(self) -> float:
+        """What a rank sends, at its links' rate: an all-reduce scatters and gathers; on a mesh all peers' links work at once."""
+        trips = 2 if self.problem.op == "matmul_all_reduce" else 1
+        links = self.problem.world_size - 1 if self.machine.links.topology == "mesh" else 1
+        return trips * (self.problem.world_size - 1) * self.problem.shard_bytes / (self.machine.links.gbps * 1e3 * links)
+
+
+def sizes(problem: Problem, machine: Machine) -> Sizes:
+    """What features are made of."""
+    most = max(problem.b_sizes, default=0)
+    columns, inner = problem.columns(0), problem.inner(0)
+    if problem.op in REDUCTIONS:
+        inner = max(inner, most)
+    else:
+        columns = max(columns, most)
+    return Sizes(problem, machine, problem.product_rows(0), columns, inner)
+
+
+FEATURES: dict[Feature, Callable[[Sizes], float]] = {
+    "op_to_byte": lambda s: s.flops / s.traffic_bytes,
+    "traffic_mib": lambda s: s.traffic_bytes / (1 << 20),
+    "m_over_k": lambda s: s.problem.m / s.problem.k,
+    "balance": lambda s: s.flops / (s.machine.tflops(s.problem.dtype) * 1e6) / s.sent_us,
+    "shard_rows": lambda s: s.problem.m / s.problem.world_size,
+}
+"""See the module's text. For problems on two ranks or more with a result that is not empty."""
