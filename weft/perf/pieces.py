@@ -23,8 +23,6 @@ from weft.core.problem import Problem
 
 CUTS = (2, 4)
 """Into how many parts vendors' matmuls may cut K, each with float32 sums that are written and read."""
-LEAST_CUT = 8192
-"""No part of K is shorter: 136 x 6144 x 16384 took 60 us on an H200, as if cut in two, 256 x 4608 x 9216 took 50, whole."""
 _FLOAT32 = 4
 
 
@@ -104,9 +102,9 @@ def _vendor_us(problem: Problem, machine: Machine, cols: int, inner: int) -> Cal
     less_us = -2.0 * gpu.sms * inner / (gpu.tflops[problem.dtype] * 1e6)
     b_us = inner * cols * itemsize * byte_us
     row_us = (inner + cols) * itemsize * byte_us
-    if inner >= CUTS[0] * LEAST_CUT:
+    if inner >= CUTS[0] * gpu.cut_k:
         part_us = 2 * _FLOAT32 * cols * byte_us
-        return _cut_us(machine, less_cols, less_us, b_us, row_us, part_us, four=inner >= CUTS[1] * LEAST_CUT)
+        return _cut_us(machine, less_cols, less_us, b_us, row_us, part_us, four=inner >= CUTS[1] * gpu.cut_k)
     launch_us, fixed_us, less_sms = machine.launch_us, gpu.tile_us, -float(gpu.sms)
     tiles = [(high, [(less_cols // wide, slow * less_us - fixed_us) for wide, slow in group]) for high, group in gpu.shapes]
     known: dict[int, float] = {}
