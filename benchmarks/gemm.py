@@ -25,6 +25,7 @@ from checked_options import appended
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm import fits, gemm, tables
 from weft.kernels.shapes import SHAPES, TileShape, blocks_for
+from weft.runtime.nearest import nearest_profile
 from weft.runtime.versions import versions
 from weft.schedules.builder import aligned_slices
 
@@ -42,7 +43,7 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
     assert fits(a, b)
     words = torch.ones(64, device=device, dtype=torch.int32)
     status = torch.zeros(2, device=device, dtype=torch.int32)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    sms, profile = torch.cuda.get_device_properties(device).multi_processor_count, nearest_profile(device)
 
     def step(gates: bool, counts: bool, parts: int, slices: int) -> Gemm:
         inner = tuple((low, Wait(Flag("open", 0, 16 + i))) for i, (low, _) in enumerate(aligned_slices(k, slices)[1:]))
@@ -66,7 +67,7 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
         plan = tables(
             step(gates, counts, parts, slices),
             device=device,
-            blocks=blocks,
+            blocks=blocks or blocks_for(step(gates, counts, parts, slices), device, profile),
             source=lambda part: int(split and part.a.rows[0] > 0),
             gate_address=lambda flag: words.data_ptr() + 4 * flag.index,
             count_address=lambda flag: words.data_ptr() + 4 * (flag.index + 32),
@@ -83,7 +84,7 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
             torch.testing.assert_close(out, reference, rtol=2e-2, atol=2e-2 * math.sqrt(k))
 
     # Gates that are open do not ask for the tile shape that is best where chunks arrive late.
-    alike = blocks_for(step(False, False, 1, 1), device)
+    alike = blocks_for(step(False, False, 1, 1), device, profile)
     found = {
         "cublas": lambda: torch.mm(a, b, out=out),
         "kernel": kernel(False, False, 1),

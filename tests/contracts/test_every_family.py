@@ -167,7 +167,7 @@ def test_its_prediction_is_at_least_what_its_bytes_and_its_flops_take(op: Op, sp
     assert outcome.total_us >= flops / (h200.tflops(problem.dtype) * 1e6)
     received = 0 if op.startswith("ragged") or nodes else max(needed(problem, rank) for rank in range(problem.world_size))
     if isinstance(problem, LookupProblem):
-        assert outcome.total_us >= gathered_bytes(problem, 0) / (h200.gpu.hbm_gbps * 1e3)
+        assert outcome.total_us >= gathered_bytes(problem, 0, h200) / (h200.gpu.hbm_gbps * 1e3)
     assert outcome.total_us >= received / (h200.links.gbps * 1e3)
     steps = sorted((rank, lane.name) for rank, lane, _, _ in spelled_out(schedule).schedule)
     assert sorted((span.rank, span.lane) for span in outcome.spans) == steps

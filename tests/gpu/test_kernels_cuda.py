@@ -78,6 +78,7 @@ def test_a_gate_that_never_opens_ends_at_its_bound(sliced: bool) -> None:
     """sliced: the gates of parts are open, those between slices are not."""
     from weft.core.schedule import waits
     from weft.kernels.gemm import gemm, tables
+    from weft.kernels.shapes import SHAPES
 
     a, b, _ = _operands(False)
     step = _step(True, False, sliced)
@@ -91,6 +92,7 @@ def test_a_gate_that_never_opens_ends_at_its_bound(sliced: bool) -> None:
         count_address=lambda flag: 0,
         stored_at=None,
         need=lambda _: (0, 1),
+        blocks=SHAPES[0],
     )
     gemm((a,), b, torch.empty(M, N, device=GPU, dtype=torch.bfloat16), plan, status, epoch=0, tries=1000, sms=7)
     gate, seen = status.tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, Topology, numbers
+from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, Topology, load, numbers
 
 
 def tiny(*, world_size: int = 2, topology: Topology = "switch", link_gbps: float = 0.064, **changes: Any) -> Machine:
@@ -23,9 +23,14 @@ def tiny(*, world_size: int = 2, topology: Topology = "switch", link_gbps: float
             flag_efficiency=1.0,
             hbm_gbps=1e6,
             l2_bytes=1,
+            half_tile=0.8,
+            cut_k=8192,
+            gather_share=1.04,
+            burst_bytes=64,
         ),
         "copies": dataclasses.replace(copies, **changes),
-        "stores": Stores(gbps=((1, 0.064), (2, 0.064)), sms=1, stall=0.5),
+        "stores": Stores(gbps=((1, 0.064), (2, 0.064)), sms=1, sms_alone=1, stall=0.5),
+        "kernels": load("h200x8").kernels,
         "links": Links(topology=topology, gbps=link_gbps, latency_us=0.25, host_gbps=0.064 if topology == "pcie" else None),
         "launch_us": 3.0,
         "flag_us": 0.5,

@@ -11,6 +11,7 @@ from compiled import for_a_gpu
 from rank_pools import interpreting
 
 from weft.core.capabilities import H200
+from weft.core.machine import load
 from weft.core.problem import Problem
 from weft.core.schedule import Flag, Gemm, Part, Region
 from weft.schedules import build
@@ -75,6 +76,7 @@ def _launched() -> None:
         count_address=lambda flag: words[flag.name].data_ptr(),
         stored_at=lambda part, row: buffers[part.out.buffer][row:] if part.out.buffer in buffers else None,
         need=lambda _: (0, 0),
+        blocks=INTERPRETED,
     )
     assert plan.far is not None
     for calls in (1, 2):
@@ -104,7 +106,7 @@ def test_tiles_that_go_to_peers_leave_while_others_are_multiplied(world_size: in
     """512 rows: one wave of 128 x 256 tiles sends nothing before all of it ends. On 2 x H200 it was the best all the same."""
     problem = Problem(op="matmul_reduce_scatter", m=512, n=8192, k=28672, world_size=world_size)
     step = next(step for _, _, _, step in build(problem, name, 1) if isinstance(step, Gemm))
-    blocks = blocks_for(step, torch.device("cuda"))
+    blocks = blocks_for(step, torch.device("cuda"), load("h200x8"))
     assert (blocks.m, blocks.n) == shape
 
 

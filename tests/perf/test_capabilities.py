@@ -52,10 +52,10 @@ def test_kernels_run_where_a_tile_fits(found: Any, runs: bool) -> None:
     assert not CudaSpace.runs_kernels(space, torch.float32)
 
 
-def test_pushes_leave_most_of_a_small_gpu() -> None:
-    assert (push_sms(known.H200, alone=False), push_sms(known.H200, alone=True)) == (16, 64)
-    small = known.Capabilities(sms=40, shared_bytes=1, tma=False, sm_flop_per_us=1, hbm_bytes_per_us=1, l2_bytes=1)
-    assert (push_sms(small, alone=False), push_sms(small, alone=True)) == (5, 20)
+def test_pushes_leave_an_sm_of_a_small_gpu() -> None:
+    h200 = machine.load("h200x8")
+    assert (push_sms(h200, 132, alone=False), push_sms(h200, 132, alone=True)) == (16, 64)
+    assert (push_sms(h200, 12, alone=False), push_sms(h200, 1, alone=True)) == (11, 1)
 
 
 def test_a_known_gpu_is_predicted_by_its_shipped_profile(caplog: pytest.LogCaptureFixture) -> None:

@@ -29,7 +29,7 @@ from weft.core.problem import (
     Op,
     Problem,
 )
-from weft.perf.pieces import CUT, LEAST_CUT, Pieces
+from weft.perf.pieces import CUT, Pieces
 from weft.perf.rules import FEATURES, TERMS, Estimates, Weights, choice, estimates, sizes, terms
 from weft.perf.terms import gemm_cost
 from weft.planner import heuristic
@@ -196,7 +196,7 @@ def test_a_matmul_takes_what_its_fastest_tiles_and_cut_take(on: machine.Machine)
         element_us = 2 * gpu.sms * inner / (gpu.tflops["bfloat16"] * 1e6)
         times = []
         for cuts in (1, 2, 4):
-            if cuts == 1 or inner >= cuts * LEAST_CUT:
+            if cuts == 1 or inner >= cuts * gpu.cut_k:
                 moved = 2 * (rows * inner + inner * cols + rows * cols) + (8 * cuts * rows * cols if cuts > 1 else 0)
                 waves = [
                     ceil(ceil(rows / high) * ceil(cols / wide) * cuts / gpu.sms) * (slow * element_us / cuts + gpu.tile_us)

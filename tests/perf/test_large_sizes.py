@@ -14,7 +14,7 @@ from weft.core.machine import load
 from weft.core.problem import OPS, Op, Problem
 from weft.core.schedule import Gemm
 from weft.perf.kernels import Ends, FreeSms
-from weft.perf.shapes import SHAPES, _Arriving, _gated_us, _opens, _sent_us, shape_of, tiles_of, whole_tiles
+from weft.perf.shapes import SHAPES, _Arriving, _gated_us, _numbers, _opens, _sent_us, shape_of, tiles_of, whole_tiles
 from weft.planner import plan
 from weft.schedules import MOST_PIECES, MOST_RANKS, build, candidates
 
@@ -47,13 +47,13 @@ def _walked_us(parts: tuple[_Arriving, ...], ready_us: list[float], tile_us: flo
 def test_a_gated_step_ends_as_its_tiles_one_by_one(rows: tuple[int, ...], group: int) -> None:
     blocks = dataclasses.replace(SHAPES[3], group=group)
     parts = tuple(_Arriving(count, 1000, number > 0, (64,)) for number, count in enumerate(rows))
-    arrived_us, now = [0.0], 0.0
+    arrived_us, now, numbers = [0.0], 0.0, _numbers(H200, 132)
     for count in rows[1:]:
-        now += 7.0 + count * 64 * 2 / 3.0e5
+        now += numbers.copy_us + count * 64 * 2 / numbers.copied
         arrived_us.append(now)
-    tile_us = 64 * 2 * 64 * 128 / 5.3e6 / blocks.rate
+    tile_us = numbers.whole_us(blocks, 64, stored=True)
     walked_us = _walked_us(parts, arrived_us, tile_us, group, 128)
-    assert _gated_us(parts, blocks, capabilities.H200) == pytest.approx(walked_us, rel=1e-9)
+    assert _gated_us(parts, blocks, numbers, stored=True) == pytest.approx(walked_us, rel=1e-9)
 
 
 def test_slices_are_waited_for_one_after_the_other() -> None:
@@ -71,13 +71,14 @@ def test_tiles_that_are_sent_end_as_wave_by_wave(number: int, k: int, m: int) ->
     step = next(step for _, _, _, step in schedule if isinstance(step, Gemm))
     counts = [(tiles_of(part, shape) // (1 + shape.halves), part.out.rank != step.b.rank) for part in step.parts]
     away, total = sum(tiles for tiles, leaves in counts if leaves), sum(tiles for tiles, _ in counts)
-    tile_us = 2 * shape.m * shape.n * step.b.shape[0] / 5.3e6 / shape.stored_rate
+    numbers = _numbers(H200, 132)
+    tile_us = numbers.whole_us(shape, step.b.shape[0])
     now = sent = 0.0
     for first in range(0, total, 132):
-        now += tile_us / 1.8 if first >= whole_tiles(total, 132, shape) else tile_us
+        now += tile_us * H200.gpu.half_tile if first >= whole_tiles(total, 132, shape) else tile_us
         leaving = max(0, min(away - first, 132))
-        sent = max(sent, now) + leaving * shape.m * shape.n * 2 / 2.3e5 if leaving else sent
-    assert _sent_us(step, shape, capabilities.H200) == pytest.approx(max(now, sent), rel=1e-9)
+        sent = max(sent, now) + leaving * shape.m * shape.n * 2 / numbers.sent if leaving else sent
+    assert _sent_us(step, shape, numbers) == pytest.approx(max(now, sent), rel=1e-9)
 
 
 @pytest.mark.parametrize("extent", [pytest.param("m", marks=pytest.mark.slow), "n", pytest.param("k", marks=pytest.mark.slow)])
@@ -93,7 +94,10 @@ def test_a_shape_is_found_soon_whatever_the_extent() -> None:
         for op in ("all_gather_matmul", "matmul_reduce_scatter"):
             if (name, op) != ("flag_gated_2d", "matmul_reduce_scatter"):
                 schedule = build(Problem(op=op, m=LARGE, n=LARGE, k=4096, world_size=8), name, 4)
-                assert shape_of(next(step for _, _, _, step in schedule if isinstance(step, Gemm)), capabilities.H200) in SHAPES
+                assert (
+                    shape_of(next(step for _, _, _, step in schedule if isinstance(step, Gemm)), capabilities.H200, H200)
+                    in SHAPES
+                )
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from machine_tiny import tiny
 
-from weft.core.machine import Machine
+from weft.core.machine import Machine, load
 from weft.core.problem import LookupProblem, Problem
 from weft.core.schedule import Copy, Gemm, Lane, Part, Region, Schedule
 from weft.core.span import Span
@@ -16,6 +16,7 @@ from weft.perf.terms import gathered_bytes
 from weft.schedules import build
 
 ALONE = Problem(op="all_gather_matmul", m=8, n=4, k=8, world_size=1)
+H200 = load("h200x8")
 LOOKUP = LookupProblem.of(batch=4, dims=((16,), (16,)))
 """A rank looks up 2 samples of 64 bytes for its peer, and as many for itself."""
 
@@ -69,12 +70,12 @@ def test_a_lookup_goes_at_the_pace_of_its_stores() -> None:
     half a us. Where gathering is longer, half of the 2 us comes on top of it; the own part is written, too."""
     (end,) = ends(simulate(build(LOOKUP, "direct_store", 1), with_memory(1e6)), "lookup")
     assert end == 0.5 + 3 + 2 + 0.5
-    gathered = gathered_bytes(LOOKUP, 32)
+    gathered = gathered_bytes(LOOKUP, 32, H200)
     (end,) = ends(simulate(build(LOOKUP, "direct_store", 1), with_memory(0.032)), "lookup")
     assert end == pytest.approx(0.5 + 3 + gathered / 32 + 1 + 0.5 + (gathered + 128) / 32, abs=0.002)
 
 
 def test_rows_that_start_anywhere_take_their_neighbours_bytes_along() -> None:
     whole, ragged = (LookupProblem.of(batch=4, dims=((dim,),), pooling=3) for dim in (32, 92))
-    assert gathered_bytes(whole, 32) * 1.04 == pytest.approx(3 * 32 * 4)
-    assert gathered_bytes(ragged, 92) * 1.04 == pytest.approx(3 * (92 * 4 + 48))
+    assert gathered_bytes(whole, 32, H200) * 1.04 == pytest.approx(3 * 32 * 4)
+    assert gathered_bytes(ragged, 92, H200) * 1.04 == pytest.approx(3 * (92 * 4 + 48))

@@ -13,7 +13,7 @@ from weft.core.problem import LookupProblem, Problem
 from weft.core.schedule import Gemm, Schedule
 from weft.perf import kernels, run
 from weft.perf.shapes import SHAPES, shape_of, streamed_tile, whole_tiles
-from weft.perf.terms import HALF, gemm_cost, warm, whole_gemm_us
+from weft.perf.terms import gemm_cost, warm, whole_gemm_us
 from weft.perf.world import Filled, World
 from weft.schedules import build, parse
 
@@ -37,16 +37,16 @@ def cost_of(schedule: Schedule, machine: Machine = H200) -> tuple[Gemm, kernels.
 @pytest.mark.parametrize("spec", ["flag_gated:1", "direct_store:1", "track_and_trigger:2"])
 def test_a_kernel_with_gates_is_simulated_in_the_tiles_that_it_takes(spec: str) -> None:
     step, cost = cost_of(scheduled(problem(1950, 4608, 3584), spec))
-    shape = shape_of(step, capabilities.H200)
+    shape = shape_of(step, capabilities.H200, H200)
     assert (shape.m, shape.n) != (128, 256), "small tiles end first: most of the work comes late"
     assert cost.tiles == tuple(-(-part.a.shape[0] // shape.m) * -(-step.b.shape[1] // shape.n) for part in step.parts)
 
 
 def test_tiles_of_the_last_wave_are_cut_in_two_where_the_kernel_cuts_them() -> None:
-    step, cost = cost_of(scheduled(problem(2303, 12768, 4256, 2), "flag_gated:1"))
+    step, cost = cost_of(scheduled(problem(4096, 12768, 4256, 2), "flag_gated:1"))
     tiles = sum(cost.tiles)
-    assert cost.halves == tiles - whole_tiles(tiles, cost.sms, shape_of(step, capabilities.H200)) == tiles % cost.sms > 0
-    assert cost.busy_us == pytest.approx(cost.tile_us * (tiles // cost.sms + HALF))
+    assert cost.halves == tiles - whole_tiles(tiles, cost.sms, shape_of(step, capabilities.H200, H200)) == tiles % cost.sms > 0
+    assert cost.busy_us == pytest.approx(cost.tile_us * (tiles // cost.sms + H200.gpu.half_tile))
 
 
 def test_b_is_read_by_each_group_of_row_tiles_and_by_parts_that_come_apart() -> None:
@@ -97,7 +97,7 @@ def test_a_kernel_that_exchanges_streams_b_through_its_own_tiles(name: str, widt
     pieces = 1 if name == "one_shot" else 2
     rows, cols = streamed_tile(of, width, pieces, 9, H200.gpu.sms)
     assert sum(cost.tiles) == -(-9 // rows) * -(-4608 // cols)
-    assert cost.math_us >= 18432 * kernels.STREAMED_ROW_US
+    assert cost.math_us >= 18432 * H200.kernels.row_us
     _, plain = cost_of(scheduled(of, "sequential"))
     assert cost.busy_us > plain.busy_us
 

@@ -18,6 +18,7 @@ from families import PAIRS
 
 from weft.compat.streams import Word
 from weft.core.fused_collective import spelled_out
+from weft.core.machine import load
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Flag, Region, Schedule, waits
 from weft.kernels.words import phases
@@ -50,7 +51,7 @@ class FakeProgram:
         self.products = self.collectives = defaultdict(lambda: None)  # type: ignore[var-annotated]
         self.streams = None
         self.sms_for_kernels = self.sms_for_pushes = 0
-        self._growth = growth(schedule, CPU) | push_growth(schedule, self.itemsize(None), CPU)
+        self._growth = growth(schedule, CPU, load("h200x8")) | push_growth(schedule, self.itemsize(None), CPU)
 
     def growth_of(self, flag: Flag) -> int:
         return self._growth.get(flag, 1)

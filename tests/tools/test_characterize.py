@@ -13,7 +13,6 @@ from weft.core import codec
 from weft.core.machine import load
 from weft.core.problem import EXCHANGES, OPS, LookupProblem, Op, Problem
 from weft.perf import run
-from weft.perf.lookups import TOLD_US
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.signature import Signature, _spearman, correlations, signature, without_communication, without_computation
 from weft.runtime.ranks import Ranks
@@ -83,7 +82,7 @@ def test_a_lookup_alone_has_no_copies_beside_it() -> None:
     schedule = build(problem, "track_and_trigger", 2)
     assert run(schedule, without_communication(H200)).total_us < 1.15 * whole_gemm_us(H200, problem)
     copies = [span for span in run(schedule, without_computation(H200)).spans if span.kind == "copy"]
-    assert min(span.start_us for span in copies) < TOLD_US
+    assert min(span.start_us for span in copies) < H200.kernels.lookup_copy_us
 
 
 def test_signatures_of_the_families() -> None:
@@ -94,7 +93,7 @@ def test_signatures_of_the_families() -> None:
     assert unfused[-1] > losses(GATHER, "hetero_fused_1d:8").gemm_dil > 1
     gated = [losses(GATHER, f"flag_gated:{chunks}") for chunks in (1, 8)]
     assert gated[0].gemm_dil == pytest.approx(1 / H200.gpu.flag_efficiency, rel=0.02)
-    assert gated[0].gemm_dil < gated[1].gemm_dil < losses(GATHER, "hetero_fused_1d:8").gemm_dil
+    assert gated[0].gemm_dil <= gated[1].gemm_dil < losses(GATHER, "hetero_fused_1d:8").gemm_dil
     assert gated[1].communication_dil > 1.5 > gated[0].communication_dil
     assert losses(GATHER, "direct_store:1").gemm_dil > gated[0].gemm_dil, "its blocks take SMs"
     assert losses(GATHER, "sequential_stores").gemm_cil is None

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from weft.core.capabilities import H200, Capabilities
+from weft.core.capabilities import Capabilities
 
-INTERPRETER = Capabilities(sms=1, shared_bytes=1 << 30, tma=False, sm_flop_per_us=1.0, hbm_bytes_per_us=1.0, l2_bytes=1.0)
+INTERPRETER = Capabilities(sms=1, shared_bytes=1 << 30, tma=False)
 """Of a CPU, where Triton's interpreter runs kernels: any tile fits."""
 _FLOP_PER_CLOCK = {
     "sm_80": 2048,
@@ -33,8 +33,6 @@ _FLOP_PER_CLOCK = {
 _HERE: AbstractContextManager[None] = nullcontext()
 _UNKNOWN_FLOP_PER_CLOCK = 1024
 """Of an architecture that is not listed."""
-_L2_SHARE = 0.8
-"""Of a last-level cache, what keeps one operand, as on H200."""
 
 
 @functools.cache
@@ -44,23 +42,15 @@ def capabilities(device: torch.device) -> Capabilities:
 
 
 def of_properties(found: Any) -> Capabilities:
-    """found: as torch.cuda.get_device_properties returns it.
-
-    The rates of sm_90 are those that kernels reach on an H200, with which the choice between tile shapes was tuned. An SM of
-    another architecture is taken to reach the same share of its peak, and memory to be as fast for each SM.
-    """
+    """found: as torch.cuda.get_device_properties returns it."""
     arch = architecture(found)
     nvidia = arch.startswith("sm_")
-    measured = arch == "sm_90"
     return Capabilities(
         sms=found.multi_processor_count,
         shared_bytes=getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block,
         matrix_16bit=not nvidia or found.major >= 8,
         tma=nvidia and found.major >= 9,
         warp=found.warp_size,
-        sm_flop_per_us=H200.sm_flop_per_us * flop_per_clock(arch) / flop_per_clock("sm_90"),
-        hbm_bytes_per_us=H200.hbm_bytes_per_us * (1.0 if measured else found.multi_processor_count / H200.sms),
-        l2_bytes=H200.l2_bytes if measured else _L2_SHARE * found.L2_cache_size,
     )
 
 

@@ -50,9 +50,6 @@ class Tile:
 
 _TILE_SIDES = (64, 128, 192, 256)
 _TILE_AREA = 128 * 256
-_IN_BETWEEN = 0.97
-"""Rate of tiles that a profile does not list, over that of those around: a vendor does not always find the best one. Fitted to
-cuBLAS alone (tp, all_to_all, all_reduce, gemm, planner_fit.jsonl)."""
 
 
 def _between(known: Mapping[int, float], at: int) -> float:
@@ -69,13 +66,18 @@ def _between(known: Mapping[int, float], at: int) -> float:
 class Gpu:
     """sms: streaming multiprocessors or compute units. tflops: dense matrix peak by dtype. tiles: what its GEMMs may use.
 
+    half_tile: time of a tile that is half as wide, over a whole one's; 0.5 at best, since its rows of a are loaded all the
+    same. cut_k: no part of K is shorter where the vendor's GEMM cuts K. gather_share: rate of gathering rows, over the memory's
+    rate of a copy; above 1 where reading alone is faster than reading and writing. burst_bytes: what memory is read by.
     tile_us: a tile's prologue and epilogue. flag_efficiency: speed of a GEMM kernel that waits on flags, counts tiles or
     stores to peers, relative to the vendor's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU.
     burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
     rate, since its power is bounded; None of both: at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
-    may use, where they are others. l2_gbps: what kernels read of the last-level cache, if known. tile_step: its vendor's
-    tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see `vendor_tiles`. row_us: the
-    least that a row of b takes weft's kernel that multiplies and exchanges, None for what was fitted (weft.perf.kernels).
+    may use, where they are others; stored_tiles: the same where hardware stores their results, since they neither count nor add
+    nor go to peers. l2_gbps: what kernels read of the last-level cache, if known.
+    tile_step: its vendor's tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see
+    `vendor_tiles`. step_rate:
+    their rate over that of the listed ones around, 1 where it is None: a vendor does not always find the best one.
     """
 
     sms: int
@@ -85,12 +87,17 @@ class Gpu:
     flag_efficiency: float
     hbm_gbps: float
     l2_bytes: int
+    half_tile: float
+    cut_k: int
+    gather_share: float
+    burst_bytes: int
     burst_us: float | None = None
     sustained: float | None = None
     kernel_tiles: tuple[Tile, ...] = ()
+    stored_tiles: tuple[Tile, ...] = ()
     l2_gbps: float | None = None
     tile_step: int | None = None
-    row_us: float | None = None
+    step_rate: float | None = None
 
     def __post_init__(self) -> None:
         if (self.burst_us is None) != (self.sustained is None) or (self.sustained or 1.0) > 1.0:
@@ -119,14 +126,28 @@ class Gpu:
         step from 64 to 256, no larger than 128 x 256. Their efficiency is nearly between those of the areas around."""
         if not self.tile_step:
             return self.tiles
-        best: dict[int, float] = {}
-        for tile in self.tiles:
-            best[tile.rows * tile.cols] = max(tile.efficiency, best.get(tile.rows * tile.cols, 0.0))
+        best = self._best_efficiency
         known = {(tile.rows, tile.cols) for tile in self.tiles}
         sides = [(wide, other) for wide in _TILE_SIDES for other in range(_TILE_SIDES[0], _TILE_SIDES[-1] + 1, self.tile_step)]
         shapes = dict.fromkeys(shape for side in sides for shape in (side, side[::-1]) if math.prod(side) <= _TILE_AREA)
-        more = (Tile(rows=r, cols=c, efficiency=_IN_BETWEEN * _between(best, r * c)) for r, c in shapes if (r, c) not in known)
+        rate = self.step_rate or 1.0
+        more = (Tile(rows=r, cols=c, efficiency=rate * _between(best, r * c)) for r, c in shapes if (r, c) not in known)
         return (*self.tiles, *more)
+
+    def kernel_efficiency(self, rows: int, cols: int, *, stored: bool = False) -> float:
+        """What weft's own GEMM kernel reaches of the peak with a tile of this shape: as `kernel_tiles`, or `stored_tiles`, list
+        it, else as the vendor's tiles of its area."""
+        tiles = (self.stored_tiles if stored else ()) or self.kernel_tiles
+        listed = (tile.efficiency for tile in tiles if (tile.rows, tile.cols) == (rows, cols))
+        return next(listed, None) or _between(self._best_efficiency, rows * cols)
+
+    @cached_property
+    def _best_efficiency(self) -> dict[int, float]:
+        """By area, of `tiles`."""
+        best: dict[int, float] = {}
+        for tile in self.tiles:
+            best[tile.rows * tile.cols] = max(tile.efficiency, best.get(tile.rows * tile.cols, 0.0))
+        return best
 
     def paced_us(self, busy_us: float) -> float:
         """What matmuls take that would take `busy_us` at full rate, one after the other.
@@ -168,7 +189,8 @@ class CopyEngines:
 
 @dataclass(frozen=True, kw_only=True)
 class Stores:
-    """Loads and stores to peers from kernels. gbps: (SMs, rate) rising. sms: what a lane of communication blocks occupies.
+    """Loads and stores to peers from kernels. gbps: (SMs, rate) rising. sms: what a lane of communication blocks occupies;
+    sms_alone: the same where no kernel multiplies meanwhile.
 
     stall: share of a remote store's time that the tile which stores cannot hide. tiles: share of the rate that stores from a
     matmul's tiles reach, all of it where that is None.
@@ -176,13 +198,14 @@ class Stores:
 
     gbps: tuple[tuple[int, float], ...]
     sms: int
+    sms_alone: int
     stall: float
     tiles: float | None = None
 
     def rate(self, sms: int) -> float:
         """Rate on `sms` SMs, on the line between the table's points (through zero below the first).
 
-        >>> Stores(gbps=((4, 100.0), (8, 200.0)), sms=4, stall=0.0).rate(6)
+        >>> Stores(gbps=((4, 100.0), (8, 200.0)), sms=4, sms_alone=4, stall=0.0).rate(6)
         150.0
         """
         low, below = 0, 0.0
@@ -191,6 +214,34 @@ class Stores:
                 return below + (above - below) * (sms - low) / (high - low)
             low, below = high, above
         return below
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What weft's own kernels reach on the GPU.
+
+    sm_gbps: what one SM reads and writes of the GPU's memory, with 16 warps and 16-byte loads; pull_gbps: what it loads from
+    peers, with 96 KiB under way. l2_share: of the last-level cache, what a stream through it leaves to be found again. sums: of
+    the blocks that sum what copy engines bring, so many share an SM.
+
+    streamed: of the matrix peak, what the kernel reaches that multiplies and exchanges (weft.kernels.all_reduce). row_us: the
+    least that a row of b takes it, since its loads are not asynchronous. exchange_us: what such a kernel takes besides, to look
+    up the number of its call, fill its pipeline, and empty the places of the call before.
+
+    lookup_copy_gbps: rate of a kernel that copies rows to a peer while rows are gathered. lookup_copy_bytes: what it takes of
+    the memory's rate for each byte. lookup_copy_us: from a part's last row to the start of the copy that waits for it.
+    """
+
+    sm_gbps: float
+    pull_gbps: float
+    l2_share: float
+    sums: int
+    streamed: float
+    row_us: float
+    exchange_us: float
+    lookup_copy_gbps: float
+    lookup_copy_bytes: int
+    lookup_copy_us: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +322,7 @@ class Machine:
     gpu: Gpu
     copies: CopyEngines
     stores: Stores
+    kernels: Kernels
     links: Links
     launch_us: float
     flag_us: float
@@ -298,9 +350,14 @@ class Machine:
                 raise ValueError(f"{path} is {value!r}; it must be from {LEAST:g} to {MOST:g}")
         self._check_tables()
         self._check_sources()
-        for part, sms in (("stores", self.stores.sms), ("network", self.network.sms if self.network else 0)):
+        taken = {"stores.sms": self.stores.sms, "stores.sms_alone": self.stores.sms_alone}
+        for path, sms in (taken | ({"network.sms": self.network.sms} if self.network else {})).items():
             if sms >= self.gpu.sms:
-                raise ValueError(f"{part}.sms is {sms}; it must be below gpu.sms, {self.gpu.sms}")
+                raise ValueError(f"{path} is {sms}; it must be below gpu.sms, {self.gpu.sms}")
+        shares = {"gpu.half_tile": self.gpu.half_tile, "kernels.l2_share": self.kernels.l2_share}
+        for path, share in (shares | {"kernels.streamed": self.kernels.streamed}).items():
+            if share > 1:
+                raise ValueError(f"{path} is {share!r}; it is a share, at most 1")
         if self.links.topology == "pcie" and self.links.host_gbps is None:
             raise ValueError("links.host_gbps is missing; a pcie machine shares it: give its rate, too")
         for op in ("all_gather", "reduce_scatter"):

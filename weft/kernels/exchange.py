@@ -21,7 +21,8 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.compat.device import capabilities
-from weft.core.capabilities import H200, Capabilities
+from weft.core.capabilities import Capabilities
+from weft.core.machine import Machine
 from weft.kernels.launch import Launcher
 from weft.kernels.ragged import combine_kernel, dispatch_kernel
 from weft.kernels.ragged_rows import collect_kernel
@@ -34,10 +35,7 @@ MOST_SEGMENTS = 256
 _ALIGN = 8
 """Elements of 16 bits that are accessed at once: widths and row strides are multiples of it."""
 _PULL_SMS = (4, 12)
-_PULL_BYTES_PER_US = 4.0e4
-"""What one SM brings from peers: 96 KiB under way, some 2 us each."""
-_FLOP_PER_US = 6.5e8
-"""Of a whole H200, as it multiplies here."""
+"""At least, so that one slow peer does not hold up all; at most, so that most SMs multiply."""
 _STAGES = 4
 
 
@@ -57,6 +55,7 @@ class Shape:
     dispatch: bool
     gated: bool = False
     device: torch.device = field(compare=False)
+    machine: Machine = field(compare=False)
 
     @property
     def segments(self) -> int:
@@ -87,13 +86,14 @@ class Shape:
         """Blocks that push, or pull: those that pull keep up with those that multiply, and half as many again."""
         if self.device.type != "cuda":
             return 1
-        gpu = capabilities(self.device)
+        machine, blocks = self.machine, self.blocks
         if self.dispatch:
-            return push_sms(gpu, alone=False)
-        rate = gpu.sms * gpu.sm_flop_per_us / (H200.sms * H200.sm_flop_per_us)
-        per_us = rate * _FLOP_PER_US / self.k * (self.world_size - 1) / self.world_size
+            return push_sms(machine, capabilities(self.device).sms, alone=False)
+        efficiency = machine.gpu.flag_efficiency * machine.gpu.kernel_efficiency(blocks.m, blocks.n)
+        # A product's element takes 2 k operations and has 2 bytes.
+        per_us = efficiency * machine.tflops("bfloat16") * 1e6 / self.k * (self.world_size - 1) / self.world_size
         least, most = _PULL_SMS
-        return min(most, max(least, math.ceil(1.5 * per_us / _PULL_BYTES_PER_US)))
+        return min(most, max(least, math.ceil(1.5 * per_us / (1e3 * machine.kernels.pull_gbps))))
 
 
 class Shared(NamedTuple):

@@ -49,7 +49,7 @@ from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.far import Far, far_places
 from weft.kernels.gemm_kernel import gemm_kernel
 from weft.kernels.launch import Launcher
-from weft.kernels.shapes import TileShape, blocks_for, whole_tiles
+from weft.kernels.shapes import TileShape, whole_tiles
 from weft.triton.flags import asynchronous, table
 
 _FIELDS = 7
@@ -144,12 +144,10 @@ def tables(
     count_address: Callable[[Flag], int],
     stored_at: Callable[[Part, int], torch.Tensor | None] | None,
     need: Callable[[Wait], tuple[int, int]],
-    blocks: TileShape | None = None,
+    blocks: TileShape,
 ) -> Tables:
     """Lay a step out for the kernel. source: which tensor of a. stored_at: a part's result from a row of it on, None if that is
-    in the launch's `out`; no function if all are. need: (growth per call, value in the first call) that opens a gate. blocks:
-    instead of what `blocks_for` says."""
-    blocks = blocks or blocks_for(step, device)
+    in the launch's `out`; no function if all are. need: (growth per call, value in the first call) that opens a gate."""
     assert whole_slices(step, blocks), f"{step}: its slices end within a step of {blocks.k} over K"
     inner = any(part.inner for part in step.parts)
     slices: list[tuple[int, int, int]] = []

@@ -23,9 +23,6 @@ from weft.perf.terms import alone_us
 from weft.perf.transfers import meet
 from weft.perf.world import Process, World, ns
 
-SUMS_AN_SM = 3
-"""Blocks that an SM holds of the kernel that sums what copy engines bring: where SMs come free one by one, its blocks lie as
-closely as that."""
 LATE, FIRST, PRIOR = (
     "computation beside late collective",
     "computation beside collective",
@@ -48,7 +45,7 @@ def step(world: World, rank: int, lane: Lane, step: UserCall | Collective | Redu
     assert isinstance(problem, ConcurrentProblem)
     if isinstance(step, Reduce):
         blocks = lane.ctas or next(one.sms for _, one in problem.known)
-        with _holding(world, rank, -(-blocks // SUMS_AN_SM), 1.0):
+        with _holding(world, rank, -(-blocks // world.machine.kernels.sums), 1.0):
             yield from kernels.reduce(world, rank, step, blocks)
     elif isinstance(step, UserCall) and step.collective is None:
         yield from _compute(world, rank, step, computation_us(problem))

@@ -28,24 +28,12 @@ from weft.core.schedule import FusedCollective, Gemm, Part, Reduce, Sum
 from weft.core.work import is_plain, region_bytes
 from weft.perf import staging
 from weft.perf.contention import Time
-from weft.perf.shapes import shape_of, streamed_tile
-from weft.perf.terms import HALF, GemmCost, gemm_cost, hbm_us
+from weft.perf.shapes import by_hardware, shape_of, streamed_tile
+from weft.perf.terms import GemmCost, gemm_cost, hbm_us
 from weft.perf.world import Filled, Process, World, ns
 
-SM_GBPS = 50.0
-"""What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: reduce_scatter on 8 SMs of an H200, 64
-and 512 MiB, in benchmarks/results/dma.jsonl."""
-
-KEPT = 0.8
-"""Of the last-level cache, what a stream through it leaves to be found again: 512 x 32768 x 6144 in parts on 2 and 4 GPUs."""
-STREAMED, STREAMED_ROW_US = 0.45, 2.5e-3
-"""Of the peak, what the kernel that multiplies and exchanges reaches; and the least that a row of b takes it: its loads are
-not TMA's, and few of them are on their way. Fitted to one_shot and two_shot in all_reduce.jsonl and planner_fit.jsonl."""
 WAVES = 2
 """More tiles than so many for each SM are given out at once."""
-EXCHANGING_US = 1.5
-"""What such a kernel takes besides: it looks up the number of its call, fills its pipeline, and empties the places of the call
-before. Fitted to the same lines with few rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +138,7 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     cost = _paced(world, rank, _cost(world, rank, step, groups))
     if all(is_plain(part, rank) for part in step.parts):
         world.filled[rank] = Filled(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
-    exchanging_us = EXCHANGING_US if _streams(world, rank, step) else 0.0
+    exchanging_us = world.machine.kernels.exchange_us if _streams(world, rank, step) else 0.0
     yield world.env.timeout(ns(world.machine.launch_us + exchanging_us))
     yield from staging.staged(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
@@ -183,7 +171,7 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
         uncut, whole = min(tiles, whole), max(0, whole - tiles)
         first, last = blocks.take(uncut, _ends(world, rank, group, tiles, cost, (ready, *inner)))
         if uncut < tiles:
-            cut = _ends(world, rank, group, 2 * tiles, cost.slower(HALF), (ready, *inner))
+            cut = _ends(world, rank, group, 2 * tiles, cost.slower(cost.half_tile), (ready, *inner))
             begun, last = blocks.take(2 * (tiles - uncut), cut)
             first = first or begun
         end = max(end, last)
@@ -198,8 +186,11 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
     k, n = step.b.shape
     gpu, flags = world.machine.gpu, not all(is_plain(part, rank) for part in step.parts)
-    shape = shape_of(step, replace(H200, sms=gpu.sms)) if flags and gpu.kernel_tiles else None
-    tiles = tuple(tile for tile in gpu.kernel_tiles if shape and (tile.rows, tile.cols) == (shape.m, shape.n))
+    shape = shape_of(step, replace(H200, sms=gpu.sms), world.machine) if flags and gpu.kernel_tiles else None
+    tiles: tuple[Tile, ...] = ()
+    if shape:
+        efficiency = gpu.kernel_efficiency(shape.m, shape.n, stored=by_hardware(step))
+        tiles = (Tile(rows=shape.m, cols=shape.n, efficiency=efficiency),)
     kernel = _streams(world, rank, step)
     if kernel:
         tiles = (_streamed(world, step, kernel),)
@@ -240,16 +231,16 @@ def _streamed(world: World, step: Gemm, kernel: FusedCollective) -> Tile:
     rows, cols = streamed_tile(
         problem, problem.n if whole else -(-problem.n // size), pieces, step.parts[0].a.shape[0], gpu.sms
     )
-    full_us = 2 * rows * cols / (world.machine.tflops(problem.dtype) * 1e6 / gpu.sms * STREAMED)
-    row_us = STREAMED_ROW_US if gpu.row_us is None else gpu.row_us
-    return Tile(rows=rows, cols=cols, efficiency=STREAMED * min(1.0, full_us / row_us))
+    kernels = world.machine.kernels
+    full_us = 2 * rows * cols / (world.machine.tflops(problem.dtype) * 1e6 / gpu.sms * kernels.streamed)
+    return Tile(rows=rows, cols=cols, efficiency=kernels.streamed * min(1.0, full_us / kernels.row_us))
 
 
 def _apart(world: World, step: Gemm) -> float:
     """How many of the parts that wait start later than those before by more than what the last-level cache keeps of B, which
     streams through it meanwhile; in shares. What brings a part takes its turn, a copy's fixed cost at least."""
     copies, gpu = world.machine.copies, world.machine.gpu
-    kept_us = KEPT * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
+    kept_us = world.machine.kernels.l2_share * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
     waiting = [part for part in step.parts if not part.adds and any(gate.at_least for gate in part.gates)]
     gaps_us = [copies.copy_us + region_bytes(world.schedule, part.a) / (copies.gbps * 1e3) for part in waiting]
     return sum(min(1.0, gap_us / kept_us) for gap_us in gaps_us)
@@ -336,7 +327,7 @@ def _finish(world: World, rank: int, group: _Group, sms: int, time: Time, first:
 def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Process:
     """Launch, then the parts in order, each once its gates are open: as long as its slowest source takes.
 
-    sms: how many it may use, all that are free if not given; each reads and writes at most SM_GBPS.
+    sms: how many it may use, all that are free if not given; each reads and writes at most `kernels.sm_gbps`.
     """
     launch = ns(world.machine.launch_us)
     yield world.env.timeout(launch)
@@ -354,7 +345,7 @@ def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Pro
 def _sum(world: World, rank: int, part: Sum, sms: int | None) -> Process:
     local = region_bytes(world.schedule, part.out)
     local += sum(region_bytes(world.schedule, src) for src in part.srcs if src.rank == rank)
-    limits = () if sms is None else (world.network.limit(("sums", rank, sms), sms * SM_GBPS),)
+    limits = () if sms is None else (world.network.limit(("sums", rank, sms), sms * world.machine.kernels.sm_gbps),)
     events: list[simpy.Event] = [world.env.process(world.local(rank, local, *limits))]
     sms = world.free_sms[rank] if sms is None else sms
     for src in part.srcs:

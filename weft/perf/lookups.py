@@ -16,12 +16,6 @@ from weft.perf.network import Resource
 from weft.perf.terms import gathered_bytes
 from weft.perf.world import Filled, Process, World, ns
 
-BESIDE_GBPS, BESIDE_BYTES = 265.0, 8
-"""Of a kernel that copies rows beside a lookup: its rate, and what it takes of the memory's for each byte."""
-TOLD_US = 15.0
-"""From a part's last row to the begin of such a copy, which waits for it. All three are fitted to the 25 lookups of
-planner_fit.jsonl, on 2 and 4 H200: there track_and_trigger is 8 to 9% off, root mean square; it was 16 to 26%."""
-
 
 def lookup(world: World, rank: int, step: Lookup) -> Process:
     """Launch, then the parts in order; ends when all stores have landed. Without elements nothing is launched."""
@@ -35,7 +29,7 @@ def lookup(world: World, rank: int, step: Lookup) -> Process:
         yield from _part(world, rank, part)
         if part.count is not None:
             late = world.machine.slow_lookups and world.machine.copies.strided == "kernel" and part.out.rank == rank
-            world.post(rank, part.count, after=world.env.timeout(ns(TOLD_US)) if late else None)
+            world.post(rank, part.count, after=world.env.timeout(ns(world.machine.kernels.lookup_copy_us)) if late else None)
     world.kernels[rank] += world.now - start
     ended.succeed()
 
@@ -45,15 +39,18 @@ def copied_beside(world: World, rank: int, size: int, path: tuple[Resource, ...]
     if not world.machine.slow_lookups:
         yield from world.move(rank, size, path)
         return
-    limit = world.network.limit(("beside lookups", rank), BESIDE_GBPS)
+    kernels = world.machine.kernels
+    limit = world.network.limit(("beside lookups", rank), kernels.lookup_copy_gbps)
     world.transfers[rank].start(world.now)
-    yield world.network.transfer_alike(size, (*((each, 1) for each in (*path, limit)), (("hbm", rank), BESIDE_BYTES)))
+    yield world.network.transfer_alike(
+        size, (*((each, 1) for each in (*path, limit)), (("hbm", rank), kernels.lookup_copy_bytes))
+    )
     world.transfers[rank].stop(world.now)
 
 
 def _part(world: World, rank: int, part: Bags) -> Process:
     size = region_bytes(world.schedule, part.out)
-    read = gathered_bytes(world.schedule.problem, part.bags.size)
+    read = gathered_bytes(world.schedule.problem, part.bags.size, world.machine)
     if part.out.rank == rank:
         yield from world.local(rank, read + size)
         return

@@ -447,16 +447,17 @@ class _Call:
 
     def _kernel(self, groups: Sequence[tuple[int, bool]], sms: int | None, ends: tuple[int, ...], sends: int) -> GemmCost:
         from weft.perf import shapes
-        from weft.perf.kernels import KEPT
 
         machine, gpu = self.machine, self.machine.gpu
         shape, tiles = None, ()
         if gpu.kernel_tiles:
             capabilities = dataclasses.replace(H200, sms=gpu.sms)
-            shape = shapes.chosen(groups, self.columns, ends, capabilities, sends=sends)
-            tiles = tuple(tile for tile in gpu.kernel_tiles if (tile.rows, tile.cols) == (shape.m, shape.n))
+            shape = shapes.chosen(groups, self.columns, ends, capabilities, machine, sends=sends)
+            stored = not sends and any(late for _, late in groups)
+            efficiency = gpu.kernel_efficiency(shape.m, shape.n, stored=stored)
+            tiles = (Tile(rows=shape.m, cols=shape.n, efficiency=efficiency),)
         copies = machine.copies
-        kept_us = KEPT * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
+        kept_us = machine.kernels.l2_share * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
         gaps = (copies.copy_us + rows * self.inner * self.problem.itemsize / (copies.gbps * 1e3) for rows, late in groups if late)
         return terms.gemm_cost(
             machine,
@@ -688,20 +689,19 @@ class _Call:
     def _exchanged(self, hops: int) -> float:
         """Such a kernel: its tiles are the streamed ones."""
         from weft.perf import shapes
-        from weft.perf.kernels import EXCHANGING_US, STREAMED, STREAMED_ROW_US
 
         problem, machine, gpu = self.problem, self.machine, self.machine.gpu
         if gpu.kernel_tiles:
             pieces = 1 if hops == 1 else 1 << (self.ranks - 1).bit_length()
             width = problem.n if hops == 1 else -(-problem.n // self.ranks)
             rows, cols = shapes.streamed_tile(problem, width, pieces, self.rows, gpu.sms)
-            full_us = 2 * rows * cols / (machine.tflops(problem.dtype) * 1e6 / gpu.sms * STREAMED)
-            row_us = STREAMED_ROW_US if gpu.row_us is None else gpu.row_us
-            tile = Tile(rows=rows, cols=cols, efficiency=STREAMED * min(1.0, full_us / row_us))
+            kernels = machine.kernels
+            full_us = 2 * rows * cols / (machine.tflops(problem.dtype) * 1e6 / gpu.sms * kernels.streamed)
+            tile = Tile(rows=rows, cols=cols, efficiency=kernels.streamed * min(1.0, full_us / kernels.row_us))
             cost = terms.gemm_cost(
                 machine, rows=(self.rows,), n=self.columns, k=self.inner, dtype=problem.dtype, tiles=(tile,)
             )
-            start_us = EXCHANGING_US
+            start_us = kernels.exchange_us
         else:
             cost, start_us = self.vendor(self.rows), 0.0
         return self.launch_us + start_us + gpu.paced_us(cost.busy_us) + self._exchange(hops)
@@ -720,11 +720,9 @@ class _Call:
     # Lookups, and collectives alone
 
     def _lookup(self, row: Row, chunks: int) -> float:
-        from weft.perf.lookups import BESIDE_BYTES, BESIDE_GBPS, TOLD_US
-
         problem, machine, count = self.problem, self.machine, self.ranks - 1
         columns = max(problem.columns(rank) for rank in range(problem.world_size))
-        look_us = hbm_us(machine, terms.gathered_bytes(problem, problem.m * columns))
+        look_us = hbm_us(machine, terms.gathered_bytes(problem, problem.m * columns, machine))
         written_us = hbm_us(machine, problem.m * columns * problem.itemsize)
         if row.kernels == "whole":
             exchange_us = terms.collective_us(
@@ -749,9 +747,9 @@ class _Call:
                 lanes.copy_here(part, after=now if kernels_copy else 0.0)
             return max(now, lanes.end + flags)
         beside = kernels_copy and machine.slow_lookups
-        rate = min(BESIDE_GBPS, lanes.gbps(1)) if beside else lanes.gbps(1)
+        rate = min(self.machine.kernels.lookup_copy_gbps, lanes.gbps(1)) if beside else lanes.gbps(1)
         hbm = machine.gpu.hbm_gbps
-        slower = hbm / max(hbm - BESIDE_BYTES * rate, hbm / (1 + BESIDE_BYTES)) if beside else 1.0
+        slower = hbm / max(hbm - self.machine.kernels.lookup_copy_bytes * rate, hbm / (1 + self.machine.kernels.lookup_copy_bytes)) if beside else 1.0
         moving_us = self.shard_bytes / max(1, len(sizes)) / (rate * 1e3)
         slower = 1 + (slower - 1) * moving_us / (moving_us + machine.copies.copy_us + 2 * self.flag_us)
         now = begun = self.launch_us
@@ -761,7 +759,7 @@ class _Call:
             for at, size in enumerate(sizes):
                 share, part = size / self.own / self.ranks, self.shard_bytes * size / self.own
                 now = _stretched(now, (look_us + written_us) * share, sent, slower, begun)
-                made = now + (TOLD_US if beside else 0.0)
+                made = now + (self.machine.kernels.lookup_copy_us if beside else 0.0)
                 sent = max(sent + self.flag_us, made + self.flag_us + self.wake_us) + (self.flag_us if not at else 0.0)
                 begun = sent if begun <= self.launch_us else begun
                 sent += machine.copies.copy_us + part / (rate * 1e3) + self.flag_us
@@ -772,8 +770,6 @@ class _Call:
         return max(now + flags, sent + self.fork_us)
 
     def _alone(self, row: Row, chunks: int) -> float:
-        from weft.perf.kernels import SM_GBPS
-
         problem, machine = self.problem, self.machine
         assert isinstance(problem, CollectiveProblem)
         if row.kernels == "whole" or problem.world_size == 1:
@@ -802,7 +798,7 @@ class _Call:
                     lanes.now_by(ahead, flags * again)
                     arrivals.append(lanes.copy(ahead, size) + self.latency_us(ahead))
             if problem.sums and index < len(sizes):
-                summed = min(machine.gpu.hbm_gbps, problem.sms * SM_GBPS)
+                summed = min(machine.gpu.hbm_gbps, problem.sms * machine.kernels.sm_gbps)
                 sums.wait(*arrivals)
                 sums.now += self.launch_us + (self.ranks + 1) * size / (summed * 1e3) + flags
                 made.append(sums.now)
@@ -835,7 +831,7 @@ class _Call:
         slice_us = machine.network.step_us + machine.network.latency_us + trips * sent / chunks / (machine.network.gbps * 1e3)
         if problem.op in LOOKUP_OPS:
             columns = max(problem.columns(rank) for rank in range(problem.world_size))
-            whole = terms.gathered_bytes(problem, problem.m * columns) + problem.m * columns * problem.itemsize
+            whole = terms.gathered_bytes(problem, problem.m * columns, machine) + problem.m * columns * problem.itemsize
             piece_us = hbm_us(machine, whole / chunks)
         else:
             piece_us = self.vendor(-(-self.rows // chunks)).busy_us
@@ -979,20 +975,20 @@ def _waves(cost: GemmCost, last: int) -> float:
     whole = max(0, last - cost.halves)
     waves = -(-whole // cost.sms)
     halves = min(last, cost.halves)
-    return waves + (terms.HALF if 2 * halves > waves * cost.sms - whole else 0.0)
+    return waves + (cost.half_tile if 2 * halves > waves * cost.sms - whole else 0.0)
 
 
 def _done(cost: GemmCost, first: int) -> float:
     """As many, until a kernel's first ones are done."""
     whole = sum(cost.tiles) - cost.halves
-    return -(-min(first, whole) // cost.sms) + (terms.HALF if first > whole else 0.0)
+    return -(-min(first, whole) // cost.sms) + (cost.half_tile if first > whole else 0.0)
 
 
 def _behind(cost: GemmCost, last: int) -> float:
     """As many, behind the first ones of its last tiles, which wait with their SMs."""
     halves = min(last, cost.halves)
     waves = -(-(last + halves) // cost.sms) - 1
-    return max(0.0, waves - (1 - terms.HALF if halves else 0.0)) if waves else 0.0
+    return max(0.0, waves - (1 - cost.half_tile if halves else 0.0)) if waves else 0.0
 
 
 def _stretched(begin: float, work: float, until: float, slower: float, since: float = 0.0) -> float:

@@ -7,9 +7,9 @@ large tiles, all of the last chunk's work starts when it arrives (512 rows on 4 
 program). A part with inner gates waits for slices of K, which are stored from SMs, all ranks' first ones first: its tiles all
 start early, so that one wave of large tiles is best again. The kernel and what predicts its time ask here.
 
-What is computed depends on the step and the GPU's capabilities alone, so that ranks which wait for tiles that another one
-counts know how many there are. Shapes that do not fit the GPU are no candidates. The shapes' relative rates and those of links
-were measured on H200 (docs/log.md); on other GPUs they only order the candidates, each of which computes the same.
+What is computed depends on the step, the GPU's capabilities and the Machine alone, so that ranks which wait for tiles that
+another one counts know how many there are: ranks compare the digests of their profiles before they run a kernel. Shapes that do
+not fit the GPU are no candidates. Rates and fixed costs are the Machine's, those by which the simulator predicts.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from weft.core.capabilities import Capabilities
+from weft.core.machine import Machine
 from weft.core.problem import Problem
-from weft.core.schedule import Gemm, Part
+from weft.core.schedule import Flag, Gemm, Part, Region
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileShape:
-    """Tile shape, how a block runs, and the rate of full tiles relative to the best shape: rate of those that are only stored,
-    stored_rate of those that count, add, or go to peers. group: row tiles that take turns on the same
-    columns. halves: whether tiles that fill no more than half of the last wave are cut in two, left and right."""
+    """Tile shape, and how a block runs. group: row tiles that take turns on the same columns. halves: whether tiles that fill
+    no more than half of the last wave are cut in two, left and right."""
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
-    rate: float = 1.0
-    stored_rate: float = 1.0
     group: int = 8
     halves: bool = False
 
@@ -48,28 +46,18 @@ class TileShape:
 
 SHAPES = (
     TileShape(m=128, n=256, k=64, warps=8, stages=3, halves=True),
-    TileShape(m=128, n=128, k=64, warps=8, stages=5, rate=0.93, stored_rate=0.87),
-    TileShape(m=64, n=256, k=64, warps=4, stages=4, rate=0.95, stored_rate=0.81),
-    TileShape(m=64, n=128, k=64, warps=4, stages=5, rate=0.72, stored_rate=0.66),
+    TileShape(m=128, n=128, k=64, warps=8, stages=5),
+    TileShape(m=64, n=256, k=64, warps=4, stages=4),
+    TileShape(m=64, n=128, k=64, warps=4, stages=5),
 )
 """The shapes that kernels are launched with, the best for large sizes first."""
 _FEWEST_STAGES = 2
 """With one, no load would run ahead of the products."""
-_HALF_RATE = 0.9
-"""Of half tiles, relative to whole ones."""
 _FEW_ROWS = 4096
 """Up to here, which row tiles take turns may matter; with more, a chunk has groups enough of its own."""
-_COPY_US, _COPY_BYTES_PER_US = 7.0, 3.0e5
-_PUSH_SMS, _PUSH_SHARE = 16, 8
-"""SMs that stores to peers get beside a kernel whose blocks wait for them; of small GPUs an eighth. On 4 x H200, 16 reach
-218 GB/s at 4 MiB a peer, 32 reach 224, copy engines 175 (docs/log.md)."""
-_PUSH_SMS_ALONE, _PUSH_SHARE_ALONE = 64, 2
-"""SMs that stores to peers get where nothing runs meanwhile; of small GPUs half."""
-_STORE_US, _STORE_BYTES_PER_US = 3.0, 2.2e5
-"""How long the first of them takes to start, and their rate."""
-_SENT_BYTES_PER_US = 2.3e5
-"""Tiles that all SMs store at peers."""
 _ITEMSIZE = 2
+_DTYPE = "bfloat16"
+"""What kernels multiply: a choice is made by its peak, which is float16's, too."""
 
 
 EXCHANGED_BYTES = 16
@@ -91,10 +79,9 @@ def streamed_tile(problem: Problem, width: int, pieces: int, height: int, sms: i
     return rows, min(choices or [128], key=streamed)
 
 
-def push_sms(gpu: Capabilities, *, alone: bool) -> int:
-    """SMs that stores to peers get on a GPU. alone: no kernel runs beside them."""
-    most, share = (_PUSH_SMS_ALONE, _PUSH_SHARE_ALONE) if alone else (_PUSH_SMS, _PUSH_SHARE)
-    return max(1, min(most, gpu.sms // share))
+def push_sms(machine: Machine, sms: int, *, alone: bool) -> int:
+    """SMs that stores to peers get on a GPU that has `sms`. alone: no kernel multiplies meanwhile."""
+    return max(1, min(machine.stores.sms_alone if alone else machine.stores.sms, sms - 1))
 
 
 @lru_cache(maxsize=64)
@@ -124,22 +111,26 @@ def whole_tiles(tiles: int, at_once: int, blocks: TileShape) -> int:
     return tiles - last if blocks.halves and 2 * last <= at_once else tiles
 
 
-def shape_of(step: Gemm, gpu: Capabilities) -> TileShape:
-    """The tile shape for a step, on a GPU that some shapes fit."""
+def shape_of(step: Gemm, gpu: Capabilities, machine: Machine) -> TileShape:
+    """The tile shape for a step, on a GPU that some shapes fit. machine: whose numbers order them."""
+    numbers = _numbers(machine, gpu.sms)
     parts = tuple(
         _Arriving(*part.out.shape, not part.adds and any(g.at_least for g in part.waits), _ends(part)) for part in step.parts
     )
     if any(part.gated for part in parts):
-        return _gated_blocks(parts, gpu)
+        return _gated_blocks(parts, gpu, numbers, by_hardware(step))
     sends = any(part.out.rank != step.b.rank for part in step.parts)
-    return min(shapes_for(gpu), key=lambda blocks: (_sent_us if sends else _waves)(step, blocks, gpu))
+    return min(shapes_for(gpu), key=lambda blocks: (_sent_us if sends else _waves_us)(step, blocks, numbers))
 
 
-def chosen(groups: Sequence[tuple[int, bool]], columns: int, ends: tuple[int, ...], gpu: Capabilities, *, sends: int) -> TileShape:
+def chosen(
+    groups: Sequence[tuple[int, bool]], columns: int, ends: tuple[int, ...], gpu: Capabilities, machine: Machine, *, sends: int
+) -> TileShape:
     """As `shape_of`, for groups of rows, each of which waits or not."""
-    from weft.core.schedule import Flag, Region, Wait
+    numbers = _numbers(machine, gpu.sms)
     if any(late for _, late in groups):
-        return _gated_blocks(tuple(_Arriving(rows, columns, late, ends if late else ends[-1:]) for rows, late in groups), gpu)
+        arriving = tuple(_Arriving(rows, columns, late, ends if late else ends[-1:]) for rows, late in groups)
+        return _gated_blocks(arriving, gpu, numbers, not sends)
     low, parts, inner = 0, [], ends[-1]
     for number, (rows, _) in enumerate(groups):
         away = int(number < sends)
@@ -147,31 +138,83 @@ def chosen(groups: Sequence[tuple[int, bool]], columns: int, ends: tuple[int, ..
         parts.append(Part(a, out, (), Flag("made", 0, number)))
         low += rows
     step = Gemm(Region("b", 0, (0, inner), (0, columns)), tuple(parts))
-    return min(shapes_for(gpu), key=lambda blocks: (_sent_us if sends else _waves)(step, blocks, gpu))
+    return min(shapes_for(gpu), key=lambda blocks: (_sent_us if sends else _waves_us)(step, blocks, numbers))
 
 
-def _waves(step: Gemm, blocks: TileShape, gpu: Capabilities) -> float:
+def by_hardware(step: Gemm) -> bool:
+    """Whether hardware stores the step's tiles, since none of them counts, adds, or goes to a peer."""
+    return not any(part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
+
+
+class _Numbers(NamedTuple):
+    """What a choice depends on of a Machine, for a GPU of so many SMs. stored_rates: of tiles that hardware stores.
+    copy_us: of a copy and its flag. Rates are in bytes/us, those of tiles by (rows, columns) in operations/us."""
+
+    sms: int
+    rates: tuple[tuple[tuple[int, int], float], ...]
+    stored_rates: tuple[tuple[tuple[int, int], float], ...]
+    tile_us: float
+    half_tile: float
+    copy_us: float
+    copied: float
+    store_us: float
+    stored: float
+    sent: float
+    memory: float
+    kept_bytes: float
+    push_sms: int
+
+    def step_us(self, blocks: TileShape, *, stored: bool = False) -> float:
+        """A column of a, in a tile."""
+        return 2 * blocks.m * blocks.n / dict(self.stored_rates if stored else self.rates)[blocks.m, blocks.n]
+
+    def whole_us(self, blocks: TileShape, k: int, *, stored: bool = False) -> float:
+        return self.step_us(blocks, stored=stored) * k + self.tile_us
+
+
+def _numbers(machine: Machine, sms: int) -> _Numbers:
+    gpu, copies, stores = machine.gpu, machine.copies, machine.stores
+    flop_per_us = gpu.flag_efficiency * machine.tflops(_DTYPE) * 1e6 / gpu.sms
+    shapes = [(blocks.m, blocks.n) for blocks in SHAPES]
+    pushing = push_sms(machine, sms, alone=False)
+    return _Numbers(
+        sms=sms,
+        rates=tuple((shape, flop_per_us * gpu.kernel_efficiency(*shape)) for shape in shapes),
+        stored_rates=tuple((shape, flop_per_us * gpu.kernel_efficiency(*shape, stored=True)) for shape in shapes),
+        tile_us=gpu.tile_us,
+        half_tile=gpu.half_tile,
+        copy_us=copies.copy_us + machine.flag_us,
+        copied=1e3 * (copies.several_gbps if machine.fans_out else copies.gbps),
+        store_us=machine.launch_us,
+        stored=1e3 * stores.rate(pushing),
+        sent=1e3 * stores.rate(gpu.sms) * (stores.tiles or 1.0),
+        memory=1e3 * gpu.hbm_gbps,
+        kept_bytes=machine.kernels.l2_share * gpu.l2_bytes,
+        push_sms=pushing,
+    )
+
+
+def _waves_us(step: Gemm, blocks: TileShape, numbers: _Numbers) -> float:
     tiles = sum(tiles_of(part, blocks) for part in step.parts) // (1 + blocks.halves)
-    by_threads = any(part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
-    whole = whole_tiles(tiles, gpu.sms, blocks)
-    waves = -(-whole // gpu.sms) + (0.5 / _HALF_RATE if whole < tiles else 0.0)
-    return waves * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
+    whole = whole_tiles(tiles, numbers.sms, blocks)
+    waves = -(-whole // numbers.sms) + (numbers.half_tile if whole < tiles else 0.0)
+    return waves * numbers.whole_us(blocks, step.b.shape[0], stored=by_hardware(step))
 
 
-def _sent_us(step: Gemm, blocks: TileShape, gpu: Capabilities) -> float:
+def _sent_us(step: Gemm, blocks: TileShape, numbers: _Numbers) -> float:
     """When the last tile ends and the last one that goes to a peer is there: with one wave nothing is sent before it ends."""
-    tile_us = 2 * blocks.m * blocks.n * step.b.shape[0] / gpu.sm_flop_per_us / blocks.stored_rate
+    tile_us, sms = numbers.whole_us(blocks, step.b.shape[0]), numbers.sms
     tile_bytes = blocks.m * blocks.n * _ITEMSIZE
     counts = [(tiles_of(part, blocks) // (1 + blocks.halves), part.out.rank != step.b.rank) for part in step.parts]
     away, total = sum(tiles for tiles, leaves in counts if leaves), sum(tiles for tiles, _ in counts)
-    waves, sending = -(-total // gpu.sms), -(-away // gpu.sms)
-    halved = whole_tiles(total, gpu.sms, blocks) < total
+    waves, sending = -(-total // sms), -(-away // sms)
+    halved = whole_tiles(total, sms, blocks) < total
 
     def ends(wave: int) -> float:
-        return tile_us * (wave - (1 - 0.5 / _HALF_RATE) * (halved and wave == waves))
+        return tile_us * (wave - (1 - numbers.half_tile) * (halved and wave == waves))
 
     # Each wave's tiles go behind those before: what is sent ends late by the first wave, or by one of the last two.
-    full_us, last_us = (tiles * tile_bytes / _SENT_BYTES_PER_US for tiles in (gpu.sms, away - (sending - 1) * gpu.sms))
+    full_us, last_us = (tiles * tile_bytes / numbers.sent for tiles in (sms, away - (sending - 1) * sms))
     late = [ends(wave) + (sending - wave) * full_us + last_us for wave in {1, sending - 1, sending} if 0 < wave <= sending]
     return max(ends(waves), *late)
 
@@ -191,37 +234,43 @@ def _ends(part: Part) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _gated_blocks(parts: tuple[_Arriving, ...], gpu: Capabilities) -> TileShape:
+def _gated_blocks(parts: tuple[_Arriving, ...], gpu: Capabilities, numbers: _Numbers, stored: bool) -> TileShape:
     few = sum(part.rows for part in parts) <= _FEW_ROWS
     choices = [
         dataclasses.replace(blocks, group=group) for blocks in shapes_for(gpu) for group in ((8, 4, 2, 1) if few else (8,))
     ]
-    return min(choices, key=lambda blocks: _gated_us(parts, blocks, gpu))
+    return min(choices, key=lambda blocks: _gated_us(parts, blocks, numbers, stored=stored))
 
 
-def _gated_us(parts: tuple[_Arriving, ...], blocks: TileShape, gpu: Capabilities) -> float:
+def _gated_us(parts: tuple[_Arriving, ...], blocks: TileShape, numbers: _Numbers, *, stored: bool) -> float:
     """When the last tile ends, if chunks arrive one after the other from the start on."""
     sliced = any(len(part.ends) > 1 for part in parts)
     columns, inner = parts[0].cols, parts[0].ends[-1]
-    arrivals = _slice_arrivals(parts) if sliced else _chunk_arrivals(parts)
-    step_us = 2 * blocks.m * blocks.n / gpu.sm_flop_per_us / blocks.rate
-    half_us = step_us / 2 / _HALF_RATE
+    arrivals = _slice_arrivals(parts, numbers) if sliced else _chunk_arrivals(parts, numbers)
+    step_us = numbers.step_us(blocks, stored=stored)
+    half_us = step_us * numbers.half_tile
     row_tiles = [-(-part.rows // blocks.m) for part in parts]
     col_tiles = -(-columns // blocks.n)
-    free, at = [0] * (gpu.sms - push_sms(gpu, alone=False) * sliced), 0
+    free, at = [0] * (numbers.sms - numbers.push_sms * sliced), 0
     left, cut = whole_tiles(sum(row_tiles) * col_tiles, len(free), blocks), []
     ready = [_units(_opens(part.ends, arrives, step_us)) for part, arrives in zip(parts, arrivals, strict=True)]
     for pattern, times in _runs(row_tiles, blocks.group, col_tiles):
         tiles = len(pattern) * times
         whole = min(left, tiles)
-        at = _advance(free, at, [ready[number] for number in pattern], whole, _units(inner * step_us))
+        at = _advance(free, at, [ready[number] for number in pattern], whole, _units(inner * step_us + numbers.tile_us))
         left -= whole
         cut += [pattern[tile % len(pattern)] for tile in range(whole, tiles)]
     ready = [_units(_opens(part.ends, arrives, half_us)) for part, arrives in zip(parts, arrivals, strict=True)]
-    _advance(free, at, [ready[number] for number in cut for _ in range(2)], 2 * len(cut), _units(inner * half_us))
+    _advance(
+        free,
+        at,
+        [ready[number] for number in cut for _ in range(2)],
+        2 * len(cut),
+        _units(inner * half_us + numbers.half_tile * numbers.tile_us),
+    )
     b_bytes = columns * inner * _ITEMSIZE
-    passes = -(-sum(row_tiles) // blocks.group) if b_bytes > gpu.l2_bytes else 1
-    return max(max(free) / _UNITS_PER_US, passes * b_bytes / gpu.hbm_bytes_per_us)
+    passes = -(-sum(row_tiles) // blocks.group) if b_bytes > numbers.kept_bytes else 1
+    return max(max(free) / _UNITS_PER_US, passes * b_bytes / numbers.memory)
 
 
 _UNITS_PER_US = 1 << 40
@@ -275,24 +324,24 @@ def _advance(free: list[int], at: int, ready: Sequence[int], tiles: int, tile: i
     return (at + over) % size
 
 
-def _chunk_arrivals(parts: tuple[_Arriving, ...]) -> list[tuple[float, ...]]:
+def _chunk_arrivals(parts: tuple[_Arriving, ...], numbers: _Numbers) -> list[tuple[float, ...]]:
     """By part, when its rows are there if copy engines bring them one part after the other."""
     now = 0.0
     found: list[tuple[float, ...]] = []
     for part in parts:
-        now += (_COPY_US + part.rows * part.ends[-1] * _ITEMSIZE / _COPY_BYTES_PER_US) if part.gated else 0.0
+        now += (numbers.copy_us + part.rows * part.ends[-1] * _ITEMSIZE / numbers.copied) if part.gated else 0.0
         found.append((now if part.gated else 0.0,))
     return found
 
 
-def _slice_arrivals(parts: tuple[_Arriving, ...]) -> list[tuple[float, ...]]:
+def _slice_arrivals(parts: tuple[_Arriving, ...], numbers: _Numbers) -> list[tuple[float, ...]]:
     """By part, when each of its slices is there if SMs store the first ones of all parts, then the second ones."""
     found: list[list[float]] = [[0.0] * len(part.ends) for part in parts]
-    now = _STORE_US
+    now = numbers.store_us
     for number in range(max(len(part.ends) for part in parts)):
         for part, arrives in zip(parts, found, strict=True):
             if part.gated and number < len(part.ends):
                 low = part.ends[number - 1] if number else 0
-                now += part.rows * (part.ends[number] - low) * _ITEMSIZE / _STORE_BYTES_PER_US
+                now += part.rows * (part.ends[number] - low) * _ITEMSIZE / numbers.stored
                 arrives[number] = now
     return [tuple(arrives) for arrives in found]

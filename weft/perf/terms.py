@@ -40,27 +40,22 @@ COLLECTIVES: dict[Op, str] = {
     "all_to_all": "all_to_all",
 }
 """The vendor collective that an operator's sequential program has."""
-CUTS, LEAST_CUT = (1, 2, 4), 8192
-"""Into how many parts vendors' GEMMs may cut K, each with float32 sums that are written and read; and the least that a part
-has: 136 x 6144 x 16384 took 60 us on an H200, as if cut in two, 256 x 4608 x 9216 took 50, whole."""
-GATHER_SHARE = 1.04
-"""Gathering rows, over the memory's rate of a copy: 4.4 to 4.8 of 4.3 TB/s in benchmarks/results/embedding.jsonl, median."""
-HALF = 0.8
-"""A half tile's time over the whole one's, which loads half more: fitted to gated and counting kernels in planner_fit.jsonl."""
-BURST_BYTES = 64
-"""What memory is read by: a row that does not start at a multiple of it takes its neighbours' bytes along."""
+CUTS = (1, 2, 4)
+"""Into how many parts vendors' GEMMs may cut K, each with float32 sums that are written and read."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmCost:
     """One kernel: tiles of each group of rows, on how many SMs, and what a tile takes: math_us on its SM, or memory_us for its
-    part of the traffic, if that is longer. halves: how many of the last tiles are cut in two, each half on an SM of its own."""
+    part of the traffic, if that is longer. halves: how many of the last tiles are cut in two, each half on an SM of its own,
+    and takes half_tile of a tile's time."""
 
     tiles: tuple[int, ...]
     sms: int
     math_us: float
     memory_us: float
     halves: int = 0
+    half_tile: float = 1.0
 
     @property
     def tile_us(self) -> float:
@@ -79,7 +74,7 @@ class GemmCost:
     def busy_us(self) -> float:
         """Time of all waves, if no tile waits."""
         waves = -(-(sum(self.tiles) - self.halves) // self.sms)
-        return waves * self.tile_us + (self.tile_us * HALF if self.halves else 0.0)
+        return waves * self.tile_us + (self.tile_us * self.half_tile if self.halves else 0.0)
 
 
 def gemm_cost(
@@ -111,17 +106,17 @@ def gemm_cost(
     traffic = itemsize * total * k + out_itemsize * total * n * (2 if accumulate else 1)
     extra = (2 * out_itemsize - itemsize) if accumulate else 0
     gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
-    splits = [cuts for cuts in CUTS if cuts == 1 or (k >= cuts * LEAST_CUT and not (flags or tiles))]
+    splits = [cuts for cuts in CUTS if cuts == 1 or (k >= cuts * gpu.cut_k and not (flags or tiles))]
     tiles = tiles or ((gpu.kernel_tiles or gpu.tiles) if flags else gpu.vendor_tiles)
     costs = []
     for tile, cuts in itertools.product(tiles, splits):
         counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) * cuts for r in rows)
         halves = sum(counts) - whole_tiles(sum(counts), sms, shape) if shape else 0
-        waves = max(1, -(-(sum(counts) - halves) // sms) + (HALF if halves else 0))
+        waves = max(1, -(-(sum(counts) - halves) // sms) + (gpu.half_tile if halves else 0))
         sweeps = _sweeps(rows, tile, shape, apart) if itemsize * k * n > gpu.l2_bytes else 1
         moved = traffic + itemsize * k * n * min(sweeps, waves) + (8 * cuts * total * n if cuts > 1 else 0)
         math_us = _tile_us(machine, tile, -(-k // cuts), dtype, speed, extra)
-        costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves, halves))
+        costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves, halves, gpu.half_tile))
     return min(costs, key=lambda cost: cost.busy_us)
 
 
@@ -261,16 +256,17 @@ def _interpolate(table: Table, shard_bytes: float) -> float:
     return float(math.exp(np.interp(math.log(shard_bytes), np.log(sizes), np.log(times))))
 
 
-def gathered_bytes(problem: Problem, elements: int) -> float:
+def gathered_bytes(problem: Problem, elements: int, machine: Machine) -> float:
     """What gathering so many pooled elements, of K rows each, takes of the memory: in bytes of a copy."""
-    return elements * problem.k * problem.itemsize * _burst_share(problem) / GATHER_SHARE
+    return elements * problem.k * problem.itemsize * _burst_share(problem, machine.gpu.burst_bytes) / machine.gpu.gather_share
 
 
-def _burst_share(problem: Problem) -> float:
-    """Bytes that memory delivers for a row of a table, over the row's, on average."""
+def _burst_share(problem: Problem, burst_bytes: int) -> float:
+    """Bytes that memory delivers for a row of a table, over the row's, on average: a row that does not start at a multiple of a
+    burst takes its neighbours' bytes along."""
     dims = [dim for rank in problem.dims for dim in rank] if isinstance(problem, LookupProblem) else []
     rows = [dim * problem.itemsize for dim in dims]
-    return sum(row + BURST_BYTES - math.gcd(row, BURST_BYTES) for row in rows) / (sum(rows) or 1) if rows else 1.0
+    return sum(row + burst_bytes - math.gcd(row, burst_bytes) for row in rows) / (sum(rows) or 1) if rows else 1.0
 
 
 def whole_gemm_us(machine: Machine, problem: Problem) -> float:
@@ -282,7 +278,7 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
         return problem.compute_us or 0.0
     if isinstance(problem, LookupProblem):
         elements = problem.m * max(problem.b_sizes)
-        busy = hbm_us(machine, gathered_bytes(problem, elements) + elements * problem.itemsize)
+        busy = hbm_us(machine, gathered_bytes(problem, elements, machine) + elements * problem.itemsize)
         return machine.launch_us + busy if elements else 0.0
     ranks = range(problem.world_size)
     sizes = {(problem.product_rows(rank), problem.columns(rank), problem.inner(rank)) for rank in ranks}
@@ -367,7 +363,7 @@ def sum_us(schedule: Schedule, machine: Machine, part: Sum, *, first: bool) -> f
 
 def lookup_us(schedule: Schedule, machine: Machine, part: Bags, *, first: bool) -> float:
     """A part of a lookup, before it is stored anywhere else."""
-    size = gathered_bytes(schedule.problem, part.bags.size) + region_bytes(schedule, part.out)
+    size = gathered_bytes(schedule.problem, part.bags.size, machine) + region_bytes(schedule, part.out)
     return (machine.launch_us if first else 0.0) + hbm_us(machine, size)
 
 

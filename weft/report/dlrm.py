@@ -48,7 +48,7 @@ def _header(study: Study) -> Html:
         ("System", system.words),
         ("Model", f"{model.tables} tables of {model.rows} x {model.dim}, {model.pooling} rows a bag"),
         ("Batch", f"{system.batch} samples a node"),
-        ("Memory", f"{system.gpu.hbm_gbps:g} GB/s, of which gathering reaches {system.gather_share:g}"),
+        ("Memory", f"{system.gpu.hbm_gbps:g} GB/s, of which gathering reaches {system.gpu.gather_share:g}"),
         ("Link", f"{system.link.gbps:g} GB/s, {system.link.latency_ns} ns"),
     ]
     return tag("header", tag("h1", "DLRM at scale, simulated ", verdict(figures(study))), facts_list(facts))

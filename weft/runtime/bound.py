@@ -14,6 +14,7 @@ import torch
 
 from weft.comm.rank_group import RankGroup
 from weft.core.fused_collective import spelled_out
+from weft.core.machine import Machine
 from weft.core.problem import CollectiveProblem, LookupProblem, RaggedProblem
 from weft.core.schedule import (
     Collective,
@@ -105,6 +106,8 @@ class Space(Protocol):
 
     rank_group: RankGroup
     device: torch.device
+    machine: Machine
+    """The profile by which kernels choose their tiles and SMs. The same on every rank."""
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
         """Whether fused steps of this dtype run as kernels here. The same on every rank."""
@@ -184,8 +187,8 @@ class BoundProgram(ABC):
         from weft.runtime.fused import fused_step, growth
         from weft.runtime.pushes import FusedPush, push_growth
 
-        device, itemsize = self._space.device, self.dtype.itemsize
-        self._growth = growth(self.schedule, device) | push_growth(self.schedule, itemsize, device)
+        device, machine, itemsize = self._space.device, self._space.machine, self.dtype.itemsize
+        self._growth = growth(self.schedule, device, machine) | push_growth(self.schedule, itemsize, device)
         for lane in self.schedule.ranks[self.rank]:
             for position, step in enumerate(lane.steps):
                 if isinstance(step, Push):
@@ -199,7 +202,7 @@ class BoundProgram(ABC):
             # A sum's table has the addresses of what it sums: of the caller's tensors they are others in each call, and a graph
             # may hold the table of the one before.
             moves = isinstance(step, Reduce) and any(src.buffer in given for part in step.parts for src in part.srcs)
-            kernel = None if rank != self.rank or moves else fused_step(step, where, device, self, outputs)
+            kernel = None if rank != self.rank or moves else fused_step(step, where, device, machine, self, outputs)
             if kernel is not None:
                 self.kernels[id(step)] = kernel
 
@@ -208,7 +211,7 @@ class BoundProgram(ABC):
 
         space = self._space
         self.ragged = RaggedKernels(
-            self.schedule, self.rank, self.dtype, space.device, self, sms=space.blocks, tries=space.tries
+            self.schedule, self.rank, self.dtype, space.device, space.machine, self, sms=space.blocks, tries=space.tries
         )
 
     def _add_lookups(self) -> None:

@@ -131,7 +131,7 @@ class CudaProgram(BoundProgram):
         multiplies = {lane.name for lane, _, step in mine if isinstance(step, Gemm)}
         self.products = {lane: Products(space.device) for lane in multiplies}
         gemms = [kernel.step for kernel in self.kernels.values() if isinstance(kernel.step, Gemm)]
-        self.sms_for_pushes = push_sms(space.capabilities, alone=not gemms)
+        self.sms_for_pushes = push_sms(space.machine, space.sms, alone=not gemms)
         self.sms_for_kernels = (
             space.sms - (self.sms_for_pushes if self.pushes else 0) - (sms_for(self.rank_group) if sends else 0)
         )

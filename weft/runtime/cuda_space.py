@@ -20,6 +20,7 @@ from weft.compat.device import capabilities
 from weft.compat.streams import Driver, Word, raw_stream
 from weft.core.logs import LOGGER, warn_once
 from weft.perf.shapes import shapes_for
+from weft.runtime.agreed_profile import agreed_profile
 from weft.runtime.network import CudaWire
 from weft.runtime.release import Releaser
 from weft.runtime.replay import give_captures, private_pool, take_captures
@@ -64,6 +65,7 @@ class CudaSpace:
         self.heap = heap
         self.wire = CudaWire(rank_group, device) if rank_group.nodes else None
         self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.machine = agreed_profile(rank_group, device)
         self.capabilities = capabilities(device)
         self.sms = self.capabilities.sms
         self._streams: dict[str, torch.cuda.Stream] = {}

@@ -15,12 +15,13 @@ import torch
 
 from weft.core.errors import WaitTimeout
 from weft.core.logs import warn_once
+from weft.core.machine import Machine
 from weft.core.schedule import Flag, Gemm, Lookup, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
 from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables, whole_slices
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
-from weft.kernels.shapes import blocks_for, tiles_of
+from weft.kernels.shapes import TileShape, blocks_for, tiles_of
 from weft.runtime.bindings import Bindings, Where
 
 T = TypeVar("T")
@@ -40,21 +41,22 @@ def is_fused(step: Step) -> bool:
 
 
 def fused_step(
-    step: Step, where: Where, device: torch.device, flags: FlagWords, outputs: Collection[str] = ()
+    step: Step, where: Where, device: torch.device, machine: Machine, flags: FlagWords, outputs: Collection[str] = ()
 ) -> FusedStep | None:
-    """The kernel of a step, if it runs as one. outputs: buffers that on this rank are the caller's results."""
+    """The kernel of a step, if it runs as one. machine: the profile that all ranks have. outputs: buffers that on this rank are
+    the caller's results."""
     if not is_fused(step):
         return None
     if isinstance(step, Gemm):
-        return FusedGemm(step, where, device, flags, outputs)
+        return FusedGemm(step, where, device, machine, flags, outputs)
     assert isinstance(step, Reduce)
     return FusedReduce(step, where, device, flags)
 
 
-def growth(schedule: Schedule, device: torch.device) -> dict[Flag, int]:
+def growth(schedule: Schedule, device: torch.device, machine: Machine) -> dict[Flag, int]:
     """By flag that a kernel counts: how far one advance of the schedule moves its word."""
     return {
-        part.count: tiles_of(part, blocks_for(step, device))
+        part.count: tiles_of(part, blocks_for(step, device, machine))
         for _, _, _, step in schedule
         if isinstance(step, Gemm) and is_fused(step)
         for part in step.parts
@@ -148,9 +150,9 @@ _LAYOUTS = 256
 """How many layouts of its tensors a step remembers."""
 
 
-def _irregular(step: Gemm, device: torch.device, results: int) -> str:
+def _irregular(step: Gemm, blocks: TileShape, results: int) -> str:
     """Why no call of a GEMM can run as one kernel; nothing where one can. results: buffers of the caller's that it writes."""
-    if not whole_slices(step, blocks_for(step, device)):
+    if not whole_slices(step, blocks):
         return "its slices of K end within a step of the kernel's loop"
     if step.accumulate:
         return "it adds to its result"
@@ -168,16 +170,25 @@ class FusedGemm(FusedStep):
     parts of other buffers, and at peers, are stored by address.
     """
 
-    def __init__(self, step: Gemm, where: Where, device: torch.device, flags: FlagWords, outputs: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        step: Gemm,
+        where: Where,
+        device: torch.device,
+        machine: Machine,
+        flags: FlagWords,
+        outputs: Collection[str] = (),
+    ) -> None:
         super().__init__(where, device, flags)
         self.step: Gemm = step
+        self._blocks = blocks_for(step, device, machine)
         self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
         stored = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts[::-1]))
         given = [key for key in stored if key[0] in outputs and key[1] == where.rank]
         self._out = (given or stored)[0]
         self._elsewhere = [part.out for part in step.parts if (part.out.buffer, part.out.rank) != self._out]
         self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
-        self._irregular = _irregular(step, device, len(given))
+        self._irregular = _irregular(step, self._blocks, len(given))
         self._counts = any(part.count for part in step.parts)
         self._plans = Plans(self._elsewhere, self._laid_out)
         self._launcher = gemm_kernel.launcher()
@@ -284,6 +295,7 @@ class FusedGemm(FusedStep):
             count_address=self._flags.count_address,
             stored_at=stored_at if self._elsewhere else None,
             need=self._flags.gate_need,
+            blocks=self._blocks,
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import HostAllocation, HostHeap
 from weft.runtime.host_wire import HostWire
+from weft.runtime.nearest import nearest_profile
 
 INTERPRETED_BLOCKS = 4
 """How many blocks a kernel has under Triton's interpreter."""
@@ -56,7 +57,7 @@ class HostSpace:
     device = torch.device("cpu")
 
     def __init__(self, rank_group: RankGroup) -> None:
-        self.rank_group = rank_group
+        self.rank_group, self.machine = rank_group, nearest_profile(self.device)
         heap = rank_group.heap(self.device)
         assert isinstance(heap, HostHeap)
         self.heap = heap

@@ -14,6 +14,7 @@ import torch
 
 from weft.compat.streams import Word
 from weft.core.errors import WaitTimeout
+from weft.core.machine import Machine
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import GroupedGemm, Schedule, ShareCounts, Step
 from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, Shape, word_bytes
@@ -38,6 +39,7 @@ class RaggedKernels:
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        machine: Machine,
         owner: MailboxOwner,
         *,
         sms: int,
@@ -61,6 +63,7 @@ class RaggedKernels:
             dispatch=problem.dispatches,
             gated=problem.gated,
             device=device,
+            machine=machine,
         )
         addresses, words = owner.mailbox(word_bytes(shape))
         self.exchange = RaggedExchange(shape, addresses, words, sms=sms, tries=tries)

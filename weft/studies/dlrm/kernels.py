@@ -70,7 +70,7 @@ def bags(system: System, nodes: int) -> Bags:
 def lookup_us(system: System, bags: Bags, occupancy: float = 1.0) -> float:
     """Look all of them up, launch not included. occupancy: of the kernel; a gather's rate is that of the reads under way."""
     row = _sectors(system, bags.width * system.itemsize)
-    read = bags.lookups * (row + system.model.index_bytes) / system.gather_share
+    read = bags.lookups * (row + system.model.index_bytes) / system.gpu.gather_share
     return hbm_us(system.machine, read + bags.message(system.itemsize) * bags.nodes) / occupancy
 
 
@@ -85,7 +85,7 @@ def update_ns(system: System, bags: Bags) -> int:
     rows, lookups = system.model.rows, bags.batch * bags.pooling
     different = -rows * math.expm1(-lookups / rows)
     traffic = lookups * (row + system.model.index_bytes) + different * 2 * (row + state)
-    return _kernel_ns(system, hbm_us(system.machine, bags.tables * traffic / system.gather_share))
+    return _kernel_ns(system, hbm_us(system.machine, bags.tables * traffic / system.gpu.gather_share))
 
 
 def repack_ns(system: System, bags: Bags) -> int:
@@ -131,7 +131,7 @@ def layer_bytes(system: System) -> int:
 
 
 def _sectors(system: System, size: int) -> int:
-    return -(-size // system.sector_bytes) * system.sector_bytes
+    return -(-size // system.gpu.burst_bytes) * system.gpu.burst_bytes
 
 
 def _kernel_ns(system: System, us: float) -> int:

@@ -104,8 +104,8 @@ MOST_SLICES = 1 << 12
 class System:
     """See the module's text.
 
-    host: the profile of weft.machine that gpu and launch_us are from. gather_share: of the memory's rate that gathering rows
-    reaches; sector_bytes: the least that it reads. batch: samples of a node. message_ns: of a node's network interface for each
+    host: the profile of weft.machine that gpu and launch_us are from, but for what the study says of
+    gpu itself. batch: samples of a node. message_ns: of a node's network interface for each
     message that it sends. nodes, topologies: what the study goes through.
     """
 
@@ -115,8 +115,6 @@ class System:
     dtype: Literal["float32", "bfloat16", "float16"]
     gpu: Gpu
     launch_us: float
-    gather_share: float
-    sector_bytes: int
     model: Model
     batch: int
     link: Link
@@ -139,7 +137,6 @@ class System:
         if self.fused.slices > MOST_SLICES:
             raise ValueError(f"fused.slices is {self.fused.slices}; use at most {MOST_SLICES}")
         for path, value in (
-            ("gather_share", self.gather_share),
             ("vendor.share", self.vendor.share),
             ("fused.occupancy", self.fused.occupancy),
         ):
@@ -165,7 +162,7 @@ def load() -> System:
     """The shipped profile: fused computation-collectives, arXiv 2305.06942, on the GPU of its `host`'s profile."""
     data = json.loads(PROFILE.read_text(encoding="utf-8"))
     host = machine.load(data["host"])
-    data |= {"gpu": codec.dump(host.gpu), "launch_us": host.launch_us}
+    data |= {"gpu": codec.dump(host.gpu) | data["gpu"], "launch_us": host.launch_us}
     gpu = {path: source for path, source in host.sources.items() if path.startswith("gpu.") or path == "launch_us"}
     data["sources"] = gpu | data["sources"]
     made: System = codec.load(System, data)

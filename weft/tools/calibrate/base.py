@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, numbers
+from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, load, numbers
 from weft.core.problem import ITEMSIZE
 from weft.runtime.nearest import nearest_profile
 
@@ -40,6 +40,10 @@ def _host(ranks: int) -> Machine:
         flag_efficiency=1.0,
         hbm_gbps=1.0,
         l2_bytes=1,
+        half_tile=1.0,
+        cut_k=8192,
+        gather_share=1.0,
+        burst_bytes=64,
     )
     values: dict[str, Any] = {
         "name": "host executor",
@@ -47,7 +51,8 @@ def _host(ranks: int) -> Machine:
         "world_size": ranks,
         "gpu": gpu,
         "copies": CopyEngines(copy_us=1.0, gbps=1.0, several_gbps=1.0, engines=1),
-        "stores": Stores(gbps=((1, 1.0), (threads, 1.0)), sms=1, stall=1.0),
+        "stores": Stores(gbps=((1, 1.0), (threads, 1.0)), sms=1, sms_alone=1, stall=1.0),
+        "kernels": load("h200x8").kernels,
         "links": Links(topology="pcie", gbps=1.0, latency_us=1.0, host_gbps=1.0),
         "launch_us": 1.0,
         "flag_us": 1.0,

@@ -66,6 +66,7 @@ class Profile:
             "gpu": self._gpu(),
             "copies": self._copies(),
             "stores": self._stores(),
+            "kernels": self.base.kernels,
             "links": self._links(),
             "launch_us": self._single("launch_us", "launch"),
             "flag_us": self._single("flag_us", "flag"),
