@@ -81,17 +81,25 @@ def assert_same(schedule: Schedule, machine: Machine) -> bool:
 @pytest.mark.parametrize("topology", list(MACHINES))
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_one_rank_stands_for_all(topology: str, size: int) -> None:
-    """Of every family of every operator."""
+    """In every family of every operator, where shards are even."""
     machine = MACHINES[topology]
     for problem in even(size):
         for name in names(problem.op):
-            assert_same(build(problem, name, 2, fan_out=machine.fans_out), machine)
+            assert assert_same(build(problem, name, 2, fan_out=machine.fans_out), machine), (problem.op, name)
+
+
+def test_products_in_two_runs_of_rows_are_no_rotation_of_those_in_one() -> None:
+    """Peers' shards lie around the own one, but for the first and the last rank's. Only where that costs copies it counts."""
+    schedule = build(Problem(op="all_gather_matmul", m=1024, n=1024, k=1024, world_size=4), "hetero_fused_1d", 1)
+    assert not assert_same(schedule, H200)
+    assert assert_same(schedule, dataclasses.replace(H200, stages=False))
 
 
 @pytest.mark.parametrize("topology", list(MACHINES))
 def test_nodes_counts_and_computations_too(topology: str) -> None:
-    stood = [assert_same(schedule, MACHINES[topology]) for schedule in others(4)]
-    assert any(stood)
+    for schedule in others(4):
+        uneven = isinstance(schedule.problem, RaggedProblem) and schedule.problem.m % 8 > 0
+        assert assert_same(schedule, MACHINES[topology]) != uneven, schedule
 
 
 def test_ranks_that_differ_are_simulated() -> None:

@@ -105,3 +105,23 @@ def test_copies_in_turns_take_longer() -> None:
     assert (
         run(build(pair, "hetero_unfused_1d", 2), turning).total_us == run(build(pair, "hetero_unfused_1d", 2), alike).total_us
     )
+
+
+def test_rows_around_the_own_ones_are_copied_in_two_runs() -> None:
+    """Of four ranks' shards the first and the last rank's peers have rows that follow each other; the others' lie around their
+    own: two kernels put the product of three pieces in its places. The pieces themselves land together."""
+    problem = dataclasses.replace(GATHER, m=16, world_size=4)
+    staged = dataclasses.replace(tiny(world_size=4), stages=True)
+    plain, more = (
+        [
+            [
+                span.duration_us
+                for span in run(build(problem, "hetero_fused_1d", 1), machine).spans
+                if (span.rank, span.kind) == (rank, "gemm")
+            ]
+            for rank in range(4)
+        ]
+        for machine in (tiny(world_size=4), staged)
+    )
+    added = [after[1] - before[1] for before, after in zip(plain, more, strict=True)]
+    assert added == pytest.approx([0.0, 6.0, 6.0, 0.0], abs=0.01)

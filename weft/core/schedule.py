@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -642,6 +642,28 @@ def regions(step: Step) -> tuple[Region, ...]:
     if isinstance(step, FusedCollective):
         return *step.factors, *step.addends, step.out
     return ()
+
+
+def runs(regions: Sequence[Region]) -> list[Region]:
+    """The regions in their order, neighbours whose rows follow each other as one.
+
+    >>> parts = [Region("a", 0, rows, (0, 8)) for rows in ((0, 2), (2, 4), (6, 8))]
+    >>> [region.rows for region in runs(parts)]
+    [(0, 4), (6, 8)]
+    """
+    found: list[Region] = []
+    for region in regions:
+        last = found[-1] if found else None
+        follows = last and (last.buffer, last.rank, last.cols, last.rows[1]) == (*_columns(region), region.rows[0])
+        if last and follows:
+            found[-1] = Region(last.buffer, last.rank, (last.rows[0], region.rows[1]), last.cols)
+        else:
+            found.append(region)
+    return found
+
+
+def _columns(region: Region) -> tuple[str, int, Span1D]:
+    return region.buffer, region.rank, region.cols
 
 
 def _conditions(gates: tuple[Wait, ...], count: Flag | None, inner: str = "") -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 from weft.core.problem import Span1D
 from weft.core.schedule import (
@@ -64,27 +63,6 @@ def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, 
 def region_bytes(schedule: Schedule, region: Region) -> int:
     """Bytes of a region: 4 an element in a float32 buffer, else the problem's itemsize."""
     return region.size * (4 if schedule.buffer[region.buffer].float32 else schedule.problem.itemsize_of(region.buffer))
-
-
-def runs(regions: Sequence[Region]) -> list[Region]:
-    """The regions in their order, neighbours whose rows follow each other as one.
-
-    >>> parts = [Region("a", 0, rows, (0, 8)) for rows in ((0, 2), (2, 4), (6, 8))]
-    >>> [region.rows for region in runs(parts)]
-    [(0, 4), (6, 8)]
-    """
-    found: list[Region] = []
-    for region in regions:
-        last = found[-1] if found else None
-        if last and (last.buffer, last.rank, last.cols, last.rows[1]) == (*_columns(region), region.rows[0]):
-            found[-1] = replace(last, rows=(last.rows[0], region.rows[1]))
-        else:
-            found.append(region)
-    return found
-
-
-def _columns(region: Region) -> tuple[str, int, Span1D]:
-    return region.buffer, region.rank, region.cols
 
 
 def is_plain(part: Part, rank: int) -> bool:

@@ -14,9 +14,8 @@ Ranks of several nodes of one size are shifted twice: by nodes, and within the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import singledispatchmethod
 from typing import Any
 
 from weft.core.fused_collective import SpelledOut
@@ -40,11 +39,13 @@ from weft.core.schedule import (
     ShareCounts,
     Signal,
     Step,
+    Sum,
     UserCall,
     Wait,
+    runs,
     waits,
 )
-from weft.core.work import is_plain, runs
+from weft.core.work import is_plain
 from weft.perf.fluid import Load, Resource
 
 Seen = tuple[Any, ...]
@@ -144,7 +145,7 @@ def _flags(lanes: tuple[Any, ...]) -> dict[Flag, int]:
     found: dict[Flag, int] = {}
     for lane in lanes:
         for step in lane.steps:
-            for wait in waits(step):
+            for wait in (step,) if isinstance(step, Wait) else waits(step):
                 found.setdefault(wait.flag, len(found))
     return found
 
@@ -155,8 +156,10 @@ class _View:
     def __init__(
         self, spelled: SpelledOut, machine: Machine, turns: Turns, flags: tuple[Mapping[Flag, int], ...], rank: int
     ) -> None:
-        self._spelled, self._turns, self._flags, self._rank, self._stages = spelled, turns, flags, rank, machine.stages
-        self._buffer = spelled.schedule.buffer
+        self._spelled, self._rank, self._stages = spelled, rank, machine.stages
+        self._flags, self._own = flags, flags[rank]
+        self._away = [turns.away(rank, other) for other in range(len(flags))]
+        self._cols = {name: buffer.cols for name, buffer in spelled.schedule.buffer.items()}
         self.signalled: dict[Flag, int | None] = {}
 
     def kernels(self, lane: str) -> Seen:
@@ -164,105 +167,92 @@ class _View:
         found = self._spelled.of_lane(self._rank, lane).items()
         return tuple((steps, kernel.op, kernel.hops, kernel.multiplies) for steps, kernel in found)
 
-    def _away(self, rank: int) -> int:
-        return self._turns.away(self._rank, rank)
+    def seen(self, step: Step) -> Seen:
+        """What the simulator reads of a step."""
+        return type(step).__name__, *_SEEN[type(step)](self, step)
 
-    def _signal(self, flag: Flag | None) -> Seen:
+    def signal(self, flag: Flag | None) -> Seen:
         if flag is None:
             return ()
         number = self.signalled[flag] = self._flags[flag.rank].get(flag)
-        return self._away(flag.rank), number
+        return self._away[flag.rank], number
 
-    def _wait(self, wait: Wait) -> Seen:
-        return self._away(wait.flag.rank), self._flags[self._rank][wait.flag], wait.at_least
+    def wait(self, wait: Wait) -> Seen:
+        return self._away[wait.flag.rank], self._own[wait.flag], wait.at_least
 
-    def _region(self, region: Region) -> Seen:
-        rows, cols = region.rows[1] - region.rows[0], region.cols[1] - region.cols[0]
-        whole = cols == self._buffer[region.buffer].cols[region.rank]
-        return region.buffer, self._away(region.rank), rows, cols, whole
+    def region(self, region: Region) -> Seen:
+        (top, bottom), (left, right) = region.rows, region.cols
+        whole = right - left == self._cols[region.buffer][region.rank]
+        return region.buffer, self._away[region.rank], bottom - top, right - left, whole
 
-    @singledispatchmethod
-    def seen(self, step: Step) -> Seen:
-        """What the simulator reads of a step."""
-        raise AssertionError(f"the simulator has no step {step}")
+    def copy(self, step: Copy) -> Seen:
+        return self.region(step.src), self.region(step.dst)
 
-    @seen.register
-    def _(self, step: Wait) -> Seen:
-        return "wait", *self._wait(step)
+    def push(self, step: Push) -> Seen:
+        return tuple([(self.region(part.src), self.region(part.dst), self.signal(part.count)) for part in step.parts])
 
-    @seen.register
-    def _(self, step: Signal) -> Seen:
-        return "signal", *self._signal(step.flag)
-
-    @seen.register
-    def _(self, step: Copy) -> Seen:
-        return "copy", self._region(step.src), self._region(step.dst)
-
-    @seen.register
-    def _(self, step: Push) -> Seen:
-        return "push", [(self._region(part.src), self._region(part.dst), self._signal(part.count)) for part in step.parts]
-
-    @seen.register
-    def _(self, step: Gemm) -> Seen:
+    def gemm(self, step: Gemm) -> Seen:
         parts = [self._part(part) for part in step.parts]
         staged: Seen = ()
         if all(is_plain(part, self._rank) for part in step.parts):
-            parts = sorted(parts)
+            parts.sort()
             if self._stages:
-                staged = len(runs([part.a for part in step.parts])), len(runs([part.out for part in step.parts]))
-        return "gemm", self._region(step.b), step.accumulate, parts, staged
+                staged = len(runs([part.a for part in step.parts])) > 1, len(runs([part.out for part in step.parts]))
+        return self.region(step.b), step.accumulate, parts, staged
 
     def _part(self, part: Part) -> Seen:
         return (
-            self._region(part.a),
-            self._region(part.out),
-            [self._wait(gate) for gate in part.gates],
-            self._signal(part.count),
-            sorted(map(self._region, part.adds)),
-            [(column, self._wait(gate)) for column, gate in part.inner],
+            self.region(part.a),
+            self.region(part.out),
+            [self.wait(gate) for gate in part.gates],
+            self.signal(part.count),
+            sorted(map(self.region, part.adds)),
+            [(column, self.wait(gate)) for column, gate in part.inner],
         )
 
-    @seen.register
-    def _(self, step: Reduce) -> Seen:
-        parts = [
-            (
-                self._region(part.out),
-                sorted(map(self._region, part.srcs)),
-                [self._wait(gate) for gate in part.gates],
-                self._signal(part.count),
-            )
-            for part in step.parts
-        ]
-        return "reduce", parts
+    def reduce(self, step: Reduce) -> Seen:
+        return tuple([self._sum(part) for part in step.parts])
 
-    @seen.register
-    def _(self, step: Lookup) -> Seen:
-        return "lookup", [(self._region(part.bags), self._region(part.out), self._signal(part.count)) for part in step.parts]
+    def _sum(self, part: Sum) -> Seen:
+        gates = [self.wait(gate) for gate in part.gates]
+        return self.region(part.out), sorted(map(self.region, part.srcs)), gates, self.signal(part.count)
 
-    @seen.register
-    def _(self, step: Collective) -> Seen:
-        return "collective", step.op, self._region(step.src), self._region(step.dst)
+    def lookup(self, step: Lookup) -> Seen:
+        return tuple([(self.region(part.bags), self.region(part.out), self.signal(part.count)) for part in step.parts])
 
-    @seen.register
-    def _(self, step: SendReceive) -> Seen:
-        sends = [(self._region(send.src), self._away(send.to)) for send in step.sends]
-        return "messages", sends, [(self._region(receive.dst), self._away(receive.source)) for receive in step.receives]
+    def collective(self, step: Collective) -> Seen:
+        return step.op, self.region(step.src), self.region(step.dst)
 
-    @seen.register
-    def _(self, step: UserCall) -> Seen:
-        return "call", step
+    def messages(self, step: SendReceive) -> Seen:
+        sends = [(self.region(send.src), self._away[send.to]) for send in step.sends]
+        return sends, [(self.region(receive.dst), self._away[receive.source]) for receive in step.receives]
 
-    @seen.register
-    def _(self, step: ShareCounts) -> Seen:
-        return "share", [self._signal(flag) for flag in step.flags], [self._wait(gate) for gate in step.gates]
+    def share(self, step: ShareCounts) -> Seen:
+        return [self.signal(flag) for flag in step.flags], [self.wait(gate) for gate in step.gates]
 
-    @seen.register(SegmentCopies)
-    @seen.register(GroupedGemm)
-    def _(self, step: SegmentCopies | GroupedGemm) -> Seen:
-        return type(step).__name__, [self._segments(part) for part in step.parts]
+    def segments(self, step: SegmentCopies | GroupedGemm) -> Seen:
+        return tuple([self._segment(part) for part in step.parts])
 
-    def _segments(self, part: SegmentCopy | SegmentProduct) -> Seen:
+    def _segment(self, part: SegmentCopy | SegmentProduct) -> Seen:
         """All segments have as many rows (`_uneven`)."""
         ends = (part.src, part.dst) if isinstance(part, SegmentCopy) else (part.a, part.out)
-        where = [(end.buffer, self._away(end.rank), end.expert) for end in ends]
-        return type(part).__name__, where, [self._wait(gate) for gate in part.gates], self._signal(part.count)
+        where = [(end.buffer, self._away[end.rank], end.expert) for end in ends]
+        return type(part).__name__, where, [self.wait(gate) for gate in part.gates], self.signal(part.count)
+
+
+_SEEN: dict[type, Callable[[_View, Any], Seen]] = {
+    Wait: _View.wait,
+    Signal: lambda view, step: view.signal(step.flag),
+    Copy: _View.copy,
+    Push: _View.push,
+    Gemm: _View.gemm,
+    Reduce: _View.reduce,
+    Lookup: _View.lookup,
+    Collective: _View.collective,
+    SendReceive: _View.messages,
+    UserCall: lambda view, step: (step,),
+    ShareCounts: _View.share,
+    SegmentCopies: _View.segments,
+    GroupedGemm: _View.segments,
+}
+"""By the type of a step, what the simulator reads of it. FusedCollective steps are spelled out before."""

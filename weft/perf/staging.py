@@ -8,29 +8,28 @@ and its traffic (weft.runtime.arithmetic, weft.runtime.nccl). weft's own kernels
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
-from weft.core.schedule import Collective, Gemm, Region
+from weft.core.schedule import Collective, Gemm, Region, runs
 from weft.core.work import region_bytes
 from weft.perf.terms import hbm_us
 from weft.perf.world import Process, World, ns
 
 
 def staged(world: World, step: Gemm) -> Process:
-    """Rows of a that do not follow each other are copied together, and those of the product to their places; what is
-    accumulated is added by a kernel that reads both and writes one."""
+    """Rows of a that are not one run are copied together, by one kernel, and those of the product to their places, by one for
+    each run; what is accumulated is added by a kernel that reads both and writes one."""
     if not world.machine.stages or any(
         part.waits or part.adds or part.count or part.out.rank != part.a.rank for part in step.parts
     ):
         return  # one of weft's kernels
     rows, outs = [part.a for part in step.parts], [part.out for part in step.parts]
     launches, moved = 0, 0
-    if not adjacent(rows):
+    if len(runs(rows)) > 1:
         launches, moved = 1, 2 * _bytes(world, rows)
     if step.accumulate or world.schedule.buffer[outs[0].buffer].float32:
         launches, moved = launches + 1, moved + (3 if step.accumulate else 2) * _bytes(world, outs)
-    elif not adjacent(outs):
-        launches, moved = launches + len(outs), moved + 2 * _bytes(world, outs)
+    elif len(runs(outs)) > 1:
+        launches, moved = launches + len(runs(outs)), moved + 2 * _bytes(world, outs)
     yield world.env.timeout(ns(launches * world.machine.launch_us + hbm_us(world.machine, moved)))
 
 
@@ -47,14 +46,6 @@ def padded(world: World, step: Collective) -> Process:
     passes, whole = (2, step.dst) if step.op == "all_gather" else (3, step.src)
     kernels_us = (len(shards) + 2) * world.machine.launch_us
     yield world.env.timeout(ns(kernels_us + hbm_us(world.machine, passes * region_bytes(world.schedule, whole))))
-
-
-def adjacent(regions: Sequence[Region]) -> bool:
-    """Whether the rows of each follow those of the one before."""
-    return all(
-        (one.buffer, one.rank, one.cols, one.rows[1]) == (other.buffer, other.rank, other.cols, other.rows[0])
-        for one, other in pairwise(regions)
-    )
 
 
 def _bytes(world: World, regions: Sequence[Region]) -> int:

@@ -7,13 +7,12 @@ inner gates is multiplied slice by slice (`Sliced`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from weft.core.problem import Span1D
-from weft.core.schedule import Gemm, Part, Region, Sum
+from weft.core.schedule import Gemm, Part, Region, Sum, runs
 from weft.runtime.bindings import Bindings
 
 
@@ -49,21 +48,23 @@ def multiply(bindings: Bindings, step: Gemm, parts: Sequence[Part], matmul: Matm
     if parts[0].adds:
         _multiply_and_add(bindings, step, parts[0], matmul)
         return
-    a = _rows(bindings, [p.a for p in parts])
-    adjacent = _adjacent([p.out for p in parts])
+    rows = [bindings.view(run) for run in runs([part.a for part in parts])]
+    a = rows[0] if len(rows) == 1 else torch.cat(rows)
+    outs = runs([part.out for part in parts])
     for b, cols in bindings.pieces(step.b):
-        outs = [bindings.view(_columns(p.out, cols)) for p in parts] if adjacent is None else []
-        if adjacent is not None:
-            out = bindings.view(_columns(adjacent, cols))
-            matmul(a, b, out, accumulate=step.accumulate)
-        elif step.accumulate:
-            for out, rows in zip(outs, torch.split(a, [o.shape[0] for o in outs]), strict=True):
-                matmul(rows, b, out, accumulate=True)
+        views = [bindings.view(_columns(out, cols)) for out in outs]
+        if len(views) == 1:
+            matmul(a, b, views[0], accumulate=step.accumulate)
+            continue
+        heights = [view.shape[0] for view in views]
+        if step.accumulate:
+            for out, part in zip(views, torch.split(a, heights), strict=True):
+                matmul(part, b, out, accumulate=True)
         else:
-            product = torch.empty(a.shape[0], b.shape[1], dtype=outs[0].dtype, device=a.device)
+            product = torch.empty(a.shape[0], b.shape[1], dtype=views[0].dtype, device=a.device)
             matmul(a, b, product, accumulate=False)
-            for out, rows in zip(outs, torch.split(product, [o.shape[0] for o in outs]), strict=True):
-                out.copy_(rows)
+            for out, part in zip(views, torch.split(product, heights), strict=True):
+                out.copy_(part)
 
 
 class Sliced:
@@ -114,20 +115,6 @@ def add_up(bindings: Bindings, part: Sum, divide_by: int) -> None:
         if divide_by != 1:
             total /= divide_by
         out.copy_(total)
-
-
-def _rows(bindings: Bindings, regions: Sequence[Region]) -> torch.Tensor:
-    adjacent = _adjacent(regions)
-    return bindings.view(adjacent) if adjacent else torch.cat([bindings.view(r) for r in regions])
-
-
-def _adjacent(regions: Sequence[Region]) -> Region | None:
-    """The one region that the regions make up if their rows follow each other, else None."""
-    first, last = regions[0], regions[-1]
-    for one, next_one in pairwise(regions):
-        if (one.buffer, one.rank, one.cols, one.rows[1]) != (next_one.buffer, next_one.rank, next_one.cols, next_one.rows[0]):
-            return None
-    return Region(first.buffer, first.rank, (first.rows[0], last.rows[1]), first.cols)
 
 
 def _columns(region: Region, cols: Span1D) -> Region:

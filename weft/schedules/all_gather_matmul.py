@@ -31,6 +31,7 @@ Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `fr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from weft.core.problem import Problem, Span1D, split
 from weft.core.schedule import (
@@ -52,9 +53,18 @@ from weft.schedules.builder import Builder, Piece, aligned_slices, cut
 
 
 class _Gather(Builder):
-    """Buffers, flags and repeated idioms of this operator. staged: a_full is laid out by step, not by row."""
+    """Buffers, flags and repeated idioms of this operator. staged: a_full is laid out by step, not by row, with the rank's own
+    pieces ("all") or without them ("peers"), so that what a step multiplies lies together."""
 
-    def __init__(self, problem: Problem, name: str, chunks: int, *, staged: bool = False, fan_out: bool = False) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        name: str,
+        chunks: int,
+        *,
+        staged: Literal["all", "peers"] | None = None,
+        fan_out: bool = False,
+    ) -> None:
         super().__init__(problem, name, chunks, fan_out=fan_out)
         self.staged = staged
         self.pieces = cut(problem, chunks)
@@ -72,7 +82,16 @@ class _Gather(Builder):
         return Flag("arrived", rank, piece.shard * self.chunks + piece.index)
 
     def landing(self, rank: int, piece: Piece) -> Region:
-        return self.region("a_full", rank, piece.staged if self.staged else piece.rows)
+        if not self.staged:
+            return self.region("a_full", rank, piece.rows)
+        before = self._own_before(rank, piece) if self.staged == "peers" else 0
+        return self.region("a_full", rank, (piece.staged[0] - before, piece.staged[1] - before))
+
+    def _own_before(self, rank: int, piece: Piece) -> int:
+        """How many of the rank's own rows come before a peer's piece, step by step."""
+        (low, high), own = self.problem.shards[rank], self.pieces[rank]
+        steps = piece.index + (rank < piece.shard)
+        return own[steps].rows[0] - low if steps < len(own) else high - low
 
     def own(self, piece: Piece) -> Region:
         """The piece in its owner's input."""
@@ -92,6 +111,13 @@ class _Gather(Builder):
         parts = tuple(parts)
         if parts:
             self.add(rank, "compute", Gemm(self.region("b", rank), parts))
+
+    def gemm_of(self, rank: int, pieces: Sequence[Piece]) -> None:
+        """Wait for pieces, given in the order of their arrival; then multiply them in the order of their rows, which so lie in
+        as few runs as they can."""
+        for piece in pieces:
+            self.add(rank, "compute", Wait(self.arrived(rank, piece)))
+        self.gemm(rank, [self.part(rank, piece) for piece in sorted(pieces, key=lambda piece: piece.rows)])
 
     def by_step(self, rank: int) -> list[list[Piece]]:
         """Remote pieces in order of arrival, a list for each chunk index."""
@@ -168,13 +194,10 @@ def sequential(problem: Problem) -> Schedule:
 
 def sequential_stores(problem: Problem, name: str) -> Schedule:
     """All shards are stored at every rank, the own one too; then one vendor GEMM."""
-    s = _Gather(problem, name, 1, staged=True)
+    s = _Gather(problem, name, 1, staged="all")
     s.push_all(lane="compute", stage_own=True)
     for rank in range(s.world_size):
-        pieces = [piece for shard in s.pieces for piece in shard]
-        for piece in pieces:
-            s.add(rank, "compute", Wait(s.arrived(rank, piece)))
-        s.gemm(rank, [s.part(rank, piece) for piece in pieces])
+        s.gemm_of(rank, [piece for shard in (*s.peers(rank), rank) for piece in s.pieces[shard]])
     return s.finish()
 
 
@@ -193,16 +216,13 @@ def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) 
 
 def fused(problem: Problem, name: str, chunks: int, *, uniform: bool, fan_out: bool = False) -> Schedule:
     """All pieces of a step as one GEMM. uniform: the local shard is cut like the others and joins each step."""
-    s = _Gather(problem, name, chunks, staged=True, fan_out=fan_out)
+    s = _Gather(problem, name, chunks, staged="all" if uniform else "peers", fan_out=fan_out)
     s.push_all(stage_own=uniform)
     for rank in range(s.world_size):
         if not uniform:
             s.gemm(rank, s.own_shard(rank))
         for index in range(chunks):
-            step = [p for shard in s.pieces for p in shard if p.index == index and (uniform or p.shard != rank)]
-            for piece in step:
-                s.add(rank, "compute", Wait(s.arrived(rank, piece)))
-            s.gemm(rank, [s.part(rank, piece) for piece in step])
+            s.gemm_of(rank, [p for shard in [rank] * uniform + s.peers(rank) for p in s.pieces[shard] if p.index == index])
     return s.finish()
 
 
@@ -215,14 +235,12 @@ def fused_2d(problem: Problem, name: str, chunks: int, *, fan_out: bool = False)
     for rank in each:
         s.push_columns(rank, slices)
         for index, cols in enumerate(slices):
-            parts = (
-                [Part(s.region("a", rank, cols=cols), s.region("sums", rank, problem.shards[rank]))] if s.pieces[rank] else []
-            )
-            for peer in s.peers(rank):
-                if s.pieces[peer]:
-                    s.add(rank, "compute", Wait(s.slice_arrived(rank, peer, index)))
-                    rows = problem.shards[peer]
-                    parts.append(Part(s.region("a_full", rank, rows, cols), s.region("sums", rank, rows)))
+            s.add(rank, "compute", *(Wait(s.slice_arrived(rank, peer, index)) for peer in s.peers(rank) if s.pieces[peer]))
+            parts = []
+            for shard in (shard for shard in each if s.pieces[shard]):
+                rows = problem.shards[shard]
+                a = s.region("a", rank, cols=cols) if shard == rank else s.region("a_full", rank, rows, cols)
+                parts.append(Part(a, s.region("sums", rank, rows)))
             if parts:
                 s.add(rank, "compute", Gemm(s.region("b", rank, cols), tuple(parts), accumulate=index > 0))
         s.add(rank, "compute", Reduce((Sum((s.region("sums", rank),), s.region("out", rank)),)))

@@ -103,7 +103,7 @@ def sequential_stores(problem: Problem, name: str) -> Schedule:
     s = Dispatch(problem, name, 1)
     for rank in range(s.world_size):
         s.push(rank, lane="compute", stage_own=True)
-        arriving = [(src_rank, piece) for piece in s.pieces[rank] for src_rank in range(s.world_size)]
+        arriving = [(src_rank, piece) for piece in s.pieces[rank] for src_rank in (*s.peers(rank), rank)]
         s.add(rank, "compute", *(Wait(s.arrived(src_rank, piece)) for src_rank, piece in arriving))
         s.gemm(rank, [Part(s.region("recv", rank), s.region("out", rank))] if arriving else [])
     return s.finish()

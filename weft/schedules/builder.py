@@ -109,9 +109,11 @@ class Builder:
         return [node[(rank - node.start + step * i) % len(node)] for i in range(1, len(node))]
 
     def far(self, rank: int) -> list[int]:
-        """The ranks of other nodes, from the own one upwards, so that no two ranks favour the same."""
-        others = ((rank + i) % self.world_size for i in range(1, self.world_size))
-        return [other for other in others if self.problem.node_of[other] != self.problem.node_of[rank]]
+        """The ranks of other nodes, from the next node upwards and in each from the rank's own place upwards, so that no two
+        ranks favour the same."""
+        own, nodes = self.problem.node_of[rank], self.problem.node_ranks
+        others = (nodes[(own + step) % len(nodes)] for step in range(1, len(nodes)))
+        return [ranks[(rank - nodes[own].start + step) % len(ranks)] for ranks in others for step in range(len(ranks))]
 
     def carrier(self, node: int, rank: int) -> int:
         """The one of a node's ranks that stands for a rank of another node: it takes what that one sends to the node, and sends

@@ -113,7 +113,7 @@ def sequential_stores(problem: Problem, name: str) -> Schedule:
         s.multiply(rank, s.whole(rank) if problem.m else [])
         s.add(rank, "compute", *(Signal(s.ready(rank, s.pieces[peer][0])) for peer in peers))
         if s.pieces[rank]:
-            s.add(rank, "compute", Reduce(tuple(_loaded(s, rank, src_rank) for src_rank in range(s.world_size))))
+            s.add(rank, "compute", Reduce(tuple(_loaded(s, rank, src_rank) for src_rank in (rank, *s.peers(rank)))))
             s.add(rank, "compute", *(Signal(Flag("free", peer, rank)) for peer in s.peers(rank)))
     return s.done()
 

@@ -80,10 +80,10 @@ def _buffers(problem: RaggedProblem) -> tuple[Buffer, ...]:
 
 
 def _counts(problem: RaggedProblem, rank: int) -> ShareCounts:
-    ranks = range(problem.world_size)
+    ring = [(rank + distance) % problem.world_size for distance in range(problem.world_size)]
     return ShareCounts(
-        flags=tuple(Flag("counted", peer, rank) for peer in ranks),
-        gates=tuple(Wait(Flag("counted", rank, peer)) for peer in ranks),
+        flags=tuple(Flag("counted", peer, rank) for peer in ring),
+        gates=tuple(Wait(Flag("counted", rank, peer)) for peer in ring),
     )
 
 
