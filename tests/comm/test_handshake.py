@@ -120,14 +120,24 @@ def test_who_is_missing_is_named_and_all_can_come_later(group: Callable[[int], l
     assert told == [[["new", 0], ["new", 1], ["new", 2]]] * 3
 
 
-def test_a_late_rank_is_waited_for(group: Callable[[int], list[Any]], caplog: pytest.LogCaptureFixture) -> None:
-    ranks = group(3)
+def test_a_late_rank_is_waited_for(
+    group: Callable[[int], list[Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 comes once both of the others have said that they wait for it."""
+    monkeypatch.setattr(module, "WARNS_AFTER_S", 0.2)
+
+    def come(rank: Any) -> list[Any] | str:
+        until = time.monotonic() + LATE_S
+        while rank.rank() == 1 and len(caplog.records) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        return _say(rank, rank.rank(), 2 * LATE_S)
+
     with caplog.at_level(logging.WARNING, "weft"):
-        told = _all(lambda rank: _say(rank, rank.rank(), 2.0, 1.3 * (rank.rank() == 1)), ranks)
+        told = _all(come, group(3))
     assert told == [[0, 1, 2]] * 3
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert all("for 1 s rank 1 has not come" in text for text in said)
+    assert all("for 0.2 s rank 1 has not come" in text for text in said)
 
 
 def test_one_that_gave_up_is_named_to_who_comes_too_late(group: Callable[[int], list[Any]]) -> None:
