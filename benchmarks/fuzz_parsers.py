@@ -28,17 +28,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.perf.rules import Estimates
+
 import weft
 from weft.core import codec
 from weft.core.logs import LOGGER
 from weft.core.machine import Machine
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
-from weft.perf.rules import Estimates
-from weft.runtime.kept_plans import Cache, Entry, Key, space
 from weft.planner.models import load_model, preset_names, sites
 from weft.planner.models.config import read_config
 from weft.planner.models.values import Model
+from weft.runtime.kept_plans import Cache, Entry, Key, space
 from weft.schedules import parse, spec
 
 PACKAGE = Path(weft.__file__).parent

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from problems import COUNT, SetName, drawn, tried
-from scores import Line, read_lines, report
+from scores import measured, read_lines, report
 
 from weft.core import codec
 from weft.core.machine import load
@@ -171,7 +171,7 @@ def main() -> None:
     what.add_argument("--collect", action="store_true", help="measure on GPUs (torchrun)")
     what.add_argument("--simulate", metavar="MACHINE", help="predict on a machine")
     what.add_argument("--score", action="store_true", help="say how well heuristic and cost model choose, from the lines")
-    options.add_argument("--json", type=Path, required=True, help="the lines: appended to, or read")
+    options.add_argument("--json", type=Path, nargs="+", required=True, help="the lines: appended to (one file), or read")
     options.add_argument("--set", choices=get_args(SetName), default="unseen", help="which problems (%(default)s)")
     options.add_argument("--first", type=int, default=0, help="problems of the set to leave out before --collect begins")
     options.add_argument("--budget-s", type=float, default=240.0, help="no problem is begun after that (%(default)s)")
@@ -182,8 +182,9 @@ def main() -> None:
     options.add_argument("--count", type=int, default=COUNT, help="problems of --simulate (%(default)s)")
     options.add_argument("--processes", type=int, default=os.cpu_count(), help="of --simulate (%(default)s)")
     options.add_argument("--machine", default="h200x8", help="whose profile --score predicts with (%(default)s)")
-    options.add_argument("--no-model", action="store_true", help="--score the heuristic alone: no simulation")
     arguments = options.parse_args()
+    if not arguments.score:
+        (arguments.json,) = arguments.json
     if arguments.collect:
         collect(
             arguments,
@@ -194,8 +195,9 @@ def main() -> None:
     elif arguments.simulate:
         simulate(arguments)
     else:
-        lines: tuple[Line, ...] = read_lines(arguments.json)
-        print(report(lines, load(arguments.machine), model=not arguments.no_model))
+        machine = load(arguments.machine)
+        print(f"profile {machine.name}")
+        print(report(measured(arguments.json, machine)))
 
 
 if __name__ == "__main__":

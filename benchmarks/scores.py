@@ -1,40 +1,51 @@
-"""What the planner's lines say: how often heuristic, cost model and tuner choose the fastest schedule, and what they lose.
+"""What the planner's lines say: how often each way to choose takes the fastest schedule, and what it loses.
 
-A pick's loss is its time over the fastest one's, less one. It is *exact* if no measured candidate was faster, within 2% (TIE)
-and 5% (NEAR) if none was by more. Medians of repeated runs of one schedule differ by some 2%, so that of candidates which are
-closer it is luck which one is exact: both are said. Candidates that are one program under several names, as some are on 2
-ranks (weft.schedules.alike), are one: its name is the simplest, its time the mean of theirs, and a pick by any of the names is
-a pick of it. A pick that was not measured (it failed, or was not tried) is counted by itself, and as none of these. Choices are
-among
+A pick's loss is its time over the fastest one's, less one. It is *exact* if no measured candidate was faster, and near if none
+was by more than 5% (NEAR). Medians of repeated runs of one schedule differ by some 2%, so that of candidates which are closer
+it is luck which one is exact. Candidates that are one program under several names, as some are on 2 ranks
+(weft.schedules.alike), are one: its name is the simplest, its time the mean of theirs.
 
-    FiCCO's     its four schedules, in world_size chunks a shard as the paper has them, and the sequential program
-    all         whatever a line has: the full space
+Problems are split once, by a hash of what they are (`half`): whoever changes a constant looks at the first half, `fit`, and
+says how it does on the second, `test`. The ways to choose, among all that a line has:
 
-The cost model's error is of each candidate of a line, against the measured time. The tuner (`auto`) picks the fastest that it
-measures: quick, of the shortlist; full, of the whole line. Its picks are read off the line's own times. Pure functions of
-lines.
+    ranking       the least estimate (weft.perf.ranking)
+    plan          the best few of the ranking, simulated: the least (weft.plan)
+    simulation    all candidates simulated: the least
+    sequential    always
+    one schedule  always the one of its operator and number of ranks that loses least on the half that is fitted to
+    auto          the fastest measured of sequential and those that are ranked first (schedule="auto")
+
+Pure functions of lines; nothing is measured here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from weft.core import codec
 from weft.core.machine import Machine
 from weft.core.problem import LookupProblem, Problem
-from weft.perf.rules import choice, estimates, heuristic
+from weft.perf.ranking import choice, estimates
+from weft.planner.choose import SIMULATED
+from weft.runtime.choose import MEASURED
 from weft.schedules import FAMILIES, build, parse, programs, spec, synonym
 
-NEAR, TIE = 0.05, 0.02
+NEAR = 0.05
 FICCO = ("uniform_fused_1d", "hetero_fused_1d", "hetero_unfused_1d", "uniform_fused_2d")
-AS_FAST = 0.01
-"""Slower than sequential by less is not called slower: medians of repeated runs differ by as much."""
+Half = Literal["fit", "test"]
+
+
+def half(problem: Problem) -> Half:
+    """Which half of all problems one belongs to, for good."""
+    return "test" if hashlib.sha256(codec.dumps(problem).encode()).digest()[0] % 2 else "fit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +60,10 @@ class Line:
     simulated: bool
     failed: str = ""
     commit: str = ""
+
+    @property
+    def half(self) -> Half:
+        return half(self.problem)
 
     @property
     def best_us(self) -> float:
@@ -100,101 +115,90 @@ def _line(row: Mapping[str, Any]) -> Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """losses: of the picks that were measured. slower: picks slower than the sequential program. unmeasured: the others."""
+class Predicted:
+    """A line, and what the ranking and the simulator say of each of its candidates, by spec, in us."""
 
+    line: Line
+    ranking: Mapping[str, float]
+    simulated: Mapping[str, float]
+
+    @cached_property
+    def ranked(self) -> list[str]:
+        """Specs, the least estimate first."""
+        return sorted(self.ranking, key=self.ranking.__getitem__)
+
+    @property
+    def picks(self) -> dict[str, str]:
+        """By way to choose, but for those that are the same for many problems."""
+        plan = {*self.ranked[:SIMULATED], "sequential"} & self.simulated.keys()
+        auto = {*self.ranked[:MEASURED], "sequential"}
+        return {
+            "ranking": choice(self.ranking),
+            "plan": min(plan, key=lambda name: (self.simulated[name], self.ranked.index(name))),
+            "simulation": min(self.simulated, key=self.simulated.__getitem__),
+            "sequential": "sequential",
+            "auto": min(auto, key=self.line.us.__getitem__),
+        }
+
+    def loss(self, name: str) -> float:
+        """Of a spec."""
+        return self.line.us[name] / self.line.best_us - 1
+
+    @property
+    def errors(self) -> list[float]:
+        """By how much the simulator misses each candidate's time, as a share."""
+        return [self.simulated[name] / us - 1 for name, us in self.line.us.items()]
+
+
+def predicted(line: Line, machine: Machine) -> Predicted:
+    """The line's candidates, estimated and simulated."""
+    from weft.perf import run  # here, since to read lines and collect them needs no simulator
+
+    schedules = {name: build(line.problem, *parse(name), fan_out=machine.fans_out) for name in line.us}
+    simulated = {name: run(schedule, machine).total_us for name, schedule in schedules.items()}
+    return Predicted(line=line, ranking=estimates(line.problem, machine, line.us), simulated=simulated)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """losses: one for each problem."""
+
+    way: str
     losses: tuple[float, ...]
-    slower: int
-    unmeasured: int
 
     @property
-    def count(self) -> int:
-        return len(self.losses) + self.unmeasured
+    def exact(self) -> float:
+        return statistics.fmean(loss == 0 for loss in self.losses)
 
     @property
-    def exact(self) -> int:
-        return sum(loss == 0 for loss in self.losses)
+    def near(self) -> float:
+        return statistics.fmean(loss <= NEAR for loss in self.losses)
 
     @property
-    def tied(self) -> int:
-        return sum(loss <= TIE for loss in self.losses)
-
-    @property
-    def near(self) -> int:
-        return sum(loss <= NEAR for loss in self.losses)
-
-    @property
-    def wrong_loss(self) -> float:
-        """The mean over picks that are not exact."""
-        return statistics.fmean([loss for loss in self.losses if loss] or [0.0])
+    def loss(self) -> float:
+        return statistics.fmean(self.losses)
 
     def __str__(self) -> str:
-        other = f", {self.unmeasured} picks not measured" if self.unmeasured else ""
-        return (
-            f"exact {self.exact}/{self.count} ({_share(self.exact, self.count)}), within 2% {self.tied} "
-            f"({_share(self.tied, self.count)}), within 5% {self.near} "
-            f"({_share(self.near, self.count)}), a wrong pick costs {self.wrong_loss:.1%}, "
-            f"at worst {max(self.losses, default=math.nan):.1%}, slower than sequential {self.slower}{other}"
-        )
+        worst = max(self.losses)
+        return f"{self.way}: exact {self.exact:.1%}, within 5% {self.near:.1%}, loss {self.loss:.2%}, at most {worst:.1%}"
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.0%}" if whole else "-"
+def scores(found: Sequence[Predicted], fitted: Sequence[Predicted]) -> list[Score]:
+    """Of every way to choose. fitted: what the one schedule is chosen by."""
+    ways = [Score(way=way, losses=tuple(one.loss(one.picks[way]) for one in found)) for way in found[0].picks]
+    always = Score(way="one schedule", losses=tuple(one.loss(_always(one.line, fitted)) for one in found))
+    return [*ways, always]
 
 
-def verdict(lines: Sequence[Line], pick: Callable[[Line], str]) -> Verdict:
-    """What comes of these choices, by whatever names."""
-    picked = [(line, synonym(line.problem, pick(line), line.us)) for line in lines]
-    known = [(line, line.us[spec]) for line, spec in picked if spec is not None]
-    return Verdict(
-        losses=tuple(us / line.best_us - 1 for line, us in known),
-        slower=sum(us > (1 + AS_FAST) * line.us["sequential"] for line, us in known),
-        unmeasured=len(picked) - len(known),
-    )
-
-
-def by_sizes(line: Line, machine: Machine) -> str:
-    """The heuristic's choice among a line's candidates."""
-    us = estimates(machine.links.topology).us(line.problem, machine)
-    found: dict[str, float] = {}
-    for named, estimate in us.items():
-        if (name := synonym(line.problem, named, line.us)) is not None:
-            found[name] = min(estimate, found.get(name, math.inf))
-    return choice(found)
-
-
-def quick(line: Line, predicted: Mapping[str, float], machine: Machine) -> str:
-    """What a quick tuner picks: the fastest of those that it measures, read off the line. predicted: by spec, in us."""
-    listed = listing(line, predicted, machine)
-    return min((spec for spec in line.us if spec in listed), key=lambda spec: line.us[spec])
-
-
-def listing(line: Line, predicted: Mapping[str, float], machine: Machine) -> tuple[str, ...]:
-    """The specs that a quick tuner measures: as weft.runtime.choose has them, of the line's candidates."""
-    from weft.planner import Candidate, Plan
-    from weft.planner.shortlist import joined, shortlist
-
-    times = {"predicted_us": 0.0, "computation_us": 0.0, "communication_us": 0.0, "over_ideal_us": 0.0}
-    rising = sorted((us, *parse(spec)) for spec, us in predicted.items())
-    found = tuple(Candidate(schedule=name, chunks=chunks or 1, **times | {"predicted_us": us}) for us, name, chunks in rising)
-    halves = {"sequential_us": predicted["sequential"], "computation_us": 0.0, "communication_us": 0.0}
-    plan = Plan(problem=line.problem, machine=machine.name, candidates=found, why="", **halves)
-    return joined(line.problem, shortlist(plan), by_sizes(line, machine))
-
-
-def predictions(line: Line, machine: Machine) -> dict[str, float]:
-    """The cost model's time of each candidate of a line."""
-    from weft.perf import run  # here, since to read lines and collect them needs no simulator
-    from weft.perf.terms import warm
-
-    machine = warm(machine, line.problem)
-    schedules = {spec: build(line.problem, *parse(spec), fan_out=machine.fans_out) for spec in line.us}
-    return {spec: run(schedule, machine).total_us for spec, schedule in schedules.items()}
-
-
-def errors(lines: Sequence[Line], predicted: Mapping[Problem, Mapping[str, float]]) -> list[float]:
-    """|predicted / measured - 1| of every candidate, rising."""
-    return sorted(abs(predicted[line.problem][spec] / us - 1) for line in lines for spec, us in line.us.items())
+def _always(line: Line, fitted: Sequence[Predicted]) -> str:
+    """Of the candidates of a line, the one that loses least on average over the fitted lines of its operator and ranks."""
+    alike = [
+        one
+        for one in fitted
+        if (one.line.problem.op, one.line.problem.world_size) == (line.problem.op, line.problem.world_size)
+    ]
+    mean = {name: statistics.fmean(one.loss(name) if name in one.line.us else 1.0 for one in alike) for name in line.us}
+    return min(mean, key=mean.__getitem__) if alike else "sequential"
 
 
 def percentile(rising: Sequence[float], share: float) -> float:
@@ -202,32 +206,70 @@ def percentile(rising: Sequence[float], share: float) -> float:
     return rising[max(0, math.ceil(share * len(rising)) - 1)] if rising else math.nan
 
 
-def _least(us: Mapping[str, float]) -> str:
-    return min(us, key=lambda spec: us[spec])
+def like_ficco(found: Sequence[Predicted]) -> list[Predicted]:
+    """As the paper has it: problems of 4 GPUs of which all of FiCCO's four and sequential were measured, and those alone."""
+    some = []
+    for one in found:
+        specs = ficco_specs(one.line.problem)
+        if one.line.problem.world_size == 4 and len(specs) == 1 + len(FICCO) and set(specs) <= one.line.us.keys():
+            few = {name: {spec: us for spec, us in of.items() if spec in specs} for name, of in _times(one).items()}
+            some.append(Predicted(line=replace(one.line, us=few["line"]), ranking=few["ranking"], simulated=few["simulated"]))
+    return some
 
 
-def report(lines: Sequence[Line], machine: Machine, *, model: bool) -> str:
-    """All figures, a line each, by operator and together. model: simulate, too."""
-    failed, lines = [line for line in lines if line.failed], [pooled(line) for line in lines if not line.failed]
-    predicted = {line.problem: predictions(line, machine) for line in lines} if model else {}
-    rows = [f"{len(lines)} problems of {', '.join(sorted({line.machine for line in lines}))}; profile {machine.name}"]
-    rows += [f"NOT MEASURED {line.problem}: {line.failed}" for line in failed]
-    for op in (*dict.fromkeys(line.problem.op for line in lines), ""):
-        some = [line for line in lines if op in ("", line.problem.op)]
-        rows += [f"{op or 'all'}: {row}" for row in _figures(some, predicted, machine)]
-    return "\n".join(rows)
+def _times(one: Predicted) -> dict[str, Mapping[str, float]]:
+    return {"line": one.line.us, "ranking": one.ranking, "simulated": one.simulated}
 
 
-def _figures(some: Sequence[Line], predicted: Mapping[Problem, Mapping[str, float]], machine: Machine) -> Iterator[str]:
-    paper = [line.among(ficco_specs(line.problem)) for line in some]
-    paper = [line for line in paper if len(line.us) > 1]
+def measured(paths: Sequence[Path], machine: Machine, progress: Callable[[int], None] = lambda at: None) -> list[Predicted]:
+    """Every line that was measured, each program once."""
+    lines = [pooled(line) for path in paths for line in read_lines(path) if not line.failed]
+    found = []
+    for at, line in enumerate(lines):
+        progress(at)
+        found.append(predicted(line, machine))
+    return found
+
+
+HEADS = ("operator", "GPUs", "problems", "plan: exact", "within 5%", "loss", "ranking", "sequential", "one schedule", "auto")
+
+
+def table(found: Sequence[Predicted], part: Half = "test") -> Iterator[tuple[str, ...]]:
+    """A row for each operator and number of GPUs, of one half; then all together. Losses are means."""
+    yield HEADS
+    groups: dict[tuple[str, int], list[Predicted]] = {}
+    for one in found:
+        if one.line.half == part:
+            groups.setdefault((one.line.problem.op, one.line.problem.world_size), []).append(one)
+    fitted = [one for one in found if one.line.half == "fit"]
+    for (op, ranks), some in sorted(groups.items()):
+        yield _row(op, str(ranks), some, fitted)
+    yield _row("all", "", [one for some in groups.values() for one in some], fitted)
+
+
+def _row(op: str, ranks: str, some: Sequence[Predicted], fitted: Sequence[Predicted]) -> tuple[str, ...]:
+    of = {score.way: score for score in scores(some, fitted)}
+    losses = (f"{of[way].loss:.1%}" for way in ("ranking", "sequential", "one schedule", "auto"))
+    plan = of["plan"]
+    return (op, ranks, str(len(some)), f"{plan.exact:.0%}", f"{plan.near:.0%}", f"{plan.loss:.1%}", *losses)
+
+
+def errors(found: Sequence[Predicted]) -> str:
+    """The simulator's, over all candidates."""
+    rising = sorted(abs(error) for one in found for error in one.errors)
+    spread = f"median {percentile(rising, 0.5):.1%}, 95th percentile {percentile(rising, 0.95):.1%}"
+    return f"predicted times of {len(rising)} candidates: {spread}"
+
+
+def report(found: Sequence[Predicted]) -> str:
+    """All figures, a line each: of both halves, and like for like with FiCCO's paper."""
+    fitted, rows = [one for one in found if one.line.half == "fit"], []
+    for part in ("fit", "test"):
+        some = [one for one in found if one.line.half == part]
+        if some:
+            rows += [f"{part}: {len(some)} problems", *(f"  {score}" for score in scores(some, fitted)), f"  {errors(some)}"]
+    paper = like_ficco(found)
     if paper:
-        yield f"heuristic among FiCCO's {verdict(paper, lambda line: by_sizes(line, machine))}"
-    yield f"heuristic among all {verdict(some, lambda line: heuristic(line.problem, machine))}"
-    if not predicted:
-        return
-    yield f"cost model among all {verdict(some, lambda line: _least(predicted[line.problem]))}"
-    yield f"tuner, quick {verdict(some, lambda line: quick(line, predicted[line.problem], machine))}"
-    found = errors(some, predicted)
-    spread = f"median {percentile(found, 0.5):.1%}, p95 {percentile(found, 0.95):.1%}"
-    yield f"cost model's error {spread} over {len(found)} candidates"
+        rows += [f"like FiCCO's paper: {len(paper)} problems", *(f"  {score}" for score in scores(paper, paper)[:2])]
+    rows += ["  ".join(cell.ljust(26 if not at else 13) for at, cell in enumerate(row)).rstrip() for row in table(found)]
+    return "\n".join(rows)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from families import CASES, made
 from report_run import SPEEDS, layer, make_run
+from weft.perf.rules import Estimates, estimates
 from weft_log import warned
 
 import weft
@@ -22,12 +23,11 @@ import weft.studies.t3.system as t3
 from weft.core import codec, machine
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.schedule import Schedule
-from weft.perf.rules import Estimates, estimates
-from weft.runtime.kept_plans import Cache, Entry, Key, space
 from weft.planner.models import load_model, preset_names
 from weft.planner.models.values import Model
 from weft.planner.signature import Signature, signature
 from weft.planner.values import Plan
+from weft.runtime.kept_plans import Cache, Entry, Key, space
 from weft.tools.results import Run
 
 

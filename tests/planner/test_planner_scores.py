@@ -1,4 +1,4 @@
-"""The drawn problems, the lines of benchmarks/planner.py, and what is made of them: scores and fitted weights."""
+"""The drawn problems, the lines of benchmarks/planner.py, and the scores that are made of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from weft.core import machine
 from weft.core.problem import LookupProblem, Problem
-from weft.perf.rules import heuristic
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -63,37 +62,62 @@ def test_what_is_tried_can_be_built() -> None:
             assert weft.build(problem, *parse(spec)).problem == problem
 
 
-def test_a_verdict_counts() -> None:
-    from scores import verdict
+def predictions(us: dict[str, float], m: int = 4096, **of: dict[str, float]) -> Any:
+    """A line with what the ranking and the simulator say: what was measured, where nothing is given."""
+    from scores import Predicted
 
-    lines = [
-        line({"sequential": 100.0, "flag_gated:1": 80.0, "shard_p2p": 83.0}),
-        line({"sequential": 100.0, "flag_gated:1": 120.0, "shard_p2p": 83.0}, 8192),
-        line({"sequential": 100.0, "shard_p2p": 90.0}, 2048),
+    return Predicted(line=line(us, m), ranking=of.get("ranking", us), simulated=of.get("simulated", us))
+
+
+def test_picks_and_losses() -> None:
+    us = {"sequential": 100.0, "flag_gated:1": 80.0, "shard_p2p": 83.0}
+    wrong = us | {"sequential": 70.0}
+    right, off = predictions(us), predictions(us, 8192, simulated=wrong)
+    assert right.picks == {
+        "ranking": "flag_gated:1",
+        "plan": "flag_gated:1",
+        "simulation": "flag_gated:1",
+        "sequential": "sequential",
+        "auto": "flag_gated:1",
+    }
+    assert (off.picks["ranking"], off.picks["plan"]) == ("flag_gated:1", "sequential")
+    assert (right.loss("sequential"), off.errors[0]) == (pytest.approx(0.25), pytest.approx(-0.3))
+    ways = {score.way: score for score in scores([right, off], [right])}
+    assert (ways["ranking"].exact, ways["plan"].exact, ways["plan"].loss) == (1.0, 0.5, pytest.approx(0.125))
+    assert ways["one schedule"].exact == 1.0
+
+
+def scores(some: list[Any], fitted: list[Any]) -> list[Any]:
+    import scores as module
+
+    return module.scores(some, fitted)  # type: ignore[no-any-return]
+
+
+def test_the_tuner_measures_the_best_of_the_ranking_alone() -> None:
+    us = {"sequential": 100.0} | {f"flag_gated:{count}": 90.0 - count for count in (1, 2, 3, 4, 5, 6)}
+    ranking = {name: 100.0 - time for name, time in us.items()}  # the other way round
+    assert predictions(us, ranking=ranking).picks["auto"] == "flag_gated:5"
+
+
+def test_halves_are_for_good_and_about_as_large() -> None:
+    from scores import half
+
+    problems = [Problem(op="all_gather_matmul", m=m, n=64, k=64, world_size=2) for m in range(1, 201)]
+    assert 70 < sum(half(problem) == "test" for problem in problems) < 130
+    assert [half(problem) for problem in problems[:8]] == [
+        *("test", "test", "fit", "test", "test", "fit", "test", "fit"),
     ]
-    found = verdict(lines, lambda _: "flag_gated:1")
-    assert found.losses == (0.0, pytest.approx(120 / 83 - 1))
-    assert (found.count, found.exact, found.near, found.slower, found.unmeasured) == (3, 1, 1, 1, 1)
-    assert found.wrong_loss == pytest.approx(120 / 83 - 1)
-    near = verdict(lines, lambda _: "shard_p2p")
-    assert (near.exact, near.near, near.slower, near.unmeasured) == (2, 3, 0, 0)
 
 
-def test_errors_and_percentiles() -> None:
-    from scores import errors, percentile, predictions
+def test_percentiles() -> None:
+    from scores import percentile
 
-    one = line({"sequential": 1.0, "shard_p2p": 1.0})
-    predicted = predictions(one, H200)
-    right = line(dict(predicted))
-    assert errors([right], {right.problem: predicted}) == [0.0, 0.0]
-    twice = line({spec: us / 2 for spec, us in predicted.items()})
-    assert errors([twice], {twice.problem: predicted}) == [pytest.approx(1.0)] * 2
     assert [percentile(range(1, 101), share) for share in (0.5, 0.95, 1.0)] == [50, 95, 100]
 
 
 def test_a_line_comes_back(tmp_path: Path) -> None:
     from planner import line_of
-    from scores import read_lines, report
+    from scores import read_lines
 
     problems = (line({}).problem, LookupProblem.of(batch=64, dims=((8,), (8, 8))))
     path = tmp_path / "lines.jsonl"
@@ -108,55 +132,26 @@ def test_a_line_comes_back(tmp_path: Path) -> None:
     failed = written[0] | {"candidates": {}, "failed": "rank 1: no memory"}
     path.write_text("".join(json.dumps(row) + "\n" for row in (*written, failed)))
     assert [found.failed for found in read_lines(path)] == ["", "", "rank 1: no memory"]
-    assert "NOT MEASURED all_gather_matmul M=4096" in report(read_lines(path), H200, model=False)
     path.write_text(json.dumps(written[0] | {"problem": {"op": "all_gather_matmul"}}))
     with pytest.raises(ValueError, match=r"lines.jsonl, line 1: m is missing"):
         read_lines(path)
 
 
-def test_weights_come_back_from_times_that_have_them() -> None:
-    """Times made of known weights give them back; problems of the sets to hold to, and operators without lines, are refused."""
-    from fit_heuristic import fitted, weights
-    from problems import drawn
+def test_like_the_paper_are_problems_of_all_five_options() -> None:
+    from scores import ficco_specs, like_ficco
 
-    from weft.perf.rules import TERMS, terms
-
-    true = (1.1, 0.4, 0.0, 0.0, 0.0, 1.5, 2.0)
-    problems = [problem for _, problem in drawn("fit", 4, 240) if problem.op == "all_gather_matmul"]
-    times = [sum(a * b for a, b in zip(true, terms(problem, H200, "shard_p2p", 1), strict=True)) for problem in problems]
-    lines = [dataclasses.replace(line({"shard_p2p": us}, 8), problem=one) for one, us in zip(problems, times, strict=True)]
-    found = weights("shard_p2p", lines, H200)
-    assert found is not None
-    again = [
-        sum(a * b for a, b in zip(found.weights, terms(problem, H200, "shard_p2p", 1), strict=True)) for problem in problems
-    ]
-    assert again == pytest.approx(times, rel=0.05)
-    assert found.error < 0.03
-    assert len(found.weights) == len(TERMS)
-    assert weights("flag_gated:1", lines, H200) is None
-    with pytest.raises(ValueError, match="files have no problem of matmul_reduce_scatter"):
-        fitted(lines, H200)
-    unseen = drawn("unseen", 4)[0][1]
-    with pytest.raises(ValueError, match="is of a set that weights are held to"):
-        fitted([dataclasses.replace(lines[0], problem=unseen)], H200)
-
-
-def test_choices_among_ficcos_and_the_quick_tuners() -> None:
-    from scores import by_sizes, ficco_specs, quick
-
-    one = line({"sequential": 100.0, "uniform_fused_1d:4": 90.0, "shard_p2p": 60.0, "hetero_fused_1d:2": 50.0}, 8192)
-    paper = one.among(ficco_specs(one.problem))
-    assert paper.us == {"sequential": 100.0, "uniform_fused_1d:4": 90.0}
-    assert by_sizes(paper, H200) in paper.us
-    assert ficco_specs(dataclasses.replace(one.problem, op="all_to_all_matmul")) == ("sequential", "hetero_unfused_1d:4")
-    # What is predicted to be more than twice as slow as the best is not measured.
-    predicted = {"sequential": 100.0, "uniform_fused_1d:4": 90.0, "shard_p2p": 60.0, "hetero_fused_1d:2": 500.0}
-    assert quick(one, predicted, H200) == "shard_p2p"
+    problem = line({}).problem
+    five = dict.fromkeys(ficco_specs(problem), 100.0)
+    assert len(five) == 5
+    whole, part = predictions(five | {"shard_p2p": 50.0}), predictions({"sequential": 1.0, "shard_p2p": 2.0}, 8192)
+    (one,) = like_ficco([whole, part])
+    assert one.line.us == five
+    assert ficco_specs(dataclasses.replace(problem, op="all_to_all_matmul")) == ("sequential", "hetero_unfused_1d:4")
 
 
 def test_a_program_under_two_names_is_one_candidate() -> None:
     """By its simplest name, with the mean of its times; a pick by another of its names is a pick of it."""
-    from scores import Line, by_sizes, ficco_specs, pooled, verdict
+    from scores import Line, ficco_specs, pooled
 
     us = {"sequential": 20.0, "hetero_unfused_1d:2": 12.0, "hetero_fused_1d:2": 10.0, "uniform_fused_1d:2": 13.0}
     for size, names in ((2, ("sequential", "hetero_fused_1d:2", "uniform_fused_1d:2")), (4, tuple(us))):
@@ -164,9 +159,6 @@ def test_a_program_under_two_names_is_one_candidate() -> None:
         found = pooled(Line(case="", problem=problem, us=us, machine="by hand", simulated=False))
         assert set(found.us) == set(names)
         assert found.us["hetero_fused_1d:2"] == (11.0 if size == 2 else 10.0)
-        assert by_sizes(found, H200) in found.us
-        named = verdict([found], lambda _: "hetero_unfused_1d:2")
-        assert (named.exact, named.unmeasured) == ((1, 0) if size == 2 else (0, 0))
         among = found.among(("sequential", "hetero_unfused_1d:2")).us
         assert set(among) == {"sequential", "hetero_fused_1d:2" if size == 2 else "hetero_unfused_1d:2"}
         assert len(found.among(ficco_specs(problem)).us) == (3 if size == 2 else 1)
@@ -191,31 +183,13 @@ def test_the_measured_set_is_large_and_unseen() -> None:
     assert not {one.problem for one in lines} & {one.problem for one in read_lines(RESULTS / "planner_fit.jsonl")}
 
 
-def test_the_heuristic_holds_on_what_was_measured() -> None:
-    from scores import by_sizes, ficco_specs, verdict
+def test_choices_hold_on_what_was_measured() -> None:
+    """Of a third of the problems of the half that nothing is fitted to."""
+    from scores import half, predicted
 
-    lines = unseen_lines()
-    paper = [one for one in (line.among(ficco_specs(line.problem)) for line in lines) if len(one.us) > 1]
-    found = verdict(paper, lambda one: by_sizes(one, H200))
-    assert found.exact >= 0.85 * found.count
-    assert found.tied >= 0.85 * found.count
-    assert found.near >= 0.90 * found.count
-    assert found.wrong_loss <= 0.06
-    found = verdict(lines, lambda one: heuristic(one.problem, H200))
-    assert found.near >= 0.8 * found.count
-    assert found.slower <= 0.06 * found.count
-    assert found.unmeasured == 0
-
-
-@pytest.mark.slow
-def test_the_cost_model_and_the_quick_tuner_hold_on_what_was_measured() -> None:
-    from scores import errors, percentile, predictions, quick, verdict
-
-    some = unseen_lines()[::3]
-    predicted = {one.problem: predictions(one, H200) for one in some}
-    found = verdict(some, lambda one: min(predicted[one.problem], key=predicted[one.problem].__getitem__))
-    assert found.near >= 0.8 * found.count
-    assert percentile(errors(some, predicted), 0.5) <= 0.09
-    tuned = verdict(some, lambda one: quick(one, predicted[one.problem], H200))
-    assert tuned.tied >= 0.95 * tuned.count
-    assert tuned.slower == 0
+    some = [predicted(one, H200) for one in unseen_lines() if half(one.problem) == "test"][::3]
+    ways = {score.way: score for score in scores(some, some)}
+    assert ways["plan"].near >= 0.8
+    assert ways["plan"].loss <= 0.03
+    assert ways["ranking"].loss <= 0.03
+    assert ways["auto"].near >= 0.98

@@ -13,9 +13,9 @@ from machine_tiny import tiny
 
 from weft.core.machine import load
 from weft.core.problem import Problem
-from weft.report.chakra_nodes import graph
 from weft.report import chakra
 from weft.report.astra import network, system, write_astra
+from weft.report.chakra_nodes import graph
 from weft.schedules import build
 
 pytest.importorskip("google.protobuf", reason="protobuf is not installed; it comes with weft[chakra]")

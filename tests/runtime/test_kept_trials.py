@@ -19,8 +19,8 @@ from weft_log import logged
 import weft
 from weft.core.errors import PeerLost
 from weft.core.problem import Problem
-from weft.runtime.kept_plans import Cache
 from weft.runtime import programs, tuner
+from weft.runtime.kept_plans import Cache
 from weft.runtime.tuner import CONFIRMED_AT
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)

@@ -23,13 +23,12 @@ from typing import Any
 import simpy
 
 from weft.core.capabilities import H200
-from weft.core.machine import Tile
 from weft.core.schedule import FusedCollective, Gemm, Part, Reduce, Sum
 from weft.core.work import is_plain, region_bytes
 from weft.perf import staging
 from weft.perf.contention import Time
-from weft.perf.shapes import by_hardware, shape_of, streamed_tile
-from weft.perf.terms import GemmCost, gemm_cost, hbm_us
+from weft.perf.shapes import by_hardware, shape_of
+from weft.perf.terms import GemmCost, adding_us, gemm_cost, hbm_us, kernel_cost, stalled_us, streamed_cost
 from weft.perf.world import Filled, Process, World, ns
 
 WAVES = 2
@@ -184,32 +183,38 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
 
 
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
-    k, n = step.b.shape
-    gpu, flags = world.machine.gpu, not all(is_plain(part, rank) for part in step.parts)
-    shape = shape_of(step, replace(H200, sms=gpu.sms), world.machine) if flags and gpu.kernel_tiles else None
-    tiles: tuple[Tile, ...] = ()
-    if shape:
-        efficiency = gpu.kernel_efficiency(shape.m, shape.n, stored=by_hardware(step))
-        tiles = (Tile(rows=shape.m, cols=shape.n, efficiency=efficiency),)
-    kernel = _streams(world, rank, step)
-    if kernel:
-        tiles = (_streamed(world, step, kernel),)
-    asked: dict[str, Any] = {
-        "rows": tuple(group.rows for group in groups),
-        "n": n,
-        "k": k,
-        "sms": world.free_sms[rank],
-        "accumulate": step.accumulate,
-        "out_itemsize": 4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else None,
-        "flags": flags,
-        "tiles": tiles,
-        "shape": shape,
-        "apart": _apart(world, step),
-    }
-    found = world.costs.get(key := tuple(asked.values()))
-    if found is None:
-        found = world.costs[key] = gemm_cost(world.machine, dtype=world.schedule.problem.dtype, **asked)
-    return found
+    problem, machine, (k, n) = world.schedule.problem, world.machine, step.b.shape
+    rows, sms = tuple(group.rows for group in groups), world.free_sms[rank]
+    plain, kernel = all(is_plain(part, rank) for part in step.parts), _streams(world, rank, step)
+    out_itemsize = 4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else None
+    late = tuple(region_bytes(world.schedule, part.a) for part in step.parts if _arrives(part))
+    shape = None if plain or not machine.gpu.kernel_tiles else shape_of(step, replace(H200, sms=machine.gpu.sms), machine)
+    stored = by_hardware(step)
+    key = rows, n, k, sms, step.accumulate, out_itemsize, plain, kernel and kernel.hops, shape, stored, late
+    if key not in world.costs:
+        if kernel:
+            world.costs[key] = streamed_cost(machine, problem, kernel.hops)
+        elif plain:
+            world.costs[key] = gemm_cost(
+                machine,
+                rows=rows,
+                n=n,
+                k=k,
+                dtype=problem.dtype,
+                sms=sms,
+                accumulate=step.accumulate,
+                out_itemsize=out_itemsize,
+            )
+        else:
+            world.costs[key] = kernel_cost(
+                machine, rows=rows, n=n, k=k, dtype=problem.dtype, shape=shape, sms=sms, stored=stored, late_bytes=late
+            )
+    return world.costs[key]
+
+
+def _arrives(part: Part) -> bool:
+    """Whether a part waits for what brings its rows."""
+    return not part.adds and any(gate.at_least for gate in part.gates)
 
 
 def _streams(world: World, rank: int, step: Gemm) -> FusedCollective | None:
@@ -221,29 +226,6 @@ def _streams(world: World, rank: int, step: Gemm) -> FusedCollective | None:
             if lane.steps[low] is step:
                 return kernel
     return None
-
-
-def _streamed(world: World, step: Gemm, kernel: FusedCollective) -> Tile:
-    """The tile of such a kernel."""
-    problem, gpu = world.schedule.problem, world.machine.gpu
-    size, whole = problem.world_size, kernel.hops == 1
-    pieces = 1 if whole else 1 << (size - 1).bit_length()
-    rows, cols = streamed_tile(
-        problem, problem.n if whole else -(-problem.n // size), pieces, step.parts[0].a.shape[0], gpu.sms
-    )
-    kernels = world.machine.kernels
-    full_us = 2 * rows * cols / (world.machine.tflops(problem.dtype) * 1e6 / gpu.sms * kernels.streamed)
-    return Tile(rows=rows, cols=cols, efficiency=kernels.streamed * min(1.0, full_us / kernels.row_us))
-
-
-def _apart(world: World, step: Gemm) -> float:
-    """How many of the parts that wait start later than those before by more than what the last-level cache keeps of B, which
-    streams through it meanwhile; in shares. What brings a part takes its turn, a copy's fixed cost at least."""
-    copies, gpu = world.machine.copies, world.machine.gpu
-    kept_us = world.machine.kernels.l2_share * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
-    waiting = [part for part in step.parts if not part.adds and any(gate.at_least for gate in part.gates)]
-    gaps_us = [copies.copy_us + region_bytes(world.schedule, part.a) / (copies.gbps * 1e3) for part in waiting]
-    return sum(min(1.0, gap_us / kept_us) for gap_us in gaps_us)
 
 
 def _paced(world: World, rank: int, cost: GemmCost) -> GemmCost:
@@ -283,11 +265,8 @@ def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost)
     part = group.parts[0]
     if part.out.rank == rank:
         return max(1, ns(cost.tile_us))
-    stores = world.machine.stores
-    sms = min(cost.sms, sum(cost.tiles))
-    gbps = stores.rate(sms) * (stores.tiles or 1.0)
-    store_us = region_bytes(world.schedule, part.out) / tiles * sms / (gbps * 1e3)
-    return max(1, ns(cost.tile_us + stores.stall * store_us))
+    stalled = stalled_us(world.machine, region_bytes(world.schedule, part.out), tiles, min(cost.sms, sum(cost.tiles)))
+    return max(1, ns(cost.tile_us + stalled))
 
 
 def _adding_ns(world: World, group: _Group, tiles: int, cost: GemmCost) -> int | None:
@@ -295,7 +274,7 @@ def _adding_ns(world: World, group: _Group, tiles: int, cost: GemmCost) -> int |
     (part, *_) = group.parts
     if not part.adds:
         return None
-    return ns(hbm_us(world.machine, _added_bytes(world, part) / max(1, tiles) * min(tiles, cost.sms)))
+    return ns(adding_us(world.machine, _added_bytes(world, part), tiles, cost.sms))
 
 
 def _added_bytes(world: World, part: Part) -> int:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from weft.core.capabilities import Capabilities
 from weft.core.machine import Machine
 from weft.core.problem import Problem
-from weft.core.schedule import Flag, Gemm, Part, Region
+from weft.core.schedule import Gemm, Part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,32 +113,37 @@ def whole_tiles(tiles: int, at_once: int, blocks: TileShape) -> int:
 
 def shape_of(step: Gemm, gpu: Capabilities, machine: Machine) -> TileShape:
     """The tile shape for a step, on a GPU that some shapes fit. machine: whose numbers order them."""
-    numbers = _numbers(machine, gpu.sms)
     parts = tuple(
-        _Arriving(*part.out.shape, not part.adds and any(g.at_least for g in part.waits), _ends(part)) for part in step.parts
+        Arriving(
+            *part.out.shape,
+            not part.adds and any(gate.at_least for gate in part.waits),
+            (*(column for column, _ in part.inner), part.a.shape[1]),
+            part.out.rank != step.b.rank,
+        )
+        for part in step.parts
     )
-    if any(part.gated for part in parts):
-        return _gated_blocks(parts, gpu, numbers, by_hardware(step))
-    sends = any(part.out.rank != step.b.rank for part in step.parts)
-    return min(shapes_for(gpu), key=lambda blocks: (_sent_us if sends else _waves_us)(step, blocks, numbers))
+    return best_shape(parts, gpu, machine, stored=by_hardware(step))
 
 
-def chosen(
-    groups: Sequence[tuple[int, bool]], columns: int, ends: tuple[int, ...], gpu: Capabilities, machine: Machine, *, sends: int
-) -> TileShape:
-    """As `shape_of`, for groups of rows, each of which waits or not."""
+class Arriving(NamedTuple):
+    """A part of a step: rows and columns of its result, whether it waits for what arrives, at which columns of a the slices end
+    that it waits for (all of K is one slice where it waits once), and whether its tiles go to a peer."""
+
+    rows: int
+    cols: int
+    gated: bool
+    ends: tuple[int, ...]
+    away: bool = False
+
+
+def best_shape(parts: tuple[Arriving, ...], gpu: Capabilities, machine: Machine, *, stored: bool) -> TileShape:
+    """The tile shape for a step of these parts. stored: by hardware."""
     numbers = _numbers(machine, gpu.sms)
-    if any(late for _, late in groups):
-        arriving = tuple(_Arriving(rows, columns, late, ends if late else ends[-1:]) for rows, late in groups)
-        return _gated_blocks(arriving, gpu, numbers, not sends)
-    low, parts, inner = 0, [], ends[-1]
-    for number, (rows, _) in enumerate(groups):
-        away = int(number < sends)
-        a, out = Region("a", 0, (low, low + rows), (0, inner)), Region("out", away, (low, low + rows), (0, columns))
-        parts.append(Part(a, out, (), Flag("made", 0, number)))
-        low += rows
-    step = Gemm(Region("b", 0, (0, inner), (0, columns)), tuple(parts))
-    return min(shapes_for(gpu), key=lambda blocks: (_sent_us if sends else _waves_us)(step, blocks, numbers))
+    if any(part.gated for part in parts):
+        return _gated_blocks(parts, gpu, numbers, stored)
+    if any(part.away for part in parts):
+        return min(shapes_for(gpu), key=lambda blocks: _sent_us(parts, blocks, numbers))
+    return min(shapes_for(gpu), key=lambda blocks: _waves_us(parts, blocks, numbers, stored=stored))
 
 
 def by_hardware(step: Gemm) -> bool:
@@ -194,19 +199,22 @@ def _numbers(machine: Machine, sms: int) -> _Numbers:
     )
 
 
-def _waves_us(step: Gemm, blocks: TileShape, numbers: _Numbers) -> float:
-    tiles = sum(tiles_of(part, blocks) for part in step.parts) // (1 + blocks.halves)
+def _count(part: Arriving, blocks: TileShape) -> int:
+    return -(-part.rows // blocks.m) * -(-part.cols // blocks.n)
+
+
+def _waves_us(parts: Sequence[Arriving], blocks: TileShape, numbers: _Numbers, *, stored: bool) -> float:
+    tiles = sum(_count(part, blocks) for part in parts)
     whole = whole_tiles(tiles, numbers.sms, blocks)
     waves = -(-whole // numbers.sms) + (numbers.half_tile if whole < tiles else 0.0)
-    return waves * numbers.whole_us(blocks, step.b.shape[0], stored=by_hardware(step))
+    return waves * numbers.whole_us(blocks, parts[0].ends[-1] if parts else 0, stored=stored)
 
 
-def _sent_us(step: Gemm, blocks: TileShape, numbers: _Numbers) -> float:
+def _sent_us(parts: Sequence[Arriving], blocks: TileShape, numbers: _Numbers) -> float:
     """When the last tile ends and the last one that goes to a peer is there: with one wave nothing is sent before it ends."""
-    tile_us, sms = numbers.whole_us(blocks, step.b.shape[0]), numbers.sms
+    tile_us, sms = numbers.whole_us(blocks, parts[0].ends[-1]), numbers.sms
     tile_bytes = blocks.m * blocks.n * _ITEMSIZE
-    counts = [(tiles_of(part, blocks) // (1 + blocks.halves), part.out.rank != step.b.rank) for part in step.parts]
-    away, total = sum(tiles for tiles, leaves in counts if leaves), sum(tiles for tiles, _ in counts)
+    away, total = sum(_count(part, blocks) for part in parts if part.away), sum(_count(part, blocks) for part in parts)
     waves, sending = -(-total // sms), -(-away // sms)
     halved = whole_tiles(total, sms, blocks) < total
 
@@ -219,22 +227,8 @@ def _sent_us(step: Gemm, blocks: TileShape, numbers: _Numbers) -> float:
     return max(ends(waves), *late)
 
 
-class _Arriving(NamedTuple):
-    """Rows and columns of a part's result, whether it waits for what arrives, and where the slices end that it waits for."""
-
-    rows: int
-    cols: int
-    gated: bool
-    ends: tuple[int, ...]
-
-
-def _ends(part: Part) -> tuple[int, ...]:
-    """The columns of a at which a part's slices end; all of K is one slice where there are no inner gates."""
-    return (*(column for column, _ in part.inner), part.a.shape[1])
-
-
 @lru_cache(maxsize=1024)
-def _gated_blocks(parts: tuple[_Arriving, ...], gpu: Capabilities, numbers: _Numbers, stored: bool) -> TileShape:
+def _gated_blocks(parts: tuple[Arriving, ...], gpu: Capabilities, numbers: _Numbers, stored: bool) -> TileShape:
     few = sum(part.rows for part in parts) <= _FEW_ROWS
     choices = [
         dataclasses.replace(blocks, group=group) for blocks in shapes_for(gpu) for group in ((8, 4, 2, 1) if few else (8,))
@@ -242,7 +236,7 @@ def _gated_blocks(parts: tuple[_Arriving, ...], gpu: Capabilities, numbers: _Num
     return min(choices, key=lambda blocks: _gated_us(parts, blocks, numbers, stored=stored))
 
 
-def _gated_us(parts: tuple[_Arriving, ...], blocks: TileShape, numbers: _Numbers, *, stored: bool) -> float:
+def _gated_us(parts: tuple[Arriving, ...], blocks: TileShape, numbers: _Numbers, *, stored: bool) -> float:
     """When the last tile ends, if chunks arrive one after the other from the start on."""
     sliced = any(len(part.ends) > 1 for part in parts)
     columns, inner = parts[0].cols, parts[0].ends[-1]
@@ -324,7 +318,7 @@ def _advance(free: list[int], at: int, ready: Sequence[int], tiles: int, tile: i
     return (at + over) % size
 
 
-def _chunk_arrivals(parts: tuple[_Arriving, ...], numbers: _Numbers) -> list[tuple[float, ...]]:
+def _chunk_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> list[tuple[float, ...]]:
     """By part, when its rows are there if copy engines bring them one part after the other."""
     now = 0.0
     found: list[tuple[float, ...]] = []
@@ -334,7 +328,7 @@ def _chunk_arrivals(parts: tuple[_Arriving, ...], numbers: _Numbers) -> list[tup
     return found
 
 
-def _slice_arrivals(parts: tuple[_Arriving, ...], numbers: _Numbers) -> list[tuple[float, ...]]:
+def _slice_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> list[tuple[float, ...]]:
     """By part, when each of its slices is there if SMs store the first ones of all parts, then the second ones."""
     found: list[list[float]] = [[0.0] * len(part.ends) for part in parts]
     now = numbers.store_us

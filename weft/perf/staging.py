@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from weft.core.schedule import Collective, Gemm, Region, runs
 from weft.core.work import region_bytes
-from weft.perf.terms import hbm_us
+from weft.perf.terms import padded_us, staged_us
 from weft.perf.world import Process, World, ns
 
 
@@ -23,29 +23,24 @@ def staged(world: World, step: Gemm) -> Process:
     ):
         return  # one of weft's kernels
     rows, outs = [part.a for part in step.parts], [part.out for part in step.parts]
-    launches, moved = 0, 0
-    if len(runs(rows)) > 1:
-        launches, moved = 1, 2 * _bytes(world, rows)
-    if step.accumulate or world.schedule.buffer[outs[0].buffer].float32:
-        launches, moved = launches + 1, moved + (3 if step.accumulate else 2) * _bytes(world, outs)
-    elif len(runs(outs)) > 1:
-        launches, moved = launches + len(runs(outs)), moved + 2 * _bytes(world, outs)
-    yield world.env.timeout(ns(launches * world.machine.launch_us + hbm_us(world.machine, moved)))
+    sums = 2 if step.accumulate else 1 if world.schedule.buffer[outs[0].buffer].float32 else 0
+    us = staged_us(
+        world.machine,
+        rows=len(runs(rows)),
+        row_bytes=_bytes(world, rows),
+        outs=len(runs(outs)),
+        out_bytes=_bytes(world, outs),
+        sums=sums,
+    )
+    yield world.env.timeout(ns(us))
 
 
 def padded(world: World, step: Collective) -> Process:
-    """An all-gather's shards are taken apart in one pass, a kernel a rank; a product to be scattered is cleared, copied, and
-    its sum copied once more."""
-    shards = world.schedule.problem.shards
-    if (
-        not world.machine.stages
-        or step.op not in ("all_gather", "reduce_scatter")
-        or shards[0][1] - shards[0][0] == shards[-1][1] - shards[-1][0]  # none is shorter than the last
-    ):
-        return
-    passes, whole = (2, step.dst) if step.op == "all_gather" else (3, step.src)
-    kernels_us = (len(shards) + 2) * world.machine.launch_us
-    yield world.env.timeout(ns(kernels_us + hbm_us(world.machine, passes * region_bytes(world.schedule, whole))))
+    """A collective's shards made equal."""
+    whole = step.dst if step.op == "all_gather" else step.src
+    us = padded_us(world.machine, step.op, world.schedule.problem, region_bytes(world.schedule, whole))
+    if us:
+        yield world.env.timeout(ns(us))
 
 
 def _bytes(world: World, regions: Sequence[Region]) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from weft.core.machine import AlphaBeta, Machine, Table, Tile
 from weft.core.problem import ITEMSIZE, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem
 from weft.core.schedule import Bags, Gemm, LaneKind, Schedule, Sum
 from weft.core.work import region_bytes
-from weft.perf.shapes import TileShape, whole_tiles
+from weft.perf.shapes import TileShape, streamed_tile, whole_tiles
 
 COLLECTIVES: dict[Op, str] = {
     "all_gather_matmul": "all_gather",
@@ -118,6 +118,77 @@ def gemm_cost(
         math_us = _tile_us(machine, tile, -(-k // cuts), dtype, speed, extra)
         costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves, halves, gpu.half_tile))
     return min(costs, key=lambda cost: cost.busy_us)
+
+
+def kernel_cost(
+    machine: Machine,
+    *,
+    rows: Sequence[int],
+    n: int,
+    k: int,
+    dtype: str,
+    shape: TileShape | None,
+    sms: int | None = None,
+    stored: bool = False,
+    late_bytes: Iterable[float] = (),
+) -> GemmCost:
+    """weft's own kernel over groups of `rows`, whose tiles wait, count or go to peers. shape: its tiles', None on a GPU of
+    which only the vendor's are known. stored: by hardware. late_bytes: of a, of each group that waits for what brings it.
+
+    What brings a group takes its turn, a copy's fixed cost at least. Where it starts later than those before by more than what
+    the last-level cache keeps of B, which streams through it meanwhile, it reads B by itself."""
+    gpu, copies = machine.gpu, machine.copies
+    kept_us = machine.kernels.l2_share * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
+    apart = sum(min(1.0, (copies.copy_us + size / (copies.gbps * 1e3)) / kept_us) for size in late_bytes)
+    efficiency = gpu.kernel_efficiency(shape.m, shape.n, stored=stored) if shape else 0.0
+    tiles = (Tile(rows=shape.m, cols=shape.n, efficiency=efficiency),) if shape else ()
+    return gemm_cost(machine, rows=rows, n=n, k=k, dtype=dtype, sms=sms, flags=True, tiles=tiles, shape=shape, apart=apart)
+
+
+def streamed_cost(machine: Machine, problem: Problem, hops: int) -> GemmCost:
+    """The product in the kernel that goes on to exchange and sum it (weft.kernels.all_reduce), in so many hops."""
+    gpu, kernels, size = machine.gpu, machine.kernels, problem.world_size
+    pieces, width = (1, problem.n) if hops == 1 else (1 << (size - 1).bit_length(), -(-problem.n // size))
+    rows, cols = streamed_tile(problem, width, pieces, problem.product_rows(0), gpu.sms)
+    full_us = 2 * rows * cols / (machine.tflops(problem.dtype) * 1e6 / gpu.sms * kernels.streamed)
+    tile = Tile(rows=rows, cols=cols, efficiency=kernels.streamed * min(1.0, full_us / kernels.row_us))
+    inner = max(problem.inner(rank) for rank in range(size)) if problem.b_sizes else problem.inner(0)
+    return gemm_cost(machine, rows=(problem.product_rows(0),), n=problem.n, k=inner, dtype=problem.dtype, tiles=(tile,))
+
+
+def stalled_us(machine: Machine, size: float, tiles: int, sms: int) -> float:
+    """By how much a tile takes longer where it stores its part of `size` bytes in so many tiles at a peer, and the tiles of
+    `sms` SMs do."""
+    gbps = machine.stores.rate(sms) * (machine.stores.tiles or 1.0)
+    return machine.stores.stall * size / max(1, tiles) * sms / (gbps * 1e3)
+
+
+def adding_us(machine: Machine, size: float, tiles: int, sms: int) -> float:
+    """What a tile takes to read its part of `size` bytes that are added in so many tiles, while as many of them as fit on the
+    SMs do."""
+    return hbm_us(machine, size / max(1, tiles) * min(tiles, sms))
+
+
+def staged_us(machine: Machine, *, rows: int, row_bytes: float, outs: int, out_bytes: float, sums: int = 0) -> float:
+    """What is done around a vendor's matmul: its rows of a brought together by one kernel, where they are more than one run;
+    runs of the product brought to their places, by one kernel each. sums: 1 where the product goes into float32 sums, 2 where
+    it is added to them, by a kernel that reads both."""
+    launches, moved = (1, 2 * row_bytes) if rows > 1 else (0, 0.0)
+    if sums:
+        launches, moved = launches + 1, moved + (1 + sums) * out_bytes
+    elif outs > 1:
+        launches, moved = launches + outs, moved + 2 * out_bytes
+    return launches * machine.launch_us + hbm_us(machine, moved) if machine.stages else 0.0
+
+
+def padded_us(machine: Machine, op: str, problem: Problem, whole: float) -> float:
+    """What is done around a vendor's collective of `whole` bytes where shards are uneven: an all-gather's are taken apart in
+    one pass, a kernel a rank; a product to be scattered is cleared, copied, and its sum copied once more."""
+    first, last = (problem.shards[at][1] - problem.shards[at][0] for at in (0, -1))
+    if not machine.stages or op not in ("all_gather", "reduce_scatter") or first == last:
+        return 0.0
+    passes = 2 if op == "all_gather" else 3
+    return (len(problem.shards) + 2) * machine.launch_us + hbm_us(machine, passes * whole)
 
 
 def _sweeps(rows: Sequence[int], tile: Tile, shape: TileShape | None, apart: float) -> float:

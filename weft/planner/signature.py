@@ -24,9 +24,9 @@ from weft.core.machine import AlphaBeta, Machine, Tile
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.schedule import Copy, Push, Reduce, Schedule
 from weft.perf import run
+from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.sizes import FEATURES, Feature, sizes
 from weft.planner.values import Candidate, predicted
-from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.schedules import spec
 
 FREE_US, FREE_GBPS, FREE_TFLOPS = 1e-6, 1e9, 1e9

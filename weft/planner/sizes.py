@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
     @property
     def sent_us(self) -> float:
-        """What a rank sends, at its links' rate: an all-reduce scatters and gathers; on a mesh all peers' links work at once."""
+        """What a rank sends, at its links' rate. An all-reduce scatters and gathers; on a mesh all links work at once."""
         trips = 2 if self.problem.op == "matmul_all_reduce" else 1
         links = self.problem.world_size - 1 if self.machine.links.topology == "mesh" else 1
         return trips * (self.problem.world_size - 1) * self.problem.shard_bytes / (self.machine.links.gbps * 1e3 * links)

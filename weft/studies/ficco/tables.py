@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from weft.core.machine import numbers
-from weft.planner.sizes import FEATURES, Feature, sizes
 from weft.planner.signature import Signature, correlations
+from weft.planner.sizes import FEATURES, Feature, sizes
 from weft.studies.ficco.paper import choosers, figures, topologies
 from weft.studies.ficco.sensitivity import Sensitivity
 from weft.studies.ficco.study import BESPOKE, COMPARED, Scenario, Study
