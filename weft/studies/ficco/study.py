@@ -25,6 +25,7 @@ from weft.perf.ranking import estimates
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
 from weft.planner.signature import Signature, signature
+from weft.planner.values import predicted
 from weft.schedules import build
 from weft.studies.ficco.scenarios import unseen
 from weft.studies.profile import Progress
@@ -195,7 +196,8 @@ def calls(study: Study) -> dict[str, tuple[Span, ...]]:
 
 def signatures(machine: Machine, outcomes: Mapping[str, Outcome]) -> tuple[Signature, ...]:
     """What each of FiCCO's four loses, to decomposition and to contention. outcomes: by name, of one GEMM."""
-    return tuple(signature(outcomes[name].schedule, machine, outcomes[name]) for name in BESPOKE)
+    found = [outcomes[name] for name in BESPOKE]
+    return tuple(signature(one.schedule, machine, predicted(one.schedule, one, machine)) for one in found)
 
 
 def pick(problem: Problem, machine: Machine) -> str:
