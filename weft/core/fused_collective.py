@@ -67,7 +67,7 @@ class SpelledOut:
 
 def spelled_out(schedule: Schedule) -> SpelledOut:
     """The schedule as steps that need no kernel of a FusedCollective. The schedule itself where it has none."""
-    if not any(isinstance(step, FusedCollective) for _, _, _, step in schedule):
+    if not any(isinstance(step, FusedCollective) for lanes in schedule.ranks for lane in lanes for step in lane.steps):
         return SpelledOut(schedule, schedule)
     scratch: dict[str, _Scratch] = {}
     kernels: dict[tuple[int, str], dict[Span1D, FusedCollective]] = {}

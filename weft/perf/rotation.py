@@ -38,7 +38,6 @@ from weft.core.schedule import (
     SendReceive,
     ShareCounts,
     Signal,
-    Step,
     Sum,
     UserCall,
     Wait,
@@ -119,16 +118,18 @@ def rotation(spelled: SpelledOut, machine: Machine) -> Rotation | None:
         return None
     turns, flags = Turns(len(nodes), nodes[0]), tuple(_flags(lanes) for lanes in schedule.ranks)
     views = [_View(spelled, machine, turns, flags, rank) for rank in range(len(schedule.ranks))]
-    first = views[0]
+    first, others = views[0], list(zip(views[1:], schedule.ranks[1:], strict=True))
     for place, lane in enumerate(schedule.ranks[0]):
         kernels = first.kernels(lane.name)
         names = [lanes[place].name for lanes in schedule.ranks]
         if any(view.kernels(name) != kernels for view, name in zip(views, names, strict=True)):
             return None
         for position, step in enumerate(lane.steps):
-            seen = first.seen(step)
-            for view, lanes in zip(views[1:], schedule.ranks[1:], strict=True):
-                if view.seen(lanes[place].steps[position]) != seen:
+            kind, read = type(step), _READ[type(step)]
+            seen = read(first, step)
+            for view, lanes in others:
+                other = lanes[place].steps[position]
+                if type(other) is not kind or read(view, other) != seen:
                     return None
     numbered = list(flags[0])
     own = {flag: numbered[number] if number is not None else None for flag, number in first.signalled.items()}
@@ -140,11 +141,16 @@ def _uneven(problem: RaggedProblem) -> bool:
     return bool(min(problem.capacity, problem.m) % (problem.world_size * problem.experts))
 
 
+_WITHOUT_WAITS = frozenset((Signal, Copy, Push))
+
+
 def _flags(lanes: tuple[Any, ...]) -> dict[Flag, int]:
     """The flags that a rank waits for, numbered in the order in which it comes to them."""
     found: dict[Flag, int] = {}
     for lane in lanes:
         for step in lane.steps:
+            if type(step) in _WITHOUT_WAITS:
+                continue
             for wait in (step,) if isinstance(step, Wait) else waits(step):
                 found.setdefault(wait.flag, len(found))
     return found
@@ -166,10 +172,6 @@ class _View:
         """Where kernels of several steps begin and end, and what they do."""
         found = self._spelled.of_lane(self._rank, lane).items()
         return tuple((steps, kernel.op, kernel.hops, kernel.multiplies) for steps, kernel in found)
-
-    def seen(self, step: Step) -> Seen:
-        """What the simulator reads of a step."""
-        return type(step).__name__, *_SEEN[type(step)](self, step)
 
     def signal(self, flag: Flag | None) -> Seen:
         if flag is None:
@@ -240,7 +242,7 @@ class _View:
         return type(part).__name__, where, [self.wait(gate) for gate in part.gates], self.signal(part.count)
 
 
-_SEEN: dict[type, Callable[[_View, Any], Seen]] = {
+_READ: dict[type, Callable[[_View, Any], Seen]] = {
     Wait: _View.wait,
     Signal: lambda view, step: view.signal(step.flag),
     Copy: _View.copy,

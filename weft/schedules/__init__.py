@@ -271,9 +271,10 @@ MOST_CHUNKS = 512
 """Pieces a shard. With 256 a schedule of 8 ranks has 29,000 steps, and its proof takes 6 s; the time grows with the square."""
 
 MOST_PIECES = 4096
-"""Of a candidate, all ranks' pieces for all ranks: what is simulated grows with them, by 1 s for some 10,000."""
-MOST_RANKS = 64
-"""With more, overlaps in one piece a shard have more than that, and are no candidates."""
+"""Of a candidate, all ranks' pieces for all ranks: what is built and simulated grows with them, by 1 s for some 20,000."""
+MOST_RANKS = 128
+"""With more, an overlap in one piece a shard takes 3 s or more to build and simulate with 256 ranks, and grows with their
+square. None is a candidate."""
 
 
 def names(op: Op) -> tuple[str, ...]:

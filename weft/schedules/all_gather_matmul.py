@@ -133,10 +133,12 @@ class _Gather(Builder):
         for rank in range(self.world_size):
             peers = self.peers(rank, step=-1)
             self._wait_until_free(rank, peers if self.pieces[rank] else [], lane)
+            order = [*peers, rank] if lane and stage_own else [rank] * stage_own + peers
             for piece in self.pieces[rank]:
-                for peer in [*peers, rank] if lane and stage_own else [rank] * stage_own + peers:
+                own = self.own(piece)
+                for peer in order:
                     on = lane or self.copy_lane(peer)
-                    self.add(rank, on, Copy(self.own(piece), self.landing(peer, piece)), Signal(self.arrived(peer, piece)))
+                    self.add(rank, on, Copy(own, self.landing(peer, piece)), Signal(self.arrived(peer, piece)))
 
     def _wait_until_free(self, rank: int, peers: Sequence[int], lane: str | None) -> None:
         """All of the last call's readers at once: one wait before the first copy is shorter than one before each."""

@@ -152,6 +152,9 @@ def pushed(steps: list[Step]) -> Iterator[Step]:
     """The steps of a lane that runs on SMs, with neighbouring copies to peers, each followed by a signal to its receiver, as
     one Push. A Push ends where its parts would need an order: at another source, at a place that it has stored to, and at a
     flag that the lane advances more than once."""
+    if not any(isinstance(step, Copy) for step in steps):
+        yield from steps
+        return
     times = Counter(flag for step in steps for flag in advances(step))
     parts: list[Store] = []
     taken = _Taken()

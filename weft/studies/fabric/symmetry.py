@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,27 +46,23 @@ class Symmetric(Fluid):
 
     def all_to_all(self, size: float) -> simpy.Event:
         """Send `size` bytes to each other rank; the event is when the last of what is sent to this one has arrived."""
-        return self.env.all_of([self.env.process(self._carry(size, route)) for route in self._everywhere])
+        return self.env.all_of(
+            [self.env.process(self._carry(size, route)) for route in routes(self.fabric, range(1, self.fabric.world_size))]
+        )
 
     def shift(self, axis: int, size: float) -> simpy.Event:
         """Send `size` bytes to the next rank of an axis; the event is when those of the one before have arrived."""
-        return self.env.process(self._carry(size, self._ahead[axis]))
+        (route,) = routes(self.fabric, (self.fabric.after(0, axis),))
+        return self.env.process(self._carry(size, route))
 
     def _carry(self, size: float, route: Route) -> Generator[simpy.Event, Any, None]:
         yield self.transfer_alike(size, route.load)
         yield self.env.timeout(route.delay_ns)
 
-    @functools.cached_property
-    def _everywhere(self) -> tuple[Route, ...]:
-        return routes(self.fabric, range(1, self.fabric.world_size))
 
-    @functools.cached_property
-    def _ahead(self) -> tuple[Route, ...]:
-        return tuple(routes(self.fabric, [self.fabric.after(0, axis)])[0] for axis in range(len(self.fabric.axes)))
-
-
-def routes(fabric: Alike, peers: Iterable[int]) -> tuple[Route, ...]:
-    """What rank 0's messages to `peers`, of one size, load, by the kinds that they cross.
+@functools.lru_cache(maxsize=64)
+def routes(fabric: Alike, peers: Sequence[int]) -> tuple[Route, ...]:
+    """What rank 0's messages to `peers`, a range or a tuple, of one size, load, by the kinds that they cross.
 
     >>> from weft.studies.fabric.topology import Torus
     >>> ring = Torus(dims=(5,), gbps=1.0, latency_ns=7)

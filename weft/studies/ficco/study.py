@@ -20,11 +20,12 @@ from weft.core.machine import Machine, numbers
 from weft.core.machine import load as load_machine
 from weft.core.problem import Problem
 from weft.core.span import Span
-from weft.perf import engine
+from weft.perf import Outcome, engine
 from weft.perf.ranking import estimates
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
 from weft.planner.signature import Signature, signature
+from weft.planner.values import predicted
 from weft.schedules import build
 from weft.studies.ficco.scenarios import unseen
 from weft.studies.profile import Progress
@@ -138,7 +139,7 @@ def run(
         found = f"links.topology is {machine.links.topology!r} and world_size {machine.world_size}"
         raise ValueError(f"{found}; FiCCO's evaluation is of a mesh, of at least 2 GPUs")
     others = unseen() if others is None else others
-    total = 3 * len(cases) + len(others)
+    total = 2 * len(cases) + len(others)
     at = 0
 
     def told(items: Iterable[GemmCase], what: str) -> Iterator[GemmCase]:
@@ -148,23 +149,36 @@ def run(
             yield case
             at += 1
 
-    mesh = tuple(scenario(machine, case) for case in told(cases, "mesh"))
+    mesh: list[Scenario] = []
+    losses: list[Signature] = []
+    for case in told(cases, "mesh"):
+        outcomes = simulated(machine, case)
+        mesh.append(_scenario(machine, case, outcomes))
+        losses += signatures(machine, outcomes)
     switch = tuple(scenario(behind_switch(machine), case) for case in told(cases, "switch"))
-    losses = tuple(found for case in told(cases, "losses") for found in signatures(machine, case))
     drawn = tuple(scenario(machine, case, CHOSEN_FROM) for case in told(others, "heuristic"))
     progress("done", total, total)
-    return Study(machine=machine, mesh=mesh, switch=switch, unseen=drawn, signatures=losses)
+    return Study(machine=machine, mesh=tuple(mesh), switch=switch, unseen=drawn, signatures=tuple(losses))
+
+
+def simulated(machine: Machine, case: GemmCase, names: Sequence[str] = COMPARED) -> dict[str, Outcome]:
+    """One GEMM by each of these schedules; a chunk a rank and shard where chunks are free."""
+    problem = case.problem(machine.world_size)
+    return {name: engine.run(build(problem, name, fan_out=machine.fans_out), machine) for name in names}
 
 
 def scenario(machine: Machine, case: GemmCase, names: Sequence[str] = COMPARED) -> Scenario:
-    """One GEMM with each of these schedules; a chunk a rank and shard where chunks are free."""
+    """One GEMM as these schedules run it."""
+    return _scenario(machine, case, simulated(machine, case, names))
+
+
+def _scenario(machine: Machine, case: GemmCase, outcomes: Mapping[str, Outcome]) -> Scenario:
     problem = case.problem(machine.world_size)
-    schedules = {name: build(problem, name, fan_out=machine.fans_out) for name in names}
     return Scenario(
         case=case,
         computation_us=whole_gemm_us(machine, problem),
         communication_us=whole_collective_us(machine, problem),
-        us={name: engine.run(schedule, machine).total_us for name, schedule in schedules.items()},
+        us={name: outcome.total_us for name, outcome in outcomes.items()},
         scored=pick(problem, machine),
     )
 
@@ -180,10 +194,10 @@ def calls(study: Study) -> dict[str, tuple[Span, ...]]:
     return found
 
 
-def signatures(machine: Machine, case: GemmCase) -> tuple[Signature, ...]:
-    """What each of FiCCO's four loses, to decomposition and to contention."""
-    problem = case.problem(machine.world_size)
-    return tuple(signature(build(problem, name, fan_out=machine.fans_out), machine) for name in BESPOKE)
+def signatures(machine: Machine, outcomes: Mapping[str, Outcome]) -> tuple[Signature, ...]:
+    """What each of FiCCO's four loses, to decomposition and to contention. outcomes: by name, of one GEMM."""
+    found = [outcomes[name] for name in BESPOKE]
+    return tuple(signature(one.schedule, machine, predicted(one.schedule, one, machine)) for one in found)
 
 
 def pick(problem: Problem, machine: Machine) -> str:
