@@ -11,7 +11,7 @@ import pytest
 from weft.core.machine import load
 from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, OPS, CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.perf.engine import run
-from weft.perf.ranking import ROWS, estimates, ranked
+from weft.perf.ranking import ROWS, estimates
 from weft.schedules import FAMILIES, build, parse, specs
 
 DRAWN = 60
