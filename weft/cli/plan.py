@@ -162,7 +162,7 @@ def _show(
     few = [name for name, plan in plans if plan.problem.op in SHARDS_TOKENS and plan.problem.m < plan.problem.world_size]
     if few:
         out.print(
-            f"note: fewer tokens than ranks: some ranks of {', '.join(few)} have none. A gain over sequential says little here; "
+            f"note: fewer tokens than ranks: some ranks of {', '.join(few)} have none, and a gain says little; "
             "decoding does not shard tokens: use --op matmul_all_reduce"
         )
     if any(plan.share_of_ideal > 1 for _, plan in plans):
