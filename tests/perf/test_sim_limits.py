@@ -13,10 +13,10 @@ from machine_tiny import tiny
 from weft.core.machine import Machine, Table, load, numbers
 from weft.core.problem import OPS, Op, Problem
 from weft.core.schedule import Lane
+from weft.core.what_if import rescaled
 from weft.perf import collective_us, run
 from weft.perf.engine import us_within
 from weft.perf.network import Fabric
-from weft.perf.rescaled import rescaled
 from weft.perf.terms import local_copy_us, wire_us
 from weft.report.chakra_nodes import graph
 from weft.schedules import build

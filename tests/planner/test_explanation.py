@@ -17,7 +17,7 @@ from weft.core.problem import OPS, LookupProblem, Problem
 from weft.core.settings import changed
 from weft.perf import run
 from weft.planner import heuristic, plan
-from weft.planner.explanation import Explanation, _faster_links, explained, summary
+from weft.planner.explanation import Explanation, explained, summary
 from weft.schedules import build, parse
 
 H200 = load("h200x8")
@@ -96,7 +96,7 @@ def test_each_family_is_held_against_the_chosen_one(rows: int) -> None:
     for what, factors in {"rows": (2.0, 4.0, 16.0), "links": (2.0, 4.0, 16.0)}.items():
         for factor in factors:
             there = problem if what == "links" else dataclasses.replace(problem, m=round(rows * factor / 8) * 8)
-            machine = _faster_links(H200, factor) if what == "links" else H200
+            machine = H200.what_if({"links.gbps": H200.links.gbps * factor}) if what == "links" else H200
             us = {spec: run(build(there, *parse(spec)), machine).total_us for spec in best.values()}
             winner = min(us, key=us.__getitem__)
             name = f"With links {factor:g} times as fast" if what == "links" else f"With {there.m} rows"
@@ -135,7 +135,7 @@ def test_machines_at_the_ends_of_what_there_may_be_are_varied(path: str, value: 
         machine = dataclasses.replace(H200, collectives={**H200.collectives, "all_gather": noisy})
     else:
         machine = changed(H200, path, str(value), known=(path,), what="it")
-    slower, faster = (_faster_links(machine, factor) for factor in (1 / 16, 16.0))
+    slower, faster = (machine.what_if({"links.gbps": min(1e15, machine.links.gbps * factor)}) for factor in (1 / 16, 16.0))
     us = [run(build(SMALL, "sequential"), one).total_us for one in (slower, machine, faster)]
     assert us == sorted(us, reverse=True)
     assert weft.explain(dataclasses.replace(SMALL, m=8, n=8, k=8, world_size=2), machine).parts

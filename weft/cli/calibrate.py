@@ -21,6 +21,11 @@ def command(
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = "auto",
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Of the profile. Default: the file's.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="NAME", help="Measure nothing: derive it from this one, for more GPUs."),
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(min=2, metavar="N", help="GPUs of the profile that --from derives.")] = None,
 ) -> None:
     """Measure this machine: matmuls, copies, stores, collectives, flags. Writes a profile for --machine."""
     name = name or out.stem
@@ -28,6 +33,16 @@ def command(
         raise ValueError(f"--name is {name!r}; it must be one line of letters that print")
     if choices.machine_file(str(out)) is None:
         raise ValueError(f"--out is {out}, the name of a profile that weft has, which --machine takes; use {out}.json")
+    if (source is None) != (world_size is None):
+        raise ValueError("--from and --world-size go together: --from h100x2.json --world-size 8 --out h100x8.json")
+    if source is not None and world_size is not None:
+        from weft.core.machine import load
+        from weft.tools.calibrate.derive import derived
+
+        machine = derived(load(source), world_size, name)
+        output.write_text(out, codec.dumps(machine, indent=2) + "\n", "--out")
+        output.console().print(f"{machine}\nwrote {out}")
+        return
     device, ranks = choices.choose_device(device, ranks)
     output.require_file(out, "--out")
     from weft.tools.calibrate import calibrate

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 ROWS_OF_A_RANK = ("all_to_all_matmul", "matmul_all_to_all")
+SHARDS_TOKENS = ("all_gather_matmul", "matmul_reduce_scatter")
+OVER_IDEAL = "Over 100% of ideal: the ideal is the vendor's slower half alone, which the schedule does without."
 TERMS = (
     "ideal: the longer of the matmul alone and the collective alone. head, tail, waits: what nothing hides. "
     "DIL: the pieces alone over the whole alone. CIL: beside the other kind over alone. By sizes alone: what "
@@ -40,6 +42,10 @@ def command(
     schedule: options.SCHEDULE = "auto",
     dtype: options.DTYPE = "bfloat16",
     site: Annotated[str | None, typer.Option(metavar="NAME", help="Only this site, as the tables name it.")] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the machine: gpu.sms=264. Repeatable."),
+    ] = None,
     why: Annotated[bool, typer.Option("--why", help="Take each choice apart: its time, and what would change it.")] = False,
     json: options.JSON = None,
     save: Annotated[
@@ -50,7 +56,7 @@ def command(
     ] = None,
 ) -> None:
     """Choose a schedule for each distributed site of a model, without running anything."""
-    from weft.core.machine import load
+    from weft.cli.simulate_schedule import machine_with
 
     sizes, sites = choices.choose_sites(model, op, site)
     if save is not None and len(sites) != 1:
@@ -62,7 +68,7 @@ def command(
     output.require_file(trace, "--trace")
     only, chunks = choices.choose_schedule(schedule, sites)
     kind = choices.choose_dtype(dtype)
-    target = load(machine)
+    target = machine_with(machine, changes or [])
     ranks = tp or target.world_size
     _check_heads(sizes, tp)
     from weft.planner import plan
@@ -85,10 +91,20 @@ def command(
 
 
 def _check_heads(model: Model, tp: int | None) -> None:
-    """Raises ValueError if attention heads cannot be split by the ranks that were asked for."""
-    if tp is not None and model.heads % tp:
-        fitting = ", ".join(str(ranks) for ranks in range(1, model.heads + 1) if model.heads % ranks == 0)
-        raise ValueError(f"--tp is {tp}; it must divide the {model.heads} attention heads of {model.name}: use {fitting}")
+    """Raises ValueError if attention heads cannot be split by the ranks that were asked for. Key/value heads are split, or each
+    is on several ranks."""
+
+    shared = model.kv_heads or model.heads
+
+    def fits(ranks: int) -> bool:
+        return model.heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+
+    if tp is not None and model.heads and not fits(tp):
+        fitting = ", ".join(str(ranks) for ranks in range(1, model.heads + 1) if fits(ranks))
+        raise ValueError(
+            f"--tp is {tp}; {model.name} has {model.heads} heads, which it must divide, and {shared} kv_heads, which it must "
+            f"divide or be a multiple of: use {fitting}"
+        )
 
 
 def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None, trace: Path | None) -> list[Path]:
@@ -143,6 +159,14 @@ def _show(
         out.print(f"note: {plans[0][1].problem.world_size} ranks do not divide the {model.heads} attention heads; see --tp")
     for note in model.notes:
         out.print(f"note: {note}")
+    few = [name for name, plan in plans if plan.problem.op in SHARDS_TOKENS and plan.problem.m < plan.problem.world_size]
+    if few:
+        out.print(
+            f"note: fewer tokens than ranks: some ranks of {', '.join(few)} have none, and a gain says little; "
+            "decoding does not shard tokens: use --op matmul_all_reduce"
+        )
+    if any(plan.share_of_ideal > 1 for _, plan in plans):
+        out.print(f"note: {OVER_IDEAL}")
     if any(plan.problem.op in ROWS_OF_A_RANK for _, plan in plans):
         out.print(
             "note: M of experts' matmuls is the rows of one rank: its share of the tokens, once for each expert of a token"

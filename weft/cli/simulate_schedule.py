@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from weft.planner.simulated import Simulation
 
 EXAMPLE = "links.gbps=200"
-TOPOLOGY, HOST = "links.topology", "links.host_gbps"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,49 +76,13 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
 
 
 def machine_with(name: str, settings: Sequence[str], example: str = EXAMPLE) -> Machine:
-    """A profile with some numbers, or its topology, changed, all at once; they say so in their source. The vendor's collectives
-    go with the links, but for those that are set themselves. Raises ValueError."""
-    from weft.core import settings as what_if
-    from weft.core.machine import Machine, load, numbers
-    from weft.perf.rescaled import BY_HAND
+    """A profile with some numbers, or its topology, changed, all at once, and what goes along with them (weft.core.what_if).
+    Raises ValueError."""
+    from weft.core.machine import load
+    from weft.core.settings import parse
 
-    machine = load(name)
-    known = dict.fromkeys([*(path for path, _ in numbers(machine)), TOPOLOGY, HOST])
-    set_to: dict[str, str] = {}
-    for setting in settings:
-        key, value = what_if.parse(setting, example)
-        if key not in known:
-            raise ValueError(f"{key!r} is no number of machine {machine.name}; it has {', '.join(known)}")
-        set_to[key] = value
-    if not set_to:
-        return machine
-    data = codec.dump(machine)
-    for key, text in set_to.items():
-        *parents, last = key.split(".")
-        at = data
-        for parent in parents:
-            at = at[parent]
-        at[last] = text if isinstance(at.get(last), str) else what_if.numbers_of(key, text)
-        if key != TOPOLOGY:
-            data["sources"][key] = BY_HAND
-    changed: Machine = codec.load(Machine, data)
-    return changed if changed.links == machine.links else _on_links(machine, changed, set_to)
-
-
-def _on_links(before: Machine, machine: Machine, kept: Collection[str]) -> Machine:
-    """`machine` with the vendor's collectives as fast as its links, which are not those of `before`, but for the collectives
-    with a number in `kept`."""
-    from weft.core.machine import numbers
-    from weft.perf.rescaled import RESCALED, faster, rescaled
-
-    sources, models = dict(machine.sources), dict(machine.collectives)
-    for op, model in machine.collectives.items():
-        factor = faster(op, before, machine)
-        paths = [path for path, _ in numbers(model, f"collectives.{op}") if not path.endswith(".world_size")]
-        if factor != 1.0 and not set(paths) & set(kept):
-            models[op] = rescaled(model, factor)
-            sources |= {path: RESCALED + machine.sources[path] for path in paths if not path.endswith(("fixed_us", "step_us"))}
-    return dataclasses.replace(machine, collectives=models, sources=sources)
+    machine, changes = load(name), dict(parse(setting, example) for setting in settings)
+    return machine.what_if(changes)
 
 
 def as_data(schedule: Schedule, found: Simulation) -> dict[str, object]:

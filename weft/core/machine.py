@@ -1,9 +1,9 @@
 """Machine: where a problem runs, as numbers. Profiles are data files in weft/core/machines, each number with its source.
 
-Contract: a Machine that exists is complete. Every number is from 1e-12 to 1e15 (`stores.stall`: zero, too), so that times made
-of them are finite, and `sources` says of each where it is from: measured (with its date), the paper or the vendor's data
-sheet, or assumed. A file that lacks a number or a source, or has one too many, is refused with the name of the file and of the
-field.
+Contract: a Machine that exists is complete. Every number is from 1e-12 to 1e15 (latencies and `stores.stall`: zero, too), so
+that times made of them are finite, and `sources` says of each where it is from: measured (with its date), the paper or the
+vendor's data sheet, or assumed. A file that lacks a number or a source, or has one too many, is refused with the name of the
+file and of the field.
 
 Numbers that are time are in microseconds, rates in 1e9 bytes/s (gbps) or 1e12 operations/s (tflops).
 Topologies, for ranks 0 .. world_size-1:
@@ -31,7 +31,9 @@ from weft.core.errors import require
 from weft.core.problem import Problem
 
 Topology = Literal["switch", "mesh", "ring", "pcie"]
-MAY_BE_ZERO = frozenset({"stores.stall"})
+MAY_BE_ZERO = frozenset({"stores.stall", "links.latency_us", "network.latency_us"})
+STORES_SHARE = 4
+"""Communication blocks occupy at most a quarter of a small GPU's SMs."""
 LEAST, MOST = 1e-12, 1e15
 """Of any number."""
 _NOTHING_US = 1e-3
@@ -253,6 +255,19 @@ class Links:
     latency_us: float
     host_gbps: float | None = None
 
+    def wire_us(self, op: str, shard_bytes: float, world_size: int) -> float:
+        """The least that a collective of one host takes: every other rank's shard comes in by a rank's links, at their rate. A
+        mesh has a link for each, a ring two for all; all to all the shards of others pass through a ring's, too."""
+        shards = world_size - 1.0
+        if self.topology == "mesh":
+            shards = 1.0
+        elif self.topology == "ring":
+            hops = (min(ahead, world_size - ahead) for ahead in range(1, world_size))
+            shards = (sum(hops) if op == "all_to_all" else shards) / 2
+        if self.topology == "pcie" and self.host_gbps:
+            shards = max(shards, world_size * (world_size - 1) * self.gbps / self.host_gbps)
+        return shards * shard_bytes / (self.gbps * 1e3)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
@@ -396,6 +411,20 @@ class Machine:
         if dtype not in self.gpu.tflops:
             raise ValueError(f"dtype is {dtype!r}; machine {self.name} has rates for {', '.join(self.gpu.tflops)}")
         return self.gpu.tflops[dtype]
+
+    def what_if(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Machine:
+        """This machine with other numbers, and with what goes along with them: see weft.core.what_if.
+
+        changes: by path, a value, or its JSON as text. more: the same, with __ for a dot. Raises ValueError for a path that
+        there is not, and for a value that cannot be, with what would work.
+
+        >>> faster = load("h200x8").what_if(links__gbps=780.0)
+        >>> faster.copies.gbps, faster.stores.rate(4), faster.sources["copies.gbps"][:23]
+        (740.0, 230.0, 'scaled with what was se')
+        """
+        from weft.core.what_if import what_if
+
+        return what_if(self, {**(changes or {}), **{name.replace("__", "."): value for name, value in more.items()}})
 
     @cached_property
     def within_a_kernel(self) -> Machine:

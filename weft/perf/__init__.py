@@ -5,7 +5,7 @@ kernels.py  ragged.py                        GEMMs and sums; steps whose row cou
 lookups.py  staging.py                       lookups; what NCCL needs done around its collectives
 transfers.py  messages.py                    copies and collectives; sends and receives between nodes
 network.py  fluid.py  contention.py          links that transfers share; kernels and copies that slow each other
-terms.py  rescaled.py                        what a kernel, a collective or a step takes alone; on other links
+terms.py                                     what a kernel, a collective or a step takes alone
 rules.py  pieces.py  shapes.py               the ranking from sizes alone; tile shapes. The standard library is enough
 graph.py                                     a schedule as nodes, for simulators of whole systems
 """

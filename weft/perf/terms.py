@@ -285,15 +285,7 @@ def wire_us(machine: Machine, op: str, shard_bytes: float, world_size: int) -> f
     >>> wire_us(load("h200x8"), "all_gather", 390_000, 8), wire_us(load("mi300x8"), "all_gather", 48_000, 8)
     (7.0, 1.0)
     """
-    links, shards = machine.links, world_size - 1.0
-    if links.topology == "mesh":
-        shards = 1.0
-    elif links.topology == "ring":
-        hops = (min(ahead, world_size - ahead) for ahead in range(1, world_size))
-        shards = (sum(hops) if op == "all_to_all" else shards) / 2
-    if links.topology == "pcie" and links.host_gbps:
-        shards = max(shards, world_size * (world_size - 1) * links.gbps / links.host_gbps)
-    return shards * shard_bytes / (links.gbps * 1e3)
+    return machine.links.wire_us(op, shard_bytes, world_size)
 
 
 def _from_table(machine: Machine, op: str, table: Table, shard_bytes: float, world_size: int) -> float:

@@ -22,7 +22,6 @@ from weft.core.machine import Machine, as_machine, within
 from weft.core.problem import LookupProblem, Problem
 from weft.core.schedule import Schedule
 from weft.perf.ranking import estimates, heuristic
-from weft.perf.rescaled import rescaled
 from weft.planner.choose import plan
 from weft.planner.signature import FREE_US, Signature, signature, without_communication, without_computation
 from weft.planner.values import Plan
@@ -175,7 +174,7 @@ def _variations(
         return (dataclasses.replace(problem, m=count(factor)), machine) if count(factor) else None
 
     def links(factor: float) -> Changed:
-        return problem, _faster_links(machine, factor)
+        return problem, machine.what_if({"links.gbps": within(machine.links.gbps * factor)})
 
     def copies(factor: float) -> Changed:
         engines = dataclasses.replace(machine.copies, copy_us=within(machine.copies.copy_us * factor))
@@ -187,22 +186,6 @@ def _variations(
     yield lambda f: f"With links {f:g} times as fast", links
     yield lambda f: f"If a copy cost {machine.copies.copy_us / f:.2g} us", lambda f: copies(1 / f)
     yield lambda f: f"If a copy cost {machine.copies.copy_us * f:.2g} us", copies
-
-
-def _faster_links(machine: Machine, factor: float) -> Machine:
-    """All that moves bytes between ranks; of the vendor's collectives what grows with bytes."""
-
-    def faster(gbps: float) -> float:
-        return within(gbps * factor)
-
-    copies, links = machine.copies, machine.links
-    return dataclasses.replace(
-        machine,
-        copies=dataclasses.replace(copies, gbps=faster(copies.gbps), several_gbps=faster(copies.several_gbps)),
-        stores=dataclasses.replace(machine.stores, gbps=tuple((sms, faster(gbps)) for sms, gbps in machine.stores.gbps)),
-        links=dataclasses.replace(links, gbps=faster(links.gbps), host_gbps=links.host_gbps and faster(links.host_gbps)),
-        collectives={op: rescaled(model, factor) for op, model in machine.collectives.items()},
-    )
 
 
 def summary(plans: Sequence[tuple[str, Plan]]) -> str:

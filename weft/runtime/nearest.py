@@ -17,14 +17,12 @@ import torch
 
 from weft.compat.device import architecture, flop_per_clock, memory_gbps
 from weft.core import machine
-from weft.core.machine import Gpu, Machine
+from weft.core.machine import STORES_SHARE, Gpu, Machine
 
 DEFAULT = "h200x8"
 _LOG = logging.getLogger("weft")
 _NEAREST = {"a100x8": "sm_80", "h200x8": "sm_90", "mi210x4": "gfx90a", "mi300x8": "gfx942"}
 """Shipped profiles, and the architectures that their GPUs have."""
-_STORES_SHARE = 4
-"""A lane of stores to peers occupies no more than a quarter of a small GPU's SMs."""
 _MEMORY_SHARE = 0.9
 """Of the peak of its memory, what a GPU reaches by reading and writing: 4300 of 4800 GB/s on H200."""
 
@@ -66,9 +64,11 @@ def estimated(name: str, found: Any) -> Machine:
     nearest = _nearest(architecture(found))
     near = _shipped(nearest)
     gpu = _gpu(near.gpu, found, flop_per_clock(architecture(found)) / flop_per_clock(_NEAREST[nearest]))
-    stores = replace(near.stores, sms=max(1, min(near.stores.sms, gpu.sms // _STORES_SHARE)))
+    blocks = max(1, min(near.stores.sms, gpu.sms // STORES_SHARE)), max(1, min(near.stores.sms_alone, gpu.sms // 2))
+    stores = replace(near.stores, sms=blocks[0], sms_alone=blocks[1])
     changed = {"gpu.sms": "the device's own report", "gpu.l2_bytes": "the device's own report"}
-    changed |= dict.fromkeys(("stores.sms", "gpu.hbm_gbps", *(f"gpu.tflops.{dtype}" for dtype in gpu.tflops)), "estimated")
+    estimated = ("stores.sms", "stores.sms_alone", "gpu.hbm_gbps", *(f"gpu.tflops.{dtype}" for dtype in gpu.tflops))
+    changed |= dict.fromkeys(estimated, "estimated")
     return replace(
         near,
         name=f"{nearest}-estimated",

@@ -13,7 +13,8 @@ from functools import lru_cache, partial
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem, RaggedProblem
-from weft.core.schedule import Schedule
+from weft.core.schedule import Gemm, Push, Schedule
+from weft.core.work import is_plain
 from weft.schedules import all_gather_matmul as ag
 from weft.schedules import all_to_all_columns_matmul as beside
 from weft.schedules import all_to_all_matmul as dispatch
@@ -422,9 +423,24 @@ def specs(problem: Problem, only: str | None = None) -> list[str]:
     only = "sequential" if only is None and size > MOST_RANKS else only
     found = []
     for family in (FAMILIES[n] for n in names(problem.op) if only in (None, n) and not unfit(n, problem)):
+        if only is None and not _runs_as_priced(family.name, problem):
+            continue
         counts = sorted({max(1, min(c, most)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         found += [spec(family.name, chunks) for chunks in counts]
     return found
+
+
+@lru_cache(maxsize=1024)
+def _runs_as_priced(name: str, problem: Problem) -> bool:
+    """Whether the executor runs the steps of a family as the kernels that are priced. In float32 weft's GEMM kernel, whose
+    tiles wait, count or store, does not run, nor does the kernel that pushes chunks: such steps go part by part."""
+    if problem.dtype != "float32" or problem.op in (*LOOKUP_OPS, *COLLECTIVE_OPS) or name == "sequential":
+        return True
+    steps = [step for _, _, _, step in build(problem, name, 1)]
+    return not any(
+        isinstance(step, Push) or (isinstance(step, Gemm) and any(not is_plain(part, step.b.rank) for part in step.parts))
+        for step in steps
+    )
 
 
 def distinct(problem: Problem, named: Iterable[str], *, fan_out: bool = False, most: int | None = None) -> list[Schedule]:

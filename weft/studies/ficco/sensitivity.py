@@ -11,7 +11,7 @@ from functools import partial
 
 from weft.core import codec
 from weft.core.machine import Machine, numbers
-from weft.perf.rescaled import RESCALED
+from weft.core.what_if import RESCALED
 from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
 from weft.studies.ficco.study import CHOSEN_FROM, Scenario, changed, chosen_exactly, pick, scenario
 from weft.studies.profile import Progress, swept

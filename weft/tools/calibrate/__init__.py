@@ -60,6 +60,7 @@ def probes(device: str) -> tuple[Probe, ...]:
     found = [
         Probe(name="launches", work=own.launches),
         Probe(name="memory", work=common.memory, arguments=((256 if on_gpu else 16) * _MIB,)),
+        Probe(name="gathers", work=common.gathers, arguments=(1 << 20, 256) if on_gpu else (1 << 12, 128)),
         Probe(name=f"matmuls, {first}", work=common.gemms, arguments=(shapes, first)),
         *(Probe(name=f"a matmul, {each}", work=common.gemms, arguments=(shapes[1:2], each)) for each in others),
         Probe(name="flags", work=own.flags),

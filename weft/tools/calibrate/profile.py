@@ -76,6 +76,8 @@ class Profile:
             "network": self.base.network,
             "wake_us": self._wake_us(),
             "stages": self.base.stages,
+            "collective_sms": self.base.collective_sms,
+            "slow_lookups": self.base.slow_lookups,
             "device": device,
         }
         paths = dict.fromkeys(path for key, value in values.items() for path, _ in numbers(value, key))
@@ -98,6 +100,12 @@ class Profile:
         gbps = 2e-3 * nbytes / copied[0].median_us
         # A small copy on a machine that is full may reach less than what rounds to something.
         gpu = dataclasses.replace(self.base.gpu, hbm_gbps=round(gbps, 1) or gbps)
+        gathered = [sample for sample in self.samples if sample.what == "gather"]
+        if gathered:
+            rows, row_bytes = gathered[0].key
+            self._say("gpu.gather_share", f"{rows} rows of {row_bytes} bytes in bags of 32, over a copy's rate", gathered)
+            share = rows * row_bytes * (1 + 1 / 32) / gathered[0].median_us / 1e3 / gpu.hbm_gbps
+            gpu = dataclasses.replace(gpu, gather_share=round(share, 3) or share)
         return self._with_power(self._with_tiles(dataclasses.replace(gpu, tflops=self._tflops(gpu))))
 
     def _with_power(self, gpu: Gpu) -> Gpu:

@@ -1,0 +1,84 @@
+"""A machine of which one number is better is never predicted to be slower, but for what list scheduling may lose.
+
+Starting a step sooner may start another one later, so that a schedule can lose a little when something gets faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from weft.core.machine import Machine, load
+from weft.core.problem import Op, Problem
+from weft.core.schedule import Schedule
+from weft.perf import run
+from weft.schedules import FAMILIES, build
+
+H200 = load("h200x8")
+TOLERANCE = 0.02
+ANOMALY, MOST_ANOMALIES = 0.12, 0.01
+"""List scheduling may lose more: with twice the SMs one wave computes what two did, all its stores share the links, all parts
+arrive late, and what follows part by part begins late. Of all schedules so few may lose so much."""
+RATES = (
+    *("links.gbps", "copies.gbps", "copies.several_gbps", "gpu.hbm_gbps", "gpu.sms", "gpu.tflops.bfloat16", "kernels.sm_gbps"),
+    *("gpu.l2_bytes", "stores.gbps"),
+)
+COSTS = (
+    *("copies.copy_us", "launch_us", "flag_us", "wake_us", "fork_us", "links.latency_us", "gpu.tile_us"),
+    *("stores.stall", "kernels.exchange_us"),
+)
+OPERATORS: tuple[Op, ...] = (
+    *("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul", "matmul_all_to_all"),
+)
+SIZES = ((512, 3584, 4096), (4096, 7168, 2048))
+
+
+def better(path: str) -> Machine:
+    if path == "stores.gbps":
+        return H200.what_if({path: [[sms, 2 * gbps] for sms, gbps in H200.stores.gbps]})
+    value: object = H200
+    for name in path.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    assert isinstance(value, (int, float))
+    return H200.what_if({path: 2 * value if path in RATES else value / 2})
+
+
+def schedules(sizes: tuple[tuple[int, int, int], ...], ranks: tuple[int, ...]) -> Iterator[Schedule]:
+    for op in OPERATORS:
+        for name, family in FAMILIES.items():
+            for world_size in ranks:
+                for m, n, k in sizes:
+                    problem = Problem(op=op, m=m, n=n, k=k, world_size=world_size)
+                    if op in family.builders and name != "node_slices":
+                        yield build(problem, name)
+
+
+Slower = tuple[float, str]
+
+
+def slower(path: str, sizes: tuple[tuple[int, int, int], ...], ranks: tuple[int, ...]) -> tuple[int, list[Slower]]:
+    """How many schedules there are, and by how much those that are slower are slower."""
+    machine, found, count = better(path), list[Slower](), 0
+    for schedule in schedules(sizes, ranks):
+        before, after = run(schedule, H200).total_us, run(schedule, machine).total_us
+        count += 1
+        if after > (1 + TOLERANCE) * before:
+            found.append((after / before - 1, f"{schedule.name} for {schedule.problem}: {before:.1f} -> {after:.1f} us"))
+    return count, found
+
+
+@pytest.mark.parametrize("path", [path for path in (*RATES, *COSTS) if path != "gpu.sms"])
+def test_what_is_better_is_not_slower(path: str) -> None:
+    count, found = slower(path, SIZES[:1], (4,))
+    assert count >= 40
+    assert not found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [*RATES, *COSTS])
+def test_what_is_better_is_hardly_ever_slower_in_any_family(path: str) -> None:
+    count, found = slower(path, SIZES, (2, 4, 8))
+    assert count >= 200
+    assert len(found) <= (2.5 if path == "gpu.sms" else 1) * MOST_ANOMALIES * count, found
+    assert max(found, default=(0.0, ""))[0] <= ANOMALY, found
