@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.perf.rules import Estimates
-
 import weft
 from weft.core import codec
 from weft.core.logs import LOGGER
@@ -160,7 +158,6 @@ def targets() -> dict[str, Target]:
         "machine": Target(_values(Machine), _texts("core/machines")),
         "schedule": Target(_values(Schedule, _proved), tuple(_schedules())),
         "plan": Target(_kept_plan, (codec.dumps(_entry()),)),
-        "decisions": Target(_values(Estimates), _texts("perf/decisions")),
         "model": Target(_values(Model), tuple(codec.dumps(load_model(name)) for name in preset_names()[:2])),
         "spec": Target(_spec, ('"flag_gated:4"', '"sequential"')),
     }

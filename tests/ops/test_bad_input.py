@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import weft
 from weft.core.machine import load
 from weft.core.problem import OPS, Op
-from weft.perf.rules import heuristic
+from weft.perf.ranking import heuristic
 from weft.schedules import MOST_CHUNKS, names
 
 GATHER = weft.Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2)

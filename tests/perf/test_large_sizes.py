@@ -14,7 +14,7 @@ from weft.core.machine import load
 from weft.core.problem import OPS, Op, Problem
 from weft.core.schedule import Gemm
 from weft.perf.kernels import Ends, FreeSms
-from weft.perf.shapes import SHAPES, _Arriving, _gated_us, _numbers, _opens, _sent_us, shape_of, tiles_of, whole_tiles
+from weft.perf.shapes import SHAPES, Arriving, _gated_us, _numbers, _opens, _sent_us, shape_of, whole_tiles
 from weft.planner import plan
 from weft.schedules import MOST_PIECES, MOST_RANKS, build, candidates
 
@@ -31,7 +31,7 @@ def test_tiles_given_out_at_once_end_as_one_by_one(sms: int, groups: list[tuple[
         assert blocks.take(tiles, ends) == ((one_by_one[0], one_by_one[-1]) if tiles else (0, 0))
 
 
-def _walked_us(parts: tuple[_Arriving, ...], ready_us: list[float], tile_us: float, step: int, width: int) -> float:
+def _walked_us(parts: tuple[Arriving, ...], ready_us: list[float], tile_us: float, step: int, width: int) -> float:
     """Tile by tile, in the kernel's order: groups of `step` row tiles, column by column, on 132 blocks in turns."""
     rows = [number for number, part in enumerate(parts) for _ in range(-(-part.rows // 64))]
     groups = [rows[first : first + step] for first in range(0, len(rows), step)]
@@ -46,7 +46,7 @@ def _walked_us(parts: tuple[_Arriving, ...], ready_us: list[float], tile_us: flo
 @pytest.mark.parametrize("rows", [(64,) * 4, (640, 200, 64, 2000), (4096, 0, 100, 64 * 131), (64 * 264,) * 2])
 def test_a_gated_step_ends_as_its_tiles_one_by_one(rows: tuple[int, ...], group: int) -> None:
     blocks = dataclasses.replace(SHAPES[3], group=group)
-    parts = tuple(_Arriving(count, 1000, number > 0, (64,)) for number, count in enumerate(rows))
+    parts = tuple(Arriving(count, 1000, number > 0, (64,)) for number, count in enumerate(rows))
     arrived_us, now, numbers = [0.0], 0.0, _numbers(H200, 132)
     for count in rows[1:]:
         now += numbers.copy_us + count * 64 * 2 / numbers.copied
@@ -67,18 +67,17 @@ def test_slices_are_waited_for_one_after_the_other() -> None:
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_tiles_that_are_sent_end_as_wave_by_wave(number: int, k: int, m: int) -> None:
     shape = SHAPES[number]
-    schedule = build(Problem(op="matmul_reduce_scatter", m=m, n=4096, k=k, world_size=4), "direct_store", 1)
-    step = next(step for _, _, _, step in schedule if isinstance(step, Gemm))
-    counts = [(tiles_of(part, shape) // (1 + shape.halves), part.out.rank != step.b.rank) for part in step.parts]
+    parts = tuple(Arriving(m // 4, 4096, False, (k,), away) for away in (True, True, True, False))
+    counts = [(-(-part.rows // shape.m) * -(-part.cols // shape.n), part.away) for part in parts]
     away, total = sum(tiles for tiles, leaves in counts if leaves), sum(tiles for tiles, _ in counts)
     numbers = _numbers(H200, 132)
-    tile_us = numbers.whole_us(shape, step.b.shape[0])
+    tile_us = numbers.whole_us(shape, k)
     now = sent = 0.0
     for first in range(0, total, 132):
         now += tile_us * H200.gpu.half_tile if first >= whole_tiles(total, 132, shape) else tile_us
         leaving = max(0, min(away - first, 132))
         sent = max(sent, now) + leaving * shape.m * shape.n * 2 / numbers.sent if leaving else sent
-    assert _sent_us(step, shape, numbers) == pytest.approx(max(now, sent), rel=1e-9)
+    assert _sent_us(parts, shape, numbers) == pytest.approx(max(now, sent), rel=1e-9)
 
 
 @pytest.mark.parametrize("extent", [pytest.param("m", marks=pytest.mark.slow), "n", pytest.param("k", marks=pytest.mark.slow)])

@@ -13,8 +13,8 @@ from weft.core import capabilities
 from weft.core.errors import RankMismatch
 from weft.core.machine import Machine, load, numbers
 from weft.core.problem import Problem
-from weft.core.schedule import Flag, Gemm, Part, Region
-from weft.perf.shapes import SHAPES, _numbers, _waves_us, by_hardware, push_sms, shape_of
+from weft.core.schedule import Gemm
+from weft.perf.shapes import SHAPES, Arriving, _numbers, _waves_us, by_hardware, push_sms, shape_of
 from weft.perf.terms import gemm_cost
 from weft.schedules import build
 
@@ -58,13 +58,10 @@ def test_the_kernel_and_the_simulator_charge_half_a_tile_alike() -> None:
             tiles=H200.gpu.kernel_tiles[:1],
             shape=largest,
         )
-        part = Part(
-            Region("a", 0, (0, 128 * 150), (0, 8192)), Region("out", 0, (0, 128 * 150), (0, 256)), count=Flag("made", 0)
-        )
-        counted = Gemm(Region("b", 0, (0, 8192), (0, 256)), (part,))
         assert cost.halves == 18
         assert cost.busy_us == pytest.approx((1 + half_tile) * cost.tile_us)
-        assert _waves_us(counted, largest, _numbers(machine, 132)) == pytest.approx(cost.busy_us, rel=1e-6)
+        counted = (Arriving(128 * 150, 256, False, (8192,)),)
+        assert _waves_us(counted, largest, _numbers(machine, 132), stored=False) == pytest.approx(cost.busy_us, rel=1e-6)
 
 
 def test_pushes_take_as_many_sms_as_the_machine_says() -> None:

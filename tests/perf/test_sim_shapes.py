@@ -13,7 +13,7 @@ from weft.core.problem import LookupProblem, Problem
 from weft.core.schedule import Gemm, Schedule
 from weft.perf import kernels, run
 from weft.perf.shapes import SHAPES, shape_of, streamed_tile, whole_tiles
-from weft.perf.terms import gemm_cost, warm, whole_gemm_us
+from weft.perf.terms import gemm_cost, kernel_cost, warm, whole_gemm_us
 from weft.perf.world import Filled, World
 from weft.schedules import build, parse
 
@@ -67,12 +67,17 @@ def test_b_is_read_by_each_group_of_row_tiles_and_by_parts_that_come_apart() -> 
 
 
 def test_parts_come_apart_by_what_brings_them() -> None:
-    of = problem(256, 32768, 6144, op="all_to_all_matmul")
-    schedule = scheduled(of, "flag_gated:1")
-    step, _ = cost_of(schedule)
-    few = kernels._apart(World(schedule, H200), step)
     slow = dataclasses.replace(H200, copies=dataclasses.replace(H200.copies, copy_us=100.0))
-    assert 1.0 < few < 3.0 == kernels._apart(World(schedule, slow), step), "three of four parts wait"
+    sizes = {"rows": (64,) * 4, "n": 32768, "k": 6144, "dtype": "bfloat16", "shape": dataclasses.replace(SHAPES[2], group=8)}
+    sweep_us = 2 * 32768 * 6144 / (H200.gpu.hbm_gbps * 1e3)
+
+    def sweeps(machine: Machine, *late_bytes: float) -> float:
+        cost = kernel_cost(machine, late_bytes=late_bytes, **sizes)  # type: ignore[arg-type]
+        return (cost.memory_us - kernel_cost(machine, **sizes).memory_us) * -(-sum(cost.tiles) // cost.sms) / sweep_us  # type: ignore[arg-type]
+
+    late = (64 * 6144 * 2.0,) * 3
+    assert sweeps(slow, *late) == pytest.approx(3.0), "each of three parts that wait"
+    assert 1.0 < sweeps(H200, *late) < 3.0
 
 
 @pytest.mark.parametrize(("m", "n", "k", "fits"), [(8, 6144, 6144, True), (8, 8192, 8192, False), (4096, 8192, 1024, False)])

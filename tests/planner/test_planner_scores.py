@@ -96,7 +96,7 @@ def scores(some: list[Any], fitted: list[Any]) -> list[Any]:
 def test_the_tuner_measures_the_best_of_the_ranking_alone() -> None:
     us = {"sequential": 100.0} | {f"flag_gated:{count}": 90.0 - count for count in (1, 2, 3, 4, 5, 6)}
     ranking = {name: 100.0 - time for name, time in us.items()}  # the other way round
-    assert predictions(us, ranking=ranking).picks["auto"] == "flag_gated:5"
+    assert predictions(us, ranking=ranking).picks["auto"] == "flag_gated:4"
 
 
 def test_halves_are_for_good_and_about_as_large() -> None:
@@ -104,9 +104,7 @@ def test_halves_are_for_good_and_about_as_large() -> None:
 
     problems = [Problem(op="all_gather_matmul", m=m, n=64, k=64, world_size=2) for m in range(1, 201)]
     assert 70 < sum(half(problem) == "test" for problem in problems) < 130
-    assert [half(problem) for problem in problems[:8]] == [
-        *("test", "test", "fit", "test", "test", "fit", "test", "fit"),
-    ]
+    assert "".join(half(problem)[0] for problem in problems[:16]) == "ftftftfttffftftt"
 
 
 def test_percentiles() -> None:

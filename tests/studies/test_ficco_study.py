@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from pages import charts_of
+from weft.studies.ficco.score import BESPOKE, pick, scores
 
 from weft.cli import main
 from weft.core import codec
@@ -23,7 +24,6 @@ from weft.studies.ficco import study as studies
 from weft.studies.ficco.paper import choosers, figures, topologies
 from weft.studies.ficco.record import record
 from weft.studies.ficco.scenarios import unseen
-from weft.studies.ficco.score import BESPOKE, pick, scores
 from weft.studies.ficco.sensitivity import TILES, UNUSED, Sensitivity, assumed, headline, varied
 from weft.studies.ficco.study import CHOSEN_FROM, COMPARED, Scenario, Study, behind_switch, changed, load, scenario
 from weft.studies.ficco.tables import LOSSES, correlations_table, losses_table

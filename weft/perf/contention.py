@@ -24,11 +24,9 @@ from typing import Protocol
 import simpy
 
 from weft.core.machine import Machine
+from weft.perf.terms import COPY_BESIDE_GEMM, GEMM_BESIDE_COPY, slowed
 
-GEMM_BESIDE_COPY, COPY_BESIDE_GEMM = "gemm beside copy", "copy beside gemm"
 Shares = tuple[float, float]
-LEAST_SPEED = 0.01
-"""Of a kernel whose memory copies take whole: it goes on, slowly."""
 
 
 class Time(Protocol):
@@ -118,9 +116,7 @@ class Contention:
         known = machine.contention
         self.active = GEMM_BESIDE_COPY in known or COPY_BESIDE_GEMM in known
         self._env = env
-        self._hbm_gbps = machine.gpu.hbm_gbps
-        self._full_gbps = 2 * machine.copies.several_gbps
-        self._slower_gemm = max(1.0, known.get(GEMM_BESIDE_COPY, 1.0))
+        self._machine = machine
         self._slower_copy = max(1.0, known.get(COPY_BESIDE_GEMM, 1.0))
         self._clocks: dict[Hashable, list[SlowedClock]] = {rank: [] for rank in range(ranks)}
         self._computations: dict[Hashable, list[SlowedClock]] = {rank: [] for rank in range(ranks)}
@@ -176,7 +172,4 @@ class Contention:
                 clock.run_at(self._speed(clock, gbps.get(rank, 0.0)) * slowed)
 
     def _speed(self, clock: SlowedClock, gbps: float) -> float:
-        multiplying, traffic = clock.shares
-        slower = 1.0 + (self._slower_gemm - 1.0) * min(1.0, gbps / self._full_gbps)
-        free = max(LEAST_SPEED, 1.0 - gbps / self._hbm_gbps)
-        return 1.0 / max(multiplying * slower, traffic / free)
+        return 1.0 / slowed(self._machine, clock.shares, gbps)

@@ -14,9 +14,8 @@ from typing import NamedTuple
 from weft.core.capabilities import H200
 from weft.core.machine import Machine
 from weft.core.problem import REDUCTIONS, Problem, split
-from weft.perf.contention import COPY_BESIDE_GEMM, GEMM_BESIDE_COPY, LEAST_SPEED
 from weft.perf.shapes import Arriving, best_shape
-from weft.perf.terms import GemmCost, gemm_cost, hbm_us, kernel_cost
+from weft.perf.terms import COPY_BESIDE_GEMM, GEMM_BESIDE_COPY, GemmCost, gemm_cost, hbm_us, kernel_cost, slowed
 
 
 class Beside(NamedTuple):
@@ -91,18 +90,13 @@ class Rank:
 
     def slowed(self, cost: GemmCost, gbps: float) -> float:
         """How many times as long a kernel takes while copies move so much out of and into the rank's memory."""
-        machine = self.machine
-        if not gbps or not machine.contention.keys() & {GEMM_BESIDE_COPY, COPY_BESIDE_GEMM}:
-            return 1.0
-        beside = max(1.0, machine.contention.get(GEMM_BESIDE_COPY, 1.0))
-        multiplying, traffic = cost.shares
-        slower = 1.0 + (beside - 1.0) * min(1.0, gbps / (2 * machine.copies.several_gbps))
-        return max(multiplying * slower, traffic / max(LEAST_SPEED, 1.0 - gbps / machine.gpu.hbm_gbps))
+        known = self.machine.contention.keys() & {GEMM_BESIDE_COPY, COPY_BESIDE_GEMM}
+        return slowed(self.machine, cost.shares, gbps) if gbps and known else 1.0
 
     # Its links
 
     def hops(self, ahead: int) -> int:
-        return min(ahead, self.ranks - ahead) if self.machine.links.topology == "ring" else 1
+        return max(1, min(ahead, self.ranks - ahead)) if self.machine.links.topology == "ring" else 1
 
     def latency_us(self, ahead: int = 1) -> float:
         return self.hops(ahead) * self.machine.links.latency_us
@@ -136,9 +130,10 @@ class ComputeLane:
         """Of the last matmul."""
         self._multiplied_us = 0.0
 
-    def wait(self, first: float, *later: float) -> None:
+    def wait(self, *flags: float) -> None:
         """For flags one after the other: the first costs an operation, in which the others are looked at, too."""
-        self.now = max(max(self.now, first) + self.rank.flag_us, *later, 0.0)
+        if flags:
+            self.now = max(max(self.now, flags[0]) + self.rank.flag_us, *flags)
 
     def launch(self, us: float) -> None:
         """A kernel that takes so long."""

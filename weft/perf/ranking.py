@@ -219,7 +219,8 @@ class _Brought:
                     self.lanes.wait(1, before[index])
                 found[index].append(self.lanes.copy(1, self.part(size)))
             before = [arrivals[-1] for arrivals in found]
-        self.lanes.flags()
+        if len(rank.peers) > 1:
+            self.lanes.flags()
         return found
 
     @property
@@ -393,7 +394,7 @@ def _scattered(rank: Rank, row: Row, chunks: int) -> tuple[float, float]:
         return lane.now, _released(rank, lanes)
     lane.launch(0.0)
     for came, share in zip(arrived, shares, strict=True):
-        lane.now = max(lane.now, *came) + hbm_us(rank.machine, (rank.ranks + 1) * rank.shard_bytes * share)
+        lane.now = max([lane.now, *came]) + hbm_us(rank.machine, (rank.ranks + 1) * rank.shard_bytes * share)
     return lane.now + rank.flag_us, lanes.end
 
 
@@ -634,21 +635,25 @@ def _copied_beside(rank: Rank, lanes: CopyLanes, pieces: Sequence[tuple[int, int
         hbm = machine.gpu.hbm_gbps
         rate = min(kernels.lookup_copy_gbps, rate, fair := hbm / (1 + kernels.lookup_copy_bytes))
         slower = hbm / max(hbm - kernels.lookup_copy_bytes * rate, fair)
-        moving_us = rank.shard_bytes * len(rank.peers) / max(1, len(pieces)) / (rate * 1e3)
-        slower = 1 + (slower - 1) * moving_us / (moving_us + machine.copies.copy_us + 2 * rank.flag_us)
-    now, sent, since, arrived = rank.launch_us, rank.fork_us, math.inf, []
+    now, sent, moving, arrived = rank.launch_us, rank.fork_us, list[Beside](), list[tuple[float, float]]()
     for ahead, index, part, share in pieces:
-        now = stretched(now, look_us * share, Beside(sent, since=since), slower)
+        now = stretched(now, look_us * share, _under_way(moving, now), slower)
         made = now + kernels.lookup_copy_us * beside
-        sent = max(sent, made + rank.wake_us) + rank.flag_us * (2 if index == 0 else 1)
-        since = min(since, sent)
-        sent += machine.copies.copy_us + part / (rate * 1e3) + rank.flag_us
+        begun = max(sent, made + rank.wake_us) + rank.flag_us * (2 if index == 0 else 1) + machine.copies.copy_us
+        sent = begun + part / (rate * 1e3) + rank.flag_us
+        moving.append(Beside(sent - rank.flag_us, since=begun))
         arrived.append((sent + rank.latency_us(ahead), part))
-    lane = ComputeLane(rank, stretched(now, look_us / rank.ranks, Beside(sent, since=since), slower))
+    lane = ComputeLane(rank, stretched(now, look_us / rank.ranks, _under_way(moving, now), slower))
     for arrival, part in arrived:
         lane.wait(arrival)
         lane.launch(local_copy_us(machine, round(part)))
     return max(lane.now + rank.flag_us, sent + rank.fork_us)
+
+
+def _under_way(moving: Sequence[Beside], now: float) -> Beside:
+    """Of copies one behind the other, what is left from now on."""
+    left = [one for one in moving if one.until > now]
+    return Beside(left[-1].until, since=left[0].since) if left else Beside()
 
 
 def _alone(rank: Rank, row: Row, chunks: int) -> float:

@@ -44,6 +44,12 @@ CUTS = (1, 2, 4)
 """Into how many parts vendors' GEMMs may cut K, each with float32 sums that are written and read."""
 
 
+GEMM_BESIDE_COPY, COPY_BESIDE_GEMM = "gemm beside copy", "copy beside gemm"
+"""Names in the machine's contention."""
+LEAST_SPEED = 0.01
+"""Of a kernel whose memory copies take whole: it goes on, slowly."""
+
+
 @dataclass(frozen=True, slots=True)
 class GemmCost:
     """One kernel: tiles of each group of rows, on how many SMs, and what a tile takes: math_us on its SM, or memory_us for its
@@ -189,6 +195,15 @@ def padded_us(machine: Machine, op: str, problem: Problem, whole: float) -> floa
         return 0.0
     passes = 2 if op == "all_gather" else 3
     return (len(problem.shards) + 2) * machine.launch_us + hbm_us(machine, passes * whole)
+
+
+def slowed(machine: Machine, shares: tuple[float, float], gbps: float) -> float:
+    """How many times as long a tile takes beside copies that move so much through the GPU's memory, out and in. shares: of its
+    time alone that multiplying takes, and that its traffic takes."""
+    multiplying, traffic = shares
+    beside = max(1.0, machine.contention.get(GEMM_BESIDE_COPY, 1.0))
+    slower = 1.0 + (beside - 1.0) * min(1.0, gbps / (2 * machine.copies.several_gbps))
+    return max(multiplying * slower, traffic / max(LEAST_SPEED, 1.0 - gbps / machine.gpu.hbm_gbps))
 
 
 def _sweeps(rows: Sequence[int], tile: Tile, shape: TileShape | None, apart: float) -> float:
