@@ -37,11 +37,10 @@ import weft
 from weft.cli.gantt import gantt
 from weft.core import machine
 from weft.core.fused_collective import spelled_out
-from weft.core.machine import Topology
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem
 from weft.core.schedule import Collective, Copy, Gemm, Push, Reduce, Region, Schedule, Signal, Store, Wait
 from weft.kernels import targets
-from weft.perf.rules import TERMS, Weights, estimates, heuristic
+from weft.perf.ranking import heuristic
 from weft.planner.models import load_model, sites
 from weft.schedules import FAMILIES, names
 
@@ -155,33 +154,30 @@ def chart(model: str) -> str:
     return f"{site} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}\n{drawn}"
 
 
-RULES: dict[str, str] = {"switch": "h200x8", "mesh": "mi300x8", "ring": "t3_ring8"}
-"""A profile of each kind of topology, to say what the heuristic chooses on it."""
 ROWS = (256, 1024, 4096, 16384, 65536)
 
 
-def decisions(topology: Topology) -> str:
-    """The heuristic's weights for a kind of topology, what they were fitted to, and what it chooses for some sizes."""
-    found = estimates(topology)
-    weights = [_table([(op, *TERMS, "error"), *map(_weighed, rows)]) for op, rows in found.weights.items()]
-    return "\n\n".join([_chosen(machine.load(RULES[topology])), *weights, found.source.replace("; ", "\n")])
-
-
-def _weighed(row: Weights) -> tuple[str, ...]:
-    return (f"  {row.spec}", *(f"{weight:.2f}" if weight else "-" for weight in row.weights), f"{row.error:.0%}")
-
-
-def _chosen(on: machine.Machine) -> str:
-    """For the MLP of Llama 3 70B, experts of DeepSeek-V3 (all to all), and a few rows of matmul_all_reduce."""
-    rows = [(f"chosen on {on.name}, {on.world_size} ranks, by rows", *map(str, ROWS))]
+def chosen(name: str) -> str:
+    """What the ranking puts first on a machine: for the MLP of Llama 3 70B, experts of DeepSeek-V3 (all to all), and a few rows
+    of matmul_all_reduce."""
+    on = machine.load(name)
+    rows = [(f"ranked first on {on.name}, {on.world_size} ranks, by rows", *map(str, ROWS))]
     sizes = {"all_gather_matmul": (28672, 8192), "matmul_all_to_all": (7168, 2048), "all_to_all_matmul": (4096, 7168)}
     for op in OPS:
         n, k = sizes.get(op, (8192, 28672))
         fewer = 256 if op == "matmul_all_reduce" else 1
         problems = [Problem(op=op, m=m // fewer, n=n, k=k, world_size=on.world_size) for m in ROWS]
-        name = f"  {op} N={n} K={k}" + f", rows / {fewer}" * (fewer > 1)
-        rows.append((name, *(heuristic(problem, on) for problem in problems)))
+        what = f"  {op} N={n} K={k}" + f", rows / {fewer}" * (fewer > 1)
+        rows.append((what, *(heuristic(problem, on) for problem in problems)))
     return _table(rows)
+
+
+def accuracy(*names: str) -> str:
+    """How often choices are right, of the half of measured problems that nothing is fitted to."""
+    scores = text_tables.benchmark("scores")
+    paths = [text_tables.RESULTS / f"{name}.jsonl" for name in names]
+    found = scores.measured(paths, machine.load("h200x8"))
+    return _table([*scores.table(found), ("",), *((line,) for line in scores.summary(found))])
 
 
 @functools.cache
@@ -208,7 +204,8 @@ MAKERS: dict[str, Callable[..., str]] = {
     "families": families,
     "counts": counts,
     "chart": chart,
-    "rules": decisions,
+    "ranked": chosen,
+    "accuracy": accuracy,
     "targets": compiled_for,
     "simulated": errors,
     **measured_tables.MAKERS,

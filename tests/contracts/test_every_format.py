@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from families import CASES, made
 from report_run import SPEEDS, layer, make_run
-from weft.perf.rules import Estimates, estimates
 from weft_log import warned
 
 import weft
@@ -66,12 +65,6 @@ FORMATS = (
     Format(name="schedule", kind=Schedule, values=lambda: (made(*case) for case in CASES), read=_of(Schedule)),
     Format(
         name="machine", kind=machine.Machine, values=lambda: (machine.load(name) for name in machine.names()), read=machine.load
-    ),
-    Format(
-        name="weights of the heuristic",
-        kind=Estimates,
-        values=lambda: (estimates(topology) for topology in ("switch", "mesh")),
-        read=_of(Estimates),
     ),
     Format(name="model", kind=Model, values=lambda: (load_model(name) for name in preset_names()), read=_of(Model)),
     Format(name="kept plan", kind=Entry, values=_entries, read=_of(Entry)),

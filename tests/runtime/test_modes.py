@@ -17,7 +17,6 @@ from weft_log import logged
 import weft
 from weft.core import codec, machine
 from weft.core.problem import Problem
-from weft.perf.rules import measured_for
 from weft.planner import heuristic, plan
 from weft.runtime import choose
 from weft.runtime.groups import GROUPS
@@ -26,17 +25,11 @@ CPU = torch.device("cpu")
 PROBLEM = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4)
 
 
-def test_planned_is_the_heuristics_choice_where_that_was_measured_and_else_the_simulators() -> None:
-    """The shipped weights were fitted to 4 x H200 and to these extents in bfloat16."""
+def test_planned_is_what_the_planner_chooses() -> None:
     h200 = machine.load("h200x8")
-    assert choose.planned(PROBLEM, CPU) == heuristic(PROBLEM, h200)
-    for change in ({"m": 128}, {"k": 1024}, {"world_size": 3}, {"dtype": "float16"}, {"b_sizes": (28671, 1, 0, 0)}):
-        outside = dataclasses.replace(PROBLEM, **change)  # type: ignore[arg-type]
-        assert not measured_for(outside, h200), change
-        assert choose.planned(outside, CPU) == plan(outside, h200).chosen.spec
-    for other in ("mi300x8", "t3_ring8"):
-        assert not measured_for(PROBLEM, machine.load(other)), "nobody has measured it"
-    assert not measured_for(PROBLEM, dataclasses.replace(h200, name="mine")), "a calibrated profile has other numbers"
+    for change in ({}, {"m": 128}, {"world_size": 3}, {"b_sizes": (28671, 1, 0, 0)}):
+        problem = dataclasses.replace(PROBLEM, **change)  # type: ignore[arg-type]
+        assert choose.planned(problem, CPU) == plan(problem, h200).chosen.spec
 
 
 def profile(path: Path, device: str, gbps: float) -> Path:

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from weft.core.capabilities import Capabilities
 from weft.core.machine import Machine
 from weft.core.problem import Problem
@@ -245,34 +247,28 @@ def _gated_us(parts: tuple[Arriving, ...], blocks: TileShape, numbers: _Numbers,
     half_us = step_us * numbers.half_tile
     row_tiles = [-(-part.rows // blocks.m) for part in parts]
     col_tiles = -(-columns // blocks.n)
-    free, at = [0] * (numbers.sms - numbers.push_sms * sliced), 0
+    free, at = np.zeros(numbers.sms - numbers.push_sms * sliced), 0
     left, cut = whole_tiles(sum(row_tiles) * col_tiles, len(free), blocks), []
-    ready = [_units(_opens(part.ends, arrives, step_us)) for part, arrives in zip(parts, arrivals, strict=True)]
+    ready = _ready(parts, arrivals, step_us)
     for pattern, times in _runs(row_tiles, blocks.group, col_tiles):
         tiles = len(pattern) * times
         whole = min(left, tiles)
-        at = _advance(free, at, [ready[number] for number in pattern], whole, _units(inner * step_us + numbers.tile_us))
+        at = _advance(free, at, ready[list(pattern)], whole, inner * step_us + numbers.tile_us)
         left -= whole
         cut += [pattern[tile % len(pattern)] for tile in range(whole, tiles)]
-    ready = [_units(_opens(part.ends, arrives, half_us)) for part, arrives in zip(parts, arrivals, strict=True)]
-    _advance(
-        free,
-        at,
-        [ready[number] for number in cut for _ in range(2)],
-        2 * len(cut),
-        _units(inner * half_us + numbers.half_tile * numbers.tile_us),
-    )
+    if cut:
+        ready = _ready(parts, arrivals, half_us)
+    _advance(free, at, np.repeat(ready[cut], 2), 2 * len(cut), inner * half_us + numbers.half_tile * numbers.tile_us)
     b_bytes = columns * inner * _ITEMSIZE
     passes = -(-sum(row_tiles) // blocks.group) if b_bytes > numbers.kept_bytes else 1
-    return max(max(free) / _UNITS_PER_US, passes * b_bytes / numbers.memory)
+    return max(float(free.max()), passes * b_bytes / numbers.memory)
 
 
-_UNITS_PER_US = 1 << 40
-
-
-def _units(us: float) -> int:
-    """Whole ones, so that tiles one by one and many at once come to the same sum, and shapes that are equal stay equal."""
-    return round(us * _UNITS_PER_US)
+def _ready(parts: Sequence[Arriving], arrivals: tuple[tuple[float, ...], ...], step_us: float) -> np.ndarray:
+    """By part, when its tiles may begin."""
+    if all(len(arrives) == 1 for arrives in arrivals):
+        return np.array(arrivals)[:, 0]
+    return np.array([_opens(part.ends, arrives, step_us) for part, arrives in zip(parts, arrivals, strict=True)])
 
 
 def _opens(ends: tuple[int, ...], arrives: tuple[float, ...], step_us: float) -> float:
@@ -303,32 +299,35 @@ def _runs(row_tiles: Sequence[int], group: int, col_tiles: int) -> Iterator[tupl
         yield begun, col_tiles
 
 
-def _advance(free: list[int], at: int, ready: Sequence[int], tiles: int, tile: int) -> int:
+def _advance(free: np.ndarray, at: int, ready: np.ndarray, tiles: int, tile_us: float) -> int:
     """Give tiles to blocks in turns, from block `at` on; returns whose turn is next. free: when each block ends. ready: when
     tiles may begin, again and again; once a block has had each that comes to it, it waits for none of them any more."""
-    size = len(free)
-    first = min(tiles, math.lcm(size, len(ready) or 1))
-    for number in range(first):
-        begun, opens = free[at], ready[number % len(ready)]
-        free[at] = (begun if begun > opens else opens) + tile
-        at = at + 1 if at + 1 < size else 0
-    waves, over = divmod(tiles - first, size)
-    for number in range(size if waves or over else 0):
-        free[(at + number) % size] += (waves + (number < over)) * tile
+    size, turn = len(free), (np.arange(len(free)) - at) % len(free)
+    waves, over = divmod(tiles, size)
+    waiting = min(waves, len(ready) // math.gcd(size, len(ready)) if len(ready) else 0)
+    for wave in range(waiting):
+        np.maximum(free, ready[(wave * size + turn) % len(ready)], out=free)
+        free += tile_us
+    free += (waves - waiting) * tile_us
+    if over:
+        last = turn < over
+        free[last] = np.maximum(free[last], ready[(waves * size + turn[last]) % len(ready)]) + tile_us
     return (at + over) % size
 
 
-def _chunk_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> list[tuple[float, ...]]:
+@lru_cache(maxsize=16)
+def _chunk_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> tuple[tuple[float, ...], ...]:
     """By part, when its rows are there if copy engines bring them one part after the other."""
     now = 0.0
     found: list[tuple[float, ...]] = []
     for part in parts:
         now += (numbers.copy_us + part.rows * part.ends[-1] * _ITEMSIZE / numbers.copied) if part.gated else 0.0
         found.append((now if part.gated else 0.0,))
-    return found
+    return tuple(found)
 
 
-def _slice_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> list[tuple[float, ...]]:
+@lru_cache(maxsize=16)
+def _slice_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> tuple[tuple[float, ...], ...]:
     """By part, when each of its slices is there if SMs store the first ones of all parts, then the second ones."""
     found: list[list[float]] = [[0.0] * len(part.ends) for part in parts]
     now = numbers.store_us
@@ -338,4 +337,4 @@ def _slice_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> list[tupl
                 low = part.ends[number - 1] if number else 0
                 now += part.rows * (part.ends[number] - low) * _ITEMSIZE / numbers.stored
                 arrives[number] = now
-    return [tuple(arrives) for arrives in found]
+    return tuple(tuple(arrives) for arrives in found)
