@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 from conftest import RankFixture
+from rank_pools import interpreted_ranks
 
 import weft
 from weft.cli import main
 from weft.core import codec, machine
-from weft.core.problem import ITEMSIZE
-from weft.perf.terms import collective_us, gemm_us
+from weft.core.problem import ITEMSIZE, Problem
+from weft.perf import run
+from weft.perf.shapes import SHAPES, streamed_tile
+from weft.perf.terms import collective_us, gemm_us, hbm_us, kernel_cost, staged_us, stalled_us
+from weft.runtime.ranks import Ranks
+from weft.schedules import build
 from weft.tools import calibrate as package
-from weft.tools.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, base, common, host_probes, probes
+from weft.tools.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, NOT_MEASURED, Probe, base, common, host_probes, probes
+from weft.tools.calibrate.kernel_fields import staging_check
 from weft.tools.calibrate.profile import Profile, line
 from weft.tools.calibrate.samples import ProbeSample, of, typical_spread
 
@@ -44,6 +50,7 @@ def samples_of(of_machine: machine.Machine) -> list[ProbeSample]:
         sample("power", (40,), (100.0 + 39 * 100.0 / (of_machine.gpu.sustained or 1.0)) / 40),
         sample("gemm alone", (), 100.0),
         sample("gemm beside copy", (), 110.0),
+        *kernel_samples(of_machine),
     ]
     found += [sample("gemm bfloat16", key, gemm_us(of_machine, *key, "bfloat16")) for key in GPU_SHAPES]
     for nbytes in (1 << 16, 1 << 20, 1 << 24, 1 << 26):
@@ -53,6 +60,48 @@ def samples_of(of_machine: machine.Machine) -> list[ProbeSample]:
         found.append(sample("stores", (1 << 24, sms), size * (1 << 24) / (gbps * 1e3)))
     for op in COLLECTIVES:
         found += [sample(op, (nbytes,), collective_us(of_machine, op, nbytes, WORLD_SIZE)) for nbytes in GPU_BYTES]
+    return found
+
+
+def kernel_samples(machine: machine.Machine) -> list[ProbeSample]:
+    """What probes of weft's kernels would see, by the terms that price them."""
+    gpu, stores, kernels, launch, found = machine.gpu, machine.stores, machine.kernels, machine.launch_us, []
+    sms, columns = gpu.sms, 1024
+
+    def tiles(shape: Any, rows: int, inner: int, *, stored: bool = False) -> float:
+        cost = kernel_cost(machine, rows=(rows,), n=columns, k=inner, dtype="bfloat16", shape=shape, stored=stored)
+        return cost.busy_us
+
+    for shape in SHAPES:
+        key = (shape.m, shape.n, 128 * sms, columns, 4096)
+        found.append(sample("counted tiles", key, launch + tiles(shape, 128 * sms, 4096)))
+        found.append(sample("stored tiles", key, launch + tiles(shape, 128 * sms, 4096, stored=True)))
+    rows = 128 * (sms + sms // 8)
+    found.append(sample("cut tiles", (128, 256, rows, columns, 4096), launch + tiles(SHAPES[0], rows, 4096)))
+    size, rate = 2 * 128 * sms * columns, stores.rate(sms) * (stores.tiles or 1.0) * 1e3
+    for inner in (512, 8192):
+        key, busy_us = (128, 256, 128 * sms, columns, inner), tiles(SHAPES[0], 128 * sms, inner)
+        far_us = busy_us / 4 + size / rate if inner == 512 else busy_us + 4 * stalled_us(machine, size, 4 * sms, sms)
+        found += [sample("near tiles", key, launch + busy_us), sample("far tiles", key, launch + far_us)]
+    gathered = (1 << 20) * 512
+    found.append(sample("lookup", (1 << 20, 512), launch + hbm_us(machine, gathered / gpu.gather_share + gathered / 32)))
+    found.append(sample("sums", (3 << 25, 8), launch + (3 << 25) / (8 * kernels.sm_gbps * 1e3)))
+    found.append(sample("pulled sums", (6 << 25, 8), launch + (6 << 25) / (8 * kernels.pull_gbps * 1e3)))
+    for m, n in ((16, 2048), (512, 128 * 33)):
+        for inner in (512, 4096):
+            problem = Problem(op="matmul_all_reduce", m=m, n=n, k=inner * WORLD_SIZE, world_size=WORLD_SIZE)
+            key = (m, n, problem.k, *streamed_tile(problem, n, 1, m, sms))
+            found.append(sample("one_shot", key, run(build(problem, "one_shot"), machine).total_us))
+    copied, slowed = 1 << 24, gpu.hbm_gbps / (gpu.hbm_gbps - kernels.lookup_copy_bytes * kernels.lookup_copy_gbps)
+    found += [
+        sample("strided copy alone", (copied,), 60.0),
+        sample("strided copy beside lookup", (), launch + copied / (kernels.lookup_copy_gbps * 1e3)),
+        sample("lookup alone", (), 100.0),
+        sample("lookup beside strided copy", (), 100.0 * slowed),
+        sample("cached", (20 << 20,), launch + (20 << 20) / ((gpu.l2_gbps or 1.0) * 1e3)),
+        sample("one run", (4096, 8192), 200.0),
+        sample("two runs", (4096, 8192), 200.0 + staged_us(machine, rows=2, row_bytes=4096 * 8192, outs=1, out_bytes=0)),
+    ]
     return found
 
 
@@ -75,21 +124,133 @@ def test_a_machine_is_read_off_its_samples() -> None:
     for op in COLLECTIVES:
         for nbytes in GPU_BYTES:
             assert collective_us(made, op, nbytes, 8) == pytest.approx(collective_us(truth, op, nbytes, 8), abs=1e-3)
-    assert made.contention == {"gemm beside copy": 1.1}
+    assert made.contention == {**H200.contention, "gemm beside copy": 1.1}
+
+
+def test_what_weft_s_kernels_reach_is_read_off_their_samples() -> None:
+    slower = tuple(dataclasses.replace(tile, efficiency=0.9 * tile.efficiency) for tile in H200.gpu.kernel_tiles)
+    stored = tuple(dataclasses.replace(tile, efficiency=0.85 * tile.efficiency) for tile in H200.gpu.stored_tiles)
+    gpu = dataclasses.replace(
+        H200.gpu, kernel_tiles=slower, stored_tiles=stored, half_tile=0.65, gather_share=0.9, l2_gbps=6000.0
+    )
+    stores = dataclasses.replace(H200.stores, tiles=0.7, stall=0.5)
+    numbers: dict[str, Any] = {"sm_gbps": 40.0, "pull_gbps": 30.0, "streamed": 0.35, "row_us": 0.004, "exchange_us": 2.5}
+    kernels = dataclasses.replace(H200.kernels, **numbers, lookup_copy_gbps=200.0, lookup_copy_bytes=5)
+    truth = dataclasses.replace(H200, gpu=gpu, stores=stores, kernels=kernels, launch_us=4.0)
+    samples = samples_of(truth)
+    made = Profile(H200, samples, world_size=WORLD_SIZE, when="2026-11-21").machine("mine", "made up")
+    for shape in SHAPES:
+        for stored_by in (False, True):
+            found, wanted = (
+                one.gpu.flag_efficiency * one.gpu.kernel_efficiency(shape.m, shape.n, stored=stored_by) for one in (made, truth)
+            )
+            assert found == pytest.approx(wanted, rel=0.03)
+    assert made.gpu.half_tile == pytest.approx(0.65, abs=0.02)
+    assert made.gpu.gather_share == pytest.approx(0.9, rel=0.01)
+    assert made.gpu.l2_gbps == pytest.approx(6000.0, rel=0.01)
+    assert (made.stores.tiles, made.stores.stall) == (pytest.approx(0.7, rel=0.02), pytest.approx(0.5, rel=0.05))
+    for name, value in numbers.items():
+        assert getattr(made.kernels, name) == pytest.approx(value, rel=0.05), name
+    assert made.kernels.lookup_copy_gbps == pytest.approx(200.0, rel=0.01)
+    assert made.kernels.lookup_copy_bytes == 5
+    assert staging_check(made, samples).endswith("(1.00)")
+    assert staging_check(made, []) == ""
+
+
+def test_a_probe_that_fails_costs_its_own_numbers_alone(caplog: pytest.LogCaptureFixture) -> None:
+    kept = [s for s in samples_of(H200) if s.what not in ("launch", "sums", "all_to_all")]
+    broken = [dataclasses.replace(s, us=(0.0,) * 3) if s.what == "lookup" else s for s in kept]
+    failed = {"launch_us": "probe 'launches' failed: rank 1: boom", "kernels.sm_gbps": "probe 'sums' failed: rank 0: no"}
+    made = Profile(H200, broken, world_size=8, when="2026-11-21", failed=failed).machine("mine", "")
+    assert (made.launch_us, made.kernels.sm_gbps) == (H200.launch_us, H200.kernels.sm_gbps)
+    assert made.sources["launch_us"] == "assumed: as h200x8; probe 'launches' failed: rank 1: boom"
+    assert made.sources["kernels.sm_gbps"].endswith("; probe 'sums' failed: rank 0: no")
+    assert made.gpu.gather_share == H200.gpu.gather_share
+    assert made.sources["gpu.gather_share"].startswith("assumed: as h200x8; gpu.gather_share is -")
+    assert "all_to_all" in made.sources["collectives.all_to_all.points"]
+    assert made.sources["kernels.pull_gbps"].startswith("measured ")
+    assert made.sources["gpu.hbm_gbps"].startswith("measured ")
+    assert any("gpu.gather_share" in record.getMessage() for record in caplog.records)
+
+
+def _raises(device: str) -> list[ProbeSample]:
+    raise MemoryError("planted")
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_after_a_probe_that_raises() -> None:
+    todo = [
+        Probe(name="bad", work=_raises, measures=("launch_us",)),
+        Probe(name="memory", work=common.memory, arguments=(1 << 12,), measures=("gpu.hbm_gbps",)),
+    ]
+    found = package._run("cpu", 2, todo, lambda *_: None)
+    assert [s.what for s in found.samples] == ["memory"]
+    assert set(found.failed) == {"launch_us"}
+    assert "MemoryError: planted" in found.failed["launch_us"]
+    assert set(found.seconds) == {"bad", "memory"}
+
+
+@pytest.mark.ranks
+def test_a_run_ends_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "BOUND_S", 0.0)
+    found = package._run("cpu", 2, [Probe(name="bad", work=_raises, measures=("launch_us",))], lambda *_: None)
+    assert found.failed == {"launch_us": "not tried within 0 s"}
+
+
+def test_each_number_is_measured_or_it_is_said_why_not() -> None:
+    measured = {path for probe in probes("cuda") for path in probe.measures}
+    for path, _ in machine.numbers(H200):
+        begins = [path.startswith(one) for one in (*measured, *NOT_MEASURED)]
+        assert any(begins) or path == "world_size" or path.startswith("gpu.tflops."), path
+
+
+def _kernels_probed() -> list[ProbeSample]:
+    """Every probe of weft's kernels that needs no stream, by Triton's interpreter, at small sizes."""
+    from weft.tools.calibrate import kernel_probes as own
+
+    columns, own.COLUMNS = own.COLUMNS, 256
+    found = [*own.counted_tiles("cpu", 64, 1), *own.stored_tiles("cpu", 64, 1), *own.far_tiles("cpu", (32, 64), 1)]
+    own.COLUMNS = columns
+    found += [*own.lookups("cpu", 256, 32, 2), *own.sums("cpu", 1 << 12), *own.exchanges("cpu", (16, 32), 4)]
+    found += [*own.staged("cpu", 32), *own.cached("cpu", 32, 32)]
+    weft.close()
+    return found
+
+
+interpreted = interpreted_ranks(2)
+
+
+@pytest.mark.ranks
+def test_probes_of_kernels_run_interpreted(interpreted: Ranks) -> None:
+    first, second = interpreted.run(_kernels_probed)
+    assert first == second
+    counts = {what: sum(s.what == what for s in first) for what in {s.what for s in first}}
+    assert counts == {
+        "counted tiles": 4,
+        "cut tiles": 1,
+        "stored tiles": 4,
+        "near tiles": 2,
+        "far tiles": 2,
+        "lookup": 1,
+        "sums": 1,
+        "pulled sums": 1,
+        "one_shot": 4,
+        "one run": 1,
+        "two runs": 1,
+        "cached": 1,
+    }
 
 
 def test_every_number_has_a_source_and_measured_ones_a_spread() -> None:
     made = Profile(H200, samples_of(H200), world_size=WORLD_SIZE, when="2026-11-21").machine("mine", "made up")
     assert set(made.sources) == {path for path, _ in machine.numbers(made)}
-    assert made.sources["stores.stall"] == f"h200x8: {H200.sources['stores.stall']}"
+    assert made.sources["gpu.burst_us"] == "assumed: as h200x8"
     measured = {path for path, source in made.sources.items() if source.startswith("measured 2026-11-21: ")}
     assert set(made.spreads) == measured
     assert made.spreads["launch_us"] == 0.02
     assert codec.loads(machine.Machine, codec.dumps(made)) == made
     with pytest.raises(ValueError, match=r"spreads\.nothing is about no number"):
         dataclasses.replace(made, spreads={"nothing": 0.1})
-    with pytest.raises(ValueError, match="samples have none of 'launch'"):
-        Profile(H200, [s for s in samples_of(H200) if s.what != "launch"], world_size=8, when="").machine("", "")
 
 
 def test_every_dtype_has_a_rate_on_a_cpu() -> None:
@@ -157,10 +318,14 @@ def test_host_probes_make_a_profile_that_plans(ranks: RankFixture) -> None:
 def test_the_command_writes_a_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(package, "_run", lambda device, ranks, todo, progress: samples_of(H200))
+    probed = package.Probed(samples=samples_of(H200), seconds={"launches": 1.5}, failed={"fork_us": "probe failed [x]"})
+    monkeypatch.setattr(package, "_run", lambda device, ranks, todo, progress: probed)
     file = tmp_path / "mine.json"
     assert main(["calibrate", "--device", "cpu", "--ranks", "8", "--out", str(file)]) == 0
-    assert capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "launches 1.5" in said
+    assert "not measured: fork_us: probe failed [x]" in said
+    assert "check: rows brought together" in said
     made = machine.load(file)
     assert (made.name, made.world_size, made.links.topology) == ("mine", 8, "pcie")
     assert json.loads(file.read_text())["spreads"]["flag_us"] == 0.02

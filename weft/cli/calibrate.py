@@ -48,10 +48,16 @@ def command(
     from weft.tools.calibrate import calibrate
 
     with progress_bar("starting ranks") as progress:
-        machine, samples = calibrate(device=device, ranks=ranks, name=name, progress=progress)
+        found = calibrate(device=device, ranks=ranks, name=name, progress=progress)
+    machine = found.machine
     output.write_text(out, codec.dumps(machine, indent=2) + "\n", "--out")
     console = output.console()
-    console.print(f"{machine}: {len(samples)} samples")
+    console.print(f"{machine}: {len(found.samples)} samples in {sum(found.seconds.values()):.0f} s: ", end="")
+    console.print(", ".join(f"{probe} {seconds:.1f}" for probe, seconds in found.seconds.items()))
+    for check in found.checks:
+        console.print(f"check: {check}")
+    for paths, reason in found.failed.items():
+        console.print(f"not measured: {paths}: {reason}", markup=False)
     unsteady = sorted(machine.spreads.items(), key=lambda item: -item[1])[:MOST_UNSTEADY]
     console.print(
         "Least steady, by half of what repeated measurements spread: "

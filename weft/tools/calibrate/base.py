@@ -12,6 +12,8 @@ from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Store
 from weft.core.problem import ITEMSIZE
 from weft.runtime.nearest import nearest_profile
 
+REPORTED = "the device's own report"
+"""The source of what needs no probe."""
 _TILE = 64
 
 
@@ -24,7 +26,7 @@ def _gpu() -> Machine:
     nearest = nearest_profile(torch.device("cuda", 0))
     found = torch.cuda.get_device_properties(0)
     gpu = dataclasses.replace(nearest.gpu, sms=found.multi_processor_count, l2_bytes=found.L2_cache_size)
-    reported = dict.fromkeys(("gpu.sms", "gpu.l2_bytes"), "the device's own report")
+    reported = dict.fromkeys(("gpu.sms", "gpu.l2_bytes"), REPORTED)
     return dataclasses.replace(nearest, gpu=gpu, sources={**nearest.sources, **reported})
 
 

@@ -22,7 +22,7 @@ COLLECTIVES: dict[str, Op] = {
     "all_to_all": "matmul_all_to_all",
 }
 """Each vendor's collective, and an operator whose sequential program has it."""
-_COLS, _BAG = 4096, 32
+_COLS = 4096
 _SHORT_US = 2000.0
 _FLOPS_PER_US = {"cuda": 4e8, "cpu": 5e4}
 
@@ -46,16 +46,6 @@ def memory(device: str, nbytes: int) -> list[ProbeSample]:
     src = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
     dst = torch.empty_like(src)
     return [clock.sample("memory", (nbytes,), lambda: dst.copy_(src), repeat=4)]
-
-
-def gathers(device: str, rows: int, columns: int) -> list[ProbeSample]:
-    """Sums of rows of a table, in bags of 32, by torch; key: rows that are read, bytes of one."""
-    clock = Clock(device)
-    options: dict[str, Any] = {"device": clock.device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
-    table = torch.ones(4 * rows, columns, **options)
-    indices = torch.randint(4 * rows, (rows // _BAG, _BAG), device=clock.device)
-    key = (rows, columns * table.element_size())
-    return [clock.sample("gather", key, lambda: torch.nn.functional.embedding_bag(indices, table, mode="sum"), repeat=4)]
 
 
 def collectives(device: str, op: str, sizes: Sequence[int]) -> list[ProbeSample]:

@@ -15,6 +15,7 @@ from weft.tools.calibrate.samples import ProbeSample
 
 COPY_BYTES = tuple(1 << power for power in (14, 16, 18, 20, 22))
 _MANY = 64
+_BAG = 32
 _BESIDE = 384
 
 
@@ -23,6 +24,15 @@ def launches(device: str) -> list[ProbeSample]:
     clock = Clock(device)
     one, out = torch.ones(1, 1), torch.empty(1, 1)
     return [clock.sample("launch", (_MANY,), lambda: [torch.mm(one, one, out=out) for _ in range(_MANY)], per=_MANY)]
+
+
+def gathers(device: str, rows: int, columns: int) -> list[ProbeSample]:
+    """Sums of rows of a table, in bags of 32, by torch; key: rows that are read, bytes of one."""
+    clock = Clock(device)
+    table = torch.ones(4 * rows, columns)
+    indices = torch.randint(4 * rows, (rows // _BAG, _BAG))
+    key = (rows, columns * table.element_size())
+    return [clock.sample("gather", key, lambda: torch.nn.functional.embedding_bag(indices, table, mode="sum"), repeat=4)]
 
 
 def _with_rank_group(probe: Callable[[Clock, RankGroup], list[ProbeSample]], device: str) -> list[ProbeSample]:

@@ -1,30 +1,39 @@
 """From samples to a Machine: each number with what it was measured by, and by how much that varied.
 
 Fits are of relative errors, so that small sizes count as much as large ones. What no probe measures is taken from a base
-profile, whose name stands before its source.
+profile, and its source says so, with the reason where a probe failed: the numbers of the others are not lost.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from weft.core import codec
+from weft.core.logs import warn_once
 from weft.core.machine import CopyEngines, Gpu, Links, Machine, Stores, Table, Tile, numbers
 from weft.perf.terms import gemm_us
+from weft.tools.calibrate.base import REPORTED
+from weft.tools.calibrate.kernel_fields import DERIVED, Derived
 from weft.tools.calibrate.samples import ProbeSample, of, typical_spread
+
+T = TypeVar("T")
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 PAIRS = ("gemm beside copy", "copy beside gemm", "gemm beside all_gather", "all_gather beside gemm")
+_ASSUMED = "assumed: as "
 _LEAST_US = 0.05
 _SCALES = np.linspace(0.4, 1.3, 37)
 _TILE_US = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 _ENOUGH = 0.85
 """Of the rate that all SMs reach: what communication blocks should reach."""
+_ALL = 0.98
+"""The same of blocks that have the GPU for themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,39 +59,86 @@ def line(points: Iterable[tuple[float, float]]) -> LinearCost:
 
 
 class Profile:
-    """A machine in the making. when: the date, and on what."""
+    """A machine in the making. when: the date, and on what. failed: by what a path begins with, why no probe measured it."""
 
-    def __init__(self, base: Machine, samples: Sequence[ProbeSample], *, world_size: int, when: str) -> None:
+    def __init__(
+        self,
+        base: Machine,
+        samples: Sequence[ProbeSample],
+        *,
+        world_size: int,
+        when: str,
+        failed: Mapping[str, str] | None = None,
+    ) -> None:
         self.base, self.samples, self.world_size, self._when = base, samples, world_size, when
+        self._failed = dict(failed or {})
         self._sources: dict[str, str] = {"world_size": f"measured {when}"}
         self._spreads: dict[str, float] = {}
 
     def machine(self, name: str, words: str, *, device: str = "") -> Machine:
-        """`base` with what was measured in its place. device: as a Machine has it. Raises ValueError if a probe is missing."""
+        """`base` with what was measured in its place. device: as a Machine has it. Numbers without samples, or whose samples
+        make no sense, are the base's, with a warning."""
+        base = self.base
         values: dict[str, Any] = {
-            "name": name,
-            "words": words,
-            "world_size": self.world_size,
             "gpu": self._gpu(),
-            "copies": self._copies(),
-            "stores": self._stores(),
-            "kernels": self.base.kernels,
-            "links": self._links(),
-            "launch_us": self._single("launch_us", "launch"),
-            "flag_us": self._single("flag_us", "flag"),
-            "fork_us": self.base.fork_us,
-            "collectives": {op: self._collective(op) for op in COLLECTIVES},
-            "contention": self._contention(),
-            "network": self.base.network,
-            "wake_us": self._wake_us(),
-            "stages": self.base.stages,
-            "collective_sms": self.base.collective_sms,
-            "slow_lookups": self.base.slow_lookups,
-            "device": device,
+            "copies": self._or(base.copies, self._copies, "copies."),
+            "stores": self._or(base.stores, self._stores, "stores.gbps", "stores.sms"),
+            "links": self._or(base.links, self._links, "links."),
+            "launch_us": self._or(base.launch_us, lambda: self._single("launch_us", "launch"), "launch_us"),
+            "flag_us": self._or(base.flag_us, lambda: self._single("flag_us", "flag"), "flag_us"),
+            "collectives": {**base.collectives, **self._collectives()},
+            "contention": {**base.contention, **self._or({}, self._contention, "contention.")},
+            "wake_us": self._or(base.wake_us, self._wake_us, "wake_us"),
         }
+        values |= {"name": name, "words": words, "world_size": self.world_size, "device": device}
+        kept = {part.name: getattr(base, part.name) for part in dataclasses.fields(base) if part.name not in values}
+        values = {**kept, **values, "sources": {}, "spreads": {}}
         paths = dict.fromkeys(path for key, value in values.items() for path, _ in numbers(value, key))
-        sources = {path: self._sources.get(path) or f"{self.base.name}: {self.base.sources[path]}" for path in paths}
-        return Machine(**values, sources=sources, spreads=self._spreads)
+        sources = {path: self._sources.get(path) or self._assumed(path) for path in paths}
+        made = Machine(**{**values, "sources": sources, "spreads": self._spreads})
+        for derived in DERIVED:
+            if any(sample.what == derived.samples[0] for sample in self.samples):
+                made = self._or(made, lambda: self._with(made, derived), *derived.paths)  # noqa: B023
+        late = {path: self._assumed(path) for path, source in made.sources.items() if source.startswith(_ASSUMED)}
+        return dataclasses.replace(made, sources={**made.sources, **late})
+
+    def _or(self, otherwise: T, measured: Callable[[], T], *paths: str) -> T:
+        """What was measured; if that fails, or gives what no machine can have, the base's. paths: what they begin with, for the
+        warning and the sources."""
+        sources, spreads = dict(self._sources), dict(self._spreads)
+        try:
+            return measured()
+        except Exception as error:  # one probe's numbers, of whatever kind, must not cost those of the others
+            self._sources, self._spreads = sources, spreads
+            reason = " ".join(f"{error}".split()) or type(error).__name__
+            if not set(paths) & set(self._failed):
+                warn_once(f"calibration: {', '.join(paths)} as in {self.base.name}: {reason}")
+            self._failed = {**dict.fromkeys(paths, reason), **self._failed}
+            return otherwise
+
+    def _assumed(self, path: str) -> str:
+        """The source of what was not measured."""
+        said = self.base.sources.get(path, "")
+        if said == REPORTED:
+            return said
+        why = next((f"; {why}" for begin, why in self._failed.items() if path.startswith(begin)), "")
+        return f"{_ASSUMED}{self.base.name}{why}"
+
+    def _with(self, machine: Machine, derived: Derived) -> Machine:
+        """`machine` with what samples of weft's kernels say, if it is one then."""
+        values = derived.values(machine, self.samples)
+        data: dict[str, Any] = codec.dump(machine)
+        for path, value in values.items():
+            *parents, last = path.split(".")
+            at = data
+            for parent in parents:
+                at = at[parent]
+            at[last] = value
+            data["sources"][path] = f"measured {self._when}: {derived.how}"
+            used = [sample for what in derived.samples for sample in of(self.samples, what)]
+            data["spreads"][path] = typical_spread(used)
+        made: Machine = codec.load(Machine, data)
+        return made
 
     def _say(self, path: str, what: str, samples: Sequence[ProbeSample]) -> None:
         self._sources[path] = f"measured {self._when}: {what}"
@@ -94,19 +150,34 @@ class Profile:
         return round(max(_LEAST_US, found[0].median_us), 3)
 
     def _gpu(self) -> Gpu:
+        gpu = self.base.gpu
+        for measured, *paths in (
+            (self._with_memory, "gpu.hbm_gbps"),
+            (self._with_gathers, "gpu.gather_share"),
+            (self._with_peaks, "gpu.tflops."),
+            (self._with_tiles, "gpu.tiles", "gpu.tile_us"),
+            (self._with_power, "gpu.sustained"),
+        ):
+            gpu = self._or(gpu, lambda: measured(gpu), *paths)  # noqa: B023
+        return gpu
+
+    def _with_memory(self, gpu: Gpu) -> Gpu:
         copied = of(self.samples, "memory")
         (nbytes,) = copied[0].key
         self._say("gpu.hbm_gbps", f"a copy of {nbytes >> 20} MiB, read and write", copied)
         gbps = 2e-3 * nbytes / copied[0].median_us
         # A small copy on a machine that is full may reach less than what rounds to something.
-        gpu = dataclasses.replace(self.base.gpu, hbm_gbps=round(gbps, 1) or gbps)
+        return dataclasses.replace(gpu, hbm_gbps=round(gbps, 1) or gbps)
+
+    def _with_gathers(self, gpu: Gpu) -> Gpu:
+        """Of a CPU, where torch gathers."""
         gathered = [sample for sample in self.samples if sample.what == "gather"]
-        if gathered:
-            rows, row_bytes = gathered[0].key
-            self._say("gpu.gather_share", f"{rows} rows of {row_bytes} bytes in bags of 32, over a copy's rate", gathered)
-            share = rows * row_bytes * (1 + 1 / 32) / gathered[0].median_us / 1e3 / gpu.hbm_gbps
-            gpu = dataclasses.replace(gpu, gather_share=round(share, 3) or share)
-        return self._with_power(self._with_tiles(dataclasses.replace(gpu, tflops=self._tflops(gpu))))
+        if not gathered:
+            return gpu
+        rows, row_bytes = gathered[0].key
+        self._say("gpu.gather_share", f"{rows} rows of {row_bytes} bytes in bags of 32, over a copy's rate", gathered)
+        share = rows * row_bytes * (1 + 1 / 32) / gathered[0].median_us / 1e3 / gpu.hbm_gbps
+        return dataclasses.replace(gpu, gather_share=round(share, 3) or share)
 
     def _with_power(self, gpu: Gpu) -> Gpu:
         """What matmuls in a row reach of the rate of one after a pause, where the base says from when on."""
@@ -118,7 +189,7 @@ class Profile:
         self._say("gpu.sustained", f"one matmul after a pause over one of {many.key[0]} in a row", found)
         return dataclasses.replace(gpu, sustained=round(min(1.0, one.median_us / more_us), 4))
 
-    def _tflops(self, gpu: Gpu) -> dict[str, float]:
+    def _with_peaks(self, gpu: Gpu) -> Gpu:
         """The base's peak by dtype, but never less than was reached."""
         found = dict(gpu.tflops)
         for dtype in gpu.tflops:
@@ -128,18 +199,19 @@ class Profile:
                 if reached > found[dtype]:
                     found[dtype] = round(reached, 3)
                     self._say(f"gpu.tflops.{dtype}", "the most that a matmul reached", samples)
-        return found
+        return dataclasses.replace(gpu, tflops=found)
 
     def _with_tiles(self, gpu: Gpu) -> Gpu:
         """The base's tile shapes, all their efficiencies scaled alike, and a tile's fixed time, fitted to the matmuls."""
         dtype, samples = self._matmuls(gpu)
+        launch_us = of(self.samples, "launch")[0].median_us
 
         def scaled(scale: float, tile_us: float) -> Gpu:
             tiles = tuple(Tile(rows=t.rows, cols=t.cols, efficiency=round(t.efficiency * scale, 4)) for t in gpu.tiles)
             return dataclasses.replace(gpu, tiles=tiles, tile_us=tile_us)
 
         def error(candidate: Gpu) -> float:
-            machine = dataclasses.replace(self.base, gpu=candidate, launch_us=self._single("launch_us", "launch"))
+            machine = dataclasses.replace(self.base, gpu=candidate, launch_us=launch_us)
             return statistics.fmean(abs(_gemm_us(machine, s, dtype) / s.median_us - 1) for s in samples)
 
         best = min((scaled(scale, tile_us) for scale in _SCALES for tile_us in _TILE_US), key=error)
@@ -199,8 +271,10 @@ class Profile:
         most = max(rate for _, rate in rates)
         self._say("stores.gbps", f"to every peer, {found[0].key[0] >> 20} MiB each", found)
         self._say("stores.sms", f"the fewest that reach {_ENOUGH:.0%} of the most", found)
-        sms = next(sms for sms, rate in rates if rate >= _ENOUGH * most)
-        return dataclasses.replace(self.base.stores, gbps=tuple(rates), sms=min(sms, self.base.gpu.sms - 1))
+        self._say("stores.sms_alone", f"the fewest that reach {_ALL:.0%} of the most, half of all at most", found)
+        sms, alone = (next(sms for sms, rate in rates if rate >= share * most) for share in (_ENOUGH, _ALL))
+        half = max(1, self.base.gpu.sms // 2)
+        return dataclasses.replace(self.base.stores, gbps=tuple(rates), sms=min(sms, half), sms_alone=min(alone, half))
 
     def _links(self) -> Links:
         """The rate of the fastest transfer seen. A round of hops is a signal, the way, a wait and a lowering."""
@@ -225,6 +299,11 @@ class Profile:
         hops, flag_us = of(self.samples, "hop"), of(self.samples, "flag")[0].median_us
         self._say("wake_us", "a round of signals between neighbours, less three flag operations and the links' latency", hops)
         return round(max(_LEAST_US, hops[0].median_us - 3 * flag_us - self.base.links.latency_us), 3)
+
+    def _collectives(self) -> dict[str, Any]:
+        """Those that were measured."""
+        found = {op: self._or(None, lambda: self._collective(op), f"collectives.{op}") for op in COLLECTIVES}  # noqa: B023
+        return {op: table for op, table in found.items() if table}
 
     def _collective(self, op: str) -> Table:
         """Times never fall with size: noise is ironed out upwards."""
