@@ -1,5 +1,5 @@
-"""Problems drawn from real models, in sets that share none: `fit` and `large`, `unseen` and `fresh`, and `latest`, drawn when all
-others had been looked at. scores.py splits all that was measured into halves.
+"""Problems drawn from real models, in sets that share none: `fit` and `large`, `unseen` and `fresh`, and `latest`, drawn when
+all others had been looked at. scores.py splits all that was measured into halves.
 
 A set is a function of its name and the world size alone. Operators take turns, so that any beginning of a set covers them
 evenly. A site of a model is drawn, then M: log-uniform between 256 and 65536 tokens, or samples (matmul_all_reduce, a decode
