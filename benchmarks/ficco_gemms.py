@@ -20,10 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from planner import collect
-from scores import FICCO, Line, by_sizes, ficco_specs, read_lines
+from scores import FICCO, Line, ficco_specs, read_lines
 
 from weft.core.machine import Machine, load
 from weft.core.problem import Problem
+from weft.perf.ranking import choice, estimates
 from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
 from weft.schedules import build, parse, programs
 
@@ -79,7 +80,12 @@ def row(line: Line, machine: Machine, known: Mapping[str, float]) -> tuple[str, 
     for some in (line.among(ficco_specs(line.problem)), line):
         best = min(some.us, key=some.us.__getitem__)
         gain, share = sequential_us / some.us[best], ideal_us / some.us[best]
-        cells += [best, f"{gain:.2f}x", f"{share:.0%}", f"{sequential_us / some.us[by_sizes(some, machine)]:.2f}x"]
+        cells += [
+            best,
+            f"{gain:.2f}x",
+            f"{share:.0%}",
+            f"{sequential_us / some.us[choice(estimates(some.problem, machine, some.us))]:.2f}x",
+        ]
     return tuple(cells)
 
 

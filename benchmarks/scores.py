@@ -261,6 +261,18 @@ def errors(found: Sequence[Predicted]) -> str:
     return f"predicted times of {len(rising)} candidates: {spread}"
 
 
+def summary(found: Sequence[Predicted]) -> Iterator[str]:
+    """Both halves in a line each, and like for like with FiCCO's paper."""
+    fitted = [one for one in found if one.line.half == "fit"]
+    for part in ("test", "fit"):
+        some = [one for one in found if one.line.half == part]
+        (plan,) = (score for score in scores(some, fitted) if score.way == "plan")
+        yield f"{part}, {len(some)} problems: {plan}; {errors(some)}"
+    paper = like_ficco(found)
+    ranking, plan, *_ = scores(paper, paper)
+    yield f"all five options of FiCCO on 4 GPUs, {len(paper)} problems: {ranking}; {plan}"
+
+
 def report(found: Sequence[Predicted]) -> str:
     """All figures, a line each: of both halves, and like for like with FiCCO's paper."""
     fitted, rows = [one for one in found if one.line.half == "fit"], []

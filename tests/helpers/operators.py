@@ -23,6 +23,8 @@ from weft.core.problem import Op, split
 Arguments = list[torch.Tensor]
 """The tensors of one rank that are drawn: those that may need gradients."""
 N, K, BATCH, EXPERTS, MAX_ROWS = 6, 9, 11, 2, 40
+EXPERTS_N, EXPERTS_K = 8, 16
+"""GPUs' kernels for experts need multiples of 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +276,8 @@ OPERATORS: tuple[Operator, ...] = (
         name="all_to_all_matmul",
         op="ragged_all_to_all_matmul",
         public=weft.all_to_all_matmul,
-        shapes=lambda rows, size, rank: ((int(counts(size, rank).sum()) + 2, K), (EXPERTS, K, N)),
+        shapes=lambda rows, size, rank: ((int(counts(size, rank).sum()) + 2, EXPERTS_K), (EXPERTS, EXPERTS_K, EXPERTS_N)),
+        inner=EXPERTS_K,
         call=lambda a, b, **options: weft.all_to_all_matmul(a, b, max_rows=MAX_ROWS, **options)[0],
         needs=("splits",),
         expected=_ragged_dispatched,
@@ -285,9 +288,10 @@ OPERATORS: tuple[Operator, ...] = (
         op="ragged_matmul_all_to_all",
         public=weft.matmul_all_to_all,
         shapes=lambda rows, size, rank: (
-            (sum(int(counts(size, src)[rank].sum()) for src in range(size)) + 1, K),
-            (EXPERTS, K, N),
+            (sum(int(counts(size, src)[rank].sum()) for src in range(size)) + 1, EXPERTS_K),
+            (EXPERTS, EXPERTS_K, EXPERTS_N),
         ),
+        inner=EXPERTS_K,
         call=lambda a, b, **options: weft.matmul_all_to_all(a, b, max_rows=MAX_ROWS, **options)[0],
         needs=("splits",),
         expected=_ragged_combined,

@@ -17,7 +17,7 @@ from weft_log import logged
 import weft
 from weft.core import codec, machine
 from weft.core.problem import Problem
-from weft.planner import heuristic, plan
+from weft.planner import plan
 from weft.runtime import choose
 from weft.runtime.groups import GROUPS
 

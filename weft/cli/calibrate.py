@@ -20,7 +20,7 @@ def command(
         int | None, typer.Option(min=2, metavar="N", help="Ranks. Default: every GPU on cuda, 4 on the CPU.")
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = "auto",
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Of the profile. Default: the file's.")] = None,
+    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="Of the profile. Default: the file's.")] = None,
     source: Annotated[
         str | None,
         typer.Option("--from", metavar="NAME", help="Measure nothing: derive it from this one, for more GPUs."),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from weft.core.capabilities import H200
@@ -61,6 +62,11 @@ class Rank:
                 self.machine, rows=(rows,), n=key[2], k=key[1], dtype=dtype, accumulate=sums == 2, out_itemsize=out
             )
         return self._vendor[key]
+
+    @cached_property
+    def whole_us(self) -> float:
+        """The whole matmul's time."""
+        return self.vendor(self.rows).busy_us
 
     def kernel(self, parts: Sequence[Arriving], sms: int | None = None, *, counts: bool = False) -> GemmCost:
         """weft's own kernel, with the tile shape that it takes. counts: its tiles are counted, or added to."""
@@ -151,13 +157,16 @@ class ComputeLane:
 
 class CopyLanes:
     """Where the copy lanes of a rank are: one, or one for each peer. rounds: how often they go to each peer. one: a single
-    lane, whatever the machine likes. alone: no kernel multiplies beside them."""
+    lane, whatever the machine likes. work_us: how long kernels multiply meanwhile, which slow them."""
 
-    def __init__(self, rank: Rank, rounds: int, *, one: bool = False, alone: bool = False) -> None:
-        self.rank, self._alone = rank, alone
+    def __init__(self, rank: Rank, rounds: int, *, one: bool = False, work_us: float = math.inf) -> None:
+        self.rank, self._slower = rank, 1.0
         one = one or not rank.machine.fans_out
         self._rounds = rounds if one and rank.ranks > 2 else 1
         self._now = [rank.fork_us] * (1 if one else rank.ranks)
+        slower = max(1.0, rank.machine.contention.get(COPY_BESIDE_GEMM, 1.0))
+        alone_us = rank.machine.copies.copy_us * rounds + rank.shard_bytes / (self.gbps(1) * 1e3)
+        self._slower = 1 + (slower - 1) * min(1.0, work_us / (alone_us * max(1, rank.ranks - len(self._now))))
         self._filled: list[tuple[float, float, float]] = []
 
     @property
@@ -171,12 +180,10 @@ class CopyLanes:
 
     def gbps(self, ahead: int) -> float:
         """Of a copy, while all lanes copy."""
-        machine, contention = self.rank.machine, self.rank.machine.contention
-        copies = machine.copies
-        slower = 1.0 if self._alone else max(1.0, contention.get(COPY_BESIDE_GEMM, 1.0))
+        copies = self.rank.machine.copies
         at_once = 1 if len(self._now) == 1 else min(self.rank.ranks - 1, copies.engines)
         together = max(copies.gbps, copies.several_gbps) if at_once == 1 else copies.several_gbps
-        rate = min(together / slower, copies.gbps * at_once) / at_once
+        rate = min(together / self._slower, copies.gbps * at_once) / at_once
         if copies.turning and self._rounds > 1:
             rate = min(rate, copies.turned_gbps(self._rounds))
         return min(rate, self.rank.link_gbps(ahead, at_once))

@@ -182,7 +182,8 @@ class _Brought:
 
     def __init__(self, rank: Rank, row: Row, sizes: Sequence[int], *, own_too: bool = False) -> None:
         self.rank, self.row, self.sizes, self._own_too = rank, row, sizes, own_too
-        self.lanes = CopyLanes(rank, len(sizes) if row.gather == "copies" else 1, one=row.one_lane or row.gather == "ring")
+        ring = row.gather == "ring"
+        self.lanes = CopyLanes(rank, 1 if ring else len(sizes), one=row.one_lane or ring, work_us=rank.whole_us)
         self._whole = sum(sizes) or 1
         self._blocks = rank.fork_us + rank.launch_us + rank.flag_us
         if row.gather == "copies":
@@ -362,7 +363,7 @@ def _scattered(rank: Rank, row: Row, chunks: int) -> tuple[float, float]:
         return _counted(rank, row, lengths(rank.own, chunks))
     sums = rank.problem.op == "matmul_reduce_scatter"
     sizes = lengths(rank.columns if row.kernels == "slice" else rank.own, chunks)
-    lanes, lane = CopyLanes(rank, len(sizes), one=row.one_lane), ComputeLane(rank)
+    lanes, lane = CopyLanes(rank, len(sizes), one=row.one_lane, work_us=rank.whole_us), ComputeLane(rank)
     if not sums:
         lane.wait(0.0)
     shares = [size / sum(sizes) for size in sizes]
@@ -469,7 +470,8 @@ class _Counted:
 
     def __init__(self, rank: Rank, row: Row, sizes: Sequence[int]) -> None:
         self.rank, self.row, self.sizes = rank, row, sizes
-        self.lane, self.lanes = ComputeLane(rank), CopyLanes(rank, len(sizes), one=row.scatter == "tiles")
+        self.lane = ComputeLane(rank)
+        self.lanes = CopyLanes(rank, len(sizes), one=row.scatter == "tiles", work_us=rank.whole_us)
         self.arrived: dict[tuple[int, int], float] = {}
         self._landed: dict[int, float] = {}
         self._since, self._multiplied_us = math.inf, 0.0
@@ -668,7 +670,7 @@ def _alone(rank: Rank, row: Row, chunks: int) -> float:
     parts = 1 if pulls and not twice else rank.ranks if pulls else (2 if twice and not straight else 1) * (rank.ranks - 1)
     turns = collectives.turns(problem, chunks, parts)
     sizes = [rank.own] if straight and not twice else lengths(rank.own, turns.pieces(rank.own))
-    lanes, flags = CopyLanes(rank, (1 + twice) * len(sizes), alone=True), rank.flag_us
+    lanes, flags = CopyLanes(rank, (1 + twice) * len(sizes), work_us=0.0), rank.flag_us
     out, sums = ComputeLane(rank), ComputeLane(rank, rank.fork_us + rank.launch_us)
     keep_us = local_copy_us(machine, rank.own * itemsize)
     if not (problem.sums or pulls):

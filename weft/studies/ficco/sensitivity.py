@@ -17,7 +17,10 @@ from weft.studies.ficco.study import CHOSEN_FROM, Scenario, changed, chosen_exac
 from weft.studies.profile import Progress, swept
 
 TILES = "gpu.tiles"
-UNUSED = ("stores.", "gpu.flag_efficiency", "collectives.reduce_scatter.")
+UNUSED = (
+    *("stores.", "kernels.", "collectives.reduce_scatter.", "gpu.flag_efficiency"),
+    *("gpu.half_tile", "gpu.gather_share", "gpu.burst_bytes"),
+)
 """Numbers that none of the schedules in the headline depends on, by how their paths begin."""
 
 
@@ -61,7 +64,7 @@ def varied(machine: Machine, path: str, factor: float) -> Machine:
     """`machine` with the number at `path` times `factor`: see the module's text."""
     if path != TILES:
         (value,) = (number for name, number in numbers(machine) if name == path)
-        return changed(machine, path, repr(value * factor))
+        return changed(machine, path, repr(round(value * factor) if isinstance(value, int) else value * factor))
     tiles = [codec.dump(tile) | {"efficiency": min(1.0, factor * tile.efficiency)} for tile in machine.gpu.tiles]
     return changed(machine, path, codec.dumps(tuple(tiles)))
 
