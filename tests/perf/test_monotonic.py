@@ -32,6 +32,8 @@ EXCEPTIONS = {
     ("gpu.sms", "direct_store", "matmul_reduce_scatter"): _ONE_WAVE,
     ("links.gbps", "hetero_unfused_1d", "matmul_all_to_all"): _BEFORE_THE_END,
     ("copies.copy_us", "hetero_unfused_1d", "matmul_all_to_all"): _BEFORE_THE_END,
+    ("wake_us", "hetero_unfused_1d", "matmul_all_to_all"): _BEFORE_THE_END,
+    ("gpu.tile_us", "uniform_fused_2d", "matmul_reduce_scatter"): _BEFORE_THE_END,
 }
 """By number, schedule and operator: why list scheduling loses more than TOLERANCE on some problem."""
 RATES = (
