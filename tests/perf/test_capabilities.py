@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,9 @@ from weft.compat.device import capabilities
 from weft.core import capabilities as known
 from weft.core import machine
 from weft.core.machine import codec
+from weft.ops.collective import default_sms
 from weft.perf.shapes import SHAPES, push_sms, shapes_for
+from weft.runtime import nearest
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.nearest import nearest_profile
 
@@ -66,6 +70,18 @@ def test_a_known_gpu_is_predicted_by_its_shipped_profile(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
+def test_of_several_profiles_of_a_gpu_the_smallest_with_enough_ranks_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = machine.load("h200x8")
+    sizes = {"h200x2": 2, "h200x4": 4, "h200x8": 8, "a100x8": 8}
+    monkeypatch.setattr(machine, "names", lambda: tuple(sizes))
+    monkeypatch.setattr(nearest, "_shipped", lambda name: dataclasses.replace(h200, world_size=sizes[name], name=name))
+    wanted = {2: "h200x2", 3: "h200x4", 8: "h200x8", 16: "h200x8", None: "h200x8"}
+    assert {ranks: nearest.profile_named_in("NVIDIA H200", ranks) for ranks in wanted} == wanted
+    assert nearest.profile_named_in("NVIDIA B200", 2) is None
+    with devices.pretend(devices.H200):
+        assert nearest_profile(GPU, 2).name == "h200x2"
+
+
 def test_an_unknown_gpu_is_predicted_by_its_own_numbers_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="weft"), devices.pretend(devices.L40S):
         found = nearest_profile(GPU)
@@ -86,3 +102,17 @@ def test_a_newer_gpu_is_estimated_from_the_newest_profile() -> None:
         found = nearest_profile(GPU)
     assert found.tflops("bfloat16") == pytest.approx(2 * 989 * 148 / 132)
     assert found.copies == machine.load("h200x8").copies
+
+
+def test_blocks_of_collectives_are_as_many_as_the_named_profile_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpu, shipped = torch.device("cpu"), 2 * machine.load("h200x8").stores.sms
+    assert default_sms(cpu) == shipped
+    file = tmp_path / "mine.json"
+    file.write_text(codec.dumps(machine.load("h200x8").what_if({"stores.sms": 5})))
+    monkeypatch.setenv("WEFT_MACHINE", str(file))
+    assert default_sms(cpu) == 10
+    monkeypatch.setenv("WEFT_MACHINE", "nothing.json")
+    assert default_sms(cpu) == shipped
+    assert any("nothing.json" in record.getMessage() for record in caplog.records)

@@ -17,9 +17,25 @@ from weft.schedules import FAMILIES, build
 
 H200 = load("h200x8")
 TOLERANCE = 0.02
-ANOMALY, MOST_ANOMALIES = 0.12, 0.01
-"""List scheduling may lose more: with twice the SMs one wave computes what two did, all its stores share the links, all parts
-arrive late, and what follows part by part begins late. Of all schedules so few may lose so much."""
+ANOMALY = 0.09
+"""The most that an exception may lose."""
+_LONG_WAVE = "a copy by kernel waits for the end of a wave: a GEMM that memory binds is one long one in place of two short ones"
+_BEFORE_THE_END = "a copy by kernel that comes earlier comes before the end of a wave, and waits for it"
+_LARGER_TILES = (
+    "the kernel takes the tiles with which its product ends first: one wave of larger ones; parts come later"
+)
+_ONE_WAVE = "one wave stores what two did, and nothing is computed meanwhile"
+EXCEPTIONS = {
+    ("gpu.sms", "uniform_fused_2d", "all_gather_matmul"): _LONG_WAVE,
+    ("gpu.tflops.bfloat16", "uniform_fused_2d", "all_gather_matmul"): _LONG_WAVE,
+    ("gpu.sms", "track_and_trigger", "matmul_all_to_all"): _LARGER_TILES,
+    ("gpu.sms", "direct_store", "matmul_reduce_scatter"): _ONE_WAVE,
+    ("links.gbps", "hetero_unfused_1d", "matmul_all_to_all"): _BEFORE_THE_END,
+    ("copies.copy_us", "hetero_unfused_1d", "matmul_all_to_all"): _BEFORE_THE_END,
+    ("wake_us", "hetero_unfused_1d", "matmul_all_to_all"): _BEFORE_THE_END,
+    ("gpu.tile_us", "uniform_fused_2d", "matmul_reduce_scatter"): _BEFORE_THE_END,
+}
+"""By number, schedule and operator: why list scheduling loses more than TOLERANCE on some problem."""
 RATES = (
     *("links.gbps", "copies.gbps", "copies.several_gbps", "gpu.hbm_gbps", "gpu.sms", "gpu.tflops.bfloat16", "kernels.sm_gbps"),
     *("gpu.l2_bytes", "stores.gbps"),
@@ -58,17 +74,18 @@ Slower = tuple[float, str]
 
 
 def slower(path: str, sizes: tuple[tuple[int, int, int], ...], ranks: tuple[int, ...]) -> tuple[int, list[Slower]]:
-    """How many schedules there are, and by how much those that are slower are slower."""
+    """How many schedules there are, and by how much those that are slower are slower, but for EXCEPTIONS."""
     machine, found, count = better(path), list[Slower](), 0
     for schedule in schedules(sizes, ranks):
         before, after = run(schedule, H200).total_us, run(schedule, machine).total_us
         count += 1
-        if after > (1 + TOLERANCE) * before:
+        excepted = (path, schedule.name, schedule.problem.op) in EXCEPTIONS
+        if after > (1 + (ANOMALY if excepted else TOLERANCE)) * before:
             found.append((after / before - 1, f"{schedule.name} for {schedule.problem}: {before:.1f} -> {after:.1f} us"))
     return count, found
 
 
-@pytest.mark.parametrize("path", [path for path in (*RATES, *COSTS) if path != "gpu.sms"])
+@pytest.mark.parametrize("path", [*RATES, *COSTS])
 def test_what_is_better_is_not_slower(path: str) -> None:
     count, found = slower(path, SIZES[:1], (4,))
     assert count >= 40
@@ -77,8 +94,7 @@ def test_what_is_better_is_not_slower(path: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [*RATES, *COSTS])
-def test_what_is_better_is_hardly_ever_slower_in_any_family(path: str) -> None:
+def test_what_is_better_is_not_slower_in_any_family(path: str) -> None:
     count, found = slower(path, SIZES, (2, 4, 8))
     assert count >= 200
-    assert len(found) <= (2.5 if path == "gpu.sms" else 1) * MOST_ANOMALIES * count, found
-    assert max(found, default=(0.0, ""))[0] <= ANOMALY, found
+    assert not found

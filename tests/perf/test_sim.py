@@ -272,3 +272,21 @@ def test_flops_and_bytes_are_all_there() -> None:
         assert sum(s.flops for s in spans) == 2 * 64 * 32 * 16
         moved = sum(s.bytes for s in spans if s.kind in ("collective", "copy"))
         assert moved - _bytes_within_ranks(build(problem, name)) == 3 * 64 * 16 * 2
+
+
+def test_stores_of_a_kernel_to_one_peer_leave_in_order() -> None:
+    """Else parts of which the first are done early all arrive late, and what follows part by part begins late."""
+    h200 = load("h200x8")
+    problem = Problem(op="matmul_all_to_all", m=4096, n=7168, k=2048, world_size=8)
+    schedule = build(problem, "direct_store")
+    slow, fast = (run(schedule, machine).total_us for machine in (h200, h200.what_if({"gpu.sms": 264})))
+    assert fast <= 1.02 * slow
+
+
+def test_a_push_alone_has_the_sms_that_the_runtime_gives_it() -> None:
+    """Beside a vendor's matmul there is none of weft's kernels, which would leave it fewer."""
+    h200 = load("h200x8")
+    schedule = build(Problem(op="all_gather_matmul", m=8192, n=1024, k=8192, world_size=4), "sequential_stores")
+    few = run(schedule, h200.what_if({"stores.sms_alone": 4})).total_us
+    assert few > 1.2 * run(schedule, h200).total_us
+    assert run(schedule, h200.what_if({"stores.sms": 4})).total_us == run(schedule, h200).total_us

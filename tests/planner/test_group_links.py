@@ -70,7 +70,7 @@ class RankGroupOf:
 def test_a_plan_of_linked_gpus_is_not_taken_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuner, "_here", lambda device, world_size: ({}, {}))
-    monkeypatch.setattr(tuner, "profile_for", lambda device: kept_profile())
+    monkeypatch.setattr(tuner, "profile_for", lambda device, world_size: kept_profile())
     device, choice = (
         torch.device("cuda", 0),
         Choice(problem=PROBLEM, spec="shard_p2p", trials=(Trial(spec="shard_p2p", us=1.0),)),

@@ -208,11 +208,12 @@ def _kernels_probed() -> list[ProbeSample]:
     """Every probe of weft's kernels that needs no stream, by Triton's interpreter, at small sizes."""
     from weft.tools.calibrate import kernel_probes as own
 
-    columns, own.COLUMNS = own.COLUMNS, 256
-    found = [*own.counted_tiles("cpu", 64, 1), *own.stored_tiles("cpu", 64, 1), *own.far_tiles("cpu", (32, 64), 1)]
-    own.COLUMNS = columns
-    found += [*own.lookups("cpu", 256, 32, 2), *own.sums("cpu", 1 << 12), *own.exchanges("cpu", (16, 32), 4)]
-    found += [*own.staged("cpu", 32), *own.cached("cpu", 32, 32)]
+    with pytest.MonkeyPatch.context() as patch:  # the interpreter takes seconds for a large tile
+        patch.setattr(own, "COLUMNS", 256)
+        patch.setattr(own.Clock.__init__, "__defaults__", (1,))
+        found = [*own.counted_tiles("cpu", 64, 1), *own.stored_tiles("cpu", 64, 1), *own.far_tiles("cpu", (32, 64), 1)]
+        found += [*own.lookups("cpu", 64, 32, 1), *own.sums("cpu", 1 << 10), *own.exchanges("cpu", (16, 32), 4)]
+        found += [*own.staged("cpu", 32), *own.cached("cpu", 32, 32)]
     weft.close()
     return found
 

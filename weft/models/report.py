@@ -26,9 +26,8 @@ from weft.models.sites import CommunicatingLayer, LayerCalls, sites
 from weft.ops.common import backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.runtime.buckets import serves
-from weft.runtime.choose import automatic
+from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS
-from weft.runtime.nearest import nearest_profile
 from weft.runtime.trial import Choice
 
 _BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
@@ -238,8 +237,8 @@ def _why(choice: Choice) -> str:
 def _ideal_us(problem: Problem, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
-    profile = nearest_profile(device)
     try:
+        profile = profile_for(device, ranks_of_a_host(problem))
         profile.require_for(problem)
     except ValueError:
         return None

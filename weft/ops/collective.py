@@ -11,16 +11,15 @@ all_reduce        [m, ...]                 all_reduce
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 from weft.core.problem import Op
 from weft.ops.common import backward_schedule, define
+from weft.runtime.choose import readable_profile
 from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_from_environment
 from weft.runtime.groups import GROUPS
-from weft.runtime.nearest import nearest_profile
 
 _BACKWARD: dict[str, Op] = {
     "all_gather": "reduce_scatter",
@@ -47,10 +46,9 @@ class _Options(NamedTuple):
         return (rows.get(self.op, x.shape[0]), *x.shape[1:])
 
 
-@cache
 def default_sms(device: torch.device) -> int:
     """How many SMs a lane of communication blocks occupies on this machine."""
-    return 2 * nearest_profile(device).stores.sms
+    return 2 * readable_profile(device).stores.sms
 
 
 def _run(x: torch.Tensor, options: _Options) -> torch.Tensor:

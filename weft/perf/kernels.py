@@ -160,6 +160,7 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
     start, own = world.now, time.now
     blocks = FreeSms(cost.sms, own)
     stores: list[simpy.Event] = []
+    sent: dict[tuple[int, int], simpy.Event] = {}
     end = ready = own
     whole = sum(cost.tiles) - cost.halves
     # All at once: a part whose tiles have SMs of their own does not wait for the inner gates of those before it.
@@ -174,7 +175,7 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
             begun, last = blocks.take(2 * (tiles - uncut), cut)
             first = first or begun
         end = max(end, last)
-        stores += _finish(world, rank, group, cost.sms, time, first, last)
+        stores += _finish(world, rank, group, cost.sms, time, first, last, sent)
     yield time.until(end)
     slower = (world.now - start) / (time.now - own) if time.now > own else 1.0
     if stores:
@@ -281,8 +282,19 @@ def _added_bytes(world: World, part: Part) -> int:
     return sum(region_bytes(world.schedule, add) for add in part.adds)
 
 
-def _finish(world: World, rank: int, group: _Group, sms: int, time: Time, first: int, last: int) -> list[simpy.Event]:
-    """Have the group's data moved and its count raised. first, last: when its tiles end. Returns what the kernel waits for."""
+def _finish(
+    world: World,
+    rank: int,
+    group: _Group,
+    sms: int,
+    time: Time,
+    first: int,
+    last: int,
+    sent: dict[tuple[int, int], simpy.Event],
+) -> list[simpy.Event]:
+    """Have the group's data moved and its count raised. first, last: when its tiles end. sent: by source and destination, when
+    the groups before it have been moved, since stores leave in the order in which they are issued. Returns what the kernel
+    waits for."""
     part = group.parts[0]
     moves = [(part.out, rank, part.out.rank)] * (part.out.rank != rank) + [(part.a, part.a.rank, rank)] * (part.a.rank != rank)
     if not moves:
@@ -290,16 +302,23 @@ def _finish(world: World, rank: int, group: _Group, sms: int, time: Time, first:
             world.post(rank, part.count, after=time.until(last))
         return []
 
+    before = [sent[move[1:]] for move in moves if move[1:] in sent]
+
     def follow() -> Process:
         yield time.until(first)
+        if before:
+            yield world.env.all_of(before)
         share = world.machine.stores.tiles or 1.0
         sizes = [region_bytes(world.schedule, region) for region, _, _ in moves]
         paths = [(size, world.sm_path(rank, sms, src, dst, share)) for size, (_, src, dst) in zip(sizes, moves, strict=True)]
         yield world.env.all_of([world.env.process(world.move(rank, size, path)) for size, path in paths])
+        moved.succeed()
         yield time.until(last)
         if part.count is not None:
             world.post(rank, part.count)
 
+    moved = world.env.event()
+    sent.update(dict.fromkeys((move[1:] for move in moves), moved))
     return [world.env.process(follow())]
 
 

@@ -22,8 +22,9 @@ from weft.perf.terms import collective_us
 from weft.perf.world import Process, Rendezvous, World, ns
 
 
-def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
-    """One copy, by what its lane runs on: a copy engine, a kernel on all free SMs, or communication blocks."""
+def copy(world: World, rank: int, kind: LaneKind, step: Copy, *, pushed: bool = False) -> Process:
+    """One copy, by what its lane runs on: a copy engine, a kernel on all free SMs, or communication blocks. pushed: by the
+    kernel that pushes, on as many SMs as it takes."""
     machine = world.machine
     fixed = {"copy": machine.copies.copy_us, "compute": machine.launch_us, "blocks": 0.0}[kind]
     if machine.copies.strided == "kernel" and kind == "copy" and step.src.rank == step.dst.rank:
@@ -32,10 +33,10 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
     if kind == "copy":
         with world.engines[rank].request() as engine:
             yield engine
-            yield from _move(world, rank, kind, step, fixed, size)
+            yield from _move(world, rank, kind, step, fixed, size, pushed)
     else:
         start = world.now
-        yield from _move(world, rank, kind, step, fixed, size)
+        yield from _move(world, rank, kind, step, fixed, size, pushed or kind == "blocks")
         if kind == "compute":
             world.kernels[rank] += world.now - start
 
@@ -44,12 +45,12 @@ def push(world: World, rank: int, kind: LaneKind, step: Push) -> Process:
     """One kernel: a launch, then each part by stores, one behind the other; its flag costs no more than a link's latency."""
     inner = world.within_a_kernel()
     for number, part in enumerate(step.parts):
-        yield from copy(inner if number else world, rank, kind, Copy(part.src, part.dst))
+        yield from copy(inner if number else world, rank, kind, Copy(part.src, part.dst), pushed=True)
         yield world.env.timeout(ns(inner.machine.flag_us))
         world.post(rank, part.count)
 
 
-def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int) -> Process:
+def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int, pushed: bool) -> Process:
     machine = world.machine
     beside = False
     if machine.copies.strided == "kernel" and rank in world.filled and strided(world.schedule, step):
@@ -63,7 +64,7 @@ def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, siz
         if kind == "copy":
             path = world.network.copy_path(rank, step.src.rank, step.dst.rank, *_turned(world, rank))
         else:
-            sms = machine.stores.sms if kind == "blocks" else world.free_sms[rank]
+            sms = world.push_sms[rank] if pushed else world.free_sms[rank]
             path = world.sm_path(rank, sms, step.src.rank, step.dst.rank)
         yield from copied_beside(world, rank, size, path) if beside else world.move(rank, size, path)
 

@@ -17,9 +17,11 @@ import simpy
 
 from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
-from weft.core.schedule import Copy, Flag, Lane, LaneKind, Schedule, Step, Wait
+from weft.core.schedule import Copy, Flag, Gemm, Lane, LaneKind, Schedule, Step, Wait
+from weft.core.work import is_plain
 from weft.perf.network import Fabric, Resource
 from weft.perf.rotation import rotation
+from weft.perf.shapes import push_sms
 from weft.perf.terms import GemmCost, free_sms, hbm_us
 
 Process = Generator[simpy.Event, Any, None]
@@ -28,6 +30,12 @@ Process = Generator[simpy.Event, Any, None]
 def ns(us: float) -> int:
     """Microseconds to whole nanoseconds."""
     return round(us * 1e3)
+
+
+def _alone(schedule: Schedule, rank: int) -> bool:
+    """Whether none of weft's kernels multiplies on a rank."""
+    steps = (step for lane in schedule.ranks[rank] for step in lane.steps)
+    return all(is_plain(part, rank) for step in steps if isinstance(step, Gemm) for part in step.parts)
 
 
 def _rounds(lane: Lane) -> int:
@@ -146,7 +154,8 @@ class World:
     mail: by pair of ranks, the messages that either has begun; counted: how many of them each has, by pair and whether it
     is the sender. costs: of matmuls, by what they depend on, since most are alike. filled: by rank, the last kernel that takes
     all SMs. By simulated rank, kernels: ns that its kernels worked; transfers: while its data moved; multiplied: us that its
-    matmuls so far take at full rate; free_sms: what its lanes leave, all of which begin together."""
+    matmuls so far take at full rate; free_sms: what its lanes leave, all of which begin together. push_sms: its
+    kernels that push have so many."""
 
     schedule: Schedule
     machine: Machine
@@ -174,6 +183,7 @@ class World:
         self.multiplied = [0.0 for _ in ranks]
         self.rounds = [max(map(_rounds, lanes), default=1) for lanes in self.schedule.ranks[: len(ranks)]]
         self.free_sms = [free_sms(self.schedule, self.machine, rank) for rank in ranks]
+        self.push_sms = [push_sms(self.machine, self.machine.gpu.sms, alone=_alone(self.schedule, rank)) for rank in ranks]
         self.engines = [simpy.Resource(self.env, capacity=self.machine.copies.engines) for _ in ranks]
 
     @property

@@ -10,10 +10,8 @@ import torch
 
 from weft.comm.rank_group import RankGroup
 from weft.core.errors import RankMismatch
-from weft.core.logs import warn_once
 from weft.core.machine import Machine
-from weft.runtime.choose import profile_for
-from weft.runtime.nearest import nearest_profile
+from weft.runtime.choose import readable_profile
 
 _BITS = 48
 """Of a profile's digest: what fits the number that ranks exchange."""
@@ -22,11 +20,7 @@ _BITS = 48
 def agreed_profile(group: RankGroup, device: torch.device) -> Machine:
     """The profile that all ranks of a group have for their devices. Collective. Where WEFT_MACHINE cannot be read, the nearest
     shipped one, with a warning. Raises RankMismatch on every rank if two ranks have different profiles."""
-    try:
-        mine = profile_for(device)
-    except ValueError as error:
-        mine = nearest_profile(device)
-        warn_once(f"kernels choose their tiles by the profile {mine.name}: {error}")
+    mine = readable_profile(device, group.world_size)
     digests = group.enter("call: machine profile", int(mine.digest, 16) >> (64 - _BITS))
     for rank, digest in enumerate(digests):
         if digest != digests[0]:

@@ -64,14 +64,19 @@ def choose(problem: Problem, spec: str, device: torch.device, kept: Mapping[str,
         return schedules.build(problem, spec)
     if spec in MODES:
         spec = planned(problem, device)
-    return schedules.build(problem, *schedules.parse(spec), fan_out=fans_out(device))
+    return schedules.build(problem, *schedules.parse(spec), fan_out=fans_out(device, ranks_of_a_host(problem)))
 
 
-def fans_out(device: torch.device) -> bool:
+def ranks_of_a_host(problem: Problem) -> int:
+    """At most."""
+    return max(problem.nodes or (problem.world_size,))
+
+
+def fans_out(device: torch.device, world_size: int | None = None) -> bool:
     """Whether schedules have a copy lane for each peer here, as the profile has it. Not where there is none to predict with:
     a schedule that is named needs no profile."""
     try:
-        return profile_for(device).fans_out
+        return profile_for(device, world_size).fans_out
     except ValueError:
         return False
 
@@ -98,7 +103,7 @@ def _plan(problem: Problem, profile: Machine) -> Plan:
 
 def _profile(problem: Problem, device: torch.device) -> Machine | None:
     """None, with a warning, where it has too few GPUs, or no rate for the dtype."""
-    profile, lacks = profile_for(device), f"no machine profile has {problem.world_size} GPUs"
+    profile, lacks = profile_for(device, ranks_of_a_host(problem)), f"no machine profile has {problem.world_size} GPUs"
     try:
         profile.require_for(problem)
         if problem.op not in COLLECTIVE_OPS:
@@ -110,17 +115,27 @@ def _profile(problem: Problem, device: torch.device) -> Machine | None:
     return profile
 
 
-def profile_for(device: torch.device) -> Machine:
+def profile_for(device: torch.device, world_size: int | None = None) -> Machine:
     """The profile to predict with: WEFT_MACHINE, with a warning where it was measured on another device, else the one that is
-    nearest to the device. Raises ValueError if WEFT_MACHINE cannot be read."""
+    nearest to the device. world_size: ranks of a host, if known. Raises ValueError if WEFT_MACHINE cannot be read."""
     named = os.environ.get("WEFT_MACHINE")
     if not named:
-        return nearest_profile(device)
+        return nearest_profile(device, world_size)
     found = _loaded(named, _written(named))
     here = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if found.device not in ("", here):
         warn_once(f"WEFT_MACHINE is {named}, measured on {found.device}; this is {here}: weft calibrate measures this one")
     return found
+
+
+def readable_profile(device: torch.device, world_size: int | None = None) -> Machine:
+    """The same for kernels, which no error of WEFT_MACHINE may stop on one rank: then the nearest one, with a warning."""
+    try:
+        return profile_for(device, world_size)
+    except ValueError as error:
+        found = nearest_profile(device, world_size)
+        warn_once(f"kernels choose their tiles by the profile {found.name}: {error}")
+        return found
 
 
 @lru_cache(maxsize=4)

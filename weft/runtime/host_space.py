@@ -57,7 +57,7 @@ class HostSpace:
     device = torch.device("cpu")
 
     def __init__(self, rank_group: RankGroup) -> None:
-        self.rank_group, self.machine = rank_group, nearest_profile(self.device)
+        self.rank_group, self.machine = rank_group, nearest_profile(self.device, rank_group.world_size)
         heap = rank_group.heap(self.device)
         assert isinstance(heap, HostHeap)
         self.heap = heap

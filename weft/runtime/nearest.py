@@ -17,7 +17,7 @@ import torch
 
 from weft.compat.device import architecture, flop_per_clock, memory_gbps
 from weft.core import machine
-from weft.core.machine import STORES_SHARE, Gpu, Machine
+from weft.core.machine import Machine
 
 DEFAULT = "h200x8"
 _LOG = logging.getLogger("weft")
@@ -27,19 +27,23 @@ _MEMORY_SHARE = 0.9
 """Of the peak of its memory, what a GPU reaches by reading and writing: 4300 of 4800 GB/s on H200."""
 
 
-def nearest_profile(device: torch.device) -> Machine:
-    """The shipped profile of a device, or one that is estimated from the nearest; the log then says so, once."""
+def nearest_profile(device: torch.device, world_size: int | None = None) -> Machine:
+    """The shipped profile of a device, or one that is estimated from the nearest; the log then says so, once. world_size: of
+    several profiles of one GPU, that of the smallest host with so many; the largest, if none has, or it is not known."""
     if device.type != "cuda":
         return _shipped(DEFAULT)
     name = torch.cuda.get_device_name(device)
-    named = profile_named_in(name)
+    named = profile_named_in(name, world_size)
     return _shipped(named) if named else _estimated(name, device)
 
 
-def profile_named_in(device_name: str) -> str | None:
-    """The shipped profile whose GPU a device's name, as its driver gives it, speaks of; None if none does."""
+def profile_named_in(device_name: str, world_size: int | None = None) -> str | None:
+    """The shipped profile whose GPU a device's name, as its driver gives it, speaks of; None if none does. world_size: as for
+    nearest_profile."""
     words = device_name.lower().replace(" ", "")
-    return next((name for name in machine.names() if re.sub(r"x\d+$", "", name) in words), None)
+    sizes = {name: _shipped(name).world_size for name in machine.names() if re.sub(r"x\d+$", "", name) in words}
+    enough = [name for name, size in sizes.items() if world_size and size >= world_size]
+    return min(enough, key=lambda name: sizes[name]) if enough else max(sizes, key=lambda name: sizes[name], default=None)
 
 
 @cache
@@ -62,21 +66,19 @@ def _estimated(name: str, device: torch.device) -> Machine:
 def estimated(name: str, found: Any) -> Machine:
     """The nearest profile with what a GPU's properties say. found: as torch.cuda.get_device_properties returns it."""
     nearest = _nearest(architecture(found))
-    near = _shipped(nearest)
-    gpu = _gpu(near.gpu, found, flop_per_clock(architecture(found)) / flop_per_clock(_NEAREST[nearest]))
-    blocks = max(1, min(near.stores.sms, gpu.sms // STORES_SHARE)), max(1, min(near.stores.sms_alone, gpu.sms // 2))
-    stores = replace(near.stores, sms=blocks[0], sms_alone=blocks[1])
-    changed = {"gpu.sms": "the device's own report", "gpu.l2_bytes": "the device's own report"}
-    estimated = ("stores.sms", "stores.sms_alone", "gpu.hbm_gbps", *(f"gpu.tflops.{dtype}" for dtype in gpu.tflops))
-    changed |= dict.fromkeys(estimated, "estimated")
+    near, sms, reported = _shipped(nearest), found.multi_processor_count, memory_gbps(found)
+    faster = sms / near.gpu.sms * flop_per_clock(architecture(found)) / flop_per_clock(_NEAREST[nearest])
+    says: dict[str, Any] = {"gpu.sms": sms} | ({"gpu.l2_bytes": found.L2_cache_size} if found.L2_cache_size else {})
+    guessed: dict[str, Any] = {f"gpu.tflops.{dtype}": rate * faster for dtype, rate in near.gpu.tflops.items()}
+    guessed |= {"gpu.hbm_gbps": _MEMORY_SHARE * reported} if reported else {}
+    made = near.what_if(says | guessed)
+    sources = dict.fromkeys(says, "the device's own report") | dict.fromkeys(guessed, "estimated")
     return replace(
-        near,
+        made,
         name=f"{nearest}-estimated",
         words=f"{nearest} with what {name} reports",
-        gpu=gpu,
-        stores=stores,
         device="",
-        sources={**near.sources, **changed},
+        sources={**made.sources, **sources},
     )
 
 
@@ -85,12 +87,3 @@ def _nearest(arch: str) -> str:
     ours = {name: theirs for name, theirs in _NEAREST.items() if theirs[:2] == arch[:2]}
     older = {name: theirs for name, theirs in ours.items() if (len(theirs), theirs) <= (len(arch), arch)}
     return max(older, key=lambda name: (len(ours[name]), ours[name])) if older else min(ours, key=lambda name: ours[name])
-
-
-def _gpu(near: Gpu, found: Any, faster: float) -> Gpu:
-    """faster: an SM of this GPU in a clock, relative to one of the nearest."""
-    sms = found.multi_processor_count
-    tflops = {dtype: rate * faster * sms / near.sms for dtype, rate in near.tflops.items()}
-    reported = memory_gbps(found)
-    hbm_gbps = _MEMORY_SHARE * reported if reported else near.hbm_gbps
-    return replace(near, sms=sms, tflops=tflops, l2_bytes=found.L2_cache_size or near.l2_bytes, hbm_gbps=hbm_gbps)

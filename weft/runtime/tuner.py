@@ -157,7 +157,7 @@ def agree(rank_group: RankGroup, device: torch.device) -> None:
     wrong: ValueError | None = None
     mine = 0
     try:
-        mine = 2 if profile_for(device).fans_out else 1
+        mine = 2 if profile_for(device, rank_group.world_size).fans_out else 1
     except ValueError as error:
         wrong = error
     found = rank_group.enter("the machine profile can be read", mine)
@@ -205,7 +205,7 @@ class KeptPlans:
         machine, known = _here(device, self._rank_group.world_size)
         if device in self._links:
             machine = machine | {"links": self._links[device]}
-        machine = machine | {"profile": profile_for(device).digest}  # says what is worth measuring
+        machine = machine | {"profile": profile_for(device, self._rank_group.world_size).digest}  # says what is worth measuring
         return plans.Key(machine=machine, versions=known, problem=problem, space=plans.space())
 
 

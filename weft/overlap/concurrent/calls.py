@@ -220,7 +220,7 @@ def _used(table: OrderedDict[K, T], key: K, *, forget: Callable[[T], object] = l
 
 
 def _built(problem: ConcurrentProblem, spec: str, device: torch.device) -> Schedule:
-    return build(problem, spec, fan_out=fans_out(device))
+    return build(problem, spec, fan_out=fans_out(device, problem.world_size))
 
 
 def _method(problem: ConcurrentProblem, spec: str, device: torch.device) -> Method:

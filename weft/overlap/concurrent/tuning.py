@@ -33,8 +33,8 @@ from weft.core.logs import warn_once
 from weft.overlap.concurrent.collectives import Collective, rehearsed
 from weft.overlap.concurrent.executor import Executor
 from weft.runtime.bound import BoundProgram
+from weft.runtime.choose import profile_for
 from weft.runtime.groups import GROUPS, GroupState
-from weft.runtime.nearest import nearest_profile
 from weft.runtime.trial import MARGIN, Contest, Trial
 from weft.schedules.concurrent import SEQUENTIAL, Abilities, Method, build, candidates, parse
 
@@ -281,8 +281,9 @@ class ConcurrentTuner:
 
         if not min(problem.compute_us or 0.0, problem.communication_us or 0.0) > 0:
             return (BASE,)
-        machine, specs = nearest_profile(self.executor.device), candidates(problem, self._abilities(collectives))
+        specs = candidates(problem, self._abilities(collectives))
         try:
+            machine = profile_for(self.executor.device, problem.world_size)
             found = [build(problem, spec, fan_out=machine.fans_out) for spec in specs]
             return shortlist(plan(problem, machine, schedules=found), at_most)
         except ValueError as error:
