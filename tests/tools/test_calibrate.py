@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from conftest import RankFixture
-from rank_pools import interpreted_ranks
 
 import weft
 from weft.cli import main
@@ -19,7 +18,6 @@ from weft.core.problem import ITEMSIZE, Problem
 from weft.perf import run
 from weft.perf.shapes import SHAPES, streamed_tile
 from weft.perf.terms import collective_us, gemm_us, hbm_us, kernel_cost, staged_us, stalled_us
-from weft.runtime.ranks import Ranks
 from weft.schedules import build
 from weft.tools import calibrate as package
 from weft.tools.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, NOT_MEASURED, Probe, base, common, host_probes, probes
@@ -202,44 +200,6 @@ def test_each_number_is_measured_or_it_is_said_why_not() -> None:
     for path, _ in machine.numbers(H200):
         begins = [path.startswith(one) for one in (*measured, *NOT_MEASURED)]
         assert any(begins) or path == "world_size" or path.startswith("gpu.tflops."), path
-
-
-def _kernels_probed() -> list[ProbeSample]:
-    """Every probe of weft's kernels that needs no stream, by Triton's interpreter, at small sizes."""
-    from weft.tools.calibrate import kernel_probes as own
-
-    with pytest.MonkeyPatch.context() as patch:  # the interpreter takes seconds for a large tile
-        patch.setattr(own, "COLUMNS", 256)
-        patch.setattr(own.Clock.__init__, "__defaults__", (1,))
-        found = [*own.counted_tiles("cpu", 64, 1), *own.stored_tiles("cpu", 64, 1), *own.far_tiles("cpu", (32, 64), 1)]
-        found += [*own.lookups("cpu", 64, 32, 1), *own.sums("cpu", 1 << 10), *own.exchanges("cpu", (16, 32), 4)]
-        found += [*own.staged("cpu", 32), *own.cached("cpu", 32, 32)]
-    weft.close()
-    return found
-
-
-interpreted = interpreted_ranks(2)
-
-
-@pytest.mark.ranks
-def test_probes_of_kernels_run_interpreted(interpreted: Ranks) -> None:
-    first, second = interpreted.run(_kernels_probed)
-    assert first == second
-    counts = {what: sum(s.what == what for s in first) for what in {s.what for s in first}}
-    assert counts == {
-        "counted tiles": 4,
-        "cut tiles": 1,
-        "stored tiles": 4,
-        "near tiles": 2,
-        "far tiles": 2,
-        "lookup": 1,
-        "sums": 1,
-        "pulled sums": 1,
-        "one_shot": 4,
-        "one run": 1,
-        "two runs": 1,
-        "cached": 1,
-    }
 
 
 def test_every_number_has_a_source_and_measured_ones_a_spread() -> None:
