@@ -254,7 +254,7 @@ def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: N
         (["run", "dlrm-mlperf", "--op", "all_gather_matmul"], ["dlrm-mlperf", "no layer of it"]),
         (["run"], ["MODEL", "weft run --help"]),
         (["nope"], ["nope", "weft --help"]),
-        (["plan", "llama3-8b", "--tp", "7"], ["--tp is 7", "32 attention heads", "1, 2, 4, 8, 16, 32"]),
+        (["plan", "llama3-8b", "--tp", "7"], ["--tp is 7", "32 heads", "1, 2, 4, 8, 16, 32"]),
         (["plan", "llama3-8b", "--json", "--why"], ["--json is '--why'", "- for standard output"]),
         (["run", "llama3-8b", "--schedule", "flag_gated_2d:4"], ["'flag_gated_2d'", "--op all_gather_matmul"]),
         (["plan", "llama3-8b", "--schedule", "flag_gated_2d"], ["'flag_gated_2d'", "matmul_reduce_scatter has sequential"]),

@@ -194,4 +194,4 @@ def test_what_it_does_depends_little_on_the_sizes(op: Op) -> None:
     for rows, size in sizes:
         problem = Problem(op=op, m=rows, n=size, k=size, world_size=4)
         counts.append(calls(lambda of=problem: heuristic(of, H200)))  # type: ignore[misc]
-    assert max(counts) < 2 * min(counts)
+    assert max(counts) < 3 * min(counts)

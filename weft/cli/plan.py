@@ -25,7 +25,7 @@ OVER_IDEAL = "Over 100% of ideal: the ideal is the vendor's slower half alone, w
 TERMS = (
     "ideal: the longer of the matmul alone and the collective alone. head, tail, waits: what nothing hides. "
     "DIL: the pieces alone over the whole alone. CIL: beside the other kind over alone. By sizes alone: what "
-    "the heuristic names, and schedule=planned runs for sizes and machines that it was fitted to."
+    "the ranking puts first, before anything is simulated."
 )
 
 

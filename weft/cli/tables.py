@@ -85,25 +85,28 @@ def print_chart(out: Console, plans: Sequence[SitePlan], unit: str = "us") -> No
 
 
 def print_candidates(out: Console, plans: Sequence[SitePlan], *, every: bool) -> None:
-    """Candidates' predicted times, a column for each layer; the chosen one is marked. every: else the fastest of each family,
-    with its chunk count."""
+    """Candidates' predicted times, a column for each layer; the chosen one is marked, and so are those that were ranked and not
+    simulated. every: else the fastest of each family, with its chunk count."""
     made = table("schedule", *(site for site, _ in plans))
     columns = [_cells(plan, every=every) for _, plan in plans]
     for name in dict.fromkeys(name for cells in columns for name in cells):
         made.add_row(name, *(cells.get(name, "") for cells in columns))
-    which = "every candidate (* chosen)" if every else "each family's best, behind :chunks (* chosen; --why has all)"
+    which = "every candidate" if every else "each family's best, behind :chunks"
+    which += " (* chosen, ~ ranked, not simulated" + ("" if every else "; --why has all") + ")"
     out.print(f"Predicted us of {which}", style="bold")
     print_table(out, made)
     out.print()
 
 
 def _cells(plan: Plan, *, every: bool) -> dict[str, str]:
-    """By row, fastest first."""
+    """By row, those that were simulated first, fastest first."""
     cells: dict[str, str] = {}
-    for one in plan.candidates:
-        row = one.spec if every else one.schedule
-        chunks = "" if every else one.spec.removeprefix(one.schedule)
-        cells.setdefault(row, f"{chunks} {us(one.predicted_us)}".strip() + ("*" if one == plan.chosen else " "))
+    known = {one.spec: ("", one.predicted_us, "*" if one == plan.chosen else " ") for one in plan.candidates}
+    known |= {spec: ("~", estimate, " ") for spec, estimate in plan.estimates.items() if spec not in known}
+    for spec, (sign, time, mark) in known.items():
+        name, _, chunks = spec.partition(":")
+        row, before = (spec, "") if every else (name, f":{chunks} " if chunks else "")
+        cells.setdefault(row, f"{before}{sign}{us(time)}{mark}")
     return cells
 
 

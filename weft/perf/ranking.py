@@ -104,23 +104,23 @@ WITHIN_A_NODE = {"matmul_all_to_all": "track_and_trigger", "matmul_all_reduce": 
 
 
 def ranked(problem: Problem, machine: Machine, only: str | None = None) -> dict[str, float]:
-    """Every candidate's estimate in us, by spec, least first; of equal ones the simplest first. only: those of this family.
+    """Every candidate's estimate in us, by spec, least first. On few ranks some families come to the same program: those in as
+    many chunks with equal estimates are taken for one, whose simplest name stands for all. only: candidates of this family.
 
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
     """
-    found = estimates(problem, machine, specs(problem, only))
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    named: dict[tuple[float, int], str] = {}
+    for spec, us in estimates(problem, machine, specs(problem, only)).items():
+        named.setdefault((round(us, 6), parse(spec)[1] or 1), spec)
+    return {spec: us for (us, _), spec in sorted(named.items())}
 
 
 def best(problem: Problem, machine: Machine, count: int) -> tuple[str, ...]:
-    """The sequential program, and so many of the others that are ranked first, each program once: those of equal estimates are
-    one, whose simplest name stands for all. The sequential program alone where nothing is computed, or communicated."""
+    """The sequential program, and so many of the others that are ranked first. The sequential program alone where nothing is
+    computed, or communicated."""
     if problem.world_size == 1 or not problem.m or not problem.n:
         return ("sequential",)
-    named: dict[float, str] = {}
-    for spec, us in ranked(problem, machine).items():
-        named.setdefault(round(us, 6), spec)
-    others = [spec for spec in named.values() if spec != "sequential"]
+    others = [spec for spec in ranked(problem, machine) if spec != "sequential"]
     return ("sequential", *others[:count])
 
 
@@ -149,6 +149,8 @@ def estimates(problem: Problem, machine: Machine, named: Iterable[str]) -> dict[
     machine.require_for(problem)
     if problem.op not in COLLECTIVE_OPS:
         machine.tflops(problem.dtype)
+    if not problem.m or not problem.n:
+        return dict.fromkeys(named, 0.0)
     rank = Rank(problem, machine)
     return {spec: _estimate(rank, spec) for spec in named}
 

@@ -311,7 +311,7 @@ def _advance(free: np.ndarray, at: int, ready: np.ndarray, tiles: int, tile_us: 
     free += (waves - waiting) * tile_us
     if over:
         last = turn < over
-        free[last] = np.maximum(free[last], ready[(waves * size + turn[last]) % len(ready)]) + tile_us
+        free[last] = np.maximum(free[last], ready[(waves * size % len(ready) + turn[last]) % len(ready)]) + tile_us
     return (at + over) % size
 
 
