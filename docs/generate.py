@@ -6,7 +6,8 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text families BY           which operator has which family: all of them but those of collectives alone
     ```text counts OP             what a rank pays in each family: kernels, copies, flags, bytes
     ```text chart MODEL           the chart that `weft plan MODEL` prints
-    ```text rules TOPOLOGY        the heuristic's weights, and what it chooses by them
+    ```text ranked MACHINE        what the ranking puts first on it, by operator and rows
+    ```text accuracy FILE ...     how good choices are on the problems of these files of results
     ```text simulated BY          benchmarks/simulated.py: predictions against measurements, by operator, family or file
     ```text gains FOLDER          benchmarks/gains.py: `auto` over the fastest alternative, from a folder of results
     ```text shapes FOLDER MODE    the same, case by case
@@ -172,12 +173,40 @@ def chosen(name: str) -> str:
     return _table(rows)
 
 
+ACCURACY_HEADS = (
+    ("", "", "", "plan", "", "", "loss of", "", "one", ""),
+    ("operator, half `test`", "GPUs", "of", "exact", "in 5%", "loss", "ranking", "sequential", "schedule", "auto"),
+)
+
+
 def accuracy(*names: str) -> str:
-    """How often choices are right, of the half of measured problems that nothing is fitted to."""
+    """How good choices are on both halves of the measured problems, and like for like with FiCCO's paper. Losses are means."""
     scores = text_tables.benchmark("scores")
     paths = [text_tables.RESULTS / f"{name}.jsonl" for name in names]
-    found = scores.measured(paths, machine.load("h200x8"))
-    return _table([*scores.table(found), ("",), *((line,) for line in scores.summary(found))])
+    return compact(scores, scores.measured(paths, machine.load("h200x8")))
+
+
+def compact(scores: Any, found: Sequence[Any]) -> str:
+    """A row for each operator and number of GPUs, of the half `test`; then sums, and below them how far predictions are off.
+
+    Exact, within 5% and loss are of `weft.plan`; behind them is the mean loss of each other way to choose.
+    """
+    parts = {part: [one for one in found if one.line.half == part] for part in ("test", "fit")}
+    paper = scores.like_ficco(found)
+    _, *rows = scores.table(found, "test")
+    *_, fit = scores.table(found, "fit")
+    sums = [("all of `test`", *rows.pop()[1:]), ("all of `fit`", *fit[1:]), _like_paper(scores, paper)]
+    ranking, *_ = scores.scores(paper, paper)
+    said = [*(f"`{part}`: {scores.errors(some)}" for part, some in parts.items()), f"among FiCCO's four: {ranking}"]
+    return "\n".join([_table([*ACCURACY_HEADS, *rows, *sums]), "", *said])
+
+
+def _like_paper(scores: Any, paper: Sequence[Any]) -> tuple[str, ...]:
+    """Of FiCCO's four schedules and sequential, where all were measured on 4 GPUs."""
+    of = {score.way: score for score in scores.scores(paper, paper)}
+    plan = of["plan"]
+    losses = (f"{of[way].loss:.1%}" for way in ("ranking", "sequential", "one schedule", "auto"))
+    return ("among FiCCO's four", "4", str(len(paper)), f"{plan.exact:.0%}", f"{plan.near:.0%}", f"{plan.loss:.1%}", *losses)
 
 
 @functools.cache
