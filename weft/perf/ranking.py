@@ -289,7 +289,7 @@ def _step(rank: Rank, row: Row, size: int, index: int, count: int, *, gathers: b
     itemsize = rank.problem.itemsize
     if row.kernels == "slice" and gathers:
         rows, sums = rank.rows * size * itemsize, 2 if index else 1
-        staged = staged_us(rank.machine, rows=2, row_bytes=rows, outs=1, out_bytes=rank.rows * rank.columns * 4, sums=sums)
+        staged = staged_us(rank.machine, rows=2, row_bytes=rows, outs=1, out_bytes=0.0)
         return rank.vendor(rank.rows, inner=size, sums=sums), staged
     if row.kernels == "slice":
         return rank.vendor(rank.rows, columns=size), 0.0

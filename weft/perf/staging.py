@@ -1,8 +1,8 @@
-"""What vendors' libraries need done around them, simulated: rows brought together, sums added, shards made equal.
+"""What vendors' libraries need done around them, simulated: rows brought together, shards made equal.
 
-A vendor's matmul takes one matrix and gives one, without adding to what is there in another type; its collectives take shards
-of one length. Where a schedule's steps are otherwise, the executor runs kernels of torch before and after, each with a launch
-and its traffic (weft.runtime.arithmetic, weft.runtime.nccl). weft's own kernels need none of this.
+A vendor's matmul takes one matrix and gives one; its collectives take shards of one length. Where a schedule's steps are
+otherwise, the executor runs kernels of torch before and after, each with a launch and its traffic (weft.runtime.arithmetic,
+weft.runtime.nccl). weft's own kernels need none of this.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from weft.perf.world import Process, World, ns
 
 def staged(world: World, step: Gemm) -> Process:
     """Rows of a that are not one run are copied together, by one kernel, and those of the product to their places, by one for
-    each run; what is accumulated is added by a kernel that reads both and writes one."""
+    each run."""
     if not world.machine.stages or any(
         part.waits or part.adds or part.count or part.out.rank != part.a.rank for part in step.parts
     ):
         return  # one of weft's kernels
     rows, outs = [part.a for part in step.parts], [part.out for part in step.parts]
-    sums = 2 if step.accumulate else 1 if world.schedule.buffer[outs[0].buffer].float32 else 0
     us = staged_us(
         world.machine,
         rows=len(runs(rows)),
         row_bytes=_bytes(world, rows),
         outs=len(runs(outs)),
         out_bytes=_bytes(world, outs),
-        sums=sums,
     )
     yield world.env.timeout(ns(us))
 

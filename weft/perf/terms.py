@@ -175,14 +175,12 @@ def adding_us(machine: Machine, size: float, tiles: int, sms: int) -> float:
     return hbm_us(machine, size / max(1, tiles) * min(tiles, sms))
 
 
-def staged_us(machine: Machine, *, rows: int, row_bytes: float, outs: int, out_bytes: float, sums: int = 0) -> float:
+def staged_us(machine: Machine, *, rows: int, row_bytes: float, outs: int, out_bytes: float) -> float:
     """What is done around a vendor's matmul: its rows of a brought together by one kernel, where they are more than one run;
-    runs of the product brought to their places, by one kernel each. sums: 1 where the product goes into float32 sums, 2 where
-    it is added to them, by a kernel that reads both."""
+    runs of the product brought to their places, by one kernel each. What is summed in float32 the matmul adds by itself
+    (weft.runtime.products)."""
     launches, moved = (1, 2 * row_bytes) if rows > 1 else (0, 0.0)
-    if sums:
-        launches, moved = launches + 1, moved + (1 + sums) * out_bytes
-    elif outs > 1:
+    if outs > 1:
         launches, moved = launches + outs, moved + 2 * out_bytes
     return launches * machine.launch_us + hbm_us(machine, moved) if machine.stages else 0.0
 
