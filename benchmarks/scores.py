@@ -34,6 +34,7 @@ from weft.core import codec
 from weft.core.machine import Machine
 from weft.core.problem import LookupProblem, Problem
 from weft.perf.ranking import choice, estimates
+from weft.perf.terms import warm
 from weft.planner.choose import SIMULATED
 from weft.runtime.choose import MEASURED
 from weft.schedules import FAMILIES, build, parse, programs, spec, synonym
@@ -151,9 +152,11 @@ class Predicted:
 
 
 def predicted(line: Line, machine: Machine) -> Predicted:
-    """The line's candidates, estimated and simulated."""
+    """The line's candidates, estimated and simulated: as calls that repeat on the same memory, which were measured, find the
+    machine (weft.perf.terms.warm). In a model other weights come between."""
     from weft.perf import run  # here, since to read lines and collect them needs no simulator
 
+    machine = warm(machine, line.problem)
     schedules = {name: build(line.problem, *parse(name), fan_out=machine.fans_out) for name in line.us}
     simulated = {name: run(schedule, machine).total_us for name, schedule in schedules.items()}
     return Predicted(line=line, ranking=estimates(line.problem, machine, line.us), simulated=simulated)

@@ -6,6 +6,7 @@ what a rank should get needs no communication.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,9 +160,15 @@ def dims(size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(DIMS[rank % len(DIMS)] for rank in range(size))
 
 
+@functools.cache
+def _bags_here(tables: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """On this rank's device, where they stay: a graph may be recorded."""
+    return tuple(x.to(here()) for x in bags(tables, rank))
+
+
 def _lookup(*tables: torch.Tensor, **options: Any) -> torch.Tensor:
     rank = dist.get_rank()
-    indices, offsets = (x.to(here()) for x in bags(len(tables), rank))
+    indices, offsets = _bags_here(len(tables), rank)
     given = {"dims": dims(dist.get_world_size()), "batch": BATCH, **options}
     return weft.embedding_bag_all_to_all(indices, offsets, list(tables), **given)
 

@@ -21,9 +21,7 @@ ANOMALY = 0.09
 """The most that an exception may lose."""
 _LONG_WAVE = "a copy by kernel waits for the end of a wave: a GEMM that memory binds is one long one in place of two short ones"
 _BEFORE_THE_END = "a copy by kernel that comes earlier comes before the end of a wave, and waits for it"
-_LARGER_TILES = (
-    "the kernel takes the tiles with which its product ends first: one wave of larger ones; parts come later"
-)
+_LARGER_TILES = "the kernel takes the tiles with which its product ends first: one wave of larger ones; parts come later"
 _ONE_WAVE = "one wave stores what two did, and nothing is computed meanwhile"
 EXCEPTIONS = {
     ("gpu.sms", "uniform_fused_2d", "all_gather_matmul"): _LONG_WAVE,

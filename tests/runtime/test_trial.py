@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -17,74 +16,12 @@ from weft_log import logged, warned
 
 import weft
 from weft.core.errors import RankMismatch, WeftError
-from weft.core.machine import load
-from weft.core.problem import OPS, Problem
-from weft.planner import Candidate, Plan, plan
-from weft.planner.shortlist import AT_MOST, WITHIN, shortlist
+from weft.core.problem import Problem
 from weft.runtime.bound import BoundProgram
 from weft.runtime.trial import Choice, Contest, Trial, calls_of_a_run, leader
 from weft.schedules import parse, spec
 
 PROBLEM = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
-
-
-def plan_of(times: dict[str, float], problem: Problem = PROBLEM) -> Plan:
-    """A Plan with these predictions, best first."""
-    found = []
-    for text, us in sorted(times.items(), key=lambda item: item[1]):
-        name, chunks = parse(text)
-        rest = {"predicted_us": us, "computation_us": 0.0, "communication_us": 0.0, "over_ideal_us": 0.0}
-        found.append(Candidate(schedule=name, chunks=chunks or 1, **rest))
-    return Plan(
-        problem=problem,
-        machine="m",
-        candidates=tuple(found),
-        sequential_us=times["sequential"],
-        computation_us=1.0,
-        communication_us=1.0,
-        why="",
-    )
-
-
-def test_sequential_comes_first_then_families_by_prediction() -> None:
-    found = plan_of({"shard_p2p": 10.0, "flag_gated:2": 9.0, "flag_gated:4": 11.0, "sequential": 30.0})
-    assert shortlist(found) == ("sequential", "flag_gated:2", "shard_p2p")
-
-
-def test_families_predicted_far_off_are_left_out() -> None:
-    found = plan_of({"shard_p2p": 10.0, "flag_gated:1": 10.0 * WITHIN, "direct_store:1": 10.1 * WITHIN, "sequential": 90.0})
-    assert shortlist(found) == ("sequential", "shard_p2p", "flag_gated:1")
-
-
-def test_fewer_chunks_of_those_that_are_alike() -> None:
-    assert shortlist(plan_of({"flag_gated:8": 10.0, "flag_gated:2": 10.4, "flag_gated:1": 10.6, "sequential": 30.0}))[1:] == (
-        "flag_gated:2",
-    )
-
-
-def test_between_nodes_every_count_is_measured_however_it_is_predicted() -> None:
-    between = dataclasses.replace(PROBLEM, nodes=(PROBLEM.world_size // 2,) * 2)
-    times = {"node_slices:1": 90.0, "node_slices:2": 10.0, "node_slices:4": 10.1, "sequential": 30.0}
-    assert shortlist(plan_of(times, between)) == ("sequential", "node_slices:2", "node_slices:4", "node_slices:1")
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("m", [512, 2048, 8192])
-def test_a_shortlist_is_short_and_each_family_stands_once(op: Any, m: int) -> None:
-    problem = Problem(op=op, m=m, n=28672, k=8192, world_size=4)
-    found = plan(problem, load("h200x8"))
-    specs = shortlist(found)
-    assert specs[0] == "sequential"
-    assert 1 < len(specs) <= AT_MOST
-    assert len({parse(text)[0] for text in specs}) == len(specs)
-    assert found.chosen.schedule in {parse(text)[0] for text in specs}
-    assert set(specs) <= {candidate.spec for candidate in found.candidates}
-
-
-def test_nothing_to_hide_is_not_measured() -> None:
-    times = {"sequential": 1.0, "shard_p2p": 1.0}
-    for change in ({"world_size": 1}, {"m": 0}, {"n": 0}):
-        assert shortlist(plan_of(times, dataclasses.replace(PROBLEM, **change))) == ("sequential",)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, number_of,
 from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Collective, Copy, Flag, Lane, Region, Schedule, Signal, Step, UserCall, Wait
 from weft.core.span import total_us
-from weft.planner.shortlist import AT_MOST_BESIDE, shortlist
+from weft.planner.shortlist import AT_MOST, shortlist
 from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, Method, build, candidates, family, method_of, parse
 
 H200 = machine.load("h200x8")
@@ -187,7 +187,7 @@ def test_the_shortlist_begins_with_what_wins_ties() -> None:
     plan = weft.plan(whole, H200)
     found = shortlist(plan)
     assert found[:2] == ("sequential", "vendor")
-    assert len(found) == len(set(found)) <= AT_MOST_BESIDE
+    assert len(found) == len(set(found)) <= AT_MOST
     assert any(spec.startswith("copy_engine") for spec in found)
     assert any("left" in spec for spec in found)
     assert shortlist(plan, 5) == found[:5]

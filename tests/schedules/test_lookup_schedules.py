@@ -12,7 +12,6 @@ from weft.core.problem import LookupProblem
 from weft.core.schedule import Bags, Lookup, Schedule, Step
 from weft.perf import run
 from weft.planner import plan
-from weft.planner.shortlist import shortlist
 from weft.schedules import candidates, names
 
 TABLES: tuple[tuple[tuple[int, ...], ...], ...] = (
@@ -100,6 +99,6 @@ def test_the_planner_hides_the_exchange_of_large_lookups() -> None:
     assert large.chosen.schedule == "direct_store"
     assert "the lookup alone takes" in large.why
     assert large.sequential_us > 1.15 * large.chosen.predicted_us
-    assert {spec.partition(":")[0] for spec in shortlist(large)} <= set(names("embedding_bag_all_to_all"))
+    assert {spec.partition(":")[0] for spec in large.estimates} <= set(names("embedding_bag_all_to_all"))
     small = plan(LookupProblem.of(batch=64, dims=((16,),) * 8), machine.load("h200x8"))
     assert small.chosen.schedule == "sequential"

@@ -1,13 +1,13 @@
-"""The performance model: what steps cost on a Machine, and a simulator that runs a Schedule event by event.
+"""The performance model: what steps cost on a Machine; a ranking of schedules by closed forms of these costs, in milliseconds;
+and a simulator that runs a Schedule event by event, with the same costs.
 
 engine.py  world.py  rotation.py             lanes event by event; clock, flags, spans; when one rank stands for all
 kernels.py  ragged.py                        GEMMs and sums; steps whose row counts live on devices
 lookups.py  staging.py                       lookups; what NCCL needs done around its collectives
 transfers.py  messages.py                    copies and collectives; sends and receives between nodes
 network.py  fluid.py  contention.py          links that transfers share; kernels and copies that slow each other
-terms.py                                     what a kernel, a collective or a step takes alone
-rules.py  pieces.py  shapes.py               the ranking from sizes alone; tile shapes. The standard library is enough
-graph.py                                     a schedule as nodes, for simulators of whole systems
+terms.py  shapes.py                          what a kernel, a collective or a step takes alone; tile shapes
+ranking.py  lanes.py                         a row for each family, three recurrences; the lanes that these run on
 """
 
 from __future__ import annotations

@@ -152,14 +152,21 @@ def kernel_cost(
 
 
 def streamed_cost(machine: Machine, problem: Problem, hops: int) -> GemmCost:
-    """The product in the kernel that goes on to exchange and sum it (weft.kernels.all_reduce), in so many hops."""
+    """The product in the kernel that goes on to exchange and sum it (weft.kernels.all_reduce), in so many hops. Its tiles go
+    down the rows first: where the last-level cache does not hold a, that is read again for each of the columns of tiles, but
+    for those that run at once."""
     gpu, kernels, size = machine.gpu, machine.kernels, problem.world_size
     pieces, width = (1, problem.n) if hops == 1 else (1 << (size - 1).bit_length(), -(-problem.n // size))
     rows, cols = streamed_tile(problem, width, pieces, problem.product_rows(0), gpu.sms)
     full_us = 2 * rows * cols / (machine.tflops(problem.dtype) * 1e6 / gpu.sms * kernels.streamed)
     tile = Tile(rows=rows, cols=cols, efficiency=kernels.streamed * min(1.0, full_us / kernels.row_us))
     inner = max(problem.inner(rank) for rank in range(size)) if problem.b_sizes else problem.inner(0)
-    return gemm_cost(machine, rows=(problem.product_rows(0),), n=problem.n, k=inner, dtype=problem.dtype, tiles=(tile,))
+    height = problem.product_rows(0)
+    cost = gemm_cost(machine, rows=(height,), n=problem.n, k=inner, dtype=problem.dtype, tiles=(tile,))
+    row_tiles, a_bytes = -(-height // rows), height * inner * problem.itemsize
+    sweeps = math.ceil(sum(cost.tiles) / row_tiles / max(1, cost.sms // row_tiles)) if a_bytes > gpu.l2_bytes else 1
+    waves = max(1, -(-sum(cost.tiles) // cost.sms))
+    return replace(cost, memory_us=cost.memory_us + hbm_us(machine, (sweeps - 1) * a_bytes) / waves)
 
 
 def stalled_us(machine: Machine, size: float, tiles: int, sms: int) -> float:

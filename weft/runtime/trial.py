@@ -19,9 +19,9 @@ Calls of some 0.1 ms are bound by the host when Python makes them, and by the GP
 faster there and slower here. So such calls are timed both ways, and an overlap is chosen only if it is slower than sequential
 in neither.
 
-So a trial is at most `weft.planner.shortlist.AT_MOST` specs, and of each at most 67 calls, 16 where one takes 1.7 ms or more,
-and in the final 107 more, 22, besides planning, binding, and what Triton compiles once a machine; about twice that where calls
-are timed both ways.
+So a trial is of sequential and `weft.runtime.choose.MEASURED` more specs, and of each at most 67 calls, 16 where one takes
+1.7 ms or more, and in the final 107 more, 22, besides binding, and what Triton compiles once a machine; about twice that where
+calls are timed both ways.
 """
 
 from __future__ import annotations
