@@ -177,7 +177,8 @@ def test_numbers_that_are_left_out_do_nothing() -> None:
     left_out = [path for path in machine.sources if path.startswith(UNUSED) and path != "stores.gbps"]
     other = machine
     for path in left_out:
-        other = changed(other, path, "0.5" if path == "gpu.flag_efficiency" else "7")
+        share = path in ("gpu.flag_efficiency", "gpu.half_tile", "kernels.l2_share", "kernels.streamed")
+        other = changed(other, path, "0.5" if share else "7")
     names = (*CHOSEN_FROM, "shard_p2p")
     assert scenario(other, QUICK, names).us == scenario(machine, QUICK, names).us
     known = set(assumed(machine))
