@@ -58,6 +58,12 @@ def test_sms_take_the_matrix_peak_along() -> None:
     assert run(schedule, few).total_us < 132 / 17 * 1.5 * run(schedule, H200).total_us
 
 
+def test_links_and_sms_go_together() -> None:
+    found = H200.what_if(links__gbps=780.0, gpu__sms=66)
+    assert found.stores.rate(66) == pytest.approx(2 * H200.stores.rate(66))
+    assert found.stores.gbps[-1][0] == 66
+
+
 def test_more_gpus_are_named() -> None:
     assert H200.what_if(world_size=64).words.startswith("64 x NVIDIA H200")
 

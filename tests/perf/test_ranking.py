@@ -60,17 +60,18 @@ def drawn(random_: random.Random, world_size: int) -> Iterator[Problem]:
         yield CollectiveProblem(op=op, m=world_size * round(2 ** random_.uniform(12, 22)), world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("machine", ["h200x8", "mi300x8", "a100x8"])
-def test_ranking_and_engine_agree_on_drawn_problems(machine: str, world_size: int) -> None:
-    random_, where, off = random.Random(f"{machine} {world_size}"), load(machine), []
-    for problem, _ in zip(drawn(random_, world_size), range(DRAWN), strict=False):
-        spec = random_.choice(specs(problem))
-        us = run(build(problem, *parse(spec), fan_out=where.fans_out), where).total_us
-        off.append((abs(estimates(problem, where, [spec])[spec] / us - 1), f"{spec} {problem}"))
+def test_ranking_and_engine_agree_on_drawn_problems(machine: str) -> None:
+    where, off = load(machine), []
+    for world_size in (2, 4, 8):
+        random_ = random.Random(f"{machine} {world_size}")
+        for problem, _ in zip(drawn(random_, world_size), range(DRAWN), strict=False):
+            spec = random_.choice(specs(problem))
+            us = run(build(problem, *parse(spec), fan_out=where.fans_out), where).total_us
+            off.append((abs(estimates(problem, where, [spec])[spec] / us - 1), f"{spec} {problem}"))
     off.sort()
-    assert statistics.median(miss for miss, _ in off) <= 0.03, off[len(off) // 2 :]
-    assert off[int(0.95 * len(off))][0] <= 0.15, off[int(0.95 * len(off)) :]
+    assert statistics.median(miss for miss, _ in off) <= 0.01, off[len(off) // 2 :]
+    assert off[int(0.95 * len(off))][0] <= 0.1, off[int(0.95 * len(off)) :]
 
 
 def test_every_family_has_a_row() -> None:

@@ -39,7 +39,7 @@ from weft.core.schedule import (
     regions,
 )
 from weft.planner import plan
-from weft.schedules import build, candidates, names, unfit
+from weft.schedules import build, candidates, names, specs, unfit
 
 EVERY_OP: tuple[Op, ...] = (*OPS, *LOOKUP_OPS)
 COMBINE = Problem(op="matmul_all_to_all", m=16, n=8, k=8, world_size=4, nodes=(2, 2))
@@ -191,6 +191,8 @@ def test_on_one_node_slices_are_no_candidate() -> None:
     one = dataclasses.replace(COMBINE, nodes=())
     assert build(one, "node_slices", 2).ranks == build(one, "track_and_trigger", 2).ranks
     assert "node_slices" not in {schedule.name for schedule in candidates(one)}
+    assert not [name for name in specs(one) if name.startswith("node_slices")]
+    assert specs(one, "node_slices")
 
 
 def test_a_slice_that_is_sent_unmade_is_refused() -> None:

@@ -2,9 +2,10 @@
 
     links.gbps       copies, stores, a host's links and collectives carry bytes in proportion; fixed costs stay
     links.topology   a GPU's links together keep their rate: on a ring each of two has half, on a mesh each of n - 1 its part;
-                     collectives go with what crosses the busiest link
-    gpu.sms          the matrix peak goes along, since an SM keeps its rate; memory, links and the rate at which all SMs store
-                     do not. Lanes of communication blocks shrink where they would have more than their share
+                     collectives go with what crosses the busiest link. Their sources say so
+    gpu.sms          the matrix peak goes along, since an SM keeps its rate. Memory and links do not. So many SMs store as fast
+                     as before, so the table of stores ends at the new count. Lanes of communication blocks shrink where they
+                     would have more than their share
     world_size       tables of collectives stay: more ranks are extrapolated by hops and bytes
 
 What is set itself does not go along with anything. Sources say which numbers were set, and which went along.
@@ -45,7 +46,8 @@ def what_if(machine: Machine, changes: Mapping[str, Any]) -> Machine:
         return machine
     _refuse(machine, given)
     changed = _set(machine, given)
-    moved = _with_links(machine, changed, given) | _with_sms(machine, changed, given)
+    moved = _with_links(machine, changed, given)
+    moved |= _with_sms(machine, changed, given, moved)
     sources = {path: RESCALED + machine.sources[path] for path in moved if path in machine.sources}
     return _replaced(changed, moved, {**dict.fromkeys(p for p in given if p not in _WORDS), **sources}, _words(machine, given))
 
@@ -166,13 +168,17 @@ def _table(table: Table, factor: float) -> Table:
     return made
 
 
-def _with_sms(machine: Machine, data: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What goes along with the number of SMs."""
+def _with_sms(
+    machine: Machine, data: dict[str, Any], given: Mapping[str, Any], moved_before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What goes along with the number of SMs. moved_before: what has gone along with the links."""
     sms, before = data["gpu"]["sms"], machine.gpu.sms
     if "gpu.sms" not in given or not isinstance(sms, int) or sms < 2:
         return {}
     moved: dict[str, Any] = {f"gpu.tflops.{dtype}": within(rate * sms / before) for dtype, rate in machine.gpu.tflops.items()}
     stores = machine.stores
+    if "stores.gbps" in moved_before:
+        stores = dataclasses.replace(stores, gbps=tuple((count, gbps) for count, gbps in moved_before["stores.gbps"]))
     moved["stores.gbps"] = [*([count, gbps] for count, gbps in stores.gbps if count < sms), [sms, stores.rate(sms)]]
     if sms < before:
         moved["stores.sms"] = max(1, min(stores.sms, sms // STORES_SHARE))

@@ -6,7 +6,8 @@ kernels.py  ragged.py                        GEMMs and sums; steps whose row cou
 lookups.py  staging.py                       lookups; what NCCL needs done around its collectives
 transfers.py  messages.py                    copies and collectives; sends and receives between nodes
 network.py  fluid.py  contention.py          links that transfers share; kernels and copies that slow each other
-terms.py  shapes.py                          what a kernel, a collective or a step takes alone; tile shapes
+terms.py  shapes.py  concurrent.py           what a kernel, a collective or a step takes alone; tile shapes; a collective
+                                             beside the caller's computation
 ranking.py  lanes.py                         a row for each family, three recurrences; the lanes that these run on
 """
 

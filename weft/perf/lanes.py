@@ -36,7 +36,7 @@ class Rank:
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self.problem, self.machine = problem, machine
         self.ranks = max(problem.nodes or (problem.world_size,))
-        """Of its node."""
+        """How many ranks the largest node has."""
         most, reduces = max(problem.b_sizes, default=0), problem.op in REDUCTIONS
         self.inner = max(problem.inner(0), most if reduces else 0)
         self.columns = max(problem.columns(0), 0 if reduces else most)
@@ -44,7 +44,7 @@ class Rank:
         shards = [high - low for low, high in problem.shards]
         self.own, self.shard_bytes = max(shards), problem.shard_bytes
         self.peers = range(1, min(self.ranks, max(2, sum(map(bool, shards)))))
-        """Those that have rows."""
+        """The peers that have rows."""
         self.launch_us, self.flag_us = machine.launch_us, machine.flag_us
         self.fork_us, self.wake_us = machine.fork_us or 0.0, machine.wake_us or 0.0
         self._vendor: dict[tuple[int, int, int, int], GemmCost] = {}
@@ -133,7 +133,7 @@ class ComputeLane:
     def __init__(self, rank: Rank, now: float = 0.0) -> None:
         self.rank, self.now = rank, now
         self.began = self.tile_us = 0.0
-        """Of the last matmul."""
+        """When the last matmul began, and how long one of its tiles takes."""
         self._multiplied_us = 0.0
 
     def wait(self, *flags: float) -> None:
@@ -201,7 +201,8 @@ class CopyLanes:
         self._now[at] = max(self._now[at], late) + rank.flag_us
 
     def flags(self, count: int = 1, ahead: int | None = None) -> None:
-        """So many that are there, or signals, one after the other on a single lane: of all peers, or of one."""
+        """Operations on flags that make no lane wait: signals, or waits for flags that are raised already. Without `ahead`,
+        there are `count` in all, which a single lane does one after the other; with it, all are on the lane to that peer."""
         if ahead is None:
             times = count if len(self._now) == 1 else 1
             self._now = [now + times * self.rank.flag_us for now in self._now]
@@ -224,7 +225,8 @@ class CopyLanes:
         return self._now[0]
 
     def share_sms(self, lane: ComputeLane) -> None:
-        """Copies are kernels, which wait until tiles of the matmul that runs end: the last one of this lane, too."""
+        """Tells the copies, where kernels make them, that the last matmul of `lane` fills all SMs: a copy that would begin
+        while it runs waits until its tiles at that moment end."""
         self._filled.append((lane.began, lane.tile_us, lane.now))
 
     def _room(self, now: float) -> float:
@@ -243,20 +245,22 @@ def stretched(begin: float, work: float, beside: Beside, slower: float) -> float
 
 
 def waves(cost: GemmCost, last: int) -> float:
-    """Tiles one behind the other on an SM, of a kernel's last ones. Halves run beside the last whole ones if there is room."""
+    """How many tiles in a row an SM computes for the last `last` tiles of a kernel. A half tile counts as less than one, and
+    runs beside the last whole tiles if SMs are free then."""
     whole, halves = max(0, last - cost.halves), min(last, cost.halves)
     count = -(-whole // cost.sms)
     return count + (cost.half_tile if 2 * halves > count * cost.sms - whole else 0.0)
 
 
 def waves_before(cost: GemmCost, first: int) -> float:
-    """Likewise, until a kernel's first ones are done."""
+    """How many tiles in a row an SM computes until the first `first` tiles of a kernel are done."""
     whole = sum(cost.tiles) - cost.halves
     return -(-min(first, whole) // cost.sms) + (cost.half_tile if first > whole else 0.0)
 
 
 def waves_behind(cost: GemmCost, last: int) -> float:
-    """Likewise, behind the first ones of its last tiles, which wait with their SMs."""
+    """How many more tiles in a row an SM computes after the first of the last `last` tiles, where those first ones hold all SMs
+    while they wait for their data."""
     halves = min(last, cost.halves)
     count = -(-(last + halves) // cost.sms) - 1
     return max(0.0, count - (1 - cost.half_tile if halves else 0.0)) if count > 0 else 0.0

@@ -4,19 +4,22 @@ Contract: `estimates` is a pure function of a problem, a machine and names of sc
 nothing, and it has no number of its own: what a matmul, a copy or a flag takes is `weft.perf.terms`, as in the event engine
 (weft.perf.engine), which adds order and contention. A test holds both together over hundreds of problems.
 
-A family is a row of `ROWS`: how it cuts the matmul, and what brings or takes the data. Three recurrences cover all families:
+A family is a row of `ROWS`: how it cuts the matmul, and what brings or takes the data. Three recurrences cover the families
+that overlap a matmul with communication inside a node:
 
     gather       t_i = max(t_{i-1}, start + i c + latency) + flags + kappa g_i          pieces arrive, and are multiplied
     scatter      s_i = max(s_{i-1}, u_i + flag + wake) + c                              pieces are made (u_i), and sent
-    one kernel   max(launch + ceil(sum T / S) tau, arrival_i + ceil(T_i.. / S) tau)     tiles wait for pieces; of tiles that are
-                                                                                        counted or stored, the mirror image
+    one kernel   max(launch + ceil(sum T / S) tau, arrival_i + ceil(T_i.. / S) tau)     tiles wait for pieces
 
-    i            pieces 1 .. n, in the order in which they come or are made
+    i            pieces 1 .. n, in the order in which they come or are made; t_0 and s_0 are when the lane is ready
     c, g_i       what the transfer of one takes, and the work on it
     kappa        how many times as long work takes beside copies
+    flag, wake   what an operation on a flag takes; how long after a flag is raised a lane that waited for it goes on
     T_i, S, tau  the tiles of a piece, the SMs, a tile's time
 
-The lanes that these run on are those of weft.perf.lanes.
+A kernel whose tiles are counted or stored as they are made follows the third with time reversed: a piece is ready when as many
+waves are left as its own and all later tiles need. Sequential programs, lookups, kernels that multiply and exchange at once,
+and slices between nodes have short formulas of their own, below. The lanes of all of these are those of weft.perf.lanes.
 """
 
 from __future__ import annotations
@@ -68,9 +71,14 @@ class Row(NamedTuple):
 
     kernels: the matmul is whole, or cut into one for each piece, for the pieces of a step, or for a slice of K or N; or one
     kernel whose tiles wait, count or store; or one that multiplies and exchanges in so many `hops`; or there is none.
-    gather, scatter: what brings the data before the matmul, and takes it away behind it: the vendor's collective, stores of a
-    kernel, copy engines, the same round a ring, blocks that stay, the matmul's tiles, loads of the receiver's kernel, copies of
-    the receiver. joined: the own shard is cut like the others. one_lane: all its copies share one.
+    gather, scatter: what brings the data before the matmul, and takes it away behind it.
+
+        vendor   the vendor's collective              blocks   a few blocks that store while a kernel multiplies
+        stores   a kernel that stores to all peers    tiles    the tiles of the matmul, which store their results
+        copies   copy engines, to every peer          loads    the receiver's kernel, which loads what it adds up
+        ring     copy engines, to the next rank       pulls    copy engines of the receiver
+
+    joined: the own shard is cut like the others; of flag_gated_2d, K is. one_lane: all its copies share one lane.
     """
 
     kernels: Literal["whole", "piece", "step", "slice", "one", "exchange", "none"]
@@ -125,8 +133,8 @@ def best(problem: Problem, machine: Machine, count: int) -> tuple[str, ...]:
 
 
 def heuristic(problem: Problem, machine: Machine) -> str:
-    """The schedule that is ranked first, as `schedule=` takes it; sequential where there is nothing to overlap, and where no
-    overlap is estimated to be faster. Nothing is simulated.
+    """The schedule that is ranked first, as `schedule=` takes it. It is sequential where there is nothing to overlap, and where
+    the first is not estimated to be more than 1% faster. Nothing is simulated.
 
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
     """

@@ -2,7 +2,8 @@
 
 Contract: `plan` is deterministic, so ranks that plan alone agree. The ranking (weft.perf.ranking) says which candidates are
 built and simulated; the least simulated time wins, and of equal times the simpler schedule: earlier in `weft.schedules.NAMES`,
-then fewer chunks. The sequential program is always simulated, so nothing is chosen that is predicted to lose to it.
+then fewer chunks. The sequential program is always simulated, so nothing is chosen that is predicted to lose to it, unless the
+caller asks for one family by `only`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from weft.planner.values import Plan, predicted
 from weft.schedules import FAMILIES, NAMES, build, candidates, check_op, distinct, simplicity, spec
 
 SIMULATED = 5
-"""Of the ranking's first, besides the sequential program: of 449 problems measured on 2 and 4 x H200 one within 1.5% of the
-fastest was among them."""
+"""How many of the ranking's first are simulated, besides the sequential program. Of 644 problems measured on 2 and 4 x H200,
+the fastest of these lost 0.2% or less, on average, to the fastest of all (docs/planner.md, column `auto`)."""
 
 
 def plan(
@@ -45,9 +46,10 @@ def plan(
         only: candidates of this family alone, so that it is chosen even if it loses; `sequential_us` is there to compare.
         chunks: with only, this count alone.
 
-    An empty result has the sequential program alone, unless others are asked for. Raises ValueError if the machine has fewer
-    GPUs than the problem, or no rate for its dtype, for a ConcurrentProblem without compute_us, for chunks without only or of a
-    family that has none, for a family that weft or the operator lacks, and for a schedule of another problem.
+    A problem whose result is empty has the sequential program as its only candidate, unless others are asked for. Raises
+    ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype, for a ConcurrentProblem without
+    compute_us, for chunks without only or of a family that has none, for a family that weft or the operator lacks, and for
+    a schedule of another problem.
     """
     require("problem", problem, Problem, "use a weft.Problem, LookupProblem or CollectiveProblem")
     machine = as_machine(machine)
@@ -101,7 +103,8 @@ def _considered(
     elif isinstance(problem, ConcurrentProblem):
         found = candidates(problem, fan_out=machine.fans_out)
     else:
-        found = distinct(problem, ranking, fan_out=machine.fans_out, most=SIMULATED)
+        overlaps = [spec for spec in ranking if spec != "sequential"]
+        found = distinct(problem, overlaps if only is None else ranking, fan_out=machine.fans_out, most=SIMULATED)
     if only is None and all(schedule.name != "sequential" for schedule in found):
         found.insert(0, build(problem, "sequential"))
     if not found:

@@ -417,13 +417,14 @@ def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = No
 
 
 def specs(problem: Problem, only: str | None = None) -> list[str]:
-    """Names of what `candidates` builds, the simplest first; some may be one program."""
+    """Names of what `candidates` builds, the simplest first; some may be one program. On one node, node_slices has the steps of
+    another family, and is left out unless it is asked for."""
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     most = max(1, min(rows, MOST_PIECES // size**2))
     only = "sequential" if only is None and size > MOST_RANKS else only
     found = []
     for family in (FAMILIES[n] for n in names(problem.op) if only in (None, n) and not unfit(n, problem)):
-        if only is None and not _runs_as_priced(family.name, problem):
+        if only is None and (not _runs_as_priced(family.name, problem) or (family.name == "node_slices" and not problem.nodes)):
             continue
         counts = sorted({max(1, min(c, most)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         found += [spec(family.name, chunks) for chunks in counts]
