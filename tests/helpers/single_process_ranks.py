@@ -18,6 +18,7 @@ from weft.comm.control import ControlSegment
 from weft.comm.processes import process_start
 from weft.comm.rank_group import RankGroup
 from weft.compat.streams import Word
+from weft.core.machine import load
 from weft.runtime import cuda_space
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.tickets import IN_FLIGHT
@@ -122,6 +123,7 @@ def space_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> FakeSpac
     monkeypatch.setattr(cuda_space, "priority_number", lambda priority: -5)
     monkeypatch.setattr(cuda_space, "comm_stream", lambda **_: FakeStream(7))
     monkeypatch.setattr(cuda_space, "give_back", lambda stream: None)
+    monkeypatch.setattr(cuda_space, "agreed_profile", lambda group, device: load("h200x8"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from single_process_ranks import FakeSpace, rank_groups, space_of
 
+from weft.core.machine import load
 from weft.core.problem import Problem
 from weft.core.schedule import Flag, Push, Reduce
 from weft.runtime import bound, cuda_space
@@ -121,7 +122,7 @@ def test_sums_of_the_callers_tensors_have_no_table(monkeypatch: pytest.MonkeyPat
             dtype=torch.bfloat16,
             kernels={},
             pushes={},
-            _space=SimpleNamespace(device=torch.device("cpu")),
+            _space=SimpleNamespace(device=torch.device("cpu"), machine=load("h200x8")),
         )
         bound.BoundProgram._add_kernels(cast(Any, program))
         summed = [step for rank, _, _, step in schedule if rank == 0 and isinstance(step, Reduce)]

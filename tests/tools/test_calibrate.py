@@ -293,13 +293,13 @@ def test_the_command_writes_a_profile(
 
 
 def test_profiles_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    faster = dataclasses.replace(H200, name="faster", launch_us=1.5, flag_us=1.01, spreads={"flag_us": 0.05})
+    faster = dataclasses.replace(H200, name="faster", launch_us=1.5, fork_us=8.08, spreads={"fork_us": 0.05})
     file = tmp_path / "faster.json"
     file.write_text(codec.dumps(faster))
     assert main(["machines", "--diff", "h200x8", str(file)]) == 0
     rows = [row.split() for row in capsys.readouterr().out.splitlines()]
     assert ["launch_us", "3", "1.5", "0.50"] in rows
-    assert ["flag_us", "1", "1.01", "1.01", "within", "5.0%"] in rows
+    assert ["fork_us", "8", "8.08", "1.01", "within", "5.0%"] in rows
     assert main(["machines", "--diff", "h200x8", "a100x8"]) == 0
     assert "stores.gbps" in capsys.readouterr().out
     assert main(["machines", "--diff", "h200x8", "nothing"]) == 2

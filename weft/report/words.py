@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from weft.core.problem import LookupProblem, Problem
-from weft.planner.values import Plan
 from weft.schedules import overlaps
+
+if TYPE_CHECKING:
+    from weft.planner.values import Plan
 
 
 def ms(us: float) -> str:
