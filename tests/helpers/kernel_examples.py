@@ -38,7 +38,7 @@ def examples(module: str, gpu: Capabilities) -> Iterator[Example]:
         "gemm_kernel": _gemms,
         "all_reduce": _all_reduces,
         "ragged": _ragged,
-        "ragged_rows": _collect,
+        "ragged_rows": _rows,
         "segments": _layout,
         "experts": _experts,
         "lookup": _lookup,
@@ -103,8 +103,8 @@ def _all_reduces(gpu: Capabilities) -> Iterator[Example]:
         )
 
 
-_SEGMENTS = {"W": 8, "E": 4, "Q": 32, "EQ": 4, "GROUP_FIELDS": segments.GROUP_FIELDS, "PART_FIELDS": segments.PART_FIELDS}
-_SEGMENTS |= {"MOVE_FIELDS": segments.MOVE_FIELDS}
+_SEGMENTS = {"W": 8, "E": 4, "Q": 32, "PART_FIELDS": segments.PART_FIELDS, "TILE_FIELDS": segments.TILE_FIELDS}
+_MOVES = {"GROUP_FIELDS": segments.GROUP_FIELDS, "MOVE_FIELDS": segments.MOVE_FIELDS}
 _MOVING = {"MOVE_ROWS": 64, "COLS": 256, "STAGES": 4, "ALIGN": 8}
 
 
@@ -116,8 +116,8 @@ def ragged_example(
     types = {"out_desc": _tile(*whole), "product_desc": _tile(*whole), "a_desc": _tile(*tile), "landing_desc": _tile(*tile)}
     types |= {"b_desc": _tile(1, *(b_tile[::-1] if transposed else b_tile)), "notes_ptr": "*i64"}
     types |= dict.fromkeys(("a_ptr", "out_ptr", "landing_ptr", "product_ptr"), "*bf16")
-    constants = {**_SEGMENTS, **_MOVING, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "GROUP": blocks.group}
-    constants |= {"B_TRANSPOSED": int(transposed), "ASYNCHRONOUS": int(gpu.tma)}
+    constants = {**_SEGMENTS, **_MOVES, **_MOVING, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
+    constants |= {"GATES": 1, "GROUP": blocks.group, "B_TRANSPOSED": int(transposed), "ASYNCHRONOUS": int(gpu.tma)}
     constants |= {"GATED": int(gated)} if name == "dispatch_kernel" else {}
     kernel = getattr(ragged, name)
     return Example(kernel=kernel, constants=constants, types=types, warps=blocks.warps, stages=blocks.stages)
@@ -134,14 +134,20 @@ def _typed(kernel: Any, types: str, constants: Mapping[str, Any], *multiples: st
     return Example(kernel=kernel, types=by_name, constants=constants, multiples=multiples, warps=warps)
 
 
-def _collect(_: Capabilities) -> Iterator[Example]:
-    constants = {**_SEGMENTS, **_MOVING, "BLOCK_M": 128}
-    yield _typed(ragged_rows.collect_kernel, "*bf16 *bf16 *i32 *i32 *i32 *i32 *i32 *i64", constants, warps=8)
+def _rows(_: Capabilities) -> Iterator[Example]:
+    constants = {**_SEGMENTS, **_MOVING, "GATES": 1, "BLOCK_M": 128}
+    yield _typed(ragged_rows.collect_kernel, "*bf16 *bf16 *i32 *i32 *i32 *i32 *i32 *i32 *i64", constants, warps=8)
+    constants = {"Q": 32, **_MOVES, **_MOVING, "TILE_ROWS": 128}
+    yield _typed(ragged_rows.push_kernel, "*bf16 *bf16 *i64 *i32 *i64 *i32 *i32", constants, warps=8)
+    constants = {"W": 8, "Q": 32, "GATES": 1, "MOVE_FIELDS": segments.MOVE_FIELDS, **_MOVING}
+    yield _typed(ragged_rows.pull_kernel, "*i32 *bf16 *bf16 *i64 *i32 *i32 *i32 *i32 *i64", constants, warps=8)
+    yield _typed(ragged_rows.await_kernel, "*i32 i32 *i32 *i32 *i64", {}, warps=1)
 
 
 def _layout(_: Capabilities) -> Iterator[Example]:
-    types = "*i64 *i32 *i64 *i32 *i64 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i64 i64"
-    constants = {**_SEGMENTS, "NOTES": segments.NOTES, "DISPATCH": 1, "MOVE_ROWS": 64, "TILE_ROWS": 128}
+    types = "*i64 *i32 *i64 *i32 *i64 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i64 i64"
+    constants = {**_SEGMENTS, **_MOVES, "EQ": 4, "COPYING": 1, "MULTIPLYING": 1, "TURNS": 4, "NOTES": segments.NOTES}
+    constants |= {"ORDER_FIELDS": segments.ORDER_FIELDS, "DISPATCH": 1, "MOVE_ROWS": 64, "TILE_ROWS": 128}
     yield _typed(segments.layout_kernel, types, constants, warps=8)
 
 

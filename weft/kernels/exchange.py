@@ -2,9 +2,11 @@
 
     lay_out(rows)   where rows land, or products wait, on every rank               before the first launch
     start(splits)   layout_kernel, one block: counts exchanged, tables made        first in every call
-    dispatch()      dispatch_kernel
-    collect()       collect_kernel, after a dispatch
-    combine()       combine_kernel
+    dispatch()      dispatch_kernel: a step that multiplies what arrives, and pushes rows before
+    combine()       combine_kernel: a step that multiplies rows, and pulls those of peers behind
+    push() pull()   push_kernel, pull_kernel: a step that does nothing else
+    collect()       collect_kernel: a step that hands back the rows that have arrived
+    await_words()   await_kernel: waits of the lane
 
 What they do is in weft.kernels.segments, weft.kernels.ragged and weft.kernels.ragged_rows. Legend: N, K of each GEMM.
 """
@@ -25,8 +27,16 @@ from weft.core.capabilities import Capabilities
 from weft.core.machine import Machine
 from weft.kernels.launch import Launcher
 from weft.kernels.ragged import combine_kernel, dispatch_kernel
-from weft.kernels.ragged_rows import collect_kernel
-from weft.kernels.segments import GROUP_FIELDS, MOVE_FIELDS, NOTES, PART_FIELDS, layout_kernel
+from weft.kernels.ragged_rows import await_kernel, collect_kernel, pull_kernel, push_kernel
+from weft.kernels.segments import (
+    GROUP_FIELDS,
+    MOVE_FIELDS,
+    NOTES,
+    ORDER_FIELDS,
+    PART_FIELDS,
+    TILE_FIELDS,
+    layout_kernel,
+)
 from weft.kernels.shapes import INTERPRETED, TileShape, push_sms, shapes_for
 from weft.triton.flags import asynchronous
 
@@ -37,6 +47,8 @@ _ALIGN = 8
 _PULL_SMS = (4, 12)
 """At least, so that one slow peer does not hold up all; at most, so that most SMs multiply."""
 _STAGES = 4
+_TURN_WORDS = 2
+"""A step's words on the device that blocks draw from: the next unit or tile; how many blocks have begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +108,49 @@ class Shape:
         return min(most, max(least, math.ceil(1.5 * per_us / (1e3 * machine.kernels.pull_gbps))))
 
 
+class Part(NamedTuple):
+    """One part of a step: the segment of an expert that goes to another rank, or comes from it. signals: the word that counts
+    it, on the rank that its rows go to; -1: none. waits: words of this rank."""
+
+    expert: int
+    other: int
+    signals: int
+    waits: tuple[int, ...]
+
+
+class StepParts(NamedTuple):
+    """What a step copies, and what it multiplies, or hands back by tiles, each in its order."""
+
+    copies: tuple[Part, ...]
+    products: tuple[Part, ...]
+
+
+class Orders(NamedTuple):
+    """What a rank's steps do, as the schedule says; the same in every call.
+
+    shares: by place, a peer, and the word that tells it of this rank's counts. gates: the words of this rank to wait for then.
+    arriving: by expert and rank, the word that counts what comes from there; -1: none.
+    """
+
+    shares: tuple[tuple[int, int], ...]
+    gates: tuple[int, ...]
+    arriving: tuple[int, ...]
+    steps: tuple[StepParts, ...]
+
+
+class StepTables(NamedTuple):
+    """A step's tables and words on the device (weft.kernels.segments). copy_gates, gates: by segment, what its copies, and its
+    products, wait for."""
+
+    moves: torch.Tensor
+    copy_gates: torch.Tensor
+    tiles: torch.Tensor
+    gates: torch.Tensor
+    tells: torch.Tensor
+    turn: torch.Tensor
+    copies: bool
+
+
 class Shared(NamedTuple):
     """A tensor that every rank has: this rank's, and int64 [world_size], the address of each rank's."""
 
@@ -110,7 +165,9 @@ class RaggedExchange:
     may run at once. tries: how often a kernel looks at a word.
     """
 
-    def __init__(self, shape: Shape, addresses: Sequence[int], memory: torch.Tensor, *, sms: int, tries: int) -> None:
+    def __init__(
+        self, shape: Shape, orders: Orders, addresses: Sequence[int], memory: torch.Tensor, *, sms: int, tries: int
+    ) -> None:
         self.shape, self.sms, self.tries = shape, sms, tries
         at = 0
 
@@ -128,13 +185,66 @@ class RaggedExchange:
             return torch.zeros(count, dtype=dtype, device=shape.device)
 
         segments = shape.world_size * shape.experts
-        self.calls, self.turn, self.goals = words(1, torch.int64), words(2), words(segments)
+        self.calls, self.goals = words(1, torch.int64), words(segments)
         self.groups, self.parts = words(GROUP_FIELDS * shape.groups), words(PART_FIELDS * segments)
-        self.moves = words(MOVE_FIELDS * shape.segments + 1)
+        self.moved = words(PART_FIELDS * segments)
         self.notes = words(NOTES, torch.int64)
         self.host_notes = torch.zeros(NOTES, dtype=torch.int64, pin_memory=shape.device.type == "cuda")
+        self._lay_steps(orders)
         kernels: tuple[Any, ...] = (layout_kernel, dispatch_kernel, combine_kernel, collect_kernel)
         self._layout, self._dispatch, self._combine, self._collect = map(Launcher, kernels)
+        others: tuple[Any, ...] = (push_kernel, pull_kernel, await_kernel)
+        self._push, self._pull, self._await = map(Launcher, others)
+
+    def _lay_steps(self, orders: Orders) -> None:
+        """The constant tables, and room for those that each call makes of them. Steps of one order share these."""
+        shape = self.shape
+
+        def table(values: Sequence[object]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=shape.device)
+
+        def rows(parts: Sequence[Part]) -> tuple[tuple[int, int, int], ...]:
+            """Of the table of orders."""
+            found = [(part.expert, part.other, part.signals) for part in parts]
+            return (*found, *[(shape.experts, 0, -1)] * (shape.segments - len(found)))
+
+        self.shares = table([*(value for pair in orders.shares for value in pair), *orders.gates])
+        self.words = table(orders.arriving)
+        copying = list(dict.fromkeys(rows(step.copies) for step in orders.steps if step.copies))
+        multiplying = list(dict.fromkeys(rows(step.products) for step in orders.steps if step.products))
+        self._copying, self._multiplying = len(copying), len(multiplying)
+        self.orders = table([*copying, *multiplying])
+        # One more, which stays empty, for steps that copy nothing, or multiply nothing.
+        self.moves = torch.zeros(len(copying) + 1, shape.segments * MOVE_FIELDS, dtype=torch.int32, device=shape.device)
+        self.tiles = torch.zeros(len(multiplying) + 1, shape.segments * TILE_FIELDS, dtype=torch.int32, device=shape.device)
+        self.turns = table([0] * triton.next_power_of_2(1 + _TURN_WORDS * len(orders.steps)))
+        self.steps = [
+            StepTables(
+                moves=self.moves[copying.index(rows(step.copies)) if step.copies else -1],
+                copy_gates=table(self._gates(step.copies)),
+                tiles=self.tiles[multiplying.index(rows(step.products)) if step.products else -1],
+                gates=table(self._gates(step.products)),
+                tells=table(self._by_segment(step.products)),
+                turn=self.turns[1 + _TURN_WORDS * number :],
+                copies=bool(step.copies),
+            )
+            for number, step in enumerate(orders.steps)
+        ]
+
+    def _gates(self, parts: Sequence[Part]) -> list[list[int]]:
+        """By segment, the words to wait for, as many for each."""
+        shape, most = self.shape, max([1, *(len(part.waits) for part in parts)])
+        found = [[-1] * most for _ in range(shape.experts * shape.world_size)]
+        for part in parts:
+            found[part.expert * shape.world_size + part.other][: len(part.waits)] = part.waits
+        return found
+
+    def _by_segment(self, parts: Sequence[Part]) -> list[int]:
+        """By segment, the word that counts it."""
+        found = [-1] * (self.shape.experts * self.shape.world_size)
+        for part in parts:
+            found[part.expert * self.shape.world_size + part.other] = part.signals
+        return found
 
     def lay_out(self, rows: Sequence[torch.Tensor]) -> None:
         """rows: by rank, where rows land (dispatch), or products wait (combine), contiguous."""
@@ -157,12 +267,17 @@ class RaggedExchange:
             self.counts.peers,
             self.told.local,
             self.told.peers,
+            self.shares,
+            self.words,
+            self.orders,
             self.calls,
             self.goals,
             self.groups,
             self.parts,
+            self.moved,
             self.moves,
-            self.turn,
+            self.tiles,
+            self.turns,
             received,
             self.notes,
             self.host_notes.data_ptr(),
@@ -174,6 +289,13 @@ class RaggedExchange:
         )
         constants = {
             **self._sizes(),
+            "EQ": shape.groups,
+            "COPYING": self._copying,
+            "MULTIPLYING": self._multiplying,
+            "TURNS": self.turns.numel(),
+            "GROUP_FIELDS": GROUP_FIELDS,
+            "MOVE_FIELDS": MOVE_FIELDS,
+            "ORDER_FIELDS": ORDER_FIELDS,
             "NOTES": NOTES,
             "DISPATCH": int(shape.dispatch),
             "MOVE_ROWS": shape.move[0],
@@ -183,9 +305,9 @@ class RaggedExchange:
         # Each segment is compared with each, in registers.
         self._layout(1, arguments, constants, key=key, num_warps=max(8, shape.segments // 8))
 
-    def dispatch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, keep_own: bool = False) -> None:
-        """out = what arrives @ b, by expert, gated or not; zeros below. a: [rows, K], contiguous. keep_own: for `collect` after
-        it."""
+    def dispatch(self, step: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, keep_own: bool = False) -> None:
+        """out = what arrives @ b, by expert, gated or not; zeros below. step: its number in the orders. a: [rows, K],
+        contiguous. keep_own: all own rows are pushed, too."""
         blocks = self.shape.blocks
         a_block = [blocks.m, blocks.k]
         arguments = (
@@ -195,26 +317,33 @@ class RaggedExchange:
             _descriptor(out, blocks),
             a,
             out,
-            *self._grouped_arguments(),
+            *self._grouped_arguments(step),
             int(keep_own),
         )
-        self._grouped(self._dispatch, arguments, {"GATED": int(self.shape.gated)}, a, b, out)
+        gates = self.steps[step].gates
+        self._grouped(self._dispatch, step, arguments, {"GATED": int(self.shape.gated), "GATES": gates.shape[1]}, a, b, out)
 
-    def combine(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        """out = what arrives of all ranks' a @ b, by expert; zeros below. a: [rows, K], contiguous, of at most a_rows."""
+    def combine(self, step: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        """out = what arrives of all ranks' a @ b, by expert; zeros below. step: its number in the orders. a: [rows, K],
+        contiguous, of at most a_rows."""
         blocks = self.shape.blocks
         arguments = (
             TensorDescriptor.from_tensor(a, [blocks.m, blocks.k]),
             _b_descriptor(b, blocks),
             _descriptor(self._laid.local, blocks),
             out,
-            *self._grouped_arguments(),
+            *self._grouped_arguments(step),
         )
-        self._grouped(self._combine, arguments, {}, a, b, out)
+        gates = self.steps[step].copy_gates
+        self._grouped(self._combine, step, arguments, {"GATES": gates.shape[1]}, a, b, out)
 
-    def _grouped_arguments(self) -> tuple[object, ...]:
+    def _movers(self, step: int) -> int:
+        """How many blocks of a step that multiplies copy."""
+        return self.shape.movers if self.steps[step].copies else 0
+
+    def _grouped_arguments(self, step: int) -> tuple[object, ...]:
         """What both kernels with GEMMs take in the same order."""
-        shape = self.shape
+        shape, tables = self.shape, self.steps[step]
         return (
             self._laid.local,
             self._laid.peers,
@@ -222,8 +351,12 @@ class RaggedExchange:
             self.arrived.peers,
             self.groups,
             self.parts,
-            self.moves,
-            self.turn,
+            tables.moves,
+            tables.tiles,
+            tables.gates if shape.dispatch else tables.copy_gates,
+            tables.tells,
+            self.turns,
+            tables.turn,
             self.goals,
             self.notes,
             self.tries,
@@ -231,12 +364,13 @@ class RaggedExchange:
             shape.n,
             shape.k,
             shape.max_rows,
-            shape.movers,
+            self._movers(step),
         )
 
     def _grouped(
         self,
         launcher: Launcher,
+        step: int,
         arguments: tuple[object, ...],
         more: dict[str, int],
         a: torch.Tensor,
@@ -246,6 +380,8 @@ class RaggedExchange:
         blocks = self.shape.blocks
         constants = {
             **self._sizes(),
+            "GROUP_FIELDS": GROUP_FIELDS,
+            "MOVE_FIELDS": MOVE_FIELDS,
             **self._moving(),
             "BLOCK_M": blocks.m,
             "BLOCK_N": blocks.n,
@@ -257,32 +393,90 @@ class RaggedExchange:
             **more,
         }
         launcher(
-            max(self.sms, self.shape.movers + 1),
+            max(self.sms, self._movers(step) + 1),
             arguments,
             constants,
-            key=(b.stride(), *_alignments(a, b, out)),
+            key=(b.stride(), *more.values(), *_alignments(a, b, out)),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
 
-    def collect(self, out: torch.Tensor) -> None:
-        """out = what a dispatch has brought, in its order; zeros below."""
+    def push(self, step: int, a: torch.Tensor, *, keep_own: bool) -> None:
+        """Rows of a to where they land. step: its number in the orders. keep_own: of the own rows, all."""
         shape = self.shape
+        arguments = (
+            a,
+            self._laid.local,
+            self._laid.peers,
+            self.arrived.local,
+            self.arrived.peers,
+            self.groups,
+            self.steps[step].moves,
+            shape.rank,
+            shape.k,
+            int(keep_own),
+        )
+        constants = {
+            "Q": shape.segments,
+            "GROUP_FIELDS": GROUP_FIELDS,
+            "MOVE_FIELDS": MOVE_FIELDS,
+            "TILE_ROWS": shape.blocks.m,
+            **self._moving(),
+            "ALIGN": _ALIGN,
+        }
+        self._push(self.sms, arguments, constants, key=_alignments(a), num_warps=8)
+
+    def pull(self, step: int, out: torch.Tensor) -> None:
+        """What peers have made for this rank to out. step: its number in the orders."""
+        shape, tables = self.shape, self.steps[step]
+        arguments = (
+            tables.turn,
+            out,
+            self._laid.local,
+            self._laid.peers,
+            self.arrived.local,
+            tables.moves,
+            tables.copy_gates,
+            self.goals,
+            self.notes,
+            self.tries,
+            shape.n,
+        )
+        constants = {
+            "W": shape.world_size,
+            "Q": shape.segments,
+            "GATES": tables.copy_gates.shape[1],
+            "MOVE_FIELDS": MOVE_FIELDS,
+            **self._moving(),
+            "ALIGN": _ALIGN,
+        }
+        self._pull(self.sms, arguments, constants, key=(constants["GATES"], *_alignments(out)), num_warps=8)
+
+    def await_words(self, words: torch.Tensor) -> None:
+        """Wait for words of this rank, int32."""
+        arguments = (words, words.numel(), self.arrived.local, self.goals, self.notes, self.tries)
+        self._await(1, arguments, {}, key=(), num_warps=1)
+
+    def collect(self, step: int, out: torch.Tensor) -> None:
+        """out = what a dispatch has brought; zeros below. step: its number in the orders."""
+        shape, tables = self.shape, self.steps[step]
         arguments = (
             self._laid.local,
             out,
             self.arrived.local,
-            self.groups,
             self.parts,
-            self.moves,
+            tables.tiles,
+            tables.gates,
+            self.turns,
             self.goals,
             self.notes,
             self.tries,
             shape.k,
             shape.max_rows,
         )
-        constants = {**self._sizes(), **self._moving(), "BLOCK_M": shape.blocks.m, "ALIGN": _ALIGN}
-        self._collect(self.sms, arguments, constants, key=_alignments(out), num_warps=8)
+        more = {"GATES": tables.gates.shape[1], "BLOCK_M": shape.blocks.m, "ALIGN": _ALIGN}
+        key = (more["GATES"], *_alignments(out))
+        self._collect(self.sms, arguments, {**self._sizes(), **self._moving(), **more}, key=key, num_warps=8)
 
     def _sizes(self) -> dict[str, int]:
         shape = self.shape
@@ -290,10 +484,8 @@ class RaggedExchange:
             "W": shape.world_size,
             "E": shape.experts,
             "Q": shape.segments,
-            "EQ": shape.groups,
-            "GROUP_FIELDS": GROUP_FIELDS,
             "PART_FIELDS": PART_FIELDS,
-            "MOVE_FIELDS": MOVE_FIELDS,
+            "TILE_FIELDS": TILE_FIELDS,
         }
 
     def _moving(self) -> dict[str, int]:

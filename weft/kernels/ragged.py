@@ -121,6 +121,10 @@ def dispatch_kernel(
     groups_ptr,
     parts_ptr,
     moves_ptr,
+    tiles_ptr,
+    gates_ptr,
+    tells_ptr,
+    turns_ptr,
     turn_ptr,
     goals_ptr,
     notes_ptr,
@@ -134,10 +138,11 @@ def dispatch_kernel(
     W: tl.constexpr,
     E: tl.constexpr,
     Q: tl.constexpr,
-    EQ: tl.constexpr,
+    GATES: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
     PART_FIELDS: tl.constexpr,
     MOVE_FIELDS: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
     MOVE_ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -165,7 +170,6 @@ def dispatch_kernel(
             rank,
             K,
             keep_own,
-            E,
             Q,
             GROUP_FIELDS,
             MOVE_FIELDS,
@@ -175,14 +179,14 @@ def dispatch_kernel(
             STAGES,
             ALIGN,
         )
-    row_tiles, col_tiles = tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), tl.cdiv(N, BLOCK_N)
+    row_tiles, col_tiles = tl.load(tiles_ptr + TILE_FIELDS * (Q - 1)), tl.cdiv(N, BLOCK_N)
     tiles = row_tiles * col_tiles
     # The first tiles are each block's own, which costs nothing; the last rounds are drawn.
     own = tl.maximum(tiles // blocks - 2, 0) * (blocks - movers)
     tile = block
     if (block < 0) | (block >= own):
         tile = own + tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
-    below = tl.load(moves_ptr + MOVE_FIELDS * Q)
+    below = tl.load(turns_ptr)
     units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(N, COLS)
     unit = tl.program_id(0)
     each = tl.cdiv(units, tl.maximum(tiles, 1))
@@ -191,7 +195,7 @@ def dispatch_kernel(
         times = tl.minimum(each, tl.cdiv(units - unit, blocks))
         unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill_of(came), MOVE_ROWS, COLS, ALIGN)
         row_tile, col_tile = place_of(tile, row_tiles, col_tiles, GROUP)
-        expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, True)
+        expert, row, valid = tile_of(tiles_ptr, row_tile, Q, TILE_FIELDS, BLOCK_M, True)
         part = parts_ptr + PART_FIELDS * (expert * W + rank)
         first = tl.load(part)
         src_row, src_desc = row, landing_desc
@@ -199,7 +203,21 @@ def dispatch_kernel(
             src_row, src_desc = tl.load(part + 2) + row - first, a_desc
         else:
             known, came = await_rows(
-                row, valid, expert, known, came, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS
+                row,
+                valid,
+                expert,
+                known,
+                came,
+                arrived_ptr,
+                parts_ptr,
+                gates_ptr,
+                goals_ptr,
+                notes_ptr,
+                tries,
+                W,
+                E,
+                GATES,
+                PART_FIELDS,
             )
             if ASYNCHRONOUS:
                 came = descriptors_too(came)
@@ -233,6 +251,10 @@ def combine_kernel(
     groups_ptr,
     parts_ptr,
     moves_ptr,
+    tiles_ptr,
+    gates_ptr,
+    tells_ptr,
+    turns_ptr,
     turn_ptr,
     goals_ptr,
     notes_ptr,
@@ -245,10 +267,11 @@ def combine_kernel(
     W: tl.constexpr,
     E: tl.constexpr,
     Q: tl.constexpr,
-    EQ: tl.constexpr,
+    GATES: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
     PART_FIELDS: tl.constexpr,
     MOVE_FIELDS: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
     MOVE_ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -264,9 +287,9 @@ def combine_kernel(
     pulls, fill = 1, fill_of(in_time(notes_ptr))
     if block < blocks:
         tl.atomic_add(turn_ptr + 1, 1, sem="relaxed", scope="gpu")
-        row_tiles, col_tiles = tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), tl.cdiv(N, BLOCK_N)
+        row_tiles, col_tiles = tl.load(tiles_ptr + TILE_FIELDS * (Q - 1)), tl.cdiv(N, BLOCK_N)
         tiles = row_tiles * col_tiles
-        below = tl.load(moves_ptr + MOVE_FIELDS * Q)
+        below = tl.load(turns_ptr)
         units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(N, COLS)
         unit = block
         each = tl.cdiv(units, tl.maximum(tiles, 1))
@@ -276,11 +299,11 @@ def combine_kernel(
             times = tl.minimum(each, tl.cdiv(units - unit, blocks))
             unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, MOVE_ROWS, COLS, ALIGN)
             row_tile, col_tile = place_of(tile, row_tiles, col_tiles, GROUP)
-            expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, False)
+            expert, row, valid = tile_of(tiles_ptr, row_tile, Q, TILE_FIELDS, BLOCK_M, False)
             col = col_tile * BLOCK_N
             acc = _multiply(a_desc, b_desc, row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
             tell_of_rows(
-                told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS
+                told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, tells_ptr, W, PART_FIELDS, ASYNCHRONOUS
             )
             told, told_row, told_rows = expert, row, valid
             own = parts_ptr + PART_FIELDS * (expert * W + rank)
@@ -295,7 +318,7 @@ def combine_kernel(
                 landing = there + row - first
                 store_rows(out_ptr, landing, acc, low, tl.minimum(high, max_rows - landing), col, N, BLOCK_M, BLOCK_N, ALIGN)
         tell_of_rows(
-            told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS
+            told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, tells_ptr, W, PART_FIELDS, ASYNCHRONOUS
         )
         times = tl.cdiv(units - unit, blocks)
         fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, MOVE_ROWS, COLS, ALIGN)
@@ -309,12 +332,14 @@ def combine_kernel(
             product_peers_ptr,
             arrived_ptr,
             moves_ptr,
+            gates_ptr,
             goals_ptr,
             notes_ptr,
             tries,
             N,
-            E,
+            W,
             Q,
+            GATES,
             MOVE_FIELDS,
             MOVE_ROWS,
             COLS,

@@ -8,20 +8,32 @@ sides; E experts a rank, W ranks.
     combine          expert, dst_rank                   src_rank, expert
 
 Each is the other's way back. The rows that an expert multiplies lie together in both: tiles are cut from those, whatever
-segments they hold. `layout` publishes this rank's counts to all, waits for theirs, and writes three tables of int32:
+segments they hold.
 
-    groups  by expert: end (row tiles of this expert and all before it), first row, rows, start (where its tiles begin)
-    parts   by expert and other rank: first row of the segment, rows, and of this rank's own its row in a (DISPATCH) or in out
-    moves   by segment, in the order in which they are moved, a power of two of them; then how many rows arrive in all
-            end (units of this segment and all before it), rows, here (first row where it is read), there (where it lands),
-            peer (other rank), expert
+What a step does, in which order, what it waits for and what it signals is the schedule's: weft.runtime.ragged_kernels makes
+constant tables of it, once.
 
-A unit is what one block moves at once: as many rows of one segment. Segments are moved expert by expert, and tiles are
-multiplied in that order; within an expert
+    shares  by place: a peer, and the word that tells it of this rank's counts; then the words of this rank to wait for
+    words   by segment that arrives: the word that counts it, or -1
+    orders  by copying step, then by multiplying step, and by place: expert (E: none), other rank, word of that rank to signal
+            (-1: none)
+    gates   by step and segment: words to wait for (-1: none)
 
-                    moves, on the rank that moves           tiles of an expert, from `start` on, as if in a ring
-    DISPATCH        pushed: successor's first, own last     downwards: own rows, predecessor's, ...: as they arrive
-    combine         pulled: from the predecessor, ...       upwards: successor's rows first, own rows last
+In each call `layout_kernel` publishes this rank's counts, waits for those of all, and writes tables of int32 from them:
+
+    parts   by expert and other rank: first row of the segment that is multiplied, rows, and of this rank's own its row in a
+            (DISPATCH) or in out
+    moved   by expert and other rank: rows of the segment that is copied, here (first row where it is read), there (where it
+            lands)
+    moves   by copying step and place: end (units of this segment and all before it), rows, here, there, other rank, expert,
+            word
+    tiles   by multiplying step and place: end (row tiles of this place and all before it), its first tile, first row of the
+            expert, rows of the expert, expert
+    groups  by expert: first row, rows
+
+A unit is what one block moves at once: as many rows of one segment. A tile may have rows of several segments. It belongs to
+that which comes last in the order of a DISPATCH, whose tiles wait for what arrives, and first in that of a combine, whose tiles
+are told of. The tiles of one place are multiplied downwards in a DISPATCH, and upwards in a combine.
 
 Two calls cannot race:
 
@@ -32,9 +44,13 @@ Two calls cannot race:
 
 Nobody overwrites what a peer may still read before that peer has told of this call, which it does when all its kernels of the
 call before have ended. Counts themselves are written before that: they have two places that calls take in turn, since a peer
-may be one call ahead, but not two. Words only grow: `told` by one a call, `arrived` by one for each unit of a segment that has
-been pushed, or for each tile that has rows of it; the receiver keeps the sum of those in `goals`. The number of the call is a
-word on the device, so that graphs may be replayed.
+may be one call ahead, but not two.
+
+A word is a flag of the schedule. It counts: `told` one a call, `arrived` one for each unit of a segment that has been pushed,
+or for each tile that has rows of it. The flag is raised when its word has reached what the receiver keeps in `calls` and
+`goals`. The next call's layout_kernel raises these, which lowers all flags of this rank: all its kernels of the call before
+have ended, and no peer signals before it has been told. The number of the call is a word on the device, so that graphs may be
+replayed.
 
 Bounds. What does not fit, in a or at a receiver (max_rows), is cut off on both sides alike, and noted: nothing is written
 outside. A number of rows below zero is none, and noted. A wait ends after `tries` looks, and is noted, too. Notes (NOTES int64
@@ -48,7 +64,7 @@ import triton.language as tl
 
 from weft.triton.functions import get, peer_pointer, put, signal, wait
 
-MOVE_FIELDS, GROUP_FIELDS, PART_FIELDS = 6, 4, 3
+MOVE_FIELDS, TILE_FIELDS, PART_FIELDS, GROUP_FIELDS, ORDER_FIELDS = 7, 5, 3, 2, 3
 NOTES = 8
 """Words: of a late wait, the flag's address, what it waited for, what it saw; then 1 (a) or 2 (max_rows), rows, capacity; or 3,
 and a number of rows that is less than none."""
@@ -81,6 +97,7 @@ def _publish(
     counts_peers_ptr,
     told_ptr,
     told_peers_ptr,
+    shares_ptr,
     notes_ptr,
     call,
     slot,
@@ -109,13 +126,15 @@ def _publish(
     held = tl.minimum(asked, tl.maximum(a_rows - first, 0)).to(tl.int32)
     in_all = tl.sum(asked, axis=0)
     _note(notes_ptr, in_all > a_rows, 1, in_all, a_rows)
-    for other in range(W):
+    for at in range(W):
+        other = tl.load(shares_ptr + 2 * at)
         put(peer_pointer(counts_ptr, counts_peers_ptr, other), slot + rank * W * E + place, held, known)
-    for other in range(W):
-        signal(peer_pointer(told_ptr, told_peers_ptr, other) + rank)
+    for at in range(W):
+        other = tl.load(shares_ptr + 2 * at)
+        signal(peer_pointer(told_ptr, told_peers_ptr, other) + tl.load(shares_ptr + 2 * at + 1))
     told = 1
-    for other in range(W):
-        told = told & wait(told_ptr + other, call, tries, notes_ptr - 3).to(tl.int32)
+    for at in range(W):
+        told = told & wait(told_ptr + tl.load(shares_ptr + 2 * W + at), call, tries, notes_ptr - 3).to(tl.int32)
     return told
 
 
@@ -143,39 +162,88 @@ def _rows_before(
 
 
 @triton.jit
-def _write_moves(moves_ptr, units, rows, here, there, peer, expert, Q: tl.constexpr, FIELDS: tl.constexpr):
-    fields = moves_ptr + FIELDS * tl.arange(0, Q)
-    tl.store(fields, tl.cumsum(units, 0))
-    tl.store(fields + 1, rows)
-    tl.store(fields + 2, here)
-    tl.store(fields + 3, there)
-    tl.store(fields + 4, peer)
-    tl.store(fields + 5, expert)
+def _write_groups(groups_ptr, rows, expert, EQ: tl.constexpr, FIELDS: tl.constexpr):
+    """rows: of each segment that is multiplied here, by its expert."""
+    group = tl.arange(0, EQ)
+    height = tl.sum(tl.where(group[:, None] == expert[None, :], rows[None, :], 0), axis=1)
+    tl.store(groups_ptr + FIELDS * group, tl.cumsum(height, 0) - height)
+    tl.store(groups_ptr + FIELDS * group + 1, height)
 
 
 @triton.jit
-def _write_groups(
+def _write_moves(
+    moves_ptr,
+    order_ptr,
+    moved_ptr,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    Q: tl.constexpr,
+    MOVE_FIELDS: tl.constexpr,
+    PART_FIELDS: tl.constexpr,
+    ORDER_FIELDS: tl.constexpr,
+    MOVE_ROWS: tl.constexpr,
+):
+    """Of one step: what it copies, in its order."""
+    place = tl.arange(0, Q)
+    expert, peer = tl.load(order_ptr + ORDER_FIELDS * place), tl.load(order_ptr + ORDER_FIELDS * place + 1)
+    segment, known = moved_ptr + PART_FIELDS * (expert * W + peer), expert < E
+    rows = tl.load(segment, mask=known, other=0)
+    fields = moves_ptr + MOVE_FIELDS * place
+    tl.store(fields, tl.cumsum((rows + MOVE_ROWS - 1) // MOVE_ROWS, 0))
+    tl.store(fields + 1, rows)
+    tl.store(fields + 2, tl.load(segment + 1, mask=known, other=0))
+    tl.store(fields + 3, tl.load(segment + 2, mask=known, other=0))
+    tl.store(fields + 4, peer)
+    tl.store(fields + 5, expert)
+    tl.store(fields + 6, tl.load(order_ptr + ORDER_FIELDS * place + 2))
+
+
+@triton.jit
+def _belongs_to_another(tile, first, last, rivals):
+    """By place, whether its tile belongs to one of its rivals, which have the tiles first to last."""
+    has = rivals & (first[None, :] <= tile[:, None]) & (last[None, :] >= tile[:, None])
+    return tl.max(has.to(tl.int32), axis=1)
+
+
+@triton.jit
+def _write_tiles(
+    tiles_ptr,
+    order_ptr,
+    parts_ptr,
     groups_ptr,
-    rows,
-    own_end,
-    expert,
-    EQ: tl.constexpr,
-    FIELDS: tl.constexpr,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    Q: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    PART_FIELDS: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+    ORDER_FIELDS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     DISPATCH: tl.constexpr,
 ):
-    """rows: of each segment that is multiplied here. own_end: of them, those that lie up to this rank's own, by expert."""
-    group = tl.arange(0, EQ)
-    mine = group[:, None] == expert[None, :]
-    height = tl.sum(tl.where(mine, rows[None, :], 0), axis=1)
-    start = tl.sum(tl.where(mine, own_end[None, :], 0), axis=1) // TILE_ROWS
-    if DISPATCH:
-        start -= 1
-    fields = groups_ptr + FIELDS * group
-    tl.store(fields, tl.cumsum((height + TILE_ROWS - 1) // TILE_ROWS, 0))
-    tl.store(fields + 1, tl.cumsum(height, 0) - height)
-    tl.store(fields + 2, height)
-    tl.store(fields + 3, start)
+    """Of one step: what it multiplies, in its order."""
+    place = tl.arange(0, Q)
+    expert, other = tl.load(order_ptr + ORDER_FIELDS * place), tl.load(order_ptr + ORDER_FIELDS * place + 1)
+    part, known = parts_ptr + PART_FIELDS * (expert * W + other), expert < E
+    top = tl.load(groups_ptr + GROUP_FIELDS * expert, mask=known, other=0)
+    height = tl.load(groups_ptr + GROUP_FIELDS * expert + 1, mask=known, other=0)
+    rows = tl.load(part + 1, mask=known, other=0)
+    begin = tl.load(part, mask=known, other=0) - top
+    first, last = begin // TILE_ROWS, (begin + rows - 1) // TILE_ROWS
+    rivals = (expert[None, :] == expert[:, None]) & (rows[None, :] > 0)
+    if DISPATCH:  # noqa: SIM108 - one of the two is compiled
+        rivals = rivals & (place[None, :] > place[:, None])
+    else:
+        rivals = rivals & (place[None, :] < place[:, None])
+    low = first + _belongs_to_another(first, first, last, rivals)
+    high = last + 1 - _belongs_to_another(last, first, last, rivals)
+    count = tl.where(rows > 0, tl.maximum(high - low, 0), 0)
+    fields = tiles_ptr + TILE_FIELDS * place
+    tl.store(fields, tl.cumsum(count, 0))
+    tl.store(fields + 1, low)
+    tl.store(fields + 2, top)
+    tl.store(fields + 3, height)
+    tl.store(fields + 4, expert)
 
 
 @triton.jit(do_not_specialize=["a_rows", "max_rows", "tries", "rank", "col_tiles"])
@@ -185,12 +253,17 @@ def layout_kernel(
     counts_peers_ptr,
     told_ptr,
     told_peers_ptr,
+    shares_ptr,
+    words_ptr,
+    orders_ptr,
     calls_ptr,
     goals_ptr,
     groups_ptr,
     parts_ptr,
+    moved_ptr,
     moves_ptr,
-    turn_ptr,
+    tiles_ptr,
+    turns_ptr,
     received_ptr,
     notes_ptr,
     host_address,
@@ -203,16 +276,22 @@ def layout_kernel(
     E: tl.constexpr,
     Q: tl.constexpr,
     EQ: tl.constexpr,
+    COPYING: tl.constexpr,
+    MULTIPLYING: tl.constexpr,
+    TURNS: tl.constexpr,
     GROUP_FIELDS: tl.constexpr,
     PART_FIELDS: tl.constexpr,
     MOVE_FIELDS: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+    ORDER_FIELDS: tl.constexpr,
     NOTES: tl.constexpr,
     DISPATCH: tl.constexpr,
     MOVE_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """One block. Writes the tables, goals, and received, the counts in the order of landing; sets both words of turn to 0."""
-    words = tl.arange(0, NOTES)
+    """One block. Writes the tables, goals, and received, the counts in the order of landing. Of turns, the first word is how
+    many rows arrive in all, and the others are 0. COPYING, MULTIPLYING: how many steps copy, and multiply."""
+    noted_at = tl.arange(0, NOTES)
     call = tl.load(calls_ptr) + 1
     slot = call % 2 * W * W * E
     told = _publish(
@@ -221,6 +300,7 @@ def layout_kernel(
         counts_peers_ptr,
         told_ptr,
         told_peers_ptr,
+        shares_ptr,
         notes_ptr + 3,
         call,
         slot,
@@ -238,59 +318,89 @@ def layout_kernel(
     # reads: then none go at all. Read after the wait: whoever releases it after a failure notes that first.
     late = tl.load(notes_ptr)
     # No mask of a block with a scalar: Triton 3.9's interpreter makes 32-bit words of it.
-    expert, turn, known = place // W, place % W, place < tl.where((told > 0) & (late == 0), W * E, 0)
-    me = tl.zeros((Q,), tl.int32) + rank
+    expert, other, known = place // W, place % W, place < tl.where((told > 0) & (late == 0), W * E, 0)
+    me, there_is = tl.zeros((Q,), tl.int32) + rank, place < W * E
 
-    # What this rank sends to dst. Beyond the last segment, no rows.
-    dst = (rank + turn + 1) % W
-    rows = get(counts_ptr, rank * W * E + dst * E + expert, known)
-    here = _rows_before(counts_ptr, me, dst, expert, Q, W, E, True, not DISPATCH)
-    there = _rows_before(counts_ptr, dst, me, expert, Q, W, E, False, DISPATCH)
-    parts = parts_ptr + PART_FIELDS * (expert * W + dst)
+    # What this rank sends to another. Beyond the last segment, no rows.
+    part, moved = parts_ptr + PART_FIELDS * place, moved_ptr + PART_FIELDS * place
+    rows = get(counts_ptr, rank * W * E + other * E + expert, known)
+    here = _rows_before(counts_ptr, me, other, expert, Q, W, E, True, not DISPATCH)
+    there = _rows_before(counts_ptr, other, me, expert, Q, W, E, False, DISPATCH)
     if DISPATCH:
-        tl.store(parts + 2, here, mask=known)
-        rows = tl.minimum(rows, tl.maximum(max_rows - there, 0))
-        _write_moves(moves_ptr, (rows + MOVE_ROWS - 1) // MOVE_ROWS, rows, here, there, dst, expert, Q, MOVE_FIELDS)
+        tl.store(part + 2, here, mask=there_is)
+        tl.store(moved, tl.minimum(rows, tl.maximum(max_rows - there, 0)), mask=there_is)
+        tl.store(moved + 1, here, mask=there_is)
+        tl.store(moved + 2, there, mask=there_is)
     else:
-        _write_groups(groups_ptr, rows, tl.where(dst <= rank, rows, 0), expert, EQ, GROUP_FIELDS, TILE_ROWS, DISPATCH)
-        tl.store(parts, here, mask=known)
-        tl.store(parts + 1, rows, mask=known)
-        tl.store(parts + 2, there, mask=known)
+        _write_groups(groups_ptr, rows, expert, EQ, GROUP_FIELDS)
+        tl.store(part, here, mask=there_is)
+        tl.store(part + 1, rows, mask=there_is)
+        tl.store(part + 2, there, mask=there_is)
 
-    # What it receives from src.
-    src = (rank + 2 * W - turn - 1) % W
-    sent = get(counts_ptr, src * W * E + rank * E + expert, known)
+    # What it receives from another.
+    sent = get(counts_ptr, other * W * E + rank * E + expert, known)
     in_all = tl.sum(sent, axis=0)
     _note(notes_ptr + 3, in_all > max_rows, 2, in_all, max_rows)
-    there = _rows_before(counts_ptr, me, src, expert, Q, W, E, False, DISPATCH)
+    there = _rows_before(counts_ptr, me, other, expert, Q, W, E, False, DISPATCH)
     rows = tl.minimum(sent, tl.maximum(max_rows - there, 0))
     if DISPATCH:
-        _write_groups(groups_ptr, rows, tl.where(src <= rank, rows, 0), expert, EQ, GROUP_FIELDS, TILE_ROWS, DISPATCH)
-        parts = parts_ptr + PART_FIELDS * (expert * W + src)
-        tl.store(parts, there, mask=known)
-        tl.store(parts + 1, rows, mask=known)
-        tl.store(received_ptr + expert * W + src, rows, mask=known)
+        _write_groups(groups_ptr, rows, expert, EQ, GROUP_FIELDS)
+        tl.store(part, there, mask=there_is)
+        tl.store(part + 1, rows, mask=there_is)
+        tl.store(received_ptr + place, rows, mask=known)
         signals = (rows + MOVE_ROWS - 1) // MOVE_ROWS
     else:
-        here = _rows_before(counts_ptr, src, me, expert, Q, W, E, True, True)
-        units = tl.where(src == rank, 0, (rows + MOVE_ROWS - 1) // MOVE_ROWS)
-        _write_moves(moves_ptr, units, rows, here, there, src, expert, Q, MOVE_FIELDS)
-        tl.store(received_ptr + src * E + expert, rows, mask=known)
-        within = here - _rows_before(counts_ptr, src, tl.zeros((Q,), tl.int32), expert, Q, W, E, True, True)
+        here = _rows_before(counts_ptr, other, me, expert, Q, W, E, True, True)
+        tl.store(moved, rows, mask=there_is)
+        tl.store(moved + 1, here, mask=there_is)
+        tl.store(moved + 2, there, mask=there_is)
+        tl.store(received_ptr + other * E + expert, rows, mask=known)
+        within = here - _rows_before(counts_ptr, other, tl.zeros((Q,), tl.int32), expert, Q, W, E, True, True)
         tiles = (within + sent - 1) // TILE_ROWS - within // TILE_ROWS + 1
-        signals = tl.where((sent > 0) & (src != rank), tiles * col_tiles, 0)
-    tl.store(moves_ptr + MOVE_FIELDS * Q, tl.sum(rows, axis=0))
-    goals = goals_ptr + src * E + expert
-    tl.store(goals, tl.load(goals, mask=known, other=0) + signals, mask=known)
-    tl.store(turn_ptr, 0)
-    tl.store(turn_ptr + 1, 0)
+        signals = tl.where(sent > 0, tiles * col_tiles, 0)
+    word = tl.load(words_ptr + place, mask=there_is, other=-1)
+    tl.store(goals_ptr + word, tl.load(goals_ptr + word, mask=word >= 0, other=0) + signals, mask=word >= 0)
+    turn = tl.arange(0, TURNS)
+    tl.store(turns_ptr + turn, tl.where(turn == 0, tl.sum(rows, axis=0), 0))
     tl.store(calls_ptr, call)
+
+    # Each step's parts, in its order, from what lies by segment until here.
+    tl.debug_barrier()
+    for step in tl.static_range(COPYING):
+        _write_moves(
+            moves_ptr + step * Q * MOVE_FIELDS,
+            orders_ptr + step * Q * ORDER_FIELDS,
+            moved_ptr,
+            W,
+            E,
+            Q,
+            MOVE_FIELDS,
+            PART_FIELDS,
+            ORDER_FIELDS,
+            MOVE_ROWS,
+        )
+    for step in tl.static_range(MULTIPLYING):
+        _write_tiles(
+            tiles_ptr + step * Q * TILE_FIELDS,
+            orders_ptr + (COPYING + step) * Q * ORDER_FIELDS,
+            parts_ptr,
+            groups_ptr,
+            W,
+            E,
+            Q,
+            TILE_FIELDS,
+            PART_FIELDS,
+            GROUP_FIELDS,
+            ORDER_FIELDS,
+            TILE_ROWS,
+            DISPATCH,
+        )
 
     # The host sees what this call has noted so far, and what earlier ones have noted anywhere.
     tl.debug_barrier()
-    noted = tl.load(notes_ptr + words)
+    noted = tl.load(notes_ptr + noted_at)
     if tl.max(tl.abs(noted), axis=0) != 0:
-        tl.store(host_address.to(tl.pointer_type(tl.int64)) + words, noted)
+        tl.store(host_address.to(tl.pointer_type(tl.int64)) + noted_at, noted)
 
 
 @triton.jit
@@ -303,16 +413,14 @@ def move_of(moves_ptr, unit, Q: tl.constexpr, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def tile_of(groups_ptr, row_tile, EQ: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, DOWNWARDS: tl.constexpr):
+def tile_of(tiles_ptr, row_tile, Q: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, DOWNWARDS: tl.constexpr):
     """(expert, first row, rows) of a row tile."""
-    ends = tl.load(groups_ptr + FIELDS * tl.arange(0, EQ))
-    expert = tl.sum((ends <= row_tile).to(tl.int32), axis=0)
-    fields = groups_ptr + FIELDS * expert
-    before = tl.load(fields - FIELDS, mask=expert > 0, other=0)
-    tiles, start = tl.load(fields) - before, tl.load(fields + 3)
-    turn = row_tile - before
-    if DOWNWARDS:  # noqa: SIM108 - one of the two is compiled
-        at = (start + tiles - turn) % tiles * ROWS
+    ends = tl.load(tiles_ptr + FIELDS * tl.arange(0, Q))
+    place = tl.sum((ends <= row_tile).to(tl.int32), axis=0)
+    fields = tiles_ptr + FIELDS * place
+    if DOWNWARDS:
+        at = tl.load(fields + 1) + tl.load(fields) - 1 - row_tile
     else:
-        at = (start + turn) % tiles * ROWS
-    return expert, tl.load(fields + 1) + at, tl.minimum(tl.load(fields + 2) - at, ROWS)
+        at = tl.load(fields + 1) + row_tile - tl.load(fields - FIELDS, mask=place > 0, other=0)
+    at *= ROWS
+    return tl.load(fields + 4), tl.load(fields + 2) + at, tl.minimum(tl.load(fields + 3) - at, ROWS)

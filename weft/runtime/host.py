@@ -184,9 +184,9 @@ class HostProgram(BoundProgram, Device):
         kernel.launch(bindings, silent=False, tries=self.space.tries)
         kernel.raise_if_late(self.rank_group.check_peers)
 
-    def ragged_kernel(self, step: Step, bindings: Bindings) -> bool:
+    def ragged_kernel(self, step: Step, where: Where, bindings: Bindings) -> bool:
         if self.ragged is not None:
-            self.ragged.launch(step, bindings)
+            self.ragged.launch(step, where, bindings)
         return self.ragged is not None
 
     @property

@@ -70,7 +70,7 @@ class Device(Protocol):
 
     def fused_collective(self, where: Where, bindings: Bindings) -> None: ...
 
-    def ragged_kernel(self, step: Step, bindings: Bindings) -> bool:
+    def ragged_kernel(self, step: Step, where: Where, bindings: Bindings) -> bool:
         """Run a step whose row counts live on the device as one kernel, if this device has it."""
         ...
 
@@ -145,7 +145,7 @@ class _LaneRun:
             self.device.record(where, lambda s=step, w=where: self._step(s, w))  # type: ignore[misc]
 
     def _step(self, step: Step, where: Where) -> None:
-        if self.device.pushed(where, self.bindings):
+        if self.device.pushed(where, self.bindings) or self._ran_ragged_kernel(step, where):
             return
         if isinstance(step, Wait):
             self._wait(step, where)
@@ -166,8 +166,7 @@ class _LaneRun:
         elif isinstance(step, FusedCollective):
             self.device.fused_collective(where, self.bindings)
         elif isinstance(step, (ShareCounts, GroupedGemm, SegmentCopies)):
-            if not self.device.ragged_kernel(step, self.bindings):
-                self._ragged(step, where)
+            self._ragged(step, where)
         elif isinstance(step, SendReceive):
             self.device.send_receive(step, self.bindings, where)
         else:
@@ -244,6 +243,10 @@ class _LaneRun:
 
     def _collective(self, step: Collective, where: Where) -> None:
         self.device.collective(step, self.bindings.view(step.src), self.bindings.view(step.dst), where)
+
+    def _ran_ragged_kernel(self, step: Step, where: Where) -> bool:
+        ragged = isinstance(self.program.schedule.problem, RaggedProblem)
+        return ragged and self.device.ragged_kernel(step, where, self.bindings)
 
     def _ragged(self, step: ShareCounts | GroupedGemm | SegmentCopies, where: Where) -> None:
         """A step whose row counts live on the device: here the host reads them."""

@@ -40,16 +40,13 @@ from weft.core.schedule import (
     Flag,
     FusedCollective,
     Gemm,
-    GroupedGemm,
     Lane,
     Part,
     Push,
     Reduce,
     Region,
     Schedule,
-    SegmentCopies,
     SendReceive,
-    ShareCounts,
     Signal,
     Step,
     Wait,
@@ -195,7 +192,9 @@ class LaunchPlan:
             yield from self._step(step, Where(self._program.rank, lane.name, position, step))
 
     def _step(self, step: Step, where: Where) -> Iterator[Launch]:
-        if isinstance(step, Wait):
+        if self._program.ragged is not None:
+            yield RaggedLaunch(where=where, step=step, kernels=self._program.ragged)
+        elif isinstance(step, Wait):
             yield from self._pass([step], where)
         elif isinstance(step, Signal):
             yield self._raise(step.flag, where)
@@ -206,9 +205,6 @@ class LaunchPlan:
         elif isinstance(step, FusedCollective):
             kernel = self._program.fused_collectives[where.lane, where.position]
             yield FusedCollectiveLaunch(where=where, kernel=kernel, tries=self._program.space.tries)
-        elif isinstance(step, (ShareCounts, GroupedGemm, SegmentCopies)):
-            assert self._program.ragged is not None, "on GPUs, calls with splits are kernels"
-            yield RaggedLaunch(where=where, step=step, kernels=self._program.ragged)
         elif isinstance(step, Collective):
             collective = self._program.collectives[id(step)]
             yield CollectiveLaunch(where=where, step=step, collective=collective, device=self._program.space.device)

@@ -162,7 +162,7 @@ class RaggedLaunch(Launch):
     kernels: RaggedKernels
 
     def issue(self, call: IssuedCall, stream: int) -> None:
-        self.kernels.launch(self.step, call.bindings)
+        self.kernels.launch(self.step, self.where, call.bindings)
 
 
 @dataclass(kw_only=True, slots=True)

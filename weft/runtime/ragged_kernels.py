@@ -2,10 +2,11 @@
 
     ShareCounts     layout_kernel: counts exchanged, and where all rows go
     GroupedGemm     dispatch_kernel or combine_kernel, copies included
-    SegmentCopies   collect_kernel: what has arrived, for the caller
+    SegmentCopies   push_kernel, pull_kernel, or collect_kernel: what has arrived, for the caller
+    Wait            await_kernel, with the waits that follow it
 
-The kernels keep the counts of calls, and words for what has come, in symmetric memory of their own. A dispatch multiplies a
-rank's own rows where they lie in `a` where a tile has no others: what lies in `landing` is a copy of them.
+What each part does, waits for and signals, and in which order, is the schedule's (weft.runtime.ragged_steps). The counts and
+the flags lie in symmetric memory of the kernels' own.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from weft.compat.streams import Word
 from weft.core.errors import WaitTimeout
 from weft.core.machine import Machine
 from weft.core.problem import RaggedProblem
-from weft.core.schedule import GroupedGemm, Schedule, ShareCounts, Step
+from weft.core.schedule import GroupedGemm, Schedule, SegmentCopies, ShareCounts, Step, Wait
 from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, Shape, word_bytes
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
-from weft.runtime.bindings import Bindings
+from weft.runtime.bindings import Bindings, Where
 from weft.runtime.fused_collective import MailboxOwner
 from weft.runtime.ragged import below_zero, no_room
-from weft.schedules import ragged
+from weft.runtime.ragged_steps import RankOrders
 
 _RAISED = 0x3FFFFFFF
 """What every word is set to after a failure: more than any wait asks for, and less than where the comparison wraps."""
@@ -48,9 +49,7 @@ class RaggedKernels:
         problem = schedule.problem
         assert isinstance(problem, RaggedProblem), f"{problem} has no segments"
         _check_kernels(problem, dtype)
-        if schedule.ranks != ragged.build(problem, "fused").ranks:
-            raise ValueError(f"schedule is {schedule.name}; weft's kernels run the fused schedule of {problem.op} alone")
-        self._problem, self._rank = problem, rank
+        self._problem, self._rank, self._plan = problem, rank, RankOrders(schedule, rank)
         shape = Shape(
             rank=rank,
             world_size=problem.world_size,
@@ -66,7 +65,10 @@ class RaggedKernels:
             machine=machine,
         )
         addresses, words = owner.mailbox(word_bytes(shape))
-        self.exchange = RaggedExchange(shape, addresses, words, sms=sms, tries=tries)
+        self.exchange = RaggedExchange(shape, self._plan.orders, addresses, words, sms=sms, tries=tries)
+        self._waits = {
+            at: torch.tensor(waited, dtype=torch.int32, device=device) for at, waited in self._plan.waits.items() if waited
+        }
         self._seen = self.exchange.host_notes.numpy()
 
     def check_before(self, a: torch.Tensor) -> None:
@@ -79,24 +81,34 @@ class RaggedKernels:
                 f"{self._problem.capacity}: give a as many rows in that call, on any rank, as it will have at most"
             )
 
-    def launch(self, step: Step, bindings: Bindings) -> None:
+    def launch(self, step: Step, where: Where, bindings: Bindings) -> None:
         """Run one step, on torch's current stream."""
+        if isinstance(step, Wait):
+            if where.position in self._waits:
+                self.exchange.await_words(self._waits[where.position])
+            return
         ((a, _),) = bindings.tensors["a", self._rank]
         ((out, _),) = bindings.tensors["out", self._rank]
         if isinstance(step, ShareCounts):
             (splits,), (counts,) = bindings.loose["splits"], bindings.loose["counts"]
             self.exchange.start(splits.contiguous(), counts, a_rows=a.shape[0])
             return
+        assert isinstance(step, (GroupedGemm, SegmentCopies)), f"{step} has no kernel here"
+        number, keep_own = self._plan.steps[where.position], self._problem.return_received
+        self._lay_out(bindings)
         if isinstance(step, GroupedGemm):
             (b,) = bindings.loose["b"]
-            self._lay_out(bindings)
             if self._problem.dispatches:
-                self.exchange.dispatch(_aligned(a), _unit_stride(b), out, keep_own=self._problem.return_received)
+                self.exchange.dispatch(number, _aligned(a), _unit_stride(b), out, keep_own=keep_own)
             else:
-                self.exchange.combine(_aligned(a), _unit_stride(b), out)
-            return
-        ((received, _),) = bindings.tensors["received", self._rank]
-        self.exchange.collect(received)
+                self.exchange.combine(number, _aligned(a), _unit_stride(b), out)
+        elif not self._problem.dispatches:
+            self.exchange.pull(number, out)
+        elif step.parts[0].dst.buffer == "received":
+            ((received, _),) = bindings.tensors["received", self._rank]
+            self.exchange.collect(number, received)
+        else:
+            self.exchange.push(number, _aligned(a), keep_own=keep_own)
 
     def _lay_out(self, bindings: Bindings) -> None:
         """Where rows land, or products wait, on every rank: on CPUs that may have moved since the last call."""
@@ -118,23 +130,24 @@ class RaggedKernels:
 
     def _late_word(self, address: int) -> str:
         told = (address - self.exchange.told.local.data_ptr()) // 4
-        if 0 <= told < self._problem.world_size:
-            return f"counts of rank {told}"
+        if told in self._plan.told_by:
+            return f"counts of rank {self._plan.told_by[told]}"
         arrived = (address - self.exchange.arrived.local.data_ptr()) // 4
-        return f"rows of rank {arrived // self._problem.experts}"
+        return f"rows of rank {self._plan.counted_from[arrived]}"
 
     def missing(self) -> str:
         """What the call under way has yet to receive, in words; nothing if it waits for nothing. Takes copies, and no SM."""
         call, told = int(self.exchange.calls.cpu()), self.exchange.told.local.cpu().tolist()
+        seen = {by: told[word] for word, by in self._plan.told_by.items()}
         # A call counts itself once it has all counts.
-        late = [rank for rank, seen in enumerate(told) if seen <= call and told[self._rank] > call]
+        late = [rank for rank, calls in sorted(seen.items()) if calls <= call and seen[self._rank] > call]
         if late:
             return f"rank {self._rank}: call {call + 1} with splits: rank {late[0]} has not shared its counts"
         arrived, goals = self.exchange.arrived.local.cpu(), self.exchange.goals.cpu()
         short = (goals - arrived > 0).nonzero().flatten().tolist()
         if short:
-            late = short[0] // self._problem.experts
-            return f"rank {self._rank}: call {call} with splits: not all rows of rank {late} have come"
+            source = self._plan.counted_from[short[0]]
+            return f"rank {self._rank}: call {call} with splits: not all rows of rank {source} have come"
         return ""
 
     def releases(self) -> list[Word]:

@@ -1,0 +1,196 @@
+"""What the kernels of a call with splits take from its schedule: the order of parts, and the words that are its flags.
+
+A flag that ShareCounts advances is a word of `told` on its rank, one that a part advances a word of `arrived`: the n-th flag of
+its kind on a rank is the n-th word. `orders_of` gives one rank's side, as weft.kernels.exchange takes it.
+
+The kernels run what weft.check proves, within limits of their own, which `orders_of` refuses by name: one lane, which shares
+its counts first, with all ranks, and waits for all; steps that copy from one buffer to one other; copies of a GroupedGemm
+before its products in a dispatch, behind them in a combine; products of all the segments of an expert in one step, since tiles
+are cut from an expert's rows whatever segments they hold; a part that signals the rank that its rows go to. A dispatch
+multiplies a rank's own rows where they lie in `a`, in tiles that have no others, and does not wait for their flag there: what
+lies in `landing` is a copy of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from weft.core.problem import RaggedProblem
+from weft.core.schedule import (
+    Flag,
+    GroupedGemm,
+    Lane,
+    Schedule,
+    SegmentCopies,
+    SegmentCopy,
+    SegmentProduct,
+    ShareCounts,
+    Step,
+    Wait,
+)
+from weft.kernels.exchange import Orders, Part, StepParts
+
+Moving = SegmentCopies | GroupedGemm
+
+
+class RankOrders:
+    """One rank's side of a schedule. steps: by position in its lane, the number of a step that moves or multiplies rows, and
+    waits: the words that a Wait stands for, with those that follow it; none where one before it did. told_by, counted_from: by
+    word, the rank whose counts, or whose rows, it is for. Raises ValueError for a schedule that the kernels do not run."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        for each, lanes in enumerate(schedule.ranks):
+            for where, why in _refused(schedule, each, lanes):
+                raise ValueError(f"schedule is {schedule.name}, but {where}: {why}")
+        told, counted = _words(schedule)
+        problem = schedule.problem
+        assert isinstance(problem, RaggedProblem), f"{problem} has no segments"
+        (lane,) = schedule.ranks[rank]
+        first = lane.steps[0]
+        assert isinstance(first, ShareCounts), "refused above"
+        self.told_by = {told[flag]: by for by, flag in _advanced(schedule, ShareCounts) if flag.rank == rank}
+        self.counted_from: dict[int, int] = {}
+        arriving = [-1] * (problem.world_size * problem.experts)
+        for part in _parts(schedule):
+            if part.count is not None and part.count.rank == rank:
+                src, _, expert = _target(part)
+                self.counted_from[counted[part.count]] = src
+                arriving[expert * problem.world_size + src] = counted[part.count]
+        self.waits = {
+            at: [counted[step.flag] for step in _run_of_waits(lane, at) if step.flag in counted]
+            for at, step in enumerate(lane.steps)
+            if isinstance(step, Wait)
+        }
+        moving = [at for at, step in enumerate(lane.steps) if isinstance(step, (SegmentCopies, GroupedGemm))]
+        self.steps = {at: number for number, at in enumerate(moving)}
+        self.orders = Orders(
+            shares=tuple((flag.rank, told[flag]) for flag in first.flags),
+            gates=tuple(told[gate.flag] for gate in first.gates),
+            arriving=tuple(arriving),
+            steps=tuple(_step_parts(lane.steps[at], rank, counted) for at in moving),
+        )
+
+
+def _words(schedule: Schedule) -> tuple[dict[Flag, int], dict[Flag, int]]:
+    """By flag, its word among those of its kind on its rank."""
+    found = []
+    for kinds in ((ShareCounts,), (SegmentCopies, GroupedGemm)):
+        used: Counter[int] = Counter()
+        words = dict[Flag, int]()
+        for _, flag in _advanced(schedule, *kinds):
+            words[flag] = used[flag.rank]
+            used[flag.rank] += 1
+        found.append(words)
+    return found[0], found[1]
+
+
+def _advanced(schedule: Schedule, *kinds: type) -> Iterator[tuple[int, Flag]]:
+    """(rank that advances it, flag) of all flags that such steps advance."""
+    for rank, _, _, step in schedule:
+        if isinstance(step, kinds):
+            flags = step.flags if isinstance(step, ShareCounts) else [part.count for part in _of(step)]
+            yield from ((rank, flag) for flag in flags if flag is not None)
+
+
+def _of(step: Step) -> tuple[SegmentCopy | SegmentProduct, ...]:
+    return step.parts if isinstance(step, (SegmentCopies, GroupedGemm)) else ()
+
+
+def _parts(schedule: Schedule) -> Iterator[SegmentCopy | SegmentProduct]:
+    for _, _, _, step in schedule:
+        yield from _of(step)
+
+
+def _target(part: SegmentCopy | SegmentProduct) -> tuple[int, int, int]:
+    return (part.dst if isinstance(part, SegmentCopy) else part.out).name
+
+
+def _run_of_waits(lane: Lane, at: int) -> Iterator[Wait]:
+    """A Wait and those that follow it; none for one that follows another."""
+    if at and isinstance(lane.steps[at - 1], Wait):
+        return
+    for step in lane.steps[at:]:
+        if not isinstance(step, Wait):
+            return
+        yield step
+
+
+def _step_parts(step: Step, rank: int, counted: dict[Flag, int]) -> StepParts:
+    def words(part: SegmentCopy | SegmentProduct) -> Part:
+        src, dst, expert = _target(part)
+        # The lane has waited for the counts of all ranks before.
+        waits = tuple(counted[gate.flag] for gate in part.gates if gate.flag in counted)
+        return Part(expert, dst if src == rank else src, -1 if part.count is None else counted[part.count], waits)
+
+    copies = [part for part in _of(step) if isinstance(part, SegmentCopy)]
+    handed_back = bool(copies) and copies[0].dst.buffer == "received"
+    products = copies if handed_back else [part for part in _of(step) if isinstance(part, SegmentProduct)]
+    return StepParts(copies=() if handed_back else tuple(map(words, copies)), products=tuple(map(words, products)))
+
+
+def _refused(schedule: Schedule, rank: int, lanes: Sequence[Lane]) -> Iterator[tuple[str, str]]:
+    """(where, why) of what the kernels do not run."""
+    problem = schedule.problem
+    assert isinstance(problem, RaggedProblem), f"{problem} has no segments"
+    if len(lanes) != 1:
+        yield f"rank {rank} has {len(lanes)} lanes", "on GPUs, a call with splits has one"
+        return
+    (lane,) = lanes
+    for at, step in enumerate(lane.steps):
+        why = _why_not(problem, rank, step, first=at == 0)
+        if why:
+            yield f"rank {rank}, lane {lane.name}, step {at} ({step})", f"on GPUs, {why}"
+    if not lane.steps:
+        yield f"rank {rank}, lane {lane.name}", "on GPUs, a call with splits has steps"
+
+
+def _why_not(problem: RaggedProblem, rank: int, step: Step, *, first: bool) -> str:
+    ranks = set(range(problem.world_size))
+    if isinstance(step, ShareCounts) != first:
+        return "a lane shares its counts once, in its first step"
+    if isinstance(step, ShareCounts):
+        if len(step.flags) != len(ranks) or {flag.rank for flag in step.flags} != ranks or len(step.gates) != len(ranks):
+            return "it shares its counts with each rank once, and waits for those of all"
+        return ""
+    if isinstance(step, Wait):
+        return ""
+    if not isinstance(step, (SegmentCopies, GroupedGemm)):
+        return "flags are signalled by parts alone"
+    for part in step.parts:
+        if part.count is not None and (part.count.rank != _target(part)[1] or _goes(part) in _SILENT):
+            return f"this part cannot signal {part.count}: {part}"
+        if part.gates and _goes(part) == ("a", "landing"):
+            return f"a push waits for nothing: {part}"
+    kinds = [_goes(part) for part in step.parts]
+    ways = _WAYS[problem.dispatches][type(step)]
+    if not kinds or list(dict.fromkeys(kinds)) not in ways or kinds != sorted(kinds, key=kinds.index):
+        return "its parts are " + ", or ".join(", then ".join(f"{src} -> {dst}" for src, dst in way) for way in ways if way)
+    cut = Counter(_target(part)[2] for part in step.parts if isinstance(part, SegmentProduct) or _goes(part)[1] == "received")
+    for expert, segments in cut.items():
+        if segments != problem.world_size:
+            return f"it has {segments} of the {problem.world_size} segments of expert {expert}; tiles are cut from all"
+    return ""
+
+
+def _goes(part: SegmentCopy | SegmentProduct) -> tuple[str, str]:
+    """From which buffer to which; products of a combine go to two, which are one here."""
+    if isinstance(part, SegmentCopy):
+        return part.src.buffer, part.dst.buffer
+    return part.a.buffer, "out"
+
+
+_PUSH, _PULL, _BACK = ("a", "landing"), ("product", "out"), ("landing", "received")
+_SILENT = (_PULL, _BACK, ("landing", "out"))
+"""Parts that nobody waits for."""
+_WAYS: dict[bool, dict[type, list[list[tuple[str, str]]]]] = {
+    True: {
+        SegmentCopies: [[_PUSH], [_BACK]],
+        GroupedGemm: [[("landing", "out")], [_PUSH, ("landing", "out")]],
+    },
+    False: {
+        SegmentCopies: [[_PULL]],
+        GroupedGemm: [[("a", "out")], [("a", "out"), _PULL]],
+    },
+}
+"""By whether rows are dispatched, and by step: from which buffers to which its parts go, in this order."""
