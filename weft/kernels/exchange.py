@@ -128,12 +128,11 @@ class StepParts(NamedTuple):
 class Orders(NamedTuple):
     """What a rank's steps do, as the schedule says; the same in every call.
 
-    shares: by place, a peer, and the word that tells it of this rank's counts. gates: the words of this rank to wait for then.
-    arriving: by expert and rank, the word that counts what comes from there; -1: none.
+    shares: the peers in the order in which they are told of this rank's counts. arriving: by expert and rank, the word that
+    counts what comes from there; -1: none.
     """
 
-    shares: tuple[tuple[int, int], ...]
-    gates: tuple[int, ...]
+    shares: tuple[int, ...]
     arriving: tuple[int, ...]
     steps: tuple[StepParts, ...]
 
@@ -208,12 +207,13 @@ class RaggedExchange:
             found = [(part.expert, part.other, part.signals) for part in parts]
             return (*found, *[(shape.experts, 0, -1)] * (shape.segments - len(found)))
 
-        self.shares = table([*(value for pair in orders.shares for value in pair), *orders.gates])
+        self.shares = table(orders.shares)
         self.words = table(orders.arriving)
         copying = list(dict.fromkeys(rows(step.copies) for step in orders.steps if step.copies))
         multiplying = list(dict.fromkeys(rows(step.products) for step in orders.steps if step.products))
         self._copying, self._multiplying = len(copying), len(multiplying)
         self.orders = table([*copying, *multiplying])
+        self.places = table([self._places(order) for order in multiplying])
         # One more, which stays empty, for steps that copy nothing, or multiply nothing.
         self.moves = torch.zeros(len(copying) + 1, shape.segments * MOVE_FIELDS, dtype=torch.int32, device=shape.device)
         self.tiles = torch.zeros(len(multiplying) + 1, shape.segments * TILE_FIELDS, dtype=torch.int32, device=shape.device)
@@ -230,6 +230,14 @@ class RaggedExchange:
             )
             for number, step in enumerate(orders.steps)
         ]
+
+    def _places(self, order: Sequence[tuple[int, int, int]]) -> list[int]:
+        """By segment, its place in an order."""
+        found = [self.shape.segments] * (self.shape.experts * self.shape.world_size)
+        for place, (expert, other, _) in enumerate(order):
+            if expert < self.shape.experts:
+                found[expert * self.shape.world_size + other] = place
+        return found
 
     def _gates(self, parts: Sequence[Part]) -> list[list[int]]:
         """By segment, the words to wait for, as many for each."""
@@ -270,6 +278,7 @@ class RaggedExchange:
             self.shares,
             self.words,
             self.orders,
+            self.places,
             self.calls,
             self.goals,
             self.groups,

@@ -13,10 +13,11 @@ segments they hold.
 What a step does, in which order, what it waits for and what it signals is the schedule's: weft.runtime.ragged_kernels makes
 constant tables of it, once.
 
-    shares  by place: a peer, and the word that tells it of this rank's counts; then the words of this rank to wait for
+    shares  by place: the peer that is told of this rank's counts
     words   by segment that arrives: the word that counts it, or -1
     orders  by copying step, then by multiplying step, and by place: expert (E: none), other rank, word of that rank to signal
             (-1: none)
+    places  by multiplying step and segment: its place; Q: it is not multiplied there
     gates   by step and segment: words to wait for (-1: none)
 
 In each call `layout_kernel` publishes this rank's counts, waits for those of all, and writes tables of int32 from them:
@@ -127,14 +128,13 @@ def _publish(
     in_all = tl.sum(asked, axis=0)
     _note(notes_ptr, in_all > a_rows, 1, in_all, a_rows)
     for at in range(W):
-        other = tl.load(shares_ptr + 2 * at)
+        other = tl.load(shares_ptr + at)
         put(peer_pointer(counts_ptr, counts_peers_ptr, other), slot + rank * W * E + place, held, known)
     for at in range(W):
-        other = tl.load(shares_ptr + 2 * at)
-        signal(peer_pointer(told_ptr, told_peers_ptr, other) + tl.load(shares_ptr + 2 * at + 1))
+        signal(peer_pointer(told_ptr, told_peers_ptr, tl.load(shares_ptr + at)) + rank)
     told = 1
-    for at in range(W):
-        told = told & wait(told_ptr + tl.load(shares_ptr + 2 * W + at), call, tries, notes_ptr - 3).to(tl.int32)
+    for other in range(W):
+        told = told & wait(told_ptr + other, call, tries, notes_ptr - 3).to(tl.int32)
     return told
 
 
@@ -199,16 +199,10 @@ def _write_moves(
 
 
 @triton.jit
-def _belongs_to_another(tile, first, last, rivals):
-    """By place, whether its tile belongs to one of its rivals, which have the tiles first to last."""
-    has = rivals & (first[None, :] <= tile[:, None]) & (last[None, :] >= tile[:, None])
-    return tl.max(has.to(tl.int32), axis=1)
-
-
-@triton.jit
 def _write_tiles(
     tiles_ptr,
     order_ptr,
+    places_ptr,
     parts_ptr,
     groups_ptr,
     W: tl.constexpr,
@@ -224,19 +218,28 @@ def _write_tiles(
     """Of one step: what it multiplies, in its order."""
     place = tl.arange(0, Q)
     expert, other = tl.load(order_ptr + ORDER_FIELDS * place), tl.load(order_ptr + ORDER_FIELDS * place + 1)
-    part, known = parts_ptr + PART_FIELDS * (expert * W + other), expert < E
+    segment, known = expert * W + other, expert < E
     top = tl.load(groups_ptr + GROUP_FIELDS * expert, mask=known, other=0)
     height = tl.load(groups_ptr + GROUP_FIELDS * expert + 1, mask=known, other=0)
-    rows = tl.load(part + 1, mask=known, other=0)
-    begin = tl.load(part, mask=known, other=0) - top
+    rows = tl.load(parts_ptr + PART_FIELDS * segment + 1, mask=known, other=0)
+    begin = tl.load(parts_ptr + PART_FIELDS * segment, mask=known, other=0) - top
     first, last = begin // TILE_ROWS, (begin + rows - 1) // TILE_ROWS
-    rivals = (expert[None, :] == expert[:, None]) & (rows[None, :] > 0)
-    if DISPATCH:  # noqa: SIM108 - one of the two is compiled
-        rivals = rivals & (place[None, :] > place[:, None])
-    else:
-        rivals = rivals & (place[None, :] < place[:, None])
-    low = first + _belongs_to_another(first, first, last, rivals)
-    high = last + 1 - _belongs_to_another(last, first, last, rivals)
+    # Its first and its last tile may belong to another segment of the expert.
+    first_is_its, last_is_its = known, known
+    for rank in range(W):
+        rival = expert * W + rank
+        its_place = tl.load(places_ptr + rival, mask=known, other=0)
+        its_rows = tl.load(parts_ptr + PART_FIELDS * rival + 1, mask=known, other=0)
+        its_begin = tl.load(parts_ptr + PART_FIELDS * rival, mask=known, other=0) - top
+        its_first, its_last = its_begin // TILE_ROWS, (its_begin + its_rows - 1) // TILE_ROWS
+        if DISPATCH:  # noqa: SIM108 - one of the two is compiled
+            before = (its_rows > 0) & (its_place > place)
+        else:
+            before = (its_rows > 0) & (its_place < place)
+        first_is_its = first_is_its & ~(before & (its_first <= first) & (its_last >= first))
+        last_is_its = last_is_its & ~(before & (its_first <= last) & (its_last >= last))
+    low = first + 1 - first_is_its.to(tl.int32)
+    high = last + last_is_its.to(tl.int32)
     count = tl.where(rows > 0, tl.maximum(high - low, 0), 0)
     fields = tiles_ptr + TILE_FIELDS * place
     tl.store(fields, tl.cumsum(count, 0))
@@ -256,6 +259,7 @@ def layout_kernel(
     shares_ptr,
     words_ptr,
     orders_ptr,
+    places_ptr,
     calls_ptr,
     goals_ptr,
     groups_ptr,
@@ -383,6 +387,7 @@ def layout_kernel(
         _write_tiles(
             tiles_ptr + step * Q * TILE_FIELDS,
             orders_ptr + (COPYING + step) * Q * ORDER_FIELDS,
+            places_ptr + step * W * E,
             parts_ptr,
             groups_ptr,
             W,

@@ -130,17 +130,16 @@ class RaggedKernels:
 
     def _late_word(self, address: int) -> str:
         told = (address - self.exchange.told.local.data_ptr()) // 4
-        if told in self._plan.told_by:
-            return f"counts of rank {self._plan.told_by[told]}"
+        if 0 <= told < self._problem.world_size:
+            return f"counts of rank {told}"
         arrived = (address - self.exchange.arrived.local.data_ptr()) // 4
         return f"rows of rank {self._plan.counted_from[arrived]}"
 
     def missing(self) -> str:
         """What the call under way has yet to receive, in words; nothing if it waits for nothing. Takes copies, and no SM."""
         call, told = int(self.exchange.calls.cpu()), self.exchange.told.local.cpu().tolist()
-        seen = {by: told[word] for word, by in self._plan.told_by.items()}
         # A call counts itself once it has all counts.
-        late = [rank for rank, calls in sorted(seen.items()) if calls <= call and seen[self._rank] > call]
+        late = [rank for rank, seen in enumerate(told) if seen <= call and told[self._rank] > call]
         if late:
             return f"rank {self._rank}: call {call + 1} with splits: rank {late[0]} has not shared its counts"
         arrived, goals = self.exchange.arrived.local.cpu(), self.exchange.goals.cpu()

@@ -1,9 +1,10 @@
 """What the kernels of a call with splits take from its schedule: the order of parts, and the words that are its flags.
 
-A flag that ShareCounts advances is a word of `told` on its rank, one that a part advances a word of `arrived`: the n-th flag of
-its kind on a rank is the n-th word. `orders_of` gives one rank's side, as weft.kernels.exchange takes it.
+A flag that ShareCounts advances is a word of `told` on its rank, of the number of the rank that advances it. One that a part
+advances is a word of `arrived`: the n-th such flag of a rank is its n-th word. `RankOrders` has one rank's side, as
+weft.kernels.exchange takes it.
 
-The kernels run what weft.check proves, within limits of their own, which `orders_of` refuses by name: one lane, which shares
+The kernels run what weft.check proves, within limits of their own, which it refuses by name: one lane, which shares
 its counts first, with all ranks, and waits for all; steps that copy from one buffer to one other; copies of a GroupedGemm
 before its products in a dispatch, behind them in a combine; products of all the segments of an expert in one step, since tiles
 are cut from an expert's rows whatever segments they hold; a part that signals the rank that its rows go to. A dispatch
@@ -36,20 +37,19 @@ Moving = SegmentCopies | GroupedGemm
 
 class RankOrders:
     """One rank's side of a schedule. steps: by position in its lane, the number of a step that moves or multiplies rows, and
-    waits: the words that a Wait stands for, with those that follow it; none where one before it did. told_by, counted_from: by
-    word, the rank whose counts, or whose rows, it is for. Raises ValueError for a schedule that the kernels do not run."""
+    waits: the words that a Wait stands for, with those that follow it; none where one before it did. counted_from: by word of
+    `arrived`, the rank whose rows it is for. Raises ValueError for a schedule that the kernels do not run."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         for each, lanes in enumerate(schedule.ranks):
             for where, why in _refused(schedule, each, lanes):
                 raise ValueError(f"schedule is {schedule.name}, but {where}: {why}")
-        told, counted = _words(schedule)
+        counted = _words(schedule)
         problem = schedule.problem
         assert isinstance(problem, RaggedProblem), f"{problem} has no segments"
         (lane,) = schedule.ranks[rank]
         first = lane.steps[0]
         assert isinstance(first, ShareCounts), "refused above"
-        self.told_by = {told[flag]: by for by, flag in _advanced(schedule, ShareCounts) if flag.rank == rank}
         self.counted_from: dict[int, int] = {}
         arriving = [-1] * (problem.world_size * problem.experts)
         for part in _parts(schedule):
@@ -65,32 +65,21 @@ class RankOrders:
         moving = [at for at, step in enumerate(lane.steps) if isinstance(step, (SegmentCopies, GroupedGemm))]
         self.steps = {at: number for number, at in enumerate(moving)}
         self.orders = Orders(
-            shares=tuple((flag.rank, told[flag]) for flag in first.flags),
-            gates=tuple(told[gate.flag] for gate in first.gates),
+            shares=tuple(flag.rank for flag in first.flags),
             arriving=tuple(arriving),
             steps=tuple(_step_parts(lane.steps[at], rank, counted) for at in moving),
         )
 
 
-def _words(schedule: Schedule) -> tuple[dict[Flag, int], dict[Flag, int]]:
-    """By flag, its word among those of its kind on its rank."""
-    found = []
-    for kinds in ((ShareCounts,), (SegmentCopies, GroupedGemm)):
-        used: Counter[int] = Counter()
-        words = dict[Flag, int]()
-        for _, flag in _advanced(schedule, *kinds):
-            words[flag] = used[flag.rank]
-            used[flag.rank] += 1
-        found.append(words)
-    return found[0], found[1]
-
-
-def _advanced(schedule: Schedule, *kinds: type) -> Iterator[tuple[int, Flag]]:
-    """(rank that advances it, flag) of all flags that such steps advance."""
-    for rank, _, _, step in schedule:
-        if isinstance(step, kinds):
-            flags = step.flags if isinstance(step, ShareCounts) else [part.count for part in _of(step)]
-            yield from ((rank, flag) for flag in flags if flag is not None)
+def _words(schedule: Schedule) -> dict[Flag, int]:
+    """By flag that a part advances, its word among those of its rank."""
+    used: Counter[int] = Counter()
+    words = dict[Flag, int]()
+    for part in _parts(schedule):
+        if part.count is not None:
+            words[part.count] = used[part.count.rank]
+            used[part.count.rank] += 1
+    return words
 
 
 def _of(step: Step) -> tuple[SegmentCopy | SegmentProduct, ...]:
