@@ -139,12 +139,13 @@ class Orders(NamedTuple):
 
 class StepTables(NamedTuple):
     """A step's tables and words on the device (weft.kernels.segments). copy_gates, gates: by segment, what its copies, and its
-    products, wait for."""
+    products, wait for; waits: all of the latter."""
 
     moves: torch.Tensor
     copy_gates: torch.Tensor
     tiles: torch.Tensor
     gates: torch.Tensor
+    waits: torch.Tensor
     tells: torch.Tensor
     turn: torch.Tensor
     copies: bool
@@ -224,6 +225,7 @@ class RaggedExchange:
                 copy_gates=table(self._gates(step.copies)),
                 tiles=self.tiles[multiplying.index(rows(step.products)) if step.products else -1],
                 gates=table(self._gates(step.products)),
+                waits=table([word for part in step.products for word in part.waits]),
                 tells=table(self._by_segment(step.products)),
                 turn=self.turns[1 + _TURN_WORDS * number :],
                 copies=bool(step.copies),
@@ -331,6 +333,8 @@ class RaggedExchange:
         )
         gates = self.steps[step].gates
         self._grouped(self._dispatch, step, arguments, {"GATED": int(self.shape.gated), "GATES": gates.shape[1]}, a, b, out)
+        if not self.shape.n:  # without columns there is no tile, and none that waits
+            self.await_words(self.steps[step].waits)
 
     def combine(self, step: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         """out = what arrives of all ranks' a @ b, by expert; zeros below. step: its number in the orders. a: [rows, K],
