@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rank_work import bound, here
 
 import weft
+from weft.core.schedule import Schedule
 
 PATTERNS = ("random", "one_to_all", "all_to_one", "empty_experts", "nothing", "even")
 
@@ -60,26 +61,40 @@ def padded(rows: torch.Tensor, height: int, out: torch.Tensor) -> torch.Tensor:
 
 
 def round_trip(
-    pattern: str, experts: int, k: int, n: int, dtype: torch.dtype, seed: int, late_s: float = 0.0, most: int = 9
+    pattern: str,
+    experts: int,
+    k: int,
+    n: int,
+    dtype: torch.dtype,
+    seed: int,
+    late_s: float = 0.0,
+    most: int = 9,
+    schedules: tuple[str | Schedule, str | Schedule] = ("auto", "auto"),
 ) -> None:
-    """Dispatch, then combine by the same weights transposed: every row comes home, in its place."""
+    """Dispatch, then combine by the same weights transposed: every row comes home, in its place. schedules: of the two."""
     case = Case(counts_of(pattern, experts, seed, most), k, n, dtype, seed)
     rank, size = case.rank, case.size
-    max_rows = size * experts * (most + 40)
+    max_rows = room_for(size, experts, most)
     a, b = case.rows[rank].to(here()), case.b[rank].to(here())
     splits = case.counts[rank].to(here(), torch.int32 if seed % 2 else torch.int64)
     time.sleep(late_s)
-    out, counts, received = weft.all_to_all_matmul(a, b, splits=splits, max_rows=max_rows, return_received=True)
+    there, home_by = schedules
+    out, counts, received = weft.all_to_all_matmul(a, b, splits=splits, max_rows=max_rows, return_received=True, schedule=there)
     rows, product = case.dispatched(rank)
     assert torch.equal(counts.cpu().long(), case.counts[:, rank].t())
     assert torch.equal(received, padded(rows.to(dtype), max_rows, received))
     close(out, padded(product, max_rows, out), dtype, k)
-    back, home = weft.matmul_all_to_all(out, b.transpose(1, 2), splits=counts, max_rows=max_rows)
+    back, home = weft.matmul_all_to_all(out, b.transpose(1, 2), splits=counts, max_rows=max_rows, schedule=home_by)
     assert torch.equal(home.cpu().long(), case.counts[rank])
     wanted = torch.cat(
         [part.double() @ case.b[d][e].double() @ case.b[d][e].double().t() for (d, e), part in case.pieces(rank).items()]
     )
     close(back, padded(wanted, max_rows, back), dtype, n)
+
+
+def room_for(size: int, experts: int, most: int = 9) -> int:
+    """The max_rows of a round trip."""
+    return size * experts * (most + 40)
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, k: int) -> None:

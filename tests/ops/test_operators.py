@@ -40,11 +40,11 @@ SCHEMAS = [
     "weft::matmul_reduce_scatter(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule, "
     "str op) -> Tensor",
     "weft::ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
-    "SymInt? a_rows, str limit) -> (Tensor, Tensor)",
+    "SymInt? a_rows, str limit, str schedule) -> (Tensor, Tensor)",
     "weft::ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
-    "SymInt? a_rows, str limit, bool return_received) -> Tensor[]",
+    "SymInt? a_rows, str limit, str schedule, bool return_received) -> Tensor[]",
     "weft::ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
-    "SymInt? a_rows, str limit) -> (Tensor, Tensor)",
+    "SymInt? a_rows, str limit, str schedule) -> (Tensor, Tensor)",
     "weft::rows_of_ranks(Tensor a, str group, str limit) -> (SymInt, SymInt)",
     "weft::swiglu(Tensor hidden, Tensor counts) -> Tensor",
     "weft::swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor",

@@ -138,9 +138,9 @@ def _compiled() -> None:
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, two.grad)
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    arguments = (case.rows[rank], case.b[rank], splits, group, size, 64, None, "", True)
+    arguments = (case.rows[rank], case.b[rank], splits, group, size, 64, None, "", "auto", True)
     torch.library.opcheck(torch.ops.weft.ragged_all_to_all_matmul, arguments, test_utils=("test_schema", "test_faketensor"))
-    arguments = (case.rows[rank], case.b[rank], splits.t().contiguous(), group, size, 64, None, "")
+    arguments = (case.rows[rank], case.b[rank], splits.t().contiguous(), group, size, 64, None, "", "auto")
     torch.library.opcheck(torch.ops.weft.ragged_matmul_all_to_all, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -439,7 +439,7 @@ def _mistakes() -> None:
         ({"splits": splits[0]}, r"splits is \[2\]; for this b and group it must be \(3, 2\) or \(6,\)"),
         ({"splits": splits.float()}, "splits is torch.float32 on cpu; it must be int32 or int64 on cpu"),
         ({"max_rows": None}, "max_rows is None; with splits, say how many rows may arrive"),
-        ({"schedule": "sequential"}, "schedule is sequential; with splits"),
+        ({"schedule": "flag_gated"}, "schedule is 'flag_gated'; with splits use auto, planned, sequential, fused, or a weft"),
         ({"splits": None, "b": b[0]}, "max_rows is 9, but splits is None"),
         ({"a": a[None]}, r"a is \[1, 6, 4\]; with splits it must be a matrix"),
         ({"b": b[:0]}, r"b is \[0, 4, 3\]; with splits it must be"),

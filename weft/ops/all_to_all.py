@@ -42,7 +42,7 @@ from weft.ops.common import (
     rows_per_entry,
     spec_of,
 )
-from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
+from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows
 from weft.runtime.calls import MatmulCall
 from weft.runtime.groups import GROUPS
 
@@ -85,7 +85,7 @@ def matmul_all_to_all(
             it: part d goes to rank d.
         b: [K, N], each rank's own; with splits also [experts, K, N].
         group: as for all_gather_matmul.
-        schedule: as for all_gather_matmul; not with splits.
+        schedule: as for all_gather_matmul; with splits "auto" and "planned" are "fused", and "sequential" is the other name.
         split_dim: what is cut by destination: 0 for rows, -1 for the product's columns.
         splits: how many rows go where, in numbers that only the device knows; see below.
         max_rows: with splits: the most rows that may arrive, on all ranks the same.
@@ -116,8 +116,7 @@ def matmul_all_to_all(
     """
     columns = _is_columns("split_dim", split_dim, splits)
     if splits is not None:
-        refuse_schedule(schedule)
-        return ragged_combine(a, b, group, splits, max_rows)
+        return ragged_combine(a, b, group, splits, max_rows, schedule=schedule)
     refuse_max_rows(max_rows)
     if columns:
         return columns_to_ranks(a, b, group, schedule)
@@ -226,7 +225,7 @@ def all_to_all_matmul(
         a: as for matmul_all_to_all.
         b: as for matmul_all_to_all; with gather_dim=-1 [world_size * k, N].
         group: as for all_gather_matmul.
-        schedule: as for all_gather_matmul; not with splits.
+        schedule: as for all_gather_matmul; with splits "auto" and "planned" are "fused", and "sequential" is the other name.
         gather_dim: how received rows lie: 0 for below each other, -1 for side by side.
         splits: how many rows go where, in numbers that only the device knows; see below.
         max_rows: with splits: the most rows that may arrive, on all ranks the same.
@@ -260,8 +259,7 @@ def all_to_all_matmul(
     """
     columns = _is_columns("gather_dim", gather_dim, splits)
     if splits is not None:
-        refuse_schedule(schedule)
-        return ragged_dispatch(a, b, group, splits, max_rows, return_received=return_received)
+        return ragged_dispatch(a, b, group, splits, max_rows, return_received=return_received, schedule=schedule)
     refuse_max_rows(max_rows)
     if columns:
         return columns_from_ranks(a, b, group, schedule, return_received=return_received)

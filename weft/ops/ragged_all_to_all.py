@@ -32,22 +32,26 @@ from weft.compat.grouped import grouped_mm
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
 from weft.ops.common import check_operands, define, group_of, no_columns, shape_of
+from weft.runtime.choose import MODES
 from weft.runtime.groups import GROUPS
 from weft.runtime.ragged import RaggedCall
+from weft.schedules import ragged
 
 _DISPATCH: Op = "ragged_all_to_all_matmul"
+_COMBINE: Op = "ragged_matmul_all_to_all"
 
 
 class _Ragged(NamedTuple):
     """Options of weft::ragged_matmul_all_to_all and weft::ragged_all_to_all_gated. group: by name. a_rows: the a of no
     rank has more rows, on all ranks the same; None if that is not known. limit: the settings that max_rows follows from, as
-    errors name them; "" where the caller has passed max_rows."""
+    errors name them; "" where the caller has passed max_rows. schedule: as a string."""
 
     group: str
     world_size: int
     max_rows: int
     a_rows: int | None
     limit: str
+    schedule: str
 
 
 # How many rows ranks have.
@@ -103,17 +107,19 @@ def ragged_combine(
     *,
     a_rows: int | None = None,
     limit: str = "",
+    schedule: str | Schedule = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """matmul_all_to_all with splits. a_rows, limit: as for _Ragged."""
+    spec = _spec(schedule)
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=True)
     by_expert, rows = splits.reshape(experts, world_size), _capacity(max_rows)
-    out, counts = _ragged_matmul_all_to_all(a, _grouped(b), by_expert, name, world_size, rows, a_rows, limit)
+    out, counts = _ragged_matmul_all_to_all(a, _grouped(b), by_expert, name, world_size, rows, a_rows, limit, spec)
     return out, counts if b.dim() == 3 else counts.flatten()
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    return _ran("ragged_matmul_all_to_all", a, b, splits, options)
+    return _ran(_COMBINE, a, b, splits, options)
 
 
 def _combine_fake(
@@ -131,14 +137,23 @@ def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
 
 def _combine_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
     (a, b, splits, counts), options = ctx.saved_tensors, ctx.options
-    rows, back = a.shape[0], (options.group, options.world_size, _most_rows(a, options), options.max_rows, options.limit, True)
+    back = _Dispatch(
+        group=options.group,
+        world_size=options.world_size,
+        max_rows=_most_rows(a, options),
+        a_rows=options.max_rows,
+        limit=options.limit,
+        schedule=_backward_spec(options.schedule),
+        return_received=True,
+    )
+    rows = a.shape[0]
     grad_a, _, received = _ragged_all_to_all_matmul(grad.contiguous(), b.transpose(1, 2), counts, *back)
     return grad_a.narrow(0, 0, rows), grouped_outer(a, received.narrow(0, 0, rows), splits.sum(1)), None
 
 
 _ragged_matmul_all_to_all = define(
     "ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, SymInt? a_rows,"
-    " str limit) -> (Tensor, Tensor)",
+    " str limit, str schedule) -> (Tensor, Tensor)",
     _Ragged,
     run=_combine,
     fake=_combine_fake,
@@ -160,12 +175,14 @@ def ragged_dispatch(
     return_received: bool,
     a_rows: int | None = None,
     limit: str = "",
+    schedule: str | Schedule = "auto",
 ) -> tuple[torch.Tensor, ...]:
     """all_to_all_matmul with splits. a_rows, limit: as for _Ragged."""
+    spec = _spec(schedule)
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=False)
     by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
-    options = (name, world_size, rows, a_rows, limit, return_received)
+    options = (name, world_size, rows, a_rows, limit, spec, return_received)
     results = _ragged_all_to_all_matmul(a, _grouped(b), by_rank, *options)
     out, counts, *received = results
     return (out, counts if b.dim() == 3 else counts.flatten(), *received)
@@ -179,6 +196,7 @@ class _Dispatch(NamedTuple):
     max_rows: int
     a_rows: int | None
     limit: str
+    schedule: str
     return_received: bool
 
 
@@ -211,7 +229,14 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
             # The gradient of the received rows goes back with the rest, as a product with 1.
             eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device).expand(b.shape[0], -1, -1)
             factors, columns = torch.cat([grad, grads[2]], 1), torch.cat([columns, eye], 1)
-        home = (options.group, options.world_size, _most_rows(a, options), options.max_rows, options.limit)
+        home = _Ragged(
+            group=options.group,
+            world_size=options.world_size,
+            max_rows=_most_rows(a, options),
+            a_rows=options.max_rows,
+            limit=options.limit,
+            schedule=_backward_spec(options.schedule),
+        )
         back, _ = _ragged_matmul_all_to_all(factors, columns, counts, *home)
         grad_a = back.narrow(0, 0, a.shape[0])
     if ctx.needs_input_grad[1]:
@@ -222,14 +247,14 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
 
 
 def _received_again(a: torch.Tensor, nothing: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> torch.Tensor:
-    again = options._replace(return_received=True)
+    again = options._replace(schedule=_backward_spec(options.schedule), return_received=True)
     rows: torch.Tensor = _ragged_all_to_all_matmul(a, nothing, splits, *again)[2]
     return rows
 
 
 _ragged_all_to_all_matmul = define(
     "ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, SymInt? a_rows,"
-    " str limit, bool return_received) -> Tensor[]",
+    " str limit, str schedule, bool return_received) -> Tensor[]",
     _Dispatch,
     run=_dispatch,
     fake=_dispatch_fake,
@@ -256,7 +281,7 @@ def ragged_gated(
     if b.dim() != 3 or b.shape[2] % 2:
         raise ValueError(f"b is {shape_of(b)}; to be gated it must be [experts, K, 2 F]")
     by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
-    out, counts = _ragged_all_to_all_gated(a, b, by_rank, name, world_size, rows, a_rows, limit)
+    out, counts = _ragged_all_to_all_gated(a, b, by_rank, name, world_size, rows, a_rows, limit, "auto")
     return out, counts
 
 
@@ -271,7 +296,7 @@ def _gated_fake(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options:
 
 _ragged_all_to_all_gated = define(
     "ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, SymInt? a_rows,"
-    " str limit) -> (Tensor, Tensor)",
+    " str limit, str schedule) -> (Tensor, Tensor)",
     _Ragged,
     run=_gated,
     fake=_gated_fake,
@@ -285,7 +310,7 @@ def _call(
     op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged | _Dispatch, **more: bool
 ) -> RaggedCall:
     limits = {"max_rows": options.max_rows, "a_rows": options.a_rows, "limit": options.limit}
-    return RaggedCall(op=op, a=a, b=b, splits=splits, **limits, **more)  # type: ignore[arg-type]
+    return RaggedCall(op=op, a=a, b=b, splits=splits, schedule=options.schedule, **limits, **more)  # type: ignore[arg-type]
 
 
 def _ran(
@@ -301,9 +326,19 @@ def refuse_max_rows(max_rows: int | None) -> None:
         raise ValueError(f"max_rows is {max_rows}, but splits is None; give both, or neither for even shares")
 
 
-def refuse_schedule(schedule: str | Schedule) -> None:
-    if schedule != "auto":
-        raise ValueError(f"schedule is {schedule}; with splits there is one schedule, use 'auto'")
+def _spec(schedule: str | Schedule) -> str:
+    """A schedule as a string."""
+    if isinstance(schedule, Schedule):
+        return GROUPS.keep(schedule)
+    if schedule not in (*MODES, *ragged.FAMILIES):
+        named = schedule if isinstance(schedule, str) else type(schedule).__name__
+        raise ValueError(f"schedule is {named!r}; with splits use {', '.join((*MODES, *ragged.FAMILIES))}, or a weft.Schedule")
+    return schedule
+
+
+def _backward_spec(schedule: str) -> str:
+    """A Schedule value fits the forward's problem alone."""
+    return "auto" if schedule.startswith("value:") else schedule
 
 
 def _grouped(b: torch.Tensor) -> torch.Tensor:

@@ -60,10 +60,10 @@ def choose(problem: Problem, spec: str, device: torch.device, kept: Mapping[str,
         if schedule.problem != problem:
             raise ValueError(f"schedule is for {schedule.problem}; this call is {problem}")
         return schedule
-    if isinstance(problem, RaggedProblem):
-        return schedules.build(problem, spec)
     if spec in MODES:
         spec = planned(problem, device)
+    if isinstance(problem, RaggedProblem):
+        return schedules.build(problem, spec)
     return schedules.build(problem, *schedules.parse(spec), fan_out=fans_out(device, ranks_of_a_host(problem)))
 
 
@@ -82,7 +82,10 @@ def fans_out(device: torch.device, world_size: int | None = None) -> bool:
 
 
 def planned(problem: Problem, device: torch.device) -> str:
-    """The spec that `weft.plan` chooses; nothing is measured. Sequential, with a warning, where the profile does not serve."""
+    """The spec that `weft.plan` chooses; nothing is measured. Sequential, with a warning, where the profile does not serve.
+    With row counts on devices there is one schedule that overlaps, and it is taken."""
+    if isinstance(problem, RaggedProblem):
+        return "fused"
     profile = _profile(problem, device)
     return "sequential" if profile is None else _plan(problem, profile).chosen.spec
 

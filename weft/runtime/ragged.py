@@ -36,7 +36,7 @@ class RaggedCall(Call):
     a dispatch gives silu(left half) * right half of its product, N / 2 columns. a_rows: the most rows that the a of any rank
     has, on all ranks the same; None if that is not known. limit: as in RaggedProblem."""
 
-    schedule: str = "fused"
+    schedule: str = "auto"
     a: torch.Tensor
     b: torch.Tensor
     splits: torch.Tensor
@@ -67,7 +67,7 @@ class RaggedCall(Call):
     def key(self) -> tuple[object, ...]:
         """Without the rows of a, which change from call to call, and on each rank for itself."""
         sizes = (self.max_rows, self._products, self.limit, self.b.shape)
-        return (self.op, self.gated, self.return_received, sizes, self.a.dtype, self.a.get_device())
+        return (self.op, self.gated, self.return_received, sizes, self.a.dtype, self.a.get_device(), self.schedule)
 
     def describe(self) -> str:
         experts, k, n = self.b.shape
@@ -83,6 +83,7 @@ class RaggedCall(Call):
             f"{'gradient of experts' if self.limit else 'return_received'}: {self.return_received}",
             f"dtype: {self.a.dtype}",
             f"device: {self.a.device.type}",
+            f"schedule: {self.schedule}",
             f"weft: {__version__}",
         )
         return "\n".join(lines)

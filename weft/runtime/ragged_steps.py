@@ -1,8 +1,8 @@
 """What the kernels of a call with splits take from its schedule: the order of parts, and the words that are its flags.
 
 A flag that ShareCounts advances is a word of `told` on its rank, of the number of the rank that advances it. One that a part
-advances is a word of `arrived`: the n-th such flag of a rank is its n-th word. `RankOrders` has one rank's side, as
-weft.kernels.exchange takes it.
+advances is a word of `arrived`: the n-th such flag of a rank, by name and index, is its n-th word. `RankOrders` has one rank's
+side, as weft.kernels.exchange takes it.
 
 The kernels run what weft.check proves, within limits of their own, which it refuses by name: one lane, which shares
 its counts first, with all ranks, and waits for all; steps that copy from one buffer to one other; copies of a GroupedGemm
@@ -73,12 +73,12 @@ class RankOrders:
 
 def _words(schedule: Schedule) -> dict[Flag, int]:
     """By flag that a part advances, its word among those of its rank."""
+    flags = sorted({part.count for part in _parts(schedule) if part.count}, key=lambda f: (f.rank, f.name, f.index))
     used: Counter[int] = Counter()
     words = dict[Flag, int]()
-    for part in _parts(schedule):
-        if part.count is not None:
-            words[part.count] = used[part.count.rank]
-            used[part.count.rank] += 1
+    for flag in flags:
+        words[flag] = used[flag.rank]
+        used[flag.rank] += 1
     return words
 
 
