@@ -1,4 +1,4 @@
-"""One run through two calls of a schedule, every lane as far as its waits let it, in an order that fits happens-before.
+"""One run through some calls of a schedule, every lane as far as its waits let it, in an order that fits happens-before.
 
 A lane carries the set of everything that must have happened before its next step, as an int with a bit a node. A signal
 leaves the set of its lane with its flag; a wait adds the set that the awaited signal left. So the sets are the
@@ -9,8 +9,8 @@ Parts are run in order, although nothing orders their accesses: one that waits m
 it holds, or where each part is a matmul of its own.
 
 A flag is lowered by the steps that wait for it (weft.core.schedule, "Flags"): by a Wait, and by a kernel for its gates on the
-call before, where it has passed them; by a kernel for its gates on this call at its end. Each is a node, and a signal of the
-second call must have those that lowered the first call's behind it.
+call before, where it has passed them; by a kernel for its gates on this call at its end. Each is a node, and a signal of a
+later call must have those that lowered the first call's behind it.
 
 Waits only ever look back, to signals of their own call or of earlier ones. So a lane that gets stuck does so in every
 order, in the first call: that is a deadlock, and its message follows who waits for whom until the circle closes.
@@ -27,7 +27,6 @@ from weft.checker.effects import Effects
 from weft.checker.mail import Leg, Mail
 from weft.checker.program import Action, CompiledSchedule, Do, Op, Place, ScheduleError
 
-CALLS = 2
 _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 
 
@@ -54,8 +53,8 @@ class Occupied:
 class Walk:
     """crowded: ranks whose steps on SMs are to be recorded, in `occupied`, in the first call."""
 
-    def __init__(self, program: CompiledSchedule, crowded: frozenset[int] = frozenset()) -> None:
-        self.program, self.effects, self.crowded = program, Effects(program), crowded
+    def __init__(self, program: CompiledSchedule, effects: Effects, crowded: frozenset[int] = frozenset()) -> None:
+        self.program, self.effects, self.crowded, self.calls = program, effects, crowded, effects.CALLS
         self.occupied: dict[tuple[int, int, int], Occupied] = {}
         self.lanes = [[_Lane(r, i, ops) for i, ops in enumerate(lanes)] for r, lanes in enumerate(program.ops)]
         self.open = [len(lanes) for lanes in self.lanes]
@@ -78,7 +77,7 @@ class Walk:
             lane, part = self.ready.popleft()
             if part < 0 or self._resume(lane):
                 self._advance(lane)
-        if any(lane.call < CALLS for lanes in self.lanes for lane in lanes):
+        if any(lane.call < self.calls for lanes in self.lanes for lane in lanes):
             raise ScheduleError(deadlock(self.program, self._stuck()))
 
     def _advance(self, lane: _Lane) -> None:
@@ -267,7 +266,7 @@ class Walk:
             self.effects.check_outputs(rank)
         self.passed[rank] = self.effects.left_to_caller(rank, lane.call - 1, self.passed[rank])
         self.open[rank] = len(self.lanes[rank])
-        if lane.call < CALLS:
+        if lane.call < self.calls:
             for other in self.lanes[rank]:
                 other.mask = self.passed[rank]
                 self.ready.append((other, -1))
