@@ -35,7 +35,7 @@ test-slow: $(VENV)/.set-up-test
 
 # What `test` leaves out, too: campaigns, the wheel and a newcomer's environment, all kernels for all GPUs; and the mutants.
 test-all: $(VENV)/.set-up-test
-	$(PYTEST)
+	WEFT_ORACLE=50000 $(PYTEST)
 	$(MAKE) mutate
 
 # Whether the tests notice the bugs of tests/mutants.

@@ -34,13 +34,15 @@ import numpy as np
 from brute_run import Policy, Run, fills, needs_sms
 from brute_values import Access, Wrong
 
+from weft.core.concurrent import ConcurrentProblem, number_of, plain
 from weft.core.fused_collective import spelled_out
-from weft.core.problem import Problem
+from weft.core.problem import CollectiveProblem, Problem
 from weft.core.schedule import (
     Collective,
     Copy,
     Flag,
     Gemm,
+    Lookup,
     Push,
     Reduce,
     Region,
@@ -48,6 +50,7 @@ from weft.core.schedule import (
     SendReceive,
     Signal,
     Step,
+    UserCall,
     Wait,
     advances,
     waits,
@@ -59,13 +62,15 @@ CALLS = 3
 def verdict(schedule: Schedule) -> str:
     """What is wrong with the schedule, of a FusedCollective with the steps that it stands for; nothing if it is right."""
     try:
-        _Brute(spelled_out(schedule).schedule).judge()
+        Brute(spelled_out(schedule).schedule).judge()
     except Wrong as wrong:
         return str(wrong)
     return ""
 
 
-class _Brute:
+class Brute:
+    """A schedule's accesses, listed and looked at one by one."""
+
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.size = schedule.problem.world_size
@@ -99,6 +104,9 @@ class _Brute:
         elif isinstance(step, Reduce):
             for i, total in enumerate(step.parts):
                 self._add(rank, step, i, list(total.srcs), total.out, total.gates)
+        elif isinstance(step, Lookup):
+            for i, bags in enumerate(step.parts):
+                self._add(rank, step, i, [bags.bags], bags.out)
         elif isinstance(step, SendReceive):
             for i, send in enumerate(step.sends):
                 self._add(rank, step, i, [send.src], None)
@@ -230,8 +238,10 @@ class _Brute:
         ends: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
         for rank, lanes in enumerate(self.schedule.ranks):
             users = [lane for lane in lanes if any(isinstance(s, SendReceive) for s in lane.steps)]
-            plain = (Wait, Signal, SendReceive)
-            others = [s for lane in lanes if lane.kind == "network" for s in lane.steps if not isinstance(s, plain)]
+            able: tuple[type, ...] = (Wait, Signal, SendReceive)
+            if isinstance(self.schedule.problem, ConcurrentProblem):
+                able = (*able, Collective, UserCall)
+            others = [s for lane in lanes if lane.kind == "network" for s in lane.steps if not isinstance(s, able)]
             if len(users) > 1 or others or any(lane.kind != "network" for lane in users):
                 raise Wrong(f"messages of rank {rank} on the wrong lanes, or others on theirs")
             for step in (s for lane in users for s in lane.steps if isinstance(s, SendReceive)):
@@ -262,7 +272,7 @@ class _Brute:
                 raise Wrong(f"{access.step} goes outside {region.buffer}")
             if self._node(region.rank) != self._node(access.rank):
                 raise Wrong(f"{access.step} touches memory of another node")
-            if region.rank != access.rank and buffer.kind != "symmetric":
+            if region.rank != access.rank and buffer.kind != "symmetric" and not reachable(self.schedule, region.buffer):
                 raise Wrong(f"{access.step} touches private memory of a peer")
         if any(self.schedule.buffer[region.buffer].kind == "input" for region in access.writes):
             raise Wrong(f"{access.step} overwrites an input")
@@ -271,7 +281,7 @@ class _Brute:
             fits = part.a.shape[1] == access.step.b.shape[0] and part.out.shape == (part.a.shape[0], access.step.b.shape[1])
             fits = fits and all(add.shape == part.out.shape for add in part.adds)
         elif isinstance(access.step, Collective):
-            fits = _collective_fits(access.step, self.schedule.problem, access.rank)
+            fits = _collective_fits(access.step, problem_of(self.schedule, access.step.src.buffer), access.rank)
         elif isinstance(access.step, SendReceive):
             fits = True  # both ends have been compared
         else:
@@ -320,12 +330,27 @@ def _fits(access: Access, src: Region, number: int) -> bool:
     return row or src.shape == out.shape
 
 
+def problem_of(schedule: Schedule, buffer: str) -> Problem:
+    """Of several collectives, the one that a buffer belongs to; else the schedule's."""
+    problem = schedule.problem
+    return problem.collectives[number_of(buffer)] if isinstance(problem, ConcurrentProblem) else problem  # type: ignore[return-value]
+
+
+def reachable(schedule: Schedule, buffer: str) -> bool:
+    """Whether it is a result that peers may touch."""
+    problem = problem_of(schedule, buffer)
+    return plain(buffer) == "out" and isinstance(problem, CollectiveProblem) and problem.reachable
+
+
 def _collective_fits(step: Collective, problem: Problem, rank: int) -> bool:
     own = problem.shards[rank][1] - problem.shards[rank][0]
+    if step.op == "all_to_all_columns":
+        left, right = problem.blocks[rank]
+        return (step.src.shape, step.dst.shape) == ((problem.m, right - left), (own, problem.blocks[-1][1]))
     rows = {
-        "all_gather": (own, problem.m),
-        "reduce_scatter": (problem.m, own),
-        "all_reduce": (problem.m, problem.m),
-        "all_to_all": (problem.m, problem.world_size * own),
+        "all_gather": (own, problem.shards[-1][1]),
+        "reduce_scatter": (problem.shards[-1][1], own),
+        "all_reduce": (problem.shards[-1][1], problem.shards[-1][1]),
+        "all_to_all": (problem.shards[-1][1], problem.world_size * own),
     }[step.op]
     return (step.src.shape[0], step.dst.shape[0]) == rows and step.src.shape[1] == step.dst.shape[1]

@@ -11,11 +11,13 @@ import pytest
 
 from weft.checker import ScheduleError, check
 from weft.core import codec
-from weft.core.problem import RAGGED_OPS, RaggedProblem
+from weft.core.problem import RAGGED_OPS, Problem, RaggedProblem
 from weft.core.schedule import (
+    Copy,
     Flag,
     GroupedGemm,
     Lane,
+    Region,
     Schedule,
     Segment,
     SegmentCopies,
@@ -253,6 +255,82 @@ def test_ranks_that_wait_for_each_others_counts_before_they_share_are_refused() 
     schedule = ragged.build(problem_of(KINDS[0]), "fused")
     with pytest.raises(ScheduleError, match="deadlock: rank 0"):
         check(changed(schedule, lambda step: later(step) if isinstance(step, ShareCounts) else [step]))
+
+
+def first(step: type[Step], *before: Step, rank: int) -> Any:
+    """A change of a rank's schedule: these steps come before each of that type."""
+
+    def change(schedule: Schedule) -> Schedule:
+        inserted = changed(schedule, lambda one: [*before, one] if isinstance(one, step) else [one]).ranks
+        return replace(schedule, ranks=tuple(inserted[r] if r == rank else old for r, old in enumerate(schedule.ranks)))
+
+    return change
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flag_is_lowered_before_it_is_signalled_again(kind: dict[str, Any]) -> None:
+    """Flags have one sense in all schedules. A rank learns that a peer has ended the call before where it has its counts."""
+    schedule, extra = ragged.build(problem_of(kind), "sequential"), Flag("extra", 1)
+    (lane,) = schedule.ranks[1]
+    late = replace(schedule, ranks=(schedule.ranks[0], (replace(lane, steps=(*lane.steps, Wait(extra))),)))
+    check(first(GroupedGemm, Signal(extra), rank=0)(late))
+    with pytest.raises(ScheduleError, match=r"extra\[0\]@1 may be signalled again before rank 1, lane compute, step \d"):
+        check(first(ShareCounts, Signal(extra), rank=0)(late))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_move_after_all_counts_have_come(kind: dict[str, Any]) -> None:
+    for family in ragged.FAMILIES:
+        with pytest.raises(ScheduleError, match=r"it reads the counts of rank 1 on rank 0, but no write"):
+            check(changed(ragged.build(problem_of(kind), family), without_counts))
+
+
+def test_what_a_segment_holds_is_named() -> None:
+    """K and N are equal, so a combine may pull rows where it should pull products, and multiply what is a product already."""
+
+    def unmultiplied(step: Step) -> list[Step]:
+        if not isinstance(step, GroupedGemm):
+            return [step]
+        parts = (SegmentCopy(p.a, p.out, p.gates, p.count) if isinstance(p, SegmentProduct) else p for p in step.parts)
+        return [GroupedGemm(tuple(parts))]
+
+    schedule = ragged.build(problem_of(KINDS[2]), "fused")
+    with pytest.raises(
+        ScheduleError, match="with the rows of 0->0, expert 0; the result there is the product of the rows of 0->0"
+    ):
+        check(changed(schedule, unmultiplied))
+
+
+def test_steps_of_other_problems_are_refused() -> None:
+    schedule = ragged.build(problem_of(KINDS[0]), "fused")
+    region = Region("a", 0, (0, 1), (0, 8))
+    with pytest.raises(ScheduleError, match=r"rank 0, lane compute, step 0 .*no such step"):
+        check(first(ShareCounts, Copy(region, region), rank=0)(schedule))
+    dense = build(Problem(op="all_gather_matmul", m=4, n=4, k=4, world_size=2), "sequential")
+    (lane, *others), *ranks = dense.ranks
+    for step in schedule.ranks[0][0].steps:
+        wrong = replace(lane, kind="compute", steps=(step, *lane.steps))
+        with pytest.raises(ScheduleError, match=f"rank 0, lane {lane.name}, step 0 .*RaggedProblem"):
+            check(replace(dense, ranks=((wrong, *others), *ranks)))
+
+
+def test_a_segment_of_a_peer_is_symmetric() -> None:
+    """A combine may store products at a peer, but not into its result."""
+
+    def pushed(step: Step) -> list[Step]:
+        if not isinstance(step, GroupedGemm):
+            return [step]
+        products = (part for part in step.parts if isinstance(part, SegmentProduct))
+        return [GroupedGemm(tuple(replace(p, out=replace(p.out, buffer="out", rank=p.out.dst)) for p in products))]
+
+    with pytest.raises(ScheduleError, match=r"out@1\[0->1, expert 0\] is another rank's"):
+        check(changed(ragged.build(problem_of(KINDS[2]), "sequential"), pushed))
+
+
+def test_counts_are_shared_once_by_a_rank() -> None:
+    again = ShareCounts((Flag("again", 1),))
+    with pytest.raises(ScheduleError, match="rank 0 shares its counts in several steps"):
+        check(first(GroupedGemm, again, rank=0)(ragged.build(problem_of(KINDS[0]), "fused")))
 
 
 def played(schedule: Schedule, counts: dict[tuple[int, int, int], int], seed: int, calls: int = 3) -> bool:

@@ -18,22 +18,24 @@ is added to, only local buffers are wider than the problem's dtype, and a rank h
 left open is a schedule whose kernels share the SMs of a rank in more orders than `weft.checker.starvation` tries; it is
 refused, and told so.
 
-Schedules whose row counts live on devices have a walk of their own, by segments (`weft.checker.ragged`).
+Where row counts live on devices, what steps touch are segments and the counts; `weft.checker.ragged` gives those a meaning.
 
-The proof is one walk through two calls (`weft.checker.walk`). It does no work per element: its cost is that of steps, parts
-and gates, whatever M, N and K are. 8 ranks with chunks=8, so that the matrix moves in 64 chunks, take 8 to 16 ms a schedule,
-every family whose chunks are free, both operators, best of five; with chunks=64, which is 512 chunks, 110 to 230 ms.
+The proof is one walk through two calls, or four where row counts live on devices (`weft.checker.walk`). It does no work per
+element: its cost is that of steps, parts and gates, whatever M, N and K are. 8 ranks with chunks=8, so that the matrix moves in
+64 chunks, take 8 to 16 ms a schedule, every family whose chunks are free, both operators, best of five; with chunks=64, which
+is 512 chunks, 110 to 230 ms.
 """
 
 from __future__ import annotations
 
 from weft.checker.concurrent import check_concurrent
+from weft.checker.effects import Effects
 from weft.checker.fused_collective import check_mailboxes, check_room, check_shapes
 from weft.checker.program import ScheduleError
-from weft.checker.ragged import check_ragged
+from weft.checker.ragged import RaggedCompiler, RaggedEffects
 from weft.checker.shapes import check_buffers
 from weft.checker.starvation import check_starvation, crowded_ranks
-from weft.checker.structure import compile_schedule
+from weft.checker.structure import Compiler, compile_schedule
 from weft.checker.walk import Walk
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
@@ -50,15 +52,13 @@ def check(schedule: Schedule) -> None:
     if isinstance(schedule.problem, ConcurrentProblem):
         check_concurrent(schedule, schedule.problem, check)
         return
-    if isinstance(schedule.problem, RaggedProblem):
-        check_ragged(schedule)
-        return
     check_buffers(schedule)
     check_shapes(schedule)
     spelled = spelled_out(schedule)
-    program = compile_schedule(spelled)
+    ragged = isinstance(schedule.problem, RaggedProblem)
+    program = compile_schedule(RaggedCompiler(spelled) if ragged else Compiler(spelled))
     crowded = crowded_ranks(program)
-    walk = Walk(program, crowded)
+    walk = Walk(program, RaggedEffects(program) if ragged else Effects(program), crowded)
     walk.run()
     if crowded:
         check_starvation(program, walk.occupied)

@@ -20,24 +20,29 @@ from weft.checker.memory import Conflict, Constant, Given, Memory
 from weft.checker.program import CALLER, Access, Action, CompiledSchedule, Do, Rect, ScheduleError, overlap
 from weft.checker.shapes import reachable_outputs
 from weft.core.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, ColumnProblem, Span1D
+from weft.core.schedule import Region
 
 At = tuple[int, int, int, int, int]
 """Rank, lane, position, part, call."""
 
 
 class Effects:
-    """All memories of all ranks."""
+    """All memories of all ranks. CALLS: so many calls in a row show whatever can go wrong in any number of calls."""
+
+    CALLS = 2
+    UNIT = "elements"
+    """What results consist of, in messages."""
 
     def __init__(self, program: CompiledSchedule) -> None:
         self.program = program
         self.problem = program.schedule.problem
         self.nodes: list[At] = []
-        kinds = program.schedule.buffer
-        self.memories: list[Memory | Constant | Given] = [
-            self._given(number, name, rank) if kinds[name].kind == "input" else Memory(number)
-            for number, (name, rank) in enumerate(program.memories)
-        ]
+        self.memories = [self._memory(number, name, rank) for number, (name, rank) in enumerate(program.memories)]
         self.given = self._aliases()
+
+    def _memory(self, number: int, name: str, rank: int) -> Memory | Constant | Given:
+        is_input = self.program.schedule.buffer[name].kind == "input"
+        return self._given(number, name, rank) if is_input else Memory(number)
 
     def _given(self, number: int, name: str, rank: int) -> Constant | Given:
         content = self._input(name, rank)
@@ -113,7 +118,7 @@ class Effects:
                 cells += self._read(adds, node, ancestors)
             if write is not None:
                 old = self.memories[write[0]].read(write[1], node, ancestors) if action.accumulate else None
-                self._write(write, _result(action, cells, old) if first else [(write[1], None)], node, ancestors)
+                self._write(write, self._result(action, cells, old) if first else [(write[1], None)], node, ancestors)
                 if first and write[0] in self.given:
                     self._overwrite(action, self.given[write[0]], node, ancestors)
         except Conflict as conflict:
@@ -283,17 +288,26 @@ class Effects:
             missing -= (rect[1] - rect[0]) * (rect[3] - rect[2])
             wrong = next((w for rows, w in wanted if rows[0] < rect[1] and rect[0] < rows[1] and w != fragment.content), None)
             if wrong is not None:
-                has, right = describe(fragment.content, rect), describe(wrong, rect)
+                has, right = self._describe(fragment.content, rect), self._describe(wrong, rect)
                 by = self.program.where(*self.nodes[fragment.writer][:4])
-                raise ScheduleError(
-                    f"{by}: it leaves {self.program.region(number, rect)} with {has}; the result there is {right}"
-                )
+                raise ScheduleError(f"{by}: it leaves {self._words(number, rect)} with {has}; the result there is {right}")
         if missing:
-            name = self.program.region(number, whole)
-            raise ScheduleError(f"rank {self.program.memories[number][1]}: {missing} elements of {name} are never written")
+            name, rank = self._words(number, whole), self.program.memories[number][1]
+            raise ScheduleError(f"rank {rank}: {missing} {self.UNIT} of {name} are never written")
+
+    def _words(self, memory: int, rect: Rect) -> str:
+        """An access in words, as a schedule prints it."""
+        name, rank = self.program.memories[memory]
+        return str(Region(name, rank, rect[:2], rect[2:]))
+
+    def _describe(self, content: Content | None, rect: Rect) -> str:
+        return describe(content, rect)
+
+    def _result(self, action: Action, cells: list[Cells], old: Cells | None) -> Cells:
+        return _result(action, cells, old)
 
     def _refusal(self, at: At, conflict: Conflict) -> ScheduleError:
-        where, region = self.program.where(*at[:4]), self.program.region(conflict.memory, conflict.rect)
+        where, region = self.program.where(*at[:4]), self._words(conflict.memory, conflict.rect)
         if conflict.other is None:
             return ScheduleError(f"{where}: it reads {region}, but no write of all of it is ordered before that")
         other = self.nodes[conflict.other]

@@ -25,7 +25,7 @@ from itertools import pairwise
 from weft.checker.program import CompiledSchedule, Do, Op, ScheduleError, overlap
 from weft.checker.shapes import region_fault
 from weft.core.fused_collective import SpelledOut, protocol
-from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, RaggedProblem
 from weft.core.schedule import FusedCollective, Region, Schedule
 
 MOST_COPIES = 16
@@ -76,7 +76,7 @@ def _common(step: FusedCollective) -> tuple[object, ...]:
 def _fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
     """What is wrong with a step, in words."""
     problem = schedule.problem
-    if isinstance(problem, (CollectiveProblem, ColumnProblem, LookupProblem)):
+    if isinstance(problem, (CollectiveProblem, ColumnProblem, LookupProblem, RaggedProblem)):
         return f"{problem.op} has no product whose sum over ranks a kernel could make"
     if step.hops not in ((1, 2) if step.op == "all_reduce" else (1,)):
         return f"hops is {step.hops}; an all_reduce has 1 or 2, a reduce_scatter 1"

@@ -7,6 +7,8 @@ A buffer is cut into disjoint fragments; an access that matches one exactly, as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.checker.content import Cells, Content
 from weft.checker.program import Rect, area, overlap
 
@@ -128,6 +130,19 @@ class Memory:
         for reader, place in fragment.readers:
             if reader != node and not ancestors >> reader & 1 and overlap(place, rect):
                 raise Conflict(self.number, rect, reader, wrote=False)
+
+
+class Places(Memory):
+    """Memory with two places, which calls take in turn. nodes: by node, where it is; the last number is the call."""
+
+    def __init__(self, number: int, nodes: Sequence[Sequence[int]]) -> None:
+        self.nodes, self.places = nodes, (Memory(number), Memory(number))
+
+    def read(self, rect: Rect, node: int, ancestors: int) -> Cells:
+        return self.places[self.nodes[node][-1] % 2].read(rect, node, ancestors)
+
+    def write(self, rect: Rect, content: Content | None, node: int, ancestors: int) -> None:
+        self.places[self.nodes[node][-1] % 2].write(rect, content, node, ancestors)
 
 
 class Constant:

@@ -118,11 +118,6 @@ class CompiledSchedule(NamedTuple):
         detail = f", part {part}: {parts[part]}" if len(parts) > 1 else ""
         return words(self.spelled_out, rank, self.schedule.ranks[rank][lane].name, position, f"{step}{detail}")
 
-    def region(self, memory: int, rect: Rect) -> str:
-        """An access in words, as a schedule prints it."""
-        name, rank = self.memories[memory]
-        return f"{name}@{rank}[{rect[0]}:{rect[1]}, {rect[2]}:{rect[3]}]"
-
 
 def words(spelled_out: SpelledOut, rank: int, lane: str, position: int, step: str) -> str:
     """A step in words, by its place in the schedule as it was given."""

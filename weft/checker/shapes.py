@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from weft.checker.program import ScheduleError
-from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem
 from weft.core.schedule import Bags, Buffer, Collective, Gemm, Part, Region, Schedule, SendReceive, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
@@ -31,8 +31,12 @@ def check_buffers(schedule: Schedule) -> None:
     if len(schedule.buffer) < len(schedule.buffers):
         raise ScheduleError(f"two buffers share a name, of {', '.join(b.name for b in schedule.buffers)}")
     expected = caller_buffers(schedule.problem)
+    segmented = _segmented_buffers(schedule.problem) if isinstance(schedule.problem, RaggedProblem) else {}
     for buffer in schedule.buffers:
-        _check_buffer(buffer, size, expected)
+        _check_buffer(buffer, size, expected | segmented)
+        if segmented and (buffer.name not in expected | segmented or buffer.float32):
+            these = ", ".join(expected | segmented)
+            raise ScheduleError(f"buffer {buffer.name} is none of {these}, which hold segments in the problem's dtype")
         if buffer.float32 and buffer.kind != "local" and schedule.problem.dtype != "float32":
             what = f"buffer {buffer.name} is {buffer.kind} and holds float32, where the problem has {schedule.problem.dtype}"
             raise ScheduleError(f"{what}; only local buffers hold partial sums wider than that: round them by a reduce first")
@@ -52,6 +56,8 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
         }
     if isinstance(problem, ColumnProblem):
         return _column_buffers(problem)
+    if isinstance(problem, RaggedProblem):
+        return _ragged_buffers(problem)
     if isinstance(problem, CollectiveProblem):
         return {
             "a": ("input", (tuple(problem.a_rows(r) for r in each), columns)),
@@ -82,6 +88,24 @@ def _column_buffers(problem: ColumnProblem) -> dict[str, tuple[str, Shape]]:
         "out": ("output", shape(problem.out_rows(0), problem.columns(0))),
     }
     return found | ({"gathered": ("output", shape(problem.out_rows(0), problem.k))} if problem.return_gathered else {})
+
+
+def _ragged_buffers(problem: RaggedProblem) -> dict[str, tuple[str, Shape]]:
+    each = problem.world_size
+    found: dict[str, tuple[str, Shape]] = {
+        "a": ("input", ((problem.capacity,) * each, (problem.k,) * each)),
+        "out": ("output", ((problem.m,) * each, (problem.n,) * each)),
+    }
+    return found | ({"received": ("output", ((problem.m,) * each, (problem.k,) * each))} if problem.return_received else {})
+
+
+def _segmented_buffers(problem: RaggedProblem) -> dict[str, tuple[str, Shape]]:
+    """What there may be beside the caller's."""
+    each = problem.world_size
+    return {
+        "landing": ("symmetric", ((problem.m,) * each, (problem.k,) * each)),
+        "product": ("symmetric", ((problem.capacity,) * each, (problem.n,) * each)),
+    }
 
 
 def _check_buffer(buffer: Buffer, size: int, expected: dict[str, tuple[str, Shape]]) -> None:

@@ -54,10 +54,9 @@ _COLLECTS = {
 }
 
 
-def compile_schedule(spelled_out: SpelledOut) -> CompiledSchedule:
-    """The schedule as numbers. Raises ScheduleError."""
-    schedule = spelled_out.schedule
-    compiler = _Compiler(spelled_out)
+def compile_schedule(compiler: Compiler) -> CompiledSchedule:
+    """Its schedule as numbers. Raises ScheduleError."""
+    spelled_out, schedule = compiler.spelled_out, compiler.schedule
     ops = tuple(compiler.lanes(rank, lanes) for rank, lanes in enumerate(schedule.ranks))
     compiler.check_waits()
     check_collectives(schedule)
@@ -73,7 +72,7 @@ def compile_schedule(spelled_out: SpelledOut) -> CompiledSchedule:
     )
 
 
-class _Compiler:
+class Compiler:
     """Walks the steps in order; `rank`, `lane`, `position`, `step` are where it is."""
 
     def __init__(self, spelled_out: SpelledOut) -> None:
@@ -128,17 +127,19 @@ class _Compiler:
         on_sms = self.lane.kind == "compute"
         if kind is Collective:
             return Op(_COLLECTIVE, actions=(self.collective(step),), needs_sms=on_sms)  # type: ignore[arg-type]
-        actions = self.kernel(step)  # type: ignore[arg-type]
+        actions = self.kernel(step)
         previous = dict.fromkeys(flag for action in actions for flag, at_least in action.waits if not at_least)
         return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.waits for a in actions), previous=tuple(previous))
 
-    def kernel(self, step: Push | Gemm | Reduce | Lookup) -> tuple[Action, ...]:
+    def kernel(self, step: Step) -> tuple[Action, ...]:
         if isinstance(step, Push):
             return self.push(step)
         if isinstance(step, Gemm):
             return self.gemm(step)
         if isinstance(step, Reduce):
             return self.reduce(step)
+        if not isinstance(step, Lookup):
+            self.fail("its row counts live on devices; only a RaggedProblem has such")
         return tuple([self.bags(part) for part in step.parts])
 
     def number(self, flag: Flag) -> int:

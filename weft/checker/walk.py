@@ -1,4 +1,4 @@
-"""One run through two calls of a schedule, every lane as far as its waits let it, in an order that fits happens-before.
+"""One run through some calls of a schedule, every lane as far as its waits let it, in an order that fits happens-before.
 
 A lane carries the set of everything that must have happened before its next step, as an int with a bit a node. A signal
 leaves the set of its lane with its flag; a wait adds the set that the awaited signal left. So the sets are the
@@ -9,8 +9,8 @@ Parts are run in order, although nothing orders their accesses: one that waits m
 it holds, or where each part is a matmul of its own.
 
 A flag is lowered by the steps that wait for it (weft.core.schedule, "Flags"): by a Wait, and by a kernel for its gates on the
-call before, where it has passed them; by a kernel for its gates on this call at its end. Each is a node, and a signal of the
-second call must have those that lowered the first call's behind it.
+call before, where it has passed them; by a kernel for its gates on this call at its end. Each is a node, and a signal of a
+later call must have those that lowered the first call's behind it.
 
 Waits only ever look back, to signals of their own call or of earlier ones. So a lane that gets stuck does so in every
 order, in the first call: that is a deadlock, and its message follows who waits for whom until the circle closes.
@@ -27,11 +27,10 @@ from weft.checker.effects import Effects
 from weft.checker.mail import Leg, Mail
 from weft.checker.program import Action, CompiledSchedule, Do, Op, Place, ScheduleError
 
-CALLS = 2
 _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 
 
-class _Lane:
+class Lane:
     """Where a lane is. part, joined: of its kernel, the next part, and all that its finished parts had behind them. gated: the
     flags of this call that its kernel waits for. legs: its ends of messages that are under way."""
 
@@ -54,34 +53,44 @@ class Occupied:
 class Walk:
     """crowded: ranks whose steps on SMs are to be recorded, in `occupied`, in the first call."""
 
-    def __init__(self, program: CompiledSchedule, crowded: frozenset[int] = frozenset()) -> None:
-        self.program, self.effects, self.crowded = program, Effects(program), crowded
+    def __init__(self, program: CompiledSchedule, effects: Effects, crowded: frozenset[int] = frozenset()) -> None:
+        self.program, self.effects, self.crowded, self.calls = program, effects, crowded, effects.CALLS
         self.occupied: dict[tuple[int, int, int], Occupied] = {}
-        self.lanes = [[_Lane(r, i, ops) for i, ops in enumerate(lanes)] for r, lanes in enumerate(program.ops)]
+        self.lanes = [[Lane(r, i, ops) for i, ops in enumerate(lanes)] for r, lanes in enumerate(program.ops)]
         self.open = [len(lanes) for lanes in self.lanes]
         self.passed = [0 for _ in self.lanes]
         self.signals: list[list[int]] = [[] for _ in program.flags]
         self.passed_by: dict[tuple[int, Place], int] = {}
         """By flag and waiting step: the node at which the step has lowered the flag's first signal."""
-        self.parked: dict[int, list[tuple[_Lane, int]]] = {}
-        self.ready: deque[tuple[_Lane, int]] = deque()
-        self.meeting: list[_Lane] = []
-        self.mail, self.mailing = Mail(), list[_Lane]()
+        self.parked: dict[int, list[tuple[Lane, int]]] = {}
+        self.ready: deque[tuple[Lane, int]] = deque()
+        self.meeting: list[Lane] = []
+        self.mail, self.mailing = Mail(), list[Lane]()
+
+        for lanes in self.lanes:
+            self.ready.extend((lane, -1) for lane in lanes)
 
     def run(self) -> None:
         """Raises ScheduleError for a deadlock, a race or a wrong result."""
         for rank, lanes in enumerate(self.lanes):
-            self.ready.extend((lane, -1) for lane in lanes)
             if not lanes:
                 self.effects.check_outputs(rank)
+        self.go_on()
+        if not self.done:
+            raise ScheduleError(deadlock(self.program, self._stuck()))
+
+    def go_on(self) -> None:
+        """Run every lane as far as it gets."""
         while self.ready:
             lane, part = self.ready.popleft()
             if part < 0 or self._resume(lane):
                 self._advance(lane)
-        if any(lane.call < CALLS for lanes in self.lanes for lane in lanes):
-            raise ScheduleError(deadlock(self.program, self._stuck()))
 
-    def _advance(self, lane: _Lane) -> None:
+    @property
+    def done(self) -> bool:
+        return all(lane.call == self.calls for lanes in self.lanes for lane in lanes)
+
+    def _advance(self, lane: Lane) -> None:
         """Run a lane until it must wait or its call ends."""
         ops, end = lane.ops, len(lane.ops)
         while lane.position < end:
@@ -107,7 +116,7 @@ class Walk:
             lane.position += 1
         self._end_call(lane)
 
-    def _left_by(self, lane: _Lane, flag: int, at_least: int) -> int | None:
+    def _left_by(self, lane: Lane, flag: int, at_least: int) -> int | None:
         """The set that a signal of this call, or (at_least = 0) of the one before, left; None while it has not come."""
         call = lane.call - (not at_least)
         if call < 0 or not self.program.signalled[flag]:
@@ -115,7 +124,7 @@ class Walk:
         done = self.signals[flag]
         return done[call] if len(done) > call else None
 
-    def _lower(self, lane: _Lane, flag: int, *, previous: bool) -> int:
+    def _lower(self, lane: Lane, flag: int, *, previous: bool) -> int:
         """The lane's step has passed a flag, and lowers it: the node, as a set, if that is the flag's first signal.
 
         previous: it waited for the signal of the call before."""
@@ -142,7 +151,7 @@ class Walk:
                     f"{name} may be signalled again before {waiter} has passed it; its signal must wait for that"
                 )
 
-    def _pass_previous(self, lane: _Lane, op: Op) -> bool:
+    def _pass_previous(self, lane: Lane, op: Op) -> bool:
         """Wait for the flags of the call before where a kernel starts; False, and the lane parked, if one has not come."""
         for flag in op.previous:
             before = self._left_by(lane, flag, 0)
@@ -154,13 +163,14 @@ class Walk:
             lane.mask |= self._lower(lane, flag, previous=True)
         return True
 
-    def _work(self, lane: _Lane, op: Op) -> bool:
+    def _work(self, lane: Lane, op: Op) -> bool:
         """Start a copy or kernel; whether it is done at once."""
-        self._enter(lane, op)
+        if not self._enter(lane, op):
+            return False
         lane.joined, lane.part = lane.mask, 0
         return self._run_parts(lane, op)
 
-    def _run_parts(self, lane: _Lane, op: Op) -> bool:
+    def _run_parts(self, lane: Lane, op: Op) -> bool:
         """Run the parts that are left of the kernel that the lane is in, up to one that a gate keeps; whether none is."""
         for part in range(lane.part, len(op.actions)):
             if not self._run_part(lane, op.actions[part], part):
@@ -169,7 +179,7 @@ class Walk:
         self._leave(lane)
         return True
 
-    def _run_part(self, lane: _Lane, action: Action, part: int) -> bool:
+    def _run_part(self, lane: Lane, action: Action, part: int) -> bool:
         behind = self._behind(lane, part, action.waits)
         if behind is None:
             return False
@@ -183,7 +193,7 @@ class Walk:
             self._signal(action.counts, mask)
         return True
 
-    def _behind(self, lane: _Lane, part: int, gates: tuple[tuple[int, int], ...]) -> list[int] | None:
+    def _behind(self, lane: Lane, part: int, gates: tuple[tuple[int, int], ...]) -> list[int] | None:
         """By gate, the set that its signal left; None, and the lane parked, if one is closed."""
         found = []
         for flag, at_least in gates:
@@ -194,20 +204,22 @@ class Walk:
             found.append(before)
         return found
 
-    def _resume(self, lane: _Lane) -> bool:
+    def _resume(self, lane: Lane) -> bool:
         """Go on with a kernel whose flag has moved; whether it is done with that."""
         done = self._run_parts(lane, lane.ops[lane.position])
         lane.position += done
         return done
 
-    def _enter(self, lane: _Lane, op: Op) -> None:
+    def _enter(self, lane: Lane, op: Op) -> bool:
+        """Start a step; whether it may start now. One that may not is left where it is."""
         if op.needs_sms and lane.rank in self.crowded and lane.call == 0:
             place = (lane.rank, lane.index, lane.position)
             node = self.effects.node((*place, 0, 0))
             self.occupied[place] = Occupied(place, op, lane.mask, node)
             lane.mask |= 1 << node
+        return True
 
-    def _leave(self, lane: _Lane) -> None:
+    def _leave(self, lane: Lane) -> None:
         lane.mask = lane.joined
         for flag in dict.fromkeys(lane.gated):  # a kernel lowers its gates of this call at its end
             lane.mask |= self._lower(lane, flag, previous=False)
@@ -217,9 +229,10 @@ class Walk:
             node = self.occupied[place].end = self.effects.node((*place, 0, 0))
             lane.mask |= 1 << node
 
-    def _meet(self, lane: _Lane, op: Op) -> None:
+    def _meet(self, lane: Lane, op: Op) -> None:
         """Arrive at a collective; the last rank to arrive lets all go on."""
-        self._enter(lane, op)
+        if not self._enter(lane, op):
+            return
         self.meeting.append(lane)
         if len(self.meeting) < len(self.lanes):
             return
@@ -236,9 +249,10 @@ class Walk:
             other.position += 1
             self.ready.append((other, -1))
 
-    def _exchange(self, lane: _Lane, op: Op) -> None:
+    def _exchange(self, lane: Lane, op: Op) -> None:
         """Begin a lane's messages, and end those of all lanes whose other ends have all begun."""
-        self._enter(lane, op)
+        if not self._enter(lane, op):
+            return
         at = (lane.rank, lane.index, lane.position)
         lane.joined = lane.mask
         lane.legs = [
@@ -254,7 +268,7 @@ class Walk:
             other.position += 1
             self.ready.append((other, -1))
 
-    def _end_call(self, lane: _Lane) -> None:
+    def _end_call(self, lane: Lane) -> None:
         """The last lane of a rank to end lets the caller read, and starts the next call."""
         rank = lane.rank
         lane.call += 1
@@ -267,7 +281,7 @@ class Walk:
             self.effects.check_outputs(rank)
         self.passed[rank] = self.effects.left_to_caller(rank, lane.call - 1, self.passed[rank])
         self.open[rank] = len(self.lanes[rank])
-        if lane.call < CALLS:
+        if lane.call < self.calls:
             for other in self.lanes[rank]:
                 other.mask = self.passed[rank]
                 self.ready.append((other, -1))

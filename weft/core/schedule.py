@@ -488,7 +488,7 @@ class GroupedGemm:
 
 
 RaggedStep = ShareCounts | SegmentCopies | GroupedGemm
-"""Steps of a RaggedProblem alone, which read row counts on the device. Their flags count calls, and are not lowered."""
+"""Steps of a RaggedProblem alone, which read row counts on the device."""
 Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | FusedCollective | SendReceive | UserCall | RaggedStep
 
 
