@@ -49,7 +49,7 @@ class FakeProgram:
         self.fixed = SimpleNamespace(tensors={key: [(matrix, (0, 0))] for key in buffers})
         self.space = SimpleNamespace(driver=SimpleNamespace(copier=lambda **_: lambda *_: None), device=CPU, wire=None, tries=0)
         self.products = self.collectives = defaultdict(lambda: None)  # type: ignore[var-annotated]
-        self.streams = None
+        self.streams = self.ragged = None
         self.sms_for_kernels = self.sms_for_pushes = 0
         self._growth = growth(schedule, CPU, load("h200x8")) | push_growth(schedule, self.itemsize(None), CPU)
 
