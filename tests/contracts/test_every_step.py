@@ -16,7 +16,7 @@ from test_launch_plan import FakeProgram
 
 import weft
 from weft.core import codec, machine, schedule
-from weft.core.problem import Op
+from weft.core.problem import Op, RaggedProblem
 from weft.core.schedule import (
     Collective,
     Copy,
@@ -220,7 +220,8 @@ class Planned(FakeProgram):
         super().__init__(found, rank)
         self.schedule, self.flags = found, WaiterWords(found)
         self.fused_collectives = defaultdict(lambda: None)  # type: ignore[assignment]
-        self.ragged = object()
+        if isinstance(found.problem, RaggedProblem):
+            self.ragged = object()  # type: ignore[assignment]
         lookups = [step for _, _, _, step in found if isinstance(step, Lookup)]
         self.kernels = {id(step): SimpleNamespace(step=step) for step in lookups}
 

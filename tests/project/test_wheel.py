@@ -98,16 +98,16 @@ def test_it_runs_without_the_source_tree(unpacked: Path) -> None:
 
 def test_its_data_are_found(unpacked: Path) -> None:
     code = (
-        "from typing import get_args; from weft.core import machine;"
-        "from weft.perf import rules; from weft.planner import models;"
+        "from weft.core import machine; from weft.planner import models;"
+        "from weft.studies.dlrm import system as dlrm; from weft.studies.t3 import system as t3;"
         "print(*[machine.load(name).name for name in machine.names()]);"
         "print(*[models.load_model(name).name for name in models.preset_names()]);"
-        "print(len([rules.estimates(kind) for kind in get_args(rules.Topology)]))"
+        "print(dlrm.PROFILE.is_file(), t3.PROFILE.is_file())"
     )
-    machines, presets, kinds = _run(unpacked, "-c", code).splitlines()
+    machines, presets, studies = _run(unpacked, "-c", code).splitlines()
     assert len(machines.split()) == len(list((ROOT / "weft" / "core" / "machines").glob("*.json")))
     assert len(presets.split()) == len(list((ROOT / "weft" / "planner" / "models").glob("*.json")))
-    assert int(kinds) >= 3
+    assert studies.split() == ["True", "True"]
 
 
 @pytest.fixture(scope="module")
