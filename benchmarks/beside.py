@@ -35,7 +35,7 @@ from measure import Failed, Times, Work, WrongResult, append, geomean, parser, r
 import weft
 from weft.core.concurrent import ConcurrentProblem
 from weft.overlap.concurrent import Collective, ConcurrentChoice
-from weft.overlap.concurrent.tuning import share_of_ideal
+from weft.overlap.concurrent.choice import share_of_ideal
 from weft.schedules.concurrent import candidates
 
 ROUNDS, REPEAT = 7, 3

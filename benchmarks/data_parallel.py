@@ -7,15 +7,13 @@ batch of 4 x 1024 tokens a GPU; a step is forward, backward and SGD.
     silent        PyTorch's data parallelism, whose collectives move nothing: its own copies, hooks and host time remain. What
                   it takes less than stock is all that any overlap of its collectives could win
     stock         PyTorch as it is; the other peers: with other settings of its own
-    ways          weft's hook in one way for all steps; `auto`: in the way that it has found by itself, in its first steps
+    ways          weft's hook in one way for all steps; `auto`: in the planner's choice
 
 Kinds: ddp; replicate, which is weft's settings of DistributedDataParallel's, and its hook; fsdp; units, where weft says which
-blocks fully_shard takes together; room, where auto may besides keep all parameters gathered. Stock is DistributedDataParallel
-and fully_shard of each block, as in PyTorch's tutorials, for all of them.
+blocks fully_shard takes together; room, where there is memory to keep all parameters gathered, too. Stock is
+DistributedDataParallel and fully_shard of each block, as in PyTorch's tutorials, for all of them.
 
-Protocol: one model has weft's hook, whose trial comes first; `auto` is the way that it chose. Ways take turns on that model,
-and under fully_shard so does silent, as fully_shard with no collectives, and stock if its units are the same; the rest have
-models of their own.
+Protocol: under DistributedDataParallel the ways take turns on one model; all other methods have models of their own.
 After WARM_UP steps of each, methods take turns round by round, in another order each round: a step that is not counted, then
 STEPS that are, timed as a whole between two GPU events. A round's time is the slowest rank's; medians. gain is the median over
 rounds of stock over auto in the same round. phases are the parts of a step on the GPU and on the host, of rank 0, in ms: where
@@ -54,18 +52,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.overlap.concurrent.steps import WARM_UP as BEFORE_TRIAL
-from weft.overlap.concurrent.steps import StepTuner, most_steps
+from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
-from weft.overlap.hooks.data_parallel import settings
-from weft.overlap.hooks.fully_sharded import KEPT
-from weft.overlap.hooks.fully_sharded import WAYS as FSDP_WAYS
-from weft.schedules.concurrent import parse
+from weft.overlap.hooks.data_parallel import Averaging, settings
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_gpt import Gpt, replicated, sharded
 
 ALARM_S = 40
+FSDP_WAYS = ("vendor", "vendor+ahead=1", "vendor+ahead=2")
+KEPT = ("vendor+keep", "vendor+keep+ahead=1")
 STEPS, WARM_UP, ROUNDS = 4, 2, 3
 LENGTH, VOCABULARY = 1024, 50304
 PARTS = ("forward", "backward", "update")
@@ -129,36 +125,33 @@ class SilentScatter(_Allocated, ReduceScatter):
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
 
-Comms = list[tuple[Any, Any, Any]]
-"""Of each group of fully_shard's: the group, and what gathers and scatters for it."""
-
-
-def comms_of(model: nn.Module) -> Comms:
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
-    return [(group, group._all_gather_comm, group._reduce_scatter_comm) for group in groups if group is not None]
-
-
-def put(comms: Comms) -> None:
-    for group, gather, scatter in comms:
-        group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
+def silenced(wrap: Wrap, model: Gpt) -> nn.Module:
+    """fully_shard whose collectives move nothing."""
+    wrapped = wrap(model)
+    for module in wrapped.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is not None:
+            group._all_gather_comm, group._reduce_scatter_comm = SilentGather(), SilentScatter()
+    return wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """wraps: methods with a model of their own, by name. wrap: what weft's hook goes on. hook: (model, way) -> its trial.
-    tried: what auto tries. Where wraps has no stock, that is the hooked model's vendor, and silent that without collectives."""
+    """wraps: methods with a model of their own, by name. wrap: what weft's hook goes on. hook: (model, way, key) -> what says
+    the way. tried: ways. switched: whether these take turns on one model, by `Averaging.take`."""
 
     wraps: dict[str, Wrap]
     wrap: Wrap
-    hook: Callable[..., StepTuner]
+    hook: Callable[..., Averaging | ConcurrentChoice]
     tried: tuple[str, ...]
-
-
-def ddp(model: Any, **options: Any) -> StepTuner:
-    return weft.hooks.ddp(model, **options).tuner
+    switched: bool = False
 
 
 ROOM = 1 << 40
+MOVED = ("vendor+priority+ctas=8+left=8", "copy_engine+priority+pull+ctas=32")
+"""Ways of DistributedDataParallel's beside those that auto chooses among."""
+SHARDED: dict[str, Wrap] = {"stock": sharded, "silent": partial(silenced, sharded)}
+UNITS: dict[str, Wrap] = {"stock": sharded, "silent": partial(silenced, sharded_units)}
 KINDS = {
     "ddp": Kind(
         wraps={
@@ -168,23 +161,29 @@ KINDS = {
             "stock, 100 MB buckets": larger_buckets,
         },
         wrap=replicated,
-        hook=ddp,
-        tried=DDP_WAYS,
+        hook=weft.hooks.ddp,
+        tried=DDP_WAYS + MOVED,
+        switched=True,
     ),
-    "replicate": Kind(wraps={"stock": replicated, "silent": silent_ddp}, wrap=set_by_weft, hook=ddp, tried=DDP_WAYS),
-    "fsdp": Kind(wraps={"stock, pairs of blocks": sharded_pairs}, wrap=sharded, hook=weft.hooks.fsdp, tried=FSDP_WAYS),
-    "units": Kind(wraps={"stock": sharded}, wrap=sharded_units, hook=weft.hooks.fsdp, tried=FSDP_WAYS),
-    "room": Kind(
-        wraps={"stock": sharded}, wrap=sharded_units, hook=partial(weft.hooks.fsdp, spare_bytes=ROOM), tried=FSDP_WAYS + KEPT
+    "replicate": Kind(
+        wraps={"stock": replicated, "silent": silent_ddp},
+        wrap=set_by_weft,
+        hook=weft.hooks.ddp,
+        tried=DDP_WAYS + MOVED,
+        switched=True,
     ),
+    "fsdp": Kind(
+        wraps={**SHARDED, "stock, pairs of blocks": sharded_pairs}, wrap=sharded, hook=weft.hooks.fsdp, tried=FSDP_WAYS
+    ),
+    "units": Kind(wraps=UNITS, wrap=sharded_units, hook=weft.hooks.fsdp, tried=FSDP_WAYS),
+    "room": Kind(wraps=UNITS, wrap=sharded_units, hook=partial(weft.hooks.fsdp, spare_bytes=ROOM), tried=FSDP_WAYS + KEPT),
 }
 
 
 class Training:
-    """One model, and its step. trial: of weft's hook, once it has one; stock: the collectives that it found."""
+    """One model, and its step. hook: weft's, once it has one."""
 
-    trial: StepTuner
-    stock: Comms
+    hook: Averaging | ConcurrentChoice
 
     def __init__(self, wrap: Wrap, arguments: Namespace) -> None:
         torch.manual_seed(0)
@@ -210,28 +209,6 @@ class Training:
         for _ in range(count):
             self.step()
             alarm()
-
-    def hooked(self, hook: Callable[..., StepTuner]) -> None:
-        """weft's hook, and what it replaces."""
-        self.stock = comms_of(self.model)
-        self.trial = hook(self.model)
-        self._silent = False
-
-    def take(self, way: str) -> None:
-        """From here on one way of the hook's. Collective."""
-        if self._silent:
-            put(self.stock)
-            self._silent = False
-        probe = (weft.AllReduce(torch.zeros(1024, device="cuda")),)
-        self.trial.executor.prepare(parse(way), probe)
-        self.trial.way = parse(way)
-
-    def silence(self) -> None:
-        """From here on no collective moves anything. Collective."""
-        self.take("vendor")
-        self.step()  # a forward pass puts back what the hook had replaced
-        put([(group, SilentGather(), SilentScatter()) for group, _, _ in self.stock])
-        self._silent = True
 
 
 Method = Callable[[], Training]
@@ -289,37 +266,22 @@ def models(kind: Kind, arguments: Namespace) -> dict[str, Method]:
     return made
 
 
-def found(kind: Kind, arguments: Namespace, key: str) -> Training:
-    """A model whose hook has found its way."""
-    training = together("auto", partial(Training, kind.wrap, arguments))
-    together("auto", partial(training.hooked, partial(kind.hook, way="auto", key=key)))
-    settle_host()
-    together("auto", partial(training.steps, BEFORE_TRIAL + 2 + most_steps(len(kind.tried))))
-    assert training.trial.settled
-    return training
-
-
-def switched(training: Training, kind: Kind, ways: Sequence[str]) -> dict[str, Method]:
-    """Methods that are one model, switched to what they say; a way that a rank cannot take is an error of all."""
+def ways_of(kind: Kind, arguments: Namespace, key: str, ways: Sequence[str]) -> dict[str, Method]:
+    """Methods by way; a way that a rank cannot take is an error of all."""
     made: dict[str, Method] = {}
-    for way in ways:
-        made[way] = partial(_taking, training, way)
-    if "stock" not in kind.wraps:
-        made["stock"] = partial(_taking, training, "vendor")
-    if "silent" not in kind.wraps:
-        made["silent"] = partial(_silenced, training)
-    for name, method in made.items():
-        together(name, lambda method=method: method().steps(WARM_UP))
+    training: Training | None = None
+    for way in ("auto", *ways):
+        if training is None or not kind.switched:
+            training = together(way, partial(Training, kind.wrap, arguments))
+            training.hook = together(way, partial(kind.hook, training.model, way=way, key=key if way == "auto" else way))
+        taken = training.hook.way if way == "auto" else way
+        made[way] = partial(_taking, training, taken) if kind.switched else lambda training=training: training
+        together(way, lambda method=made[way]: method().steps(WARM_UP))
     return made
 
 
 def _taking(training: Training, way: str) -> Training:
-    training.take(way)
-    return training
-
-
-def _silenced(training: Training) -> Training:
-    training.silence()
+    training.hook.take(way)
     return training
 
 
@@ -332,11 +294,9 @@ def settle_host() -> None:
 def compared(name: str, arguments: Namespace) -> dict[str, Any]:
     """All methods of one kind: a JSON line."""
     kind = KINDS[name]
-    own = models(kind, arguments)
-    training = found(kind, arguments, name)
-    chosen = str(training.trial.way)
     ways = arguments.ways.split(",") if arguments.ways else kind.tried
-    methods = own | switched(training, kind, list(ways)) | {"auto": partial(_taking, training, chosen)}
+    methods = models(kind, arguments) | ways_of(kind, arguments, name, list(ways))
+    chosen = next(choice.way for choice in weft.concurrent_choices() if choice.key == name)
     settle_host()
     us: dict[str, list[float]] = {method: [] for method in methods}
     marks: dict[str, Marks] = {}
@@ -347,7 +307,7 @@ def compared(name: str, arguments: Namespace) -> dict[str, Any]:
             us[method].append(taken)
     case = f"gpt {arguments.layers} x {arguments.width}{'' if arguments.batch == 4 else f', batch {arguments.batch}'}"
     made = row(bench="data_parallel", op=name, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
-    return made | figures(us, marks) | {"schedule": chosen, "trial": told(name)}
+    return made | figures(us, marks) | {"schedule": chosen}
 
 
 def figures(us: dict[str, list[float]], marks: dict[str, Marks]) -> dict[str, Any]:
@@ -366,11 +326,6 @@ def figures(us: dict[str, list[float]], marks: dict[str, Marks]) -> dict[str, An
     }
 
 
-def told(key: str) -> dict[str, float]:
-    """What auto had measured."""
-    return {way: round(us) for choice in weft.concurrent_choices() if choice.key == key for way, us in choice.us.items()}
-
-
 def sentences(line: dict[str, Any]) -> str:
     """What a line says, in ms."""
     times = {"computation": line["computation_us"], "silent": line["silent_us"]} | line["peers"] | line["candidates"]
@@ -379,7 +334,7 @@ def sentences(line: dict[str, Any]) -> str:
     parts = "; ".join(f"{method} {phases}" for method, phases in line["phases"].items())
     return (
         f"{line['op']} {line['case']}, ms a step: {every}\n  auto took {line['schedule']}: {line['gain']:.3f}x of stock, where "
-        f"no communication at all would be {bound:.3f}x; it measured {line['trial']}\n  (GPU, host) ms: {parts}"
+        f"no communication at all would be {bound:.3f}x\n  (GPU, host) ms: {parts}"
     )
 
 

@@ -78,12 +78,12 @@ def replicated(model: Gpt) -> nn.Module:
     return DistributedDataParallel(model, bucket_cap_mb=25)
 
 
-def sharded_by_weft(model: Gpt, way: str) -> Gpt:
+def sharded_by_weft(model: Gpt) -> Gpt:
     mesh = dist.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for unit in weft.overlap.hooks.units(model.blocks):
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    weft.hooks.fsdp(model, way=way)
+    weft.hooks.fsdp(model, way="vendor+ahead=1")
     return model
 
 
@@ -116,19 +116,19 @@ def losses(wrap: Callable[[Gpt], nn.Module], options: argparse.Namespace, device
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("layers", 2), ("width", 64), ("heads", 4), ("length", 32), ("batch", 2), ("steps", 110)):
+    for name, default in (("layers", 2), ("width", 64), ("heads", 4), ("length", 32), ("batch", 2), ("steps", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--way", default="auto", help="auto, or one like vendor or copy_engine")
+    parser.add_argument("--way", default="auto", help="of DistributedDataParallel: auto, or one like vendor or copy_engine")
     options = parser.parse_args()
     device = join()
     worst = 0.0
     kinds: dict[str, tuple[Callable[[Gpt], nn.Module], Callable[..., nn.Module]]] = {
-        "ddp": (replicated, weft.hooks.replicate),
+        "ddp": (replicated, partial(weft.hooks.replicate, way=options.way)),
         "fsdp": (sharded, sharded_by_weft),
     }
     for name, (stock, ours) in kinds.items():
         plain, plain_s = losses(stock, options, device)
-        mine, mine_s = losses(partial(ours, way=options.way), options, device)
+        mine, mine_s = losses(ours, options, device)
         worst = max(worst, *(abs(a - b) / abs(a) for a, b in zip(plain, mine, strict=True)))
         if dist.get_rank() == 0:
             print(f"{name}: loss {plain[0]:.4f} to {plain[-1]:.4f}, with weft {mine[-1]:.4f}")

@@ -1,4 +1,4 @@
-"""weft.concurrent on CPU ranks: results, trials in one go and use by use, agreement, nesting, exceptions, mistakes."""
+"""weft.concurrent on CPU ranks: results, choices, agreement, nesting, exceptions, mistakes."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def _told() -> Told:
 
 
 class Scripted(HostExecutor):
-    """A CPU on which each way takes what the script says; marks are in ns. script: (way, rank, use) -> us."""
+    """A CPU on which each way takes what the script says. script: (way, rank, use) -> us."""
 
     def __init__(self, script: Callable[[str, int, int], float], abilities: Abilities) -> None:
         super().__init__(CPU)
         self.script, self.found = script, abilities
-        self.now, self.uses, self.last = 0, 0, ""
+        self.uses, self.last = 0, ""
 
     def abilities(self, collectives: Sequence[Any]) -> Abilities:
         return self.found
@@ -83,35 +83,26 @@ class Scripted(HostExecutor):
         self.uses += 1
         return super().running(SEQUENTIAL, collectives)
 
-    def mark(self) -> int:
-        self.now += round(500 * self.script(self.last or "sequential", dist.get_rank(), self.uses))
-        return self.now
-
     def time_ns(self, call: Callable[[], object], calls: int) -> int:
         self.last = ""
         call()
         return round(1000 * self.script(self.last or "computation", dist.get_rank(), self.uses))
 
 
-def _scripted(script: Callable[[str, int, int], float], uses: int, repeatable: bool) -> tuple[Told, list[str], int, list[str]]:
-    """What is chosen on a scripted device; the ways of all uses; how often the computation ran; what was warned of."""
+def _scripted(script: Callable[[str, int, int], float], uses: int) -> tuple[Told, int, list[str]]:
+    """What is measured and chosen on a scripted device; how often the computation ran; what was warned of."""
     weft.close()
     plain = calls.HostExecutor
     abilities = Abilities(priority=True, ctas=True, left=True, copy_engine=True)
     calls.HostExecutor = lambda device: Scripted(script, abilities)  # type: ignore[assignment, misc, return-value]
-    exchange, products, taken = Exchange("all_reduce", CPU), Products(CPU), []
+    exchange, products = Exchange("all_reduce", CPU), Products(CPU)
     try:
         with logged() as seen:
             for turn in range(uses):
                 exchange.fill(turn)
-                if repeatable:
-                    products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
-                else:
-                    with weft.concurrent(collectives=exchange.collective, key="k") as context:
-                        products.check(products())
-                    taken.append(context.way)
+                products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
                 exchange.check(turn)
-        return _told(), taken, products.calls, seen
+        return _told(), products.calls, seen
     finally:
         weft.close()
         calls.HostExecutor = plain  # type: ignore[misc]
@@ -130,28 +121,53 @@ def _never_faster(way: str, rank: int, use: int) -> float:
     return {"sequential": 300.0, "computation": 200.0}.get(way, 299.0 + use % 3)
 
 
-@pytest.mark.parametrize("repeatable", [True, False])
-def test_ranks_settle_on_what_is_fast_on_all(ranks: RankFixture, repeatable: bool) -> None:
-    answers = ranks(2).run(_scripted, _contrary, 30, repeatable)
+def test_ranks_settle_on_what_is_fast_on_all(ranks: RankFixture) -> None:
+    answers = ranks(2).run(_scripted, _contrary, 3)
     assert all(answer == answers[0] for answer in answers)
-    ((key, way, us),), taken, calls, seen = answers[0]
+    ((key, way, us),), calls, seen = answers[0]
     assert (key, way) == ("k", FAIR)
     assert us[FAIR] == 220.0
     assert set(us.values()) == {300.0, 280.0, 220.0}
     assert not [text for text in seen if "concurrent" in text]
-    assert calls > 40 if repeatable else calls == 30
-    if not repeatable:
-        assert taken[:4] == ["sequential"] * 4
-        assert set(taken[-5:]) == {way}
+    assert calls > 40
 
 
-@pytest.mark.parametrize("repeatable", [True, False])
-def test_a_slower_way_is_never_chosen(ranks: RankFixture, repeatable: bool) -> None:
-    answers = ranks(2).run(_scripted, _never_faster, 30, repeatable)
+def test_a_slower_way_is_never_chosen(ranks: RankFixture) -> None:
+    answers = ranks(2).run(_scripted, _never_faster, 3)
     ((_, way, us),), *_ = answers[0]
     assert way == "sequential"
     assert len(us) >= 5
     assert FAIR in us
+
+
+def _planned() -> list[tuple[str, str, str]]:
+    """Key, way and reason of each choice. The computation of one is said to take no time, and of one nothing is predicted."""
+    weft.close()
+    exchange, products = Exchange("all_reduce", CPU), Products(CPU)
+    sends = weft.SendReceive(send=torch.ones(4), to=1 - dist.get_rank(), receive=torch.ones(4), source=1 - dist.get_rank())
+    for turn in range(3):
+        for key, compute_us in (("as long", None), ("none", 0.0)):
+            exchange.fill(turn)
+            with weft.concurrent(collectives=exchange.collective, key=key, compute_us=compute_us):
+                out = products()
+            products.check(out)
+            exchange.check(turn)
+        weft.concurrent(products, sends, key="sends")
+    found = [(choice.key, choice.way, choice.why) for choice in weft.concurrent_choices()]
+    assert products.calls == 9
+    weft.close()
+    return found
+
+
+def test_contexts_take_the_planners_choice_and_measure_nothing(ranks: RankFixture) -> None:
+    answers = ranks(2).run(_planned)
+    assert answers[0] == answers[1]
+    long, none, sends = answers[0]
+    assert long[1] in ("vendor", "vendor+late")
+    assert long[2].startswith(f"it is planned: {long[1]} ")
+    assert none[1:] == ("sequential", none[2])
+    assert sends[1:] == ("vendor", sends[2])
+    assert sends[2].startswith("nothing is predicted here: communication_us is None")
 
 
 def _drifting(way: str, rank: int, use: int) -> float:
@@ -161,7 +177,7 @@ def _drifting(way: str, rank: int, use: int) -> float:
 
 def test_sequential_is_measured_again_beside_the_best(ranks: RankFixture) -> None:
     """Timed first alone, sequential took 600 us, and all others 310."""
-    for told, *_ in ranks(2).run(_scripted, _drifting, 1, True):
+    for told, *_ in ranks(2).run(_scripted, _drifting, 1):
         ((_, way, us),) = told
         assert (way, us["sequential"]) == ("sequential", 300.0)
 
@@ -212,15 +228,14 @@ def _lacking(way: str, rank: int, use: int) -> float:
     return times.get(way, 250.0)
 
 
-@pytest.mark.parametrize("repeatable", [True, False])
-def test_what_one_rank_lacks_all_leave_out(ranks: RankFixture, repeatable: bool) -> None:
-    answers = ranks(2).run(_scripted, _lacking, 30, repeatable)
+def test_what_one_rank_lacks_all_leave_out(ranks: RankFixture) -> None:
+    answers = ranks(2).run(_scripted, _lacking, 3)
     assert answers[0][0] == answers[1][0]
     ((_, way, us),), *_ = answers[0]
     assert us[way] == 250.0
     assert LACKING not in us
     for rank, reason in enumerate(["another rank cannot", f"this rank has no {LACKING}"]):
-        assert any(text.startswith(LACKING) and reason in text for text in answers[rank][3])
+        assert any(text.startswith(LACKING) and reason in text for text in answers[rank][2])
 
 
 def _real_trial() -> Told:
@@ -270,10 +285,10 @@ class _Stop(Exception):
 
 
 def _raised() -> int:
-    """An exception in the computation passes; peers' collectives and the next use are right, also within a trial by uses."""
+    """An exception in the computation passes; peers' collectives and the next use are right."""
     weft.close()
     exchange, products = Exchange("all_reduce", CPU), Products(CPU)
-    for turn, way in enumerate([*WAYS, "auto", "auto", "auto", "auto", "auto"]):
+    for turn, way in enumerate([*WAYS, "auto"]):
         exchange.fill(turn)
         with suppress(_Stop), weft.concurrent(collectives=exchange.collective, key="raised", way=way):
             if dist.get_rank() == 1:
@@ -287,7 +302,7 @@ def _raised() -> int:
 
 
 def test_exceptions_leave_peers_and_later_uses_right(ranks: RankFixture) -> None:
-    assert ranks(2).run(_raised) == [10, 10]
+    assert ranks(2).run(_raised) == [6, 6]
 
 
 def _nested() -> Told:
@@ -297,7 +312,7 @@ def _nested() -> Told:
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     outer, inner, products = Exchange("all_reduce", CPU), Exchange("all_gather", CPU), Products(CPU)
     pair = Exchange("all_to_all", CPU, group=pairs[0]) if rank < 2 else None
-    for turn in range(40):
+    for turn in range(6):
         outer.fill(turn)
         inner.fill(turn)
         with weft.concurrent(collectives=outer.collective, key="outer"):
@@ -334,7 +349,7 @@ def _two_groups_in_one_use() -> Told:
     second = dist.new_group([0, 1])
     exchanges = [Exchange("all_reduce", CPU), Exchange("all_gather", CPU, group=second)]
     products = Products(CPU)
-    for turn in range(20):
+    for turn in range(6):
         for exchange in exchanges:
             exchange.fill(turn)
         products.check(weft.concurrent(products, [exchange.collective for exchange in exchanges], key="both"))
@@ -490,4 +505,4 @@ def test_a_choice_says_why() -> None:
         "nothing is faster by more than 1% each time it is measured: vendor takes 120 us, sequential 150"
     )
     assert "nothing to hide" in ConcurrentChoice(key="k", way="sequential", problem=load).why
-    assert str(ConcurrentChoice(key="k", way="vendor")) == "k: vendor, because it is the only way here (not measured)"
+    assert str(ConcurrentChoice(key="k", way="vendor", note="x")) == "k: vendor, because x (not measured)"

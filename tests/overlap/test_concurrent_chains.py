@@ -1,9 +1,8 @@
-"""Collectives of one use that feed each other, stages whose sizes differ, and what a trial that ended leaves."""
+"""Collectives of one use that feed each other, stages whose sizes differ, and averages that fail."""
 
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,10 +12,8 @@ from conftest import RankFixture
 
 import weft
 from weft.core.errors import PeerLost
-from weft.overlap.concurrent.calls import KeyedCall
 from weft.overlap.concurrent.collectives import SendReceive, rehearsed
 from weft.overlap.concurrent.executor import HostExecutor
-from weft.overlap.concurrent.steps import StepTuner
 from weft.schedules.concurrent import PLAIN
 
 
@@ -24,7 +21,7 @@ def _averaged_in_two_steps(repeatable: bool) -> list[float]:
     """What each use makes of 1 and 2."""
     weft.close()
     found = []
-    for _ in range(26):
+    for _ in range(3):
         gradients, shard = torch.full((2,), 1.0 + dist.get_rank()), torch.empty(1)
         chain = [weft.ReduceScatter(shard, gradients), weft.AllGather(gradients, shard)]
         if repeatable:
@@ -40,7 +37,7 @@ def _averaged_in_two_steps(repeatable: bool) -> list[float]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("repeatable", [False, True])
 def test_a_trial_leaves_alone_what_a_later_collective_writes(ranks: RankFixture, repeatable: bool) -> None:
-    assert ranks(2).run(_averaged_in_two_steps, repeatable) == [[3.0] * 52] * 2
+    assert ranks(2).run(_averaged_in_two_steps, repeatable) == [[3.0] * 6] * 2
 
 
 def test_what_a_use_reads_is_kept_while_it_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,19 +81,3 @@ def test_gradients_that_could_not_be_averaged_raise() -> None:
     x.register_hook(lambda grad: executor.future(PLAIN, cast(Any, None), grad) and None)
     with pytest.raises(PeerLost, match="rank 1 died"):
         x.sum().backward()
-
-
-def _broken() -> None:
-    raise PeerLost("this process group has failed (rank 1 died)")
-
-
-def test_uses_and_steps_after_a_trial_that_failed_say_why() -> None:
-    rank_group: Any = SimpleNamespace(check_usable=_broken)
-    call = KeyedCall(SimpleNamespace(rank_group=rank_group), lambda spec: PLAIN)  # type: ignore[arg-type]
-    with pytest.raises(PeerLost, match="has failed"):
-        call._advance([])
-    tuner = StepTuner.__new__(StepTuner)
-    tuner.calls, tuner.executor = SimpleNamespace(rank_group=rank_group), SimpleNamespace(capturing=False)  # type: ignore[assignment]
-    tuner._turns, tuner._taken = iter(()), 2  # type: ignore[assignment]
-    with pytest.raises(PeerLost, match="has failed"):
-        tuner.turn()

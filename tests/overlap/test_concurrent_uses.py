@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks
 
 
 def _held() -> list[int]:
-    """Uses, by number, whose tensor was there yet when the next one began, through a trial and after it."""
+    """Uses, by number, whose tensor was there yet when the next one began."""
     weft.close()
     held, last = [], weakref.ref(torch.ones(1))
     for use in range(20):
@@ -45,7 +45,7 @@ def _gone(ref: weakref.ref[torch.Tensor]) -> bool:
     return ref() is None
 
 
-def test_a_trial_keeps_no_tensor_of_a_use_that_is_over(ranks: RankFixture) -> None:
+def test_nothing_keeps_a_tensor_of_a_use_that_is_over(ranks: RankFixture) -> None:
     assert ranks(2).run(_held) == [[]] * 2
 
 
@@ -114,12 +114,12 @@ def test_only_the_number_of_elements_counts(ranks: RankFixture) -> None:
 
 
 def _of_a_parameter() -> list[float]:
-    """Averaged in a trial, in one go and use by use."""
+    """Averaged in a trial, and in uses that are planned."""
     parameter = torch.nn.Parameter(torch.full((64,), float(dist.get_rank())))
     mean = weft.AllReduce(parameter, reduction="avg")
     weft.concurrent(lambda: None, [mean], key="in one go", repeatable=True)
-    for _ in range(30):
-        weft.concurrent(lambda: None, [mean], key="use by use")
+    for _ in range(3):
+        weft.concurrent(lambda: None, [mean], key="planned")
     weft.close()
     return parameter.unique().tolist()
 
@@ -219,7 +219,7 @@ def _many_sizes(most: int) -> tuple[int, int, list[float]]:
             with weft.concurrent(collectives=weft.AllReduce(summed), key="sizes", way=way):
                 pass
     remembered = calls_of(GROUPS.state(group.group_name))
-    found = len(remembered._calls), len(remembered._methods), summed.tolist()
+    found = len(remembered._choices), len(remembered._methods), summed.tolist()
     weft.close()
     return found
 

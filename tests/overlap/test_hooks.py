@@ -1,11 +1,9 @@
-"""weft's collectives under PyTorch's data parallelism, on CPU ranks: the same training in every way; steps that try them."""
+"""weft's collectives under PyTorch's data parallelism, on CPU ranks: the same training in every way."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,12 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.overlap.concurrent import ConcurrentChoice
-from weft.overlap.concurrent.steps import most_steps
-from weft.overlap.concurrent.tuning import STEPS, Sample, UseTurn, in_blocks
 from weft.overlap.hooks import data_parallel
-from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
-from weft.overlap.hooks.fully_sharded import KEPT
-from weft.overlap.hooks.fully_sharded import WAYS as FSDP_WAYS
 from weft.schedules.concurrent import Method, parse
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -73,7 +66,7 @@ def _trained(kind: str, ways: list[str]) -> list[list[float]]:
 
 @pytest.mark.parametrize(
     ("kind", "ways", "world_size"),
-    [("ddp", ["sequential", "vendor", "copy_engine"], 2), ("fsdp", ["vendor", "copy_engine+ahead=2", "vendor+keep"], 3)],
+    [("ddp", ["sequential", "vendor", "copy_engine"], 2), ("fsdp", ["vendor", "vendor+ahead=2", "vendor+keep"], 3)],
 )
 def test_training_is_as_pytorchs(ranks: RankFixture, kind: str, ways: list[str], world_size: int) -> None:
     for plain, *others in ranks(world_size).run(_trained, kind, ways):
@@ -89,7 +82,7 @@ def _first_steps() -> list[list[tuple[str, int]]]:
     trial = _hooked("ddp", model, way="copy_engine")
     steps: list[list[tuple[str, int]]] = []
     model.register_forward_hook(lambda *_: steps.append([]))
-    executor = trial.tuner.executor
+    executor = trial._executor
     future = executor.future
 
     def noting(way: Any, collective: Any, result: torch.Tensor) -> Any:
@@ -120,10 +113,16 @@ def _left_free(ends: tuple[bool, ...]) -> list[str]:
         yield
         events.append("take back")
 
-    executor = SimpleNamespace(limits=limits, future=lambda way, *_: events.append(f"bucket, ctas={way.ctas}"))
-    calls = SimpleNamespace(method=lambda spec, _: parse(spec))
-    tuner: Any = SimpleNamespace(way=parse("vendor+ctas=3+left=4"), turn=lambda: None, executor=executor, calls=calls)
-    steps = data_parallel.Averaging(tuner, cast(dist.ProcessGroup, dist.group.WORLD))
+    executor = SimpleNamespace(
+        device=torch.device("cpu"),
+        prepare=lambda *_: None,
+        limits=limits,
+        future=lambda way, *_: events.append(f"bucket, ctas={way.ctas}"),
+    )
+    calls: Any = SimpleNamespace(method=lambda spec, _: parse(spec), executor=lambda device: executor)
+    choice = ConcurrentChoice(key="k", way="vendor+ctas=3+left=4")
+    steps = data_parallel.Averaging(calls, choice, torch.device("cpu"), cast(dist.ProcessGroup, dist.group.WORLD))
+    steps.take(choice.way)
     for whole in ends:
         for at in range(1 + whole):
             bucket = SimpleNamespace(index=lambda at=at: at, is_last=lambda at=at: at == 1, buffer=lambda: torch.zeros(2))  # type: ignore[misc]
@@ -142,39 +141,16 @@ def test_sms_are_left_free_from_the_first_bucket_to_the_last(ranks: RankFixture,
     assert ranks(2).run(_left_free, ends) == [expected] * 2
 
 
-def _tried(slow: str) -> tuple[list[str], list[tuple[str, str, dict[str, float]]]]:
-    """The way of every step, and what was chosen, on a clock by which `slow` takes twice as long."""
-    weft.close()
-    model = _model("ddp")
-    trial = _hooked("ddp", model, key="mine")
-    now = [0]
-
-    def mark() -> int:
-        now[0] += 2_000_000 if str(trial.tuner.way) == slow else 1_000_000
-        return now[0]
-
-    trial.tuner.executor.mark = mark
-    taken = []
-    model.register_forward_hook(lambda *_: taken.append(str(trial.way)))
-    _losses(model, 6 + most_steps(2))
-    assert trial.settled
-    found = [(choice.key, choice.way, choice.us) for choice in weft.concurrent_choices()]
-    weft.close()
-    return taken, found
-
-
 def _shown() -> tuple[list[str], list[str]]:
-    """What a hook prints, and what is listed of it: given a way; while ways are tried; once one is chosen."""
+    """What a hook prints, and what is listed of it: of a way that was given, and of auto."""
     weft.close()
     printed, listed = [], []
-    for way, counts in (("copy_engine", (3,)), ("auto", (5, most_steps(2)))):
+    for way in ("copy_engine", "auto"):
         model = _model("ddp")
         hook = _hooked("ddp", model, way=way, key=way)
-        for count in counts:
-            _losses(model, count)
-            printed.append(repr(hook))
-            listed.append(str(weft.concurrent_choices()[-1]))
-    assert hook.settled
+        _losses(model, 3)
+        printed.append(repr(hook))
+        listed.append(str(weft.concurrent_choices()[-1]))
     weft.close()
     return printed, listed
 
@@ -182,115 +158,15 @@ def _shown() -> tuple[list[str], list[str]]:
 def test_a_hook_says_what_it_does_and_is_listed(ranks: RankFixture) -> None:
     for printed, listed in ranks(2).run(_shown):
         title = "weft.hooks.ddp: gradients are averaged bucket by bucket among 2 ranks; "
-        given, trying, chosen = printed
+        given, planned = printed
         head, *buckets = given.splitlines()
         assert head == f"{title}copy_engine: copy_engine (it was given)"
         assert buckets
         assert all(line.startswith(f"  bucket {i}: all_reduce of [") for i, line in enumerate(buckets))
         assert all(line.endswith(" float32 among 2, copy_engine") for line in buckets)
-        assert trying.startswith(f"{title}auto: vendor (step 5 of at most {2 + most_steps(2)} in which 2 ways are tried)")
-        assert " us is the least of 2 ways" in chosen or "nothing is faster" in chosen
+        assert planned.startswith(f"{title}auto: vendor (it is planned: vendor ")
         assert listed[0] == "copy_engine: copy_engine, because it was given (not measured)"
-        assert listed[1].startswith("auto: vendor, because step 5 of at most")
-        assert listed[2].startswith("auto: ")
-        assert "vendor" in listed[2].partition("(")[2]
-
-
-_SCREENING = ["vendor"] * (2 + STEPS.counted) + ["sequential"] * (2 + STEPS.counted)
-_FINAL = ["sequential"] * (1 + STEPS.counted) + ["vendor"] * (1 + STEPS.counted)
-
-
-@pytest.mark.parametrize(
-    ("slow", "chosen", "blocks"),
-    [("sequential", "vendor", _SCREENING), ("vendor", "sequential", _SCREENING + STEPS.rounds * _FINAL)],
-)
-def test_blocks_of_steps_take_ways_in_turn_and_keep_the_fastest(
-    ranks: RankFixture, slow: str, chosen: str, blocks: list[str]
-) -> None:
-    for taken, found in ranks(2).run(_tried, slow):
-        ((key, way, us),) = found
-        assert (key, way) == ("mine", chosen)
-        assert us == {"sequential": 1000.0, "vendor": 1000.0, slow: 2000.0}
-        assert list(us) == [spec for spec in DDP_WAYS if spec in ("sequential", "vendor")]
-        assert taken[3 : 3 + len(blocks)] == blocks
-        assert set(taken[3 + len(blocks) :]) == {chosen}
-
-
-class _Clock:
-    """A judge of one rank. us(way, how many of its blocks came before): a step's time. A way's first two steps, and the first
-    after another way, take ten more."""
-
-    key = "clock"
-
-    def __init__(self, us: Callable[[str, int], float]) -> None:
-        self._us = us
-
-    def slowest_us(self, text: str, spans: Sequence[tuple[float, float]]) -> float:
-        return max(end - begin for begin, end in spans)
-
-    def settle(self, ways: list[str]) -> tuple[ConcurrentChoice, int]:
-        """What is chosen, and after how many steps."""
-        turns, now, taken = in_blocks(cast(Any, self), STEPS, ways), 0.0, list[str]()
-        way = next(turns)
-        try:
-            while True:
-                changes = sum(before != way == after for before, after in pairwise(["", *taken, way]))
-                fresh = taken.count(way) < 2 or taken[-1] != way
-                begin, now = now, now + self._us(way, changes - 1) * (11 if fresh else 1)
-                taken.append(way)
-                way = turns.send(UseTurn(Sample(begin, begin, now), ()))
-        except StopIteration as end:
-            return end.value, len(taken)
-
-
-def test_a_way_has_to_be_faster_twice() -> None:
-    lucky = _Clock(lambda way, block: 95.0 if way == "b" and block == 0 else 100.0)
-    slower_after = _Clock(lambda way, block: {"a": 100.0, "b": 98.0 if block == 0 else 103.0, "c": 98.5}[way])
-    within = _Clock(lambda way, block: 99.1 if way == "b" else 100.0)
-    assert lucky.settle(["a", "b"])[0].way == within.settle(["a", "b"])[0].way == "a"
-    settled, _ = slower_after.settle(["a", "b", "c"])
-    assert (settled.way, settled.us) == ("c", {"a": 100.0, "b": pytest.approx(103.0), "c": pytest.approx(98.5)})
-
-
-def test_a_machine_that_slows_down_does_not_choose() -> None:
-    drifting = iter(range(10**6))
-    assert _Clock(lambda way, block: 100.0 + 0.05 * next(drifting)).settle(["a", "b", "c"])[0].way == "a"
-
-
-def test_what_noise_hides_is_not_chosen() -> None:
-    """Blocks differ by up to 6%: what saves 15% is chosen always; what loses 2%, or saves 2%, is not, but for luck."""
-    chosen = []
-    for seed in range(200):
-        draw = random.Random(seed)
-        true = {"a": 100.0, "slower": 102.0, "little": 98.0}
-        factors: dict[tuple[str, int], float] = {}
-
-        def us(way: str, block: int, true: Any = true, draw: Any = draw, factors: Any = factors) -> float:
-            return true[way] * factors.setdefault((way, block), draw.uniform(0.97, 1.03))  # type: ignore[no-any-return]
-
-        noisy = _Clock(us)
-        chosen.append(noisy.settle(["a", "slower", "little"])[0].way)
-        true["little"] = 85.0
-        factors.clear()
-        assert noisy.settle(["a", "slower", "little"])[0].way == "little"
-    assert chosen.count("slower") <= 2
-    assert chosen.count("a") > 150
-
-
-@pytest.mark.parametrize(("ways", "near"), [(1, 0), (2, 0), (2, 1), (4, 3), (7, 6)])
-def test_trials_have_a_bound(ways: int, near: int) -> None:
-    names = [f"w{at}" for at in range(ways)]
-    clock = _Clock(lambda way, block: 100.0 if int(way[1:]) <= near else 120.0)
-    settled, steps = clock.settle(names) if ways > 1 else (None, 0)
-    assert steps <= most_steps(ways)
-    assert (steps == most_steps(ways)) == (near >= min(3, ways - 1))
-    assert settled is None or settled.way == "w0"
-
-
-def _movers(model: Any) -> tuple[Any, Any]:
-    """What gathers and what scatters for the first layer now."""
-    group = model[0]._get_fsdp_state()._fsdp_param_group
-    return group._all_gather_comm, group._reduce_scatter_comm
+        assert listed[1].startswith("auto: vendor, because it is planned: vendor ")
 
 
 def _gathers(way: str) -> tuple[list[str], list[str], list[str]]:
@@ -299,7 +175,7 @@ def _gathers(way: str) -> tuple[list[str], list[str], list[str]]:
     model: Any = _model("fsdp")
     _hooked("fsdp", model, way=way)
     events: list[str] = []
-    stock = type(_movers(model)[0])
+    stock = type(model[0]._get_fsdp_state()._fsdp_param_group._all_gather_comm)
     gather = stock.__call__
 
     def noting(*args: Any, **options: Any) -> Any:
@@ -335,30 +211,6 @@ def test_parameters_are_gathered_as_the_way_says(ranks: RankFixture, way: str, e
     assert ranks(2).run(_gathers, way) == [(events, plain, plain)] * 2
 
 
-def _moved_by(way: str) -> list[bool]:
-    """Whether a hooked model's bytes are moved by fully_shard's own: before its first step, in a trial, after that."""
-    weft.close()
-    model: Any = _model("fsdp")
-    own, found = _movers(model), []
-    trial = _hooked("fsdp", model, way=way)
-    while True:
-        found.append(_movers(model) == own)
-        settled = trial.settled
-        _losses(model, 1)
-        if settled:
-            break
-    found.append(_movers(model) == own)
-    assert trial.way == parse("vendor") or way != "vendor"
-    weft.close()
-    return [found[0], any(found[1:-1]), found[-1] == (trial.way.transport == "vendor" and not trial.way.ctas)]
-
-
-def test_what_fully_shard_does_by_itself_it_does_itself(ranks: RankFixture) -> None:
-    assert ranks(2).run(_moved_by, "vendor") == [[True, False, True]] * 2
-    assert ranks(2).run(_moved_by, "copy_engine") == [[False, False, True]] * 2
-    assert ranks(2).run(_moved_by, "auto") == [[False, False, True]] * 2
-
-
 def _replicated(options: dict[str, Any]) -> tuple[list[float], bool, int]:
     """Losses; whether gradients lie in buckets; the bytes of one."""
     weft.close()
@@ -378,22 +230,35 @@ def test_replicated_models_train_as_pytorchs(ranks: RankFixture) -> None:
             assert (has_views, bucket) == (views, mib << 20)
 
 
-def _tried_over() -> list[tuple[str, ...]]:
-    """What is tried of a model sharded over all ranks, without and with room for it, and of one replicated by halves."""
-    from weft.overlap.hooks.fully_sharded import _tried as tried
-
-    halves: Any = nn.Linear(8, 8)
-    fully_shard(halves, mesh=dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-    whole = _model("fsdp")
+def _with_room() -> list[str]:
+    """What auto takes of a sharded model without and with room for its parameters."""
+    weft.close()
     nbytes = 4 * (33 * 130 + 130 + 130 * 33 + 33)
-    return [tried(whole, nbytes - 1), tried(whole, nbytes), tried(halves, 0)]
+    found = [_hooked("fsdp", _model("fsdp"), way="auto", spare_bytes=room).way for room in (nbytes - 1, nbytes)]
+    weft.close()
+    return found
 
 
-def test_what_is_tried_depends_on_the_room_and_the_mesh(ranks: RankFixture) -> None:
-    for tight, roomy, halves in ranks(2).run(_tried_over):
-        assert tight == FSDP_WAYS
-        assert roomy == FSDP_WAYS + KEPT
-        assert halves == tuple(way for way in FSDP_WAYS if not way.startswith("vendor+ctas"))
+def test_parameters_are_kept_where_there_is_room(ranks: RankFixture) -> None:
+    assert ranks(2).run(_with_room) == [["vendor", "vendor+keep"]] * 2
+
+
+def _other_ways() -> str:
+    weft.close()
+    try:
+        _hooked("fsdp", _model("fsdp"), way="vendor+keep" if dist.get_rank() else "vendor")
+    except weft.RankMismatch as error:
+        return str(error)
+    finally:
+        dist.barrier()
+        weft.close()
+    return ""
+
+
+def test_ranks_hook_alike(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_other_ways):
+        assert "way: rank " in told
+        assert "vendor+keep" in told
 
 
 def _concurrent(model: nn.Module, *, way: str) -> None:
@@ -404,7 +269,7 @@ def _refused() -> list[str]:
     weft.close()
     plain, told = nn.Linear(4, 4), []
     ddp, sharded = DistributedDataParallel(nn.Linear(4, 4)), _model("fsdp")
-    weft.hooks.fsdp(sharded, way="copy_engine")
+    weft.hooks.fsdp(sharded, way="vendor+keep")
     for hook, model, way in (
         (weft.hooks.ddp, plain, "auto"),
         (weft.hooks.ddp, ddp, "vendor+left=8"),
@@ -417,6 +282,8 @@ def _refused() -> list[str]:
         (weft.hooks.fsdp, plain, "auto"),
         (weft.hooks.fsdp, _model("fsdp"), "vendor+priority"),
         (weft.hooks.fsdp, _model("fsdp"), "sequential"),
+        (weft.hooks.fsdp, _model("fsdp"), "copy_engine+ahead=1"),
+        (weft.hooks.fsdp, _model("fsdp"), "vendor+ctas=8"),
         (_concurrent, plain, "vendor+ahead=1"),
         (weft.hooks.fsdp, sharded, "vendor"),
         (weft.hooks.ddp, ddp, None),
@@ -442,10 +309,12 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "module has DTensors (0.weight), which DistributedDataParallel does not take; for tensor and data",
         "model has no module of fully_shard's",
         "way is 'vendor+priority'; priority is not to be had here",
-        "way is 'sequential', but fully_shard overlaps by itself",
+        "way is 'sequential', but fully_shard overlaps by itself, by NCCL; use auto",
+        "way is 'copy_engine+ahead=1', but fully_shard overlaps by itself, by NCCL",
+        "way is 'vendor+ctas=8'; ctas is not to be had here",
         "way is 'vendor+ahead=1'; ahead is for weft.hooks.fsdp",
-        "model communicates by weft already; call weft.hooks.fsdp once a model",
-        "way is a NoneType; use auto, or a way such as vendor+priority",
+        "model has this hook already; call weft.hooks.fsdp once a model",
+        "way is a NoneType; use auto, or a way such as",
     ]
     for told in ranks(2).run(_refused):
         assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected

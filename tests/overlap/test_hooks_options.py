@@ -14,12 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
-from weft_log import warned
 
 import weft
-from weft.overlap.concurrent.steps import StepTuner, most_steps, specs_of, why_not_summed
-from weft.overlap.hooks import fully_sharded
-from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
 from weft.overlap.hooks.gathered import GatherOrder
 from weft.schedules.concurrent import parse
 
@@ -84,14 +80,12 @@ def test_options_of_pytorchs_are_kept(ranks: RankFixture) -> None:
                 assert mine == pytest.approx(plain, rel=1e-5)
 
 
-def _sharded_losses(way: str | None, dtype: torch.dtype, divided: float | None, **options: Any) -> list[float]:
+def _sharded_losses(way: str | None, **options: Any) -> list[float]:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(33, 130), nn.GELU(), nn.Linear(130, 33)).to(dtype)
+    model: Any = nn.Sequential(nn.Linear(33, 130), nn.GELU(), nn.Linear(130, 33))
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh, **options)
-        if divided:
-            module.set_gradient_divide_factor(divided)
     if way:
         weft.hooks.fsdp(model, way=way)
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
@@ -99,7 +93,7 @@ def _sharded_losses(way: str | None, dtype: torch.dtype, divided: float | None, 
     for _ in range(3):
         optimizer.zero_grad()
         for micro in range(2):
-            x = torch.randn(8, 33, generator=draw, dtype=dtype)
+            x = torch.randn(8, 33, generator=draw)
             model.set_requires_gradient_sync(micro == 1)
             loss = (model(x).float() - x.float()).square().mean()
             loss.backward()
@@ -122,8 +116,8 @@ def _of_two_meshes() -> list[dict[str, Any]]:
     return [{"shard_placement_fn": place}]
 
 
-def _with_policies() -> tuple[list[list[list[float]]], list[str]]:
-    """(losses by policy and way, what is told where copy engines cannot sum)"""
+def _with_policies() -> list[list[list[float]]]:
+    """Losses by policy and way."""
     weft.close()
     policies: list[dict[str, Any]] = [
         {"reshard_after_forward": False},
@@ -132,49 +126,43 @@ def _with_policies() -> tuple[list[list[list[float]]], list[str]]:
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         *_of_two_meshes(),
     ]
-    ways = (None, "vendor+ahead=1", "vendor+keep", "copy_engine")
-    found = [[_sharded_losses(way, torch.float32, None, **policy) for way in ways] for policy in policies]
-    told = []
-    for dtype, divided in ((torch.float64, None), (torch.float32, 3.0)):
-        try:
-            _sharded_losses("copy_engine", dtype, divided)
-        except ValueError as error:
-            told.append(str(error))
-    assert _sharded_losses("auto", torch.float64, None) == _sharded_losses(None, torch.float64, None)
+    ways = (None, "vendor+ahead=1", "vendor+keep")
+    found = [[_sharded_losses(way, **policy) for way in ways] for policy in policies]
     weft.close()
-    return found, told
+    return found
 
 
 @pytest.mark.ranks
-@pytest.mark.filterwarnings("ignore:copy_engine is not tried")
 def test_policies_of_fully_shard_are_kept(ranks: RankFixture) -> None:
-    """Gradients accumulated, parameters kept, other precision, parameters on CPUs, or of two meshes; what copy engines cannot
-    sum is told."""
-    for found, told in ranks(2).run(_with_policies):
+    """Gradients accumulated, parameters kept, other precision, parameters on CPUs, or of two meshes."""
+    for found in ranks(2).run(_with_policies):
         for plain, *others in found:
             assert len(set(plain)) == 3
             for mine in others:
                 assert mine == pytest.approx(plain, rel=1e-5)
-        assert told == [
-            "way is 'copy_engine', but gradients are torch.float64; copy engines sum bfloat16, float16, float32; use vendor",
-            "way is 'copy_engine', but gradients are divided by set_gradient_divide_factor's number; copy engines take sums "
-            "and means; use vendor",
-        ]
 
 
-def test_what_copy_engines_cannot_sum_is_not_tried() -> None:
-    with warned("copy_engine is not tried: gradients are torch.float64"):
-        ways = specs_of("auto", DDP_WAYS, without=(), no_copies=why_not_summed([torch.float64, torch.float32]))
-    assert ways == tuple(way for way in DDP_WAYS if not way.startswith("copy_engine"))
-    assert why_not_summed([torch.bfloat16, torch.float32]) == ""
+def _of_doubles() -> tuple[str, str, str]:
+    """What a model whose gradients copy engines cannot sum takes by itself, and why; and what it is told of a name."""
+    weft.close()
+    model = DistributedDataParallel(nn.Linear(4, 4).double())
+    try:
+        weft.hooks.ddp(model, way="copy_engine")
+        told = ""
+    except ValueError as error:
+        told = str(error)
+    choice = weft.hooks.ddp(model).choice
+    weft.close()
+    return choice.way, choice.why, told
 
 
-def test_offloaded_parameters_are_gathered_on_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 1)
-    assert fully_sharded._computing(cpu, "cuda") == torch.device("cuda", 3)
-    assert fully_sharded._computing(cpu, "cpu") == cpu
-    assert fully_sharded._computing(cuda, "cuda") == cuda
+@pytest.mark.ranks
+def test_what_copy_engines_cannot_sum_is_the_vendors(ranks: RankFixture) -> None:
+    for way, why, told in ranks(2).run(_of_doubles):
+        assert (way, why[:26]) == ("vendor", "nothing is predicted here:")
+        assert told == (
+            "way is 'copy_engine', but gradients are torch.float64; copy engines sum bfloat16, float16, float32; use vendor"
+        )
 
 
 class Encoder(nn.Module):
@@ -197,8 +185,8 @@ class Last(nn.Linear):
 
 
 def _entered(way: str) -> tuple[list[float], list[str]]:
-    """Losses of four steps through registered methods, and of a pass without gradients; gathers and begun steps, in order, in
-    the last step and in that pass."""
+    """Losses of four steps through registered methods, and of a pass without gradients; gathers in the last step
+    and in that pass."""
     weft.close()
     torch.manual_seed(0)
     model: Any = Encoder()
@@ -210,12 +198,7 @@ def _entered(way: str) -> tuple[list[float], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         if way:
             stock = type(model._get_fsdp_state()._fsdp_param_group._all_gather_comm)
-            for holder, name, event in (
-                (stock, "__call__", "gather"),
-                (fully_sharded, "vendor_all_gather", "gather"),
-                (StepTuner, "turn", "turn"),
-            ):
-                patch.setattr(holder, name, _noting(getattr(holder, name), events, event))
+            patch.setattr(stock, "__call__", _noting(stock.__call__, events, "gather"))
             weft.hooks.fsdp(model, way=way)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
         x = torch.randn(8, 33, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -242,34 +225,13 @@ def _noting(call: Callable[..., Any], events: list[str], event: str) -> Callable
 
 
 @pytest.mark.ranks
-def test_steps_through_registered_methods_take_turns(ranks: RankFixture) -> None:
-    """A step is counted while ways are tried, and its parameters are gathered as the way says; fully_shard keeps the root's by
-    itself."""
+def test_steps_through_registered_methods_gather_as_the_way_says(ranks: RankFixture) -> None:
+    """fully_shard keeps the root's parameters by itself."""
     plain, _ = ranks(2).run(_entered, "")[0]
-    for way, again, turns in (("vendor", 2, []), ("vendor+keep+ahead=1", 0, []), ("auto", 2, ["turn"])):
+    for way, again in (("vendor", 2), ("vendor+keep+ahead=1", 0), ("auto", 2)):
         losses, events = ranks(2).run(_entered, way)[0]
         assert losses == pytest.approx(plain, rel=1e-5)
-        assert events == [*["gather"] * (3 + again), *turns, "without", *["gather"] * 3]
-
-
-def _closed_meanwhile() -> str:
-    """A step of a hook whose trial ended with its group."""
-    weft.close()
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    weft.hooks.ddp(model, way="auto")
-    weft.close()
-    try:
-        for _ in range(most_steps(2)):
-            model(torch.ones(2, 4)).sum().backward()
-    except weft.WeftError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.ranks
-def test_a_hook_of_a_group_that_was_closed_says_so(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_closed_meanwhile):
-        assert told.startswith("this group was closed, and with it what had been made for it before, as a hook's trial;")
+        assert events == [*["gather"] * (3 + again), "without", *["gather"] * 3]
 
 
 def _sparse(way: str | None) -> list[float]:

@@ -190,7 +190,6 @@ def test_the_shortlist_begins_with_what_wins_ties() -> None:
     assert len(found) == len(set(found)) <= AT_MOST
     assert any(spec.startswith("copy_engine") for spec in found)
     assert any("left" in spec for spec in found)
-    assert shortlist(plan, 5) == found[:5]
     kinds = [family(spec) for spec in found[2:5]]
     assert len(set(kinds)) == 3
     few = weft.plan(whole, H200, schedules=[build(whole, spec) for spec in candidates(whole, Abilities())])

@@ -1,7 +1,7 @@
-"""Private parts of FSDP2 (`torch.distributed.fsdp.fully_shard`): who moves its bytes, and when it gathers.
+"""Private parts of FSDP2 (`torch.distributed.fsdp.fully_shard`): when it gathers.
 
-torch has public setters for some of this (`set_custom_all_gather`, `set_modules_to_forward_prefetch`), but they refuse modules
-whose parameters have several meshes, or cannot be undone. So weft reads and sets the attributes behind them.
+torch has public setters for some of this (`set_modules_to_forward_prefetch`), but they refuse modules whose parameters have
+several meshes, or cannot be undone. So weft reads and sets the attributes behind them.
 """
 
 from __future__ import annotations
@@ -10,25 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-import torch
 from torch.distributed.fsdp import FSDPModule
 
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-except ImportError:
-    raise ImportError(f"torch {torch.__version__} cannot take other collectives for fully_shard; torch 2.11 can") from None
-
 __all__ = [
-    "AllGather",
-    "ReduceScatter",
     "before_registered_methods",
-    "collectives_of",
     "forward_has_begun",
     "param_groups",
     "prefetched",
     "reshards_after_forward",
-    "scatter_dtypes",
-    "set_collectives",
     "set_prefetched",
     "state_of",
 ]
@@ -46,26 +35,6 @@ def param_groups(module: FSDPModule) -> tuple[Any, ...]:
     if hasattr(state, "_fsdp_param_groups"):
         return tuple(state._fsdp_param_groups)
     return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
-
-
-def collectives_of(group: Any) -> tuple[Any, Any]:
-    """What gathers the parameters of a group, and what scatters its gradients."""
-    return group._all_gather_comm, group._reduce_scatter_comm
-
-
-def set_collectives(group: Any, collectives: tuple[Any, Any]) -> None:
-    """Let a group communicate by these from now on."""
-    group._all_gather_comm, group._reduce_scatter_comm = collectives
-
-
-def scatter_dtypes(group: Any) -> list[torch.dtype]:
-    """The dtypes in which gradients of a group are scattered. Since torch 2.15 each parameter has a policy of its own."""
-    dtypes = []
-    for each in group.fsdp_params:
-        parameter, policy = each.sharded_param, getattr(group, "mp_policy", None) or each.mp_policy
-        if parameter.requires_grad:
-            dtypes.append(policy.reduce_dtype or policy.param_dtype or parameter.dtype)
-    return dtypes
 
 
 def reshards_after_forward(group: Any) -> bool:

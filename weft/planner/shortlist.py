@@ -12,11 +12,10 @@ WITHIN = 1.25
 """Families predicted to take more than so many times as long as the fastest are measured last."""
 
 
-def shortlist(found: Plan, at_most: int | None = None) -> tuple[str, ...]:
+def shortlist(found: Plan) -> tuple[str, ...]:
     """Specs of a ConcurrentProblem: the sequential program, two plain streams, then the best of each family that is predicted
     near the fastest, then the others, as predicted: of a computation that weft does not know a prediction says less than of its
-    own kernels. Where nothing is communicated, or nothing computed, there is only the sequential program. at_most: specs, the
-    default is AT_MOST."""
+    own kernels. Where nothing is communicated, or nothing computed, there is only the sequential program."""
     base, plain = str(concurrent.SEQUENTIAL), str(concurrent.PLAIN)
     if not min(found.computation_us, found.communication_us) > 0:
         return (base,)
@@ -24,4 +23,4 @@ def shortlist(found: Plan, at_most: int | None = None) -> tuple[str, ...]:
     limit_us = WITHIN * found.chosen.predicted_us
     leaders = {concurrent.family(each.schedule): each for each in reversed(ranked) if each.predicted_us <= limit_us}
     others = sorted(ranked, key=lambda candidate: candidate not in leaders.values())
-    return (base, plain, *(candidate.schedule for candidate in others[: (at_most or AT_MOST) - 2]))
+    return (base, plain, *(candidate.schedule for candidate in others[: AT_MOST - 2]))

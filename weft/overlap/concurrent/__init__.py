@@ -1,9 +1,8 @@
 """Independent computation beside collectives: data parallel, FSDP, pipelines.
 
-    api.py           concurrent, as a call or a context        tuning.py     which schedule is fastest: in one go, or in use
-    steps.py         the schedule of a training step           calls.py      what is bound for each key, and its choice
-    collectives.py   the values that say what is to run        kernels.py    kernels whose residency may be capped
-    executor.py      runs a schedule: on CPUs; cuda.py on GPUs
+    api.py           concurrent, as a call or a context        choice.py     which schedule: planned, or measured
+    collectives.py   the values that say what is to run        calls.py      what is cached for a group of ranks
+    executor.py      runs a schedule: on CPUs; cuda.py on GPUs kernels.py    kernels whose residency may be capped
 
 The schedules are those of weft.schedules.concurrent; they are proved, predicted and ranked as any other.
 """
@@ -11,8 +10,8 @@ The schedules are those of weft.schedules.concurrent; they are proved, predicted
 from __future__ import annotations
 
 from weft.overlap.concurrent.api import Concurrent, concurrent, concurrent_choices
+from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.concurrent.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, SendReceive
-from weft.overlap.concurrent.tuning import ConcurrentChoice
 
 __all__ = [
     "AllGather",

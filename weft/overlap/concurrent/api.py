@@ -17,10 +17,10 @@ from weft.core.errors import require
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Schedule
 from weft.ops.common import group_of
-from weft.overlap.concurrent.calls import Calls, KeyedCall, Use, calls_of
-from weft.overlap.concurrent.collectives import Collective, SendReceive, rehearsed
+from weft.overlap.concurrent.calls import Calls, calls_of
+from weft.overlap.concurrent.choice import ConcurrentChoice
+from weft.overlap.concurrent.collectives import Collective, SendReceive
 from weft.overlap.concurrent.kernels import Kernels
-from weft.overlap.concurrent.tuning import ConcurrentChoice
 from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import SHARDED, Method, parse
@@ -36,6 +36,7 @@ def concurrent(
     *,
     key: str | None = None,
     repeatable: bool = False,
+    compute_us: float | None = None,
     way: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
@@ -48,6 +49,7 @@ def concurrent(
     *,
     collectives: Collective | Sequence[Collective],
     key: str,
+    compute_us: float | None = None,
     way: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
@@ -61,12 +63,13 @@ def concurrent(
     *,
     key: str | None = None,
     repeatable: bool = False,
+    compute_us: float | None = None,
     way: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Run collectives beside a computation that is independent of them, in the fastest way found; sequential among them.
+    """Run collectives beside a computation that is independent of them, as the planner or a measurement chooses.
 
         # before                              # after
         dist.all_reduce(grad)                 out = weft.concurrent(lambda: x @ w, [weft.AllReduce(grad)])
@@ -81,14 +84,16 @@ def concurrent(
             other.
         key: what uses have in common, besides the collectives' sizes: uses whose computation differs in size need keys that
             differ. The same on every rank. Default: where compute is defined.
-        repeatable: compute may be run many times, with no other effect than one run: then the first use finds the way. Else
-            uses take ways in turn, until at most 25 of them tell which is fastest (weft.overlap.concurrent.tuning).
-        way: auto, or the name of a schedule that is used without measuring: sequential, vendor or copy_engine, with +late,
+        repeatable: compute may be run many times, with no other effect than one run: then the first use measures the planner's
+            best schedules, and sequential, and the fastest is kept. Else nothing is measured, and the planner chooses.
+        compute_us: how long the computation takes alone, for the planner. Default: as long as the collectives. The
+            same on every rank.
+        way: auto, or the name of a schedule: sequential, vendor or copy_engine, with +late,
             +priority, +pull, +ctas=N, +left=N, +resident=N (weft.schedules.concurrent); or a Schedule that weft.build has made
             of such a name for these collectives.
         kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
             context has them as `kernels`.
-        residents: blocks an SM to try. Default: one less than fit, and half.
+        residents: blocks an SM to try where repeatable. Default: one less than fit, and half.
         group: the ranks that agree on the way. Default: the collectives' group, the default group where they have several.
 
     At the end all is joined, on CUDA by streams, without a wait on the host. The results are those of the sequential program,
@@ -103,42 +108,44 @@ def concurrent(
     if repeatable and run is None:
         raise ValueError("repeatable is for a callable: a context's computation runs once; pass compute")
     require("residents", residents, (Sequence, type(None)), "pass numbers of blocks an SM in a list")
+    require("compute_us", compute_us, (int, float, type(None)), "pass how long the computation takes alone, in us")
     calls = _calls(mine, group)
     known = calls.kernels(kernels, residents)
-    if way == AUTO and automatic() == "sequential":
-        way = "sequential"
-    if way == AUTO:
-        require("key", key, (str, type(None)), "pass a string that names this computation")
-        named = _key_of(compute) if key is None else key
-        context = Concurrent(mine, calls.call(named, mine, known, fixed=run is not compute), calls, known)
-    else:
-        context = Concurrent(mine, _method(way, mine, kernels, calls), calls, known)
-    return context if run is None else context.run(run, repeatable=repeatable)
+    mode = automatic() if way == AUTO else ""
+    if mode in ("", "sequential"):
+        context = Concurrent(mine, _method(mode or way, mine, kernels, calls), calls, known)
+        return context if run is None else context.run(run)
+    require("key", key, (str, type(None)), "pass a string that names this computation")
+    named, fixed = _key_of(compute) if key is None else key, run is not compute
+    choice = calls.known(named, mine)
+    if choice is None and run is not None and repeatable and mode == AUTO and not calls.executor(mine[0].device).capturing:
+        choice = calls.measured(named, mine, known, run, fixed=fixed)
+    choice = choice or calls.planned(named, mine, compute_us, fixed=fixed)
+    context = Concurrent(mine, calls.method(choice.way, mine), calls, known)
+    return context if run is None else context.run(run)
 
 
 def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[ConcurrentChoice]:
-    """What `concurrent` has chosen, and what the hooks run, in a group of ranks that agree: for each key its way, the measured
-    times in us, and why. A key of `concurrent` is listed once it has chosen; a hook from the beginning, and says how far its
-    measuring has come. The same on every rank. Not collective."""
+    """What `concurrent` has chosen, and what the hooks run, in a group of ranks that agree: for each key its way, and why, with
+    the measured times in us where it was measured. The same on every rank. Not collective."""
     name = group_of(group)[0]
     state = GROUPS.known(name)
     return calls_of(state).choices() if state else []
 
 
 class Concurrent:
-    """Collectives that run beside what is in the context; made by `concurrent`. way: what this use takes, once entered.
+    """Collectives that run beside what is in the context; made by `concurrent`. way: what this use takes.
 
     kernels: what to launch for the kernels that were named. One that goes without having been entered warns: nothing ran."""
 
     _left_out = False
 
-    def __init__(self, collectives: Sequence[Collective], how: KeyedCall | Method, calls: Calls, kernels: Kernels) -> None:
-        self._collectives, self._known = tuple(collectives), kernels
-        self._call = how if isinstance(how, KeyedCall) else None
-        self._method = how.method if isinstance(how, KeyedCall) else how
+    def __init__(self, collectives: Sequence[Collective], method: Method, calls: Calls, kernels: Kernels) -> None:
+        self._collectives, self._method = tuple(collectives), method
         self._executor = calls.executor(collectives[0].device)
+        self._executor.prepare(method, self._collectives)
         self._stack: ExitStack | None = None
-        self.kernels: tuple[Any, ...] = kernels.of(0)
+        self.kernels: tuple[Any, ...] = kernels.of(method.resident)
         self._left_out = True
 
     def __del__(self) -> None:
@@ -148,7 +155,6 @@ class Concurrent:
 
     @property
     def way(self) -> str:
-        """The way of this use; until it is entered, of the one before."""
         return str(self._method)
 
     def __enter__(self) -> Concurrent:
@@ -156,14 +162,7 @@ class Concurrent:
             raise ValueError("this context has been entered before; make one for each use")
         self._left_out = False
         with ExitStack() as stack:
-            if self._call is None:
-                self._executor.prepare(self._method, self._collectives)
-                use = Use(self._method, None)
-            else:
-                use = stack.enter_context(self._call.use(self._collectives))
-            self._method, self.kernels = use.method, self._known.of(use.method.resident)
-            stack.enter_context(self._executor.running(use.method, self._collectives))
-            use.mark()
+            stack.enter_context(self._executor.running(self._method, self._collectives))
             self._stack = stack.pop_all()
         return self
 
@@ -171,22 +170,10 @@ class Concurrent:
         assert self._stack is not None
         self._stack.__exit__(kind, error, trace)
 
-    def run(self, compute: Callable[..., T], *, repeatable: bool) -> T:
-        """compute's result, with the collectives beside it. repeatable: compute may run many times, to choose a way now."""
-        self._left_out = False
-        if repeatable and self._call is not None and not self._call.choice and not self._executor.capturing:
-            self._choose(self._call, compute)
+    def run(self, compute: Callable[..., T]) -> T:
+        """compute's result, with the collectives beside it."""
         with self:
             return compute(*self.kernels)
-
-    def _choose(self, call: KeyedCall, compute: Callable[..., object]) -> None:
-        with rehearsed(self._collectives) as again:
-
-            def run(method: Method) -> None:
-                with self._executor.running(method, again):
-                    compute(*self._known.of(method.resident))
-
-            call.choose(run, lambda: compute(*self.kernels), again)
 
 
 def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective, ...]:

@@ -1,13 +1,11 @@
-"""What weft keeps for `concurrent` among ranks that agree: for each key its schedule, or the measurement that finds it."""
+"""What weft keeps for `concurrent` and the hooks among ranks that agree: choices, and what schedules say."""
 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -16,101 +14,18 @@ from weft.checker import check
 from weft.comm.rank_group import RankGroup
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.schedule import Schedule
-from weft.overlap.concurrent.collectives import Collective
+from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
+from weft.overlap.concurrent.collectives import Collective, rehearsed
 from weft.overlap.concurrent.executor import Executor, HostExecutor
 from weft.overlap.concurrent.kernels import Kernels
-from weft.overlap.concurrent.tuning import ConcurrentChoice, ConcurrentTuner, Sample, Turns, UseTurn
 from weft.runtime.choose import fans_out
 from weft.runtime.groups import GroupState
-from weft.schedules.concurrent import SEQUENTIAL, Method, build, method_of, parse
+from weft.schedules.concurrent import Method, build, method_of, parse
 
 K = TypeVar("K")
 T = TypeVar("T")
 MOST = 256
 """Keys, named ways, schedules given as values and sets of kernels that a group remembers, of each those that were used last."""
-
-
-class Use:
-    """One use of a key: what its schedule says, and the marks that tell how long that took."""
-
-    def __init__(self, method: Method, executor: Executor | None) -> None:
-        self.method = method
-        self._executor = executor
-        self._marks: list[object] = []
-        self.mark()
-
-    def mark(self) -> None:
-        """Now; three times a use: at its begin, once its collectives are enqueued, at its end."""
-        if self._executor is not None:
-            self._marks.append(self._executor.mark())
-
-    @property
-    def sample(self) -> Sample:
-        """Of a use that has ended; where its collectives could not be enqueued, they took all of it."""
-        begin, *others = self._marks
-        return Sample(begin, others[0], others[-1])
-
-
-class KeyedCall:
-    """Uses of one key, with the same collectives. method: what the schedule says that ranks have agreed on so far, sequential
-    until they have chosen. of: what the schedule of a name says."""
-
-    def __init__(self, tuner: ConcurrentTuner, of: Callable[[str], Method]) -> None:
-        self.tuner, self._of = tuner, of
-        self.choice: ConcurrentChoice | None = None
-        self.method = SEQUENTIAL
-        self._turns: Turns | None = None
-        self._open = False
-        self._last: Sample | None = None
-
-    def choose(self, run: Callable[[Method], object], compute: Callable[[], object], collectives: Sequence[Collective]) -> None:
-        """Choose now. Whatever ends it on this rank ends it on all."""
-        with self.tuner.rank_group.failing():
-            self._settle(self.tuner.in_one_go(run, compute, collectives))
-
-    @contextmanager
-    def use(self, collectives: Sequence[Collective]) -> Iterator[Use]:
-        """The next use. One within another of the same key, and one that is captured, run what has been agreed on so far."""
-        if self.choice or self._open or self._captured():
-            yield Use(self.method, None)
-            return
-        method = self._advance(collectives)
-        self._open = True
-        use = Use(method, None if self.choice else self.tuner.executor)
-        try:
-            yield use
-        finally:
-            use.mark()
-            self._open = False
-            if not self.choice:
-                self._last = use.sample
-
-    def _captured(self) -> bool:
-        if not self.tuner.executor.capturing:
-            return False
-        warnings.warn(
-            f"concurrent {self.tuner.key} is captured before its trial has ended: the graph runs it as {self.method}; "
-            "use it outside a graph first, or say which way",
-            stacklevel=6,
-        )
-        return True
-
-    def _advance(self, collectives: Sequence[Collective]) -> Method:
-        """What the next use runs; the choice, where the measurement ends. Ranks meet at a few of these."""
-        self.tuner.rank_group.check_usable()
-        with self.tuner.rank_group.failing():
-            try:
-                if self._turns is None:
-                    self._turns = self.tuner.in_use()
-                    return self._of(next(self._turns))
-                assert self._last is not None
-                return self._of(self._turns.send(UseTurn(self._last, collectives)))
-            except StopIteration as end:
-                self._settle(end.value)
-                return self.method
-
-    def _settle(self, choice: ConcurrentChoice) -> None:
-        self.choice, self.method, self._turns, self._last = choice, self._of(choice.way), None, None
 
 
 class Calls:
@@ -120,46 +35,86 @@ class Calls:
     def __init__(self, rank_group: RankGroup, meet: Callable[[str, int], tuple[int, ...]]) -> None:
         self.rank_group, self.meet = rank_group, meet
         self._lock = threading.RLock()
-        self._calls: OrderedDict[tuple[object, ...], KeyedCall] = OrderedDict()
+        self._choices: OrderedDict[tuple[object, ...], ConcurrentChoice] = OrderedDict()
         """Ranks use keys in the same order, so all of them forget the same ones."""
         self._kernels: OrderedDict[tuple[object, ...], Kernels] = OrderedDict()
         self._executors: dict[torch.device, Executor] = {}
         self._methods: OrderedDict[tuple[object, ...], Method] = OrderedDict()
         self._given: OrderedDict[str, Method] = OrderedDict()
-        self._hooks: list[Callable[[], ConcurrentChoice]] = []
+        self._hooks: OrderedDict[str, ConcurrentChoice] = OrderedDict()
 
-    def call(self, key: str, collectives: Sequence[Collective], kernels: Kernels, *, fixed: bool) -> KeyedCall:
-        """What a key stands for; ranks meet at its first use. Raises RankMismatch where they mean different things by it."""
-        same = (key, *(collective.signature for collective in collectives))
+    def known(self, key: str, collectives: Sequence[Collective]) -> ConcurrentChoice | None:
+        """What a key's uses run as; None before its first use."""
+        same = _key(key, collectives)
         with self._lock:
-            if same not in self._calls:
-                parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
-                self.meet("\n".join([f"concurrent: {key}", *parts]), 0)
-                device, problem = collectives[0].device, self.problem(collectives)
-                tuner = self.tuner(key, device, residents=kernels.residents, fixed=fixed)
-                self._calls[same] = KeyedCall(tuner, cache(lambda spec: _method(problem, spec, device)))
-            return _used(self._calls, same)
+            return _used(self._choices, same) if same in self._choices else None
 
-    def tuner(
-        self, key: str, device: torch.device, *, residents: Callable[[], tuple[int, ...]] = tuple, fixed: bool = False
-    ) -> ConcurrentTuner:
-        """What measures the schedules of a key."""
-        return ConcurrentTuner(
-            key=key,
-            rank_group=self.rank_group,
-            meet=self.meet,
-            executor=self.executor(device),
-            problem=self.problem,
-            residents=residents,
-            fixed=fixed,
+    def planned(
+        self, key: str, collectives: Sequence[Collective], compute_us: float | None, *, fixed: bool
+    ) -> ConcurrentChoice:
+        """The planner's choice for a key at its first use. Ranks meet. Raises RankMismatch where they mean different things by
+        it, or choose differently."""
+        choice = self._chooser(key, collectives, compute_us=compute_us, fixed=fixed).planned()
+        self.meet(_text(key, collectives, f"way: {choice.way}"), 0)
+        return self._settle(choice, collectives)
+
+    def measured(
+        self,
+        key: str,
+        collectives: Sequence[Collective],
+        kernels: Kernels,
+        compute: Callable[..., object],
+        *,
+        fixed: bool,
+    ) -> ConcurrentChoice:
+        """The fastest of a few for a key at its first use: compute may run many times. Whatever ends it on this rank ends it on
+        all."""
+        self.meet(_text(key, collectives), 0)
+        executor = self.executor(collectives[0].device)
+        with self.rank_group.failing(), rehearsed(collectives) as again:
+            compute(*kernels.of(0))  # how many blocks of a kernel fit is known once it has run
+            chooser = self._chooser(key, collectives, residents=kernels.residents(), fixed=fixed)
+
+            def run(method: Method) -> None:
+                with executor.running(method, again):
+                    compute(*kernels.of(method.resident))
+
+            choice = chooser.measured(executor, self.meet, run, lambda: compute(*kernels.of(0)), again)
+        return self._settle(choice, collectives)
+
+    def _settle(self, choice: ConcurrentChoice, collectives: Sequence[Collective]) -> ConcurrentChoice:
+        with self._lock:
+            same = _key(choice.key, collectives)
+            self._choices[same] = choice
+            return _used(self._choices, same)
+
+    def _chooser(
+        self,
+        key: str,
+        collectives: Sequence[Collective],
+        *,
+        compute_us: float | None = None,
+        residents: tuple[int, ...] = (),
+        fixed: bool,
+    ) -> Chooser:
+        """fixed: nothing of the computation can be changed any more: it is a graph."""
+        device = collectives[0].device
+        found = self.executor(device).abilities(collectives)
+        able = replace(found, left=False) if fixed else replace(found, residents=residents)
+        return Chooser(
+            key=key, problem=replace(self.problem(collectives), compute_us=compute_us), device=device, abilities=able
         )
 
     def problem(self, collectives: Sequence[Collective]) -> ConcurrentProblem:
         """What these are to a schedule, among the ranks of the first one."""
         size = collectives[0].ranks.size()
-        nodes = self.rank_group.nodes if sum(self.rank_group.nodes) == size else ()
+        nodes = self.nodes(size)
         found = tuple(collective.problem(size, nodes) for collective in collectives)
         return ConcurrentProblem(collectives=found, world_size=size, nodes=nodes)
+
+    def nodes(self, size: int) -> tuple[int, ...]:
+        """The ranks of each node, as a problem of `size` ranks has them."""
+        return self.rank_group.nodes if sum(self.rank_group.nodes) == size else ()
 
     def schedule(self, spec: str, collectives: Sequence[Collective]) -> Schedule:
         """The schedule of that name for these. Raises ValueError for a name that is none, and where it cannot run them."""
@@ -196,18 +151,21 @@ class Calls:
 
     def choices(self) -> list[ConcurrentChoice]:
         """What keys have chosen so far, and what hooks run."""
-        return [call.choice for call in self._calls.values() if call.choice] + [choice() for choice in self._hooks]
+        return [*self._choices.values(), *self._hooks.values()]
 
-    def add_hook(self, choice: Callable[[], ConcurrentChoice]) -> None:
-        """List what a hook runs among the choices."""
-        self._hooks.append(choice)
+    def add_hook(self, choice: ConcurrentChoice) -> None:
+        """List what a hook runs among the choices; of hooks with one key the last. Ranks meet. Raises RankMismatch where they
+        choose differently."""
+        self.meet(f"hook: {choice.key}\nway: {choice.way}", 0)
+        self._hooks[choice.key] = choice
+        _used(self._hooks, choice.key)
 
     def close(self) -> None:
         for kernels in self._kernels.values():
             kernels.close()
         for executor in self._executors.values():
             executor.close(broken=self.rank_group.broken is not None)
-        for table in (self._calls, self._kernels, self._executors, self._methods, self._given, self._hooks):
+        for table in (self._choices, self._kernels, self._executors, self._methods, self._given, self._hooks):
             table.clear()
 
 
@@ -217,6 +175,16 @@ def _used(table: OrderedDict[K, T], key: K, *, forget: Callable[[T], object] = l
     if len(table) > MOST:
         forget(table.popitem(last=False)[1])
     return table[key]
+
+
+def _key(key: str, collectives: Sequence[Collective]) -> tuple[object, ...]:
+    return key, *(collective.signature for collective in collectives)
+
+
+def _text(key: str, collectives: Sequence[Collective], *more: str) -> str:
+    """What ranks have to agree on at a key's first use."""
+    parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
+    return "\n".join([f"concurrent: {key}", *parts, *more])
 
 
 def _built(problem: ConcurrentProblem, spec: str, device: torch.device) -> Schedule:

@@ -70,17 +70,6 @@ class CudaExecutor(Executor):
             pull=all(collective.pulls for collective in collectives),
         )
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def passed(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())  # type: ignore[no-untyped-call]
-
-    def between_ns(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
-        return round(1e6 * float(begin.elapsed_time(end)))
-
     def time_ns(self, call: Callable[[], object], calls: int) -> int:
         timer = timer_for(self.device)
         assert timer is not None

@@ -24,7 +24,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ from weft.schedules.concurrent import Abilities, Method
 
 
 class Executor(ABC):
-    """One device of this process. Its marks are moments, of the caller's stream where there are streams."""
+    """One device of this process."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,18 +43,6 @@ class Executor(ABC):
     @abstractmethod
     def abilities(self, collectives: Sequence[Collective]) -> Abilities:
         """What methods may say here, for these. The same on every rank. Collective where weft has not used their groups yet."""
-
-    @abstractmethod
-    def mark(self) -> Any:
-        """Now."""
-
-    @abstractmethod
-    def passed(self, mark: Any) -> bool:
-        """Whether the device has come so far."""
-
-    @abstractmethod
-    def between_ns(self, begin: Any, end: Any) -> int:
-        """From one mark to another, both passed."""
 
     @abstractmethod
     def time_ns(self, call: Callable[[], object], calls: int) -> int:
@@ -149,15 +136,6 @@ class HostExecutor(Executor):
 
     def abilities(self, collectives: Sequence[Collective]) -> Abilities:
         return Abilities()
-
-    def mark(self) -> int:
-        return time.perf_counter_ns()
-
-    def passed(self, mark: int) -> bool:
-        return True
-
-    def between_ns(self, begin: int, end: int) -> int:
-        return end - begin
 
     def time_ns(self, call: Callable[[], object], calls: int) -> int:
         call()

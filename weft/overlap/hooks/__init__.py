@@ -1,9 +1,10 @@
-"""Where PyTorch's own data parallelism takes its collectives from weft.
+"""PyTorch's own data parallelism: gradients that weft averages, and when parameters are gathered.
 
 data_parallel.py    gradients of DistributedDataParallel
-fully_sharded.py    parameters and gradients of FSDP2's fully_shard
+fully_sharded.py    parameters of FSDP2's fully_shard
 gathered.py         when these are gathered, and how long they stay
 units.py            which modules fully_shard should take together
+ways.py             the names that both take
 """
 
 from __future__ import annotations

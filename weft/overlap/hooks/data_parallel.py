@@ -1,4 +1,4 @@
-"""Gradients of DistributedDataParallel, averaged bucket by bucket beside the backward pass, in the way found fastest.
+"""Gradients of DistributedDataParallel, averaged bucket by bucket beside the backward pass.
 
 autograd's stream            collectives' stream
 ... gradients of bucket 0
@@ -21,16 +21,19 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
+from weft.core.problem import CollectiveProblem
+from weft.ops.common import DTYPES, group_of
+from weft.overlap.concurrent.calls import Calls, calls_of
+from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
 from weft.overlap.concurrent.collectives import AllReduce
-from weft.overlap.concurrent.steps import StepTuner, specs_of, why_not_summed
-from weft.schedules.concurrent import PLAIN, Method
+from weft.overlap.hooks.ways import named
+from weft.runtime.groups import GROUPS
+from weft.schedules.concurrent import PLAIN, Method, parse
 
-WAYS = (
-    *("vendor", "sequential", "vendor+priority", "vendor+priority+ctas=16", "vendor+priority+ctas=8+left=8"),
-    *("copy_engine+priority+pull+ctas=16", "copy_engine+priority+pull+ctas=32"),
-)
-"""What blocks of steps take in turn, where the device has it; first the one to beat, which is what DistributedDataParallel does
-by itself."""
+WAYS = ("vendor", "sequential", "vendor+priority", "vendor+priority+ctas=16")
+"""What the planner chooses among. On 2 x H200 a GPT's steps by copy engines, or with SMs left free, took 0.98 to 1.03 times as
+long as with vendor, depending on how gradients lie in buckets. The planner cannot tell: it does not know the backward pass."""
 _BUCKET_MIB, _PYTORCHS_MIB = 100, 25
 """Of gradients that are averaged together. A GPT's step took 2% less with 100 than with PyTorch's 25, and no less with 400."""
 _BUCKETS = 8
@@ -89,11 +92,11 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
 
     Args:
         model: a DistributedDataParallel.
-        way: auto, for which the first steps take WAYS in turn, or one way for all: sequential, vendor, copy_engine, with
-            +priority, +pull, +ctas=N, and +left=N, which leaves SMs free from the first bucket of a backward pass to the last.
+        way: auto, for which the planner chooses among WAYS, or a name: sequential, vendor, copy_engine, with +priority, +pull,
+            +ctas=N, and +left=N, which leaves SMs free from the first bucket of a backward pass to the last.
         key: names this model in weft.concurrent_choices.
 
-    What is returned prints what the hook does and the way of each bucket; `way` is the way that steps take now.
+    What is returned prints what the hook does and the way of each bucket; `way` is the way that steps take.
     The model's first step is NCCL's, two plain streams, whatever the way: DistributedDataParallel then has all gradients in one
     bucket, which would ask copy engines for room that no later one needs.
     Raises ValueError for another model, or a way that a hook cannot take.
@@ -104,12 +107,47 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
         raise ValueError("model has mixed_precision, which averages gradients by a hook of its own; use torch.autocast instead")
     if getattr(model, "_comm_hooks", ()):
         raise ValueError("model has a communication hook; register one a model")
-    no_copies = why_not_summed(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
-    specs = specs_of(way, WAYS, without=_DDP_DECIDES, no_copies=no_copies)
-    tuner = StepTuner(key, specs, next(model.parameters()).device, model.process_group)
-    averaging = Averaging(tuner, model.process_group)
+    way = named(way, plain="vendor", without=_DDP_DECIDES, like=WAYS)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    others = sorted({str(parameter.dtype) for parameter in trained if parameter.dtype not in DTYPES})
+    if way != "auto" and parse(way).transport == "copy_engine" and others:
+        raise ValueError(
+            f"way is {way!r}, but gradients are {', '.join(others)}; copy engines sum {', '.join(DTYPES.values())}; use vendor"
+        )
+    group = model.process_group
+    calls, device = calls_of(GROUPS.state(group_of(group)[0])), next(model.parameters()).device
+    probe = AllReduce(torch.zeros(1, device=device), group)
+    if way == "auto":
+        problem = ConcurrentProblem(
+            collectives=(_bucket(model, calls),), world_size=group.size(), nodes=calls.nodes(group.size())
+        )
+        able = calls.executor(device).abilities((probe,))
+        choice = Chooser(key=key, problem=problem, device=device, abilities=able).planned(WAYS)
+    else:
+        choice = ConcurrentChoice(key=key, way=way, note="it was given")
+    averaging = Averaging(calls, choice, device, group)
+    averaging.take(choice.way)
+    calls.add_hook(choice)
     model.register_comm_hook(averaging, _average)
     return averaging
+
+
+def _bucket(model: DistributedDataParallel, calls: Calls) -> CollectiveProblem | OpaqueCollective:
+    """The average of one full bucket."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    largest = max(trained, key=torch.Tensor.numel)
+    if largest.dtype not in DTYPES:
+        return OpaqueCollective(name=f"all_reduce of {largest.dtype}")
+    nbytes = min(model.bucket_bytes_cap, sum(each.numel() * each.element_size() for each in trained))
+    size = model.process_group.size()
+    return CollectiveProblem(
+        op="all_reduce",
+        m=max(1, nbytes // largest.element_size()),
+        world_size=size,
+        dtype=DTYPES[largest.dtype],  # type: ignore[arg-type]
+        reduce_op="avg",
+        nodes=calls.nodes(size),
+    )
 
 
 class Averaging:
@@ -120,8 +158,9 @@ class Averaging:
     pass that raised in between is made up for by the next one. Beside the last bucket nothing computes: it has all blocks.
     """
 
-    def __init__(self, tuner: StepTuner, group: dist.ProcessGroup) -> None:
-        self.tuner, self.group = tuner, group
+    def __init__(self, calls: Calls, choice: ConcurrentChoice, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.choice, self.group = choice, group
+        self._calls, self._executor, self._chosen = calls, calls.executor(device), PLAIN
         self._begun = 0
         self._left = ExitStack()
         self._buckets: dict[int, tuple[str, Method]] = {}
@@ -129,7 +168,7 @@ class Averaging:
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._begin()
-        gradients, method = bucket.buffer(), self.way
+        gradients, method = bucket.buffer(), self._method
         if bucket.is_last():
             self._left.close()
             method = replace(method, ctas=0)
@@ -137,30 +176,36 @@ class Averaging:
             self._buckets[bucket.index()] = f"{gradients.numel()} elements, sparse", PLAIN
             return _sparse_average(gradients, self.group)
         mean = AllReduce(gradients, self.group, reduction="avg")
-        method = self.tuner.calls.method(str(method), (mean,))
+        method = self._calls.method(str(method), (mean,))
         self._buckets[bucket.index()] = mean.describe(), method
-        return self.tuner.executor.future(method, mean, gradients)
+        return self._executor.future(method, mean, gradients)
 
     @property
-    def way(self) -> Method:
-        """What steps run now, but for their last bucket, which has all blocks. The first step's is the vendor's."""
-        return self.tuner.way if self._begun > 1 else PLAIN
+    def _method(self) -> Method:
+        """Of this step, but for its last bucket, which has all blocks. The first step's is the vendor's."""
+        return self._chosen if self._begun > 1 else PLAIN
 
     @property
-    def settled(self) -> bool:
-        """Whether the way stays as it is."""
-        return self.tuner.settled
+    def way(self) -> str:
+        """What steps run."""
+        return self.choice.way
+
+    def take(self, way: str) -> None:
+        """Let steps take another way from the next one on. Collective. Raises ValueError for what the device cannot do."""
+        method, buffer = parse(way), torch.zeros(1, device=self._executor.device)
+        self._executor.prepare(method, (AllReduce(buffer, self.group),))
+        self._chosen = method
 
     def _begin(self) -> None:
         self._begun += 1
         if self._begun < 3:  # DistributedDataParallel lays its buckets out anew after the first step
             self._buckets.clear()
-        self.tuner.turn()
         self._left.close()
-        self._left.enter_context(self.tuner.executor.limits(self.way))
+        self._left.enter_context(self._executor.limits(self._method))
 
     def __repr__(self) -> str:
-        title = f"weft.hooks.ddp: gradients are averaged bucket by bucket among {self.group.size()} ranks; {self.tuner!r}"
+        title = f"weft.hooks.ddp: gradients are averaged bucket by bucket among {self.group.size()} ranks; "
+        title += f"{self.choice.key}: {self.way} ({self.choice.why})"
         lines = (f"bucket {i}: {what}, {method}" for i, (what, method) in sorted(self._buckets.items()))
         return "\n  ".join([title, *lines])
 
