@@ -18,8 +18,9 @@ import weft
 from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.overlap.concurrent import ConcurrentChoice, calls
 from weft.overlap.concurrent.executor import HostExecutor
+from weft.overlap.concurrent.program import Part, Program
 from weft.runtime.trial import Trial
-from weft.schedules.concurrent import SEQUENTIAL, Abilities, Method
+from weft.schedules.concurrent import Abilities
 
 CPU = torch.device("cpu")
 WAYS = ("sequential", "vendor", "vendor+late", "copy_engine", "copy_engine+late+ctas=2")
@@ -32,7 +33,7 @@ def _every_way() -> int:
     turn = 0
     for op in OPS:
         exchange, products = Exchange(op, CPU), Products(CPU)
-        for way in (*WAYS, *(["copy_engine+pull", "copy_engine+late+pull"] if exchange.collective.pulls else [])):
+        for way in (*WAYS, *(["copy_engine+pull", "copy_engine+late+pull"] if op in ("all_gather", "all_reduce") else [])):
             for delayed in range(3):
                 turn += 1
                 exchange.fill(turn)
@@ -74,14 +75,15 @@ class Scripted(HostExecutor):
     def abilities(self, collectives: Sequence[Any]) -> Abilities:
         return self.found
 
-    def prepare(self, method: Method, collectives: Sequence[Any]) -> None:
-        if self.script(str(method), dist.get_rank(), 0) < 0:
-            raise ValueError(f"this rank has no {method}")
+    def prepare(self, program: Program, collectives: Sequence[Any]) -> None:
+        if self.script(program.name, dist.get_rank(), 0) < 0:
+            raise ValueError(f"this rank has no {program.name}")
 
-    def running(self, method: Method, collectives: Sequence[Any]) -> Any:
-        self.last = str(method)
+    def running(self, program: Program, collectives: Sequence[Any]) -> Any:
+        self.last = program.name
         self.uses += 1
-        return super().running(SEQUENTIAL, collectives)
+        before = tuple(Part(number) for number in range(len(collectives)))
+        return super().running(Program(name="sequential", computation=program.computation, before=before), collectives)
 
     def time_ns(self, call: Callable[[], object], calls: int) -> int:
         self.last = ""
@@ -185,9 +187,9 @@ def test_sequential_is_measured_again_beside_the_best(ranks: RankFixture) -> Non
 class Moving(Scripted):
     """The same, on which ways run as they are."""
 
-    def running(self, method: Method, collectives: Sequence[Any]) -> Any:
-        self.last = str(method)
-        return HostExecutor.running(self, method, collectives)
+    def running(self, program: Program, collectives: Sequence[Any]) -> Any:
+        self.last = program.name
+        return HostExecutor.running(self, program, collectives)
 
 
 def _left_bound(fastest: str) -> list[str]:
@@ -214,7 +216,7 @@ def _left_bound(fastest: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("fastest", "kept"),
-    [("vendor", []), ("copy_engine+ctas=64", ["copy_engine"]), ("copy_engine+pull+ctas=32", ["copy_engine_pull"])],
+    [(way, [way] * (way != "vendor")) for way in ("vendor", "copy_engine+ctas=64", "copy_engine+pull+ctas=32")],
 )
 def test_what_lost_keeps_no_memory(ranks: RankFixture, fastest: str, kept: list[str]) -> None:
     for first, *others in ranks(2).run(_left_bound, fastest):
@@ -470,14 +472,14 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "way is vendor+priority; priority needs a GPU",
         "way is vendor+ctas=8; ctas needs a GPU",
         "residents is given without kernels",
-        "tensor is not contiguous",
-        "reduction is 'max'; use sum or avg",
+        "tensor is [4, 4] with strides (1, 4); it must be contiguous",
+        "reduction is 'max'; use 'sum' or 'avg'",
         "reduction is 'avg', of torch.int32, of which gloo has no mean; use sum",
         "tensor is a list; it must be a tensor",
-        "output has 8 elements; all_gather of 8 among 2 ranks gives 16",
+        "output has 8 elements; 2 ranks give 8 each: it needs 16",
         "output is torch.int32 on cpu, input torch.float32 on cpu; they must agree",
         "output overlaps input; all_to_all allows no overlap",
-        "input has 17 elements; 2 ranks share them: pad it",
+        "input has 17 elements; 2 ranks get 8 each: it needs 16",
         "send and receive are None",
         "send and to belong together; to is None",
         "to is ",

@@ -12,9 +12,10 @@ from conftest import RankFixture
 
 import weft
 from weft.core.errors import PeerLost
+from weft.core.schedule import UserCall
 from weft.overlap.concurrent.collectives import SendReceive, rehearsed
 from weft.overlap.concurrent.executor import HostExecutor
-from weft.schedules.concurrent import PLAIN
+from weft.overlap.concurrent.program import Beside, Part, Program
 
 
 def _averaged_in_two_steps(repeatable: bool) -> list[float]:
@@ -71,13 +72,14 @@ def test_gradients_that_could_not_be_averaged_raise() -> None:
         under_way.wait()
         raise PeerLost("rank 1 died")
 
+    program = Program(name="vendor", computation=UserCall("computation"), beside=Beside((Part(0),), False, False))
     executor._started = lambda collective: wait  # type: ignore[method-assign]
-    given = executor.future(PLAIN, cast(Any, None), torch.ones(2))
+    given = executor.future(program, cast(Any, None), torch.ones(2))
     assert not given.done()
     under_way.set()
     with pytest.raises(RuntimeError, match="rank 1 died"):
         given.wait()
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: executor.future(PLAIN, cast(Any, None), grad) and None)
+    x.register_hook(lambda grad: executor.future(program, cast(Any, None), grad) and None)
     with pytest.raises(PeerLost, match="rank 1 died"):
         x.sum().backward()

@@ -10,12 +10,16 @@ import pytest
 import torch
 from weft_log import warned
 
+from weft.core.concurrent import ConcurrentProblem
+from weft.core.problem import CollectiveProblem
+from weft.core.schedule import Schedule
 from weft.overlap import controls
 from weft.overlap.concurrent import cuda
 from weft.overlap.concurrent.collectives import Collective
 from weft.overlap.concurrent.cuda import CudaExecutor
 from weft.overlap.concurrent.kernels import Kernels
-from weft.schedules.concurrent import parse
+from weft.overlap.concurrent.program import Program, program_of
+from weft.schedules.concurrent import build
 
 GPU = torch.device("cuda", 0)
 
@@ -58,8 +62,8 @@ class Fake:
             raise RuntimeError("no link")
         self.log.append(f"collective on {self.log.current}" + ("" if group is self.ranks else f", {group}"))
 
-    def move(self, sms: int, *, pull: bool) -> None:
-        self.log.append(f"{'pulls' if pull else 'copies'} on {self.log.current}, {sms} SMs")
+    def move(self, schedule: Schedule) -> None:
+        self.log.append(f"{schedule.name} on {self.log.current}, {schedule.problem.sms} SMs")  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -97,12 +101,18 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return log
 
 
+def program(way: str) -> Program:
+    """What a rank runs of an all-reduce."""
+    one = CollectiveProblem(op="all_reduce", m=64, world_size=2, dtype="float32")
+    return program_of(build(ConcurrentProblem(collectives=(one,), world_size=2), way), 0)
+
+
 def run(log: Log, device: CudaExecutor, way: str, *, fails: bool = False) -> list[str]:
     """What one use does, and forget it."""
     fake = cast(Collective, Fake(log, fails=fails))
-    device.prepare(parse(way), [fake])
+    device.prepare(program(way), [fake])
     try:
-        with device.running(parse(way), [fake]):
+        with device.running(program(way), [fake]):
             log.append("computation")
             if fails:
                 raise KeyError
@@ -139,17 +149,17 @@ def test_budgets_and_blocks(log: Log) -> None:
     assert found[0] == "108 SMs"
     assert found[-2:] == ["main waits for high 1", "all SMs"]
     assert "collective on high 1, 16 blocks" in found
-    assert "copies on high 1, 8 SMs" in run(log, device, "copy_engine+priority+ctas=8")
-    assert "pulls on high 1, 0 SMs" in run(log, device, "copy_engine+priority+pull")
+    for way, sms in (("copy_engine+priority+ctas=8", 8), ("copy_engine+priority+pull", 32)):
+        assert f"{way} on high 1, {sms} SMs" in run(log, device, way)
     with pytest.raises(ValueError, match="left=132; this device has 132 SMs"):
-        device.prepare(parse("vendor+left=132"), [])
+        device.prepare(program("vendor+left=132"), [])
 
 
 @pytest.mark.parametrize("way", ["vendor+left=24", "vendor+late+left=24"])
 def test_an_exception_restores_and_joins(log: Log, way: str) -> None:
     device = CudaExecutor(GPU)
     found: list[str] = []
-    with pytest.raises(KeyError), device.running(parse(way), [cast(Collective, Fake(log))]):
+    with pytest.raises(KeyError), device.running(program(way), [cast(Collective, Fake(log))]):
         raise KeyError
     assert sorted(log) == sorted({*log}), "nothing twice"
     assert {"collective on normal 1", "main waits for normal 1"} < set(log)
@@ -163,7 +173,7 @@ def test_an_exception_restores_and_joins(log: Log, way: str) -> None:
 
 def test_uses_within_uses_have_streams_of_their_own(log: Log) -> None:
     device, fake = CudaExecutor(GPU), cast(Collective, Fake(log))
-    with device.running(parse("vendor"), [fake]), device.running(parse("vendor"), [fake]):
+    with device.running(program("vendor"), [fake]), device.running(program("vendor"), [fake]):
         log.append("computation")
     joins = [text for text in log if text.startswith("main waits")]
     assert joins == ["main waits for normal 2", "main waits for normal 1"]
@@ -175,7 +185,7 @@ def test_streams_go_back_at_the_end_once_each(log: Log, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: returned.append("idle"))
     device, fake = CudaExecutor(GPU), cast(Collective, Fake(log))
     for way in ("vendor", "vendor+priority", "vendor"):
-        with device.running(parse(way), [fake]), device.running(parse(way), [fake]):
+        with device.running(program(way), [fake]), device.running(program(way), [fake]):
             pass
     device.close(broken=True)
     assert returned == []
@@ -209,7 +219,7 @@ def test_a_future_is_set_where_the_collective_runs(log: Log, monkeypatch: pytest
     monkeypatch.setattr(torch.futures, "Future", Future)
     device = CudaExecutor(GPU)
     for way, stream in (("sequential", "main"), ("vendor+priority+ctas=8", "high 1")):
-        device.future(parse(way), cast(Collective, Fake(log)), cast(torch.Tensor, "gradients"))
+        device.future(program(way), cast(Collective, Fake(log)), cast(torch.Tensor, "gradients"))
         assert log[-1] == f"gradients on {stream}"
         log.clear()
 

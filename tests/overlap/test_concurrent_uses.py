@@ -15,7 +15,7 @@ from conftest import RankFixture
 import weft
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Schedule
+from weft.core.schedule import Copy, Lane, Schedule, Step
 from weft.overlap.concurrent.calls import MOST, calls_of
 from weft.runtime.groups import GROUPS
 
@@ -159,26 +159,87 @@ def _built_for(tensor: torch.Tensor) -> Schedule:
     return weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "vendor")
 
 
-def _wrong_schedules() -> list[str]:
-    """What happens to a schedule without buffers, and to one whose last rank has its lanes in another order."""
+def _wrong_schedules() -> str:
+    """What is said of a schedule without buffers."""
     tensor = torch.full((64,), float(dist.get_rank()))
-    right = _built_for(tensor)
-    others = (*right.ranks[:-1], tuple(reversed(right.ranks[-1])))
-    told = []
-    for schedule in (replace(right, buffers=()), replace(right, ranks=others)):
-        try:
-            weft.concurrent(lambda: None, weft.AllReduce(tensor, reduction="avg"), way=schedule)
-            told.append("ran")
-        except ValueError as error:
-            told.append(str(error))
-    weft.close()
-    return told
+    try:
+        weft.concurrent(lambda: None, weft.AllReduce(tensor, reduction="avg"), way=replace(_built_for(tensor), buffers=()))
+    except ValueError as error:
+        return str(error)
+    finally:
+        weft.close()
+    return "ran"
 
 
 def test_a_schedule_that_is_wrong_does_not_run(ranks: RankFixture) -> None:
-    for unproved, differs in ranks(2).run(_wrong_schedules):
-        assert "buffer a is missing" in unproved
-        assert "rank 1" in differs
+    for told in ranks(2).run(_wrong_schedules):
+        assert "buffer a is missing" in told
+
+
+def _own_lanes() -> list[str]:
+    """What happens on this rank, in order: with a schedule as it was built, with one in which rank 1 computes first, and with
+    one in which rank 1 has all on one lane, the collective behind the computation."""
+    tensor, events = torch.full((64,), float(dist.get_rank())), list[str]()
+    right = _built_for(tensor)
+    network, compute = right.ranks[1]
+    lanes = ((network, compute), (compute, network), (replace(compute, steps=compute.steps + network.steps),))
+    begin = dist.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *args, **options: events.append("collective") or begin(*args, **options))
+        for mine in lanes:
+            schedule = replace(right, ranks=(right.ranks[0], mine))
+            weft.concurrent(lambda: events.append("computation"), weft.AllReduce(tensor, reduction="avg"), way=schedule)
+            assert bool((tensor == 0.5).all())
+    weft.close()
+    return events
+
+
+def test_each_rank_runs_the_lanes_that_the_schedule_has_for_it(ranks: RankFixture) -> None:
+    first, second = ["collective", "computation"], ["computation", "collective"]
+    assert ranks(2).run(_own_lanes) == [first * 3, first + second * 2]
+
+
+def _halved(lane: Lane) -> Lane:
+    """Each copy as two."""
+    steps: list[Step] = []
+    for step in lane.steps:
+        if isinstance(step, Copy):
+            half = (step.src.rows[1] - step.src.rows[0]) // 2
+            for part in (slice(0, half), slice(half, 2 * half)):
+                regions = (
+                    replace(one, rows=(one.rows[0] + part.start, one.rows[0] + part.stop)) for one in (step.src, step.dst)
+                )
+                steps.append(Copy(*regions))
+        else:
+            steps.append(step)
+    return replace(lane, steps=tuple(steps))
+
+
+def _own_steps() -> list[list[int]]:
+    """How many copies each rank has in what is bound for a schedule by copy engines, and for one in which rank 1 copies by
+    halves. Both give the right result."""
+    weft.close()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    given, out = torch.arange(8.0) + 10 * rank, torch.zeros(8 * size)
+    one = CollectiveProblem(op="all_gather", m=8 * size, world_size=size, dtype="float32")
+    right = weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "copy_engine")
+    halves = replace(right, ranks=(right.ranks[0], tuple(map(_halved, right.ranks[1]))))
+    for schedule in (right, halves):
+        out.zero_()
+        weft.concurrent(lambda: None, weft.AllGather(out, given), way=schedule)
+        assert torch.equal(out.view(size, 8), torch.arange(8.0) + 10 * torch.arange(float(size)).unsqueeze(1))
+    group = dist.group.WORLD
+    assert group is not None
+    bound = GROUPS.state(group.group_name).programs.schedules()
+    found = [[sum(isinstance(step, Copy) for lane in lanes for step in lane.steps) for lanes in each.ranks] for each in bound]
+    weft.close()
+    return found
+
+
+def test_steps_of_one_rank_that_were_changed_run_as_they_are(ranks: RankFixture) -> None:
+    for (first, second), (same, halved) in ranks(2).run(_own_steps):
+        assert first == second == same > 0
+        assert halved == 2 * second
 
 
 def _proofs() -> int:
@@ -219,7 +280,7 @@ def _many_sizes(most: int) -> tuple[int, int, list[float]]:
             with weft.concurrent(collectives=weft.AllReduce(summed), key="sizes", way=way):
                 pass
     remembered = calls_of(GROUPS.state(group.group_name))
-    found = len(remembered._choices), len(remembered._methods), summed.tolist()
+    found = len(remembered._choices), len(remembered._programs), summed.tolist()
     weft.close()
     return found
 

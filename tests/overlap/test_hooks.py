@@ -16,9 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from weft.core.concurrent import ConcurrentProblem
+from weft.core.problem import CollectiveProblem
 from weft.overlap.concurrent import ConcurrentChoice
+from weft.overlap.concurrent.program import Program, program_of
 from weft.overlap.hooks import data_parallel
-from weft.schedules.concurrent import Method, parse
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -85,9 +87,9 @@ def _first_steps() -> list[list[tuple[str, int]]]:
     executor = trial._executor
     future = executor.future
 
-    def noting(way: Any, collective: Any, result: torch.Tensor) -> Any:
-        steps[-1].append((str(way), result.numel()))
-        return future(way, collective, result)
+    def noting(program: Program, collective: Any, result: torch.Tensor) -> Any:
+        steps[-1].append((program.name, result.numel()))
+        return future(program, collective, result)
 
     executor.future = noting
     _losses(model, 3)
@@ -103,13 +105,18 @@ def test_the_bucket_of_all_gradients_is_the_vendors(ranks: RankFixture) -> None:
             assert sum(elements for _, elements in step) == sum(elements for _, elements in first)
 
 
+def _program(spec: str, collectives: Any) -> Program:
+    one = CollectiveProblem(op="all_reduce", m=64, world_size=2, dtype="float32")
+    return program_of(weft.build(ConcurrentProblem(collectives=(one,), world_size=2), spec), 0)
+
+
 def _left_free(ends: tuple[bool, ...]) -> list[str]:
     """What buckets ask the device for, in steps of two buckets; of one where a pass ends early."""
     events: list[str] = []
 
     @contextmanager
-    def limits(method: Method) -> Iterator[None]:
-        events.append(f"leave {method.left}")
+    def limits(program: Program) -> Iterator[None]:
+        events.append(f"leave {program.computation.left}")
         yield
         events.append("take back")
 
@@ -117,9 +124,9 @@ def _left_free(ends: tuple[bool, ...]) -> list[str]:
         device=torch.device("cpu"),
         prepare=lambda *_: None,
         limits=limits,
-        future=lambda way, *_: events.append(f"bucket, ctas={way.ctas}"),
+        future=lambda program, *_: events.append(f"bucket, ctas={program.parts[0].ctas}"),
     )
-    calls: Any = SimpleNamespace(method=lambda spec, _: parse(spec), executor=lambda device: executor)
+    calls: Any = SimpleNamespace(program=_program, executor=lambda device: executor)
     choice = ConcurrentChoice(key="k", way="vendor+ctas=3+left=4")
     steps = data_parallel.Averaging(calls, choice, torch.device("cpu"), cast(dist.ProcessGroup, dist.group.WORLD))
     steps.take(choice.way)
@@ -134,10 +141,11 @@ def _left_free(ends: tuple[bool, ...]) -> list[str]:
 def test_sms_are_left_free_from_the_first_bucket_to_the_last(ranks: RankFixture, ends: tuple[bool, ...]) -> None:
     expected = []
     for step, whole in enumerate(ends):
-        if step and not ends[step - 1]:
+        if step > 1 and not ends[step - 1]:
             expected.append("take back")
         left, ctas = (4, 3) if step else (0, 0)
-        expected += [f"leave {left}", f"bucket, ctas={ctas}"] + (["take back", "bucket, ctas=0"] if whole else [])
+        expected += [f"leave {left}"] * bool(step) + [f"bucket, ctas={ctas}"]
+        expected += ["take back"] * bool(step and whole) + ["bucket, ctas=0"] * whole
     assert ranks(2).run(_left_free, ends) == [expected] * 2
 
 

@@ -14,8 +14,10 @@ from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, number_of,
 from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Collective, Copy, Flag, Lane, Region, Schedule, Signal, Step, UserCall, Wait
 from weft.core.span import total_us
+from weft.overlap.concurrent.program import Beside, Part, Program, program_of
 from weft.planner.shortlist import AT_MOST, shortlist
-from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, Method, build, candidates, family, method_of, parse
+from weft.schedules import collectives
+from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, Method, build, candidates, family, parse
 
 H200 = machine.load("h200x8")
 
@@ -71,7 +73,9 @@ def test_only_what_the_device_has_is_a_candidate() -> None:
 
 @pytest.mark.parametrize("spec", ["vendor+ahead=2", "vendor+keep+ctas=4", "copy_engine+late+resident=1", "vendor+left=3"])
 def test_what_is_asked_of_the_computation_is_in_the_schedule(spec: str) -> None:
-    assert method_of(weft.build(problem("reduce_scatter"), spec)) == parse(spec)
+    found = program_of(weft.build(problem("reduce_scatter"), spec), 1).computation
+    asked = parse(spec)
+    assert (found.left, found.resident, found.ahead, found.keep) == (asked.left, asked.resident, asked.ahead, asked.keep)
 
 
 def test_lanes_are_in_the_order_in_which_they_are_enqueued() -> None:
@@ -202,56 +206,105 @@ def test_nothing_to_hide_leaves_sequential(compute_us: float, communication_us: 
     assert shortlist(weft.plan(whole, H200)) == ("sequential",)
 
 
-def test_a_schedule_of_no_such_form_has_no_method() -> None:
-    with pytest.raises(ValueError, match="use one for a ConcurrentProblem"):
-        method_of(weft.build(collective(), "sequential"))
-    schedule = weft.build(problem("all_reduce"), "vendor")
-    nothing = tuple((Lane("network", "network", lanes[0].steps),) for lanes in schedule.ranks)
-    with pytest.raises(ValueError, match="has no UserCall for the computation"):
-        method_of(replace(schedule, ranks=nothing))
-
-
 def with_lanes(schedule: Schedule, rank: int, *lanes: Lane) -> Schedule:
     return replace(schedule, ranks=(*schedule.ranks[:rank], lanes, *schedule.ranks[rank + 1 :]))
 
 
-def test_ranks_that_differ_are_not_run_as_rank_0() -> None:
+def test_each_rank_runs_its_own_lanes() -> None:
     schedule = weft.build(problem("all_reduce"), "vendor")
     network, compute = schedule.ranks[1]
-    late = with_lanes(schedule, 1, compute, network)
-    prior = with_lanes(schedule, 1, replace(network, priority=True), compute)
-    fewer = with_lanes(schedule, 1, network, replace(compute, steps=(replace(compute.steps[0], left=8),)))  # type: ignore[type-var]
-    for other in (late, prior, fewer):
+    (call,) = compute.steps
+    assert isinstance(call, UserCall)
+    one = replace(compute, steps=(*network.steps, call))
+    for lanes, expected in (
+        ((compute, network), Program(name="vendor", computation=call, beside=Beside((Part(0),), False, True))),
+        (
+            (replace(network, priority=True), compute),
+            Program(name="vendor", computation=call, beside=Beside((Part(0),), True, False)),
+        ),
+        ((one,), Program(name="vendor", computation=call, before=(Part(0),))),
+        ((replace(compute, steps=(call, *network.steps)),), Program(name="vendor", computation=call, after=(Part(0),))),
+        (
+            (network, replace(compute, steps=(replace(call, left=8),))),
+            Program(name="vendor", computation=replace(call, left=8), beside=Beside((Part(0),), False, False)),
+        ),
+    ):
+        other = with_lanes(schedule, 1, *lanes)
         weft.check(other)
-        with pytest.raises(ValueError, match="rank 1"):
-            method_of(other)
+        assert program_of(other, 1) == expected
+        assert program_of(other, 0) == program_of(schedule, 0) != expected
 
 
-@pytest.mark.parametrize("spec", ["vendor", "copy_engine", "copy_engine+pull"])
+def test_ranks_do_not_differ_where_collectives_have_to_match() -> None:
+    whole = problem("all_reduce", "all_reduce")
+    vendor, moved = weft.build(whole, "vendor+ctas=8"), weft.build(whole, "copy_engine+ctas=8")
+    network, compute = vendor.ranks[1]
+    (call,) = compute.steps
+    blocks = next(at for at, lane in enumerate(moved.ranks[1]) if lane.kind == "blocks")
+
+    def changed_blocks(**options: Any) -> Schedule:
+        lanes = list(moved.ranks[1])
+        lanes[blocks] = replace(lanes[blocks], **options)
+        return with_lanes(moved, 1, *lanes)
+
+    first, second = network.steps
+    for wrong, match in (
+        (
+            with_lanes(vendor, 1, replace(network, ctas=4), compute),
+            "ctas is 4 on rank 1, lane network, and 8 on rank 0, lane net",
+        ),
+        (changed_blocks(ctas=4), "ctas is 4 on rank 1, lane .*, and 8 on rank 0"),
+        (changed_blocks(priority=True), "rank 1 has lanes .*give all the same priority"),
+        (with_lanes(moved, 1, network, compute), "collective 0: "),
+        (
+            with_lanes(vendor, 1, replace(network, steps=(first,)), replace(compute, steps=(call, second))),
+            "rank 1 has NCCL's collectives on lanes compute, network; use one lane",
+        ),
+        (with_lanes(vendor, 1, replace(network, kind="copy"), compute), r"rank 1.*lane.* network"),
+        (with_lanes(moved, 1, *moved.ranks[1][:-1], replace(network, steps=(first,)), compute), "use NCCL for all"),
+    ):
+        with pytest.raises(ScheduleError, match=match):
+            weft.check(wrong)
+
+
+def by_name(lanes: tuple[Lane, ...]) -> list[Lane]:
+    return sorted(lanes, key=lambda lane: lane.name)
+
+
+@pytest.mark.parametrize("spec", ["copy_engine", "copy_engine+pull+late", "copy_engine+ctas=8"])
 @pytest.mark.parametrize("fan_out", [False, True])
-def test_a_step_that_would_not_run_is_refused(spec: str, fan_out: bool) -> None:
-    schedule = build(problem("all_reduce"), spec, fan_out=fan_out)
-    assert str(method_of(schedule)) == spec
-    for rank in range(4):
-        lane, *others = schedule.ranks[rank]
-        more = with_lanes(schedule, rank, replace(lane, steps=(*lane.steps, Signal(Flag("never", rank)))), *others)
-        weft.check(more)
-        with pytest.raises(ValueError, match=f"rank {rank}, lane {lane.name}, step {len(lane.steps)} "):
-            method_of(more)
+def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> None:
+    """Of each collective the schedule that weft.schedules.collectives makes; and whatever else is in a rank's lanes."""
+    whole = problem("all_gather", "all_reduce")
+    schedule = build(whole, spec, fan_out=fan_out)
+    beside = program_of(schedule, 2).beside
+    assert beside is not None
+    assert [part.number for part in beside.parts] == [0, 1]
+    pushed, pulled = (collectives.pushed, collectives.all_reduced), (collectives.pulled, collectives.all_reduced_pulled)
+    for part, made in zip(beside.parts, pulled if "pull" in spec else pushed, strict=True):
+        one = whole.collectives[part.number]
+        assert isinstance(one, CollectiveProblem)
+        own = made(replace(one, sms=8) if "ctas" in spec else one, "copy_engine", 4, fan_out=fan_out)
+        assert part.steps is not None
+        assert (part.steps.problem, part.steps.buffers) == (own.problem, own.buffers)
+        assert [*map(by_name, part.steps.ranks)] == [*map(by_name, own.ranks)]
+    lane, *others = schedule.ranks[1] if "late" not in spec else schedule.ranks[1][::-1]
+    more = replace(lane, steps=(*lane.steps, Signal(Flag("never.1", 1))))
+    lanes = (more, *others) if "late" not in spec else (*others[::-1], more)
+    found = program_of(with_lanes(schedule, 1, *lanes), 0).beside
+    assert found is not None
+    assert found.parts[0] == beside.parts[0]
+    assert Signal(Flag("never", 1)) in [step for lane in found.parts[1].steps.ranks[1] for step in lane.steps]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("ops", [("all_gather",), ("all_reduce",), ("all_gather", "all_reduce")])
 def test_one_rank_has_the_schedules_of_many(ops: tuple[Op, ...]) -> None:
     alone = problem(*ops, world_size=1)
     for spec in (*candidates(alone), "copy_engine", "copy_engine+pull"):
-        method = parse(spec)
-        found = method_of(weft.build(alone, spec))
-        assert (found.transport, found.ctas, found.left, found.priority) == (
-            method.transport,
-            method.ctas,
-            method.left,
-            method.priority,
-        )
+        schedule, method = weft.build(alone, spec), parse(spec)
+        weft.check(schedule)
+        found = program_of(schedule, 0)
+        assert (found.name, found.computation.left, found.priority) == (spec, method.left, method.priority)
 
 
 def test_two_names_are_never_one_to_the_proof() -> None:

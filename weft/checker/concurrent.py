@@ -9,14 +9,12 @@ the proof of a collective holds for any delay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
 from weft.checker.program import ScheduleError
-from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, number_of, plain
-from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Collective, Lane, Schedule, Step, UserCall, advances, regions, waits
-from weft.schedules.concurrent import renamed
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, number_of
+from weft.core.schedule import Collective, Lane, Schedule, Step, UserCall
+from weft.schedules.concurrent import alone, numbers
 
 
 def check_concurrent(schedule: Schedule, problem: ConcurrentProblem, check: Callable[[Schedule], None]) -> None:
@@ -25,14 +23,16 @@ def check_concurrent(schedule: Schedule, problem: ConcurrentProblem, check: Call
         raise ScheduleError(f"the schedule has {len(schedule.ranks)} ranks; its problem has {problem.world_size}")
     for rank, lanes in enumerate(schedule.ranks):
         _check_calls(rank, lanes, problem)
+        _check_lanes(rank, lanes)
         for lane in lanes:
             _check_order(rank, lane, problem)
+    _check_blocks(schedule)
     for buffer in schedule.buffers:
         if number_of(buffer.name) >= len(problem.collectives):
             raise ScheduleError(f"buffer {buffer.name} belongs to no collective; the problem has {len(problem.collectives)}")
-    for number, one in problem.known:
+    for number, _ in problem.known:
         try:
-            check(_alone(schedule, number, one))
+            check(alone(schedule, number))
         except ScheduleError as error:
             raise ScheduleError(f"collective {number}: {error}") from None
 
@@ -48,47 +48,71 @@ def _check_calls(rank: int, lanes: tuple[Lane, ...], problem: ConcurrentProblem)
     called = sorted(step.collective for _, step in found if step.collective is not None)
     if called != opaque:
         raise ScheduleError(f"rank {rank} calls collectives {called}; those that are not described are {opaque}")
-    vendors = {lane.name for lane in lanes for step in lane.steps if isinstance(step, Collective)}
-    vendors |= {lane.name for lane, step in found if step.collective is not None}
+
+
+def _check_lanes(rank: int, lanes: tuple[Lane, ...]) -> None:
+    """Collectives run one after the other: NCCL's on one lane, of kind compute or network, which has nothing else; or the steps
+    of all on other lanes, which are enqueued together."""
+    vendors = [lane for lane in lanes if any(map(_is_vendors, lane.steps))]
+    moving = [lane for lane in lanes if lane.steps and lane.kind not in ("compute", "network")]
     if len(vendors) > 1:
-        raise ScheduleError(f"rank {rank} has the vendor's collectives on lanes {', '.join(sorted(vendors))}; use one lane")
+        raise ScheduleError(f"rank {rank} has NCCL's collectives on lanes {_names(vendors)}; use one lane")
+    if vendors and moving:
+        raise ScheduleError(
+            f"rank {rank} has NCCL's collectives on lane {_names(vendors)}, and other steps on {_names(moving)}; use NCCL "
+            "for all collectives or for none, so that they run one after the other"
+        )
+    for lane in lanes:
+        for position, step in enumerate(lane.steps):
+            if (lane.kind in ("compute", "network")) != (_is_vendors(step) or isinstance(step, UserCall)):
+                raise ScheduleError(
+                    f"rank {rank}, lane {lane.name}, step {position} ({step}): lanes of kind compute and network have NCCL's "
+                    "collectives and calls of the user's own, and other lanes have all other steps"
+                )
+    at = next(at for at, lane in enumerate(lanes) if any(map(_is_computation, lane.steps)))
+    if len({(lane.priority, lanes.index(lane) > at) for lane in moving}) > 1:
+        raise ScheduleError(
+            f"rank {rank} has lanes {_names(moving)}, which are enqueued together; give all the same priority, and list all "
+            f"before lane {lanes[at].name} or all after it"
+        )
+
+
+def _check_blocks(schedule: Schedule) -> None:
+    """A collective's kernels have the same number of blocks on all ranks: NCCL's would be of two communicators, and wait for
+    each other for ever."""
+    found: dict[bool, tuple[int, str]] = {}
+    for rank, lanes in enumerate(schedule.ranks):
+        for lane in lanes:
+            vendors = any(map(_is_vendors, lane.steps))
+            if not vendors and (lane.kind != "blocks" or not lane.steps):
+                continue
+            first, where = found.setdefault(vendors, (lane.ctas, f"rank {rank}, lane {lane.name}"))
+            if lane.ctas != first:
+                raise ScheduleError(
+                    f"ctas is {lane.ctas} on rank {rank}, lane {lane.name}, and {first} on {where}; use one number"
+                )
+
+
+def _is_vendors(step: Step) -> bool:
+    return isinstance(step, Collective) or (isinstance(step, UserCall) and step.collective is not None)
+
+
+def _is_computation(step: Step) -> bool:
+    return isinstance(step, UserCall) and step.collective is None
+
+
+def _names(lanes: list[Lane]) -> str:
+    return ", ".join(sorted(lane.name for lane in lanes))
 
 
 def _check_order(rank: int, lane: Lane, problem: ConcurrentProblem) -> None:
     last = 0
     for position, step in enumerate(lane.steps):
         where = f"rank {rank}, lane {lane.name}, step {position} ({step})"
-        numbers = set(_numbers(step))
-        if len(numbers) > 1:
-            raise ScheduleError(f"{where}: it touches buffers or flags of collectives {sorted(numbers)}; use a step for each")
-        number = next(iter(numbers), last)
+        found = set(numbers(step))
+        if len(found) > 1:
+            raise ScheduleError(f"{where}: it touches buffers or flags of collectives {sorted(found)}; use a step for each")
+        number = next(iter(found), last)
         if not last <= number < len(problem.collectives):
             raise ScheduleError(f"{where}: it is of collective {number}, behind a step of {last}; they run in their order")
         last = number
-
-
-def _numbers(step: Step) -> Iterator[int]:
-    """Of the collectives that a step belongs to."""
-    if isinstance(step, UserCall):
-        yield from () if step.collective is None else (step.collective,)
-    yield from (number_of(region.buffer) for region in regions(step))
-    yield from (number_of(wait.flag.name) for wait in waits(step))
-    yield from (number_of(flag.name) for flag in advances(step))
-
-
-def _alone(schedule: Schedule, number: int, problem: CollectiveProblem) -> Schedule:
-    """The part of a schedule that is one collective's, as a schedule of that problem."""
-    buffers = (buffer for buffer in schedule.buffers if number_of(buffer.name) == number)
-    return Schedule(
-        problem=problem,
-        name=schedule.name,
-        buffers=tuple(replace(buffer, name=plain(buffer.name)) for buffer in buffers),
-        ranks=tuple(tuple(_own(lane, number) for lane in lanes) for lanes in schedule.ranks),
-    )
-
-
-def _own(lane: Lane, number: int) -> Lane:
-    """A network lane has the vendor's collectives here, which are kernels as any: they need SMs."""
-    steps = (step for step in lane.steps if not isinstance(step, UserCall) and number in _numbers(step))
-    kind = "blocks" if lane.kind == "network" else lane.kind
-    return Lane(lane.name, kind, tuple(renamed(step, plain) if number else step for step in steps))

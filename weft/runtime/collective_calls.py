@@ -57,7 +57,7 @@ def affordable(staging_bytes: int, device: torch.device) -> int:
 class CollectiveCall(Call):
     """a, out: contiguous; of any dtype where nothing is summed. They may be one memory as CollectiveProblem has it.
 
-    reach: where out lies, if peers can write it."""
+    reach: where out lies, if peers can write it. unit: what elements are moved as where nothing is summed."""
 
     a: torch.Tensor
     out: torch.Tensor
@@ -65,6 +65,7 @@ class CollectiveCall(Call):
     sms: int
     reduce_op: Literal["sum", "avg"] = "sum"
     reach: SymmetricPlace | None = None
+    unit: torch.dtype = torch.uint8
 
     @property
     def inputs(self) -> Inputs:
@@ -95,9 +96,9 @@ class CollectiveCall(Call):
         return self.reach is None and self.out.numel() * self.out.element_size() <= _MOST_TRIED_BYTES
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As one column, of bytes where nothing is summed."""
+        """As one column, of units where nothing is summed."""
         flat = _plain(tensor).view(-1)
-        return (flat if self._sums else flat.view(torch.uint8)).view(-1, 1)
+        return (flat if self._sums else flat.view(self.unit)).view(-1, 1)
 
     @property
     def _sums(self) -> bool:
@@ -109,7 +110,9 @@ class CollectiveCall(Call):
 
     @property
     def share(self) -> int:
-        """Bytes that this rank can stage: the problem's are the least of all ranks'."""
+        """Bytes that this rank can stage: the problem's are the least of all ranks'. A Schedule value has said how many."""
+        if self.schedule.startswith("value:"):
+            return self.staging_bytes
         return affordable(self.staging_bytes, self.a.device)
 
     @property
@@ -134,13 +137,13 @@ class CollectiveCall(Call):
         return "\n".join(lines)
 
     def problem(self, shares: tuple[int, ...]) -> CollectiveProblem:
-        size = 1 if self._sums else self.a.element_size()
-        dtype = str(self.a.dtype).removeprefix("torch.") if self._sums else "uint8"
+        unit = self.a.dtype if self._sums else self.unit
+        size = self.a.element_size()
         return CollectiveProblem(
             op=self.op,
-            m=max(self.a.numel(), self.out.numel()) * size,
+            m=max(self.a.numel(), self.out.numel()) * size // unit.itemsize,
             world_size=len(shares),
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=str(unit).removeprefix("torch."),  # type: ignore[arg-type]
             reduce_op=self.reduce_op,
             staging_bytes=min(shares),
             sms=self.sms,

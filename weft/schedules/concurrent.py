@@ -1,7 +1,7 @@
 """Builders for collectives beside a computation of the user's own. The name of a schedule says all that two of them differ in.
 
 Names, as `way=` takes them: sequential, or vendor or copy_engine with any of +late, +priority, +pull, +ctas=N, +left=N,
-+resident=N; for fully_shard also +ahead=N and +keep. `Method` has these as fields.
++resident=N; for fully_shard also +ahead=N and +keep. `Method` has these as fields, for `build`; what runs is the schedule.
 
 Lanes of a rank, in the order in which they are enqueued:
 
@@ -20,16 +20,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import zip_longest
 from typing import Any, Literal
 
-from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, named
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, named, number_of, plain
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Buffer, Collective, Flag, Lane, Region, Schedule, Step, UserCall
+from weft.core.schedule import (
+    Buffer,
+    Collective,
+    Flag,
+    Lane,
+    Region,
+    Schedule,
+    Step,
+    UserCall,
+    advances,
+    regions,
+    waits,
+)
 from weft.schedules import collectives
 
 Transport = Literal["none", "vendor", "copy_engine"]
 COMPUTATION = "computation"
+LOCAL = "blocks.local"
+"""The lane of what copy engines' schedules do on their compute lane."""
 BUDGETS = ((0, 24), (16, 0), (8, 8))
 """Candidates: (blocks, SMs left) of a vendor's collective that has priority. 16 blocks reach 0.89 of what all SMs store to
 peers on 8 x H200. Without SMs left, 8 were never the best of 23 pairs on 4 x H200; nor were 16 with 16."""
@@ -222,7 +235,7 @@ def _moved(problem: ConcurrentProblem, spec: str, method: Method, computation: U
         buffers += (replace(buffer, name=named(buffer.name, number)) for buffer in schedule.buffers)
         for rank, lanes in enumerate(schedule.ranks):
             for lane in lanes:
-                name = "blocks.local" if lane.kind == "compute" else lane.name
+                name = LOCAL if lane.kind == "compute" else lane.name
                 kinds[name] = "blocks" if lane.kind == "compute" else lane.kind
                 steps[rank].setdefault(name, []).extend(_steps(lane, number))
     ranks = []
@@ -274,72 +287,40 @@ def renamed(value: Any, rename: Callable[[str], str]) -> Any:
     return value
 
 
-def method_of(schedule: Schedule) -> Method:
-    """What a schedule says, read from the lanes of rank 0: the inverse of `build`. An executor runs what the method says and
-    nothing else of the schedule, so this raises ValueError for a schedule that `build` does not make of it."""
-    if not isinstance(schedule.problem, ConcurrentProblem):
-        raise ValueError(f"schedule is for {schedule.problem}; use one for a ConcurrentProblem")
-    method = _read(schedule, schedule.ranks[0] if schedule.ranks else ())
-    known = []
-    for made in _builds(schedule.problem, method):
-        if schedule.ranks == made.ranks:
-            return parse(made.name)
-        known.append(made)
-    raise ValueError(f"schedule {schedule.name} would run as {method}, but {_difference(schedule, known)}")
-
-
-def _read(schedule: Schedule, lanes: tuple[Lane, ...]) -> Method:
-    """What the lanes of a rank say, but for pull."""
-    at = next((i for i, lane in enumerate(lanes) if lane.kind == "compute"), 0)
-    steps = lanes[at].steps if lanes else ()
-    call = next((step for step in steps if isinstance(step, UserCall) and step.collective is None), None)
-    if call is None:
-        raise ValueError(f"schedule {schedule.name} has no UserCall for the computation")
-    others = lanes[:at] + lanes[at + 1 :]
-    if not others and len(steps) > 1:
-        return SEQUENTIAL
-    vendor = others and all(lane.kind == "network" for lane in others)
-    return Method(
-        transport="vendor" if vendor else "copy_engine",
-        late=at < len(others),
-        priority=any(lane.priority for lane in others),
-        ctas=max((lane.ctas for lane in others), default=0),
-        left=call.left,
-        resident=call.resident,
-        ahead=call.ahead,
-        keep=call.keep,
+def alone(schedule: Schedule, number: int) -> Schedule:
+    """The part of a schedule that is one collective's: what is proved of it, and what runs where it is not NCCL's. NCCL's
+    collectives are kernels as any here: they need SMs."""
+    assert isinstance(schedule.problem, ConcurrentProblem)
+    one = schedule.problem.collectives[number]
+    assert isinstance(one, CollectiveProblem)
+    buffers = (buffer for buffer in schedule.buffers if number_of(buffer.name) == number)
+    lanes = [[(lane, _own(lane, number)) for lane in lanes] for lanes in schedule.ranks]
+    sms = max((lane.ctas for rank in lanes for lane, steps in rank if lane.kind == "blocks" and steps), default=0)
+    return Schedule(
+        problem=replace(one, sms=sms or one.sms),
+        name=schedule.name,
+        buffers=tuple(replace(buffer, name=plain(buffer.name)) for buffer in buffers),
+        ranks=tuple(tuple(Lane(*_place(lane), steps) for lane, steps in rank if steps) for rank in lanes),
     )
 
 
-def _builds(problem: ConcurrentProblem, method: Method) -> Iterator[Schedule]:
-    """All that `build` makes of a method, by copy engines with and without pull."""
-    yield build(problem, str(method))
-    if method.transport != "copy_engine":
-        return
-    yield build(problem, str(method), fan_out=True)
-    if everything(problem).pull:
-        for fan_out in (False, True):
-            yield build(problem, str(replace(method, pull=True)), fan_out=fan_out)
+def _own(lane: Lane, number: int) -> tuple[Step, ...]:
+    """The steps of a collective that is described, by the names of its own schedule."""
+    steps = (step for step in lane.steps if not isinstance(step, UserCall) and number in numbers(step))
+    return tuple(renamed(step, plain) if number else step for step in steps)
 
 
-def _difference(schedule: Schedule, known: list[Schedule]) -> str:
-    """Where a schedule first differs from the one of those known that has most lanes in common with it, in words."""
-    if len(schedule.ranks) != len(known[0].ranks):
-        return f"it has {len(schedule.ranks)} ranks, not {len(known[0].ranks)}"
-
-    def common(made: Schedule) -> int:
-        return sum(lane in theirs for mine, theirs in zip(schedule.ranks, made.ranks, strict=True) for lane in mine)
-
-    made = max(known, key=common)
-    rank = next(rank for rank, lanes in enumerate(schedule.ranks) if lanes != made.ranks[rank])
-    mine, theirs = schedule.ranks[rank], made.ranks[rank]
-    if _heads(mine) != _heads(theirs):
-        return f"rank {rank} has lanes {_heads(mine)}, not {_heads(theirs)}"
-    one, other = next((one, other) for one, other in zip(mine, theirs, strict=True) if one != other)
-    steps = enumerate(zip_longest(one.steps, other.steps, fillvalue="nothing"))
-    position, (has, wanted) = next((at, pair) for at, pair in steps if pair[0] != pair[1])
-    return f"rank {rank}, lane {one.name}, step {position} is {has}, not {wanted}"
+def _place(lane: Lane) -> tuple[str, Any]:
+    """The name and the kind of a lane in the collective's own schedule."""
+    if lane.name == LOCAL:
+        return "compute", "compute"
+    return lane.name, "blocks" if lane.kind == "network" else lane.kind
 
 
-def _heads(lanes: tuple[Lane, ...]) -> str:
-    return ", ".join(f"{lane.name} ({lane.kind}, priority={lane.priority}, ctas={lane.ctas})" for lane in lanes) or "none"
+def numbers(step: Step) -> Iterator[int]:
+    """Of the collectives that a step belongs to."""
+    if isinstance(step, UserCall):
+        yield from () if step.collective is None else (step.collective,)
+    yield from (number_of(region.buffer) for region in regions(step))
+    yield from (number_of(wait.flag.name) for wait in waits(step))
+    yield from (number_of(flag.name) for flag in advances(step))

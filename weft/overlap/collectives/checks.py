@@ -19,14 +19,14 @@ Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 """As weft's operators have it, "sum" or "avg", or as torch.distributed has it."""
 
 
-def reduction(op: Reduction) -> Literal["sum", "avg"]:
-    """What `op` says. Raises ValueError for a reduction that weft does not have."""
-    require("op", op, (str, dist.ReduceOp, dist.ReduceOp.RedOpType), "use 'sum' or 'avg', or dist.ReduceOp.SUM or AVG")
+def reduction(op: Reduction, name: str = "op") -> Literal["sum", "avg"]:
+    """What `op` says; name: of the argument. Raises ValueError for a reduction that weft does not have."""
+    require(name, op, (str, dist.ReduceOp, dist.ReduceOp.RedOpType), "use 'sum' or 'avg', or dist.ReduceOp.SUM or AVG")
     known = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
-    for name, value in known.items():
-        if op in (name, value):
-            return cast(Literal["sum", "avg"], name)
-    raise ValueError(f"op is {op!r}; use 'sum' or 'avg', or dist.ReduceOp.SUM or AVG")
+    for text, value in known.items():
+        if op in (text, value):
+            return cast(Literal["sum", "avg"], text)
+    raise ValueError(f"{name} is {op!r}; use 'sum' or 'avg', or dist.ReduceOp.SUM or AVG")
 
 
 def call_of(
@@ -41,48 +41,65 @@ def call_of(
     staging_bytes: int | None,
     sms: int | None,
 ) -> tuple[str, CollectiveCall]:
-    """(the group's name, the call). Raises ValueError for what no rank could do."""
+    """(the group's name, the call). What a Schedule value's problem says of memory and SMs is what the call takes. Raises
+    ValueError for what no rank could do."""
     group_name, rank, world_size = group_of(group)
-    for name, tensor in zip(names, (output, input), strict=True):
-        check_tensor(op, name, tensor)
-        _check_contiguous(name, tensor)
-    if output.dtype != input.dtype or output.device != input.device:
-        have, need = f"{output.dtype} on {output.device}", f"{input.dtype} on {input.device}"
-        raise ValueError(f"{names[0]} is {have}, {names[1]} {need}; they must agree")
-    _check_sizes(op, output, input, world_size)
-    check_overlap(op, output, input, rank)
+    check_pair(op, output, input, rank, world_size, names=names)
+    if op in ("reduce_scatter", "all_reduce"):
+        check_summed(op, names[0], output)
+    staging_bytes, sms, reachable, unit = check_staging(staging_bytes), check_sms(sms), op != "reduce_scatter", torch.uint8
+    if isinstance(schedule, Schedule) and isinstance(schedule.problem, CollectiveProblem):
+        given = schedule.problem
+        staging_bytes, sms, reachable = staging_bytes or given.staging_bytes, sms or given.sms, given.reachable
+        unit = unit if given.sums else getattr(torch, given.dtype)
     call = CollectiveCall(
         op=op,
         schedule=spec_of(schedule, op),
         a=input,
         out=output,
         reduce_op=reduction(reduce_op),
-        staging_bytes=check_staging(staging_bytes) or staging_from_environment(input.device),
-        sms=check_sms(sms) or default_sms(input.device),
-        reach=None if op == "reduce_scatter" else GROUPS.reach(group_name, output),
+        staging_bytes=staging_bytes or staging_from_environment(input.device),
+        sms=sms or default_sms(input.device),
+        reach=GROUPS.reach(group_name, output) if reachable else None,
+        unit=unit,
     )
     return group_name, call
 
 
-def check_tensor(op: Op, name: str, tensor: torch.Tensor) -> None:
-    """What it must be, however it lies. Raises ValueError."""
+def check_pair(
+    op: str,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    rank: int,
+    world_size: int,
+    *,
+    names: tuple[str, str] = ("output", "input"),
+) -> None:
+    """What the tensors of a collective must be, and must have in common. Raises ValueError."""
+    for name, tensor in zip(names, (output, input), strict=True):
+        check_tensor(name, tensor, contiguous=True)
+    if output.dtype != input.dtype or output.device != input.device:
+        have, need = f"{output.dtype} on {output.device}", f"{input.dtype} on {input.device}"
+        raise ValueError(f"{names[0]} is {have}, {names[1]} {need}; they must agree")
+    _check_sizes(op, output, input, world_size)
+    check_overlap(op, output, input, rank)
+
+
+def check_tensor(name: str, tensor: torch.Tensor, *, contiguous: bool = False) -> None:
+    """What a tensor that is given to a collective must be. Raises ValueError."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} is {shape_of(tensor)}; it must be a tensor")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {tensor.device}; weft runs on cpu and cuda")
     if tensor.layout != torch.strided:
         raise ValueError(f"{name} is {tensor.layout}; it must be strided")
-    if op in ("reduce_scatter", "all_reduce"):
-        check_summed(op, name, tensor)
-
-
-def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_contiguous():
+    if contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} is {shape_of(tensor)} with strides {tensor.stride()}; it must be contiguous")
-    check_values(name, tensor)
+    if contiguous:
+        check_values(name, tensor)
 
 
-def _check_sizes(op: Op, output: torch.Tensor, input: torch.Tensor, world_size: int) -> None:
+def _check_sizes(op: str, output: torch.Tensor, input: torch.Tensor, world_size: int) -> None:
     have, given = output.numel(), input.numel()
     if op == "all_gather" and have != given * world_size:
         raise ValueError(f"output has {have} elements; {world_size} ranks give {given} each: it needs {given * world_size}")

@@ -23,6 +23,7 @@ from weft.core.schedule import Schedule
 from weft.ops.collective import collective
 from weft.ops.common import group_of, shape_of, spec_of
 from weft.overlap.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
+from weft.runtime.collective_calls import check_summed
 from weft.runtime.groups import GROUPS
 
 
@@ -131,7 +132,9 @@ def _applied(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
     group_name, _, world_size = group_of(options.group)
     if op in ("reduce_scatter", "all_to_all") and x.shape[0] % world_size:
         raise ValueError(f"x is {shape_of(x)}; its first dimension must be a multiple of world_size, {world_size}")
-    check_tensor(op, "x", x)
+    check_tensor("x", x)
+    if op in ("reduce_scatter", "all_reduce"):
+        check_summed(op, "x", x)
     staging_bytes, sms = check_staging(options.staging_bytes), check_sms(options.sms)
     spec = spec_of(options.schedule, op)
     reduce_op = reduction(options.reduce_op)

@@ -21,9 +21,10 @@ from weft.overlap.concurrent.calls import Calls, calls_of
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.concurrent.collectives import Collective, SendReceive
 from weft.overlap.concurrent.kernels import Kernels
+from weft.overlap.concurrent.program import Program
 from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS
-from weft.schedules.concurrent import SHARDED, Method, parse
+from weft.schedules.concurrent import SHARDED
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -113,7 +114,7 @@ def concurrent(
     known = calls.kernels(kernels, residents)
     mode = automatic() if way == AUTO else ""
     if mode in ("", "sequential"):
-        context = Concurrent(mine, _method(mode or way, mine, kernels, calls), calls, known)
+        context = Concurrent(mine, _program(mode or way, mine, kernels, calls), calls, known)
         return context if run is None else context.run(run)
     require("key", key, (str, type(None)), "pass a string that names this computation")
     named, fixed = _key_of(compute) if key is None else key, run is not compute
@@ -121,7 +122,7 @@ def concurrent(
     if choice is None and run is not None and repeatable and mode == AUTO and not calls.executor(mine[0].device).capturing:
         choice = calls.measured(named, mine, known, run, fixed=fixed)
     choice = choice or calls.planned(named, mine, compute_us, fixed=fixed)
-    context = Concurrent(mine, calls.method(choice.way, mine), calls, known)
+    context = Concurrent(mine, calls.program(choice.way, mine), calls, known)
     return context if run is None else context.run(run)
 
 
@@ -140,12 +141,12 @@ class Concurrent:
 
     _left_out = False
 
-    def __init__(self, collectives: Sequence[Collective], method: Method, calls: Calls, kernels: Kernels) -> None:
-        self._collectives, self._method = tuple(collectives), method
+    def __init__(self, collectives: Sequence[Collective], program: Program, calls: Calls, kernels: Kernels) -> None:
+        self._collectives, self._program = tuple(collectives), program
         self._executor = calls.executor(collectives[0].device)
-        self._executor.prepare(method, self._collectives)
+        self._executor.prepare(program, self._collectives)
         self._stack: ExitStack | None = None
-        self.kernels: tuple[Any, ...] = kernels.of(method.resident)
+        self.kernels: tuple[Any, ...] = kernels.of(program.computation.resident)
         self._left_out = True
 
     def __del__(self) -> None:
@@ -155,14 +156,14 @@ class Concurrent:
 
     @property
     def way(self) -> str:
-        return str(self._method)
+        return self._program.name
 
     def __enter__(self) -> Concurrent:
         if self._stack is not None:
             raise ValueError("this context has been entered before; make one for each use")
         self._left_out = False
         with ExitStack() as stack:
-            stack.enter_context(self._executor.running(self._method, self._collectives))
+            stack.enter_context(self._executor.running(self._program, self._collectives))
             self._stack = stack.pop_all()
         return self
 
@@ -189,26 +190,28 @@ def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective
     return mine
 
 
-def _method(way: str | Schedule, collectives: Sequence[Collective], kernels: Sequence[Any], calls: Calls) -> Method:
-    """What a schedule says. Raises ValueError for one of other collectives or about sharded parameters, and for what would
-    change nothing here."""
+def _program(way: str | Schedule, collectives: Sequence[Collective], kernels: Sequence[Any], calls: Calls) -> Program:
+    """What this rank runs. Raises ValueError for a schedule of other collectives or about sharded parameters, and for what
+    would change nothing here."""
     require("way", way, (str, Schedule), "use auto, a name such as vendor+priority, or a weft.Schedule for these collectives")
-    found = calls.proved(way) if isinstance(way, Schedule) else parse(way)
-    if found.resident and not kernels:
-        raise ValueError(f"way is '{found}'; resident is for kernels that are named: pass kernels, or leave it out")
-    if (found.priority or found.ctas) and any(isinstance(collective, SendReceive) for collective in collectives):
+    if isinstance(way, Schedule):
+        mine = calls.problem(collectives).collectives
+        theirs = way.problem.collectives if isinstance(way.problem, ConcurrentProblem) else ()
+        if [*map(_essence, mine)] != [*map(_essence, theirs)]:
+            raise ValueError(f"way is a schedule for {way.problem}; these are {', '.join(map(str, mine))}")
+        found = calls.given(way, collectives)
+    else:
+        found = calls.program(way, collectives)
+    if found.computation.resident and not kernels:
+        raise ValueError(f"way is '{found.name}'; resident is for kernels that are named: pass kernels, or leave it out")
+    held = found.priority or any(part.ctas for part in found.parts)
+    if held and any(isinstance(collective, SendReceive) for collective in collectives):
         raise ValueError(
-            f"way is '{found}'; sends and receives keep to a stream and blocks of NCCL's: leave out priority and ctas"
+            f"way is '{found.name}'; sends and receives keep to a stream and blocks of NCCL's: leave out priority and ctas"
         )
     for name in SHARDED:
-        if getattr(found, name):
-            raise ValueError(f"way is '{found}'; {name} is for weft.hooks.fsdp, leave it out")
-    if isinstance(way, str):
-        return calls.method(way, collectives)
-    mine = calls.problem(collectives).collectives
-    theirs = way.problem.collectives if isinstance(way.problem, ConcurrentProblem) else ()
-    if [*map(_essence, mine)] != [*map(_essence, theirs)]:
-        raise ValueError(f"way is a schedule for {way.problem}; these are {', '.join(map(str, mine))}")
+        if getattr(found.computation, name):
+            raise ValueError(f"way is '{found.name}'; {name} is for weft.hooks.fsdp, leave it out")
     return found
 
 

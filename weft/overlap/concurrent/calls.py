@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,9 +19,11 @@ from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
 from weft.overlap.concurrent.collectives import Collective, rehearsed
 from weft.overlap.concurrent.executor import Executor, HostExecutor
 from weft.overlap.concurrent.kernels import Kernels
+from weft.overlap.concurrent.program import Program, program_of
 from weft.runtime.choose import fans_out
+from weft.runtime.collective_calls import affordable, staging_from_environment
 from weft.runtime.groups import GroupState
-from weft.schedules.concurrent import Method, build, method_of, parse
+from weft.schedules.concurrent import build, parse
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -39,8 +42,8 @@ class Calls:
         """Ranks use keys in the same order, so all of them forget the same ones."""
         self._kernels: OrderedDict[tuple[object, ...], Kernels] = OrderedDict()
         self._executors: dict[torch.device, Executor] = {}
-        self._methods: OrderedDict[tuple[object, ...], Method] = OrderedDict()
-        self._given: OrderedDict[str, Method] = OrderedDict()
+        self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
+        self._given: OrderedDict[tuple[str, int], Program] = OrderedDict()
         self._hooks: OrderedDict[str, ConcurrentChoice] = OrderedDict()
 
     def known(self, key: str, collectives: Sequence[Collective]) -> ConcurrentChoice | None:
@@ -75,11 +78,12 @@ class Calls:
             compute(*kernels.of(0))  # how many blocks of a kernel fit is known once it has run
             chooser = self._chooser(key, collectives, residents=kernels.residents(), fixed=fixed)
 
-            def run(method: Method) -> None:
-                with executor.running(method, again):
-                    compute(*kernels.of(method.resident))
+            def run(program: Program) -> None:
+                with executor.running(program, again):
+                    compute(*kernels.of(program.computation.resident))
 
-            choice = chooser.measured(executor, self.meet, run, lambda: compute(*kernels.of(0)), again)
+            programs = partial(self.program, collectives=again)
+            choice = chooser.measured(executor, self.meet, programs, run, lambda: compute(*kernels.of(0)), again)
         return self._settle(choice, collectives)
 
     def _settle(self, choice: ConcurrentChoice, collectives: Sequence[Collective]) -> ConcurrentChoice:
@@ -105,11 +109,11 @@ class Calls:
             key=key, problem=replace(self.problem(collectives), compute_us=compute_us), device=device, abilities=able
         )
 
-    def problem(self, collectives: Sequence[Collective]) -> ConcurrentProblem:
+    def problem(self, collectives: Sequence[Collective], staging_bytes: int | None = None) -> ConcurrentProblem:
         """What these are to a schedule, among the ranks of the first one."""
         size = collectives[0].ranks.size()
         nodes = self.nodes(size)
-        found = tuple(collective.problem(size, nodes) for collective in collectives)
+        found = tuple(collective.problem(size, nodes, staging_bytes) for collective in collectives)
         return ConcurrentProblem(collectives=found, world_size=size, nodes=nodes)
 
     def nodes(self, size: int) -> tuple[int, ...]:
@@ -117,24 +121,35 @@ class Calls:
         return self.rank_group.nodes if sum(self.rank_group.nodes) == size else ()
 
     def schedule(self, spec: str, collectives: Sequence[Collective]) -> Schedule:
-        """The schedule of that name for these. Raises ValueError for a name that is none, and where it cannot run them."""
-        return _built(self.problem(collectives), spec, collectives[0].device)
+        """The schedule of that name for these. Ranks meet where it takes memory that they give. Raises ValueError for a
+        name that is none, and where it cannot run them."""
+        device, staging_bytes = collectives[0].device, None
+        if parse(spec).transport == "copy_engine":
+            mine = affordable(staging_from_environment(device), device)
+            staging_bytes = min(self.meet(_text(f"way {spec}", collectives), mine))
+        problem = self.problem(collectives, staging_bytes)
+        return build(problem, spec, fan_out=fans_out(device, problem.world_size))
 
-    def method(self, spec: str, collectives: Sequence[Collective]) -> Method:
-        """What that schedule says. Remembered; schedules by copy engines have thousands of steps, and are not."""
+    def program(self, spec: str, collectives: Sequence[Collective]) -> Program:
+        """What this rank runs of that schedule, which the first use proves. The last MOST are remembered."""
         same = (spec, *(collective.signature for collective in collectives))
-        if same not in self._methods:
-            self._methods[same] = _method(self.problem(collectives), spec, collectives[0].device)
-        return _used(self._methods, same)
-
-    def proved(self, schedule: Schedule) -> Method:
-        """What a schedule says that was given as a value. The first use of a value proves it; the last MOST are remembered.
-        Raises ValueError for a schedule that is wrong, and for one of which something would not run."""
         with self._lock:
-            if schedule.digest not in self._given:
-                check(schedule)
-                self._given[schedule.digest] = method_of(schedule)
-            return _used(self._given, schedule.digest)
+            if same not in self._programs:
+                self._programs[same] = self._proved(self.schedule(spec, collectives), collectives)
+            return _used(self._programs, same)
+
+    def given(self, schedule: Schedule, collectives: Sequence[Collective]) -> Program:
+        """What this rank runs of a schedule that was given as a value. The first use of a value proves it; the last MOST are
+        remembered. Raises ValueError for a schedule that is wrong."""
+        same = schedule.digest, collectives[0].ranks.rank()
+        with self._lock:
+            if same not in self._given:
+                self._given[same] = self._proved(schedule, collectives)
+            return _used(self._given, same)
+
+    def _proved(self, schedule: Schedule, collectives: Sequence[Collective]) -> Program:
+        check(schedule)
+        return program_of(schedule, collectives[0].ranks.rank())
 
     def kernels(self, named: Sequence[object], caps: Sequence[int] | None) -> Kernels:
         """Of these kernels, what is launched for them. The same at each use."""
@@ -165,7 +180,7 @@ class Calls:
             kernels.close()
         for executor in self._executors.values():
             executor.close(broken=self.rank_group.broken is not None)
-        for table in (self._choices, self._kernels, self._executors, self._methods, self._given, self._hooks):
+        for table in (self._choices, self._kernels, self._executors, self._programs, self._given, self._hooks):
             table.clear()
 
 
@@ -185,16 +200,6 @@ def _text(key: str, collectives: Sequence[Collective], *more: str) -> str:
     """What ranks have to agree on at a key's first use."""
     parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
     return "\n".join([f"concurrent: {key}", *parts, *more])
-
-
-def _built(problem: ConcurrentProblem, spec: str, device: torch.device) -> Schedule:
-    return build(problem, spec, fan_out=fans_out(device, problem.world_size))
-
-
-def _method(problem: ConcurrentProblem, spec: str, device: torch.device) -> Method:
-    """What a name says. Raises ValueError where it has no schedule for the problem."""
-    _built(problem, spec, device)
-    return parse(spec)
 
 
 def _executor(device: torch.device) -> Executor:

@@ -21,11 +21,12 @@ from weft.core.errors import WeftError
 from weft.core.logs import warn_once
 from weft.overlap.concurrent.collectives import Collective
 from weft.overlap.concurrent.executor import Executor
+from weft.overlap.concurrent.program import Program
 from weft.runtime.bound import BoundProgram
 from weft.runtime.choose import profile_for
 from weft.runtime.groups import GROUPS, GroupState
 from weft.runtime.trial import MARGIN, Contest, Trial
-from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, Method, build, candidates, parse
+from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, build, candidates, parse
 
 BASE = str(SEQUENTIAL)
 RUNS, FINAL_RUNS = 3, 11
@@ -120,12 +121,13 @@ class Chooser:
         self,
         executor: Executor,
         meet: Callable[[str, int], tuple[int, ...]],
-        run: Callable[[Method], object],
+        programs: Callable[[str], Program],
+        run: Callable[[Program], object],
         compute: Callable[[], object],
         collectives: Sequence[Collective],
     ) -> ConcurrentChoice:
-        """The fastest of a few. meet: ranks exchange a number. run: computation and collectives, by a schedule. compute: the
-        computation alone."""
+        """The fastest of a few. meet: ranks exchange a number. programs: by name. run: computation and collectives, by a
+        program. compute: the computation alone."""
 
         def agree(text: str, mine: int) -> tuple[int, ...]:
             return meet(f"concurrent {self.key}: {text}", mine)
@@ -136,15 +138,15 @@ class Chooser:
             runs = [max(agree(f"{name} alone: run {number}", executor.time_ns(call, 1))) for number in range(RUNS)]
             return statistics.median(runs) / 1e3
 
-        def communicate(method: Method = SEQUENTIAL) -> None:
-            with executor.running(method, collectives):
+        def communicate(spec: str = BASE) -> None:
+            with executor.running(programs(spec), collectives):
                 pass
 
         def ready(spec: str) -> bool:
             """Whether every rank has what a schedule needs; a warning where one has not."""
             reason = ""
             try:
-                executor.prepare(parse(spec), collectives)
+                executor.prepare(programs(spec), collectives)
             except WeftError:  # some are ValueErrors, too, but the group is broken
                 raise
             except ValueError as error:
@@ -154,10 +156,10 @@ class Chooser:
             warn_once(f"{spec} is not tried for {self.key}: {reason or 'another rank cannot'}")
             return False
 
-        def bind(spec: str) -> Method:
-            """A schedule, rehearsed once without its computation."""
-            communicate(parse(spec))
-            return parse(spec)
+        def bind(spec: str) -> Program:
+            """A program, rehearsed once without its computation."""
+            communicate(spec)
+            return programs(spec)
 
         compute_us, communication_us = alone_us("computation", compute), alone_us("collectives", communicate)
         problem = replace(self.problem, compute_us=compute_us, communication_us=communication_us)
@@ -168,16 +170,16 @@ class Chooser:
         bound = _bound(collectives)
         contest = Contest(
             bind=bind,
-            drop=lambda method: None,
+            drop=lambda program: None,
             call=run,
             timer=executor.time_ns,
             meet=agree,
             final_runs=FINAL_RUNS,
             base_again=True,
         )
-        method, trials = contest.fastest(specs)
+        program, trials = contest.fastest(specs)
         _forget_since(bound, collectives)
-        return ConcurrentChoice(key=self.key, way=str(method), problem=problem, trials=trials)
+        return ConcurrentChoice(key=self.key, way=program.name, problem=problem, trials=trials)
 
     def _shortlist(self, problem: ConcurrentProblem) -> tuple[str, ...]:
         """What is measured. A pure function of what ranks have agreed on."""

@@ -8,7 +8,7 @@
     SendReceive       dist.isend and dist.irecv, as one batch    receive     send
 
 Making one moves nothing. Its tensors belong to it from the start of the collective to its end: the computation beside it
-neither writes what it reads nor touches what it writes.
+neither writes what it reads nor touches what it writes. Arguments are checked as those of weft.collectives.
 """
 
 from __future__ import annotations
@@ -24,26 +24,24 @@ import torch.distributed as dist
 
 from weft.comm.texts import no_group
 from weft.core.concurrent import OpaqueCollective
-from weft.core.problem import CollectiveProblem
-from weft.ops.common import DTYPES, check_values
-from weft.overlap import collectives as by_copy_engine
-from weft.overlap.collectives.checks import check_overlap
+from weft.core.problem import CollectiveProblem, Op
+from weft.core.schedule import Schedule
+from weft.ops.collective import default_sms
+from weft.ops.common import DTYPES
+from weft.overlap.collectives.checks import call_of, check_pair, check_tensor, reduction
 from weft.runtime.collective_calls import staging_from_environment
+from weft.runtime.groups import GROUPS
 
-COPY_ENGINE, PULL = "copy_engine", "copy_engine_pull"
-"""The schedules of weft.collectives."""
-Reduction = Literal["sum", "avg"]
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 # The names that these two have from torch 2.13 on; the older ones warn there.
-vendor_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-vendor_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collective(ABC):
-    """One collective on one rank. group: None for the default group, until `resolved`."""
+    """One collective on one rank. group: None for the default group, until `ranks`."""
 
     op: ClassVar[str]
-    reduces: ClassVar[bool] = False
     group: dist.ProcessGroup | None
 
     def __post_init__(self) -> None:
@@ -53,24 +51,26 @@ class Collective(ABC):
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(no_group(group, f"make {type(self).__name__}"))
         object.__setattr__(self, "group", group)
-        self._check(group.size())
+        self._check(group)
 
     @abstractmethod
-    def _check(self, world_size: int) -> None:
+    def _check(self, group: dist.ProcessGroup) -> None:
         """Raises ValueError that names the argument."""
 
     @property
     @abstractmethod
+    def reads(self) -> tuple[torch.Tensor, ...]:
+        """What it reads."""
+
+    @property
+    @abstractmethod
+    def writes(self) -> tuple[torch.Tensor, ...]:
+        """What it writes."""
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that it reads or writes."""
-
-    @property
-    def reads(self) -> tuple[torch.Tensor, ...]:
-        return self.tensors
-
-    @property
-    def writes(self) -> tuple[torch.Tensor, ...]:
-        return self.tensors
+        return self.writes + self.reads
 
     @property
     def device(self) -> torch.device:
@@ -78,45 +78,29 @@ class Collective(ABC):
 
     @property
     def ranks(self) -> dist.ProcessGroup:
-        """The group, as resolved."""
+        """The group."""
         assert self.group is not None
         return self.group
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its largest tensor."""
-        return max(tensor.nbytes for tensor in self.tensors)
 
     def meets(self, other: Collective) -> bool:
         """Whether some of its memory is the other's, too."""
         return any(_overlap(mine, theirs) for mine in self.tensors for theirs in other.tensors)
 
     @property
+    @abstractmethod
     def signature(self) -> tuple[object, ...]:
         """The same for collectives of the same problem, on this rank. Compared at each use: cheap."""
-        return self.op, self.ranks.group_name, *((tensor.shape, tensor.dtype) for tensor in self.tensors)
 
+    @abstractmethod
     def describe(self) -> str:
         """What the ranks of a group have in common, in a line."""
-        sizes = ", ".join(f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in self.tensors)
-        return f"{self.op} of {sizes} among {self.ranks.size()}"
 
-    def problem(self, world_size: int, nodes: tuple[int, ...]) -> CollectiveProblem | OpaqueCollective:
+    def problem(
+        self, world_size: int, nodes: tuple[int, ...], staging_bytes: int | None = None
+    ) -> CollectiveProblem | OpaqueCollective:
         """What it is in a schedule of so many ranks: of other ranks, or of what weft cannot add, nothing that is described."""
-        if self.ranks.size() != world_size or not self.moves:
-            return OpaqueCollective(name=self.op if self.ranks.size() == world_size else f"{self.op} among {self.ranks.size()}")
-        tensor = max(self.tensors, key=torch.Tensor.numel)
-        op: Any = self.op
-        staging_bytes = staging_from_environment(self.device)
-        return CollectiveProblem(
-            op=op,
-            m=tensor.numel() if self.reduces else tensor.nbytes,
-            world_size=world_size,
-            dtype=DTYPES[tensor.dtype] if self.reduces else "uint8",  # type: ignore[arg-type]
-            reduce_op=getattr(self, "reduction", "sum"),
-            nodes=nodes,
-            staging_bytes=staging_bytes,
-        )
+        mine = self.ranks.size() == world_size
+        return OpaqueCollective(name=self.op if mine else f"{self.op} among {self.ranks.size()}")
 
     @abstractmethod
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
@@ -125,18 +109,12 @@ class Collective(ABC):
 
     @property
     def moves(self) -> bool:
-        """Whether weft.collectives has it: sums only of the dtypes that weft adds."""
-        return not self.reduces or self.tensors[0].dtype in DTYPES
-
-    @property
-    def pulls(self) -> bool:
-        """Whether weft.collectives has it with copy engines that pull."""
+        """Whether weft.collectives has it."""
         return False
 
-    @abstractmethod
-    def move(self, sms: int, *, pull: bool = False) -> None:
-        """The same by copy engines, on CUDA on torch's current stream. sms: what sums take, 0 for their own choice. pull: by
-        those of the receivers, where it `pulls`. Raises ValueError where copy engines cannot."""
+    def move(self, schedule: Schedule) -> None:
+        """Run the steps of a schedule for this collective alone, on CUDA from torch's current stream on."""
+        raise AssertionError(f"{self.op} has no schedule of its own")
 
     @contextmanager
     def rehearsed(self) -> Iterator[Collective]:
@@ -168,33 +146,10 @@ def _kept(tensor: torch.Tensor) -> Iterator[None]:
         plain.copy_(before)
 
 
-def _matches(name: str, tensor: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
-    if (tensor.dtype, tensor.device) != (like.dtype, like.device):
-        theirs = f"{like_name} {like.dtype} on {like.device}"
-        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, {theirs}; they must agree")
-
-
-def _contiguous(name: str, tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} is on {tensor.device}; weft runs on cpu and cuda")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous; pass a contiguous tensor")
-    check_values(name, tensor)
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements one after the other: gloo asks for shapes that go together, where only their number counts. Of a parameter,
     too: what is written is no part of a graph."""
     return tensor.detach().view(-1)
-
-
-def _reduction(op: object, tensor: torch.Tensor) -> None:
-    if not isinstance(op, str) or op not in _REDUCTIONS:
-        raise ValueError(f"reduction is {op!r}; use {' or '.join(_REDUCTIONS)}")
-    if op == "avg" and tensor.device.type == "cpu" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"reduction is 'avg', of {tensor.dtype}, of which gloo has no mean; use sum")
 
 
 def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -202,76 +157,25 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
     return low.data_ptr() + low.nbytes > high.data_ptr()
 
 
-@dataclass(frozen=True, eq=False)
-class AllReduce(Collective):
-    """tensor becomes the sum, or the mean, over all ranks.
+class _Whole(Collective):
+    """A collective of all ranks, from `input` to `output`. reduction: None where nothing is summed."""
 
-    tensor: contiguous, of one shape and dtype on every rank. group: default: all ranks. reduction: "sum" or "avg". For
-    weft.concurrent. Raises ValueError for what is no contiguous tensor, or another reduction."""
-
-    op: ClassVar[str] = "all_reduce"
-    reduces: ClassVar[bool] = True
-    tensor: torch.Tensor
-    group: dist.ProcessGroup | None = None
-    reduction: Reduction = field(default="sum", kw_only=True)
-
-    def _check(self, world_size: int) -> None:
-        _contiguous("tensor", self.tensor)
-        _reduction(self.reduction, self.tensor)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.tensor,)
-
-    def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        op = _REDUCTIONS[self.reduction]
-        # Of a parameter, gloo's mean would be a change to a leaf.
-        work: dist.Work | None = dist.all_reduce(self.tensor.detach(), op, group=group, async_op=async_op)
-        return work
-
-    @property
-    def pulls(self) -> bool:
-        return True
-
-    def move(self, sms: int, *, pull: bool = False) -> None:
-        schedule = PULL if pull else COPY_ENGINE
-        by_copy_engine.all_reduce(self.tensor, self.reduction, group=self.group, schedule=schedule, sms=sms or None)
-
-    @contextmanager
-    def rehearsed(self) -> Iterator[Collective]:
-        """Means in place of sums: those of the same values stay, however often, and no number overflows."""
-        mean: Reduction = "avg" if self.tensor.is_floating_point() else self.reduction
-        with _kept(self.tensor):
-            yield replace(self, reduction=mean)
-
-
-@dataclass(frozen=True, eq=False)
-class _Moving(Collective):
-    """What has an output and an input, one of them world_size times the other, or both alike. SCALE: output by input."""
-
+    NAMES: ClassVar[tuple[str, str]] = ("output", "input")
     output: torch.Tensor
     input: torch.Tensor
-    group: dist.ProcessGroup | None = None
+    reduction: Literal["sum", "avg"] | None = None
 
-    def _check(self, world_size: int) -> None:
-        for name, tensor in (("output", self.output), ("input", self.input)):
-            _contiguous(name, tensor)
-        _matches("output", self.output, "input", self.input)
-        wanted = self._wanted(world_size)
-        if self.output.numel() != wanted:
-            raise ValueError(
-                f"output has {self.output.numel()} elements; {self.op} of {self.input.numel()} among {world_size} ranks "
-                f"gives {wanted}"
-            )
-        check_overlap(self.op, self.output, self.input, self.ranks.rank())
-
-    @abstractmethod
-    def _wanted(self, world_size: int) -> int:
-        """Elements of the output."""
+    def _check(self, group: dist.ProcessGroup) -> None:
+        check_pair(self.op, self.output, self.input, group.rank(), group.size(), names=self.NAMES)
+        if self.reduction is None:
+            return
+        object.__setattr__(self, "reduction", reduction(self.reduction, "reduction"))
+        if self.reduction == "avg" and self.device.type == "cpu" and not (self._real or self.input.is_complex()):
+            raise ValueError(f"reduction is 'avg', of {self.input.dtype}, of which gloo has no mean; use sum")
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.output, self.input
+    def _real(self) -> bool:
+        return self.input.is_floating_point()
 
     @property
     def reads(self) -> tuple[torch.Tensor, ...]:
@@ -281,62 +185,124 @@ class _Moving(Collective):
     def writes(self) -> tuple[torch.Tensor, ...]:
         return (self.output,)
 
+    @property
+    def signature(self) -> tuple[object, ...]:
+        out, given = self.output, self.input
+        return self.op, self.ranks.group_name, self.reduction, out.shape, given.shape, given.dtype, self._reachable
+
+    def describe(self) -> str:
+        tensors = (self.output,) if self.output is self.input else (self.output, self.input)
+        sizes = ", ".join(f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+        return f"{self.op} of {sizes} among {self.ranks.size()}"
+
+    @property
+    def moves(self) -> bool:
+        """Sums only of the dtypes that weft adds."""
+        return self.reduction is None or self.input.dtype in DTYPES
+
+    @property
+    def _reachable(self) -> bool:
+        """Whether peers can write the result."""
+        return self.op != "reduce_scatter" and GROUPS.reach(self.ranks.group_name, self.output) is not None
+
+    def problem(
+        self, world_size: int, nodes: tuple[int, ...], staging_bytes: int | None = None
+    ) -> CollectiveProblem | OpaqueCollective:
+        if self.ranks.size() != world_size or not self.moves:
+            return super().problem(world_size, nodes)
+        larger = max(self.tensors, key=torch.Tensor.numel)
+        op: Any = self.op
+        return CollectiveProblem(
+            op=op,
+            m=larger.numel() if self.reduction else larger.nbytes,
+            world_size=world_size,
+            dtype=DTYPES[larger.dtype] if self.reduction else "uint8",  # type: ignore[arg-type]
+            reduce_op=self.reduction or "sum",
+            nodes=nodes,
+            staging_bytes=staging_bytes or staging_from_environment(self.device),
+            sms=default_sms(self.device),
+            reachable=self._reachable and not nodes,
+        )
+
+    def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
+        output, given = _flat(self.output), _flat(self.input)
+        how: dict[str, Any] = {"group": group, "async_op": async_op}
+        if self.op == "all_reduce":
+            return dist.all_reduce(output, _REDUCTIONS[self.reduction or "sum"], **how)  # type: ignore[no-any-return]
+        if self.op == "reduce_scatter":
+            return _reduce_scatter(output, given, op=_REDUCTIONS[self.reduction or "sum"], **how)  # type: ignore[no-any-return]
+        moves: Any = _all_gather if self.op == "all_gather" else dist.all_to_all_single
+        return moves(output, given, **how)  # type: ignore[no-any-return]
+
+    def move(self, schedule: Schedule) -> None:
+        op: Any = self.op
+        name, call = call_of(
+            op,
+            self.output,
+            self.input,
+            self.group,
+            names=self.NAMES,
+            reduce_op=self.reduction or "sum",
+            schedule=schedule,
+            staging_bytes=None,
+            sms=None,
+        )
+        GROUPS.run(name, call)
+
 
 @dataclass(frozen=True, eq=False)
-class AllGather(_Moving):
+class AllReduce(_Whole):
+    """tensor becomes the sum, or the mean, over all ranks.
+
+    tensor: contiguous, of one shape and dtype on every rank. group: default: all ranks. reduction: "sum" or "avg". For
+    weft.concurrent. Raises ValueError for what is no contiguous tensor, or another reduction."""
+
+    op: ClassVar[Op] = "all_reduce"
+    NAMES: ClassVar[tuple[str, str]] = ("tensor", "tensor")
+    tensor: torch.Tensor
+    group: dist.ProcessGroup | None = None
+    reduction: Literal["sum", "avg"] = field(default="sum", kw_only=True)
+
+    @property
+    def output(self) -> torch.Tensor:  # type: ignore[override]
+        return self.tensor
+
+    @property
+    def input(self) -> torch.Tensor:  # type: ignore[override]
+        return self.tensor
+
+    @contextmanager
+    def rehearsed(self) -> Iterator[Collective]:
+        """Means in place of sums: those of the same values stay, however often, and no number overflows."""
+        with _kept(self.tensor):
+            yield replace(self, reduction="avg" if self._real else self.reduction)
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather(_Whole):
     """output becomes the inputs of all ranks, one after the other. input may be this rank's part of output.
 
     output: contiguous, world_size times the elements of input, on every rank alike. group: default: all ranks. For
     weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
 
-    op: ClassVar[str] = "all_gather"
-
-    def _wanted(self, world_size: int) -> int:
-        return self.input.numel() * world_size
-
-    def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        work: dist.Work | None = vendor_all_gather(_flat(self.output), _flat(self.input), group=group, async_op=async_op)
-        return work
-
-    @property
-    def pulls(self) -> bool:
-        return True
-
-    def move(self, sms: int, *, pull: bool = False) -> None:
-        schedule = PULL if pull else COPY_ENGINE
-        by_copy_engine.all_gather_into_tensor(self.output, self.input, group=self.group, schedule=schedule)
+    op: ClassVar[Op] = "all_gather"
+    output: torch.Tensor
+    input: torch.Tensor
+    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class ReduceScatter(_Moving):
+class ReduceScatter(_Whole):
     """output becomes this rank's part of the sum, or the mean, of all inputs. It may be that part of input.
 
     input: contiguous, world_size times the elements of output, on every rank alike. group: default: all ranks. reduction: "sum"
     or "avg". For weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
 
-    op: ClassVar[str] = "reduce_scatter"
-    reduces: ClassVar[bool] = True
-    reduction: Reduction = field(default="sum", kw_only=True)
-
-    def _check(self, world_size: int) -> None:
-        super()._check(world_size)
-        _reduction(self.reduction, self.input)
-        if self.input.numel() % world_size:
-            raise ValueError(f"input has {self.input.numel()} elements; {world_size} ranks share them: pad it to a multiple")
-
-    def _wanted(self, world_size: int) -> int:
-        return self.input.numel() // world_size
-
-    def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        op = _REDUCTIONS[self.reduction]
-        output, input = _flat(self.output), _flat(self.input)
-        work: dist.Work | None = vendor_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
-        return work
-
-    def move(self, sms: int, *, pull: bool = False) -> None:
-        by_copy_engine.reduce_scatter_tensor(
-            self.output, self.input, self.reduction, group=self.group, schedule=COPY_ENGINE, sms=sms or None
-        )
+    op: ClassVar[Op] = "reduce_scatter"
+    output: torch.Tensor
+    input: torch.Tensor
+    group: dist.ProcessGroup | None = None
+    reduction: Literal["sum", "avg"] = field(default="sum", kw_only=True)
 
     @contextmanager
     def rehearsed(self) -> Iterator[Collective]:
@@ -345,28 +311,16 @@ class ReduceScatter(_Moving):
 
 
 @dataclass(frozen=True, eq=False)
-class AllToAll(_Moving):
+class AllToAll(_Whole):
     """Equal parts of input go to the ranks in order; output becomes the parts of all ranks for this one.
 
     Both contiguous, of as many elements, a multiple of world_size, and apart in memory. group: default: all ranks. For
     weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
 
-    op: ClassVar[str] = "all_to_all"
-
-    def _check(self, world_size: int) -> None:
-        super()._check(world_size)
-        if self.input.numel() % world_size:
-            raise ValueError(f"input has {self.input.numel()} elements; {world_size} ranks share them: pad it to a multiple")
-
-    def _wanted(self, world_size: int) -> int:
-        return self.input.numel()
-
-    def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        work: dist.Work | None = dist.all_to_all_single(_flat(self.output), _flat(self.input), group=group, async_op=async_op)
-        return work
-
-    def move(self, sms: int, *, pull: bool = False) -> None:
-        by_copy_engine.all_to_all_single(self.output, self.input, group=self.group, schedule=COPY_ENGINE)
+    op: ClassVar[Op] = "all_to_all"
+    output: torch.Tensor
+    input: torch.Tensor
+    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -381,20 +335,16 @@ class SendReceive(Collective):
     source: int | None = None
     group: dist.ProcessGroup | None = None
 
-    def _check(self, world_size: int) -> None:
+    def _check(self, group: dist.ProcessGroup) -> None:
         if self.send is None and self.receive is None:
             raise ValueError("send and receive are None; pass one of them, or leave this collective out")
         for name, tensor, role, peer in (("send", self.send, "to", self.to), ("receive", self.receive, "source", self.source)):
             if (tensor is None) != (peer is None):
                 raise ValueError(f"{name} and {role} belong together; {role} is {peer}")
             if tensor is not None:
-                _contiguous(name, tensor)
-            if peer is not None and not (isinstance(peer, int) and 0 <= peer < world_size and peer != self.ranks.rank()):
-                raise ValueError(f"{role} is {peer!r}; use another rank of the group, which has {world_size} ranks")
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.reads + self.writes
+                check_tensor(name, tensor, contiguous=True)
+            if peer is not None and not (isinstance(peer, int) and 0 <= peer < group.size() and peer != group.rank()):
+                raise ValueError(f"{role} is {peer!r}; use another rank of the group, which has {group.size()} ranks")
 
     @property
     def reads(self) -> tuple[torch.Tensor, ...]:
@@ -425,16 +375,9 @@ class SendReceive(Collective):
         works.wait()
         return None
 
-    @property
-    def moves(self) -> bool:
-        return False
-
-    def move(self, sms: int, *, pull: bool = False) -> None:
-        raise AssertionError("a schedule by copy engines has no sends and receives")
-
 
 class Works(dist.Work):
-    """Several, of torch's or weft's, as one of torch's."""
+    """Several works of torch's as one."""
 
     def __init__(self, works: list[Any]) -> None:
         super().__init__()

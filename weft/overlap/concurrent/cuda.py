@@ -19,10 +19,11 @@ from weft.compat.cublas import has_carveout
 from weft.overlap import controls
 from weft.overlap.concurrent.collectives import Collective, SendReceive
 from weft.overlap.concurrent.executor import Executor
+from weft.overlap.concurrent.program import Beside, Part, Program
 from weft.runtime.aborts import Abort
 from weft.runtime.groups import GROUPS
 from weft.runtime.trial import timer_for
-from weft.schedules.concurrent import Abilities, Method
+from weft.schedules.concurrent import Abilities
 
 
 class Streams:
@@ -62,12 +63,13 @@ class CudaExecutor(Executor):
     def abilities(self, collectives: Sequence[Collective]) -> Abilities:
         """NCCL's sends and receives keep to a stream and to blocks of their own."""
         streams = not any(isinstance(collective, SendReceive) for collective in collectives)
+        moved = all(collective.moves and _on_one_node(collective.ranks) for collective in collectives)
         return Abilities(
             priority=streams,
             ctas=streams and all(_can_be_made_anew(collective.ranks) for collective in collectives),
             left=has_carveout(),
-            copy_engine=all(collective.moves and _on_one_node(collective.ranks) for collective in collectives),
-            pull=all(collective.pulls for collective in collectives),
+            copy_engine=moved,
+            pull=moved,
         )
 
     def time_ns(self, call: Callable[[], object], calls: int) -> int:
@@ -79,55 +81,57 @@ class CudaExecutor(Executor):
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def prepare(self, method: Method, collectives: Sequence[Collective]) -> None:
-        for group in dict.fromkeys(collective.ranks for collective in collectives):  # in one order on all ranks
-            self.group(group, method.ctas if method.transport == "vendor" else 0)
-        if method.left >= self._sms:
-            raise ValueError(f"way has left={method.left}; this device has {self._sms} SMs, leave one to the computation")
+    def prepare(self, program: Program, collectives: Sequence[Collective]) -> None:
+        wanted = dict.fromkeys((collectives[part.number].ranks, part.ctas) for part in program.parts if part.ctas)
+        for group, ctas in wanted:  # in one order on all ranks
+            self.group(group, ctas)
+        if program.computation.left >= self._sms:
+            raise ValueError(
+                f"way has left={program.computation.left}; this device has {self._sms} SMs, leave one to the computation"
+            )
 
     @property
     def _sms(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def limits(self, method: Method) -> AbstractContextManager[object]:
-        return controls.sm_budget(self._sms - method.left, device=self.device) if method.left else nullcontext()
+    def limits(self, program: Program) -> AbstractContextManager[object]:
+        left = program.computation.left
+        return controls.sm_budget(self._sms - left, device=self.device) if left else nullcontext()
 
     @contextmanager
-    def _lanes(self, method: Method, collectives: Sequence[Collective]) -> Iterator[None]:
+    def _lane(self, beside: Beside, collectives: Sequence[Collective]) -> Iterator[None]:
         caller = torch.cuda.current_stream(self.device)
-        with self._streams.taken(method.priority) as stream:
+        with self._streams.taken(beside.priority) as stream:
             stream.wait_stream(caller)
             try:
-                if not method.late:
+                if not beside.late:
                     controls.launch_order(stream, caller)
-                    self._enqueue(method, collectives, stream)
+                    self._enqueue(beside.parts, collectives, stream)
                 yield
             finally:
-                if method.late:
-                    self._enqueue(method, collectives, stream)
+                if beside.late:
+                    self._enqueue(beside.parts, collectives, stream)
                 caller.wait_stream(stream)
 
-    def _enqueue(self, method: Method, collectives: Sequence[Collective], stream: torch.cuda.Stream) -> None:
+    def _enqueue(self, parts: Sequence[Part], collectives: Sequence[Collective], stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
-            for collective in collectives:
-                self.enqueue(method, collective)
+            for part in parts:
+                self.enqueue(part, collectives[part.number])
 
-    def enqueue(self, method: Method, collective: Collective) -> None:
-        if method.transport == "copy_engine":
-            collective.move(method.ctas, pull=method.pull)
-        else:
-            collective.enqueue(self.group(collective.ranks, method.ctas), async_op=False)
+    def _vendor(self, part: Part, collective: Collective) -> None:
+        collective.enqueue(self.group(collective.ranks, part.ctas), async_op=False)
 
-    def future(self, method: Method, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def future(self, program: Program, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Its events are recorded where it is set: waiting for it waits for the collectives' stream, on streams."""
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self.device])
         caller = torch.cuda.current_stream(self.device)
+        (part,) = program.parts
         with ExitStack() as stack:
-            if method.overlaps:
-                stream = stack.enter_context(self._lasting.taken(method.priority))
+            if program.beside is not None:
+                stream = stack.enter_context(self._lasting.taken(program.beside.priority))
                 stream.wait_stream(caller)
                 stack.enter_context(torch.cuda.stream(stream))
-            self.enqueue(method, collective)
+            self.enqueue(part, collective)
             made.set_result(result)
         return made
 

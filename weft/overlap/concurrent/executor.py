@@ -1,8 +1,8 @@
 """Runs collectives beside a computation as a schedule says, and tells the time.
 
-What the lanes of a schedule say is read from it once, as a Method (`weft.schedules.concurrent.method_of`). On CUDA the
-collectives have a stream of their own, which forks from the caller's at entry and is joined at exit. Nothing waits on the host,
-so that a graph can capture it:
+What runs is a Program, this rank's lanes of a checked schedule (`weft.overlap.concurrent.program`). On CUDA the collectives
+have a stream of their own, which forks from the caller's at entry and is joined at exit. Nothing waits on the host, so that a
+graph can capture it:
 
     caller's stream            collectives' stream
     fork  ------------------>  collective               late: it is enqueued after the computation, and forks here all the same
@@ -13,8 +13,7 @@ so that a graph can capture it:
 
 Another stream that computes for the caller is the caller's to join. Two uses at once, one within the other, have streams of
 their own: joining the inner one does not wait for the outer one's collectives. On CPUs gloo's threads run the collectives, and
-exit waits for them; the CPU executor has no lane of its own for copies, so copy_engine moves its bytes before the computation,
-or after it, and auto does not try it there.
+exit waits for them; steps of copy engines run to their end before the computation, or after it, so they are no candidates.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from weft.compat.autograd import NO_BACKWARD, at_end_of_backward, backward_pass
 from weft.overlap.concurrent.collectives import Collective, SendReceive
+from weft.overlap.concurrent.program import Beside, Part, Program
 from weft.runtime.groups import GROUPS
-from weft.schedules.concurrent import Abilities, Method
+from weft.schedules.concurrent import Abilities
 
 
 class Executor(ABC):
@@ -42,7 +42,8 @@ class Executor(ABC):
 
     @abstractmethod
     def abilities(self, collectives: Sequence[Collective]) -> Abilities:
-        """What methods may say here, for these. The same on every rank. Collective where weft has not used their groups yet."""
+        """What schedules may say here, for these. The same on every rank. Collective where weft has not used their
+        groups yet."""
 
     @abstractmethod
     def time_ns(self, call: Callable[[], object], calls: int) -> int:
@@ -54,45 +55,55 @@ class Executor(ABC):
         """Whether what is called now goes into a graph."""
 
     @abstractmethod
-    def prepare(self, method: Method, collectives: Sequence[Collective]) -> None:
-        """Make what a method needs. Collective. Raises ValueError where it cannot be."""
+    def prepare(self, program: Program, collectives: Sequence[Collective]) -> None:
+        """Make what a program needs. Collective. Raises ValueError where it cannot be."""
 
     @abstractmethod
     def group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
         """The same ranks, with a communicator whose kernels have at most so many blocks; the group itself for 0. Collective
         where it is new. Raises ValueError where it cannot be made."""
 
-    @abstractmethod
-    def enqueue(self, method: Method, collective: Collective) -> None:
-        """Run a collective by itself, as its lanes say but for their stream: on CUDA torch's current one."""
+    def enqueue(self, part: Part, collective: Collective) -> None:
+        """Run one collective: on CUDA on torch's current stream."""
+        if part.steps is None:
+            self._vendor(part, collective)
+        else:
+            collective.move(part.steps)
 
     @abstractmethod
-    def future(self, method: Method, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def _vendor(self, part: Part, collective: Collective) -> None:
+        """NCCL's, or gloo's, collective."""
+
+    @abstractmethod
+    def future(self, program: Program, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """A collective that is under way, beside what the caller enqueues next, and its result once it has ended. On CPUs the
         wait is bounded, and within a backward pass the pass raises PeerLost or WaitTimeout at its end."""
 
     @contextmanager
-    def running(self, method: Method, collectives: Sequence[Collective]) -> Iterator[None]:
+    def running(self, program: Program, collectives: Sequence[Collective]) -> Iterator[None]:
         """The collectives run from here, beside what is in the context, to its end; also where that raises: peers take part."""
-        if not method.overlaps:
-            for collective in collectives:
-                self.enqueue(method, collective)
-            yield
-            return
-        with self.limits(method), self._lanes(method, collectives):
-            yield
+        with self.limits(program), ExitStack() as stack:
+            for part in program.before:
+                self.enqueue(part, collectives[part.number])
+            if program.beside is not None:
+                stack.enter_context(self._lane(program.beside, collectives))
+            try:
+                yield
+            finally:
+                for part in program.after:
+                    self.enqueue(part, collectives[part.number])
 
     @abstractmethod
-    def limits(self, method: Method) -> AbstractContextManager[object]:
-        """A context in which the computation keeps to what the method leaves it."""
+    def limits(self, program: Program) -> AbstractContextManager[object]:
+        """A context in which the computation keeps to what the program leaves it."""
 
     @abstractmethod
-    def _lanes(self, method: Method, collectives: Sequence[Collective]) -> AbstractContextManager[object]:
+    def _lane(self, beside: Beside, collectives: Sequence[Collective]) -> AbstractContextManager[object]:
         """A context at whose end the collectives have been joined."""
 
     @abstractmethod
     def close(self, *, broken: bool) -> None:
-        """Give back what methods have taken. Collective, unless `broken`: then peers are lost, and what is under way may never
+        """Give back what programs have taken. Collective, unless `broken`: then peers are lost, and what is under way may never
         end."""
 
 
@@ -148,38 +159,45 @@ class HostExecutor(Executor):
     def capturing(self) -> bool:
         return False
 
-    def prepare(self, method: Method, collectives: Sequence[Collective]) -> None:
-        for name in ("priority", "left", "resident", "ctas"):
-            if getattr(method, name) and not (name == "ctas" and method.transport == "copy_engine"):
-                raise ValueError(f"way is {method}; {name} needs a GPU")
+    def prepare(self, program: Program, collectives: Sequence[Collective]) -> None:
+        asked = {
+            "priority": program.priority,
+            "left": program.computation.left,
+            "resident": program.computation.resident,
+            "ctas": any(part.ctas for part in program.parts),
+        }
+        for name, value in asked.items():
+            if value:
+                raise ValueError(f"way is {program.name}; {name} needs a GPU")
 
-    def limits(self, method: Method) -> AbstractContextManager[object]:
+    def limits(self, program: Program) -> AbstractContextManager[object]:
         return nullcontext()
 
     @contextmanager
-    def _lanes(self, method: Method, collectives: Sequence[Collective]) -> Iterator[None]:
+    def _lane(self, beside: Beside, collectives: Sequence[Collective]) -> Iterator[None]:
         waits: list[Callable[[], None]] = []
         try:
-            if not method.late:
-                self._begin(method, collectives, waits)
+            if not beside.late:
+                self._begin(beside.parts, collectives, waits)
             yield
         finally:
-            if method.late:
-                self._begin(method, collectives, waits)
+            if beside.late:
+                self._begin(beside.parts, collectives, waits)
             for wait in waits:
                 wait()
 
-    def _begin(self, method: Method, collectives: Sequence[Collective], waits: list[Callable[[], None]]) -> None:
+    def _begin(self, parts: Sequence[Part], collectives: Sequence[Collective], waits: list[Callable[[], None]]) -> None:
         """Begin them in order. gloo has several threads: what shares memory with an earlier one begins once that has ended."""
-        for place, collective in enumerate(collectives):
-            if any(collective.meets(earlier) for earlier in collectives[:place]):
+        for place, part in enumerate(parts):
+            collective = collectives[part.number]
+            if any(collective.meets(collectives[earlier.number]) for earlier in parts[:place]):
                 for wait in waits:
                     wait()
                 waits.clear()
-            if method.transport == "copy_engine":
-                self.enqueue(method, collective)
-            else:
+            if part.steps is None:
                 waits.append(self._started(collective))
+            else:
+                self.enqueue(part, collective)
 
     def _started(self, collective: Collective) -> Callable[[], None]:
         """Begin a collective of gloo's; a function that waits for it, within the bound. Stages of a pipeline do not send and
@@ -195,22 +213,24 @@ class HostExecutor(Executor):
             raise ValueError(f"way has ctas={ctas}, which gloo's collectives have not; leave it out on a CPU")
         return group
 
-    def enqueue(self, method: Method, collective: Collective) -> None:
-        if method.transport == "copy_engine":
-            collective.move(method.ctas, pull=method.pull)
-        else:
-            self._started(collective)()
+    def _vendor(self, part: Part, collective: Collective) -> None:
+        self._started(collective)()
 
-    def future(self, method: Method, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        if method.transport == "vendor":
-            ending = _Ending(self._started(collective))
-            if backward_pass() != NO_BACKWARD:
-                at_end_of_backward(ending.wait)  # torch would make a RuntimeError of what the future ends by
-            return ending.future(result)
-        self.enqueue(method, collective)
+    def future(self, program: Program, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        (part,) = program.parts
+        if program.beside is not None and part.steps is None:
+            return self.ending(self._started(collective), result)
+        self.enqueue(part, collective)
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         made.set_result(result)
         return made
+
+    def ending(self, wait: Callable[[], None], result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """The result of what is under way, once a wait for it, which is bounded, has ended."""
+        ending = _Ending(wait)
+        if backward_pass() != NO_BACKWARD:
+            at_end_of_backward(ending.wait)  # torch would make a RuntimeError of what the future ends by
+        return ending.future(result)
 
     def close(self, *, broken: bool) -> None:
         pass

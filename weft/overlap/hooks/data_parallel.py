@@ -27,9 +27,11 @@ from weft.ops.common import DTYPES, group_of
 from weft.overlap.concurrent.calls import Calls, calls_of
 from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
 from weft.overlap.concurrent.collectives import AllReduce
+from weft.overlap.concurrent.executor import Executor, HostExecutor
+from weft.overlap.concurrent.program import Program
 from weft.overlap.hooks.ways import named
 from weft.runtime.groups import GROUPS
-from weft.schedules.concurrent import PLAIN, Method, parse
+from weft.schedules.concurrent import PLAIN, parse
 
 WAYS = ("vendor", "sequential", "vendor+priority", "vendor+priority+ctas=16")
 """What the planner chooses among. On 2 x H200 a GPT's steps by copy engines, or with SMs left free, took 0.98 to 1.03 times as
@@ -160,30 +162,30 @@ class Averaging:
 
     def __init__(self, calls: Calls, choice: ConcurrentChoice, device: torch.device, group: dist.ProcessGroup) -> None:
         self.choice, self.group = choice, group
-        self._calls, self._executor, self._chosen = calls, calls.executor(device), PLAIN
+        self._calls, self._executor = calls, calls.executor(device)
+        self._spec = self._last = str(PLAIN)
+        self._limits = self._of(self._spec)
         self._begun = 0
         self._left = ExitStack()
-        self._buckets: dict[int, tuple[str, Method]] = {}
+        self._buckets: dict[int, tuple[str, str]] = {}
+
+    def _of(self, spec: str) -> Program:
+        """What a schedule says of the backward pass."""
+        return self._calls.program(spec, (AllReduce(torch.zeros(1, device=self._executor.device), self.group),))
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._begin()
-        gradients, method = bucket.buffer(), self._method
+        gradients, spec = bucket.buffer(), self._spec if self._begun > 1 else str(PLAIN)
         if bucket.is_last():
             self._left.close()
-            method = replace(method, ctas=0)
+            spec = self._last if self._begun > 1 else spec
         if gradients.layout != torch.strided:
-            self._buckets[bucket.index()] = f"{gradients.numel()} elements, sparse", PLAIN
-            return _sparse_average(gradients, self.group)
+            self._buckets[bucket.index()] = f"{gradients.numel()} elements, sparse", str(PLAIN)
+            return _sparse_average(gradients, self.group, self._executor)
         mean = AllReduce(gradients, self.group, reduction="avg")
-        method = self._calls.method(str(method), (mean,))
-        self._buckets[bucket.index()] = mean.describe(), method
-        return self._executor.future(method, mean, gradients)
-
-    @property
-    def _method(self) -> Method:
-        """Of this step, but for its last bucket, which has all blocks. The first step's is the vendor's."""
-        return self._chosen if self._begun > 1 else PLAIN
+        self._buckets[bucket.index()] = mean.describe(), spec
+        return self._executor.future(self._calls.program(spec, (mean,)), mean, gradients)
 
     @property
     def way(self) -> str:
@@ -192,27 +194,36 @@ class Averaging:
 
     def take(self, way: str) -> None:
         """Let steps take another way from the next one on. Collective. Raises ValueError for what the device cannot do."""
-        method, buffer = parse(way), torch.zeros(1, device=self._executor.device)
-        self._executor.prepare(method, (AllReduce(buffer, self.group),))
-        self._chosen = method
+        program = self._of(way)
+        self._executor.prepare(program, (AllReduce(torch.zeros(1, device=self._executor.device), self.group),))
+        self._spec, self._last, self._limits = way, str(replace(parse(way), ctas=0)), program
 
     def _begin(self) -> None:
         self._begun += 1
         if self._begun < 3:  # DistributedDataParallel lays its buckets out anew after the first step
             self._buckets.clear()
         self._left.close()
-        self._left.enter_context(self._executor.limits(self._method))
+        if self._begun > 1:
+            self._left.enter_context(self._executor.limits(self._limits))
 
     def __repr__(self) -> str:
         title = f"weft.hooks.ddp: gradients are averaged bucket by bucket among {self.group.size()} ranks; "
         title += f"{self.choice.key}: {self.way} ({self.choice.why})"
-        lines = (f"bucket {i}: {what}, {method}" for i, (what, method) in sorted(self._buckets.items()))
+        lines = (f"bucket {i}: {what}, {spec}" for i, (what, spec) in sorted(self._buckets.items()))
         return "\n  ".join([title, *lines])
 
 
-def _sparse_average(gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """By the process group, whatever the way: its rows are others on each rank."""
-    work = dist.all_reduce(gradients.div_(group.size()), group=group, async_op=True)
+def _sparse_average(
+    gradients: torch.Tensor, group: dist.ProcessGroup, executor: Executor
+) -> torch.futures.Future[torch.Tensor]:
+    """By the process group, whatever the way: its rows are others on each rank. On CPUs the wait is bounded."""
+    gradients.div_(group.size())
+    if isinstance(executor, HostExecutor):
+        state = GROUPS.state(group.group_name)
+        what = f"all_reduce of sparse gradients, {list(gradients.shape)}"
+        wait = state.begun(what, lambda own: dist.all_reduce(gradients, group=own, async_op=True))
+        return executor.ending(wait, gradients)
+    work = dist.all_reduce(gradients, group=group, async_op=True)
     averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
     return averaged
 

@@ -1,0 +1,97 @@
+"""What one rank runs of a checked schedule: its own lanes, in the order in which they are enqueued.
+
+    lane of kind compute     collectives of NCCL's ahead of the computation, the computation, collectives behind it
+    lane of kind network     collectives of NCCL's on a stream of their own
+    all other lanes          the steps of each collective: a schedule by itself (weft.schedules.concurrent.alone), which the
+                             runtime binds and runs as weft.collectives does. They start from a stream of their own
+
+A lane that is listed behind the one of the computation is enqueued after the computation. Collectives run one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.core.concurrent import ConcurrentProblem, number_of
+from weft.core.schedule import Collective, Lane, Schedule, UserCall
+from weft.schedules.concurrent import alone
+
+
+@dataclass(frozen=True)
+class Part:
+    """The collective of this number. steps: its own schedule; None where it is NCCL's. ctas: NCCL's blocks, 0 for its own
+    choice."""
+
+    number: int
+    steps: Schedule | None = None
+    ctas: int = 0
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Collectives that have a stream of their own. late: they are enqueued after the computation."""
+
+    parts: tuple[Part, ...]
+    priority: bool
+    late: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One rank's part of a schedule. name: the schedule's. before, after: on the caller's stream. computation: what it
+    keeps to."""
+
+    name: str
+    computation: UserCall
+    before: tuple[Part, ...] = ()
+    after: tuple[Part, ...] = ()
+    beside: Beside | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (*self.before, *(self.beside.parts if self.beside else ()), *self.after)
+
+    @property
+    def priority(self) -> bool:
+        return self.beside is not None and self.beside.priority
+
+
+def program_of(schedule: Schedule, rank: int) -> Program:
+    """What a rank runs. schedule: checked, and for a ConcurrentProblem."""
+    lanes = schedule.ranks[rank]
+    at, position, computation = next(
+        (at, position, step)
+        for at, lane in enumerate(lanes)
+        for position, step in enumerate(lane.steps)
+        if isinstance(step, UserCall) and step.collective is None
+    )
+    compute = lanes[at]
+    others = [(index > at, lane) for index, lane in enumerate(lanes) if index != at and lane.steps]
+    beside = None
+    if others:
+        late, lane = others[0]
+        parts = _vendors(lane, 0, len(lane.steps)) if lane.kind == "network" else _moved(schedule)
+        beside = Beside(parts, lane.priority, late)
+    return Program(
+        name=schedule.name,
+        computation=computation,
+        before=_vendors(compute, 0, position),
+        after=_vendors(compute, position + 1, len(compute.steps)),
+        beside=beside,
+    )
+
+
+def _vendors(lane: Lane, begin: int, end: int) -> tuple[Part, ...]:
+    parts = []
+    for step in lane.steps[begin:end]:
+        number = step.collective if isinstance(step, UserCall) else None
+        if number is None:
+            assert isinstance(step, Collective), step
+            number = number_of(step.src.buffer)
+        parts.append(Part(number, ctas=lane.ctas))
+    return tuple(parts)
+
+
+def _moved(schedule: Schedule) -> tuple[Part, ...]:
+    assert isinstance(schedule.problem, ConcurrentProblem)
+    return tuple(Part(number, alone(schedule, number)) for number, _ in schedule.problem.known)
