@@ -86,7 +86,29 @@ def _averaged() -> Callable[[], torch.Tensor]:
     return call
 
 
-CALLS = {"dispatch": _dispatch, "backward": _backward, "concurrent": _concurrent, "averaged": _averaged}
+def _sparse() -> Callable[[], torch.Tensor]:
+    """Gradients of some rows of a table, other ones on each rank."""
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(8, 4, sparse=True)
+    model = DistributedDataParallel(table)
+    weft.hooks.ddp(model, way="vendor")
+
+    def call() -> torch.Tensor:
+        model.zero_grad()
+        model(torch.tensor([dist.get_rank()])).sum().backward()
+        assert table.weight.grad is not None
+        return table.weight.grad.to_dense()
+
+    return call
+
+
+CALLS = {
+    "dispatch": _dispatch,
+    "backward": _backward,
+    "concurrent": _concurrent,
+    "averaged": _averaged,
+    "sparse": _sparse,
+}
 
 
 _MOVES: dict[str, tuple[Any, str]] = {
@@ -94,6 +116,7 @@ _MOVES: dict[str, tuple[Any, str]] = {
     "backward": (HostWire, "begin"),
     "concurrent": (dist, "all_reduce"),
     "averaged": (dist, "all_reduce"),
+    "sparse": (dist, "all_reduce"),
 }
 """What moves data in each call."""
 
@@ -135,7 +158,7 @@ def _lost(what: str, how: int, skip: int) -> tuple[str, float, float]:
 
 
 @pytest.mark.parametrize(
-    ("what", "skip"), [("dispatch", 0), ("dispatch", 5), ("backward", 0), ("concurrent", 0), ("averaged", 1)]
+    ("what", "skip"), [("dispatch", 0), ("dispatch", 5), ("backward", 0), ("concurrent", 0), ("averaged", 1), ("sparse", 0)]
 )
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_is_named_in_time(what: str, skip: int, how: int) -> None:

@@ -153,7 +153,7 @@ A, B, C = torch.ones(4, 8), torch.ones(8, 2), torch.ones(9)
         (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], key=[1]), "key is a list; pass a string"),
         (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], residents="x"), "residents has 'x'"),
         (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], residents=3), "residents is a int; pass numbers"),
-        (lambda: weft.AllReduce(A, reduction=[]), r"reduction is \[\]; use sum or avg"),
+        (lambda: weft.AllReduce(A, reduction=[]), "reduction is a list; use 'sum' or 'avg'"),
         (lambda: weft.AllGather(C[:8], C[1:]), "output overlaps input; all_gather allows input as this rank's part"),
         (lambda: weft.ReduceScatter(C[1:], C[:8]), "output overlaps input; reduce_scatter allows output as this rank's part"),
         (
