@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +18,19 @@ from weft.comm.symmetric_heap import DeviceHeap
 from weft.compat import symmetric_memory as memory
 from weft.core.errors import PeerLost
 from weft.runtime.cuda import CudaProgram
+
+
+def test_it_stays_while_the_device_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a receive of somebody's whose sender is late, and may wait for this rank."""
+    area, handle = held()
+    del area
+    comes = threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: comes.wait(60))
+    memory.free_unused(within_s=0.05)
+    assert handle() is not None
+    comes.set()
+    memory.free_unused()
+    assert handle() is None
 
 
 class Handle:
@@ -80,7 +94,8 @@ def test_a_program_that_was_closed_keeps_no_result_that_peers_wrote() -> None:
     """It may live until the garbage collector comes; the group's memory is to be free before."""
     area, handle = held()
     program: Any = CudaProgram.__new__(CudaProgram)
-    program.space, program.driver = SimpleNamespace(device=None, releaser=SimpleNamespace(remove=lambda key: None)), None
+    program.space, program.driver = SimpleNamespace(releaser=None, drained=lambda ticket, **options: True), None
+    program._last_ticket, program.captured = 0, False
     program._replays = program.streams = SimpleNamespace(close=lambda: None)
     program._pieces, program._words, program._area = [], None, None
     program._reached = {"out": [area.view(torch.float32)]}

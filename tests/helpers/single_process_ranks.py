@@ -14,6 +14,7 @@ import torch
 from devices import H200
 
 import weft.comm.rank_group as rank_group_module
+from weft.comm import symmetric_heap
 from weft.comm.control import ControlSegment
 from weft.comm.processes import process_start
 from weft.comm.rank_group import RankGroup
@@ -90,6 +91,10 @@ class FakeDriver:
     def relax_captures(self) -> None:
         pass
 
+    def capture(self, stream: int) -> int:
+        """Streams below 100 are in one capture, those below 200 in another one."""
+        return stream // 100
+
 
 class FakeStream:
     """idle: whether all that was enqueued has been done."""
@@ -124,6 +129,7 @@ def space_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> FakeSpac
     monkeypatch.setattr(cuda_space, "comm_stream", lambda **_: FakeStream(7))
     monkeypatch.setattr(cuda_space, "give_back", lambda stream: None)
     monkeypatch.setattr(cuda_space, "agreed_profile", lambda group, device: load("h200x8"))
+    monkeypatch.setattr(symmetric_heap, "enqueued", lambda device: lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)

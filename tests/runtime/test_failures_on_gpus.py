@@ -393,6 +393,7 @@ def _program(space: FakeSpace, **attributes: Any) -> Any:
     program = CudaProgram.__new__(CudaProgram)
     empty: dict[str, Any] = {"collectives": {}, "_pieces": [], "fused_collectives": {}, "_replays": None, "_timer": None}
     empty |= {"_words": None, "_area": None, "spans": None, "streams": LaneStreams(space, (), frozenset())}
+    empty |= {"captured": False, "_last_ticket": 0, "title": "the program", "_scratch": {}, "_plans": {}}
     empty |= {"_rehearsing": False, "_loading": False, "times_products": True, "schedule": SimpleNamespace(problem=None)}
     for name, value in {**empty, **attributes, "space": space, "driver": space.driver, "rank_group": space.rank_group}.items():
         setattr(program, name, value)
@@ -403,16 +404,52 @@ def test_a_program_that_closes_is_released_until_its_streams_have_drained(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its call waits for a peer that is lost, or was enqueued in part: nothing else would end that wait."""
-    released, given = threading.Event(), list[Any]()
+    given = list[Any]()
     ranks.space.heap = cast(Any, SimpleNamespace(free=given.append, free_kept=lambda: None))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: released.wait(LONG_S) or pytest.fail("nobody released it"))
-    program = _program(ranks.space, _replays=SimpleNamespace(close=lambda: None), _pieces=["words", "area"])
-    ranks.space.releaser.add(id(program), released.set)
+    ticket = ranks.call()
+    program = _closing(ranks.space, ticket)
+    ranks.space.releaser.add(id(program), lambda: ranks.space.ended(ticket))
     with pytest.raises(MemoryError):
         raise ranks.rank_group.fail(MemoryError("planted"))
     program.close()
     assert sorted(given) == ["area", "words"]
     assert ranks.space.releaser._programs == {}
+
+
+def _closing(space: FakeSpace, ticket: int, **attributes: Any) -> Any:
+    replays = SimpleNamespace(close=lambda: None)
+    return _program(space, _replays=replays, _pieces=["words", "area"], _last_ticket=ticket, **attributes)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_program_whose_calls_do_not_end_closes_within_a_bound_and_keeps_its_memory(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, captured: bool
+) -> None:
+    """Captured: a call may be in a graph that somebody replays, and the device is never idle."""
+    given, never = list[Any](), threading.Event()
+    ranks.space.heap = cast(Any, SimpleNamespace(free=given.append, free_kept=lambda: None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: never.wait(LONG_S))
+    monkeypatch.setattr(cuda_space, "FIRST_S", 0.1)
+    ticket = ranks.call()
+    if captured:
+        ranks.space.ended(ticket)
+    program = _closing(ranks.space, ticket, captured=captured)
+    program.close()
+    assert given == []
+    assert "the program has calls that have not ended" in caplog.text
+    never.set()
+    ranks.space.ended(ticket)
+
+
+def test_a_program_closes_beside_work_of_others(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receive that was posted early, say: it ends when its sender comes, who may wait for this rank."""
+    given = list[Any]()
+    ranks.space.heap = cast(Any, SimpleNamespace(free=given.append, free_kept=lambda: None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("it waits for all streams"))
+    ticket = ranks.call()
+    ranks.space.ended(ticket)
+    _closing(ranks.space, ticket).close()
+    assert sorted(given) == ["area", "words"]
 
 
 def test_a_program_that_cannot_be_bound_gives_its_memory_back(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +21,13 @@ class Program:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, lanes: int = 1) -> None:
         self.log: list[str] = []
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.log.append("all has ended"))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         self.capturing = False
         program: Any = CudaProgram.__new__(CudaProgram)
         nothing: dict[str, Any] = {
             "_rehearsed": False,
+            "_waits_on_sms": False,
+            "rank_group": None,
             "_replayable": False,
             "collectives": {},
             "ragged": None,
@@ -41,6 +44,7 @@ class Program:
         nothing |= {"pushes": {0: push}, "streams": range(lanes), "bind": lambda inputs, outputs: None}
         space = SimpleNamespace(device=None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded))
         space.watchdog = SimpleNamespace(captured=lambda: None)
+        space.turn = SimpleNamespace(alone=lambda group: self._alone())
         space.allocated = lambda: 64 * self.log.count("loads")
         submitter: Any = SimpleNamespace(prepare=lambda operations: self.log.append("flag operations"))
         where: Any = SimpleNamespace(lane="compute")
@@ -62,6 +66,11 @@ class Program:
     def _submitted(self, bindings: Any, outputs: Any, *, allocates: int) -> None:
         self.allocates = allocates
         self._enqueued(bindings)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self.log.append("all has ended")
+        yield
 
     def _kernel(self, at: int) -> Any:
         return SimpleNamespace(runs=lambda bindings: at == 1, lay_out=lambda bindings: self.log.append(f"kernel {at}"))
@@ -119,7 +128,7 @@ def test_no_more_ways_are_remembered_than_so_many(monkeypatch: pytest.MonkeyPatc
 def test_one_lane_waits_for_nothing_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(monkeypatch, lanes=0)
     program.call(torch.zeros(8, 8))
-    assert program.call(torch.zeros(8, 8).t()[1:]) == ["enqueue"]
+    assert program.call(torch.zeros(8, 8).t()[1:]) == ["plan", "enqueue"]
 
 
 def test_a_capture_of_the_callers_loads_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,11 +164,11 @@ def test_how_tensors_lie() -> None:
 def test_lookups_load_their_variants_once_all_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     capturing = [False]
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("all has ended"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(lookups, "variant", lambda plan, indices, *_, mean: indices.dtype)
     kernel: Any = lookups.FusedLookup.__new__(lookups.FusedLookup)
     kernel._columns, kernel._problem, kernel._device = 1, SimpleNamespace(mode="sum"), torch.device("cuda", 0)
+    kernel._loading = lambda: log.append("all has ended") or nullcontext()
     kernel._loaded, kernel._plan, kernel._out = set(), lambda bindings: None, lambda bindings: None
     kernel._launch = lambda plan, bindings, *, load_only: log.append("load")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -36,7 +37,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> list[FakeDriver]:
 def test_a_program_on_another_stream_waits_for_the_one_before(drivers: list[FakeDriver]) -> None:
     one = Turn()
     for stream in (7, 7, 0, 0, 7):
-        with one.taken(stream, GROUP):
+        with one.taken(stream, GROUP, waits_on_sms=True):
             pass
     assert [driver.log for driver in drivers] == [[("after", 0, 7), ("after", 7, 0)]]
 
@@ -44,14 +45,14 @@ def test_a_program_on_another_stream_waits_for_the_one_before(drivers: list[Fake
 def test_programs_on_one_stream_need_no_driver(drivers: list[FakeDriver]) -> None:
     one = Turn()
     for _ in range(3):
-        with one.taken(0, GROUP):
+        with one.taken(0, GROUP, waits_on_sms=True):
             pass
     assert drivers == []
 
 
 def test_a_thread_that_cannot_enqueue_gives_its_turn_back(drivers: list[FakeDriver]) -> None:
     one = Turn()
-    with pytest.raises(MemoryError), one.taken(0, GROUP):
+    with pytest.raises(MemoryError), one.taken(0, GROUP, waits_on_sms=True):
         raise MemoryError
     assert not one._lock.locked()
 
@@ -111,12 +112,20 @@ def test_a_thread_takes_its_turn_and_enqueues_in_one_step(spaces: list[FakeSpace
 
 def test_a_wait_for_another_thread_is_bounded_and_watches_peers() -> None:
     one, (mine, peer) = Turn(), rank_groups(timeout_s=0.1)
-    with one.taken(FIRST, GROUP), pytest.raises(WaitTimeout, match="rank 0: another thread"), one.taken(FIRST, mine):
+    with (
+        one.taken(FIRST, GROUP, waits_on_sms=True),
+        pytest.raises(WaitTimeout, match="rank 0: another thread"),
+        one.taken(FIRST, mine, waits_on_sms=True),
+    ):
         pass
     one, (mine, peer) = Turn(), rank_groups(timeout_s=60.0)
     peer._control = [*mine._control]
     mine._control[1].fail("planted")
-    with one.taken(FIRST, GROUP), pytest.raises(PeerLost, match="planted"), one.taken(FIRST, mine):
+    with (
+        one.taken(FIRST, GROUP, waits_on_sms=True),
+        pytest.raises(PeerLost, match="planted"),
+        one.taken(FIRST, mine, waits_on_sms=True),
+    ):
         pass
 
 
@@ -135,3 +144,69 @@ def test_an_error_at_the_bound_names_what_another_group_has_in_flight(
     assert f"the program on stream {FIRST}" not in said()
     second.ended(1)
     assert said() == ""
+
+
+def test_programs_that_need_no_sm_are_not_ordered(drivers: list[FakeDriver]) -> None:
+    one = Turn()
+    for stream, waits in ((7, True), (0, False), (7, True)):
+        with one.taken(stream, GROUP, waits_on_sms=waits):
+            pass
+    assert drivers == []
+
+
+def test_captured_programs_come_one_after_the_other_in_each_capture(drivers: list[FakeDriver]) -> None:
+    """On branches that a graph joins later; another thread captures at the same time."""
+    one, order = Turn(), list[int]()
+    for stream in (FIRST, 100 + FIRST, SECOND, 100 + FIRST, FIRST):
+        one.captured(stream, GROUP, partial(order.append, stream))
+    (driver,) = drivers
+    assert order == [FIRST, 100 + FIRST, SECOND, 100 + FIRST, FIRST]
+    assert [(kind, stream) for kind, stream, _ in driver.log] == [("wait", SECOND), ("wait", FIRST)]
+
+
+def test_a_thread_that_loads_kernels_has_the_gpu_to_itself(spaces: list[FakeSpace], drivers: list[FakeDriver]) -> None:
+    """The calls of all groups have ended by then, and no other thread is between two launches of a call."""
+    first, second = spaces
+    _enqueues(first, FIRST, lambda: None)
+    loads, goes_on = threading.Event(), threading.Event()
+
+    def load() -> None:
+        with second.turn.alone(second.rank_group):
+            loads.set()
+            goes_on.wait(60)
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    assert not loads.wait(0.2)
+    first.ended(1)
+    assert loads.wait(60)
+    order: list[str] = []
+    other = threading.Thread(target=_enqueues, args=(first, FIRST, lambda: order.append("enqueued")))
+    other.start()
+    other.join(0.2)
+    assert order == []
+    goes_on.set()
+    for thread in (loading, other):
+        thread.join(60)
+    assert order == ["enqueued"]
+    first.ended(2)
+
+
+def test_what_one_thread_loads_may_load_more() -> None:
+    one = Turn()
+    with one.alone(GROUP), one.alone(GROUP):
+        assert one._lock.locked()
+    assert not one._lock.locked()
+
+
+def test_a_wait_for_calls_before_is_bounded_and_names_them(
+    spaces: list[FakeSpace], drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = spaces
+    monkeypatch.setattr(turn, "FIRST_S", 0.0)
+    _enqueues(first, FIRST, lambda: None)
+    second.rank_group.timeout_s = 0.1
+    with pytest.raises(WaitTimeout, match=f"the program on stream {FIRST} has not ended"), first.turn.alone(second.rank_group):
+        pass
+    assert not first.turn._lock.locked()
+    first.ended(1)

@@ -45,6 +45,7 @@ def _replay(space: FakeSpace, stream: int, *, multiplies: bool = True) -> list[A
     """What a replay puts on its stream."""
     program = CudaProgram.__new__(CudaProgram)
     program.space, program.spans, program._rehearsing, program._timer = space, None, False, None
+    program._waits_on_sms, program.rank_group = False, space.rank_group
     program.products, program._last_stream, program._last_ticket = {"compute": None} if multiplies else {}, None, 0
     space.driver.log.clear()
     space.current_stream = lambda: stream  # type: ignore[method-assign]

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.comm.shared_memory import AtomicWords, Segment, unlink
+from weft.compat.device import enqueued
 from weft.compat.symmetric_memory import HandleExchange, empty, held
 
 if TYPE_CHECKING:
@@ -249,10 +250,15 @@ class DeviceHeap(SymmetricHeap):
         self._kept.clear()
 
     def settle(self) -> None:
-        """Wait until every rank's GPU has ended all its work. Collective. Bounded, and peers are watched: no collective of the
-        process group would be."""
-        torch.cuda.synchronize(self.device)
-        self.group.enter("call: settle", within_s=max(self.group.timeout_s, _SETTLE_S))
+        """Wait until every rank has come here, and its GPU has ended what its current stream has: not what other streams have,
+        which may wait for a peer. Collective. Bounded, and peers are watched: no collective of the process group would be."""
+        bound_s = max(self.group.timeout_s, _SETTLE_S)
+        self.group.until(
+            enqueued(self.device),
+            lambda: f"rank {self.group.rank}: what torch's current stream had before this call has not ended",
+            bound_s,
+        )
+        self.group.enter("call: settle", within_s=bound_s)
 
     def _new(self, nbytes: int, *, reusable: bool) -> DeviceAllocation:
         """All ranks settle once each has its memory, since the rendezvous watches nobody."""

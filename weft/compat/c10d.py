@@ -79,7 +79,7 @@ def nccl_connections(store: Any, rank: int, ranks: list[int], *, name: str, max_
     made._set_sequence_number_for_group()
     # The communicator is made by all ranks at once, whoever exchanges what with whom later.
     made.allreduce([torch.zeros(1, device=device)]).wait()
-    torch.cuda.synchronize(device)
+    torch.cuda.current_stream(device).synchronize()
     return made
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -33,6 +35,27 @@ _FLOP_PER_CLOCK = {
 _HERE: AbstractContextManager[None] = nullcontext()
 _UNKNOWN_FLOP_PER_CLOCK = 1024
 """Of an architecture that is not listed."""
+
+
+def idle(device: torch.device, within_s: float) -> bool:
+    """Whether a GPU ends all work of all streams within so long. torch.cuda.synchronize has no bound, so a thread of its own
+    waits in it, and stays there if it does not end."""
+    ended = threading.Event()
+
+    def wait() -> None:
+        with suppress(RuntimeError):  # a device that is lost runs nothing
+            torch.cuda.synchronize(device)
+        ended.set()
+
+    threading.Thread(target=wait, name="weft-waits-for-device", daemon=True).start()
+    return ended.wait(max(0.0, within_s))
+
+
+def enqueued(device: torch.device) -> Callable[[], bool]:
+    """A function that says whether a GPU has ended what torch's current stream has so far."""
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.query
 
 
 @functools.cache

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from weft.compat.device import idle
 from weft.compat.storages import users
 from weft.core.errors import WaitTimeout
 
@@ -44,6 +45,8 @@ _ALONE = threading.Lock()
 """Held by the thread that is in a rendezvous: torch has one socket for it in a process."""
 _PATIENCE_S = 0.2
 """How long a thread waits at most for another one before it lets the ranks of its rendezvous try again."""
+_IDLE_S, _IDLE_SHORTLY_S = 10.0, 1.0
+"""How long a GPU may take to become idle before its memory is freed: at the end of a group, and before an allocation."""
 _HELD: list[tuple[torch.Tensor, Any]] = []
 """Memory, and its handle, that `free_unused` has yet to free."""
 _FREES = threading.Lock()
@@ -101,7 +104,7 @@ def empty(nbytes: int, device: torch.device) -> torch.Tensor:
     them from a memory pool, which its allocator cudaMallocAsync does not have; they are allocated one by one then."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    free_unused()
+    free_unused(within_s=_IDLE_SHORTLY_S)
     if torch.cuda.get_allocator_backend() != "native":
         return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, None)
     return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
@@ -179,14 +182,17 @@ def held(area: torch.Tensor, handle: Any) -> torch.Tensor:
     return area[:]
 
 
-def free_unused() -> None:
-    """Free the symmetric memory of which no tensor is left; nothing while the current stream is captured."""
+def free_unused(within_s: float = _IDLE_S) -> None:
+    """Free the symmetric memory of which no tensor is left; nothing while the current stream is captured. Torch waits for the
+    whole GPU where it frees. Where that is not idle within so long, as behind a receive whose sender is late, the memory stays
+    for the next time."""
     if not _HELD or torch.cuda.is_current_stream_capturing():
         return
     with _FREES:
         gone = [number for number, (area, _) in enumerate(_HELD) if users(area) == 1]
-        for device in {_HELD[number][0].device for number in gone}:
-            # In torch's own wait no other thread runs: not even one that would end it, if a peer is lost.
-            torch.cuda.synchronize(device)
+        # In torch's own wait no other thread runs: not even one that would end it, if a peer is lost.
+        devices = {_HELD[number][0].device for number in gone}
+        ready = {device for device in devices if idle(device, within_s)}
         for number in reversed(gone):
-            del _HELD[number]
+            if _HELD[number][0].device in ready:
+                del _HELD[number]

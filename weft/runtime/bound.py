@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -131,6 +132,10 @@ class Space(Protocol):
         """How often a kernel looks at a flag before it gives up."""
         ...
 
+    def loading(self) -> AbstractContextManager[None]:
+        """A context in which kernels may be loaded."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -223,7 +228,7 @@ class BoundProgram(ABC):
         for rank, lane, position, step in self.schedule:
             if rank == self.rank and isinstance(step, Lookup):
                 where = Where(rank, lane.name, position, step)
-                self.kernels[id(step)] = FusedLookup(step, where, self._space.device, self, problem)
+                self.kernels[id(step)] = FusedLookup(step, where, self._space.device, self, problem, self._space.loading)
 
     def _add_sums(self, problem: CollectiveProblem) -> None:
         from weft.kernels.runs import launcher

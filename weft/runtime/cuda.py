@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from contextlib import nullcontext
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ from weft.comm.symmetric_heap import Allocation
 from weft.compat.graph_trees import outside_graph_trees
 from weft.compat.streams import Word
 from weft.core.fused_collective import spelled_out
-from weft.core.logs import warn_once
+from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, FusedCollective, Gemm, Region, Schedule, SendReceive, Wait, waits
 from weft.kernels.shapes import push_sms
@@ -59,6 +60,8 @@ _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: more than any wait asks for, and less than where the comparison wraps."""
 _LAYOUTS = 256
 """How many layouts of its tensors a program remembers as loaded."""
+_IN_USE: list[Any] = []
+"""What closed programs hold whose calls have not ended."""
 
 
 class CudaProgram(BoundProgram):
@@ -181,11 +184,12 @@ class CudaProgram(BoundProgram):
         return 4 if self.schedule.buffer[region.buffer].float32 else self.dtype.itemsize
 
     def close(self) -> None:
-        # Waits are released until the streams have drained, since a call may be in flight whose peers are lost. And what was
-        # released last must have been written before the words are given back.
-        torch.cuda.synchronize(self.space.device)
-        self.space.releaser.remove(id(self))
-        torch.cuda.synchronize(self.space.device)
+        # Waits are released until the calls have ended, since one may be in flight whose peers are lost.
+        releaser = self.space.releaser
+        if not self.space.drained(self._last_ticket, captured=self.captured, forget=lambda: releaser.remove(id(self))):
+            LOGGER.error("%s has calls that have not ended: its memory stays in use until the process ends", self.title)
+            _IN_USE.append((self._pieces, self._words, self._area, self._scratch, self._plans, self._replays))
+            self._pieces = []
         self._replays.close()
         self.streams.close()
         self._give_back()
@@ -244,11 +248,25 @@ class CudaProgram(BoundProgram):
         if capturing:
             self.captured = True
             self.space.watchdog.captured()
-            self._replays.branches.enqueue(self.space.current_stream(), lambda: self._issue(bindings))
+            self._capture(bindings)
             return
         if self.streams:
             self._load(bindings, self._layout_of(inputs, outputs))
+        else:
+            self._plan(bindings)  # which lookups load for
         self._enqueue(bindings, self._invalid(outputs), allocates=self._allocates)
+
+    def _capture(self, bindings: Bindings) -> None:
+        """Enqueue a call into the caller's graph."""
+        stream = self.space.current_stream()
+
+        def call() -> None:
+            self._replays.branches.enqueue(stream, lambda: self._issue(bindings))
+
+        if self._waits_on_sms:
+            self.space.turn.captured(stream, self.rank_group, call)
+        else:
+            call()
 
     def _replay(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
         if not self.products:
@@ -268,8 +286,12 @@ class CudaProgram(BoundProgram):
             self.space.tickets.after(caller, self._last_ticket)
         timer = self._timer = None if self.spans is None else CallTimer(self.space)
         self.space.watchdog.await_room(self._stuck)  # not while other threads wait for their turn
-        takes_turn = self._waits_on_sms and not self._rehearsing
-        with self.space.turn.taken(caller, self.rank_group) if takes_turn else nullcontext():
+        turn = self.space.turn
+        with (
+            turn.alone(self.rank_group)
+            if self._rehearsing
+            else turn.taken(caller, self.rank_group, waits_on_sms=self._waits_on_sms)
+        ):
             ticket = self.space.watchdog.begin(
                 caller, self.title, self._stuck, rehearses=self._rehearsing, results=results_in(outputs)
             )
@@ -327,12 +349,13 @@ class CudaProgram(BoundProgram):
     def _rehearse(self, bindings: Bindings) -> None:
         """Run the steps of the first call once without flags, on all ranks, and throw the result away.
 
-        CUDA loads a kernel at first use, and waits for all streams then (`_load`). So what was enqueued before is waited for.
+        CUDA loads a kernel at first use, and may wait for all streams then (`_load`). So the calls before have ended by then.
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
-        torch.cuda.synchronize(self.space.device)
-        self.space.captures.ready()
+        with self.space.turn.alone(self.rank_group):
+            self.space.captures.ready()
+            self._plan(bindings)  # which lookups load for
         spans, self.spans, self._rehearsing = self.spans, None, True
         before = self.space.allocated()
         self._enqueue(bindings, {})
@@ -343,21 +366,21 @@ class CudaProgram(BoundProgram):
     def _load(self, bindings: Bindings, layout: Hashable) -> None:
         """Load what a call needs whose tensors lie differently from those before: kernels for other strides and alignments.
 
-        CUDA waits for all streams where it loads a kernel, and keeps the watchdog from releasing any: for good, behind a lane
-        of this call that waits for another one. So a capture, which runs nothing, loads everything before any of it is
-        enqueued, and once what was enqueued before has ended, which is watched. A lane without others waits for nothing that
-        comes later.
+        CUDA may wait for all streams where it loads a kernel, and keeps the watchdog from releasing any: for good, behind a
+        lane of this call that waits for another one. So a capture, which runs nothing, loads everything before any of it is
+        enqueued, and once weft's calls before have ended, which is watched. A lane without others waits for nothing that comes
+        later.
         """
         if layout in self._loaded:
             return
-        torch.cuda.synchronize(self.space.device)
-        self._lay_out(bindings)
-        spans, self.spans, self._loading = self.spans, None, True
-        before = self.space.allocated()
-        try:
-            self.space.captures.record(lambda: self._issue(bindings), loads=True)
-        finally:
-            self.spans, self._loading = spans, False
+        with self.space.turn.alone(self.rank_group):
+            self._lay_out(bindings)
+            spans, self.spans, self._loading = self.spans, None, True
+            before = self.space.allocated()
+            try:
+                self.space.captures.record(lambda: self._issue(bindings), loads=True)
+            finally:
+                self.spans, self._loading = spans, False
         self._allocates = max(self._allocates, self.space.allocated() - before)
         if len(self._loaded) == _LAYOUTS:
             self._loaded.clear()
@@ -380,9 +403,8 @@ class CudaProgram(BoundProgram):
                 launch.prepare()
 
     def _read_spans(self, timer: CallTimer, ticket: int) -> None:
-        """Wait for the end of the call, and read when each step ran."""
+        """Wait for the end of the call, which all lanes have joined, and read when each step ran."""
         self.rank_group.until(lambda: self.space.tickets.done(ticket), self._stuck)
-        torch.cuda.synchronize(self.space.device)
         assert self.spans is not None
         self.spans += timer.spans(self.schedule)
 

@@ -6,6 +6,7 @@ The watchdog bounds every call (weft.runtime.watchdog). Lanes of all programs ha
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -16,17 +17,17 @@ import torch
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import DeviceHeap
 from weft.compat.comm_streams import comm_stream, current_lane_priority, give_back, priority_number
-from weft.compat.device import capabilities
+from weft.compat.device import capabilities, idle
 from weft.compat.streams import Driver, Word, raw_stream
 from weft.core.logs import LOGGER, warn_once
 from weft.perf.shapes import shapes_for
 from weft.runtime.agreed_profile import agreed_profile
 from weft.runtime.network import CudaWire
-from weft.runtime.release import Releaser
+from weft.runtime.release import POLL_S, Releaser
 from weft.runtime.replay import give_captures, private_pool, take_captures
 from weft.runtime.tickets import Tickets
 from weft.runtime.turn import Turn
-from weft.runtime.watchdog import Watchdog
+from weft.runtime.watchdog import FIRST_S, Watchdog
 
 if TYPE_CHECKING:
     from weft.kernels.launch import Launcher
@@ -40,6 +41,8 @@ _QUEUES = 8
 """Hardware queues that CUDA has for streams by default."""
 _LOOKS_PER_S = 20_000_000
 """More often than a block can look at a flag in a second: a kernel gives up after the watchdog does."""
+_DRAINED_S = 30.0
+"""How long calls may take to end after a failure, at least: what they wait for is released again and again."""
 _LONGEST_S = 1000.0
 """A block counts up to 2^31 looks at a flag. It looks about 1.5 million times a second, so that takes longer than this."""
 
@@ -114,8 +117,24 @@ class CudaSpace:
         return True
 
     def settle(self) -> None:
-        """Wait until every rank's GPU has ended all its work. Collective."""
+        """Wait until every rank has come here, and its GPU has ended what its current stream has. Collective."""
         self.heap.settle()
+
+    def loading(self) -> AbstractContextManager[None]:
+        """A context in which kernels may be loaded: no call of weft's is in flight on the GPU."""
+        return self.turn.alone(self.rank_group)
+
+    def drained(self, ticket: int, *, captured: bool, forget: Callable[[], None]) -> bool:
+        """Whether the calls up to a ticket have ended, and what releases them after a failure, which `forget` ends. Bounded.
+
+        captured: a caller's graph has a call, too. Nobody can say when its replays end, so it is when the device is idle.
+        """
+        bound_s = FIRST_S if self.rank_group.broken is None else max(self.rank_group.timeout_s, _DRAINED_S)
+        deadline = time.monotonic() + bound_s
+        ended = _comes(lambda: self.tickets.done(ticket), deadline)
+        ended = ended and (not captured or idle(self.device, deadline - time.monotonic()))
+        forget()
+        return _comes(self.rescue.query, deadline) and ended
 
     def stream(self, name: str) -> torch.cuda.Stream:
         """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue (lane_priority)."""
@@ -203,6 +222,18 @@ class CudaSpace:
         if self.wire:
             self.wire.close()
         self.wire = None
+
+
+def _comes(ready: Callable[[], bool], deadline: float) -> bool:
+    """Whether something comes true before a time of time.monotonic. A device that is lost runs nothing any more."""
+    try:
+        while not ready():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+    except RuntimeError:
+        return True
+    return True
 
 
 def _warn_of_few_queues() -> None:

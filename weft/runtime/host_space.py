@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -84,6 +85,10 @@ class HostSpace:
     def runs_lookups(self, dtype: torch.dtype) -> bool:
         """Nothing is multiplied as a matrix, so the interpreter has float32, too."""
         return os.environ.get("TRITON_INTERPRET") == "1" and dtype != torch.bfloat16
+
+    def loading(self) -> AbstractContextManager[None]:
+        """A context in which kernels may be loaded: always, where nothing is enqueued."""
+        return nullcontext()
 
     def reserve(self, nbytes: int) -> None:
         """Make every rank's data piece at least `nbytes`. Collective: all ranks ask for the same."""

@@ -6,6 +6,9 @@ schedule, and go by names of their own: `tables` (one or several), `indices`, `o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from weft.core.problem import LookupProblem
@@ -33,11 +36,21 @@ _PLANS = 64
 
 
 class FusedLookup(FusedStep):
-    """A lookup as one kernel. Its tables, and the buffers that it stores to, may lie elsewhere in a later call."""
+    """A lookup as one kernel. Its tables, and the buffers that it stores to, may lie elsewhere in a later call. loading: a
+    context in which kernels may be loaded."""
 
-    def __init__(self, step: Lookup, where: Where, device: torch.device, flags: FlagWords, problem: LookupProblem) -> None:
+    def __init__(
+        self,
+        step: Lookup,
+        where: Where,
+        device: torch.device,
+        flags: FlagWords,
+        problem: LookupProblem,
+        loading: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         super().__init__(where, device, flags)
         self.step: Lookup = step
+        self._loading = loading
         self._problem = problem
         self._columns = problem.table_columns(where.rank)
         self._targets = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
@@ -54,10 +67,10 @@ class FusedLookup(FusedStep):
             mean = self._problem.mode == "mean"
             key = variant(plan, loose["indices"][0], loose["offsets"][0], weights, self._out(bindings), mean=mean)
             if key not in self._loaded:
-                if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                    # What was enqueued before may wait for a peer: in the driver, where kernels are loaded, nobody watches.
-                    torch.cuda.synchronize(self._device)
-                self._launch(plan, bindings, load_only=True)
+                # Calls that were enqueued before may wait for a peer: in the driver, where kernels are loaded, nobody watches.
+                capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+                with nullcontext() if capturing else self._loading():
+                    self._launch(plan, bindings, load_only=True)
                 self._loaded.add(key)
         return True
 

@@ -32,6 +32,8 @@ T = TypeVar("T")
 Addresses = tuple[object, ...]
 _KEPT = 256
 """Sets of addresses a program: as many as layers that share a shape."""
+_CAPTURES = 64
+"""Captures whose last call is remembered: more than threads capture at the same time."""
 _KERNELS_ALONE = ("b", "tables")
 """Inputs that no copy touches. A kernel has no more than an address."""
 
@@ -45,34 +47,34 @@ class Kept:
 
 
 class Branches:
-    """Calls of one program that a caller captures: on whatever streams of one capture, they come in the order of the calls.
+    """Calls that a caller captures: on whatever streams of one capture, they come in the order of the calls.
 
-    Bad interleaving: two calls on branches that a graph joins later use the program's memory and words at once. Out of captures
-    events of the calls see to that; those are none of a capture's.
+    Bad interleaving: two calls on branches that a graph joins later use a program's memory and words at once, or wait for each
+    other on SMs. Out of captures events of the calls see to that; those are none of a capture's.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._last: tuple[int, int] | None = None
-        """Capture and stream of the last call."""
-
-    @cached_property
-    def _event(self) -> Any:
-        return self._driver.event()
+        self._last: OrderedDict[int, tuple[int, Any]] = OrderedDict()
+        """By capture, the stream of the last call, and the event behind it. Threads may capture at the same time."""
 
     def enqueue(self, stream: int, call: Callable[[], T]) -> T:
         """The call, whose result it returns, after the last one of the capture that the stream is in."""
         capture = self._driver.capture(stream)
-        if self._last is not None and self._last[0] == capture and self._last[1] != stream:
-            self._driver.wait(stream, self._event)
+        last, event = self._last.pop(capture, (None, None))
+        if last not in (None, stream):
+            self._driver.wait(stream, event)
         found = call()
-        self._driver.record(self._event, stream)
-        self._last = capture, stream
+        event = event or self._driver.event()
+        self._driver.record(event, stream)
+        self._last[capture] = stream, event
+        if len(self._last) > _CAPTURES:
+            self._driver.forget(self._last.popitem(last=False)[1][1])
         return found
 
     def close(self) -> None:
-        if self._last is not None:
-            self._driver.forget(self._event)
+        while self._last:
+            self._driver.forget(self._last.popitem()[1][1])
 
 
 def private_pool() -> torch.cuda.MemPool | None:

@@ -1,4 +1,4 @@
-"""Programs whose kernels wait on SMs take turns on a GPU, in the order in which they are enqueued.
+"""Programs are enqueued one at a time on a GPU, and those whose kernels wait on SMs run one after the other.
 
 Such a kernel may fill the SMs with blocks that wait for a peer. Two of them at once, on two streams, could hold each other up
 across ranks for good:
@@ -8,14 +8,17 @@ across ranks for good:
 
 So the second begins where the first has ended, whatever streams, threads and groups they are called from. A thread takes the
 turn and enqueues its program in one step, under a lock, so the order of turns is the order on the GPU. On one stream this costs
-nothing. What a caller's own CUDA graphs replay is ordered within each graph alone.
+nothing. Calls that a caller captures are ordered in the same way within each capture; the caller orders the replays of graphs.
+
+The lock is taken for every program. CUDA may wait for all streams where it loads a kernel, and a call of which another thread
+has enqueued one half would wait for its other half for good. So a thread that loads kernels has the GPU to itself (`alone`).
 
 The lock orders the threads of one rank, and cannot order them as another rank orders its own. If rank 0 enqueues A before B and
 rank 1 enqueues B before A, then rank 0's B waits for its A, which waits for rank 1's A, which waits for its B, which waits for
 rank 0's B, until the bound. NCCL has the same rule for two communicators: every rank enqueues the programs of the groups that
 share its GPU in the same order. An error at the bound names the programs of other groups that are in flight (`others`).
 
-A thread holds the lock only while it enqueues. It has waited for room among the calls in flight before
+A thread holds the lock only while it enqueues or loads. It has waited for room among the calls in flight before
 (`Watchdog.await_room`).
 """
 
@@ -23,15 +26,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 from weakref import WeakSet
 
 from weft.comm.rank_group import RankGroup
 from weft.compat.streams import Driver
 from weft.core.errors import WaitTimeout
+from weft.runtime.replay import Branches
 from weft.runtime.tickets import Tickets
+from weft.runtime.watchdog import FIRST_S
 
 _LOOKS_S = 0.02
 """How often a thread that waits for another one to enqueue its program looks at its peers."""
@@ -42,46 +48,109 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._loads = False
+        """Whether the thread that holds the lock loads kernels."""
+        self._holder: int | None = None
+        """The thread that holds the lock."""
         self._stream: int | None = None
-        self._driver: Driver | None = None
-        self._event: Any = None
         self._groups: WeakSet[Tickets] = WeakSet()
         self._listing = threading.Lock()
         """Held while groups are added, removed and listed."""
 
+    @cached_property
+    def _driver(self) -> Driver:
+        return Driver()
+
+    @cached_property
+    def _event(self) -> Any:
+        return self._driver.event()
+
+    @cached_property
+    def _branches(self) -> Branches:
+        return Branches(self._driver)
+
     @contextmanager
-    def taken(self, stream: int, rank_group: RankGroup) -> Iterator[None]:
-        """Within, the caller enqueues a program on `stream`, which comes after the program whose turn it was. Raises PeerLost,
-        or WaitTimeout if another thread has not enqueued its program within the bound."""
+    def taken(self, stream: int, rank_group: RankGroup, *, waits_on_sms: bool) -> Iterator[None]:
+        """Within, the caller enqueues a program on `stream`. One that waits on SMs comes after the last one that did. Raises
+        PeerLost, or WaitTimeout if another thread has not enqueued its program within the bound."""
         self._acquire(rank_group)
         try:
-            self._come_after_the_last(stream)
+            if waits_on_sms:
+                self._come_after_the_last(stream)
             yield
         finally:
-            self._lock.release()
+            self._release()
+
+    def captured(self, stream: int, rank_group: RankGroup, call: Callable[[], None]) -> None:
+        """Enqueue a program that waits on SMs on a stream that is captured, after the last one of the same capture that did,
+        whatever branch it is on. Raises as `taken`."""
+        self._acquire(rank_group)
+        try:
+            self._branches.enqueue(stream, call)
+        finally:
+            self._release()
+
+    @contextmanager
+    def alone(self, rank_group: RankGroup) -> Iterator[None]:
+        """Within, no call of any group is in flight on the GPU, and no other thread enqueues one. Raises PeerLost, or
+        WaitTimeout at the bound of first calls. Contexts of one thread nest."""
+        if self._holder == threading.get_ident():
+            yield
+            return
+        deadline = time.monotonic() + max(rank_group.timeout_s, FIRST_S)
+        # Not under the lock: calls in flight may need calls that other threads have yet to enqueue, at a peer too.
+        while True:
+            rank_group.until(
+                self._idle,
+                lambda: f"rank {rank_group.rank}, before kernels are loaded: {', '.join(self._in_flight())} has not ended",
+                max(0.0, deadline - time.monotonic()),
+            )
+            self._acquire(rank_group)
+            if self._idle():
+                break
+            self._release()
+        self._loads = True
+        try:
+            yield
+        finally:
+            self._loads = False
+            self._release()
+
+    def _idle(self) -> bool:
+        with self._listing:
+            groups = list(self._groups)
+        return all(tickets.done(tickets.ended) for tickets in groups)
 
     def _acquire(self, rank_group: RankGroup) -> None:
-        if self._lock.acquire(blocking=False):
-            return
-        deadline = time.monotonic() + rank_group.timeout_s
+        began = time.monotonic()
         while not self._lock.acquire(timeout=_LOOKS_S):
             rank_group.check_peers()
-            if time.monotonic() > deadline:
+            bound_s = max(rank_group.timeout_s, FIRST_S if self._loads else 0.0)
+            if time.monotonic() > began + bound_s:
                 raise rank_group.fail(
                     WaitTimeout(
-                        f"rank {rank_group.rank}: another thread has been enqueueing a program on this GPU for "
-                        f"{rank_group.timeout_s:g} s"
+                        f"rank {rank_group.rank}: another thread has been enqueueing a program on this GPU for {bound_s:g} s"
                     )
                 )
 
+        self._holder = threading.get_ident()
+
+    def _release(self) -> None:
+        self._holder = None
+        self._lock.release()
+
     def _come_after_the_last(self, stream: int) -> None:
         if self._stream not in (None, stream):
-            if self._driver is None:
-                self._driver = Driver()
-                self._event = self._driver.event()
             assert self._stream is not None
             self._driver.after(stream, self._stream, self._event)
         self._stream = stream
+
+    def _in_flight(self, but: Tickets | None = None) -> list[str]:
+        """By group, the name of the oldest call that has not ended. but: a group that is left out."""
+        with self._listing:
+            groups = [tickets for tickets in self._groups if tickets is not but]
+            oldest = [next(iter(tickets.unfinished()), None) for tickets in groups]
+        return [call.what for call in oldest if call is not None]
 
     def add(self, tickets: Tickets) -> None:
         """A group begins to use the GPU."""
@@ -96,10 +165,7 @@ class Turn:
     def others(self, mine: Tickets, what: str) -> str:
         """That calls of other groups are in flight beside one that has not ended, and what to look for; nothing if none is.
         what: names that one."""
-        with self._listing:
-            groups = [tickets for tickets in self._groups if tickets is not mine]
-            oldest = [next(iter(tickets.unfinished()), None) for tickets in groups]
-        names = ", ".join(call.what for call in oldest if call is not None)
+        names = ", ".join(self._in_flight(mine))
         return names and (
             f"{what} has not ended, and on the same GPU {names} is in flight: every rank has to call the programs of "
             "groups that share its GPU in the same order"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from weft.compat.cublas import has_carveout
+from weft.compat.device import idle
 from weft.overlap import controls
 from weft.overlap.concurrent.collectives import Collective, SendReceive
 from weft.overlap.concurrent.executor import Executor
@@ -24,6 +25,9 @@ from weft.runtime.aborts import Abort
 from weft.runtime.groups import GROUPS
 from weft.runtime.trial import timer_for
 from weft.schedules.concurrent import Abilities
+
+_IDLE_S = 10.0
+"""How long the device may take to become idle where streams are given back."""
 
 
 class Streams:
@@ -161,9 +165,9 @@ class CudaExecutor(Executor):
         else:
             for each in ends:
                 each()
-            torch.cuda.synchronize(self.device)
-            self._streams.close()
-            self._lasting.close()
+            if idle(self.device, _IDLE_S):  # else nobody else may have these streams
+                self._streams.close()
+                self._lasting.close()
 
 
 def _ended(end: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:
