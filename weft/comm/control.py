@@ -6,7 +6,9 @@ Each rank owns one. All ranks of its node map it; ranks of other nodes have a co
     word 1 CREATED   shared segments that it has created       text: two slots for what it calls, by parity of the agreement
     word 2 MAPPED    rounds of segments that it has mapped     text: why it failed; text: name of its newest segment
     words 4, 5       a number that it offers, by parity        text: the newest call that it began without an agreement
-                                                               words: what each of its last calls was, by call
+    word 6 RAISED    errors since its last call, each in the   words: what each of its last calls was, by call
+                     place of a call; the text why it failed
+                     has the last one
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ had happened."""
 ENDED_BADLY = (FAILED, NOTIFIED)
 AGREED = (0, 1)
 """Numbers of calls on which the ranks agreed as they entered them, by the slot of their text."""
-_WORDS = 6
+_WORDS = 7
 _ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
+_RAISED = 6
 _FAILURE_AT, _NAME_AT, _BEGUN_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5, 6))
 LOGGED = 4096
 """Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
@@ -72,6 +75,16 @@ class ControlSegment:
     def mapped(self, rounds: int) -> None:
         self._words.store(_MAPPED, rounds)
 
+    @property
+    def raised(self) -> int:
+        """Errors that the rank has raised since its last call, each in the place of a call."""
+        return self._words.load(_RAISED)
+
+    def raise_instead(self, count: int, text: str) -> None:
+        """Publish that the rank has raised so many errors since its last call, the last one with this text."""
+        self.segment.write_text(_FAILURE_AT, TEXT_BYTES, text)
+        self._words.store(_RAISED, count)
+
     def create(self, name: str, rounds: int) -> None:
         """Publish a segment's name, the newest of so many."""
         self.segment.write_text(_NAME_AT, TEXT_BYTES, name)
@@ -104,6 +117,7 @@ class ControlSegment:
 
     def log(self, call: int, number: int) -> None:
         """Publish that the rank has entered a call, and what it was."""
+        self._words.store(_RAISED, 0)
         self._log.store(call % LOGGED, call * NUMBERS + number)
         self._words.store(_ENTERED, call)
 

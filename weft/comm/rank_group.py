@@ -15,6 +15,9 @@ have nothing to exchange (`begin`): it logs its number, and publishes its text f
 Two slots are enough: a rank can begin agreement n + 1 while another still compares in agreement n, but not n + 2, for which it
 needs that other's part in n + 1.
 
+A rank that raises an error before it enters a call, as for an argument that cannot be, publishes that, too (`raise_instead`).
+A peer that waits for it in that call, and has not raised as many errors itself, gives up if the rank does not come soon.
+
 A wait ends when its word is there, when a peer is seen to be dead, failed or gone, or at the bound; it never hangs.
 """
 
@@ -51,7 +54,7 @@ from weft.comm.processes import died
 from weft.comm.relay import Relay
 from weft.comm.shared_memory import PREFIX, Segment, reap_stale, unlink
 from weft.comm.symmetric_heap import SymmetricHeap, heap_of
-from weft.comm.texts import Remembered, clipped, difference, reason
+from weft.comm.texts import Remembered, clipped, clipped_end, difference, reason
 from weft.compat.c10d import store_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 
@@ -65,10 +68,15 @@ _REFUSES = "refused: "
 """What a rank that raises an error enters in the place of the call that ranks had agreed on."""
 _REFUSAL = TEXT_BYTES // 4
 """Characters of that, which have 4 bytes at most."""
+_ERROR_BYTES = 800
+"""Of an error that a rank raises in the place of a call. Other ranks' errors repeat it."""
 _PEER_CHECK_S = 0.02
 """How often a rank that waits looks whether its peers live."""
 _SAYS_S = 0.5
 """A peer that does not come may wait for another one, which its own bound, at about the same time, names."""
+_CAUGHT_S = 3.0
+"""How long a rank that has raised an error in the place of a call may take to make the call after all: the program may catch
+the error and call again."""
 _SILENT_S = 30.0
 """A rank of another node of which nothing new comes for so long is lost: a process publishes four times a second."""
 
@@ -102,6 +110,8 @@ class RankGroup:
     """
 
     _closed, _users = False, 0
+    _errors = _errors_before = 0
+    """Errors raised in the place of a call: since the last call, and between that and the one before."""
     cannot_overlap = ""
     """Why no schedule that overlaps can run on the ranks' GPUs; empty if all can."""
 
@@ -257,8 +267,34 @@ class RankGroup:
         self.check_usable()
         self._log_call(number)
 
+    def raise_instead(self, error: Exception) -> None:
+        """This rank raises `error` in the place of its next call. Peers that have entered that call give up soon, unless they
+        raise as many errors there, or this rank makes the call after all. The group stays as it is. Waits for nobody."""
+        if self.broken is None and not self.forked:
+            self._errors += 1
+            words = type(error).__name__ if not str(error) else f"{type(error).__name__}: {error}"
+            self._control[self.rank].raise_instead(self._errors, clipped_end(words, _ERROR_BYTES))
+            self._publish()
+
+    def _gave_up(self, peer: int, call: int) -> Callable[[], None]:
+        """A function that raises PeerLost where a peer has raised an error in the place of a call and does not come soon."""
+        control, since = self._control[peer], 0.0
+
+        def look() -> None:
+            nonlocal since
+            if control.entered != call - 1 or control.raised <= self._errors_before:
+                since = 0.0
+            elif not since:
+                since = time.monotonic()
+            elif time.monotonic() > since + _CAUGHT_S:
+                words = f"rank {peer} raised an error and did not come to call {call}: {control.failure}"
+                raise self.fail(PeerLost(words))
+
+        return look
+
     def _log_call(self, number: int) -> None:
         self.calls += 1
+        self._errors_before, self._errors = self._errors, 0
         self._control[self.rank].log(self.calls, number)
 
     def _text_of(self, rank: int, call: int) -> str:
@@ -308,10 +344,16 @@ class RankGroup:
             self._await_count(peer, "mapped", self._rounds + 1)
 
     def until(
-        self, ready: Callable[[], bool], explain: Callable[[], str], within_s: float | None = None, *, grace_s: float = 0.0
+        self,
+        ready: Callable[[], bool],
+        explain: Callable[[], str],
+        within_s: float | None = None,
+        *,
+        grace_s: float = 0.0,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         """Return once `ready()`; raise PeerLost, or WaitTimeout with `explain()` at the bound. within_s: default, timeout_s.
-        grace_s: so much later, if a peer might say first what it waits for itself."""
+        grace_s: so much later, if a peer might say first what it waits for itself. look: called now and then, may raise."""
         bound_s = self.timeout_s if within_s is None else within_s
         for _ in range(50):
             if ready():
@@ -325,6 +367,8 @@ class RankGroup:
             now = time.monotonic()
             if now >= next_check:
                 self.check_peers(ready)
+                if not ready():
+                    look()
                 next_check = now + _PEER_CHECK_S
             if now >= deadline and not ready():  # it may have come while this process was stopped
                 raise self.fail(WaitTimeout(f"{explain()} after {bound_s:g} s"))
@@ -511,4 +555,5 @@ class RankGroup:
             ),
             within_s,
             grace_s=_SAYS_S,
+            look=self._gave_up(peer, value) if what == "entered" else lambda: None,
         )

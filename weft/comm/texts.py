@@ -47,6 +47,16 @@ def clipped(text: str, nbytes: int) -> str:
     return data[:nbytes].decode(errors="ignore")  # the last character may have been cut
 
 
+def clipped_end(text: str, nbytes: int) -> str:
+    """A text for users, of so many bytes at most.
+
+    >>> clipped_end("b is a list", 100), clipped_end("b is a list", 8)
+    ('b is a list', 'b is ...')
+    """
+    data = text.encode()
+    return text if len(data) <= nbytes else data[: nbytes - 3].decode(errors="ignore") + "..."
+
+
 def reason(error: BaseException) -> str:
     """Why a rank ended: the error's kind where it has no words.
 

@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
-from weft.ops.common import as_matrix, check_operands, check_own, define, group_of, shape_of, spec_of
+from weft.ops.common import as_matrix, check_operands, check_own, define, group_of, heard, shape_of, spec_of
 from weft.ops.replicated import with_summed_double_gradient
 from weft.runtime.calls import MatmulCall
 from weft.runtime.groups import GROUPS
 
 
+@heard
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,

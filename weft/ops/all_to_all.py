@@ -38,6 +38,7 @@ from weft.ops.common import (
     check_operands,
     define,
     group_of,
+    heard,
     no_columns,
     rows_per_entry,
     spec_of,
@@ -64,6 +65,7 @@ def matmul_all_to_all(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@heard
 def matmul_all_to_all(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -204,6 +206,7 @@ def all_to_all_matmul(
 ) -> tuple[torch.Tensor, ...]: ...
 
 
+@heard
 def all_to_all_matmul(
     a: torch.Tensor,
     b: torch.Tensor,

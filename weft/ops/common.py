@@ -10,10 +10,12 @@ first call. Where a process group exists by then, its threads outlive its destru
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache, wraps
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ from weft.runtime.groups import GROUPS
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Function = Callable[..., Any]
+P, R = ParamSpec("P"), TypeVar("R")
 
 
 # How an operator is defined and called.
@@ -245,6 +248,34 @@ class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise ValueError(f"{ctx.what} has first derivatives alone; for second ones, use torch's operators in its place")
+
+
+# What peers get of an error that is raised before a call begins.
+
+
+def heard(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that all ranks of its argument `group` call. What it raises on this rank, peers that wait for this rank get,
+    too, instead of waiting until the bound."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*arguments, **options)
+        try:
+            return function(*arguments, **options)
+        except Exception as error:
+            with suppress(TypeError):  # arguments that are none of the function's
+                raise_instead(signature.bind(*arguments, **options).arguments.get("group"), error)
+            raise
+
+    return call
+
+
+def raise_instead(group: dist.ProcessGroup | None, error: Exception) -> None:
+    """This rank raises an error in the place of a call. An error that ends all ranks' calls in any case changes nothing."""
+    with suppress(ValueError):  # a group that is none
+        GROUPS.raise_instead(group_of(group)[0], error)
 
 
 # What is checked of an operator's arguments.

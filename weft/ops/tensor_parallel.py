@@ -33,6 +33,7 @@ from weft.ops.common import (
     check_operands,
     define,
     group_of,
+    heard,
     list_of,
     no_columns,
     rows_per_entry,
@@ -98,6 +99,7 @@ def all_gather_matmul(
 ) -> tuple[list[torch.Tensor], torch.Tensor]: ...
 
 
+@heard
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor | Sequence[torch.Tensor],
@@ -230,6 +232,7 @@ _all_gather_matmul = define(
 )
 
 
+@heard
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,

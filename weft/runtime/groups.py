@@ -246,6 +246,11 @@ class Groups:
         """A context in which the group's other ranks may wait for this one: what is raised in it ends their waits."""
         return known.rank_group.failing() if (known := self.known(name)) else nullcontext()
 
+    def raise_instead(self, name: str, error: Exception) -> None:
+        """As RankGroup.raise_instead; nothing in a group that has made no call."""
+        if known := self.known(name):
+            known.rank_group.raise_instead(error)
+
     def reach(self, name: str, tensor: torch.Tensor) -> SymmetricPlace | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
         return known.place(tensor) if (known := self.known(name)) else None

@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
+from weft.ops.common import heard
 from weft.overlap.collectives.checks import Reduction, call_of, check_splits
 from weft.overlap.collectives.work import Work, run
 
 
+@heard
 def all_gather_into_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -45,6 +47,7 @@ def all_gather_into_tensor(
     return run(name, call, async_op=async_op, stream=stream)
 
 
+@heard
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -71,6 +74,7 @@ def reduce_scatter_tensor(
     return run(name, call, async_op=async_op, stream=stream)
 
 
+@heard
 def all_reduce(
     tensor: torch.Tensor,
     op: Reduction = "sum",
@@ -101,6 +105,7 @@ def all_reduce(
     return run(name, call, async_op=async_op, stream=stream)
 
 
+@heard
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,

@@ -16,7 +16,7 @@ from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.core.errors import require
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Schedule
-from weft.ops.common import group_of
+from weft.ops.common import group_of, raise_instead
 from weft.overlap.concurrent.calls import Calls, calls_of
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.concurrent.collectives import Collective, SendReceive
@@ -103,6 +103,27 @@ def concurrent(
 
     Raises ValueError that names the argument, and RankMismatch where ranks mean different things by a key.
     """
+    try:
+        context, run = _chosen(compute, collectives, key, repeatable, compute_us, way, kernels, residents, group)
+    except Exception as error:
+        for ranks in _groups(collectives, group):
+            raise_instead(ranks, error)
+        raise
+    return context if run is None else context.run(run)
+
+
+def _chosen(
+    compute: Callable[..., Any] | None,
+    collectives: Collective | Sequence[Collective],
+    key: str | None,
+    repeatable: bool,
+    compute_us: float | None,
+    way: str | Schedule,
+    kernels: Sequence[Any],
+    residents: Sequence[int] | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[Concurrent, Callable[..., Any] | None]:
+    """What one use runs, and the computation, if the caller has given that."""
     mine = _checked(collectives)
     run = _callable(compute)
     require("kernels", kernels, Sequence, "pass the computation's kernels in a list")
@@ -114,16 +135,14 @@ def concurrent(
     known = calls.kernels(kernels, residents)
     mode = automatic() if way == AUTO else ""
     if mode in ("", "sequential"):
-        context = Concurrent(mine, _program(mode or way, mine, kernels, calls), calls, known)
-        return context if run is None else context.run(run)
+        return Concurrent(mine, _program(mode or way, mine, kernels, calls), calls, known), run
     require("key", key, (str, type(None)), "pass a string that names this computation")
     named, fixed = _key_of(compute) if key is None else key, run is not compute
     choice = calls.known(named, mine)
     if choice is None and run is not None and repeatable and mode == AUTO and not calls.executor(mine[0].device).capturing:
         choice = calls.measured(named, mine, known, run, fixed=fixed)
     choice = choice or calls.planned(named, mine, compute_us, fixed=fixed)
-    context = Concurrent(mine, calls.program(choice.way, mine), calls, known)
-    return context if run is None else context.run(run)
+    return Concurrent(mine, calls.program(choice.way, mine), calls, known), run
 
 
 def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[ConcurrentChoice]:
@@ -238,6 +257,13 @@ def _calls(collectives: Sequence[Collective], group: dist.ProcessGroup | None) -
     if group is None and len(groups) == 1:
         group = next(iter(groups))
     return calls_of(GROUPS.state(group_of(group)[0]))
+
+
+def _groups(collectives: object, group: object) -> set[dist.ProcessGroup]:
+    """The groups whose ranks may wait for this one, of arguments that may be wrong."""
+    listed = collectives if isinstance(collectives, Sequence) else (collectives,)
+    named = {one.ranks for one in listed if isinstance(one, Collective)}
+    return named | ({group} if isinstance(group, dist.ProcessGroup) else set())
 
 
 def _key_of(compute: Any) -> str:
