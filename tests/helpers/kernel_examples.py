@@ -146,7 +146,17 @@ def _rows(_: Capabilities) -> Iterator[Example]:
 
 def _layout(_: Capabilities) -> Iterator[Example]:
     types = "*i64 *i32 *i64 *i32 *i64 *i32 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i64 i64"
-    constants = {**_SEGMENTS, **_MOVES, "EQ": 4, "COPYING": 1, "MULTIPLYING": 1, "TURNS": 4, "NOTES": segments.NOTES}
+    constants = {
+        **_SEGMENTS,
+        **_MOVES,
+        "EQ": 4,
+        "RANKS": 8,
+        "FAULT_FIELDS": segments.FAULT_FIELDS,
+        "COPYING": 1,
+        "MULTIPLYING": 1,
+        "TURNS": 4,
+        "NOTES": segments.NOTES,
+    }
     constants |= {"ORDER_FIELDS": segments.ORDER_FIELDS, "DISPATCH": 1, "MOVE_ROWS": 64, "TILE_ROWS": 128}
     yield _typed(segments.layout_kernel, types, constants, warps=8)
 

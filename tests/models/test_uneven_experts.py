@@ -240,7 +240,7 @@ def _with_index_interpreted() -> str:
 
 def test_a_refused_index_is_raised_by_a_later_call(interpreted: Ranks) -> None:
     for said in interpreted.run(_with_index_interpreted):
-        assert "top_k_index has 7 in an earlier call" in said
+        assert "top_k_index has 7 on rank 0 in an earlier call" in said
 
 
 def _nothing_of_a_skipped_weight() -> None:

@@ -17,9 +17,11 @@ from rank_pools import interpreted_ranks
 import weft
 from weft.comm import shared_memory
 from weft.core.errors import WeftError
+from weft.core.schedule import ShareCounts
 from weft.runtime.bound import BoundProgram
 from weft.runtime.groups import GROUPS
 from weft.runtime.programs import OVERHEAD_BYTES
+from weft.runtime.ragged_kernels import RaggedKernels
 from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -207,16 +209,31 @@ def _until_told(before: int, splits: torch.Tensor, most: int) -> list[str]:
 pairs = pytest.mark.parametrize("interpreted", [2], indirect=True)
 
 
+def _same_of_both(interpreted: Ranks, splits: list[int], most: int, rows: tuple[int, int], says: str) -> None:
+    """Both ranks make one call, whose results have so many rows, and raise the same ValueError in the next one."""
+    told = interpreted.run(_until_told, -1, torch.tensor(splits, dtype=torch.int32), most)
+    for rank, (first, second) in enumerate(told):
+        assert first == f"0: right, {rows[rank]} rows"
+        assert second == f"1: ValueError: {says}"
+
+
 @pairs
 def test_what_does_not_fit_is_left_out_and_ends_the_calls_of_all_ranks(interpreted: Ranks) -> None:
     """A rank that went on, or tried again, would take what the others send in their next call."""
-    first, second = interpreted.run(_until_told, -1, torch.tensor([16, 0], dtype=torch.int32), 20)
-    assert first[0] == "0: right, 20 rows"
-    assert first[1].startswith("1: ValueError: max_rows is 20, but 32 rows arrived in an earlier call; 12 of them were dropped")
-    # Nothing goes to the second. What it is given while it waits for the first is no result.
-    assert second[0] == "0: right, 0 rows"
-    assert all("NaN, 0 rows" in told for told in second[1:-1])
-    assert "WaitTimeout" in second[-1] or "PeerLost" in second[-1] or "broken" in second[-1]
+    says = "max_rows is 20, but 32 rows arrived at rank 0 in an earlier call; 12 of them were dropped"
+    _same_of_both(interpreted, [16, 0], 20, (20, 0), says)
+
+
+@pairs
+def test_splits_that_a_rank_has_no_rows_for_end_the_calls_of_all_ranks(interpreted: Ranks) -> None:
+    says = "splits of an earlier call add up to 30 on rank 0, but a had 24 rows; 6 were not sent"
+    _same_of_both(interpreted, [15, 15], 60, (30, 18), says)
+
+
+@pairs
+def test_the_second_rank_is_named_on_both(interpreted: Ranks) -> None:
+    says = "max_rows is 20, but 24 rows arrived at rank 1 in an earlier call; 4 of them were dropped"
+    _same_of_both(interpreted, [4, 12], 20, (8, 20), says)
 
 
 def _own_rows_that_do_not_fit() -> None:
@@ -243,24 +260,20 @@ def test_own_rows_that_do_not_fit_are_written_nowhere(interpreted: Ranks) -> Non
 
 @pairs
 def test_a_number_of_rows_below_zero_is_none_and_told(interpreted: Ranks) -> None:
-    first, second = interpreted.run(_until_told, -1, torch.tensor([-1, 8], dtype=torch.int32), 24)
-    assert first[0] == "0: right, 0 rows"
-    assert first[1].startswith("1: ValueError: splits has -1 in an earlier call; it must be numbers of rows, 0 or more")
-    assert second[0] == "0: right, 16 rows"
+    says = "splits has -1 on rank 0 in an earlier call; it must be numbers of rows, 0 or more"
+    _same_of_both(interpreted, [-1, 8], 24, (0, 16), says)
 
 
 def _synchronized() -> str:
     """What weft.synchronize says of a call in which rows did not fit; then all go on."""
     weft.close()
-    size, rank = dist.get_world_size(), dist.get_rank()
     a, b = torch.ones(24, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)
-    splits = torch.tensor([12, 0][:size], dtype=torch.int32)
+    splits = torch.tensor([12, 0], dtype=torch.int32)
     weft.all_to_all_matmul(a, b, splits=splits, max_rows=20)
     dist.barrier()
     said = "right"
     try:
-        if rank == 0:
-            weft.synchronize()
+        weft.synchronize()
     except ValueError as error:
         said = str(error)
     dist.barrier()
@@ -270,8 +283,37 @@ def _synchronized() -> str:
 
 @pairs
 def test_synchronize_says_what_a_call_has_dropped(interpreted: Ranks) -> None:
-    first, _ = interpreted.run(_synchronized)
-    assert first == "max_rows is 20, but 24 rows arrived in an earlier call; 4 of them were dropped"
+    says = "max_rows is 20, but 24 rows arrived at rank 0 in an earlier call; 4 of them were dropped"
+    assert interpreted.run(_synchronized) == [says, says]
+
+
+def _after_the_first() -> list[str]:
+    """Rank 1 calls once rank 0 has raised that rows did not fit, so that the group has failed. What both raise, then again."""
+    weft.close()
+    a, b = torch.ones(24, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)
+    splits = torch.tensor([16, 0], dtype=torch.int32)
+    weft.all_to_all_matmul(a, b, splits=splits, max_rows=20)
+    told = []
+    for _ in range(2):
+        if dist.get_rank():
+            dist.barrier()
+        with pytest.raises((ValueError, WeftError)) as caught:
+            _unmet(a, b, splits) if dist.get_rank() == 0 else weft.all_to_all_matmul(a, b, splits=splits, max_rows=20)
+        if dist.get_rank() == 0:
+            dist.barrier()
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+    dist.barrier()
+    weft.close()
+    return told
+
+
+@pairs
+def test_a_rank_whose_peer_was_faster_raises_the_same(interpreted: Ranks) -> None:
+    (first, failed), (second, peers) = interpreted.run(_after_the_first)
+    assert first == "ValueError: max_rows is 20, but 32 rows arrived at rank 0 in an earlier call; 12 of them were dropped"
+    assert second == first
+    assert "this process group has failed" in failed
+    assert "this process group has failed" in peers
 
 
 def _odd_layouts() -> None:
@@ -364,6 +406,34 @@ def test_no_columns_to_multiply(interpreted: Ranks) -> None:
 
 def test_no_columns_to_multiply_on_hosts(ranks: RankFixture) -> None:
     ranks(2).run(_nothing_to_multiply, torch.float32)
+
+
+def _late_rows(family: str) -> None:
+    """Rank 1 pushes its rows long after its counts. Rank 0 has the counts of all then, and no column to multiply, so no tile
+    waits. In each call other rows arrive."""
+    weft.close()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    b, splits = torch.ones(8, 0, dtype=torch.float16), torch.full((size,), 4, dtype=torch.int32)
+    kernels: Any = RaggedKernels
+    plain = kernels.launch
+
+    def late(self: Any, step: Any, *rest: Any) -> None:
+        time.sleep(1.0 * (rank == 1 and not isinstance(step, ShareCounts)))
+        plain(self, step, *rest)
+
+    with mock.patch.object(kernels, "launch", late):
+        for call in range(3):
+            mine = torch.full((4 * size, 8), 10.0 * call + rank, dtype=torch.float16)
+            found = weft.all_to_all_matmul(mine, b, splits=splits, max_rows=8, return_received=True, schedule=family)
+            wanted = torch.tensor([10.0 * call + sender for sender in range(size)]).repeat_interleave(4)
+            assert torch.equal(found[2][:, 0].float(), wanted), (call, found[2][:, 0])
+    weft.close()
+
+
+@pairs
+@pytest.mark.parametrize("family", ["fused", "sequential"])
+def test_rows_are_waited_for_where_there_are_no_columns(interpreted: Ranks, family: str) -> None:
+    interpreted.run(_late_rows, family)
 
 
 def _signals() -> None:

@@ -29,6 +29,7 @@ from weft.kernels.launch import Launcher
 from weft.kernels.ragged import combine_kernel, dispatch_kernel
 from weft.kernels.ragged_rows import await_kernel, collect_kernel, pull_kernel, push_kernel
 from weft.kernels.segments import (
+    FAULT_FIELDS,
     GROUP_FIELDS,
     MOVE_FIELDS,
     NOTES,
@@ -301,6 +302,7 @@ class RaggedExchange:
         constants = {
             **self._sizes(),
             "EQ": shape.groups,
+            "RANKS": triton.next_power_of_2(shape.world_size),
             "COPYING": self._copying,
             "MULTIPLYING": self._multiplying,
             "TURNS": self.turns.numel(),
@@ -308,6 +310,7 @@ class RaggedExchange:
             "MOVE_FIELDS": MOVE_FIELDS,
             "ORDER_FIELDS": ORDER_FIELDS,
             "NOTES": NOTES,
+            "FAULT_FIELDS": FAULT_FIELDS,
             "DISPATCH": int(shape.dispatch),
             "MOVE_ROWS": shape.move[0],
             "TILE_ROWS": blocks.m,
@@ -514,9 +517,10 @@ def _tallest(rows: int, gpu: Capabilities) -> TileShape:
 
 
 def _word_counts(shape: Shape) -> tuple[int, int, int]:
-    """How many words of 32 bits there are: for counts, in two places for each rank; for who has told them; for what arrived."""
+    """How many words of 32 bits there are: for counts, and behind them for what is wrong with splits, both in two places for
+    each rank; for who has told them; for what arrived."""
     segments = shape.world_size * shape.experts
-    return 2 * shape.world_size * segments, shape.world_size, segments
+    return 2 * shape.world_size * (segments + FAULT_FIELDS), shape.world_size, segments
 
 
 def word_bytes(shape: Shape) -> int:

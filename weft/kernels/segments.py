@@ -54,8 +54,9 @@ have ended, and no peer signals before it has been told. The number of the call 
 replayed.
 
 Bounds. What does not fit, in a or at a receiver (max_rows), is cut off on both sides alike, and noted: nothing is written
-outside. A number of rows below zero is none, and noted. A wait ends after `tries` looks, and is noted, too. Notes (NOTES int64
-words) go to host memory with the next call.
+outside. A number of rows below zero is none, and noted. A rank publishes what is wrong with its splits along with its counts,
+and all ranks have all counts: so every rank notes the same, of the same rank. A wait ends after `tries` looks, and is noted,
+too. Notes (NOTES int64 words) go to host memory with the next call.
 """
 
 from __future__ import annotations
@@ -67,9 +68,12 @@ from weft.triton.functions import get, peer_pointer, put, signal, wait
 
 MOVE_FIELDS, TILE_FIELDS, PART_FIELDS, GROUP_FIELDS, ORDER_FIELDS = 7, 5, 3, 2, 3
 NOTES = 8
-"""Words: of a late wait, the flag's address, what it waited for, what it saw; then 1 (a) or 2 (max_rows), rows, capacity; or 3,
-and a number of rows that is less than none."""
+"""Words: of a late wait, the flag's address, what it waited for, what it saw; then 1 (a) or 2 (max_rows), rows, capacity, or 3,
+a number of rows that is less than none, 0; and the rank of which that is so."""
 LATE, CUT = 0, 3
+FAULT_FIELDS = 4
+"""Words that a rank publishes with its counts: as in notes, what is wrong with its splits, 0 if nothing is; the upper and the
+lower half of rows; capacity."""
 IN_A, AT_RECEIVER, NEGATIVE = 1, 2, 3
 
 
@@ -83,12 +87,43 @@ def _before(rank_1, expert_1, rank_2, expert_2, BY_EXPERT: tl.constexpr):
 
 
 @triton.jit
-def _note(notes_ptr, wrong, kind, rows, capacity):
+def _note(notes_ptr, wrong, kind, rows, capacity, rank):
     """Keep the first thing that is wrong."""
     first = wrong & (tl.load(notes_ptr) == 0)
     tl.store(notes_ptr, kind, mask=first)
     tl.store(notes_ptr + 1, rows, mask=first)
     tl.store(notes_ptr + 2, capacity, mask=first)
+    tl.store(notes_ptr + 3, rank, mask=first)
+
+
+@triton.jit
+def _note_faults(
+    notes_ptr,
+    counts_ptr,
+    faults_ptr,
+    max_rows,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    Q: tl.constexpr,
+    RANKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Note what is wrong with any rank's splits, or a rank at which more rows arrive than max_rows. All ranks have the same
+    counts here, look for the first rank, and so note the same. Call it once all counts are there."""
+    rank = tl.arange(0, RANKS)
+    kinds = get(faults_ptr, FIELDS * rank, rank < W, 0)
+    first = tl.min(tl.where(kinds > 0, rank, RANKS), axis=0)
+    if first < RANKS:
+        fault = faults_ptr + FIELDS * first
+        rows = (get(fault, 1).to(tl.int64) << 32) | (get(fault, 2).to(tl.int64) & 0xFFFFFFFF)
+        _note(notes_ptr, True, get(fault, 0), rows, get(fault, 3), first)
+    place = tl.arange(0, Q)[:, None]
+    # Of sender place // E its expert place % E.
+    at = place // E * W * E + rank[None, :] * E + place % E
+    arrive = tl.sum(get(counts_ptr, at, (place < W * E) & (rank[None, :] < W), 0), axis=0)
+    first = tl.min(tl.where(arrive > max_rows, rank, RANKS), axis=0)
+    if first < RANKS:
+        _note(notes_ptr, True, 2, tl.sum(tl.where(rank == first, arrive, 0), axis=0), max_rows, first)
 
 
 @triton.jit
@@ -102,6 +137,7 @@ def _publish(
     notes_ptr,
     call,
     slot,
+    faults_at,
     a_rows,
     tries,
     rank,
@@ -109,8 +145,10 @@ def _publish(
     E: tl.constexpr,
     Q: tl.constexpr,
     DISPATCH: tl.constexpr,
+    FAULT_FIELDS: tl.constexpr,
 ):
-    """This rank's counts, as far as a holds them, to all; whether those of all are here then."""
+    """This rank's counts, as far as a holds them, to all, with what is wrong with its splits; whether those of all are here
+    then. faults_at: where the faults of all ranks begin, counted from counts_ptr."""
     place = tl.arange(0, Q)
     peer, expert, known = place // E, place % E, place < W * E
     if DISPATCH:
@@ -119,17 +157,23 @@ def _publish(
         asked = tl.load(splits_ptr + expert * W + peer, mask=known, other=0)
     asked = asked.to(tl.int64)
     least = tl.min(asked, axis=0)
-    _note(notes_ptr, least < 0, 3, least, 0)
     # One more than there are is too many already, and cannot wrap around in a sum.
     asked = tl.minimum(tl.maximum(asked, 0), a_rows + 1)
     earlier = _before(peer[None, :], expert[None, :], peer[:, None], expert[:, None], not DISPATCH)
     first = tl.sum(tl.where(earlier, asked[None, :], 0), axis=1)
     held = tl.minimum(asked, tl.maximum(a_rows - first, 0)).to(tl.int32)
     in_all = tl.sum(asked, axis=0)
-    _note(notes_ptr, in_all > a_rows, 1, in_all, a_rows)
+    kind = tl.where(least < 0, 3, tl.where(in_all > a_rows, 1, 0))
+    wrong = tl.where(least < 0, least, in_all)
+    fault = faults_at + FAULT_FIELDS * rank
     for at in range(W):
         other = tl.load(shares_ptr + at)
-        put(peer_pointer(counts_ptr, counts_peers_ptr, other), slot + rank * W * E + place, held, known)
+        theirs = peer_pointer(counts_ptr, counts_peers_ptr, other)
+        put(theirs, slot + rank * W * E + place, held, known)
+        put(theirs, fault, kind)
+        put(theirs, fault + 1, (wrong >> 32).to(tl.int32))
+        put(theirs, fault + 2, wrong.to(tl.int32))
+        put(theirs, fault + 3, tl.where(least < 0, 0, a_rows).to(tl.int32))
     for at in range(W):
         signal(peer_pointer(told_ptr, told_peers_ptr, tl.load(shares_ptr + at)) + rank)
     told = 1
@@ -280,6 +324,7 @@ def layout_kernel(
     E: tl.constexpr,
     Q: tl.constexpr,
     EQ: tl.constexpr,
+    RANKS: tl.constexpr,
     COPYING: tl.constexpr,
     MULTIPLYING: tl.constexpr,
     TURNS: tl.constexpr,
@@ -289,6 +334,7 @@ def layout_kernel(
     TILE_FIELDS: tl.constexpr,
     ORDER_FIELDS: tl.constexpr,
     NOTES: tl.constexpr,
+    FAULT_FIELDS: tl.constexpr,
     DISPATCH: tl.constexpr,
     MOVE_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -298,6 +344,7 @@ def layout_kernel(
     noted_at = tl.arange(0, NOTES)
     call = tl.load(calls_ptr) + 1
     slot = call % 2 * W * W * E
+    faults_at = 2 * W * W * E + call % 2 * W * FAULT_FIELDS
     told = _publish(
         splits_ptr,
         counts_ptr,
@@ -308,6 +355,7 @@ def layout_kernel(
         notes_ptr + 3,
         call,
         slot,
+        faults_at,
         a_rows,
         tries,
         rank,
@@ -315,7 +363,9 @@ def layout_kernel(
         E,
         Q,
         DISPATCH,
+        FAULT_FIELDS,
     )
+    faults_ptr = counts_ptr + faults_at
     counts_ptr += slot
     place = tl.arange(0, Q)
     # By counts that are not all there, or after a wait that has ended early (note LATE), rows would go where a late peer still
@@ -324,6 +374,8 @@ def layout_kernel(
     # No mask of a block with a scalar: Triton 3.9's interpreter makes 32-bit words of it.
     expert, other, known = place // W, place % W, place < tl.where((told > 0) & (late == 0), W * E, 0)
     me, there_is = tl.zeros((Q,), tl.int32) + rank, place < W * E
+    if (told > 0) & (late == 0):
+        _note_faults(notes_ptr + 3, counts_ptr, faults_ptr, max_rows, W, E, Q, RANKS, FAULT_FIELDS)
 
     # What this rank sends to another. Beyond the last segment, no rows.
     part, moved = parts_ptr + PART_FIELDS * place, moved_ptr + PART_FIELDS * place
@@ -343,8 +395,6 @@ def layout_kernel(
 
     # What it receives from another.
     sent = get(counts_ptr, other * W * E + rank * E + expert, known)
-    in_all = tl.sum(sent, axis=0)
-    _note(notes_ptr + 3, in_all > max_rows, 2, in_all, max_rows)
     there = _rows_before(counts_ptr, me, other, expert, Q, W, E, False, DISPATCH)
     rows = tl.minimum(sent, tl.maximum(max_rows - there, 0))
     if DISPATCH:

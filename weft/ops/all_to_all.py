@@ -101,10 +101,10 @@ def matmul_all_to_all(
 
     Returns (out [max_rows, N], counts int32 [world_size, experts], or [world_size] for a b of two dimensions): rows by the rank
     that they come from and by its expert; those past the counts are zero. No host waits for a device. What does not fit (in a,
-    or in max_rows) is left out and never written elsewhere. On CPUs every rank then raises ValueError in this call. On GPUs a
-    rank that finds that its own splits, or the rows that arrive at it, do not fit raises ValueError in a later call, and the
-    other ranks raise PeerLost with its message. On GPUs: bfloat16 and float16, K and N multiples of 8; a has no more rows than
-    max_rows, or than any rank's a in the first call with these sizes, which decides how much room there is for products.
+    or in max_rows) is left out and never written elsewhere. Every rank then raises the same ValueError, which names the rank
+    that does not fit: on CPUs in this call, on GPUs in a later one, or in weft.synchronize. On GPUs: bfloat16 and float16, K
+    and N multiples of 8; a has no more rows than max_rows, or than any rank's a in the first call with these sizes, which
+    decides how much room there is for products.
 
     **split_dim=-1** cuts the product's columns instead, and needs a multiple of world_size of them: part d goes to rank d.
 

@@ -25,6 +25,7 @@ from weft.compat.device import on_device
 from weft.compat.dispatch import tracing
 from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
+from weft.core.errors import PeerLost
 from weft.core.schedule import Schedule
 from weft.runtime import unscheduled
 from weft.runtime.bound import BoundProgram, Closes
@@ -126,9 +127,13 @@ class GroupState:
     def synchronize(self) -> None:
         """Wait until all calls of this rank have ended, and raise what has failed. Bounded, and not collective."""
         with self.rank_group.failing():
-            for space in list(self._spaces.values()):
-                if isinstance(space, CudaSpace):
-                    space.watchdog.synchronize()
+            try:
+                for space in list(self._spaces.values()):
+                    if isinstance(space, CudaSpace):
+                        space.watchdog.synchronize()
+            except PeerLost:
+                self.programs.raise_cut()
+                raise
             self.programs.raise_noted()
             self.rank_group.check_peers(may_leave=True)
 

@@ -24,6 +24,7 @@ from weft.checker import check
 from weft.comm.rank_group import RankGroup
 from weft.compat.graph_trees import outside_graph_trees
 from weft.compat.symmetric_memory import free_unused
+from weft.core.errors import PeerLost
 from weft.core.logs import warn_once
 from weft.core.problem import Problem, RaggedProblem
 from weft.core.schedule import Schedule
@@ -98,6 +99,13 @@ class Programs:
 
         Tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and scratch outlives the
         mode."""
+        try:
+            return self._run(call, values)
+        except PeerLost:
+            self.raise_cut()
+            raise
+
+    def _run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         with PLAIN:
             # CPU ranks agree in every call, because their buffers are shared by all programs (weft.runtime.host).
             on_gpu = call.device.type == "cuda"
@@ -259,6 +267,12 @@ class Programs:
         for program in self._programs:
             if program.ragged is not None:
                 program.ragged.raise_noted()
+
+    def raise_cut(self) -> None:
+        """Where a peer has failed: if that is because of splits that this rank knows to be wrong, too, raise the same error."""
+        for program in list(self._programs):
+            if program.ragged is not None:
+                program.ragged.raise_cut()
 
     def raise_noted(self) -> None:
         """Raise what calls with splits that have ended have noted on this rank's device."""

@@ -115,6 +115,11 @@ class RaggedKernels:
         name = "landing" if self._problem.dispatches else "product"
         self.exchange.lay_out([bindings.tensors[name, rank][0][0] for rank in range(self._problem.world_size)])
 
+    def raise_cut(self) -> None:
+        """Raise the ValueError of splits that are wrong, if a call has noted that: every rank notes the same."""
+        if self._seen[CUT]:
+            self.raise_noted()
+
     def raise_noted(self, *, ended: bool = False) -> None:
         """Raise what earlier calls have noted: splits that are wrong (ValueError), a peer that did not come (WaitTimeout).
         ended: the device has ended these calls, and is asked itself."""
@@ -124,7 +129,7 @@ class RaggedKernels:
         if notes[CUT]:
             self.exchange.host_notes.zero_()
             self.exchange.notes.zero_()
-            raise ValueError(_cut(self._problem, *notes[CUT : CUT + 3]))
+            raise ValueError(_cut(self._problem, *notes[CUT : CUT + 4]))
         if notes[LATE]:
             raise WaitTimeout(f"rank {self._rank}: {self._late_word(notes[LATE])}: expected {notes[1]}, seen {notes[2]}")
 
@@ -158,12 +163,13 @@ class RaggedKernels:
         return words
 
 
-def _cut(problem: RaggedProblem, kind: int, rows: int, capacity: int) -> str:
+def _cut(problem: RaggedProblem, kind: int, rows: int, capacity: int, rank: int) -> str:
     if kind == NEGATIVE:
-        return below_zero(rows, problem, "in an earlier call")
+        return below_zero(rows, problem, f"on rank {rank} in an earlier call")
     if kind == IN_A:
-        return f"splits of an earlier call add up to {rows}, but a had {capacity} rows; {rows - capacity} were not sent"
-    return no_room(problem, rows, "in an earlier call")
+        cut = f"but a had {capacity} rows; {rows - capacity} were not sent"
+        return f"splits of an earlier call add up to {rows} on rank {rank}, {cut}"
+    return no_room(problem, rows, f"at rank {rank} in an earlier call")
 
 
 def _check_kernels(problem: RaggedProblem, dtype: torch.dtype) -> None:
