@@ -48,13 +48,18 @@ __all__ = [
 
 
 def close(group: dist.ProcessGroup | None = None) -> None:
-    """Give back what weft holds for a group: segments, threads, programs. The next call starts anew. Not collective.
+    """Give back what weft holds for a group: segments, threads, programs. Without a group, for all groups that this process has
+    used. The next call starts anew. Not collective: peers whose calls of a closed group come later get PeerLost.
 
     After an error, every rank of the group calls this before the group is used again. Raises PeerLost or WaitTimeout, once all
     is given back, if a call that was still under way on a GPU could not end, and no call has raised that: what it returned is
     invalid.
     """
-    GROUPS.close(group_of(group)[0])
+    name = group_of(group)[0]
+    if group is None:
+        GROUPS.close_all()
+    else:
+        GROUPS.close(name)
 
 
 def synchronize(group: dist.ProcessGroup | None = None) -> None:

@@ -41,7 +41,8 @@ from weft.runtime.groups import GROUPS
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Function = Callable[..., Any]
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 # How an operator is defined and called.
