@@ -9,6 +9,7 @@ Each rank owns one. All ranks of its node map it; ranks of other nodes have a co
     word 6 RAISED    errors since its last call, each in the   words: what each of its last calls was, by call
                      place of a call; the text why it failed
                      has the last one
+    word 7 CAPTURED  calls that it has captured in CUDA graphs
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ had happened."""
 ENDED_BADLY = (FAILED, NOTIFIED)
 AGREED = (0, 1)
 """Numbers of calls on which the ranks agreed as they entered them, by the slot of their text."""
-_WORDS = 7
+_WORDS = 8
 _ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
-_RAISED = 6
+_RAISED, _CAPTURED = 6, 7
 _FAILURE_AT, _NAME_AT, _BEGUN_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5, 6))
 LOGGED = 4096
 """Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
@@ -84,6 +85,15 @@ class ControlSegment:
         """Publish that the rank has raised so many errors since its last call, the last one with this text."""
         self.segment.write_text(_FAILURE_AT, TEXT_BYTES, text)
         self._words.store(_RAISED, count)
+
+    @property
+    def captured(self) -> int:
+        """Calls that the rank has captured in CUDA graphs. They are not logged, and neither are replays."""
+        return self._words.load(_CAPTURED)
+
+    @captured.setter
+    def captured(self, count: int) -> None:
+        self._words.store(_CAPTURED, count)
 
     def create(self, name: str, rounds: int) -> None:
         """Publish a segment's name, the newest of so many."""

@@ -267,6 +267,22 @@ class RankGroup:
         self.check_usable()
         self._log_call(number)
 
+    def capture(self) -> None:
+        """A CUDA graph captures a call that all ranks have agreed on before. It is not logged: what is captured runs in
+        replays, any number of times, and this rank does not know when. Waits for nobody."""
+        self.check_usable()
+        self._control[self.rank].captured += 1
+
+    def _captures(self, peer: int) -> str:
+        """What may be the reason if this rank's log of calls differs from a peer's: one has captured what the other has not."""
+        mine, theirs = (self._control[rank].captured for rank in (self.rank, peer))
+        if mine == theirs:
+            return ""
+        return (
+            f"\nrank {self.rank} has captured {mine} calls in CUDA graphs, rank {peer} {theirs}: "
+            "capture a call on every rank, or on none, since replays are not compared with calls"
+        )
+
     def raise_instead(self, error: Exception) -> None:
         """This rank raises `error` in the place of its next call. Peers that have entered that call give up soon, unless they
         raise as many errors there, or this rank makes the call after all. The group stays as it is. Waits for nobody."""
@@ -318,7 +334,8 @@ class RankGroup:
         self._compared = max(self._compared, entered)
 
     def _mismatch(self, call: int, mine: str, peer: int, theirs: str) -> RankMismatch:
-        return RankMismatch(f"ranks disagree in call {call}:\n{difference(self.rank, mine, peer, theirs)}")
+        words = difference(self.rank, mine, peer, theirs)
+        return RankMismatch(f"ranks disagree in call {call}:\n{words}{self._captures(peer)}")
 
     def heap(self, device: torch.device) -> SymmetricHeap:
         """The memory that the ranks of this one's node share on a device. It goes with the group. Collective at its first use
@@ -551,7 +568,7 @@ class RankGroup:
             lambda: getattr(control, what) >= value,
             lambda: (
                 f"rank {self.rank}, lane host, step 0 (wait {what}[{peer}]@{peer}): expected {value}, "
-                f"seen {getattr(control, what)}; rank {peer} did not arrive"
+                f"seen {getattr(control, what)}; rank {peer} did not arrive{self._captures(peer)}"
             ),
             within_s,
             grace_s=_SAYS_S,

@@ -115,7 +115,7 @@ class Programs:
                 with outside_graph_trees(call.device) if on_gpu else nullcontext():
                     known = self._agree(call, values)
             elif capturing:
-                self._rank_group.check_usable()
+                self._rank_group.capture()
             else:
                 self._rank_group.repeat(known.number)
                 with self._rank_group.failing():
@@ -123,7 +123,7 @@ class Programs:
             changed = known.empty or known.rows
             given = self._as_bound(call, empty=known.empty, rows=known.rows) if changed else call
             if not capturing:
-                # A call that one rank captures, others may make without a graph: the order of use has to be that of all.
+                # Ranks may capture a call different numbers of times: the order of use has to be that of all.
                 if self.tuner.unconfirmed and call.tried and self.tuner.due(known.program):
                     known = self._confirm(given, known)
                 self._programs.move_to_end(known.program)
