@@ -102,6 +102,54 @@ def test_a_group_whose_ranks_all_raise_or_call_again_works_on(ranks: RankFixture
     ranks(2).run(_together, 2)
 
 
+def _first(bound_s: float) -> tuple[str, float]:
+    """As `_alone`, in a group that has made no call."""
+    group: Any = dist.new_group()
+    last = dist.get_rank() == dist.get_world_size() - 1
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_TIMEOUT_S", str(bound_s))
+        with pytest.raises((ValueError, PeerLost)) as caught:
+            weft.all_gather_matmul(A, B[:3] if last else B, group)
+        share = (time.monotonic() - began) / bound_s
+        dist.barrier()
+        assert weft.all_gather_matmul(A, B, group).shape == (4 * dist.get_world_size(), 4)
+        weft.close(group)
+        if not last:  # who has come once has raised nothing any more
+            time.sleep(0.5)
+        assert weft.all_gather_matmul(A, B, group).shape == (4 * dist.get_world_size(), 4)
+        weft.close(group)
+    return f"{type(caught.value).__name__}: {caught.value}", share
+
+
+@pytest.mark.ranks
+def test_peers_get_the_error_of_a_rank_that_raises_in_a_first_call(ranks: RankFixture) -> None:
+    *others, (own, _) = ranks(3).run(_first, 60.0)
+    for told, share in others:
+        assert told == f"PeerLost: rank 2 raised an error and did not come to the group's first call: {own}"
+        assert share < 0.5
+
+
+def _first_together() -> None:
+    """All ranks raise in the place of a first call; one comes late to the right one."""
+    from weft.comm import handshake
+
+    group: Any = dist.new_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "_CAUGHT_S", 0.2)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="b"):
+                weft.all_gather_matmul(A, B[:3], group)
+        time.sleep(1.0 * (dist.get_rank() == 1))
+        assert weft.all_gather_matmul(A, B, group).shape == (4 * dist.get_world_size(), 4)
+    weft.close(group)
+
+
+@pytest.mark.ranks
+def test_ranks_that_all_raise_in_a_first_call_are_waited_for(ranks: RankFixture) -> None:
+    ranks(2).run(_first_together)
+
+
 def test_what_is_published_of_an_error_is_short() -> None:
     one, other = rank_groups()
     one.raise_instead(ValueError("ä" * 100_000))

@@ -30,6 +30,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -51,6 +52,34 @@ _MOST_ASKED_HZ = 3000
 _STORES: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 """Each group's connection to its store. A new one for each attempt would be a burden: torch's server can take 5 s to accept one
 where names of hosts are not resolved."""
+
+
+_CAUGHT_S = 3.0
+"""How long a rank that has raised an error in the place of the first call may take to come after all."""
+_ERRORS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""By group, how many errors this rank has raised in the place of the first call."""
+
+
+def raise_instead(group: dist.ProcessGroup, words: str, *, purpose: str) -> None:
+    """This rank raises an error in the place of the group's first call. Ranks that wait for it there, and have not raised as
+    many errors themselves, give up soon, unless it comes after all. Returns when that is written, or the store does not answer
+    soon."""
+    _ERRORS[group] = count = _ERRORS.get(group, 0) + 1
+
+    def publish() -> None:
+        with suppress(Exception):  # torch's errors of stores are of several kinds, and the rank raises its own error
+            PrefixStore(purpose, _store(group)).set(f"raised/{group.rank()}", json.dumps([count, words]))
+
+    thread = threading.Thread(target=publish, name=f"weft-raises-{group.rank()}", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+
+
+def _store(group: dist.ProcessGroup) -> Any:
+    """This rank's connection to a group's store."""
+    if group not in _STORES:
+        _STORES[group] = store_of(group, "weft/handshake")
+    return _STORES[group]
 
 
 def handshake(
@@ -88,7 +117,7 @@ def _wait(attempt: _Attempt, timeout_s: float, lost: Callable[[], str]) -> str:
     while (left_s := began + timeout_s - time.monotonic()) > 0:
         if attempt.concluded.wait(min(_LOOKS_AT_OTHERS_S, left_s)):
             return ""
-        if dead := lost():
+        if dead := lost() or attempt.raised:
             return dead
         if not warned and time.monotonic() > began + warns_s + 0.1:
             who = attempt.missing or "the group's store has not answered"
@@ -99,14 +128,18 @@ def _wait(attempt: _Attempt, timeout_s: float, lost: Callable[[], str]) -> str:
 
 class _Attempt:
     """One rank's attempt. given_up: it is to end. concluded: it has ended. said: what all ranks said, if it took place.
-    missing: who had not come when it was looked at last. lost: why the store could not be asked."""
+    missing: who had not come when it was looked at last. raised: which rank has raised an error instead, and does not come.
+    lost: why the store could not be asked."""
 
     def __init__(self, group: dist.ProcessGroup, mine: Any, purpose: str) -> None:
         self._group, self._mine, self._purpose = group, mine, purpose
         self.rank, self.size = group.rank(), group.size()
         self.given_up, self.concluded = threading.Event(), threading.Event()
         self.said: list[Any] | None = None
-        self.missing = ""
+        self.missing = self.raised = ""
+        self._seen: dict[int, float] = {}
+        """By rank that has raised more errors than this one, since when that is known."""
+        self._asks_at = 0.0
         self.lost: BaseException | None = None
         self._joins = [f"join/{rank}" for rank in range(self.size)]
         self._pause_s = 1e-3
@@ -114,12 +147,12 @@ class _Attempt:
     def run(self) -> None:
         """The whole attempt."""
         try:
-            if self._group not in _STORES:
-                _STORES[self._group] = store_of(self._group, "weft/handshake")
-            self._store = PrefixStore(self._purpose, _STORES[self._group])
+            self._store = PrefixStore(self._purpose, _store(self._group))
             self.said = self._lead() if self.rank == 0 else self._follow()
             if self.said is not None:
                 self._store.set(self._joins[self.rank], "")
+                if _ERRORS.pop(self._group, 0):
+                    self._store.set(f"raised/{self.rank}", "")
         except Exception as error:  # torch's errors of stores are of several kinds
             self.lost = error
             _STORES.pop(self._group, None)
@@ -220,9 +253,24 @@ class _Attempt:
         self.missing = (
             _named(absent, "{} not come to the group's first call") or _named(gone, "{} given up the group's first call") or ""
         )
+        self._ask_of_errors(absent)
         if not self.missing and self.rank:
             self.missing = "rank 0 has not answered in the group's first call, to which all ranks had come"
         return found
+
+    def _ask_of_errors(self, absent: Sequence[int]) -> None:
+        """Note which of the ranks that have not come has raised an error instead, a while ago."""
+        now = time.monotonic()
+        if now < self._asks_at:
+            return
+        self._asks_at = now + _LOOKS_AT_OTHERS_S
+        texts = self._read([f"raised/{rank}" for rank in absent]) if absent else []
+        raised = {rank: json.loads(text) for rank, text in zip(absent, texts, strict=True) if text}
+        mine = _ERRORS.get(self._group, 0)
+        self._seen = {rank: self._seen.get(rank, now) for rank, (count, _) in raised.items() if count > mine}
+        late = [rank for rank, since in self._seen.items() if now > since + _CAUGHT_S]
+        where = "did not come to the group's first call"
+        self.raised = f"rank {late[0]} raised an error and {where}: {raised[late[0]][1]}" if late else ""
 
     def _read(self, keys: Sequence[str]) -> list[str]:
         """What some keys hold; nothing for one that is not there, for which torch would wait."""

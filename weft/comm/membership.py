@@ -21,6 +21,8 @@ from weft.core.errors import PeerLost
 
 _Member = tuple[str, str, int, int | None, str]
 """A rank, as the others know it: its host, its node, its process and when that began, its control segment."""
+PURPOSE = "group"
+"""Of the handshake of ranks that join a group."""
 _PROCESSES: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[int, int | None]]] = WeakKeyDictionary()
 """By default process group and global rank, the processes of this node that this process has met: a rank that died does not
 come to the first call of another group, which has never seen its process."""
@@ -57,7 +59,7 @@ def join(group: dist.ProcessGroup, timeout_s: float | None) -> Members:
     except (ValueError, OSError) as error:
         wrong, me = error, str(error)
     try:
-        everyone: list[Any] = handshake(group, me, timeout_s=bound_s, purpose="group", lost=partial(_dead, group))
+        everyone: list[Any] = handshake(group, me, timeout_s=bound_s, purpose=PURPOSE, lost=partial(_dead, group))
         if own is None:
             raise wrong
         for rank, one in enumerate(everyone):

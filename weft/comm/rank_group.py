@@ -36,6 +36,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from weft.comm import handshake
 from weft.comm.control import (
     AGREED,
     CLOSED,
@@ -49,12 +50,12 @@ from weft.comm.control import (
     ControlSegment,
 )
 from weft.comm.launch_conditions import agree_on_launch
-from weft.comm.membership import join
+from weft.comm.membership import PURPOSE, join
 from weft.comm.processes import died
 from weft.comm.relay import Relay
 from weft.comm.shared_memory import PREFIX, Segment, reap_stale, unlink
 from weft.comm.symmetric_heap import SymmetricHeap, heap_of
-from weft.comm.texts import Remembered, clipped, clipped_end, difference, reason
+from weft.comm.texts import Remembered, clipped, difference, kind_and_words, reason
 from weft.compat.c10d import store_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 
@@ -128,6 +129,12 @@ class RankGroup:
             with _SHARED_LOCK:
                 _SHARED[group] = made
                 return made._used()
+
+    @staticmethod
+    def raise_before(group: dist.ProcessGroup, error: Exception) -> None:
+        """This rank raises `error` in the place of the group's first call, as in `raise_instead`."""
+        if group.size() > 1 and dist.get_backend(group) != "fake" and not isinstance(error, WeftError):
+            handshake.raise_instead(group, kind_and_words(error, _ERROR_BYTES), purpose=PURPOSE)
 
     def _used(self) -> RankGroup:
         """This object, with one use more."""
@@ -288,8 +295,7 @@ class RankGroup:
         raise as many errors there, or this rank makes the call after all. The group stays as it is. Waits for nobody."""
         if self.broken is None and not self.forked:
             self._errors += 1
-            words = type(error).__name__ if not str(error) else f"{type(error).__name__}: {error}"
-            self._control[self.rank].raise_instead(self._errors, clipped_end(words, _ERROR_BYTES))
+            self._control[self.rank].raise_instead(self._errors, kind_and_words(error, _ERROR_BYTES))
             self._publish()
 
     def _gave_up(self, peer: int, call: int) -> Callable[[], None]:

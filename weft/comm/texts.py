@@ -47,12 +47,15 @@ def clipped(text: str, nbytes: int) -> str:
     return data[:nbytes].decode(errors="ignore")  # the last character may have been cut
 
 
-def clipped_end(text: str, nbytes: int) -> str:
-    """A text for users, of so many bytes at most.
+def kind_and_words(error: BaseException, nbytes: int) -> str:
+    """An error as other ranks name it, in so many bytes at most.
 
-    >>> clipped_end("b is a list", 100), clipped_end("b is a list", 8)
-    ('b is a list', 'b is ...')
+    >>> kind_and_words(ValueError("b is a list"), 100), kind_and_words(ValueError("b is a list"), 20)
+    ('ValueError: b is a list', 'ValueError: b is ...')
+    >>> kind_and_words(MemoryError(), 100)
+    'MemoryError'
     """
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     data = text.encode()
     return text if len(data) <= nbytes else data[: nbytes - 3].decode(errors="ignore") + "..."
 

@@ -252,9 +252,12 @@ class Groups:
         return known.rank_group.failing() if (known := self.known(name)) else nullcontext()
 
     def raise_instead(self, name: str, error: Exception) -> None:
-        """As RankGroup.raise_instead; nothing in a group that has made no call."""
-        if known := self.known(name):
+        """As RankGroup.raise_instead, or in a group that has made no call, as RankGroup.raise_before."""
+        group, known = _living(name), self.known(name)
+        if known is not None:
             known.rank_group.raise_instead(error)
+        elif group is not None:
+            RankGroup.raise_before(group, error)
 
     def reach(self, name: str, tensor: torch.Tensor) -> SymmetricPlace | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
