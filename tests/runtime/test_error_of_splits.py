@@ -1,0 +1,52 @@
+"""On GPUs a peer's failure comes after the reason for it, where that is one that this rank has noted, too."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from single_process_ranks import rank_groups
+
+from weft.core.errors import PeerLost
+from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.groups import GroupState
+from weft.runtime.programs import Programs
+
+
+def _lost(*_: Any, **__: Any) -> None:
+    raise PeerLost("rank 1 failed: max_rows is 4, but 5 rows arrived at rank 1")
+
+
+def _noted() -> None:
+    raise ValueError("max_rows is 4, but 5 rows arrived at rank 1")
+
+
+def _programs(noted: bool) -> Programs:
+    """Of one program with splits, whose device has noted what is wrong with them, or nothing."""
+    rank_group, _ = rank_groups()
+    programs = Programs(rank_group, lambda device: cast(Any, None))
+    program = mock.Mock(ragged=SimpleNamespace(raise_cut=_noted if noted else lambda: None))
+    programs._programs[program] = cast(Any, None)
+    return programs
+
+
+@pytest.mark.parametrize(("noted", "raised"), [(True, ValueError), (False, PeerLost)])
+def test_a_call_raises_the_reason(noted: bool, raised: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = _programs(noted)
+    monkeypatch.setattr(programs, "_run", _lost)
+    with pytest.raises(raised, match="max_rows is 4"):
+        programs.run(cast(Any, None), {})
+
+
+@pytest.mark.parametrize(("noted", "raised"), [(True, ValueError), (False, PeerLost)])
+def test_synchronize_raises_the_reason(noted: bool, raised: type[Exception]) -> None:
+    state = GroupState.__new__(GroupState)
+    state.programs, space = _programs(noted), CudaSpace.__new__(CudaSpace)
+    state.rank_group = state.programs._rank_group
+    space.watchdog = cast(Any, SimpleNamespace(synchronize=_lost))
+    state._spaces = {torch.device("cuda", 0): space}
+    with pytest.raises(raised, match="max_rows is 4"):
+        state.synchronize()
