@@ -1,0 +1,248 @@
+"""What is proved is what runs: one thing of a proved schedule is changed, on one rank, and what then runs is changed with it.
+
+For each family and each kind of change (tests/helpers/promise_changes.py) the first changed schedule that `weft.check` accepts is
+given to the operator. Its results have to be right, and what happens below the schedule (tests/helpers/promise_trace.py) has to
+differ from what happens with the unchanged one, which is the same in any two runs. A new family or kind of step is covered
+by being listed in families.py or in test_every_step.py; one that no change fits makes a test fail, unless it is
+listed here with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+from typing import get_args
+
+import pytest
+import torch
+from conftest import RankFixture
+from families import CASES, NODES, PROBLEMS, WORLD, specs
+from promise_changes import CHANGES, kinds_changed
+from promise_trace import Events, done, promised
+from promise_work import CALLS, PART, given, named
+from rank_pools import Pool, interpreting
+from test_every_step import EXAMPLES
+
+import weft
+from weft.core.concurrent import ConcurrentProblem
+from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem, Op
+from weft.core.schedule import Schedule, Step
+from weft.schedules import parse
+
+MOST = 80
+"""Changed schedules that are tried for one that the checker accepts."""
+Case = tuple[str, str]
+"""The name of a family, and what is changed."""
+
+
+def _name(spec: str) -> str:
+    return spec.partition(":")[0]
+
+
+def _of(op: Op) -> list[tuple[str, tuple[int, ...]]]:
+    """The families of an operator, on one node and on several; those with chunks in two. On one node, node_slices has another
+    family's steps."""
+    found = [(spec, nodes) for one, spec, nodes in CASES if one == op and (nodes or _name(spec) != "node_slices")]
+    return [(spec, nodes) for spec, nodes in found if not (spec.endswith(":1") and (f"{_name(spec)}:2", nodes) in found)]
+
+
+def _built(problem: object, op: Op, spec: str) -> Schedule:
+    return weft.build(problem, spec) if op == "concurrent" or op.startswith("ragged") else weft.build(problem, *parse(spec))  # type: ignore[arg-type]
+
+
+def _proved(schedule: Schedule) -> bool:
+    try:
+        weft.check(schedule)
+    except (weft.ScheduleError, ValueError):
+        return False
+    return True
+
+
+def _changes(schedule: Schedule, what: str, kind: type[Step] | None = None) -> Iterator[Schedule]:
+    """Schedules that the checker accepts and that differ in one thing. kind: of a step that is to be changed."""
+    for rank in range(schedule.problem.world_size):
+        for other in islice(CHANGES[what](schedule, rank), MOST):
+            kinds = kinds_changed(schedule, other)
+            if (other.ranks != schedule.ranks) and (kind is None or kind in kinds) and _proved(other):
+                yield replace(other, name="by hand")
+
+
+def _same_lanes(schedule: Schedule, rank: int) -> tuple[object, ...]:
+    return tuple((lane.name, lane.kind, lane.steps) for lane in schedule.ranks[rank])
+
+
+def _is_within(some: Sequence[str], all_of_it: Iterable[str]) -> bool:
+    """Whether the first are among the others, in the same order."""
+    rest = iter(all_of_it)
+    return all(one in rest for one in some)
+
+
+def _kept_promise(before: Schedule, after: Schedule, seen: Sequence[Events], now: Sequence[Events], what: object) -> None:
+    """Where a rank's lanes have changed, what it does has, and nowhere else."""
+    for rank, (old, new) in enumerate(zip(seen, now, strict=True)):
+        changed = before.ranks[rank] != after.ranks[rank]
+        assert (old != new) == changed, (what, rank, old, new)
+
+
+def _is_promised(schedule: Schedule, seen: Sequence[Events], what: object) -> None:
+    """On CPUs, without kernels, every lane waits, signals and copies as the schedule says, in its order."""
+    for rank, events in enumerate(seen):
+        wanted = promised(schedule, rank, CALLS)
+        found = done(events, wanted)
+        assert set(found) >= set(wanted), (what, rank)
+        for lane, of_lane in found.items():
+            flags = [one for one in of_lane if not one.startswith("at ")]
+            assert flags == [one for one in wanted.get(lane, []) if not one.startswith("at ")], (what, rank, lane)
+            assert _is_within(wanted.get(lane, []), of_lane), (what, rank, lane)
+
+
+def _check_changes(
+    pool: Pool,
+    op: Op,
+    nodes: tuple[int, ...],
+    unchanged: dict[str, Schedule],
+    changed: dict[Case, Schedule],
+    *,
+    dtype: torch.dtype = torch.float32,
+    kernels: bool = False,
+) -> None:
+    """Runs every unchanged schedule twice and every changed one once, and compares."""
+    runs = [(f"{spec}, {turn}", schedule) for spec, schedule in unchanged.items() for turn in ("unchanged", "again")]
+    runs += [(", ".join(case), schedule) for case, schedule in changed.items()]
+    by_rank = pool.run(given, op, runs, nodes[0] if nodes else 0, dtype, kernels)
+    seen = {name: [found[name] for found in by_rank] for name, _ in runs}
+    for spec, schedule in unchanged.items():
+        assert seen[f"{spec}, unchanged"] == seen[f"{spec}, again"], spec
+        if not kernels and op != "concurrent":
+            _is_promised(schedule, seen[f"{spec}, unchanged"], spec)
+    for case, schedule in changed.items():
+        before = unchanged[case[0]]
+        _kept_promise(before, schedule, seen[f"{case[0]}, unchanged"], seen[", ".join(case)], (op, *case))
+        if not kernels and op != "concurrent":
+            _is_promised(schedule, seen[", ".join(case)], (op, *case))
+
+
+def _schedules(
+    pool: Pool, op: Op, names: list[str], nodes: tuple[int, ...], dtype: torch.dtype, kernels: bool
+) -> dict[str, Schedule]:
+    """By name, the schedule of the problem that calls of this file have."""
+    if op == "concurrent":
+        return {spec: _built(_beside(spec), op, spec) for spec in names}
+    (found, *_) = pool.run(named, op, names[:1], nodes[0] if nodes else 0, dtype, kernels)
+    problem = found[names[0]].problem
+    return {spec: _built(problem, op, spec) for spec in names}
+
+
+def _beside(spec: str) -> ConcurrentProblem:
+    ops = [op for op in COLLECTIVE_OPS if "pull" not in spec or op in ("all_gather", "all_reduce")]
+    return ConcurrentProblem(
+        collectives=tuple(
+            CollectiveProblem(op=op, m=PART * WORLD, world_size=WORLD, dtype="float32", staging_bytes=1 << 16) for op in ops
+        ),
+        world_size=WORLD,
+    )
+
+
+# Every family.
+
+NO_FLAGS = "no step of it signals or waits"
+NO_ORDER = "each step needs what the one before it has made, and none has several parts"
+BESIDE = "its steps are collectives of NCCL's or gloo's and the computation, on lanes that have nothing else"
+SEGMENTS = "a segment is not cut, and lies in the buffer that the problem has for it"
+RAGGED: tuple[Op, ...] = tuple(op for op in PROBLEMS if op.startswith("ragged"))
+ALONE: tuple[Op, ...] = tuple(op for op in PROBLEMS if op != "concurrent" and not op.startswith("ragged"))
+WITH_ONE_KERNEL: dict[Op, tuple[str, ...]] = {
+    "matmul_reduce_scatter": ("sequential_stores", "one_shot"),
+    "matmul_all_reduce": ("sequential_stores", "one_shot", "two_shot"),
+}
+IN_ONE_ORDER: tuple[Op, ...] = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+    "all_to_all_columns_matmul",
+    *COLLECTIVE_OPS,
+)
+EXCEPTIONS: dict[tuple[Op, str, str], str] = {
+    **{(op, "sequential", "flag"): NO_FLAGS for op in ALONE},
+    **{(op, "sequential", "order"): NO_ORDER for op in IN_ONE_ORDER},
+    **{(op, name, "flag"): NO_FLAGS for op, names in WITH_ONE_KERNEL.items() for name in names},
+    **{(op, name, "order"): NO_ORDER for op, names in WITH_ONE_KERNEL.items() for name in names},
+    **{(op, name, "region"): SEGMENTS for op in RAGGED for name in ("sequential", "fused")},
+    **{
+        ("concurrent", name, what): BESIDE
+        for name in ("sequential", "vendor", "vendor+late")
+        for what in ("gate", "flag", "region")
+    },
+}
+"""(operator, family, what would be changed): why nothing of that kind can be changed there."""
+
+
+def _on_cpus(specs: Iterable[str]) -> list[str]:
+    """What of a schedule's name means something on CPUs: who moves, and when. Priorities and numbers of blocks are a GPU's."""
+    words = (spec.split("+") for spec in specs)
+    return list(
+        dict.fromkeys(
+            "+".join(one for one in spec if one in ("sequential", "vendor", "copy_engine", "late", "pull")) for spec in words
+        )
+    )
+
+
+def _first_changes(op: Op, unchanged: dict[str, Schedule]) -> dict[Case, Schedule]:
+    """The first change of each kind in each family; all of them, but for the exceptions."""
+    found, missing, needless = dict[Case, Schedule](), [], []
+    for spec, schedule in unchanged.items():
+        for what in CHANGES:
+            change = next(_changes(schedule, what), None)
+            if change is not None:
+                found[spec, what] = change
+            excepted = (op, _name(spec), what) in EXCEPTIONS
+            if excepted == (change is not None):
+                (needless if excepted else missing).append((op, spec, what))
+    assert not missing, f"change these in promise_changes.py, or say in EXCEPTIONS why they cannot be: {missing}"
+    assert not needless, f"these can be changed: {needless}"
+    return found
+
+
+FAMILIES = [(op, nodes) for op in PROBLEMS for nodes in ((), NODES) if any(one == nodes for _, one in _of(op))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("op", "nodes"), FAMILIES, ids=[f"{op}{'-nodes' * bool(nodes)}" for op, nodes in FAMILIES])
+def test_every_family_runs_what_is_changed(ranks: RankFixture, op: Op, nodes: tuple[int, ...]) -> None:
+    names = [spec for spec, one in _of(op) if one == nodes]
+    names = _on_cpus(names) if op == "concurrent" else names
+    pool = ranks(sum(nodes) or WORLD)
+    unchanged = _schedules(pool, op, names, nodes, torch.float32, False)
+    _check_changes(pool, op, nodes, unchanged, _first_changes(op, unchanged))
+
+
+# Every kind of step.
+
+STEP_EXCEPTIONS: dict[type[Step], str] = {}
+"""Kinds of step of which nothing can be changed: why."""
+
+
+def _example(kind: type[Step]) -> tuple[Op, str, tuple[int, ...]]:
+    """As in EXAMPLES, where of a chunked family two chunks have more to change."""
+    op, spec, nodes = EXAMPLES[kind]
+    return op, spec.replace(":1", ":2"), nodes
+
+
+def test_every_kind_of_step_has_an_example() -> None:
+    assert set(EXAMPLES) == set(get_args(Step))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", EXAMPLES, ids=lambda kind: kind.__name__)
+def test_every_kind_of_step_runs_as_it_is_changed(ranks: RankFixture, kind: type[Step]) -> None:
+    """By every kind of change that fits it."""
+    op, spec, nodes = _example(kind)
+    pool = ranks(sum(nodes) or WORLD)
+    unchanged = _schedules(pool, op, [spec], nodes, torch.float32, False)
+    found = {what: next(_changes(unchanged[spec], what, kind), None) for what in CHANGES}
+    changed = {(spec, what): other for what, other in found.items() if other is not None}
+    assert bool(changed) != (kind in STEP_EXCEPTIONS), f"change a {kind.__name__}, or say in STEP_EXCEPTIONS why it cannot be"
+    _check_changes(pool, op, nodes, unchanged, changed)
+    print(kind.__name__, sorted(what for _, what in changed))

@@ -1,0 +1,241 @@
+"""What one rank does in calls, as it is seen from below the schedule: by what is waited for, signalled, copied, multiplied and
+sent, lane by lane; and, where kernels are interpreted, by every access to a flag or a buffer."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from weft.core.fused_collective import spelled_out
+from weft.core.schedule import Copy, Flag, Gemm, GroupedGemm, Push, Reduce, Schedule, SegmentCopies, Step, Wait, advances, waits
+from weft.overlap.concurrent.collectives import Collective
+from weft.overlap.concurrent.executor import HostExecutor
+from weft.runtime import interpret
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.host import HostProgram
+from weft.runtime.ragged import RowsOfCall
+
+Events = dict[str, list[str]]
+"""By lane and the thread that runs it, what happens there, in order."""
+USES = "uses"
+"""In place of a lane: what runs beside what in weft.concurrent."""
+
+
+class Trace:
+    """What has happened so far on this rank, in order."""
+
+    def __init__(self) -> None:
+        self.events: defaultdict[str, list[str]] = defaultdict(list)
+        self._now = threading.local()
+
+    def note(self, what: str, lane: str = "") -> None:
+        found = self.events[lane or getattr(self._now, "lane", "no lane")]
+        found.append(what)
+
+    @contextmanager
+    def on(self, lane: str) -> Iterator[None]:
+        thread = threading.current_thread().name
+        self._now.lane = f"{lane} on {'the thread of the caller' if thread == 'MainThread' else thread}"
+        yield
+
+    @contextmanager
+    def kernel(self, program: HostProgram, bindings: Bindings) -> Iterator[None]:
+        """A kernel runs: what its addresses stand for."""
+        self._now.places = _Places(program, bindings)
+        try:
+            yield
+        finally:
+            self._now.places = None
+
+    def access(self, what: str, pointers: Any, mask: Any) -> None:
+        """An access of a kernel, where it is to a flag or to a buffer. Looks at one flag are one."""
+        places: _Places | None = getattr(self._now, "places", None)
+        given = pointers[np.broadcast_to(mask, pointers.shape)] if places else np.empty(0)
+        if places and given.size and (name := places.name(int(given.min()), int(given.max()))):
+            found = self.events[self._now.lane]
+            if not found or found[-1] != f"{what} {name}":
+                found.append(f"{what} {name}")
+
+
+class _Places:
+    """Where flags and buffers lie in a call."""
+
+    def __init__(self, program: HostProgram, bindings: Bindings) -> None:
+        self._found: list[tuple[int, int, Callable[[int, int], str]]] = []
+        names = {(flag.rank, slot): str(flag) for flag, slot in program.slots.items()}
+        for rank, base in program._flag_addresses.items():
+            self._add(base, 8 * program.words_needed, lambda low, high, r=rank: names[r, low // 8])  # type: ignore[misc]
+        for (buffer, rank), matrices in bindings.tensors.items():
+            for matrix, _ in matrices:
+                pitch = matrix.stride(0) * matrix.element_size() if matrix.shape[0] > 1 else 1 << 40
+                extent = max(0, (matrix.shape[0] - 1) * pitch) if matrix.shape[0] > 1 else 0
+                nbytes = extent + matrix.shape[1] * matrix.stride(1) * matrix.element_size() if matrix.numel() else 0
+                self._add(
+                    matrix.data_ptr(),
+                    nbytes,
+                    lambda low, high, b=buffer, r=rank, p=pitch: f"{b}@{r}[{low // p}..{high // p}]",  # type: ignore[misc]
+                )
+        if program.ragged is not None:
+            for word in ("told", "arrived"):
+                shared = getattr(program.ragged.exchange, word)
+                for rank, base in enumerate(shared.peers.tolist()):
+                    self._add(base, 4 * shared.local.numel(), lambda low, high, w=word, r=rank: f"{w}[{low // 4}]@{r}")  # type: ignore[misc]
+
+    def _add(self, base: int, nbytes: int, name: Callable[[int, int], str]) -> None:
+        self._found.append((base, nbytes, name))
+
+    def name(self, low: int, high: int) -> str:
+        for base, nbytes, name in self._found:
+            if base <= low < base + nbytes:
+                return name(low - base, min(high - base, nbytes - 1))
+        return ""
+
+
+@contextmanager
+def traced(*, kernels: bool = False) -> Iterator[Trace]:
+    """Notes what weft does in this process meanwhile. kernels: by Triton's interpreter, too."""
+    trace = Trace()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def before(owner: Any, name: str, note: Callable[..., object]) -> None:
+            old = getattr(owner, name)
+
+            def new(*args: Any, **options: Any) -> Any:
+                note(*args, **options)
+                return old(*args, **options)
+
+            patch.setattr(owner, name, new)
+
+        def around(name: str, bindings: Callable[..., Bindings]) -> None:
+            old = getattr(HostProgram, name)
+
+            def new(self: HostProgram, *args: Any) -> Any:
+                with trace.kernel(self, bindings(*args)):
+                    return old(self, *args)
+
+            patch.setattr(HostProgram, name, new)
+
+        record = HostProgram.record
+
+        def recorded(self: HostProgram, where: Where, work: Callable[[], None]) -> None:
+            with trace.on(where.lane):
+                record(self, where, work)
+
+        patch.setattr(HostProgram, "record", recorded)
+        before(HostProgram, "wait", lambda self, flag, value, where: trace.note(f"wait {flag} {value}"))
+        before(HostProgram, "signal", lambda self, flag, value: trace.note(f"signal {flag} {value}"))
+        before(HostProgram, "collective", lambda self, step, *rest: trace.note(f"{step.op} / {step.divide_by}"))
+        before(HostProgram, "send_receive", lambda self, step, *rest: trace.note(f"messages {step.peers}"))
+        before(HostProgram, "matmul", lambda self, a, b, out, accumulate: trace.note(f"multiply {[*a.shape]} {[*b.shape]}"))
+        before(interpret, "look_up", lambda bindings, bags, out, problem: trace.note(f"look up {bags} -> {out}"))
+        before(RowsOfCall, "of", lambda self, segment: trace.note(f"rows {segment}"))
+        before(Bindings, "pieces", lambda self, region: trace.note(f"at {region}"))
+        patch.setattr(HostExecutor, "_started", _noted(trace, HostExecutor._started))
+        before(
+            HostExecutor,
+            "enqueue",
+            lambda self, part, collective: trace.note(f"{part.number} by {'its steps' if part.steps else 'gloo'}", USES),
+        )
+        around("fused", lambda step, bindings, *rest: bindings)
+        around("pushed", lambda where, bindings: bindings)
+        around("fused_collective", lambda where, bindings: bindings)
+        around("ragged_kernel", lambda step, where, bindings: bindings)
+        if kernels:
+            from triton.runtime.interpreter import InterpreterBuilder
+
+            before(
+                InterpreterBuilder, "create_atomic_rmw", lambda _, op, p, v, mask, *rest: trace.access("add", p.data, mask.data)
+            )
+            before(
+                InterpreterBuilder,
+                "create_masked_load",
+                lambda _, p, mask, *rest, **more: trace.access("load", p.data, mask.data),
+            )
+            before(
+                InterpreterBuilder, "create_masked_store", lambda _, p, v, mask, *rest: trace.access("store", p.data, mask.data)
+            )
+        yield trace
+
+
+def _noted(trace: Trace, begin: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
+    """The begin of a collective of gloo's, which returns a wait for its end; both are noted."""
+
+    def started(self: HostExecutor, collective: Collective) -> Callable[[], None]:
+        trace.note(f"begin {collective.describe()}", USES)
+        wait = begin(self, collective)
+
+        def waited() -> None:
+            trace.note(f"join {collective.describe()}", USES)
+            wait()
+
+        return waited
+
+    return started
+
+
+def flags_of(step: Step, call: int) -> Iterator[str]:
+    """What a step waits for and signals in a call, counted from 0, on CPUs without kernels, in this order."""
+
+    def waited(wait: Wait) -> Iterator[str]:
+        if call + wait.at_least:
+            yield f"wait {wait.flag} {call + wait.at_least}"
+
+    def signalled(flag: Flag | None) -> Iterator[str]:
+        if flag is not None:
+            yield f"signal {flag} {call + 1}"
+
+    if isinstance(step, (Gemm, Reduce)):
+        for wait in dict.fromkeys(wait for wait in waits(step) if not wait.at_least):
+            yield from waited(wait)
+    if isinstance(step, (Gemm, Reduce, GroupedGemm, SegmentCopies)):
+        for part in step.parts:
+            for wait in part.waits if isinstance(step, (Gemm, Reduce)) else part.gates:
+                yield from waited(wait)
+            yield from signalled(part.count)
+        return
+    if isinstance(step, Wait):
+        yield from waited(step)
+    for flag in advances(step):
+        yield from signalled(flag)
+    for wait in getattr(step, "gates", ()):
+        yield from waited(wait)
+
+
+def promised(schedule: Schedule, rank: int, calls: int) -> Events:
+    """By lane, what a rank waits for and signals, and where it copies, in so many calls on CPUs without kernels."""
+    found: Events = {}
+    for call in range(calls):
+        for lane in spelled_out(schedule).schedule.ranks[rank]:
+            events = found.setdefault(lane.name, [])
+            for step in lane.steps:
+                copies = step.parts if isinstance(step, Push) else [step] if isinstance(step, Copy) else []
+                if isinstance(step, Push):
+                    for part in step.parts:
+                        events += [f"at {part.dst}", f"at {part.src}", f"signal {part.count} {call + 1}"]
+                    continue
+                for one in copies:
+                    events += [f"at {one.dst}", f"at {one.src}"]
+                events += flags_of(step, call)
+    return {lane: events for lane, events in found.items() if events}
+
+
+def done(events: Events, promised_events: Events) -> Events:
+    """Of what has happened, by lane, what the schedule promises in these words: flags, and places of copies."""
+    found: Events = {}
+    for lane, all_of_it in events.items():
+        name = lane.partition(" on ")[0]
+        places = {one for one in promised_events.get(name, ()) if one.startswith("at ")}
+        found[name] = [one for one in all_of_it if one.startswith(("wait ", "signal ")) or one in places]
+    return {lane: some for lane, some in found.items() if some}
+
+
+def bits(out: torch.Tensor) -> bytes:
+    """The bits of a result."""
+    return out.detach().contiguous().view(torch.uint8).numpy().tobytes()
