@@ -29,11 +29,14 @@ from weft.core.schedule import (
     Schedule,
     Segment,
     SegmentCopies,
+    SegmentCopy,
+    SegmentProduct,
     SendReceive,
     Signal,
     Span1D,
     Step,
     Wait,
+    advances,
 )
 
 Change = Callable[[Schedule, int], Iterator[Schedule]]
@@ -72,6 +75,12 @@ def order(schedule: Schedule, rank: int) -> Iterator[Schedule]:
     which are enqueued in the order in which they are listed."""
     found = places(schedule, rank)
     for place, step in found:
+        if isinstance(step, GroupedGemm):  # its copies among themselves, its products among themselves
+            for kind in (SegmentCopy, SegmentProduct):
+                turned = iter([part for part in step.parts if isinstance(part, kind)][::-1])
+                parts = tuple(next(turned) if isinstance(part, kind) else part for part in step.parts)
+                if parts != step.parts:
+                    yield with_step(schedule, place, replace(step, parts=parts))
         for name in ("parts", "flags", "gates", "sends", "receives"):
             for other in _orders(getattr(step, name, ())):
                 yield with_step(schedule, place, replace(step, **{name: other}))
@@ -133,6 +142,8 @@ def gate(schedule: Schedule, rank: int) -> Iterator[Schedule]:
         for place, step in found[::-1]:
             if isinstance(step, GATED):
                 for number, part in enumerate(step.parts):
+                    if Wait(flag) in part.gates:
+                        continue
                     yield with_step(schedule, place, _with_part(step, number, replace(part, gates=(*part.gates, Wait(flag)))))
             yield with_step(schedule, place, step, Wait(flag))
     for place, step in found:
@@ -145,8 +156,10 @@ def gate(schedule: Schedule, rank: int) -> Iterator[Schedule]:
 
 
 def flag(schedule: Schedule, rank: int) -> Iterator[Schedule]:
-    """A flag of the rank that goes by another name and another index, for those who signal it and for those who wait."""
-    for old in (one for one in schedule.flags if one.rank == rank):
+    """A flag of the rank that goes by another name and another index, for those who signal it and for those who wait. Those
+    that other ranks signal come first."""
+    own = {one for at, _, _, step in schedule if at == rank for one in advances(step)}
+    for old in sorted((one for one in schedule.flags if one.rank == rank), key=lambda one: one in own):
         new = Flag(f"other_{old.name}", rank, old.index + 7)
         yield everywhere(schedule, lambda value, old=old, new=new: new if value == old else value)  # type: ignore[misc]
 
@@ -290,8 +303,10 @@ def lane(schedule: Schedule, rank: int) -> Iterator[Schedule]:
         alone = replace(one, name="other", kind=kind, steps=(step,))
         if less.steps or kind != one.kind:
             yield with_lanes(schedule, rank, [*lanes[:index], *[less] * bool(less.steps), *lanes[index + 1 :], alone])
+    beside = isinstance(schedule.problem, ConcurrentProblem)
     for index, one in enumerate(lanes):
-        if one.steps:
+        # Beside a computation, lanes of kind compute and network go by their kinds, whatever they are called.
+        if one.steps and not (beside and one.kind in ("compute", "network")):
             yield with_lanes(schedule, rank, [*lanes[:index], replace(one, name=f"other_{one.name}"), *lanes[index + 1 :]])
 
 

@@ -21,6 +21,7 @@ from weft.runtime import interpret
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.host import HostProgram
 from weft.runtime.ragged import RowsOfCall
+from weft.runtime.ragged_steps import _words
 
 Events = dict[str, list[str]]
 """By lane and the thread that runs it, what happens there, in order."""
@@ -83,10 +84,13 @@ class _Places:
                     lambda low, high, b=buffer, r=rank, p=pitch: f"{b}@{r}[{low // p}..{high // p}]",  # type: ignore[misc]
                 )
         if program.ragged is not None:
-            for word in ("told", "arrived"):
-                shared = getattr(program.ragged.exchange, word)
-                for rank, base in enumerate(shared.peers.tolist()):
-                    self._add(base, 4 * shared.local.numel(), lambda low, high, w=word, r=rank: f"{w}[{low // 4}]@{r}")  # type: ignore[misc]
+            flags = {(flag.rank, word): str(flag) for flag, word in _words(program.schedule).items()}
+            for rank, base in enumerate(program.ragged.exchange.arrived.peers.tolist()):
+                count = program.ragged.exchange.arrived.local.numel()
+                self._add(base, 4 * count, lambda low, high, r=rank: flags.get((r, low // 4), "no flag"))  # type: ignore[misc]
+            for rank, base in enumerate(program.ragged.exchange.told.peers.tolist()):
+                count = program.ragged.exchange.told.local.numel()
+                self._add(base, 4 * count, lambda low, high, r=rank: f"told[{low // 4}]@{r}")  # type: ignore[misc]
 
     def _add(self, base: int, nbytes: int, name: Callable[[int, int], str]) -> None:
         self._found.append((base, nbytes, name))
