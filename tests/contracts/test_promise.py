@@ -46,6 +46,8 @@ from weft.core.schedule import (
     UserCall,
     Wait,
 )
+from weft.runtime.bindings import Where
+from weft.runtime.fused_collective import _hops
 from weft.runtime.ragged_steps import RankOrders
 from weft.schedules import parse
 
@@ -273,7 +275,7 @@ KERNELS: dict[type[Step], list[tuple[Op, str]]] = {
     Gemm: [("all_gather_matmul", "flag_gated:2"), ("matmul_reduce_scatter", "direct_store:2")],
     Reduce: [("matmul_reduce_scatter", "shard_p2p")],
     Lookup: [("embedding_bag_all_to_all", "direct_store:2")],
-    Push: [("all_gather_matmul", "sequential_stores")],
+    Push: [("all_gather_matmul", "sequential_stores"), ("all_to_all_columns_matmul", "direct_store:2")],
     FusedCollective: [("matmul_all_reduce", "one_shot")],
     ShareCounts: [("ragged_all_to_all_matmul", "fused")],
     SegmentCopies: [("ragged_all_to_all_matmul", "sequential")],
@@ -297,12 +299,15 @@ def _kernel_lanes(schedule: Schedule, rank: int) -> int:
 
 
 def _interpretable(before: Schedule, after: Schedule) -> bool:
-    if isinstance(after.problem, RaggedProblem):
-        try:
-            for rank in range(after.problem.world_size):
-                RankOrders(after, rank)
-        except ValueError:  # kernels refuse it
-            return False
+    """Whether kernels take the changed schedule: what they do not run they refuse, when it is bound."""
+    try:
+        for rank in range(after.problem.world_size if isinstance(after.problem, RaggedProblem) else 0):
+            RankOrders(after, rank)
+        for rank, lane, position, step in after:
+            if isinstance(step, FusedCollective):
+                _hops(after, Where(rank, lane.name, position, step), step)
+    except ValueError:
+        return False
     return all(_kernel_lanes(after, rank) <= _kernel_lanes(before, rank) for rank in range(after.problem.world_size))
 
 
@@ -319,4 +324,23 @@ def test_kernels_run_what_is_changed(op: Op, spec: str) -> None:
             if other is not None and (kind, what) not in INVISIBLE:
                 changed[spec, f"{what} of a {kind.__name__}"] = other
         assert changed, f"change a {kind.__name__} of {op}, {spec}"
+    _check_changes(pool, op, (), unchanged, changed, dtype=dtype, kernels=True)
+
+
+WITH_KERNELS = [
+    (op, spec) for op in PROBLEMS for spec, nodes in _of(op) if not nodes and op != "concurrent" and op != "all_gather"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(("op", "spec"), WITH_KERNELS, ids=lambda value: str(value))
+def test_every_family_runs_what_is_changed_as_kernels(op: Op, spec: str) -> None:
+    pool, dtype = interpreting(2), torch.float16
+    unchanged = _schedules(pool, op, [spec], (), dtype, True)
+    schedule, changed = unchanged[spec], dict[Case, Schedule]()
+    for what in CHANGES:
+        fits = (other for other in _changes(schedule, what) if _interpretable(schedule, other))
+        for number, other in enumerate(islice(fits, 3)):
+            changed[spec, f"{what} {number}"] = other
     _check_changes(pool, op, (), unchanged, changed, dtype=dtype, kernels=True)
