@@ -103,8 +103,7 @@ def _kept_promise(before: Schedule, after: Schedule, seen: Sequence[Events], now
     """Where a rank's lanes have changed, what it does has, and nowhere else."""
     for rank, (old, new) in enumerate(zip(seen, now, strict=True)):
         changed = before.ranks[rank] != after.ranks[rank]
-        if (old != new) != changed:
-            print("BAD", what, rank, changed, "\n", old, "\n", new)
+        assert (old != new) == changed, (what, rank, old, new)
 
 
 def _is_promised(schedule: Schedule, seen: Sequence[Events], what: object) -> None:
