@@ -229,8 +229,16 @@ def _first_changes(op: Op, unchanged: dict[str, Schedule]) -> dict[Case, Schedul
 FAMILIES = [(op, nodes) for op in PROBLEMS for nodes in ((), NODES) if any(one == nodes for _, one in _of(op))]
 
 
+def _rarely(op: Op, nodes: tuple[int, ...]) -> tuple[pytest.MarkDecorator, ...]:
+    """Where the ranks of several nodes run the sequential family alone, which has the same steps on one."""
+    return (pytest.mark.slow,) * (bool(nodes) and [_name(spec) for spec, one in _of(op) if one == nodes] == ["sequential"])
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize(("op", "nodes"), FAMILIES, ids=[f"{op}{'-nodes' * bool(nodes)}" for op, nodes in FAMILIES])
+@pytest.mark.parametrize(
+    ("op", "nodes"),
+    [pytest.param(op, nodes, marks=_rarely(op, nodes), id=f"{op}{'-nodes' * bool(nodes)}") for op, nodes in FAMILIES],
+)
 def test_every_family_runs_what_is_changed(ranks: RankFixture, op: Op, nodes: tuple[int, ...]) -> None:
     names = [spec for spec, one in _of(op) if one == nodes]
     names = _on_cpus(names) if op == "concurrent" else names
