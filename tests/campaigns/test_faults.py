@@ -19,8 +19,6 @@ from calls import Work
 from faults import FAULTS, Told, Trial, _wrong, drawn, judged, suffer
 
 from weft.comm import rank_group
-from weft.core.schedule import Flag
-from weft.runtime.bound import Where
 from weft.runtime.groups import GROUPS
 from weft.runtime.host import HostProgram
 
@@ -82,10 +80,11 @@ def _blocks_come_late_to_their_waits(trial: Trial, folder: str) -> Told:
     """So that the lane that waits for them is the first whose bound ends."""
     wait = HostProgram.wait
 
-    def late(self: HostProgram, flag: Flag, value: int, where: Where) -> None:
-        if where.lane == "blocks" and self._words[flag.rank].load(self.slots[flag]) < value:
+    def late(self: HostProgram, slot: int, value: int) -> None:
+        _, lane, _ = self._waiter[slot]
+        if lane == "blocks" and self._words[self.rank].load(slot) < value:
             time.sleep(0.2)
-        wait(self, flag, value, where)
+        wait(self, slot, value)
 
     HostProgram.wait = late  # type: ignore[method-assign]
     try:

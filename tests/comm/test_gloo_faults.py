@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.runtime import bounded
+from weft.runtime.host_rows import RowsOfCall
 from weft.runtime.host_wire import HostWire
-from weft.runtime.ragged import RowsOfCall
 from weft.runtime.ranks import RankFailed, Ranks
 
 pytestmark = pytest.mark.ranks

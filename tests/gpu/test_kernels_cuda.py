@@ -63,10 +63,10 @@ def test_gemm(shape: int, kind: str, transposed: bool, halved: bool) -> None:
         gate_address=lambda flag: words.data_ptr() + 4 * flag.index,
         count_address=lambda flag: words.data_ptr() + 4 * (32 + flag.index),
         stored_at=(lambda part, row: out[part.out.rows[0] + row :]) if kind == "stored by address" else None,
-        need=lambda _: (0, 1),
+        need=lambda _: 1,
     )
     tiles = plan.rows.shape[0] * -(-N // blocks.n)
-    gemm((a, a.clone()), b, out, plan, status, epoch=0, sms=tiles - 1 if halved else tiles)
+    gemm((a, a.clone()), b, out, plan, status, sms=tiles - 1 if halved else tiles)
     assert status.tolist() == [0, 0]
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=0.3)
     if "counted" in kind:
@@ -91,10 +91,10 @@ def test_a_gate_that_never_opens_ends_at_its_bound(sliced: bool) -> None:
         gate_address=lambda flag: words.data_ptr() + 4 * flag.index,
         count_address=lambda flag: 0,
         stored_at=None,
-        need=lambda _: (0, 1),
+        need=lambda _: 1,
         blocks=SHAPES[0],
     )
-    gemm((a,), b, torch.empty(M, N, device=GPU, dtype=torch.bfloat16), plan, status, epoch=0, tries=1000, sms=7)
+    gemm((a,), b, torch.empty(M, N, device=GPU, dtype=torch.bfloat16), plan, status, tries=1000, sms=7)
     gate, seen = status.tolist()
     assert waits(step)[gate - 1].flag.index in ((3, 4, 5) if sliced else (0, 1, 2))
     assert seen == 0
@@ -105,17 +105,15 @@ def test_reduce(cols: int) -> None:
     from weft.kernels.reduce import reduce, reduce_tables
 
     srcs = torch.randn(3 * M, cols, device=GPU, dtype=torch.bfloat16)
-    out, status = torch.empty(M, cols, device=GPU, dtype=torch.bfloat16), torch.zeros(2, device=GPU, dtype=torch.int32)
+    out = torch.empty(M, cols, device=GPU, dtype=torch.bfloat16)
     regions = tuple(Region("recv", 0, (i * M, (i + 1) * M), (0, cols)) for i in range(3))
     plan = reduce_tables(
         Reduce((Sum(regions, Region("out", 0, (0, M), (0, cols))),)),
         device=GPU,
         address=lambda region: srcs[region.rows[0] :].data_ptr(),
-        gate_address=lambda flag: 0,
-        need=lambda _: (0, 0),
         itemsize=2,
     )
-    reduce(srcs, out, plan, status, divide_by=3, epoch=0, sms=4)
+    reduce(srcs, out, plan, divide_by=3, sms=4)
     torch.testing.assert_close(out, (srcs.float().view(3, M, cols).sum(0) / 3).bfloat16(), rtol=1e-2, atol=1e-2)
 
 

@@ -16,7 +16,7 @@ from rank_pools import interpreted_ranks
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import HostAllocation
 from weft.core.schedule import Flag, Region
-from weft.runtime.interpret import Bindings
+from weft.runtime.bindings import Bindings
 from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks

@@ -75,14 +75,14 @@ def _launched() -> None:
         gate_address=lambda flag: 0,
         count_address=lambda flag: words[flag.name].data_ptr(),
         stored_at=lambda part, row: buffers[part.out.buffer][row:] if part.out.buffer in buffers else None,
-        need=lambda _: (0, 0),
+        need=lambda _: 0,
         blocks=INTERPRETED,
     )
     assert plan.far is not None
     for calls in (1, 2):
         for tensor in (out, room):
             tensor.fill_(7)
-        kernel.gemm((a,), b, out, plan, status, epoch=0, sms=4)
+        kernel.gemm((a,), b, out, plan, status, sms=4)
         for part, name in zip(parts, rows, strict=True):
             low, high = rows[name]
             found = {**buffers, "out": out}[name]

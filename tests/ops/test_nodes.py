@@ -126,20 +126,20 @@ def _with_a_slow_rank(late: str) -> None:
     from weft.runtime.host import HostProgram
     from weft.runtime.host_wire import HostWire
 
-    matmul, exchange = HostProgram.matmul, HostWire.exchange
+    matmul, exchange = HostProgram.multiply, HostWire.exchange
 
     def slowed(whole_: Callable[..., None]) -> Callable[..., None]:
         return lambda *a, **k: (time.sleep(0.004), whole_(*a, **k))[1]
 
     if dist.get_rank() == 2 and late == "compute":
-        HostProgram.matmul = slowed(matmul)  # type: ignore[method-assign]
+        HostProgram.multiply = slowed(matmul)  # type: ignore[method-assign]
     if dist.get_rank() == 2 and late == "transport":
         HostWire.exchange = slowed(exchange)  # type: ignore[method-assign]
     try:
         for call in range(6):
             check_every_operator(24, 12, 10, torch.float32, "node_slices:2", call)
     finally:
-        HostProgram.matmul, HostWire.exchange = matmul, exchange  # type: ignore[method-assign]
+        HostProgram.multiply, HostWire.exchange = matmul, exchange  # type: ignore[method-assign]
 
 
 @pytest.mark.ranks

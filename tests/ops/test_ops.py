@@ -28,18 +28,18 @@ def _new_data_each_call(delay: str) -> None:
     from weft.runtime.bindings import Bindings
     from weft.runtime.host import HostProgram
 
-    matmul, view = HostProgram.matmul, Bindings.pieces
+    matmul, view = HostProgram.multiply, Bindings.pieces
     slow = dist.get_rank() == 1
     try:
         if delay == "compute" and slow:
-            HostProgram.matmul = lambda *a, **k: (time.sleep(0.002), matmul(*a, **k))[1]  # type: ignore[method-assign]
+            HostProgram.multiply = lambda *a, **k: (time.sleep(0.002), matmul(*a, **k))[1]  # type: ignore[method-assign]
         if delay == "transport" and slow:
             Bindings.pieces = lambda self, region: (time.sleep(0.0005), view(self, region))[1]  # type: ignore[method-assign]
         for call in range(6):
             for name in TP_NAMES:
                 check_both(37, 23, 19, torch.float32, f"{name}:2" if FAMILIES[name].chunked else name, 7 * call)
     finally:
-        HostProgram.matmul, Bindings.pieces = matmul, view  # type: ignore[method-assign]
+        HostProgram.multiply, Bindings.pieces = matmul, view  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("delay", ["nothing", "compute", "transport"])

@@ -108,14 +108,14 @@ def _sleep_in_a_matmul(name: str, hasty: tuple[int, ...]) -> str:
     from weft.runtime.host import HostProgram
 
     def slow(*arguments: object, **options: object) -> None:
-        HostProgram.matmul = matmul  # type: ignore[method-assign]
+        HostProgram.multiply = matmul  # type: ignore[method-assign]
         wait_for(lambda: arguments[0].rank_group.broken, PATIENT_S)  # type: ignore[attr-defined]
         matmul(*arguments, **options)  # type: ignore[arg-type]
 
     check_scatter(64, 48, 32, torch.float32, name, 0)
-    matmul = HostProgram.matmul
+    matmul = HostProgram.multiply
     if dist.get_rank() == 1:
-        HostProgram.matmul = slow  # type: ignore[method-assign, assignment]
+        HostProgram.multiply = slow  # type: ignore[method-assign, assignment]
     if dist.get_rank() in hasty:
         _bound_waits(BOUND_S)
     dist.barrier()
@@ -126,7 +126,7 @@ def _sleep_in_a_matmul(name: str, hasty: tuple[int, ...]) -> str:
     else:
         raise AssertionError("a rank slept past the bound and nobody noticed")
     finally:
-        HostProgram.matmul = matmul  # type: ignore[method-assign]
+        HostProgram.multiply = matmul  # type: ignore[method-assign]
     dist.barrier()
     weft.close()
     check_scatter(64, 48, 32, torch.float32, name, 2)
@@ -143,7 +143,7 @@ def test_a_sleeping_rank_is_named_with_step_and_flag(fresh: Ranks, hasty: tuple[
     for rank, message in waited.items():
         assert f"lane {'copy' if rank == 1 else 'compute'}, step" in message
         assert ("arrived[" in message) == (rank != 1)
-        assert "expected 2, seen 1" in message
+        assert "expected 1, seen 0" in message
         assert f"rank 1's lane {'compute' if rank == 1 else 'copy'} raises it" in message
     reasons = tuple(message.removeprefix("WaitTimeout: ") for message in waited.values())
     for rank in {0, 1, 2} - waited.keys():

@@ -21,7 +21,7 @@ def program() -> Iterator[Any]:
     """One that has lanes to run, and no steps."""
     thread = LaneThread("test")
     made: Any = HostProgram.__new__(HostProgram)
-    made.rank_group, made.pushes, made.space = rank_groups()[0], {}, SimpleNamespace(thread=lambda name: thread)
+    made.rank_group, made._first, made.space = rank_groups()[0], set(), SimpleNamespace(thread=lambda name: thread)
     yield made
     thread.close()
 
@@ -37,4 +37,4 @@ def test_the_reason_is_raised_and_not_what_another_lane_makes_of_it(program: Any
 
     works: list[tuple[Lane, Callable[[], None]]] = [(one, _fails if one is failing else waits) for one in (COMPUTE, COPY)]
     with pytest.raises(MemoryError, match="planted"):
-        program.run_lanes(works)
+        program._run_lanes(works)

@@ -42,18 +42,18 @@ def _measure(problem: Problem, spec: str, harm: float) -> Measured:
     """measure_site on ranks of which the last one's matmuls are off by `harm` of the largest element."""
     from weft.runtime.host import HostProgram
 
-    matmul = HostProgram.matmul
+    matmul = HostProgram.multiply
 
     def wrong(self: HostProgram, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         matmul(self, a, b, out, accumulate=accumulate)
         out[-1:, -1:] += harm * out.abs().max()
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        HostProgram.matmul = wrong  # type: ignore[method-assign]
+        HostProgram.multiply = wrong  # type: ignore[method-assign]
     try:
         return measure_site(problem, spec, 1, "cpu")
     finally:
-        HostProgram.matmul = matmul  # type: ignore[method-assign]
+        HostProgram.multiply = matmul  # type: ignore[method-assign]
         weft.close()
 
 

@@ -72,7 +72,7 @@ class Tables:
     place in `far`, or -1; align_bytes divides the addresses. far: all results that lie elsewhere, as TMA stores them; None if
     it cannot, or there are none. at_peers: some of them are on another GPU. adds: by row tile, the gates [first, last) of one
     that adds, how many sources, the first row of the first, rows from one to the next. early: row tiles before those that add.
-    gates, needs: addresses, and (per call, in the first) what to wait for; no_needs: nothing. counts: addresses of the flags.
+    gates, needs: addresses, and the values to wait for; no_needs: nothing. counts: addresses of the flags.
     """
 
     rows: torch.Tensor
@@ -143,11 +143,11 @@ def tables(
     gate_address: Callable[[Flag], int],
     count_address: Callable[[Flag], int],
     stored_at: Callable[[Part, int], torch.Tensor | None] | None,
-    need: Callable[[Wait], tuple[int, int]],
+    need: Callable[[Wait], int],
     blocks: TileShape,
 ) -> Tables:
     """Lay a step out for the kernel. source: which tensor of a. stored_at: a part's result from a row of it on, None if that is
-    in the launch's `out`; no function if all are. need: (growth per call, value in the first call) that opens a gate."""
+    in the launch's `out`; no function if all are. need: the value of its word that opens a gate."""
     assert whole_slices(step, blocks), f"{step}: its slices end within a step of {blocks.k} over K"
     inner = any(part.inner for part in step.parts)
     slices: list[tuple[int, int, int]] = []
@@ -155,7 +155,7 @@ def tables(
     outs: list[torch.Tensor | None] = []
     adds: list[tuple[int, ...]] = []
     gates: list[int] = []
-    needs: list[tuple[int, int]] = []
+    needs: list[int] = []
     counts: list[int] = []
     for part in step.parts:
         first = len(gates)
@@ -184,7 +184,7 @@ def tables(
         adds=table(adds, torch.int32, device),
         gates=table(gates, torch.int64, device),
         needs=table(needs, torch.int32, device),
-        no_needs=table([(0, 0)] * len(needs), torch.int32, device),
+        no_needs=table([0] * len(needs), torch.int32, device),
         counts=table(counts, torch.int64, device),
         blocks=blocks,
         gated=bool(gates),
@@ -219,7 +219,6 @@ def gemm(
     plan: Tables,
     status: torch.Tensor,
     *,
-    epoch: int,
     silent: bool = False,
     tries: int = 1 << 24,
     sms: int = 1,
@@ -231,7 +230,7 @@ def gemm(
 
     sources: one or two tensors [rows, K] that parts read a from. b: [K, N], either stride 1. out: [rows, N], or any tensor
     of the result's dtype and width if all parts are stored by address. adds: [rows, N], where parts find what they add.
-    status: int32 [2]; [gate + 1, value seen] after a wait ended without its flag. epoch: calls before this one. silent:
+    status: int32 [2]; [gate + 1, value seen] after a wait ended without its flag. silent:
     neither wait nor count. sms: blocks. launched_by: what made earlier launches on this device with the same plan. stream:
     default, torch's current one.
     """
@@ -263,7 +262,6 @@ def gemm(
         plan.no_needs if silent else plan.needs,
         plan.counts,
         status,
-        epoch,
         0 if silent else 1 + blocks.halves,
         tries,
         _tell_at(plan, b.shape[0]),

@@ -163,7 +163,6 @@ def _tile(
     gates_ptr,
     needs_ptr,
     status_ptr,
-    epoch,
     tries,
     told,
     told_by,
@@ -197,7 +196,7 @@ def _tile(
     valid = tl.load(fields + 2)
     out_row = tl.load(fields + 3)
     if GATED and not INNER:
-        wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), epoch, tries, status_ptr, ASYNCHRONOUS)
+        wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), tries, status_ptr, ASYNCHRONOUS)
     # One loop for either source: two loops would hold two sets of pipeline buffers in shared memory.
     a_desc = a0_desc
     if TWO_SOURCES:  # noqa: SIM102 - a constexpr, then a value of the device
@@ -209,7 +208,7 @@ def _tile(
         for number in range(tl.load(fields + 4), tl.load(fields + 5)):
             piece = slices_ptr + SLICE_FIELDS * number
             end = tl.load(piece)
-            wait_gates(gates_ptr, needs_ptr, tl.load(piece + 1), tl.load(piece + 2), epoch, tries, status_ptr, ASYNCHRONOUS)
+            wait_gates(gates_ptr, needs_ptr, tl.load(piece + 1), tl.load(piece + 2), tries, status_ptr, ASYNCHRONOUS)
             acc = _multiply(
                 a_desc, b_desc, acc, a_row, col, done, end, told, told_by, tell_at, BLOCK_K, B_TRANSPOSED, COUNTED, ASYNCHRONOUS
             )
@@ -222,7 +221,7 @@ def _tile(
     if ADDS:
         late = adds_ptr + ADD_FIELDS * row_tile
         if GATED:
-            wait_gates(gates_ptr, needs_ptr, tl.load(late), tl.load(late + 1), epoch, tries, status_ptr, ASYNCHRONOUS)
+            wait_gates(gates_ptr, needs_ptr, tl.load(late), tl.load(late + 1), tries, status_ptr, ASYNCHRONOUS)
         acc = _add(adds_desc, late, acc, col, ADD_STAGES, DIVIDE_BY)
     result = acc.to(out_ptr.dtype.element_ty)
     place_ptr = outs_ptr + OUT_FIELDS * row_tile
@@ -242,7 +241,7 @@ def _flag(fields, counts_ptr):
     return tl.load(counts_ptr + count, mask=count >= 0, other=0)
 
 
-@triton.jit(do_not_specialize=["epoch", "count_by", "tries", "tell_at"])
+@triton.jit(do_not_specialize=["count_by", "tries", "tell_at"])
 def gemm_kernel(
     a0_desc,
     a1_desc,
@@ -263,7 +262,6 @@ def gemm_kernel(
     needs_ptr,
     counts_ptr,
     status_ptr,
-    epoch,
     count_by,
     tries,
     tell_at,
@@ -319,7 +317,6 @@ def gemm_kernel(
             gates_ptr,
             needs_ptr,
             status_ptr,
-            epoch,
             tries,
             told,
             told_by,
@@ -372,7 +369,6 @@ def gemm_kernel(
                     gates_ptr,
                     needs_ptr,
                     status_ptr,
-                    epoch,
                     tries,
                     told,
                     told_by,

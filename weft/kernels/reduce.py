@@ -1,11 +1,10 @@
-"""One reduction kernel: sums partial results in float32 as they arrive, wherever they lie.
+"""One reduction kernel: sums partial results in float32, wherever they lie.
 
-    _reduce_kernel   persistent blocks; each tile waits for its part's gates, adds up its sources, rounds once
+    _reduce_kernel   persistent blocks; each tile adds up its sources and rounds once
     reduce()         its launcher; ReduceTables  what a step's parts mean to the kernel
 
 Sources are addresses: local memory, or a peer's that this GPU can load from. They are added in the order of the step, so
-that a result has the same bits each call. Waiting is that of weft.kernels.gemm: bounded, and nothing that a gate waits for
-may need an SM of this GPU.
+that a result has the same bits each call. The kernel does not wait: all its sources are there where it starts.
 """
 
 from __future__ import annotations
@@ -18,29 +17,25 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.core.schedule import Flag, Reduce, Region, Wait
+from weft.core.schedule import Reduce, Region
 from weft.kernels.launch import Launcher
-from weft.triton.flags import table, wait_gates
+from weft.triton.flags import table
 
-_FIELDS = 6
+_FIELDS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceTables:
-    """tiles: (part, first row, first column within it) of each tile. parts: row and column of the result, rows, columns,
-    gates [first, last). srcs: by part, the addresses of its sources. gates, needs: as for a GEMM. align: elements; every
-    address, column and width is a multiple of it, so that a thread may load as many at once."""
+    """tiles: (part, first row, first column within it) of each tile. parts: row and column of the result, rows, columns.
+    srcs: by part, the addresses of its sources. align: elements; every address, column and width is a multiple of it, so that a
+    thread may load as many at once."""
 
     tiles: torch.Tensor
     parts: torch.Tensor
     srcs: torch.Tensor
-    gates: torch.Tensor
-    needs: torch.Tensor
-    no_needs: torch.Tensor
     sources: int
     rows: int
     cols: int
-    gated: bool
     align: int
 
 
@@ -49,36 +44,24 @@ def reduce_tables(
     *,
     device: torch.device,
     address: Callable[[Region], int],
-    gate_address: Callable[[Flag], int],
-    need: Callable[[Wait], tuple[int, int]],
     itemsize: int,
 ) -> ReduceTables:
-    """Lay a step out for the kernel. address: of a region's first element. itemsize: bytes of one. The rest as for
-    weft.kernels.gemm.tables."""
+    """Lay a step out for the kernel. address: of a region's first element. itemsize: bytes of one."""
     rows, cols = (4, 1024) if device.type == "cuda" else (16, 64)
     tiles: list[tuple[int, int, int]] = []
     parts: list[tuple[int, ...]] = []
-    gates: list[int] = []
-    needs: list[tuple[int, int]] = []
     for number, part in enumerate(step.parts):
         height, width = part.out.shape
-        first = len(gates)
-        gates += [gate_address(gate.flag) for gate in part.gates]
-        needs += [need(gate) for gate in part.gates]
-        parts.append((part.out.rows[0], part.out.cols[0], height, width, first, len(gates)))
+        parts.append((part.out.rows[0], part.out.cols[0], height, width))
         tiles += [(number, row, col) for row in range(0, height, rows) for col in range(0, width, cols)]
     srcs = [[address(src) for src in part.srcs] for part in step.parts]
     return ReduceTables(
         tiles=table(tiles, torch.int32, device),
         parts=table(parts, torch.int32, device),
         srcs=table(srcs, torch.int64, device),
-        gates=table(gates, torch.int64, device),
-        needs=table(needs, torch.int32, device),
-        no_needs=table([(0, 0)] * len(needs), torch.int32, device),
         sources=len(step.parts[0].srcs),
         rows=rows,
         cols=cols,
-        gated=bool(gates),
         align=_align(step, srcs, itemsize),
     )
 
@@ -103,12 +86,8 @@ def reduce(
     like: torch.Tensor,
     out: torch.Tensor,
     plan: ReduceTables,
-    status: torch.Tensor,
     *,
     divide_by: int,
-    epoch: int,
-    silent: bool = False,
-    tries: int = 1 << 24,
     sms: int = 1,
     launched_by: Launcher | None = None,
     stream: int | None = None,
@@ -124,11 +103,6 @@ def reduce(
         plan.tiles,
         plan.parts,
         plan.srcs,
-        plan.gates,
-        plan.no_needs if silent else plan.needs,
-        status,
-        epoch,
-        tries,
         count,
         like.stride(0),
         out.stride(0),
@@ -143,7 +117,6 @@ def reduce(
             "ROWS": plan.rows,
             "COLS": plan.cols,
             "FIELDS": _FIELDS,
-            "GATED": plan.gated,
             "ALIGN": align,
         },
         key=(align, like.stride(0), like.data_ptr() % 16 == 0, out.stride(0), out.data_ptr() % 16 == 0),
@@ -152,18 +125,13 @@ def reduce(
     )
 
 
-@triton.jit(do_not_specialize=["epoch", "tries"])
+@triton.jit
 def _reduce_kernel(
     like_ptr,
     out_ptr,
     tiles_ptr,
     parts_ptr,
     srcs_ptr,
-    gates_ptr,
-    needs_ptr,
-    status_ptr,
-    epoch,
-    tries,
     tiles,
     src_stride,
     out_stride,
@@ -172,7 +140,6 @@ def _reduce_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     FIELDS: tl.constexpr,
-    GATED: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -182,8 +149,6 @@ def _reduce_kernel(
         # What comes from a table has no alignment that the compiler knows of: without these hints it moves element by element.
         cols = tl.multiple_of(tl.load(tiles_ptr + 3 * tile + 2), COLS) + tl.arange(0, COLS)[None, :]
         inside = (rows < tl.load(fields + 2)) & (cols < tl.multiple_of(tl.load(fields + 3), ALIGN))
-        if GATED:
-            wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), epoch, tries, status_ptr)
         total = tl.zeros((ROWS, COLS), tl.float32)
         for source in tl.static_range(SOURCES):
             src_ptr = tl.load(srcs_ptr + part * SOURCES + source).to(tl.pointer_type(like_ptr.dtype.element_ty))

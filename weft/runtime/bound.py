@@ -1,12 +1,12 @@
 """A checked schedule bound to one rank of a group: where its buffers and flags lie, and the tensors of a call.
 
-What a device adds (memory, flags, lanes) is in host.py and cuda.py; the steps' arithmetic is in interpret.py.
+What a device adds (memory, words, lanes) is in host.py and cuda.py. Both issue the launches of weft.runtime.launch_plan.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +16,7 @@ import torch
 from weft.comm.rank_group import RankGroup
 from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
-from weft.core.problem import CollectiveProblem, LookupProblem, RaggedProblem
+from weft.core.problem import CollectiveProblem, RaggedProblem
 from weft.core.schedule import (
     Collective,
     Copy,
@@ -24,21 +24,26 @@ from weft.core.schedule import (
     FusedCollective,
     Lookup,
     Push,
-    Reduce,
+    Region,
     Schedule,
     SendReceive,
+    Step,
     Wait,
     advances,
     regions,
     segments,
 )
 from weft.core.span import Span
+from weft.runtime.arithmetic import Matmul
 from weft.runtime.bindings import Bindings, Where
+from weft.runtime.flag_words import WaiterWords
+from weft.runtime.host_rows import HostRows
+from weft.runtime.launch_plan import LaunchPlan
+from weft.runtime.launches import FlagSubmitter, IssuedCall
+from weft.runtime.step_kernels import Place, StepKernel, growth_of, kernel_of
 
 if TYPE_CHECKING:
-    from weft.runtime.fused import FusedStep
-    from weft.runtime.fused_collective import FusedCollectiveKernel
-    from weft.runtime.pushes import FusedPush
+    from weft.compat.streams import Word
     from weft.runtime.ragged_kernels import RaggedKernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
@@ -142,20 +147,24 @@ class Space(Protocol):
 class BoundProgram(ABC):
     """One rank's side of a schedule. Collective: every rank constructs it for the same schedule."""
 
+    sms_for_kernels: int
+    sms_for_pushes: int
+
+    @property
+    @abstractmethod
+    def submitter(self) -> FlagSubmitter:
+        """How operations on flags reach a lane."""
+
     def __init__(self, space: Space, schedule: Schedule) -> None:
         self.rank_group, self.schedule = space.rank_group, schedule
         self.rank = self.rank_group.rank
         self.dtype = DTYPES[schedule.problem.dtype]
-        self.fused_collectives: dict[tuple[str, int], FusedCollectiveKernel] = {}
-        if any(isinstance(step, FusedCollective) for _, _, _, step in schedule):
-            if space.fuses(self.dtype):
-                self._add_fused_collectives(space)
-            else:
-                schedule = self.schedule = spelled_out(schedule).schedule
+        self.device, self.machine, self.tries, self.blocks = space.device, space.machine, space.tries, space.blocks
+        if not space.fuses(self.dtype) and any(isinstance(step, FusedCollective) for _, _, _, step in schedule):
+            schedule = self.schedule = spelled_out(schedule).schedule
         self.layout = layout(schedule)
-        self.slots = flag_slots(schedule)
+        self.flags = WaiterWords(schedule)
         self.writers = flag_writers(schedule)
-        self.epoch = 0
         self.captured = False
         self.times_products = True
         """Whether its rehearsal may look for the fastest way to multiply, where the device knows several."""
@@ -164,81 +173,43 @@ class BoundProgram(ABC):
         self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING
         self._invalidated: Sequence[torch.Tensor] = ()
         self._space = space
-        self.kernels: dict[int, FusedStep] = {}
-        self.pushes: dict[tuple[str, int], FusedPush] = {}
         self.ragged: RaggedKernels | None = None
+        """What the kernels of a call with splits share."""
         self.refused: ValueError | None = None
         """What all ranks alike are to raise after the call, which has ended."""
-        self._growth: dict[Flag, int] = {}
-        if isinstance(schedule.problem, RaggedProblem):
-            if space.device.type == "cuda" or space.runs_kernels(self.dtype):
-                self._add_ragged_kernels()
-        elif isinstance(schedule.problem, CollectiveProblem):
-            if schedule.problem.sums and space.runs_lookups(self.dtype):
-                self._add_sums(schedule.problem)
-        elif space.runs_kernels(self.dtype):
-            self._add_kernels()
-        if any(isinstance(step, Lookup) for _, _, _, step in schedule) and space.runs_lookups(self.dtype):
-            self._add_lookups()
+        self._growth = growth_of(self)
+        wheres = [Where(rank, lane.name, position, step) for rank, lane, position, step in schedule if rank == self.rank]
+        made = {(where.lane, where.position): kernel_of(self, where) for where in wheres}
+        self.kernels: dict[Place, StepKernel] = {place: kernel for place, kernel in made.items() if kernel is not None}
+        self._plans: dict[frozenset[Place], LaunchPlan] = {}
 
-    def _add_fused_collectives(self, space: Space) -> None:
-        # As below: imported where it is needed, since it needs Triton.
-        from weft.runtime.fused_collective import kernels_of
+    def runs_as_kernel(self, step: Step) -> bool:
+        """Whether steps of this type may run as kernels here. The same on every rank."""
+        problem, space = self.schedule.problem, self._space
+        if isinstance(problem, RaggedProblem):
+            return space.device.type == "cuda" or space.runs_kernels(self.dtype)
+        if isinstance(step, (Wait, FusedCollective)):
+            return isinstance(step, FusedCollective)
+        if isinstance(step, Lookup):
+            return space.runs_lookups(self.dtype)
+        if isinstance(problem, CollectiveProblem):
+            return problem.sums and space.runs_lookups(self.dtype)
+        return space.runs_kernels(self.dtype)
 
-        self.fused_collectives = kernels_of(self.schedule, self.rank, space.device, self, space.blocks)
+    def buffers_of(self, kind: str) -> set[str]:
+        """The names of the buffers of a kind."""
+        return {buffer.name for buffer in self.schedule.buffers if buffer.kind == kind}
 
-    def _add_kernels(self) -> None:
-        # Where no kernel runs, nothing needs Triton: it is imported here.
-        from weft.runtime.fused import fused_step, growth
-        from weft.runtime.pushes import FusedPush, push_growth
+    def loading(self) -> AbstractContextManager[None]:
+        """A context in which kernels may be loaded."""
+        return self._space.loading()
 
-        device, machine, itemsize = self._space.device, self._space.machine, self.dtype.itemsize
-        self._growth = growth(self.schedule, device, machine) | push_growth(self.schedule, itemsize, device)
-        for lane in self.schedule.ranks[self.rank]:
-            for position, step in enumerate(lane.steps):
-                if isinstance(step, Push):
-                    where = Where(self.rank, lane.name, position, step)
-                    self.pushes[lane.name, position] = FusedPush(step, where, device, self)
-        given, outputs = (
-            {buffer.name for buffer in self.schedule.buffers if buffer.kind == kind} for kind in ("input", "output")
-        )
-        for rank, lane, position, step in self.schedule:
-            where = Where(rank, lane.name, position, step)
-            # A sum's table has the addresses of what it sums: of the caller's tensors they are others in each call, and a graph
-            # may hold the table of the one before.
-            moves = isinstance(step, Reduce) and any(src.buffer in given for part in step.parts for src in part.srcs)
-            kernel = None if rank != self.rank or moves else fused_step(step, where, device, machine, self, outputs)
-            if kernel is not None:
-                self.kernels[id(step)] = kernel
-
-    def _add_ragged_kernels(self) -> None:
-        from weft.runtime.ragged_kernels import RaggedKernels
-
-        space = self._space
-        self.ragged = RaggedKernels(
-            self.schedule, self.rank, self.dtype, space.device, space.machine, self, sms=space.blocks, tries=space.tries
-        )
-
-    def _add_lookups(self) -> None:
-        from weft.runtime.lookups import FusedLookup, lookup_growth
-
-        problem = self.schedule.problem
-        assert isinstance(problem, LookupProblem), f"{problem} has no tables"
-        self._growth |= lookup_growth(self.schedule)
-        for rank, lane, position, step in self.schedule:
-            if rank == self.rank and isinstance(step, Lookup):
-                where = Where(rank, lane.name, position, step)
-                self.kernels[id(step)] = FusedLookup(step, where, self._space.device, self, problem, self._space.loading)
-
-    def _add_sums(self, problem: CollectiveProblem) -> None:
-        from weft.kernels.runs import launcher
-        from weft.runtime.sums import FusedSum, adds_pieces
-
-        device, by = self._space.device, launcher()
-        for rank, lane, position, step in self.schedule:
-            if rank == self.rank and isinstance(step, Reduce) and adds_pieces(step, self.schedule):
-                where = Where(rank, lane.name, position, step)
-                self.kernels[id(step)] = FusedSum(step, where, device, self, problem, by)
+    def _plan(self, bindings: Bindings) -> LaunchPlan:
+        """The launch plan for a call. Which steps run as kernels depends on how the tensors of the call lie."""
+        running = frozenset(place for place, kernel in self.kernels.items() if kernel.runs(bindings))
+        if running not in self._plans:
+            self._plans[running] = LaunchPlan(self, running)
+        return self._plans[running]
 
     def refuse_several_results(self, count: int) -> None:
         """Raises ValueError if `out` is several matrices, one for each b, and a step moves rows of it as if it were one."""
@@ -262,13 +233,46 @@ class BoundProgram(ABC):
         """Run every lane of this rank once."""
 
     @abstractmethod
-    def gate_address(self, flag: Flag, where: Where) -> int: ...
+    def waiters(self, flag: Flag) -> list[int]:
+        """The words that a signal raises."""
 
     @abstractmethod
-    def gate_need(self, wait: Wait) -> tuple[int, int]: ...
+    def gate_address(self, flag: Flag, where: Where) -> int:
+        """The word that a step of this rank looks at."""
 
     @abstractmethod
-    def count_address(self, flag: Flag) -> int: ...
+    def here(self, where: Where) -> Word:
+        """The operation by which a lane says that it has come to a step, before the step may wait."""
+
+    @abstractmethod
+    def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
+        """What copies one region to another, with the tensors of a call, on a stream."""
+
+    @abstractmethod
+    def matmul(self, lane: str, call: IssuedCall) -> Matmul:
+        """What multiplies on a lane."""
+
+    @abstractmethod
+    def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
+        """What runs a collective."""
+
+    @abstractmethod
+    def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:
+        """What sends and receives between nodes."""
+
+    @property
+    def row_counts(self) -> HostRows:
+        """Where hosts find the row counts of all ranks, for steps that are no kernels."""
+        raise AssertionError("the steps of calls with splits are kernels here, or the problem has no splits")
+
+    def count_address(self, flag: Flag) -> int:
+        """The word that a kernel of this rank adds to. Whatever a kernel counts has one waiter."""
+        (address,) = self.waiters(flag)
+        return address
+
+    def gate_need(self, wait: Wait) -> int:
+        """The value of its word that opens a gate; 0 for one that has been passed where the kernel starts."""
+        return self.growth_of(wait.flag) if wait.at_least else 0
 
     @abstractmethod
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]: ...
@@ -287,11 +291,6 @@ class BoundProgram(ABC):
         all programs of a space share their memory."""
         return 0
 
-    @property
-    def words_needed(self) -> int:
-        """Flag words on the rank that has most."""
-        return max(self.slots.values(), default=-1) + 1
-
     def run(
         self,
         inputs: Inputs,
@@ -308,7 +307,6 @@ class BoundProgram(ABC):
         inputs = {name: [self.prepare(name, one) for one in tensors] for name, tensors in inputs.items()}
         outputs = self._allocate(inputs) if outputs is None else outputs
         self.play(inputs, outputs)
-        self.epoch += 1
         return outputs
 
     def _allocate(self, inputs: Inputs) -> Outputs:
@@ -368,16 +366,6 @@ class BoundProgram(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the flags back."""
-
-
-def flag_slots(schedule: Schedule) -> dict[Flag, int]:
-    """A word for every flag, counted on each rank from 0."""
-    slots: dict[Flag, int] = {}
-    used = [0] * schedule.problem.world_size
-    for flag in schedule.flags:
-        slots[flag] = used[flag.rank]
-        used[flag.rank] += 1
-    return slots
 
 
 def flag_writers(schedule: Schedule) -> dict[Flag, str]:

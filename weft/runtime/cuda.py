@@ -25,8 +25,9 @@ an SM, so a kernel can never keep a flag from being raised.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -38,8 +39,9 @@ from weft.compat.streams import Word
 from weft.core.fused_collective import spelled_out
 from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Collective, Flag, FusedCollective, Gemm, Region, Schedule, SendReceive, Wait, waits
+from weft.core.schedule import Collective, Flag, FusedCollective, Gemm, Push, Region, Schedule, SendReceive, waits
 from weft.kernels.shapes import push_sms
+from weft.runtime.arithmetic import Matmul
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import DTYPES, NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes
 from weft.runtime.call_timer import CallTimer
@@ -47,7 +49,6 @@ from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.invalid import INVALID_BYTE, results_in
 from weft.runtime.lane_streams import LaneStreams
-from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import FlagOperations, IssuedCall
 from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import sms_for
@@ -83,7 +84,6 @@ class CudaProgram(BoundProgram):
                 )
             schedule = spelled_out(schedule).schedule  # the steps in place of a FusedCollective have flags of their own
         self.title = f"{schedule.problem.op} {spec(schedule.name, schedule.chunks)} of group {space.rank_group.name}"
-        self.flags = WaiterWords(schedule)
         self._scratch: dict[str, torch.Tensor] = {}
         self._pieces: list[Allocation] = []
         try:
@@ -94,7 +94,7 @@ class CudaProgram(BoundProgram):
 
     def _set_up(self, schedule: Schedule) -> None:
         space = self.space
-        words = self._take(4 * (self.flags.words + max(map(len, schedule.ranks))))  # and how far each lane has come
+        words = self._take(4 * (WaiterWords(schedule).words + max(map(len, schedule.ranks))))  # and how far each lane has come
         self._words, self._addresses = words.local, words.addresses
         super().__init__(space, schedule)
         self._area = self._take(self.layout.staging)
@@ -105,7 +105,6 @@ class CudaProgram(BoundProgram):
         self._raise_all = self.driver.words([*(Word("signal", address, _RELEASED) for address in own), *kernels_own])
         self._raise_what_no_call_left()
         self.fixed = self._fixed_bindings()
-        self._plans: dict[frozenset[int], LaunchPlan] = {}
         self._replays = Replays(space.captures, lambda inputs, outputs: self._issue(self.bind(inputs, outputs)), self.driver)
         self._set_up_steps(schedule)
         # The flags of these lanes need no SM: beside matmuls that fill the SMs, even a kernel of one warp would wait for room.
@@ -133,13 +132,15 @@ class CudaProgram(BoundProgram):
         self._replayable = not self.collectives and not sends and self.ragged is None
         multiplies = {lane.name for lane, _, step in mine if isinstance(step, Gemm)}
         self.products = {lane: Products(space.device) for lane in multiplies}
-        gemms = [kernel.step for kernel in self.kernels.values() if isinstance(kernel.step, Gemm)]
-        self.sms_for_pushes = push_sms(space.machine, space.sms, alone=not gemms)
-        self.sms_for_kernels = (
-            space.sms - (self.sms_for_pushes if self.pushes else 0) - (sms_for(self.rank_group) if sends else 0)
+        kernels = self.kernels.values()
+        pushes = any(isinstance(kernel.where.step, Push) for kernel in kernels)
+        alone = not any(isinstance(kernel.where.step, Gemm) for kernel in kernels)
+        self.sms_for_pushes = push_sms(space.machine, space.sms, alone=alone)
+        self.sms_for_kernels = space.sms - (self.sms_for_pushes if pushes else 0) - (sms_for(self.rank_group) if sends else 0)
+        self._waits_on_sms = any(
+            kernel.keeps_own_words or (kernel.gates_inside and any(wait.at_least for wait in waits(kernel.where.step)))
+            for kernel in kernels
         )
-        own_waits = bool(self.fused_collectives) or self.ragged is not None
-        self._waits_on_sms = own_waits or any(wait.at_least for step in gemms for wait in waits(step))
 
     def _raise_what_no_call_left(self) -> None:
         """Raise, for the first call, the flags that a call waits for of the calls before it."""
@@ -194,8 +195,12 @@ class CudaProgram(BoundProgram):
         self.streams.close()
         self._give_back()
         del self._words, self._area
-        self.fused_collectives, self.ragged = {}, None
+        self.kernels, self.ragged = {}, None
         self._scratch, self._plans, self.products, self.fixed, self._reached = {}, {}, {}, Bindings(), NOTHING
+
+    @property
+    def submitter(self) -> LaneStreams:
+        return self.streams
 
     def here(self, where: Where) -> Word:
         """The operation by which a lane says that it has come to a step, before the step may wait."""
@@ -212,12 +217,52 @@ class CudaProgram(BoundProgram):
     def gate_address(self, flag: Flag, where: Where) -> int:
         return self._address_on(self.rank) + 4 * self.flags.slot[flag, where.lane, where.position]
 
-    def count_address(self, flag: Flag) -> int:
-        (address,) = self.waiters(flag)
-        return address
+    def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
+        rows, width = src.shape
+        (find_src, src_pitch), (find_dst, dst_pitch) = self._address_of(src), self._address_of(dst)
+        copy = self.driver.copier(rows=rows, row_bytes=width * self.itemsize(src), pitches=(src_pitch, dst_pitch))
 
-    def gate_need(self, wait: Wait) -> tuple[int, int]:
-        return 0, self.growth_of(wait.flag) if wait.at_least else 0
+        def run(bindings: Bindings, stream: int) -> None:
+            there, here = find_dst(bindings), find_src(bindings)
+            if there != here:
+                copy(there, here, stream)
+
+        return run
+
+    def _address_of(self, region: Region) -> tuple[Callable[[Bindings], int], int]:
+        """A function that finds the address of a region's first element in a call; and the bytes from row to row."""
+        key, buffer, item = (region.buffer, region.rank), self.schedule.buffer[region.buffer], self.itemsize(region)
+        pitch = buffer.cols[region.rank] * item
+        offset = region.rows[0] * pitch + region.cols[0] * item
+        if buffer.kind in ("symmetric", "local"):
+            fixed = self.fixed.tensors[key][0][0].data_ptr() + offset
+            return lambda _: fixed, pitch
+        return lambda bindings: bindings.tensors[key][0][0].data_ptr() + offset, pitch
+
+    def matmul(self, lane: str, call: IssuedCall) -> Matmul:
+        return partial(self.products[lane].multiply, times=call.times_products)
+
+    def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
+        collective = self.collectives[id(step)]
+
+        def run(call: IssuedCall) -> None:
+            if call.keeps_outputs:
+                collective.rehearse(self.device)
+            elif not call.loads:
+                collective.run(call.bindings.view(step.src), call.bindings.view(step.dst))
+
+        return run
+
+    def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:
+        def run(call: IssuedCall) -> None:
+            if call.keeps_outputs or call.loads:
+                return  # on no rank: all rehearse at once, and where one loads it runs nothing
+            wire = self.space.wire
+            assert wire, f"{where} on one node"
+            sends = [(call.bindings.view(send.src), send.to) for send in step.sends]
+            wire.exchange(sends, [(call.bindings.view(got.dst), got.source) for got in step.receives])
+
+        return run
 
     def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds.
@@ -339,13 +384,6 @@ class CudaProgram(BoundProgram):
             times_products=self._rehearsing and self.times_products,
         )
 
-    def _plan(self, bindings: Bindings) -> LaunchPlan:
-        """The launch plan for a call. Which steps run as kernels depends on how the tensors of the call lie."""
-        running = frozenset(step for step, kernel in self.kernels.items() if kernel.runs(bindings))
-        if running not in self._plans:
-            self._plans[running] = LaunchPlan(self, running)
-        return self._plans[running]
-
     def _rehearse(self, bindings: Bindings) -> None:
         """Run the steps of the first call once without flags, on all ranks, and throw the result away.
 
@@ -396,8 +434,6 @@ class CudaProgram(BoundProgram):
         for kernel in self.kernels.values():
             if kernel.runs(bindings):
                 kernel.lay_out(bindings)
-        for push in self.pushes.values():
-            push.laid_out(bindings)
         for launch in chain.from_iterable(run.launches for run in plan.runs):
             if isinstance(launch, FlagOperations):
                 launch.prepare()
@@ -412,8 +448,7 @@ class CudaProgram(BoundProgram):
         """What the call in flight waits for: the steps that its lanes have reached, and the flags of those that are low."""
         with torch.cuda.stream(self.space.asking):
             seen = self._words.view(torch.int32).cpu().tolist()
-            kernels = (*self.fused_collectives.values(), *([self.ragged] if self.ragged is not None else ()))
-            stuck = list(filter(None, (kernel.missing() for kernel in kernels)))
+            stuck = list(filter(None, (kernel.missing() for kernel in self.kernels.values())))
         # Each lane has written the number of the steps that it has come to.
         come_to = zip(self._progress_at, seen[self.flags.words :], strict=False)
         reached = {lane: count - 1 for lane, count in come_to}
@@ -439,5 +474,5 @@ class CudaProgram(BoundProgram):
         stream = self.space.rescue
         self._raise_all(stream.cuda_stream)
         with torch.cuda.stream(stream):
-            for kernel in self.fused_collectives.values():
+            for kernel in self.kernels.values():
                 kernel.abort()

@@ -1,6 +1,6 @@
-"""Where a schedule's flags lie on GPUs: a word for each step that waits for one.
+"""Where a schedule's flags lie: a word for each step that waits for one.
 
-A CUDA graph replays the same constants, so a flag cannot grow from call to call there. A signal raises the word of each step
+A CUDA graph replays the same constants, so a flag cannot grow from call to call. A signal raises the word of each step
 that waits for the flag, and the step lowers its own word once it has passed. The checker proves that no signal is lost by that
 (weft.core.schedule, "Flags").
 """

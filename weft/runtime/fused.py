@@ -1,4 +1,4 @@
-"""Steps as kernels, on any device whose flags have addresses: a Gemm with gates, counts, adds or stores to peers; a Reduce.
+"""GEMMs with gates, counts, adds or stores to peers, and sums, as kernels, on any device whose flags have addresses.
 
 Which steps run so is the same on every rank, since a flag that a kernel counts grows by tiles, and its waiter must know.
 A rank whose operands the kernel cannot load (odd strides), whose parts it cannot keep in order, or are some columns of a matrix
@@ -7,22 +7,25 @@ alone, or whose slices of K end within a step of its loop, multiplies part by pa
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
-from weft.core.errors import WaitTimeout
-from weft.core.logs import warn_once
 from weft.core.machine import Machine
-from weft.core.schedule import Flag, Gemm, Lookup, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
+from weft.core.problem import CollectiveProblem
+from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, Step, Wait, advances
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
 from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables, whole_slices
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
 from weft.kernels.shapes import TileShape, blocks_for, tiles_of
 from weft.runtime.bindings import Bindings, Where
+from weft.runtime.step_kernels import GatedKernel, StepKernel
+from weft.runtime.sums import sum_of
+
+if TYPE_CHECKING:
+    from weft.runtime.bound import BoundProgram
 
 T = TypeVar("T")
 
@@ -40,28 +43,27 @@ def is_fused(step: Step) -> bool:
     return isinstance(step, Reduce) and bool(step.parts) and not advances(step)
 
 
-def fused_step(
-    step: Step, where: Where, device: torch.device, machine: Machine, flags: FlagWords, outputs: Collection[str] = ()
-) -> FusedStep | None:
-    """The kernel of a step, if it runs as one. machine: the profile that all ranks have. outputs: buffers that on this rank are
-    the caller's results."""
+def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
+    """The kernel of a GEMM or a sum, if it runs as one."""
+    step, problem, device = where.step, program.schedule.problem, program.device
+    if isinstance(step, Reduce):
+        if isinstance(problem, CollectiveProblem):
+            return sum_of(program, where)
+        # A sum's table has the addresses of what it sums: of the caller's tensors they are others in each call, and a graph may
+        # hold the table of the one before.
+        given = program.buffers_of("input")
+        moves = any(src.buffer in given for part in step.parts for src in part.srcs)
+        return FusedReduce(step, where, device) if is_fused(step) and not moves else None
+    assert isinstance(step, Gemm), step
+    return FusedGemm(step, where, device, program.machine, program, program.buffers_of("output")) if is_fused(step) else None
+
+
+def growth_of(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, int]:
+    """How far a GEMM raises the flags that it counts: by a tile each time."""
     if not is_fused(step):
-        return None
-    if isinstance(step, Gemm):
-        return FusedGemm(step, where, device, machine, flags, outputs)
-    assert isinstance(step, Reduce)
-    return FusedReduce(step, where, device, flags)
-
-
-def growth(schedule: Schedule, device: torch.device, machine: Machine) -> dict[Flag, int]:
-    """By flag that a kernel counts: how far one advance of the schedule moves its word."""
-    return {
-        part.count: tiles_of(part, blocks_for(step, device, machine))
-        for _, _, _, step in schedule
-        if isinstance(step, Gemm) and is_fused(step)
-        for part in step.parts
-        if part.count is not None
-    }
+        return {}
+    blocks = blocks_for(step, program.device, program.machine)
+    return {part.count: tiles_of(part, blocks) for part in step.parts if part.count is not None}
 
 
 class FlagWords(Protocol):
@@ -71,55 +73,13 @@ class FlagWords(Protocol):
         """The word that a step of this rank looks at."""
         ...
 
-    def gate_need(self, wait: Wait) -> tuple[int, int]:
-        """(growth per call, value in the first call) that opens a gate."""
+    def gate_need(self, wait: Wait) -> int:
+        """The value of that word that opens a gate; 0 where the gate has been passed before the kernel starts."""
         ...
 
     def count_address(self, flag: Flag) -> int:
         """The word that a kernel of this rank adds to."""
         ...
-
-
-class FusedStep(ABC):
-    """One step of one rank as a kernel, ready to launch call after call."""
-
-    step: Gemm | Reduce | Lookup
-    gated_by_stream = False
-    """On GPUs, its gates have been waited for where it starts."""
-
-    def __init__(self, where: Where, device: torch.device, flags: FlagWords) -> None:
-        self._where, self._device, self._flags = where, device, flags
-        self.status = torch.zeros(2, dtype=torch.int32, device=device)
-        self._logged: set[str] = set()
-
-    @abstractmethod
-    def runs(self, bindings: Bindings) -> bool:
-        """Whether the kernel can load this call's operands."""
-
-    @abstractmethod
-    def lay_out(self, bindings: Bindings) -> None:
-        """Make the tables that the kernel reads in a call."""
-
-    @abstractmethod
-    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        """Run it. silent: neither wait nor count, for a rehearsal. stream: default, torch's current one."""
-
-    def raise_if_late(self, where: str, describe: Callable[[Flag], str]) -> None:
-        """Raise WaitTimeout if a gate of the last launch did not open in time."""
-        gate, seen = self.status.tolist()
-        if gate:
-            self.status.zero_()
-            wait = waits(self.step)[gate - 1]
-            raise WaitTimeout(f"{where}: {wait.flag}: expected more than the {seen} seen; {describe(wait.flag)}")
-
-    def _log_fallback(self, reason: str) -> None:
-        """Log once in this process that such a step does not run as one kernel, and so overlaps less."""
-        self._logged.add(reason)
-        kind = type(self._where.step).__name__
-        warn_once(f"lane {self._where.lane}: a {kind} runs part by part, by torch instead of one kernel: {reason}")
-
-    def _gate_address(self, flag: Flag) -> int:
-        return self._flags.gate_address(flag, self._where)
 
 
 def _address(bindings: Bindings, region: Region) -> int:
@@ -163,12 +123,16 @@ def _irregular(step: Gemm, blocks: TileShape, results: int) -> str:
     return "" if in_order(step) else "its parts cannot be kept in order"
 
 
-class FusedGemm(FusedStep):
+class FusedGemm(GatedKernel):
     """A GEMM with gates, counts, adds, or parts that are stored at peers.
+
+    gates_inside: its tiles wait for the chunks of this call themselves.
 
     The launch's `out` is the caller's result, whose address may be another one each call, or else the last part's buffer;
     parts of other buffers, and at peers, are stored by address.
     """
+
+    gates_inside = True
 
     def __init__(
         self,
@@ -179,7 +143,8 @@ class FusedGemm(FusedStep):
         flags: FlagWords,
         outputs: Collection[str] = (),
     ) -> None:
-        super().__init__(where, device, flags)
+        super().__init__(where, device)
+        self._device, self._flags = device, flags
         self.step: Gemm = step
         self._blocks = blocks_for(step, device, machine)
         self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
@@ -197,8 +162,8 @@ class FusedGemm(FusedStep):
 
     def runs(self, bindings: Bindings) -> bool:
         reason = self._irregular or self._reason_against(bindings)
-        if reason and reason not in self._logged:
-            self._log_fallback(reason)
+        if reason:
+            self.log_fallback(reason)
         return not reason
 
     def _reason_against(self, bindings: Bindings) -> str:
@@ -258,7 +223,10 @@ class FusedGemm(FusedStep):
     def lay_out(self, bindings: Bindings) -> None:
         self._plans.of(bindings)
 
-    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+    def _gate_address(self, flag: Flag) -> int:
+        return self._flags.gate_address(flag, self.where)
+
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         plan = self._plans.of(bindings)
         sources = tuple(self._whole(bindings, key) for key in self._buffers)
         adds = self._whole(bindings, self._adds[0]) if self._adds else None
@@ -270,7 +238,6 @@ class FusedGemm(FusedStep):
                 out,
                 plan,
                 self.status,
-                epoch=epoch,
                 silent=silent,
                 tries=tries,
                 sms=sms,
@@ -299,22 +266,20 @@ class FusedGemm(FusedStep):
         )
 
 
-class FusedReduce(FusedStep):
-    """A reduction, gated or not, from any addresses."""
+class FusedReduce(StepKernel):
+    """A reduction from any addresses. Its gates have been passed where it starts."""
 
-    gated_by_stream = True
-
-    def __init__(self, step: Reduce, where: Where, device: torch.device, flags: FlagWords) -> None:
-        super().__init__(where, device, flags)
-        self.step: Reduce = step
+    def __init__(self, step: Reduce, where: Where, device: torch.device) -> None:
+        super().__init__(where)
+        self._device, self.step = device, step
         self._sources = [src for part in step.parts for src in part.srcs]
         self._plans = Plans(self._sources, self._laid_out)
         self._launcher = reduce_kernel.launcher()
 
     def runs(self, bindings: Bindings) -> bool:
         reason = self._reason_against(bindings)
-        if reason and reason not in self._logged:
-            self._log_fallback(reason)
+        if reason:
+            self.log_fallback(reason)
         return not reason and self._whole_result(bindings).numel() > 0
 
     def _whole_result(self, bindings: Bindings) -> torch.Tensor:
@@ -336,7 +301,7 @@ class FusedReduce(FusedStep):
             return "its sources differ in dtype or row stride"
         return "" if len({len(part.srcs) for part in self.step.parts}) == 1 else "its parts have different numbers of sources"
 
-    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         plan = self._plans.of(bindings)
         ((out, _),) = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
         like = bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0]
@@ -344,11 +309,7 @@ class FusedReduce(FusedStep):
             like,
             out,
             plan,
-            self.status,
             divide_by=self.step.divide_by,
-            epoch=epoch,
-            silent=silent,
-            tries=tries,
             sms=sms,
             launched_by=self._launcher,
             stream=stream,
@@ -362,7 +323,5 @@ class FusedReduce(FusedStep):
             self.step,
             device=self._device,
             address=lambda region: _address(bindings, region),
-            gate_address=self._gate_address,
-            need=self._flags.gate_need,
             itemsize=bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0].element_size(),
         )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from weft.core.errors import WaitTimeout
 from weft.core.problem import split
-from weft.core.schedule import FusedCollective, Schedule
+from weft.core.schedule import Flag, FusedCollective, Schedule
 from weft.kernels.all_reduce import COPIES, AllReducePlan, Hops, Mailbox, all_reduce, launcher, mailbox, plan
 from weft.runtime.bindings import Bindings, Where
+from weft.runtime.step_kernels import StepKernel
+
+if TYPE_CHECKING:
+    from weft.runtime.bound import BoundProgram
 
 
 class MailboxOwner(Protocol):
@@ -22,18 +26,11 @@ class MailboxOwner(Protocol):
         ...
 
 
-def kernels_of(
-    schedule: Schedule, rank: int, device: torch.device, owner: MailboxOwner, blocks: int
-) -> dict[tuple[str, int], FusedCollectiveKernel]:
-    """The kernels of a rank's FusedCollective steps, by lane and position. Raises ValueError for a step that the kernel does
-    not run. Collective: each takes memory on all ranks."""
-    found = {}
-    for lane in schedule.ranks[rank]:
-        for position, step in enumerate(lane.steps):
-            if isinstance(step, FusedCollective):
-                where = Where(rank, lane.name, position, step)
-                found[lane.name, position] = FusedCollectiveKernel(schedule, where, step, device, owner, blocks)
-    return found
+def kernel_of(program: BoundProgram, where: Where) -> FusedCollectiveKernel:
+    """The kernel of a fused collective. Collective: it takes memory on all ranks. Raises ValueError for a step that the kernel
+    does not run."""
+    assert isinstance(where.step, FusedCollective), where
+    return FusedCollectiveKernel(program.schedule, where, where.step, program.device, program, program.blocks)
 
 
 def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
@@ -57,8 +54,10 @@ def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
     return "scatter" if scatters else "two" if step.hops == 2 else "one"
 
 
-class FusedCollectiveKernel:
-    """One FusedCollective of one rank, ready to launch call after call."""
+class FusedCollectiveKernel(StepKernel):
+    """One FusedCollective of one rank. It waits itself, for nothing that needs an SM of this GPU."""
+
+    keeps_own_words = True
 
     def __init__(
         self,
@@ -69,7 +68,8 @@ class FusedCollectiveKernel:
         owner: MailboxOwner,
         blocks: int,
     ) -> None:
-        self.where, self.step = where, step
+        super().__init__(where)
+        self.step = step
         hops, problem = _hops(schedule, where, step), schedule.problem
         self.plan: AllReducePlan = plan(
             problem,
@@ -87,9 +87,7 @@ class FusedCollectiveKernel:
         one = torch.ones(1, dtype=torch.int32)
         self._raised = one.pin_memory() if device.type == "cuda" else one
 
-    def launch(self, bindings: Bindings, *, silent: bool, tries: int, stream: int | None = None) -> None:
-        """Run it. silent: neither send nor wait, for a rehearsal. stream: default, torch's current one."""
-
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         step = self.step
         given = [bindings.view(region) for region in step.factors]
         added = {region.buffer: bindings.view(region) for region in step.addends}
@@ -107,17 +105,13 @@ class FusedCollectiveKernel:
             stream=stream,
         )
 
-    def raise_if_late(self, check_peers: Callable[[], object]) -> None:
-        """Raise WaitTimeout if a wait of the last launch ended early. check_peers: raises first, if a peer is lost."""
+    def raise_if_late(self, describe: Callable[[Flag], str]) -> None:
         region, call = self._memory.status.tolist()
         if region:
             self._memory.status.zero_()
-            check_peers()
             raise WaitTimeout(self._missing(call) or f"{self.where}: call {call}: {self._source(region - 1)} was late")
 
     def missing(self) -> str:
-        """What the call under way has yet to receive, in words; nothing if it waits for nothing. For a call that is stuck: it
-        takes no SM of the GPU, only copies."""
         return self._missing(int(self._memory.epochs.cpu().min()) + 1)
 
     def _missing(self, call: int) -> str:
@@ -150,5 +144,4 @@ class FusedCollectiveKernel:
         return f"the partial tile {tile} of rank {index}" if index < size else f"the sum of tile {tile} by rank {index - size}"
 
     def abort(self) -> None:
-        """End every wait of the kernel, now and later: the call has failed. Enqueued on torch's current stream; needs no SM."""
         self._memory.abort.copy_(self._raised, non_blocking=True)

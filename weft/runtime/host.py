@@ -1,112 +1,198 @@
 """The CPU executor: a Schedule on CPUs, one process for each rank.
 
-Symmetric buffers are POSIX shared memory that every rank maps. A region of a peer is a tensor over the peer's memory. Flags are
-words in the same memory, stored with release and loaded with acquire. The compute lane runs on the caller's thread. Every other
-lane is a thread, so that a copy lane really runs beside the matmuls: torch releases the interpreter lock while it works.
+Symmetric buffers are POSIX shared memory that every rank maps. A region of a peer is a tensor over the peer's memory. The words
+of flags lie in such memory, too, and are stored with release and loaded with acquire. A rank issues the launches that a GPU
+would (weft.runtime.launch_plan). The compute lane runs on the caller's thread. Every other lane is a thread, so that a copy
+lane really runs beside the matmuls: torch releases the interpreter lock while it works.
 
     caller's thread (compute)       thread (copy)
-    steps ...                       steps ...
-    signal made  ---------------->  wait made
+    launches ...                    launches ...
+    signal made  ---------------->  wait made, lower it
     join  <-----------------------  end                 a call returns when all lanes of the rank have ended
-
-A call, from the bound program to torch.matmul: `HostProgram.play` binds its tensors, weft.runtime.interpret walks each lane
-step by step, weft.runtime.arithmetic puts the matmuls of a step together, and `HostProgram.matmul` runs them.
 
 On several nodes, ranks share memory with those of their own node. Messages and collectives go through gloo
 (weft.runtime.host_wire).
 
 All schedules of a process group share one piece of memory for data (weft.comm.symmetric_heap), which grows when one of them
-needs more. Each schedule has a piece of its own for flags. The data can be shared because `RankGroup.enter` of a call shows
-that every peer has ended the call before: no peer still reads what another schedule put there.
+needs more. Each schedule has words of its own. The data can be shared because `RankGroup.enter` of a call shows that every peer
+has ended the call before: no peer still reads what another schedule put there.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from weft.comm.symmetric_heap import HostAllocation
 from weft.compat.cpu import multiplies
+from weft.compat.streams import Word
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.core.problem import RaggedProblem
-from weft.core.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Step, Wait, advances, waits
+from weft.core.schedule import (
+    Collective,
+    Flag,
+    FusedCollective,
+    Lane,
+    Push,
+    Region,
+    Schedule,
+    SendReceive,
+    Step,
+    advances,
+    waits,
+)
 from weft.core.span import Span
 from weft.core.work import span
+from weft.runtime.arithmetic import Matmul
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs
+from weft.runtime.host_rows import HostRows
 from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
-from weft.runtime.interpret import Device, Program
-from weft.runtime.ragged import RowCounts
+from weft.runtime.launches import FlagOperations, IssuedCall, Launch
+from weft.runtime.step_kernels import StepKernel
+from weft.runtime.stuck import may_wait_for
+
+PASSED = 1 << 30
+"""In the word that says how far a lane has come: it has passed what it waited for there."""
 
 
-class HostProgram(BoundProgram, Device):
-    """A schedule on one CPU rank. Its memory for flags has one more word, for the barriers of collectives."""
+class HostProgram(BoundProgram):
+    """A schedule on one CPU rank. Its words are those of flags, one for each lane that says how far it has come, and one for
+    the barriers of collectives."""
+
+    sms_for_kernels = sms_for_pushes = INTERPRETED_BLOCKS
 
     def __init__(self, space: HostSpace, schedule: Schedule) -> None:
         self._mailboxes: list[HostAllocation] = []
         self.space = space
         super().__init__(space, schedule)
         schedule = self.schedule  # in which a FusedCollective is spelled out where the device has no kernel for it
-        self._program = Program(schedule, self, self.growth_of)
         self._keep_pushes_that_need_no_lane_of_this_call()
-        self._flags = space.heap.allocate(8 * (self.words_needed + 1))
-        self._words = {rank: self._flags.words(rank, self.words_needed + 1) for rank in self._flags.ranks}
-        self._flag_addresses = dict(zip(self._flags.ranks, self._flags.addresses, strict=True))
+        moving = any(isinstance(kernel.where.step, (Push, FusedCollective)) for kernel in self.kernels.values())
+        self._contiguous = moving or bool(self.rank_group.nodes)
+        lanes = [[lane.name for lane in lanes] for lanes in schedule.ranks]
+        self._come_to = [{name: self.flags.words + at for at, name in enumerate(names)} for names in lanes]
+        """By rank and lane, the word that says how far it has come."""
+        self._count = self.flags.words + max(map(len, lanes), default=0) + 1
+        self._memory = space.heap.allocate(8 * self._count)
+        self._words = {rank: self._memory.words(rank, self._count) for rank in self._memory.ranks}
+        self._addresses = dict(zip(self._memory.ranks, self._memory.addresses, strict=True))
+        self._waiter = {slot: key for key, slot in self.flags.slot.items() if key[0].rank == self.rank}
+        """By word of this rank, the flag, and the lane and position of the step that waits for it."""
+        self._raise_what_no_call_left()
         self._meetings = 0
         self._waiting: dict[str, Callable[[], str]] = {}
         self._wire = space.wire if self.rank_group.nodes else None
-        self._row_counts: RowCounts | None = None
+        self._rows: HostRows | None = None
         if isinstance(schedule.problem, RaggedProblem) and self.ragged is None:
-            self._row_counts = RowCounts(schedule.problem, self.rank, space.heap)
+            self._rows = HostRows(schedule.problem, self.rank, space.heap)
 
     def _keep_pushes_that_need_no_lane_of_this_call(self) -> None:
-        """Triton interprets one kernel at a time in a process, so lanes of blocks run before all others (`run_lanes`). One
-        that waits for this call's compute lane cannot: its copies are made step by step."""
+        """Triton interprets one kernel at a time in a process, so lanes of blocks run before all others (`_run_lanes`). One
+        that waits for this call's compute lane cannot: its copies are made part by part."""
         late = {
             lane.name
             for lane in self.schedule.ranks[self.rank]
             if lane.kind == "blocks" and any(wait.at_least for step in lane.steps for wait in waits(step))
         }
-        self.pushes = {key: push for key, push in self.pushes.items() if key[0] not in late}
+        pushes = [place for place, kernel in self.kernels.items() if isinstance(kernel.where.step, Push)]
+        for place in pushes:
+            if place[0] in late:
+                del self.kernels[place]
+        blocks = {lane.name for lane in self.schedule.ranks[self.rank] if lane.kind == "blocks"}
+        self._first = {lane for lane, _ in pushes} & blocks - late
+        """The lanes that run before all others."""
+
+    def _raise_what_no_call_left(self) -> None:
+        """Raise, for the first call, the flags that a call waits for of the calls before it."""
+        for lane in self.schedule.ranks[self.rank]:
+            for position, step in enumerate(lane.steps):
+                for wait in waits(step):
+                    if wait.at_least == 0:
+                        slot = self.flags.slot[wait.flag, lane.name, position]
+                        self._words[self.rank].store(slot, self.growth_of(wait.flag))
 
     def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name != "b" and (self.pushes or self.fused_collectives or self.rank_group.nodes):
+        if name != "b" and self._contiguous:
             return tensor.contiguous()
         if name == "b" and not (multiplies(tensor.dtype) or self.space.runs_kernels(tensor.dtype)):
             return tensor.float()
         return tensor
 
     def close(self) -> None:
-        for piece in (self._flags, *self._mailboxes):
+        for piece in (self._memory, *self._mailboxes):
             self.space.heap.free(piece)
-        if self._row_counts is not None:
-            self._row_counts.close()
+        if self._rows is not None:
+            self._rows.close()
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
         self._mailboxes.append(self.space.heap.allocate(nbytes))
         return self._mailboxes[-1].addresses, self._mailboxes[-1].local[:nbytes]
 
-    def wait(self, flag: Flag, value: int, where: Where) -> None:
-        """Wait, bounded. The error also names what the other lanes wait for, since this lane may wait for one of them."""
-        words, slot = self._words[flag.rank], self.slots[flag]
+    @property
+    def submitter(self) -> HostLanes:
+        return HostLanes(self)
+
+    def here(self, where: Where) -> Word:
+        return Word("here", self._address(self.rank, self._come_to[self.rank][where.lane]), where.position + 1)
+
+    def waiters(self, flag: Flag) -> list[int]:
+        return [self._address(flag.rank, slot) for slot in self.flags.slots[flag]]
+
+    def gate_address(self, flag: Flag, where: Where) -> int:
+        return self._address(flag.rank, self.flags.slot[flag, where.lane, where.position])
+
+    def _address(self, rank: int, slot: int) -> int:
+        return self._addresses[rank] + 8 * slot
+
+    def word(self, address: int) -> tuple[int, int]:
+        """The rank whose word has this address, and the word's number among its."""
+        rank = next(rank for rank, first in self._addresses.items() if first <= address < first + 8 * self._count)
+        return rank, (address - self._addresses[rank]) // 8
+
+    def signal(self, rank: int, slot: int, value: int) -> None:
+        """Raise a word of a rank."""
+        self._words[rank].store(slot, value)
+
+    def store(self, slot: int, value: int) -> None:
+        """Set a word of this rank."""
+        self._words[self.rank].store(slot, value)
+
+    def wait(self, slot: int, value: int) -> None:
+        """Wait, bounded, until a word of this rank has a value. The error also names what the other lanes wait for, since this
+        lane may wait for one of them."""
+        flag, lane, position = self._waiter[slot]
+        words = self._words[self.rank]
+        if words.load(slot) >= value:
+            return
+        where = Where(self.rank, lane, position, self._steps(lane)[position])
 
         def missing() -> str:
             return f"{where}: {flag}: expected {value}, seen {words.load(slot)}; {self.raiser(flag)}"
 
         def explain() -> str:
-            others = [other() for lane, other in tuple(self._waiting.items()) if lane != where.lane]
+            others = [other() for name, other in tuple(self._waiting.items()) if name != lane]
             return "\n".join((missing(), *others))
 
-        self._waiting[where.lane] = missing
+        self._waiting[lane] = missing
         try:
             self.rank_group.until(lambda: words.load(slot) >= value, explain)
         finally:
-            del self._waiting[where.lane]
+            del self._waiting[lane]
+
+    def _steps(self, name: str) -> tuple[Step, ...]:
+        return next(lane.steps for lane in self.schedule.ranks[self.rank] if lane.name == name)
+
+    def passed(self, lane: str) -> None:
+        """A lane of this rank has passed what it waited for."""
+        words, slot = self._words[self.rank], self._come_to[self.rank][lane]
+        words.store(slot, words.load(slot) | PASSED)
 
     def raiser(self, flag: Flag) -> str:
-        """Who advances a flag, and what that lane waits for itself, from rank to rank. The last rank named is the late one."""
+        """Who raises a flag, and what that lane waits for itself, from rank to rank. The last rank named is the late one."""
         line, seen, behind = super().raiser(flag), {flag}, self._behind(flag)
         while behind is not None and behind not in seen:
             line += f", which waits for {behind}; {super().raiser(behind)}"
@@ -115,27 +201,20 @@ class HostProgram(BoundProgram, Device):
         return line
 
     def _behind(self, flag: Flag) -> Flag | None:
-        """The flag that the lane which advances this one waits for in this call; None where it has all that it needs."""
-        for lane in (lane for lanes in self.schedule.ranks for lane in lanes):
-            signals = [at for at, step in enumerate(lane.steps) if flag in advances(step)]
-            for wait in (wait for step in lane.steps[: max(signals, default=-1) + 1] for wait in waits(step)):
-                needed = self._program.absolute(self.epoch, wait)
-                if self._words[wait.flag.rank].load(self.slots[wait.flag]) < needed:
-                    return wait.flag
+        """The flag that the lane which raises this one waits for now; None where it waits for nothing, or has not begun."""
+        for rank, lanes in enumerate(self.schedule.ranks):
+            for lane in lanes:
+                raises = any(flag in advances(step) for step in lane.steps)
+                if not raises or rank not in self._words:
+                    continue
+                come_to = self._words[rank].load(self._come_to[rank][lane.name])
+                if come_to == 0 or come_to & PASSED:
+                    continue
+                for where, wait in may_wait_for(rank, lane, come_to - 1):
+                    slot = self.flags.slot[wait.flag, lane.name, where.position]
+                    if self._words[rank].load(slot) < self.growth_of(wait.flag):
+                        return wait.flag
         return None
-
-    def signal(self, flag: Flag, value: int) -> None:
-        self._words[flag.rank].store(self.slots[flag], value)
-
-    def gate_address(self, flag: Flag, where: Where) -> int:
-        return self._flag_addresses[flag.rank] + 8 * self.slots[flag]
-
-    def count_address(self, flag: Flag) -> int:
-        return self._flag_addresses[flag.rank] + 8 * self.slots[flag]
-
-    def gate_need(self, wait: Wait) -> tuple[int, int]:
-        first = self._program.absolute(0, wait)
-        return self._program.absolute(1, wait) - first, first
 
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         assert self.space.data is not None
@@ -156,48 +235,20 @@ class HostProgram(BoundProgram, Device):
         self.space.reserve(self.layout.nbytes)
         return super().run(inputs, outputs=outputs, reached=reached, invalidated=invalidated, spans=spans)
 
-    def play(self, inputs: Inputs, outputs: Outputs) -> None:
-        if self.ragged is not None:
-            self.ragged.check_before(inputs["a"][0])
-        self._program.run(self.epoch, self.bind(inputs, outputs))
+    def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
+        def run(bindings: Bindings, stream: int) -> None:
+            for (there, _), (here, _) in zip(bindings.pieces(dst), bindings.pieces(src), strict=True):
+                # Where a call works in place, another lane may read meanwhile what would be overwritten with itself.
+                if there.data_ptr() != here.data_ptr():
+                    there.copy_(here)
 
-    def fused(self, step: Gemm | Reduce | Lookup, bindings: Bindings, epoch: int, where: Where) -> bool:
-        kernel = self.kernels.get(id(step))
-        if kernel is None or not kernel.runs(bindings):
-            return False
-        kernel.launch(bindings, epoch, silent=False, tries=self.space.tries, sms=INTERPRETED_BLOCKS)
-        try:
-            kernel.raise_if_late(str(where), self.raiser)
-        except WaitTimeout:
-            self.rank_group.check_peers()
-            raise
-        return True
+        return run
 
-    def pushed(self, where: Where, bindings: Bindings) -> bool:
-        push = self.pushes.get((where.lane, where.position))
-        if push is not None:
-            push.launch(bindings, silent=False, sms=INTERPRETED_BLOCKS)
-        return push is not None
+    def matmul(self, lane: str, call: IssuedCall) -> Matmul:
+        return self.multiply
 
-    def fused_collective(self, where: Where, bindings: Bindings) -> None:
-        kernel = self.fused_collectives[where.lane, where.position]
-        kernel.launch(bindings, silent=False, tries=self.space.tries)
-        kernel.raise_if_late(self.rank_group.check_peers)
-
-    def ragged_kernel(self, step: Step, where: Where, bindings: Bindings) -> bool:
-        if self.ragged is not None:
-            self.ragged.launch(step, where, bindings)
-        return self.ragged is not None
-
-    @property
-    def row_counts(self) -> RowCounts:
-        assert self._row_counts is not None, "the schedule of a problem whose row counts are known"
-        return self._row_counts
-
-    def refuse(self, why: str) -> None:
-        self.refused = ValueError(why)
-
-    def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+    def multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+        """out = a @ b, or out += a @ b."""
         # A float32 result is not rounded to the dtype of the operands on the way.
         wide = torch.promote_types(b.dtype, out.dtype)
         a, b = a.to(wide), b.to(wide)
@@ -208,7 +259,55 @@ class HostProgram(BoundProgram, Device):
         else:
             out.copy_(torch.mm(a, b))
 
-    def collective(self, step: Collective, src: torch.Tensor, dst: torch.Tensor, where: Where) -> None:
+    def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
+        return lambda call: self._collect(step, call.bindings.view(step.src), call.bindings.view(step.dst), where)
+
+    def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:
+        def run(call: IssuedCall) -> None:
+            assert self._wire, f"{where} on one node"
+            sends = [(call.bindings.view(send.src), send.to) for send in step.sends]
+            self._wire.exchange(sends, [(call.bindings.view(got.dst), got.source) for got in step.receives], where)
+
+        return run
+
+    @property
+    def row_counts(self) -> HostRows:
+        return self._rows if self._rows is not None else super().row_counts
+
+    def play(self, inputs: Inputs, outputs: Outputs) -> None:
+        if self.ragged is not None:
+            self.ragged.check_before(inputs["a"][0])
+        for slot in self._come_to[self.rank].values():
+            self._words[self.rank].store(slot, 0)
+        bindings = self.bind(inputs, outputs)
+        plan, call = self._plan(bindings), IssuedCall(bindings=bindings, ran=self._ended)
+        if self.spans is None:
+            self._run_lanes([(lane, partial(_issue, launches, call)) for lane, launches in plan.by_lane])
+        else:
+            self._run_lanes([(lane, partial(self._timed, launches, call)) for lane, launches in plan.lanes])
+        if self._rows is not None and self._rows.refused:
+            self.refused = ValueError(self._rows.refused)
+
+    def _ended(self, kernel: StepKernel) -> None:
+        """A kernel has ended. Raises if one of its waits ended at its bound."""
+        try:
+            kernel.raise_if_late(self.raiser)
+        except WaitTimeout:
+            self.rank_group.check_peers()
+            raise
+
+    def _timed(self, launches: Sequence[Launch], call: IssuedCall) -> None:
+        """Issue the launches of a lane, and note when each step ran."""
+        times: dict[Where, tuple[int, int]] = {}
+        for launch in launches:
+            start = time.perf_counter_ns()
+            launch.issue(call, 0)
+            times[launch.where] = times.get(launch.where, (start, 0))[0], time.perf_counter_ns()
+        assert self.spans is not None
+        for where, (start, end) in times.items():
+            self.spans.append(span(self.schedule, self.rank, where.lane, where.step, start / 1e3, end / 1e3))
+
+    def _collect(self, step: Collective, src: torch.Tensor, dst: torch.Tensor, where: Where) -> None:
         """Every rank puts its source into shared memory, waits for the others, reads theirs, and waits for them again. On
         several nodes every rank sends its source to all others."""
         wire = self._wire
@@ -241,11 +340,6 @@ class HostProgram(BoundProgram, Device):
         if not wire:
             self._meet(where)
 
-    def send_receive(self, step: SendReceive, bindings: Bindings, where: Where) -> None:
-        assert self._wire, f"{where} on one node"
-        sends = [(bindings.view(send.src), send.to) for send in step.sends]
-        self._wire.exchange(sends, [(bindings.view(got.dst), got.source) for got in step.receives], where)
-
     def _staged(self, step: Collective, rank: int) -> torch.Tensor:
         """The shared memory into which a rank puts its source."""
         return self.symmetric(rank, self.layout.staging, *self._staged_shape(step, rank), self.dtype)
@@ -271,23 +365,22 @@ class HostProgram(BoundProgram, Device):
                 ),
             )
 
-    def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None:
+    def _run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None:
         """Run the compute lane here, and the others on their threads. Returns when all have ended; raises the first error.
 
         Lanes of blocks that are interpreted kernels run here too, before all others.
         """
-        pushed = {name for name, _ in self.pushes}
-        first = [item for item in lanes if item[0].kind == "blocks" and item[0].name in pushed]
+        first = [item for item in lanes if item[0].name in self._first]
         for _, work in first:
-            self._guarded(work)()
+            self._guarded(work)
         lanes = sorted((item for item in lanes if item not in first), key=lambda item: item[0].kind != "compute")
         started = [self.space.thread(lane.name) for lane, _ in lanes[1:]]
         for thread, (_, work) in zip(started, lanes[1:], strict=True):
-            thread.start(self._guarded(work))
+            thread.start(partial(self._guarded, work))
         errors: list[BaseException | None] = []
         try:
             for _, work in lanes[:1]:
-                self._guarded(work)()
+                self._guarded(work)
         except BaseException as error:
             errors.append(error)
         errors += [thread.join() for thread in started]
@@ -296,22 +389,45 @@ class HostProgram(BoundProgram, Device):
             # A lane that stopped because another one failed only repeats its error: raise the reason itself.
             raise next((e for e in raised if e is self.rank_group.broken), raised[0])
 
-    def _guarded(self, work: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                work()
-            except PeerLost:
-                raise
-            except BaseException as error:
-                raise self.rank_group.fail(error) from None
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except PeerLost:
+            raise
+        except BaseException as error:
+            raise self.rank_group.fail(error) from None
+
+
+class HostLanes:
+    """How operations on flags reach the words: they are done where they are issued, on the thread of their lane."""
+
+    def __init__(self, program: HostProgram) -> None:
+        self._program = program
+
+    def prepare(self, operations: FlagOperations) -> Callable[[int], None]:
+        """A function that does these operations."""
+        program, lane = self._program, operations.where.lane
+        todo = [(word.kind, *program.word(word.address), word.value) for word in operations.words]
+        passes = any(word.kind == "lower" for word in operations.words)
+
+        def run(stream: int) -> None:
+            for kind, rank, slot, value in todo:
+                if kind == "wait":
+                    program.wait(slot, value)
+                elif kind == "signal":
+                    program.signal(rank, slot, value)
+                else:  # how far the lane has come, or a flag that is lowered
+                    program.store(slot, value)
+            if passes:
+                program.passed(lane)
 
         return run
 
-    def record(self, where: Where, work: Callable[[], None]) -> None:
-        if self.spans is None:
-            work()
-            return
-        start = time.perf_counter_ns()
-        work()
-        end = time.perf_counter_ns()
-        self.spans.append(span(self.schedule, self.rank, where.lane, where.step, start / 1e3, end / 1e3))
+    def aside(self, stream: int) -> int:
+        """Signals need no stream of their own: nothing is behind them until they have been done."""
+        return stream
+
+
+def _issue(launches: Sequence[Launch], call: IssuedCall) -> None:
+    for launch in launches:
+        launch.issue(call, 0)

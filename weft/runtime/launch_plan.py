@@ -1,142 +1,128 @@
-"""The launch plan: what a call of one program enqueues on one rank's streams, prepared once, lane by lane.
+"""The launch plan: what a call of one program enqueues on one rank's lanes, prepared once, lane by lane.
 
 A call only fills in where its tensors lie. To walk the steps of the schedule in Python in each call took 0.5 to 0.7 ms.
 
     schedule step            launches
     wait                     FlagOperations: write how far the lane has come, wait, lower
-    copy                     CopyLaunch
-    push                     PushLaunch; for a dtype that kernels do not take, copies and signals
-    fused collective         FusedCollectiveLaunch, waits included
-    with counts on devices   RaggedLaunch, waits included
-    sends and receives       FlagOperations: write how far the lane has come; MessageLaunch
-    collective               CollectiveLaunch
     signal                   FlagOperations: raise, at each waiter
-    gemm as a kernel         FlagOperations: wait for previous calls; KernelLaunch; FlagOperations: lower its gates
-    gemm part by part        for each group of parts, FlagOperations: its gates; MatmulLaunch; FlagOperations: its count. A part
-                             with inner gates has FlagOperations and a SliceLaunch for each slice
+    copy                     CopyLaunch
+    any step as a kernel     FlagOperations: its gates that it does not wait for itself; KernelLaunch; FlagOperations: lower
+                             those that it does wait for. A kernel with words of its own is a KernelLaunch alone
+    gemm part by part        for each group of parts, FlagOperations: its gates; TorchLaunch; FlagOperations: its count. A part
+                             with inner gates has FlagOperations and a TorchLaunch for each slice
+    sum, lookup, segments    likewise, for each part
+    push                     for each part, CopyLaunch; FlagOperations: its count
+    collective               TorchLaunch
+    sends and receives       FlagOperations: write how far the lane has come; TorchLaunch
 
 What the compute lane signals while it has more to do goes aside, to a stream of its own (weft.runtime.lane_streams). Copy lanes
 signal on their own stream: the copies between the signals are slower otherwise (docs/log.md).
 
-Neighbouring FlagOperations become one submission. On copy lanes, and on all lanes of a collective alone, beside which other
-kernels run, it consists of memory operations, which need no SM: waiting blocks may hold all SMs. On other lanes it is a kernel
-of one warp (weft.kernels.words), which does the operations of a phase at once.
+Neighbouring FlagOperations become one submission. On copy lanes of a GPU, and on all lanes of a collective alone, beside which
+other kernels run, it consists of memory operations, which need no SM: waiting blocks may hold all SMs. On other lanes it is a
+kernel of one warp (weft.kernels.words), which does the operations of a phase at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-import torch
-
-from weft.compat.streams import Driver, Word
+from weft.compat.streams import Word
+from weft.core.problem import LookupProblem
 from weft.core.schedule import (
     Collective,
     Copy,
     Flag,
-    FusedCollective,
     Gemm,
+    GroupedGemm,
     Lane,
+    Lookup,
     Part,
     Push,
     Reduce,
     Region,
     Schedule,
+    SegmentCopies,
     SendReceive,
+    ShareCounts,
     Signal,
     Step,
     Wait,
     waits,
 )
-from weft.runtime.arithmetic import Sliced, groups
-from weft.runtime.bindings import Bindings, Where
+from weft.runtime.arithmetic import Matmul, Sliced, add_up, groups, multiply
+from weft.runtime.bags import look_up
+from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
-from weft.runtime.launches import (
-    CollectiveLaunch,
-    CopyLaunch,
-    FlagOperations,
-    FlagSubmitter,
-    FusedCollectiveLaunch,
-    KernelLaunch,
-    Launch,
-    MatmulLaunch,
-    MessageLaunch,
-    PushLaunch,
-    RaggedLaunch,
-    SliceLaunch,
-    SumLaunch,
-)
-from weft.runtime.nccl import NcclCollective
-from weft.runtime.network import CudaWire
+from weft.runtime.host_rows import HostRows
+from weft.runtime.launches import CopyLaunch, FlagOperations, FlagSubmitter, IssuedCall, KernelLaunch, Launch, TorchLaunch
 from weft.runtime.order import before, behind, order, turns
-from weft.runtime.products import Products
-
-if TYPE_CHECKING:
-    from weft.runtime.fused import FusedStep
-    from weft.runtime.fused_collective import FusedCollectiveKernel
-    from weft.runtime.pushes import FusedPush
-    from weft.runtime.ragged_kernels import RaggedKernels
+from weft.runtime.step_kernels import Place, StepKernel
 
 AHEAD = 256
 """How many launches of a lane may be enqueued before other lanes have theirs. A stream takes about 1000 entries, and a launch
 is a few of them."""
 
 
-class LaunchDevice(Protocol):
-    """What the launches of a program use of its GPU. tries: how often a kernel looks at a flag before it gives up."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def driver(self) -> Driver: ...
-
-    @property
-    def wire(self) -> CudaWire | None: ...
-
-    @property
-    def tries(self) -> int: ...
-
-
 class Planned(Protocol):
-    """A program, as its launch plan needs it. sms_for_kernels, sms_for_pushes: how many blocks they have."""
+    """A program, as its launch plan needs it. sms_for_kernels, sms_for_pushes: how many blocks they have. tries: how often a
+    kernel looks at a flag before it gives up."""
 
     schedule: Schedule
     rank: int
     flags: WaiterWords
-    fixed: Bindings
-    kernels: dict[int, FusedStep]
-    pushes: dict[tuple[str, int], FusedPush]
-    fused_collectives: dict[tuple[str, int], FusedCollectiveKernel]
-    ragged: RaggedKernels | None
+    kernels: dict[Place, StepKernel]
     sms_for_kernels: int
     sms_for_pushes: int
 
     @property
-    def space(self) -> LaunchDevice: ...
+    def tries(self) -> int: ...
 
     @property
-    def streams(self) -> FlagSubmitter: ...
+    def submitter(self) -> FlagSubmitter: ...
 
     @property
-    def products(self) -> Mapping[str, Products]: ...
+    def row_counts(self) -> HostRows:
+        """Where hosts find the row counts of all ranks, for steps that are no kernels."""
+        ...
 
-    @property
-    def collectives(self) -> Mapping[int, NcclCollective]: ...
+    def growth_of(self, flag: Flag) -> int:
+        """How far a signal raises a word of the flag."""
+        ...
 
-    def growth_of(self, flag: Flag) -> int: ...
-
-    def itemsize(self, region: Region) -> int: ...
-
-    def here(self, where: Where) -> Word: ...
+    def here(self, where: Where) -> Word:
+        """The operation by which a lane says that it has come to a step, before the step may wait."""
+        ...
 
     def gate_address(self, flag: Flag, where: Where) -> int: ...
 
-    def waiters(self, flag: Flag) -> list[int]: ...
+    def waiters(self, flag: Flag) -> list[int]:
+        """The words that a signal raises."""
+        ...
+
+    def copier(self, src: Region, dst: Region) -> Callable[..., None]:
+        """What CopyLaunch calls."""
+        ...
+
+    def matmul(self, lane: str, call: IssuedCall) -> Matmul: ...
+
+    def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]: ...
+
+    def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]: ...
+
+
+class Counts(Protocol):
+    """A part of a step that may signal a flag at its end."""
+
+    @property
+    def count(self) -> Flag | None: ...
+
+
+P = TypeVar("P", bound=Counts)
 
 
 class LaneLaunches(NamedTuple):
@@ -148,13 +134,28 @@ class LaneLaunches(NamedTuple):
 
 
 class LaunchPlan:
-    """The launches of one rank. running: the ids of the steps whose kernels can load the operands of the call.
+    """The launches of one rank. running: the steps whose kernels can load the operands of the call.
 
     lanes: by lane, every launch for itself. merged: with neighbouring FlagOperations as one, and with signals aside.
     """
 
-    def __init__(self, program: Planned, running: frozenset[int]) -> None:
+    def __init__(self, program: Planned, running: frozenset[Place]) -> None:
         self._program, self._running = program, running
+        self._of: dict[type[Step], Callable[..., Iterator[Launch]]] = {
+            Wait: self._wait,
+            Signal: self._signal,
+            Copy: self._copy,
+            Push: self._push,
+            Gemm: self._matmuls,
+            Reduce: self._sums,
+            Lookup: self._lookups,
+            Collective: self._collective,
+            SendReceive: self._messages,
+            ShareCounts: self._counts,
+            SegmentCopies: self._segments,
+            GroupedGemm: self._segments,
+        }
+        """By type of step, what it launches where it is no kernel."""
         self.lanes = [(lane, list(self._lane(lane))) for lane in program.schedule.ranks[program.rank]]
         self.merged = [(lane, _with_asides(lane, merged(launches))) for lane, launches in self.lanes]
 
@@ -167,6 +168,14 @@ class LaunchPlan:
     def runs_apart(self) -> list[LaneLaunches]:
         """The same with every launch for itself, so that each can be timed."""
         return self._in_order(self.lanes)
+
+    @cached_property
+    def by_lane(self) -> list[tuple[Lane, list[Launch]]]:
+        """The same launches, those of a lane together and in their order, for lanes that run on threads."""
+        found: dict[str, tuple[Lane, list[Launch]]] = {}
+        for lane, launches, _ in self.runs:
+            found.setdefault(lane.name, (lane, []))[1].extend(launches)
+        return list(found.values())
 
     def _in_order(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[LaneLaunches]:
         """Lane after lane, that of the caller's stream last; where a lane is long, the lanes take turns."""
@@ -192,32 +201,24 @@ class LaunchPlan:
             yield from self._step(step, Where(self._program.rank, lane.name, position, step))
 
     def _step(self, step: Step, where: Where) -> Iterator[Launch]:
-        if self._program.ragged is not None:
-            yield RaggedLaunch(where=where, step=step, kernels=self._program.ragged)
-        elif isinstance(step, Wait):
-            yield from self._pass([step], where)
-        elif isinstance(step, Signal):
-            yield self._raise(step.flag, where)
-        elif isinstance(step, Copy):
-            yield from self._copy(step, where)
-        elif isinstance(step, Push):
-            yield from self._push(step, where)
-        elif isinstance(step, FusedCollective):
-            kernel = self._program.fused_collectives[where.lane, where.position]
-            yield FusedCollectiveLaunch(where=where, kernel=kernel, tries=self._program.space.tries)
-        elif isinstance(step, Collective):
-            collective = self._program.collectives[id(step)]
-            yield CollectiveLaunch(where=where, step=step, collective=collective, device=self._program.space.device)
-        elif isinstance(step, SendReceive):
-            yield self._operations(where, (self._program.here(where),))
-            yield MessageLaunch(where=where, step=step, wire=self._program.space.wire)
-        elif id(step) in self._running:
-            yield from self._kernel(self._program.kernels[id(step)], where)
-        elif isinstance(step, Gemm):
-            yield from self._matmuls(step, where)
-        else:
-            assert isinstance(step, Reduce), "a lookup runs as a kernel, and a user's call is none of a bound program"
-            yield from self._sums(step, where)
+        place = where.lane, where.position
+        if place in self._running:
+            return self._kernel(self._program.kernels[place], where)
+        assert type(step) in self._of, f"{where} is no step of a bound program, or has no kernel here"
+        return self._of[type(step)](step, where)
+
+    def _wait(self, step: Wait, where: Where) -> Iterator[Launch]:
+        return self._pass([step], where)
+
+    def _signal(self, step: Signal, where: Where) -> Iterator[Launch]:
+        yield self._raise(step.flag, where)
+
+    def _collective(self, step: Collective, where: Where) -> Iterator[Launch]:
+        yield TorchLaunch(where=where, work=self._program.collective(step, where))
+
+    def _messages(self, step: SendReceive, where: Where) -> Iterator[Launch]:
+        yield self._operations(where, (self._program.here(where),))
+        yield TorchLaunch(where=where, work=self._program.messages(step, where))
 
     def _pass(self, gates: Sequence[Wait], where: Where, passed: set[Flag] | None = None) -> Iterator[FlagOperations]:
         """Wait for gates and lower them, each once a step. passed: the gates of the step that have been waited for."""
@@ -239,52 +240,42 @@ class LaunchPlan:
         return self._operations(where, tuple(Word("signal", address, value) for address in self._program.waiters(flag)))
 
     def _push(self, step: Push, where: Where) -> Iterator[Launch]:
-        push = self._program.pushes.get((where.lane, where.position))
-        if push is not None:
-            yield PushLaunch(where=where, push=push, sms=self._program.sms_for_pushes)
-            return
         for part in step.parts:
-            yield from self._copy(Copy(part.src, part.dst), where)
+            yield from self._copies(part.src, part.dst, where)
             yield self._raise(part.count, where)
 
     def _copy(self, step: Copy, where: Where) -> Iterator[CopyLaunch]:
-        height, width = step.src.shape
-        if height * width == 0:
+        return self._copies(step.src, step.dst, where)
+
+    def _copies(self, src: Region, dst: Region, where: Where) -> Iterator[CopyLaunch]:
+        if src.size == 0:
             return
-        item = self._program.itemsize(step.src)
-        (src, src_pitch), (dst, dst_pitch) = self._place(step.src), self._place(step.dst)
-        copy = self._program.space.driver.copier(rows=height, row_bytes=width * item, pitches=(src_pitch, dst_pitch))
-        to_output = self._program.schedule.buffer[step.dst.buffer].kind == "output"
+        to_output = self._program.schedule.buffer[dst.buffer].kind == "output"
+        copy = self._program.copier(src, dst)
         yield CopyLaunch(where=where, src=src, dst=dst, copy=copy, to_output=to_output)
 
-    def _place(self, region: Region) -> tuple[Callable[[Bindings], int], int]:
-        """A function that finds the address of a region's first element in a call; and the bytes from row to row."""
-        program, key = self._program, (region.buffer, region.rank)
-        buffer, item = program.schedule.buffer[region.buffer], program.itemsize(region)
-        pitch = buffer.cols[region.rank] * item
-        offset = region.rows[0] * pitch + region.cols[0] * item
-        if buffer.kind in ("symmetric", "local"):
-            fixed = program.fixed.tensors[key][0][0].data_ptr() + offset
-            return lambda _: fixed, pitch
-        return lambda bindings: bindings.tensors[key][0][0].data_ptr() + offset, pitch
-
-    def _kernel(self, kernel: FusedStep, where: Where) -> Iterator[Launch]:
-        """A GEMM's tiles wait for the chunks of this call themselves. For everything else the stream waits before the kernel.
+    def _kernel(self, kernel: StepKernel, where: Where) -> Iterator[Launch]:
+        """A GEMM's tiles wait for the chunks of this call themselves. For everything else the lane waits before the kernel.
 
         A flag of previous calls may be raised again while the kernel runs. And the blocks of a sum would fill every SM while
         they wait: copies of a few KiB, which are kernels, then never ran (a hang on 4 x H200).
         """
-        gates = waits(kernel.step)
-        inside = [gate for gate in gates if gate.at_least and isinstance(kernel.step, Gemm)]
+        gates = () if kernel.keeps_own_words else waits(where.step)
+        inside = [gate for gate in gates if gate.at_least and kernel.gates_inside]
         yield from self._pass([gate for gate in gates if gate not in inside], where)
         if inside:
             yield self._operations(where, (self._program.here(where),))
-        moment = 0 if inside else behind(0)
-        sms, tries = self._program.sms_for_kernels, self._program.space.tries
-        yield KernelLaunch(where=where, moment=moment, kernel=kernel, sms=sms, tries=tries)
+        sends = isinstance(where.step, Push)
+        yield KernelLaunch(
+            where=where,
+            moment=behind(0) if gates and not inside else 0,
+            kernel=kernel,
+            sms=self._program.sms_for_pushes if sends else self._program.sms_for_kernels,
+            tries=self._program.tries,
+        )
         if inside:
             own = dict.fromkeys(self._program.gate_address(gate.flag, where) for gate in inside)
-            last = behind(len(turns(kernel.step)) - 1)
+            last = behind(len(turns(where.step)) - 1)
             yield self._operations(where, tuple(Word("lower", address, 0) for address in own), last)
 
     def _matmuls(self, step: Gemm, where: Where) -> Iterator[Launch]:
@@ -295,30 +286,58 @@ class LaunchPlan:
             if group[0].inner:
                 yield from self._slices(step, group[0], where, passed, turn)
             else:
-                products = self._program.products[where.lane]
-                yield MatmulLaunch(where=where, moment=behind(turn), step=step, parts=group, products=products)
+                yield TorchLaunch(where=where, moment=behind(turn), work=partial(self._multiply, where.lane, step, group))
             turn += len(group) + len(group[0].inner)
             if group[-1].count is not None:
                 yield from _given(behind(turn - 1), [self._raise(group[-1].count, where)])
 
+    def _multiply(self, lane: str, step: Gemm, parts: Sequence[Part], call: IssuedCall) -> None:
+        multiply(call.bindings, step, parts, self._program.matmul(lane, call))
+
     def _slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag], turn: int) -> Iterator[Launch]:
         """A part whose gates have been waited for, each slice behind its inner gate. turn: that of the first slice."""
-        sliced, products = Sliced(step, part), self._program.products[where.lane]
+        sliced = Sliced(step, part)
+
+        def work(number: int, call: IssuedCall) -> None:
+            sliced.multiply(call.bindings, number, self._program.matmul(where.lane, call))
+
         gates: list[tuple[Wait, ...]] = [(), *((gate,) for _, gate in part.inner)]
         for number, inner in enumerate(gates):
             yield from _given(before(turn + number), self._pass(inner, where, passed))
-            yield SliceLaunch(where=where, moment=behind(turn + number), sliced=sliced, number=number, products=products)
+            yield TorchLaunch(where=where, moment=behind(turn + number), work=partial(work, number))
 
     def _sums(self, step: Reduce, where: Where) -> Iterator[Launch]:
+        yield from self._parts(step.parts, where, lambda part, call: add_up(call.bindings, part, step.divide_by))
+
+    def _lookups(self, step: Lookup, where: Where) -> Iterator[Launch]:
+        problem = self._program.schedule.problem
+        assert isinstance(problem, LookupProblem), f"{problem} has no tables"
+        yield from self._parts(step.parts, where, lambda part, call: look_up(call.bindings, part.bags, part.out, problem))
+
+    def _counts(self, step: ShareCounts, where: Where) -> Iterator[Launch]:
+        rows, ranks = self._program.row_counts, [flag.rank for flag in step.flags]
+        yield TorchLaunch(where=where, work=lambda call: rows.share(call.bindings, ranks))
+        for flag in step.flags:
+            yield self._raise(flag, where)
+        yield from _given(behind(0), self._pass(step.gates, where))
+        yield TorchLaunch(where=where, moment=behind(0), work=lambda call: rows.lay_out(call.bindings))
+
+    def _segments(self, step: SegmentCopies | GroupedGemm, where: Where) -> Iterator[Launch]:
+        rows, matmul = self._program.row_counts, partial(self._program.matmul, where.lane)
+        yield from self._parts(step.parts, where, lambda part, call: rows.run(part, call.bindings, matmul(call)))
+
+    def _parts(self, parts: Sequence[P], where: Where, work: Callable[[P, IssuedCall], None]) -> Iterator[Launch]:
+        """One part after the other: its gates, the work, and its count."""
         passed: set[Flag] = set()
-        for number, part in enumerate(step.parts):
-            yield from _given(behind(0) if number else before(0), self._pass(part.gates, where, passed))
-            yield SumLaunch(where=where, moment=behind(0), part=part, divide_by=step.divide_by)
+        for number, part in enumerate(parts):
+            gates: Sequence[Wait] = getattr(part, "gates", ())
+            yield from _given(behind(0) if number else before(0), self._pass(gates, where, passed))
+            yield TorchLaunch(where=where, moment=behind(0), work=partial(work, part))
             if part.count is not None:
                 yield from _given(behind(0), [self._raise(part.count, where)])
 
     def _operations(self, where: Where, words: tuple[Word, ...], moment: int = 0) -> FlagOperations:
-        return FlagOperations(where=where, words=words, moment=moment, submitter=self._program.streams)
+        return FlagOperations(where=where, words=words, moment=moment, submitter=self._program.submitter)
 
 
 def _with_asides(lane: Lane, launches: list[Launch]) -> list[Launch]:

@@ -8,34 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.core.problem import LookupProblem
-from weft.core.schedule import Flag, Lookup, Region, Schedule
+from weft.core.schedule import Flag, Lookup, Region
 from weft.kernels.lookup import LookupTables, OutputPlace, launcher, lookup, lookup_tables, tiles_of_bags, variant
 from weft.kernels.tables import DeviceTables
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.fused import FlagWords, FusedStep
+from weft.runtime.step_kernels import StepKernel
+
+if TYPE_CHECKING:
+    from weft.runtime.bound import BoundProgram
+    from weft.runtime.fused import FlagWords
 
 
-def lookup_growth(schedule: Schedule) -> dict[Flag, int]:
-    """By flag that a lookup counts: how far one advance of the schedule moves its word."""
-    problem = schedule.problem
-    return {
-        part.count: tiles_of_bags(part, problem.table_columns(rank))
-        for rank, _, _, step in schedule
-        if isinstance(step, Lookup) and isinstance(problem, LookupProblem)
-        for part in step.parts
-        if part.count is not None
-    }
+def kernel_of(program: BoundProgram, where: Where) -> FusedLookup:
+    """The kernel of a lookup."""
+    step, problem = where.step, program.schedule.problem
+    assert isinstance(step, Lookup), step
+    assert isinstance(problem, LookupProblem), f"{problem} has no tables"
+    return FusedLookup(step, where, program.device, program, problem, program.loading)
+
+
+def growth_of(program: BoundProgram, rank: int, step: Lookup) -> dict[Flag, int]:
+    """How far a lookup raises its flags: by a tile each time."""
+    problem = program.schedule.problem
+    assert isinstance(problem, LookupProblem), f"{problem} has no tables"
+    columns = problem.table_columns(rank)
+    return {part.count: tiles_of_bags(part, columns) for part in step.parts if part.count is not None}
 
 
 _PLANS = 64
 """Places of the embedding tables for which a program keeps the tables of addresses. Tables seldom move."""
 
 
-class FusedLookup(FusedStep):
+class FusedLookup(StepKernel):
     """A lookup as one kernel. Its tables, and the buffers that it stores to, may lie elsewhere in a later call. loading: a
     context in which kernels may be loaded."""
 
@@ -48,7 +57,8 @@ class FusedLookup(FusedStep):
         problem: LookupProblem,
         loading: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        super().__init__(where, device, flags)
+        super().__init__(where)
+        self._device, self._flags = device, flags
         self.step: Lookup = step
         self._loading = loading
         self._problem = problem
@@ -78,7 +88,7 @@ class FusedLookup(FusedStep):
         if self._columns:
             self._plan(bindings)
 
-    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         if self._columns:
             self._launch(self._plan(bindings), bindings, silent=silent, sms=sms, stream=stream)
 

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from weft.core.schedule import Flag, Push, Region, Schedule
+from weft.core.schedule import Flag, Push, Region
 from weft.kernels.push import PushTables, launcher, push, push_tables, tiles_of_copy
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.fused import FlagWords
+from weft.runtime.step_kernels import StepKernel
+
+if TYPE_CHECKING:
+    from weft.runtime.bound import BoundProgram
+    from weft.runtime.fused import FlagWords
 
 
-def push_growth(schedule: Schedule, itemsize: int, device: torch.device) -> dict[Flag, int]:
-    """By flag that a push raises: how far one advance of the schedule moves its word."""
-    return {
-        part.count: tiles_of_copy(part.dst, itemsize=itemsize, device=device)
-        for _, _, _, step in schedule
-        if isinstance(step, Push)
-        for part in step.parts
-    }
+def kernel_of(program: BoundProgram, where: Where) -> FusedPush:
+    """The kernel of a push."""
+    assert isinstance(where.step, Push), where
+    return FusedPush(where.step, where, program.device, program)
 
 
-class FusedPush:
+def growth_of(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:
+    """How far a push raises its flags: by a tile each time."""
+    itemsize = program.dtype.itemsize
+    return {part.count: tiles_of_copy(part.dst, itemsize=itemsize, device=program.device) for part in step.parts}
+
+
+class FusedPush(StepKernel):
     """One Push of one rank as a kernel, ready to launch call after call."""
 
     def __init__(self, step: Push, where: Where, device: torch.device, flags: FlagWords) -> None:
-        self.where = where
+        super().__init__(where)
         self._step, self._device, self._flags = step, device, flags
         self._source = step.source
         self._launcher = launcher()
         self._tables: dict[tuple[int, ...], PushTables] = {}
 
-    def launch(self, bindings: Bindings, *, silent: bool, sms: int, stream: int | None = None) -> None:
-        """Send. silent: do not count, for a rehearsal. sms: blocks."""
+    def lay_out(self, bindings: Bindings) -> None:
+        self.laid_out(bindings)
+
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         base, plan = self.laid_out(bindings)
         push(plan, sms=sms, silent=silent, src_base=base, launched_by=self._launcher, stream=stream)
 

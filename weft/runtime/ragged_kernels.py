@@ -11,6 +11,8 @@ the flags lie in symmetric memory of the kernels' own.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from weft.compat.streams import Word
@@ -22,11 +24,47 @@ from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, Shape, word_byt
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.fused_collective import MailboxOwner
-from weft.runtime.ragged import below_zero, no_room
+from weft.runtime.host_rows import below_zero, no_room
 from weft.runtime.ragged_steps import RankOrders
+from weft.runtime.step_kernels import StepKernel
+
+if TYPE_CHECKING:
+    from weft.runtime.bound import BoundProgram
 
 _RAISED = 0x3FFFFFFF
 """What every word is set to after a failure: more than any wait asks for, and less than where the comparison wraps."""
+
+
+def kernel_of(program: BoundProgram, where: Where) -> RaggedStepKernel:
+    """The kernel of a step of a call with splits. The first of a rank's takes the memory that all share: collective then."""
+    if program.ragged is None:
+        program.ragged = RaggedKernels(
+            program.schedule,
+            program.rank,
+            program.dtype,
+            program.device,
+            program.machine,
+            program,
+            sms=program.blocks,
+            tries=program.tries,
+        )
+    return RaggedStepKernel(where, program.ragged)
+
+
+class RaggedStepKernel(StepKernel):
+    """One step. All ranks rehearse it by running it."""
+
+    keeps_own_words = True
+
+    def __init__(self, where: Where, kernels: RaggedKernels) -> None:
+        super().__init__(where)
+        self._kernels = kernels
+
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        self._kernels.launch(self.where.step, self.where, bindings)
+
+    def missing(self) -> str:
+        return self._kernels.missing() if isinstance(self.where.step, ShareCounts) else ""
 
 
 class RaggedKernels:

@@ -26,7 +26,7 @@ def waiting(program: Stuck, seen: Sequence[int], reached: Mapping[str, int]) -> 
     """A line for each lane that waits for a flag. seen: the words of this rank. reached: by lane, the position of its step."""
     lines = []
     for lane in program.schedule.ranks[program.rank]:
-        for where, wait in _may_wait_for(program.rank, lane, reached[lane.name]):
+        for where, wait in may_wait_for(program.rank, lane, reached[lane.name]):
             value, need = seen[program.flags.slot[wait.flag, lane.name, where.position]], program.growth_of(wait.flag)
             if value < need:
                 lines.append(f"{where}: {wait.flag}: expected {need}, seen {value}; {program.raiser(wait.flag)}")
@@ -51,7 +51,7 @@ def unsent(program: Stuck, reached: Mapping[str, int]) -> Iterator[str]:
             yield f"{where}: no flag is missing; perhaps not all of ranks {sorted(last.peers)} have begun their ends"
 
 
-def _may_wait_for(rank: int, lane: Lane, position: int) -> Iterator[tuple[Where, Wait]]:
+def may_wait_for(rank: int, lane: Lane, position: int) -> Iterator[tuple[Where, Wait]]:
     """The waits of a lane that has reached `position`: those of that step, and of the steps that it waits for together with
     it."""
     for at in range(position, len(lane.steps) if position >= 0 else position):

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Reduce, Region, Schedule
-from weft.kernels.launch import Launcher
-from weft.kernels.runs import RunTable, load, run_table, sum_runs
+from weft.kernels.runs import RunTable, launcher, load, run_table, sum_runs
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.fused import FlagWords, FusedStep
+from weft.runtime.step_kernels import StepKernel
+
+if TYPE_CHECKING:
+    from weft.runtime.bound import BoundProgram
+
+
+def sum_of(program: BoundProgram, where: Where) -> FusedSum | None:
+    """The kernel of a collective's sum, if it runs as one."""
+    problem, step = program.schedule.problem, where.step
+    assert isinstance(problem, CollectiveProblem), problem
+    assert isinstance(step, Reduce), step
+    return FusedSum(step, where, program.device, problem) if adds_pieces(step, program.schedule) else None
 
 
 def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
@@ -27,19 +39,14 @@ def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
     return fixed and narrow and columns == {1} and plain
 
 
-class FusedSum(FusedStep):
-    """One Reduce of one part. Pieces of peers lie where they lie; the caller's tensors may be elsewhere in each call.
+class FusedSum(StepKernel):
+    """One Reduce of one part. Pieces of peers lie where they lie; the caller's tensors may be elsewhere in each call."""
 
-    launched_by: one for all of a program's, since their kernels are the same.
-    """
-
-    def __init__(
-        self, step: Reduce, where: Where, device: torch.device, flags: FlagWords, problem: CollectiveProblem, by: Launcher
-    ) -> None:
-        super().__init__(where, device, flags)
-        self.step: Reduce = step
+    def __init__(self, step: Reduce, where: Where, device: torch.device, problem: CollectiveProblem) -> None:
+        super().__init__(where)
+        self._device, self.step = device, step
         (self._part,) = step.parts
-        self._sms, self._dtype, self._launcher = problem.sms, getattr(torch, problem.dtype), by
+        self._sms, self._dtype, self._launcher = problem.sms, getattr(torch, problem.dtype), launcher()
         self._own = next(number for number, src in enumerate(self._part.srcs) if src.buffer == "a")
         self._table: tuple[tuple[int, ...], RunTable] | None = None
 
@@ -51,9 +58,8 @@ class FusedSum(FusedStep):
     def lay_out(self, bindings: Bindings) -> None:
         self._laid_out(bindings)
 
-    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        """silent: add nothing up, for a rehearsal: the result may lie on what is to be summed."""
-        if silent:
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        if silent:  # a rehearsal: the result may lie on what is to be summed
             return
         own, out = (_address(bindings, region) for region in (self._part.srcs[self._own], self._part.out))
         elements = self._part.out.shape[0]

@@ -61,12 +61,12 @@ def descriptors_too(word):
 
 
 @triton.jit
-def wait_gates(gates_ptr, needs_ptr, first, last, epoch, tries, status_ptr, ASYNCHRONOUS: tl.constexpr = False):
-    """Look at each gate of [first, last) until it holds epoch * growth + value, or `tries` times. ASYNCHRONOUS: TMA loads what
-    they guard."""
+def wait_gates(gates_ptr, needs_ptr, first, last, tries, status_ptr, ASYNCHRONOUS: tl.constexpr = False):
+    """Look at each gate of [first, last) until it holds what it needs, or `tries` times. ASYNCHRONOUS: TMA loads what they
+    guard."""
     for gate in range(first, last):
         flag_ptr = tl.load(gates_ptr + gate).to(tl.pointer_type(tl.int32))
-        need = epoch * tl.load(needs_ptr + 2 * gate) + tl.load(needs_ptr + 2 * gate + 1)
+        need = tl.load(needs_ptr + gate)
         seen = look(flag_ptr)
         looks = 0
         while behind(seen, need) & (looks < tries):

@@ -123,13 +123,13 @@ def _tiles(
         gate_address=lambda _: 0,
         count_address=lambda _: words.data_ptr(),
         stored_at=None if far is None else lambda _, row: far[row:],
-        need=lambda _: (0, 1),
+        need=lambda _: 1,
         blocks=blocks,
     )
     launched_by = launcher()
 
     def work() -> None:
-        gemm((a,), b, out, plan, status, epoch=0, sms=sms, launched_by=launched_by)
+        gemm((a,), b, out, plan, status, sms=sms, launched_by=launched_by)
 
     sample = clock.sample(what, (blocks.m, blocks.n, rows, COLUMNS, inner), work, repeat=2)
     clock.meet()  # a peer's stores have landed

@@ -1,0 +1,134 @@
+"""Calls with splits on CPUs: the counts of all ranks, in memory that a host's ranks share, and where rows lie for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.comm.symmetric_heap import HostAllocation, HostHeap
+from weft.core.experts import refused_index
+from weft.core.problem import RaggedProblem
+from weft.core.schedule import Segment, SegmentCopy, SegmentProduct
+from weft.runtime.arithmetic import Matmul, multiply_gated
+from weft.runtime.bindings import Bindings
+
+Name = tuple[int, int, int]
+"""A segment: src, dst, expert."""
+
+
+class HostRows:
+    """The rows of a call with splits where hosts read the counts. Each rank writes its own at all others: two places for each
+    rank, which calls take in turn. Collective. refused: what all ranks say of the counts of the last call; nothing if they fit.
+    """
+
+    def __init__(self, problem: RaggedProblem, rank: int, heap: HostHeap) -> None:
+        self._problem, self._rank, self._heap = problem, rank, heap
+        self._width = problem.experts * problem.world_size + 1
+        """The counts of a rank's segments, and how many rows its a has."""
+        self._memory: HostAllocation = heap.allocate(8 * 2 * problem.world_size * self._width)
+        self._calls = 0
+        self._rows: RowsOfCall | None = None
+        self.refused = ""
+
+    def _table(self, rank: int) -> torch.Tensor:
+        """The counts that a rank has for this call: a row for each rank."""
+        size = self._problem.world_size
+        whole = self._memory.view(rank, 0, 2 * size, self._width, torch.int64)
+        return whole[self._calls % 2 * size :][:size]
+
+    def share(self, bindings: Bindings, ranks: Sequence[int]) -> None:
+        """Write this rank's counts at these ranks."""
+        (splits,), ((a, _),) = bindings.loose["splits"], bindings.tensors["a", self._rank]
+        mine = torch.cat([splits.long().flatten(), torch.tensor([a.shape[0]])])
+        for rank in ranks:
+            self._table(rank)[self._rank].copy_(mine)
+
+    def lay_out(self, bindings: Bindings) -> None:
+        """Find where all segments of the call lie. Every rank has written."""
+        found = self._table(self._rank).tolist()
+        self._calls += 1
+        self._rows = RowsOfCall(self._problem, self._rank, [row[:-1] for row in found], [row[-1] for row in found], bindings)
+        self._rows.finish()
+        self.refused = self._rows.wrong
+
+    def run(self, part: SegmentCopy | SegmentProduct, bindings: Bindings, matmul: Matmul) -> None:
+        """Copy a segment, or multiply it."""
+        assert self._rows is not None, "the checker lets no step come before the counts"
+        if isinstance(part, SegmentCopy):
+            self._rows.of(part.dst).copy_(self._rows.of(part.src))
+            return
+        (b,) = bindings.loose["b"]
+        rows, out = self._rows.of(part.a), self._rows.of(part.out)
+        if self._problem.gated:
+            multiply_gated(rows, b[part.a.expert], out, matmul)
+        else:
+            matmul(rows, b[part.a.expert], out, accumulate=False)
+
+    def close(self) -> None:
+        self._heap.free(self._memory)
+
+
+class RowsOfCall:
+    """The rows of each segment in one call, for known counts. counts: by rank, those of its segments in the order in which it
+    sends them. rows: by rank, how many its a has. wrong: what all ranks say of counts that do not fit; nothing if all do."""
+
+    def __init__(
+        self, problem: RaggedProblem, rank: int, counts: Sequence[Sequence[int]], rows: Sequence[int], bindings: Bindings
+    ) -> None:
+        self._problem, self._rank, self._bindings = problem, rank, bindings
+        asked = dict[Name, int]()
+        for sender, row in enumerate(counts):
+            asked |= dict(zip(problem.sent_order(sender), row, strict=True))
+        counted = {name: max(count, 0) for name, count in asked.items()}
+        self._places = problem.places(counted, rows)
+        self.wrong = _wrong(problem, counts, rows, self._arriving(counted, rows))
+
+    def _arriving(self, counted: dict[Name, int], rows: Sequence[int]) -> list[int]:
+        """How many rows come to each rank, those included for which it has no room."""
+        unbounded = self._problem.places(counted, rows, room=sum(counted.values()))
+        return [sum(unbounded[name][2] for name in self._problem.received_order(rank)) for rank in range(len(rows))]
+
+    def of(self, segment: Segment) -> torch.Tensor:
+        """The rows of a segment in a buffer."""
+        sent_at, landed_at, rows = self._places[segment.name]
+        first = sent_at if segment.buffer in ("a", "product") else landed_at
+        ((whole, _),) = self._bindings.tensors[segment.buffer, segment.rank]
+        return whole[first : first + rows]
+
+    def finish(self) -> None:
+        """Write the counts of what arrives here, and zeros in the rows of the results that no segment has."""
+        rows = [self._places[name][2] for name in self._problem.received_order(self._rank)]
+        (counts,) = self._bindings.loose["counts"]
+        counts.copy_(torch.tensor(rows, dtype=torch.int32).view_as(counts))
+        for buffer in ("out", "received"):
+            if (buffer, self._rank) in self._bindings.tensors:
+                ((whole, _),) = self._bindings.tensors[buffer, self._rank]
+                whole[sum(rows) :].zero_()
+
+
+def _wrong(problem: RaggedProblem, counts: Sequence[Sequence[int]], rows: Sequence[int], arriving: Sequence[int]) -> str:
+    for rank, (mine, held) in enumerate(zip(counts, rows, strict=True)):
+        if min(mine) < 0:
+            return below_zero(min(mine), problem, f"on rank {rank}")
+        if sum(mine) > held:
+            return f"splits add up to {sum(mine)} on rank {rank}, but a has {held} rows; {sum(mine) - held} were not sent"
+    for rank, arrive in enumerate(arriving):
+        if arrive > problem.m:
+            return no_room(problem, arrive, f"at rank {rank}")
+    return ""
+
+
+def below_zero(count: int, problem: RaggedProblem, where: str) -> str:
+    """What is wrong with a number of rows that is less than none."""
+    index = refused_index(count)
+    if index is None:
+        return f"splits has {count} {where}; it must be numbers of rows, 0 or more"
+    experts = problem.experts * problem.world_size
+    return f"top_k_index has {index} {where}; of {experts} experts it must be 0 to {experts - 1}, or -1 for none"
+
+
+def no_room(problem: RaggedProblem, arrived: int, where: str) -> str:
+    """What is said of rows that a rank had no room for."""
+    room = f"{problem.limit} leaves room for {problem.m} rows" if problem.limit else f"max_rows is {problem.m}"
+    return f"{room}, but {arrived} rows arrived {where}; {arrived - problem.m} of them were dropped"

@@ -1,0 +1,133 @@
+"""The kernels of steps: one interface for all of them, and the table that says which steps have one.
+
+A kernel's own module makes it (`KERNELS`). It is imported where a program has such a step and its device runs kernels, since
+it needs Triton. What runs as a kernel is the same on every rank: a flag that a kernel counts grows by tiles, and its waiter has
+to know how far (`GROWTHS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from weft.core.errors import WaitTimeout
+from weft.core.logs import warn_once
+from weft.core.schedule import (
+    Flag,
+    FusedCollective,
+    Gemm,
+    GroupedGemm,
+    Lookup,
+    Push,
+    Reduce,
+    SegmentCopies,
+    ShareCounts,
+    Step,
+    Wait,
+    waits,
+)
+from weft.runtime.bindings import Bindings, Where
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.runtime.bound import BoundProgram
+
+Place = tuple[str, int]
+"""A step of a rank: its lane's name, and its position there."""
+
+KERNELS: dict[type[Step], str] = {
+    Gemm: "fused",
+    Reduce: "fused",
+    Push: "pushes",
+    Lookup: "lookups",
+    FusedCollective: "fused_collective",
+    ShareCounts: "ragged_kernels",
+    SegmentCopies: "ragged_kernels",
+    GroupedGemm: "ragged_kernels",
+    Wait: "ragged_kernels",
+}
+"""By type of step, the module of this package whose `kernel_of(program, where)` makes its kernel, or returns None where the
+step has none in that program."""
+GROWTHS: dict[type[Step], str] = {Gemm: "fused", Push: "pushes", Lookup: "lookups"}
+"""By type of step that counts, the module whose `growth_of(program, rank, step)` says how far each of its flags is raised."""
+
+
+class StepKernel:
+    """One step of one rank as a kernel, ready to launch call after call."""
+
+    gates_inside = False
+    """Whether it waits itself for the gates on this call, and its launch lowers them behind it."""
+    keeps_own_words = False
+    """Whether its flags are words of its own, which it raises, waits for and lowers itself."""
+
+    def __init__(self, where: Where) -> None:
+        self.where = where
+        self._logged: set[str] = set()
+
+    def runs(self, bindings: Bindings) -> bool:
+        """Whether it can load this call's operands. Asked before any of a call is enqueued."""
+        return True
+
+    def lay_out(self, bindings: Bindings) -> None:
+        """Make the tables that it reads in a call. They are copied to the device, which no capture takes."""
+
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        """Run it on so many SMs. silent: neither wait nor signal, for a rehearsal. tries: how often it looks at a flag before
+        it gives up. stream: default, torch's current one."""
+        raise NotImplementedError
+
+    def raise_if_late(self, describe: Callable[[Flag], str]) -> None:
+        """Raise WaitTimeout if a wait of the last launch ended without its flag. describe: who signals a flag."""
+
+    def missing(self) -> str:
+        """What the call under way has yet to receive in words of the kernel's own; nothing if it waits for nothing. Takes
+        copies, and no SM."""
+        return ""
+
+    def abort(self) -> None:
+        """End every wait on words of its own, now and later. Enqueued on torch's current stream; takes no SM."""
+
+    def log_fallback(self, reason: str) -> None:
+        """Log once that the step does not run as one kernel, and so overlaps less."""
+        if reason not in self._logged:
+            self._logged.add(reason)
+            kind = type(self.where.step).__name__
+            warn_once(f"lane {self.where.lane}: a {kind} runs part by part, by torch instead of one kernel: {reason}")
+
+
+class GatedKernel(StepKernel):
+    """A kernel that looks at the schedule's flags itself, and says in `status` which it gave up."""
+
+    def __init__(self, where: Where, device: torch.device) -> None:
+        import torch
+
+        super().__init__(where)
+        self.status = torch.zeros(2, dtype=torch.int32, device=device)
+
+    def raise_if_late(self, describe: Callable[[Flag], str]) -> None:
+        gate, seen = self.status.tolist()
+        if gate:
+            self.status.zero_()
+            wait = waits(self.where.step)[gate - 1]
+            raise WaitTimeout(f"{self.where}: {wait.flag}: expected more than the {seen} seen; {describe(wait.flag)}")
+
+
+def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
+    """The kernel of a step of a program; None where the step runs by torch, or as operations of a stream."""
+    module = KERNELS.get(type(where.step))
+    if module is None or not program.runs_as_kernel(where.step):
+        return None
+    found: StepKernel | None = import_module(f"weft.runtime.{module}").kernel_of(program, where)
+    return found
+
+
+def growth_of(program: BoundProgram) -> dict[Flag, int]:
+    """By flag of the schedule that a kernel counts, on any rank: how far one signal raises its word."""
+    found: dict[Flag, int] = {}
+    for rank, _, _, step in program.schedule:
+        module = GROWTHS.get(type(step))
+        if module is not None and program.runs_as_kernel(step):
+            found |= import_module(f"weft.runtime.{module}").growth_of(program, rank, step)
+    return found
