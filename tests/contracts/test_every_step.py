@@ -16,7 +16,7 @@ from test_launch_plan import FakeProgram
 
 import weft
 from weft.core import codec, machine, schedule
-from weft.core.problem import Op, RaggedProblem
+from weft.core.problem import Op
 from weft.core.schedule import (
     Collective,
     Copy,
@@ -40,20 +40,10 @@ from weft.core.schedule import (
 )
 from weft.core.work import KINDS, label
 from weft.perf import run
+from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.launch_plan import LaunchPlan
-from weft.runtime.launches import (
-    CollectiveLaunch,
-    CopyLaunch,
-    FlagOperations,
-    FusedCollectiveLaunch,
-    KernelLaunch,
-    Launch,
-    MatmulLaunch,
-    MessageLaunch,
-    RaggedLaunch,
-    SumLaunch,
-)
+from weft.runtime.launches import CopyLaunch, FlagOperations, KernelLaunch, Launch, TorchLaunch
 
 EXAMPLES: dict[type, tuple[Op, str, tuple[int, ...]]] = {
     Wait: ("all_gather_matmul", "shard_p2p", ()),
@@ -87,17 +77,17 @@ LAUNCHES: dict[type, type[Launch]] = {
     Signal: FlagOperations,
     Copy: CopyLaunch,
     Push: CopyLaunch,
-    Gemm: MatmulLaunch,
-    Reduce: SumLaunch,
-    Lookup: KernelLaunch,
-    Collective: CollectiveLaunch,
-    FusedCollective: FusedCollectiveLaunch,
-    SendReceive: MessageLaunch,
-    ShareCounts: RaggedLaunch,
-    SegmentCopies: RaggedLaunch,
-    GroupedGemm: RaggedLaunch,
+    Gemm: TorchLaunch,
+    Reduce: TorchLaunch,
+    Lookup: TorchLaunch,
+    Collective: TorchLaunch,
+    FusedCollective: KernelLaunch,
+    SendReceive: TorchLaunch,
+    ShareCounts: TorchLaunch,
+    SegmentCopies: TorchLaunch,
+    GroupedGemm: TorchLaunch,
 }
-"""By kind of step, what a GPU runs where no kernel of weft does it; a lookup is always a kernel."""
+"""By kind of step, what runs where no kernel of weft does it; a fused collective is always a kernel."""
 IN_KERNELS = (Lookup, ShareCounts, SegmentCopies, GroupedGemm)
 """Kinds whose kernels raise their flags themselves."""
 PARTS = {"Region", "Flag", "Store", "Part", "Sum", "Bags", "Send", "Receive", "Segment", "SegmentCopy", "SegmentProduct"}
@@ -214,16 +204,15 @@ def test_a_timeline_has_a_line_for_it(kind: type) -> None:
 
 
 class Planned(FakeProgram):
-    """With every step that a GPU's kernels run, too."""
+    """With the steps that are always kernels."""
 
     def __init__(self, found: Schedule, rank: int) -> None:
         super().__init__(found, rank)
         self.schedule, self.flags = found, WaiterWords(found)
-        self.fused_collectives = defaultdict(lambda: None)  # type: ignore[assignment]
-        if isinstance(found.problem, RaggedProblem):
-            self.ragged = object()  # type: ignore[assignment]
-        lookups = [step for _, _, _, step in found if isinstance(step, Lookup)]
-        self.kernels = {id(step): SimpleNamespace(step=step) for step in lookups}
+        wheres = [Where(at_rank, lane.name, at, step) for at_rank, lane, at, step in found if at_rank == rank]
+        fused = [where for where in wheres if isinstance(where.step, FusedCollective)]
+        self.kernels = {(where.lane, where.position): SimpleNamespace(where=where, keeps_own_words=True) for where in fused}
+        self.row_counts = object()  # type: ignore[assignment]
 
 
 @every_kind

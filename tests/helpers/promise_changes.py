@@ -142,8 +142,8 @@ def gate(schedule: Schedule, rank: int) -> Iterator[Schedule]:
         for place, step in found[::-1]:
             if isinstance(step, GATED):
                 for number, part in enumerate(step.parts):
-                    if Wait(flag) in part.gates:
-                        continue
+                    if any(Wait(flag) in one.gates for one in step.parts[: number + 1]):
+                        continue  # a step that has passed a flag does not wait for it again
                     yield with_step(schedule, place, _with_part(step, number, replace(part, gates=(*part.gates, Wait(flag)))))
             yield with_step(schedule, place, step, Wait(flag))
     for place, step in found:

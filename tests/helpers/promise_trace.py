@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,12 @@ from weft.core.fused_collective import spelled_out
 from weft.core.schedule import Copy, Flag, Gemm, GroupedGemm, Push, Reduce, Schedule, SegmentCopies, Step, Wait, advances, waits
 from weft.overlap.concurrent.collectives import Collective
 from weft.overlap.concurrent.executor import HostExecutor
-from weft.runtime import interpret
-from weft.runtime.bindings import Bindings, Where
+from weft.runtime import launch_plan
+from weft.runtime.bindings import Bindings
 from weft.runtime.host import HostProgram
-from weft.runtime.ragged import RowsOfCall
+from weft.runtime.host_rows import RowsOfCall
+from weft.runtime.host_wire import HostWire
+from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, KernelLaunch, Launch, TorchLaunch
 from weft.runtime.ragged_steps import _words
 
 Events = dict[str, list[str]]
@@ -35,10 +37,18 @@ class Trace:
     def __init__(self) -> None:
         self.events: defaultdict[str, list[str]] = defaultdict(list)
         self._now = threading.local()
+        self.program: HostProgram | None = None
+        """What runs."""
 
     def note(self, what: str, lane: str = "") -> None:
         found = self.events[lane or getattr(self._now, "lane", "no lane")]
         found.append(what)
+
+    def signal(self, flag: str) -> None:
+        """A flag is signalled: at each of its waiters, which is one event."""
+        found = self.events[self._now.lane]
+        if not found or found[-1] != f"signal {flag}":
+            found.append(f"signal {flag}")
 
     @contextmanager
     def on(self, lane: str) -> Iterator[None]:
@@ -47,9 +57,10 @@ class Trace:
         yield
 
     @contextmanager
-    def kernel(self, program: HostProgram, bindings: Bindings) -> Iterator[None]:
+    def kernel(self, bindings: Bindings) -> Iterator[None]:
         """A kernel runs: what its addresses stand for."""
-        self._now.places = _Places(program, bindings)
+        assert self.program is not None
+        self._now.places = _Places(self.program, bindings)
         try:
             yield
         finally:
@@ -70,9 +81,9 @@ class _Places:
 
     def __init__(self, program: HostProgram, bindings: Bindings) -> None:
         self._found: list[tuple[int, int, Callable[[int, int], str]]] = []
-        names = {(flag.rank, slot): str(flag) for flag, slot in program.slots.items()}
-        for rank, base in program._flag_addresses.items():
-            self._add(base, 8 * program.words_needed, lambda low, high, r=rank: names[r, low // 8])  # type: ignore[misc]
+        names = flag_names(program)
+        for rank, base in program._addresses.items():
+            self._add(base, 8 * program.flags.words, lambda low, high, r=rank: names[r, low // 8])  # type: ignore[misc]
         for (buffer, rank), matrices in bindings.tensors.items():
             for matrix, _ in matrices:
                 pitch = matrix.stride(0) * matrix.element_size() if matrix.shape[0] > 1 else 1 << 40
@@ -117,28 +128,21 @@ def traced(*, kernels: bool = False) -> Iterator[Trace]:
 
             patch.setattr(owner, name, new)
 
-        def around(name: str, bindings: Callable[..., Bindings]) -> None:
-            old = getattr(HostProgram, name)
+        for kind in (FlagOperations, CopyLaunch, KernelLaunch, TorchLaunch):
+            patch.setattr(kind, "issue", _placed(trace, kind.issue))
+        play = HostProgram.play
 
-            def new(self: HostProgram, *args: Any) -> Any:
-                with trace.kernel(self, bindings(*args)):
-                    return old(self, *args)
+        def played(self: HostProgram, *args: Any) -> None:
+            trace.program = self
+            play(self, *args)
 
-            patch.setattr(HostProgram, name, new)
-
-        record = HostProgram.record
-
-        def recorded(self: HostProgram, where: Where, work: Callable[[], None]) -> None:
-            with trace.on(where.lane):
-                record(self, where, work)
-
-        patch.setattr(HostProgram, "record", recorded)
-        before(HostProgram, "wait", lambda self, flag, value, where: trace.note(f"wait {flag} {value}"))
-        before(HostProgram, "signal", lambda self, flag, value: trace.note(f"signal {flag} {value}"))
-        before(HostProgram, "collective", lambda self, step, *rest: trace.note(f"{step.op} / {step.divide_by}"))
-        before(HostProgram, "send_receive", lambda self, step, *rest: trace.note(f"messages {step.peers}"))
-        before(HostProgram, "matmul", lambda self, a, b, out, accumulate: trace.note(f"multiply {[*a.shape]} {[*b.shape]}"))
-        before(interpret, "look_up", lambda bindings, bags, out, problem: trace.note(f"look up {bags} -> {out}"))
+        patch.setattr(HostProgram, "play", played)
+        before(HostProgram, "wait", lambda self, slot, value: trace.note(f"wait {flag_names(self)[self.rank, slot]}"))
+        before(HostProgram, "signal", lambda self, rank, slot, value: trace.signal(flag_names(self)[rank, slot]))
+        before(HostProgram, "_collect", lambda self, step, *rest: trace.note(f"{step.op} / {step.divide_by}"))
+        before(HostWire, "exchange", lambda self, sends, receives, what: trace.note(f"messages {[rank for _, rank in sends]}"))
+        before(HostProgram, "multiply", lambda self, a, b, out, accumulate: trace.note(f"multiply {[*a.shape]} {[*b.shape]}"))
+        before(launch_plan, "look_up", lambda bindings, bags, out, problem: trace.note(f"look up {bags} -> {out}"))
         before(RowsOfCall, "of", lambda self, segment: trace.note(f"rows {segment}"))
         before(Bindings, "pieces", lambda self, region: trace.note(f"at {region}"))
         patch.setattr(HostExecutor, "_started", _noted(trace, HostExecutor._started))
@@ -147,10 +151,6 @@ def traced(*, kernels: bool = False) -> Iterator[Trace]:
             "enqueue",
             lambda self, part, collective: trace.note(f"{part.number} by {'its steps' if part.steps else 'gloo'}", USES),
         )
-        around("fused", lambda step, bindings, *rest: bindings)
-        around("pushed", lambda where, bindings: bindings)
-        around("fused_collective", lambda where, bindings: bindings)
-        around("ragged_kernel", lambda step, where, bindings: bindings)
         if kernels:
             from triton.runtime.interpreter import InterpreterBuilder
 
@@ -166,6 +166,21 @@ def traced(*, kernels: bool = False) -> Iterator[Trace]:
                 InterpreterBuilder, "create_masked_store", lambda _, p, v, mask, *rest: trace.access("store", p.data, mask.data)
             )
         yield trace
+
+
+def flag_names(program: HostProgram) -> dict[tuple[int, int], str]:
+    """By rank and word, the flag."""
+    return {(flag.rank, slot): str(flag) for flag, slots in program.flags.slots.items() for slot in slots}
+
+
+def _placed(trace: Trace, issue: Callable[..., None]) -> Callable[..., None]:
+    """What happens in a launch happens on its lane, and a kernel's accesses are to the tensors of its call."""
+
+    def issued(self: Launch, call: IssuedCall, stream: int) -> None:
+        with trace.on(self.where.lane), trace.kernel(call.bindings) if isinstance(self, KernelLaunch) else nullcontext():
+            issue(self, call, stream)
+
+    return issued
 
 
 def _noted(trace: Trace, begin: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
@@ -184,50 +199,46 @@ def _noted(trace: Trace, begin: Callable[..., Callable[[], None]]) -> Callable[.
     return started
 
 
-def flags_of(step: Step, call: int) -> Iterator[str]:
-    """What a step waits for and signals in a call, counted from 0, on CPUs without kernels, in this order."""
-
-    def waited(wait: Wait) -> Iterator[str]:
-        if call + wait.at_least:
-            yield f"wait {wait.flag} {call + wait.at_least}"
-
-    def signalled(flag: Flag | None) -> Iterator[str]:
-        if flag is not None:
-            yield f"signal {flag} {call + 1}"
-
-    if isinstance(step, (Gemm, Reduce)):
-        for wait in dict.fromkeys(wait for wait in waits(step) if not wait.at_least):
-            yield from waited(wait)
+def flags_of(step: Step) -> Iterator[str]:
+    """What a step waits for and signals in a call on CPUs without kernels, in this order: each flag once."""
     if isinstance(step, (Gemm, Reduce, GroupedGemm, SegmentCopies)):
+        passed: set[Flag] = set()
         for part in step.parts:
             for wait in part.waits if isinstance(step, (Gemm, Reduce)) else part.gates:
-                yield from waited(wait)
-            yield from signalled(part.count)
+                if wait.flag not in passed:
+                    yield f"wait {wait.flag}"
+                passed.add(wait.flag)
+            if part.count is not None:
+                yield f"signal {part.count}"
         return
     if isinstance(step, Wait):
-        yield from waited(step)
-    for flag in advances(step):
-        yield from signalled(flag)
+        yield f"wait {step.flag}"
+    yield from (f"signal {flag}" for flag in advances(step))
     for wait in getattr(step, "gates", ()):
-        yield from waited(wait)
+        yield f"wait {wait.flag}"
 
 
 def promised(schedule: Schedule, rank: int, calls: int) -> Events:
     """By lane, what a rank waits for and signals, and where it copies, in so many calls on CPUs without kernels."""
     found: Events = {}
-    for call in range(calls):
-        for lane in spelled_out(schedule).schedule.ranks[rank]:
+    spelled = spelled_out(schedule).schedule
+    awaited = {wait.flag for _, _, _, step in spelled for wait in waits(step)}
+    silent = {f"signal {flag}" for flag in spelled.flags if flag not in awaited}
+    silent |= {f"wait {flag}" for flag in awaited if not spelled.signals_per_call[flag]}
+    for _ in range(calls):
+        for lane in spelled.ranks[rank]:
             events = found.setdefault(lane.name, [])
             for step in lane.steps:
                 copies = step.parts if isinstance(step, Push) else [step] if isinstance(step, Copy) else []
                 if isinstance(step, Push):
                     for part in step.parts:
-                        events += [f"at {part.dst}", f"at {part.src}", f"signal {part.count} {call + 1}"]
+                        events += [f"at {part.dst}", f"at {part.src}", f"signal {part.count}"]
                     continue
                 for one in copies:
                     events += [f"at {one.dst}", f"at {one.src}"]
-                events += flags_of(step, call)
-    return {lane: events for lane, events in found.items() if events}
+                events += flags_of(step)
+    told = {lane: [one for one in events if one not in silent] for lane, events in found.items()}
+    return {lane: events for lane, events in told.items() if events}
 
 
 def done(events: Events, promised_events: Events) -> Events:

@@ -32,7 +32,7 @@ def test_flags_are_raised_with_release(module: str) -> None:
     assert all(".sys.release." in line for line in raised)
 
 
-@pytest.mark.parametrize("module", ["gemm_kernel", "reduce", "words"])
+@pytest.mark.parametrize("module", ["gemm_kernel", "words"])
 def test_flags_are_waited_for_with_acquire(module: str) -> None:
     text = ptx(module)
     assert re.search(r"\b(?:ld|atom)\.global\.sys\.acquire\.", text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from test_launch_plan import FakeProgram, _can, _do, streams_of
 from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem, Op
 from weft.core.schedule import Schedule
 from weft.runtime.bindings import Bindings
+from weft.runtime.cuda import CudaProgram
 from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import FlagOperations, IssuedCall
 from weft.schedules import build, names
@@ -59,9 +61,9 @@ class World:
 
     def _lanes(self, rank: int, shared: Bindings) -> list[list[Any]]:
         program: Any = FakeProgram(self.schedule, rank)
-        program.fixed, program.keeps_outputs = shared, False
+        program.fixed, program.driver = shared, SimpleNamespace(copier=_copier)
         program.itemsize = lambda _: 4
-        program.space = SimpleNamespace(driver=SimpleNamespace(copier=_copier))
+        program.copier, program._address_of = partial(CudaProgram.copier, program), partial(CudaProgram._address_of, program)
         bindings = Bindings(dict(shared.tensors))
         for name, tensor in self.callers[rank].items():
             bindings.bind(name, rank, tensor)

@@ -40,8 +40,7 @@ class Program:
             "_timer": None,
             "schedule": SimpleNamespace(problem=None, buffer={"a", "out"}),
         }
-        push = SimpleNamespace(laid_out=lambda bindings: self.log.append("table"))
-        nothing |= {"pushes": {0: push}, "streams": range(lanes), "bind": lambda inputs, outputs: None}
+        nothing |= {"streams": range(lanes), "bind": lambda inputs, outputs: None}
         space = SimpleNamespace(device=None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded))
         space.watchdog = SimpleNamespace(captured=lambda: None)
         space.turn = SimpleNamespace(alone=lambda group: self._alone())
@@ -91,7 +90,7 @@ class Program:
         return self.log
 
 
-LOADED = ["all has ended", "plan", "kernel 1", "table", "flag operations", "record", "loads"]
+LOADED = ["all has ended", "plan", "kernel 1", "flag operations", "record", "loads"]
 """Tables first, of kernels that run and of words: they are copied to the GPU."""
 
 

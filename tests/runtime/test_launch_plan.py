@@ -7,10 +7,8 @@ never block for good, and that no signal is lost: a word is never raised while i
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,14 +18,13 @@ from weft.compat.streams import Word
 from weft.core.fused_collective import spelled_out
 from weft.core.machine import load
 from weft.core.problem import Op, Problem
-from weft.core.schedule import Flag, Region, Schedule, waits
+from weft.core.schedule import Flag, Gemm, Push, Region, Schedule, waits
 from weft.kernels.words import phases
 from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
-from weft.runtime.fused import growth
 from weft.runtime.launch_plan import LaunchPlan, merged
 from weft.runtime.launches import FlagOperations, Launch
-from weft.runtime.pushes import push_growth
+from weft.runtime.step_kernels import full_at
 from weft.schedules import build
 
 CALLS = 4
@@ -38,26 +35,32 @@ _RANK_BYTES, _PROGRESS = 1 << 20, 1 << 40
 class FakeProgram:
     """What a LaunchPlan asks of a CudaProgram, with addresses that name (rank, slot)."""
 
+    sms_for_kernels = sms_for_pushes = tries = 0
+    submitter = row_counts = None
+    device, dtype, machine = CPU, torch.bfloat16, load("h200x8")
+
     def __init__(self, schedule: Schedule, rank: int) -> None:
         schedule = spelled_out(schedule).schedule  # as where the device has no kernel for a fused collective
         self.schedule, self.rank, self.flags = schedule, rank, WaiterWords(schedule)
-        self.kernels: dict[int, object] = {}
-        self.pushes: dict[tuple[str, int], object] = {}
-        self.fused_collectives: dict[tuple[str, int], object] = {}
-        matrix = SimpleNamespace(data_ptr=lambda: 0)
-        buffers = [(b.name, r) for b in schedule.buffers for r in range(len(schedule.ranks))]
-        self.fixed = SimpleNamespace(tensors={key: [(matrix, (0, 0))] for key in buffers})
-        self.space = SimpleNamespace(driver=SimpleNamespace(copier=lambda **_: lambda *_: None), device=CPU, wire=None, tries=0)
-        self.products = self.collectives = defaultdict(lambda: None)  # type: ignore[var-annotated]
-        self.streams = self.ragged = None
-        self.sms_for_kernels = self.sms_for_pushes = 0
-        self._growth = growth(schedule, CPU, load("h200x8")) | push_growth(schedule, self.itemsize(None), CPU)
+        self.kernels: dict[tuple[str, int], Any] = {}
+        self._full_at = full_at(self)  # type: ignore[arg-type]
 
-    def growth_of(self, flag: Flag) -> int:
-        return self._growth.get(flag, 1)
+    def runs_as_kernel(self, step: object) -> bool:
+        return isinstance(step, (Gemm, Push))
 
-    def itemsize(self, region: Region | None) -> int:
-        return 2
+    def full_at(self, flag: Flag) -> int:
+        return self._full_at.get(flag, 1)
+
+    def copier(self, src: Region, dst: Region) -> Any:
+        return lambda bindings, stream: None
+
+    def matmul(self, lane: str, call: object) -> Any:
+        return None
+
+    def collective(self, step: object, where: Where) -> Any:
+        return lambda call: None
+
+    messages = collective
 
     def here(self, where: Where) -> Word:
         return Word("here", _PROGRESS + self.rank, where.position + 1)
@@ -75,7 +78,7 @@ class FakeProgram:
                 for wait in waits(step):
                     if wait.at_least == 0:
                         where = Where(self.rank, lane.name, position, step)
-                        yield self.gate_address(wait.flag, where), self.growth_of(wait.flag)
+                        yield self.gate_address(wait.flag, where), self.full_at(wait.flag)
 
 
 def words_of(program: FakeProgram) -> list[list[Word]]:

@@ -11,10 +11,9 @@ import pytest
 import torch
 from single_process_ranks import FakeSpace, rank_groups, space_of
 
-from weft.core.machine import load
 from weft.core.problem import Problem
 from weft.core.schedule import Flag, Push, Reduce
-from weft.runtime import bound, cuda_space
+from weft.runtime import cuda_space
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.replay import Branches
@@ -115,21 +114,17 @@ def test_sums_of_the_callers_tensors_have_no_table(monkeypatch: pytest.MonkeyPat
     """It would be made anew for each residual, also while a graph holds the one before."""
     pytest.importorskip("triton", reason="Triton is not installed")
     problem = Problem(op="matmul_all_reduce", m=8, n=16, k=4, world_size=2, addends=("residual",))
+    from weft.runtime.fused import kernel_of
+
     for name, moves in (("sequential", True), ("shard_p2p", True), ("two_shot", False)):
         schedule = build(problem, name)
-        program = SimpleNamespace(
-            schedule=schedule,
-            rank=0,
-            dtype=torch.bfloat16,
-            kernels={},
-            pushes={},
-            _space=SimpleNamespace(device=torch.device("cpu"), machine=load("h200x8")),
-        )
-        bound.BoundProgram._add_kernels(cast(Any, program))
-        summed = [step for rank, _, _, step in schedule if rank == 0 and isinstance(step, Reduce)]
-        of_callers = [step for step in summed if any(src.buffer == "residual" for part in step.parts for src in part.srcs)]
+        program: Any = SimpleNamespace(schedule=schedule, device=torch.device("cpu"), buffers_of=lambda kind: {"residual"})
+        summed = [Where(0, lane.name, at, step) for rank, lane, at, step in schedule if rank == 0 and isinstance(step, Reduce)]
+        of_callers = [
+            where for where in summed if any(src.buffer == "residual" for part in where.step.parts for src in part.srcs)
+        ]
         assert bool(of_callers) >= moves
-        assert not any(id(step) in program.kernels for step in of_callers)
+        assert not any(kernel_of(program, where) for where in of_callers)
 
 
 class Words:
@@ -163,7 +158,7 @@ def test_a_push_keeps_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
         bindings.bind("a", 0, a)
         for (buffer, rank), tensor in targets.items():
             bindings.bind(buffer, rank, tensor)
-        push.launch(bindings, silent=True, sms=1)
+        push.launch(bindings, silent=True, tries=1, sms=1)
         return used[-1]
 
     first, moved = memory[: 4 * 77].view(4, 77), memory[77 : 5 * 77].view(4, 77)

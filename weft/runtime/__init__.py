@@ -11,12 +11,12 @@ From a call to a program:
 
 A program, which is a schedule bound to one rank:
 
-    bound.py  bindings.py  arithmetic.py         what devices share: where things lie, the tensors of a call, torch's sums
+    bound.py  bindings.py  flag_words.py         what devices share: where things lie, the tensors of a call, words of flags
+    launch_plan.py  launches.py                  what a call launches, prepared once; what a launch is
+    arithmetic.py  bags.py  host_rows.py         steps by torch: matmuls and sums; lookups; segments
     host.py  host_space.py                       on CPUs: a call; shared memory, and lanes as threads
-    interpret.py  bags.py                        lanes step by step; lookups
-    cuda.py  launch_plan.py  launches.py         on GPUs: a call; what it launches, prepared once; what a launch is
-    lane_streams.py  order.py  turn.py           streams that fork and join; orders in which no stream, and no GPU, is stuck
-    flag_words.py  replay.py                     words of flags on GPUs; calls as CUDA graphs
+    cuda.py  lane_streams.py                     on GPUs: a call; streams that fork and join
+    order.py  turn.py  replay.py                 orders in which no stream, and no GPU, is stuck; calls as CUDA graphs
     call_timer.py  stuck.py                      when the steps of a call ran, and what a call waits for
     cuda_space.py  reach.py                      what the programs of a process group share there: streams, symmetric memory
     tickets.py  watchdog.py                      the events of each call, and the thread that bounds every call
@@ -26,6 +26,7 @@ A program, which is a schedule bound to one rank:
 
 Steps as kernels (weft.kernels), on any device whose memory has addresses:
 
+    step_kernels.py                              their interface, and which steps have one
     fused.py  fused_collective.py                GEMMs and sums that wait, count or store at peers; collectives as one kernel
     pushes.py  sums.py  lookups.py               pushes, sums of collectives, embedding bags
     ragged_kernels.py                            steps whose row counts live on devices

@@ -148,7 +148,7 @@ class CudaProgram(BoundProgram):
         for _, lane, position, step in (entry for entry in self.schedule if entry[0] == self.rank):
             for wait in waits(step):
                 if wait.at_least == 0:
-                    words[self.flags.slot[wait.flag, lane.name, position]] = self.growth_of(wait.flag)
+                    words[self.flags.slot[wait.flag, lane.name, position]] = self.full_at(wait.flag)
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
         piece = self._take(nbytes)

@@ -58,7 +58,7 @@ def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
     return FusedGemm(step, where, device, program.machine, program, program.buffers_of("output")) if is_fused(step) else None
 
 
-def growth_of(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, int]:
+def full_at(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, int]:
     """How far a GEMM raises the flags that it counts: by a tile each time."""
     if not is_fused(step):
         return {}

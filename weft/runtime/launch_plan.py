@@ -90,7 +90,7 @@ class Planned(Protocol):
         """Where hosts find the row counts of all ranks, for steps that are no kernels."""
         ...
 
-    def growth_of(self, flag: Flag) -> int:
+    def full_at(self, flag: Flag) -> int:
         """How far a signal raises a word of the flag."""
         ...
 
@@ -227,7 +227,7 @@ class LaunchPlan:
         for flag in dict.fromkeys(gate.flag for gate in gates if gate.flag not in passed and self._ever(gate)):
             passed.add(flag)
             address = self._program.gate_address(flag, where)
-            words += [Word("wait", address, self._program.growth_of(flag)), Word("lower", address, 0)]
+            words += [Word("wait", address, self._program.full_at(flag)), Word("lower", address, 0)]
         if words:
             yield self._operations(where, (self._program.here(where), *words))
 
@@ -236,7 +236,7 @@ class LaunchPlan:
         return gate.at_least > 0 or self._program.flags.raised(gate.flag)
 
     def _raise(self, flag: Flag, where: Where) -> FlagOperations:
-        value = self._program.growth_of(flag)
+        value = self._program.full_at(flag)
         return self._operations(where, tuple(Word("signal", address, value) for address in self._program.waiters(flag)))
 
     def _push(self, step: Push, where: Where) -> Iterator[Launch]:

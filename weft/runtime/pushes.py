@@ -22,7 +22,7 @@ def kernel_of(program: BoundProgram, where: Where) -> FusedPush:
     return FusedPush(where.step, where, program.device, program)
 
 
-def growth_of(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:
+def full_at(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:
     """How far a push raises its flags: by a tile each time."""
     itemsize = program.dtype.itemsize
     return {part.count: tiles_of_copy(part.dst, itemsize=itemsize, device=program.device) for part in step.parts}

@@ -2,7 +2,7 @@
 
 A kernel's own module makes it (`KERNELS`). It is imported where a program has such a step and its device runs kernels, since
 it needs Triton. What runs as a kernel is the same on every rank: a flag that a kernel counts grows by tiles, and its waiter has
-to know how far (`GROWTHS`).
+to know how far (`FULL_AT`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ KERNELS: dict[type[Step], str] = {
 }
 """By type of step, the module of this package whose `kernel_of(program, where)` makes its kernel, or returns None where the
 step has none in that program."""
-GROWTHS: dict[type[Step], str] = {Gemm: "fused", Push: "pushes", Lookup: "lookups"}
-"""By type of step that counts, the module whose `growth_of(program, rank, step)` says how far each of its flags is raised."""
+FULL_AT: dict[type[Step], str] = {Gemm: "fused", Push: "pushes", Lookup: "lookups"}
+"""By type of step that counts, the module whose `full_at(program, rank, step)` says at which value each of its flags is full."""
 
 
 class StepKernel:
@@ -123,11 +123,11 @@ def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
     return found
 
 
-def growth_of(program: BoundProgram) -> dict[Flag, int]:
+def full_at(program: BoundProgram) -> dict[Flag, int]:
     """By flag of the schedule that a kernel counts, on any rank: how far one signal raises its word."""
     found: dict[Flag, int] = {}
     for rank, _, _, step in program.schedule:
-        module = GROWTHS.get(type(step))
+        module = FULL_AT.get(type(step))
         if module is not None and program.runs_as_kernel(step):
-            found |= import_module(f"weft.runtime.{module}").growth_of(program, rank, step)
+            found |= import_module(f"weft.runtime.{module}").full_at(program, rank, step)
     return found
