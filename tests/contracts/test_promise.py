@@ -20,7 +20,7 @@ import torch
 from conftest import RankFixture
 from families import CASES, NODES, PROBLEMS, WORLD
 from promise_changes import CHANGES, kinds_changed
-from promise_trace import Events, done, promised
+from promise_trace import CALLERS_THREAD, Events, done, promised
 from promise_work import CALLS, PART, given, named
 from rank_pools import Pool, interpreting
 from test_every_step import EXAMPLES
@@ -107,9 +107,16 @@ def _kept_promise(before: Schedule, after: Schedule, seen: Sequence[Events], now
 
 
 def _is_promised(schedule: Schedule, seen: Sequence[Events], what: object) -> None:
-    """On CPUs, without kernels, every lane waits, signals and copies as the schedule says, in its order."""
+    """On CPUs, without kernels, every lane waits, signals and copies as the schedule says, in its order, on its own thread."""
     for rank, events in enumerate(seen):
         wanted = promised(schedule, rank, CALLS)
+        for lane in schedule.ranks[rank]:
+            threads = {place.partition(" on ")[2] for place in events if place.partition(" on ")[0] == lane.name}
+            assert threads <= {CALLERS_THREAD if lane.kind == "compute" else f"weft-{lane.name}-{rank}"}, (
+                what,
+                rank,
+                lane.name,
+            )
         found = done(events, wanted)
         assert set(found) >= set(wanted), (what, rank)
         for lane, of_lane in found.items():

@@ -27,6 +27,7 @@ from weft.runtime.ragged_steps import _words
 
 Events = dict[str, list[str]]
 """By lane and the thread that runs it, what happens there, in order."""
+CALLERS_THREAD = "the thread of the caller"
 USES = "uses"
 """In place of a lane: what runs beside what in weft.concurrent."""
 
@@ -53,7 +54,7 @@ class Trace:
     @contextmanager
     def on(self, lane: str) -> Iterator[None]:
         thread = threading.current_thread().name
-        self._now.lane = f"{lane} on {'the thread of the caller' if thread == 'MainThread' else thread}"
+        self._now.lane = f"{lane} on {CALLERS_THREAD if thread == 'MainThread' else thread}"
         yield
 
     @contextmanager

@@ -51,7 +51,7 @@ KERNELS: dict[type[Step], str] = {
 """By type of step, the module of this package whose `kernel_of(program, where)` makes its kernel, or returns None where the
 step has none in that program."""
 FULL_AT: dict[type[Step], str] = {Gemm: "fused", Push: "pushes", Lookup: "lookups"}
-"""By type of step that counts, the module whose `full_at(program, rank, step)` says at which value each of its flags is full."""
+"""By type of step that counts, the module whose `full_at(program, rank, step)` says when each of its flags is full."""
 
 
 class StepKernel:
