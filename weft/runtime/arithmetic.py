@@ -43,28 +43,38 @@ def multiply_gated(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, matmul: 
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
-def multiply(bindings: Bindings, step: Gemm, parts: Sequence[Part], matmul: Matmul) -> None:
+class Product:
     """The parts of a group as one matmul; rows that do not lie together are gathered before it and scattered after it."""
-    if parts[0].adds:
-        _multiply_and_add(bindings, step, parts[0], matmul)
-        return
-    rows = [bindings.view(run) for run in runs([part.a for part in parts])]
-    a = rows[0] if len(rows) == 1 else torch.cat(rows)
-    outs = runs([part.out for part in parts])
-    for b, cols in bindings.pieces(step.b):
-        views = [bindings.view(_columns(out, cols)) for out in outs]
-        if len(views) == 1:
-            matmul(a, b, views[0], accumulate=step.accumulate)
-            continue
+
+    def __init__(self, step: Gemm, parts: Sequence[Part]) -> None:
+        self._step, self._part = step, parts[0]
+        self._rows, self._outs = runs([part.a for part in parts]), runs([part.out for part in parts])
+
+    def multiply(self, bindings: Bindings, matmul: Matmul) -> None:
+        if self._part.adds:
+            _multiply_and_add(bindings, self._step, self._part, matmul)
+            return
+        rows = [bindings.view(run) for run in self._rows]
+        a = rows[0] if len(rows) == 1 else torch.cat(rows)
+        pieces = bindings.pieces(self._step.b)
+        for b, cols in pieces:
+            outs = self._outs if len(pieces) == 1 else [_columns(out, cols) for out in self._outs]
+            views = [bindings.view(out) for out in outs]
+            if len(views) == 1:
+                matmul(a, b, views[0], accumulate=self._step.accumulate)
+            else:
+                self._scatter(a, b, views, matmul)
+
+    def _scatter(self, a: torch.Tensor, b: torch.Tensor, views: Sequence[torch.Tensor], matmul: Matmul) -> None:
         heights = [view.shape[0] for view in views]
-        if step.accumulate:
+        if self._step.accumulate:
             for out, part in zip(views, torch.split(a, heights), strict=True):
                 matmul(part, b, out, accumulate=True)
-        else:
-            product = torch.empty(a.shape[0], b.shape[1], dtype=views[0].dtype, device=a.device)
-            matmul(a, b, product, accumulate=False)
-            for out, part in zip(views, torch.split(product, heights), strict=True):
-                out.copy_(part)
+            return
+        product = torch.empty(a.shape[0], b.shape[1], dtype=views[0].dtype, device=a.device)
+        matmul(a, b, product, accumulate=False)
+        for out, part in zip(views, torch.split(product, heights), strict=True):
+            out.copy_(part)
 
 
 class Sliced:

@@ -206,7 +206,7 @@ class BoundProgram(ABC):
 
     def _plan(self, bindings: Bindings) -> LaunchPlan:
         """The launch plan for a call. Which steps run as kernels depends on how the tensors of the call lie."""
-        running = frozenset(place for place, kernel in self.kernels.items() if kernel.runs(bindings))
+        running = frozenset([place for place, kernel in self.kernels.items() if kernel.runs(bindings)])
         if running not in self._plans:
             self._plans[running] = LaunchPlan(self, running)
         return self._plans[running]

@@ -87,6 +87,8 @@ class HostProgram(BoundProgram):
         self._waiting: dict[str, Callable[[], str]] = {}
         self._wire = space.wire if self.rank_group.nodes else None
         self._rows: HostRows | None = None
+        self._bound: tuple[HostAllocation | None, Bindings] | None = None
+        """Where this rank finds all but the caller's tensors, in that memory."""
         if isinstance(schedule.problem, RaggedProblem) and self.ragged is None:
             self._rows = HostRows(schedule.problem, self.rank, space.heap)
 
@@ -164,10 +166,10 @@ class HostProgram(BoundProgram):
     def wait(self, slot: int, value: int) -> None:
         """Wait, bounded, until a word of this rank has a value. The error also names what the other lanes wait for, since this
         lane may wait for one of them."""
-        flag, lane, position = self._waiter[slot]
         words = self._words[self.rank]
         if words.load(slot) >= value:
             return
+        flag, lane, position = self._waiter[slot]
         where = Where(self.rank, lane, position, self._steps(lane)[position])
 
         def missing() -> str:
@@ -234,6 +236,12 @@ class HostProgram(BoundProgram):
     ) -> Outputs:
         self.space.reserve(self.layout.nbytes)
         return super().run(inputs, outputs=outputs, reached=reached, invalidated=invalidated, spans=spans)
+
+    def own_bindings(self) -> Bindings:
+        """Anew where the memory for data has grown, and with that moved."""
+        if self._bound is None or self._bound[0] is not self.space.data:
+            self._bound = self.space.data, self._fixed_bindings()
+        return Bindings(dict(self._bound[1].tensors))
 
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
         def run(bindings: Bindings, stream: int) -> None:
@@ -370,10 +378,12 @@ class HostProgram(BoundProgram):
 
         Lanes of blocks that are interpreted kernels run here too, before all others.
         """
-        first = [item for item in lanes if item[0].name in self._first]
-        for _, work in first:
-            self._guarded(work)
-        lanes = sorted((item for item in lanes if item not in first), key=lambda item: item[0].kind != "compute")
+        if self._first:
+            for lane, work in lanes:
+                if lane.name in self._first:
+                    self._guarded(work)
+            lanes = [item for item in lanes if item[0].name not in self._first]
+        lanes = sorted(lanes, key=_is_beside)
         started = [self.space.thread(lane.name) for lane, _ in lanes[1:]]
         for thread, (_, work) in zip(started, lanes[1:], strict=True):
             thread.start(partial(self._guarded, work))
@@ -426,6 +436,10 @@ class HostLanes:
     def aside(self, stream: int) -> int:
         """Signals need no stream of their own: nothing is behind them until they have been done."""
         return stream
+
+
+def _is_beside(item: tuple[Lane, object]) -> bool:
+    return item[0].kind != "compute"
 
 
 def _issue(launches: Sequence[Launch], call: IssuedCall) -> None:

@@ -54,7 +54,7 @@ from weft.core.schedule import (
     Wait,
     waits,
 )
-from weft.runtime.arithmetic import Matmul, Sliced, add_up, groups, multiply
+from weft.runtime.arithmetic import Matmul, Product, Sliced, add_up, groups
 from weft.runtime.bags import look_up
 from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
@@ -286,13 +286,15 @@ class LaunchPlan:
             if group[0].inner:
                 yield from self._slices(step, group[0], where, passed, turn)
             else:
-                yield TorchLaunch(where=where, moment=behind(turn), work=partial(self._multiply, where.lane, step, group))
+                yield TorchLaunch(
+                    where=where, moment=behind(turn), work=partial(self._multiply, where.lane, Product(step, group))
+                )
             turn += len(group) + len(group[0].inner)
             if group[-1].count is not None:
                 yield from _given(behind(turn - 1), [self._raise(group[-1].count, where)])
 
-    def _multiply(self, lane: str, step: Gemm, parts: Sequence[Part], call: IssuedCall) -> None:
-        multiply(call.bindings, step, parts, self._program.matmul(lane, call))
+    def _multiply(self, lane: str, product: Product, call: IssuedCall) -> None:
+        product.multiply(call.bindings, self._program.matmul(lane, call))
 
     def _slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag], turn: int) -> Iterator[Launch]:
         """A part whose gates have been waited for, each slice behind its inner gate. turn: that of the first slice."""

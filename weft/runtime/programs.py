@@ -165,6 +165,8 @@ class Programs:
         # From here on ranks use values that all of them have, but for their environments and their memory.
         with self._rank_group.refusing():
             _raise(call.refusal(sizes))
+            if not on_gpu and (known := self._known.get((call.key, sizes))) is not None:
+                return known
             empty = call.sums_nothing(sizes)
             problem = (call.filled(len(sizes)) if empty else call).problem(sizes)
             if self._rank_group.nodes:
@@ -177,10 +179,11 @@ class Programs:
         known = KnownCall(number=0, program=program, empty=empty, rows=rows)
         if on_gpu:
             known = replace(known, number=self._rank_group.remember(call.agreed(sizes)))
-            self._known.pop(call.key, None)
-            self._known[call.key] = known
-            if len(self._known) > KNOWN_CALLS:
-                self._known.popitem(last=False)
+        same = call.key if on_gpu else (call.key, sizes)
+        self._known.pop(same, None)
+        self._known[same] = known
+        if len(self._known) > KNOWN_CALLS:
+            self._known.popitem(last=False)
         return known
 
     def _find(self, key: Key) -> BoundProgram | None:
