@@ -106,17 +106,25 @@ def _kept_promise(before: Schedule, after: Schedule, seen: Sequence[Events], now
         assert (old != new) == changed, (what, rank, old, new)
 
 
+def _on_their_threads(schedule: Schedule, rank: int, events: Events, what: object) -> None:
+    """The compute lane runs on the thread of the caller, or another one where it has nothing. All others have their own."""
+    threads = {lane.name: set[str]() for lane in schedule.ranks[rank]}
+    for lane, _, thread in (place.partition(" on ") for place in events):
+        threads.setdefault(lane, set()).add(thread)
+    compute = {lane.name for lane in schedule.ranks[rank] if lane.kind == "compute" and threads[lane.name]}
+    inline = [lane for lane, found in threads.items() if found == {CALLERS_THREAD}]
+    assert len(inline) <= 1, (what, rank, inline)
+    assert compute <= set(inline), (what, rank, threads)
+    for lane in schedule.ranks[rank]:
+        if lane.name not in inline:
+            assert threads[lane.name] <= {f"weft-{lane.name}-{rank}"}, (what, rank, threads)
+
+
 def _is_promised(schedule: Schedule, seen: Sequence[Events], what: object) -> None:
     """On CPUs, without kernels, every lane waits, signals and copies as the schedule says, in its order, on its own thread."""
     for rank, events in enumerate(seen):
         wanted = promised(schedule, rank, CALLS)
-        for lane in schedule.ranks[rank]:
-            threads = {place.partition(" on ")[2] for place in events if place.partition(" on ")[0] == lane.name}
-            assert threads <= {CALLERS_THREAD if lane.kind == "compute" else f"weft-{lane.name}-{rank}"}, (
-                what,
-                rank,
-                lane.name,
-            )
+        _on_their_threads(schedule, rank, events, what)
         found = done(events, wanted)
         assert set(found) >= set(wanted), (what, rank)
         for lane, of_lane in found.items():

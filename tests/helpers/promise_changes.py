@@ -134,8 +134,10 @@ def gate(schedule: Schedule, rank: int) -> Iterator[Schedule]:
         following = steps[at + 1] if at + 1 < len(steps) else None
         if isinstance(step, Wait) and isinstance(following, GATED) and len(following.parts) > 1:
             parts: tuple[Any, ...] = following.parts
-            gated = replace(following, parts=tuple(replace(part, gates=(step, *part.gates)) for part in parts))
-            yield with_steps(schedule, rank, index, [*steps[:at], gated, *steps[at + 2 :]])
+            for first_gated in range(len(parts) - 1, 0, -1):  # step by step, a lane does the same where it is the first part
+                late = tuple(replace(part, gates=(step, *part.gates)) for part in parts[first_gated:])
+                gated = replace(following, parts=(*parts[:first_gated], *late))
+                yield with_steps(schedule, rank, index, [*steps[:at], gated, *steps[at + 2 :]])
     yield from (with_step(schedule, place, step, step) for place, step in found if isinstance(step, Wait))
     flags = [flag for flag in schedule.flags if flag.rank == rank]
     for flag in flags:
