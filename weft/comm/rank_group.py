@@ -245,9 +245,10 @@ class RankGroup:
         self._log_call(AGREED[parity])
         with self.failing():  # peers take this call for begun
             self._publish()
-            for peer in self._others():
+            others = self._others()
+            for peer in others:
                 self._await_count(peer, "entered", self.calls, within_s)
-            return {peer: self._text_of(peer, self.calls) for peer in self._others()}
+            return {peer: self._text_of(peer, self.calls) for peer in others}
 
     def _refuse(self, error: ValueError) -> None:
         """Instead of going on with what ranks have agreed to call, this rank raises `error`. Returns once every rank raises an

@@ -142,7 +142,9 @@ class MatmulCall(Call):
     @property
     def share(self) -> int:
         """This rank's part of b's sharded dimension; N of an all-to-all."""
-        return int(self.bs[0].shape[0]) if self.op in REDUCTIONS else sum(b.shape[1] for b in self.bs)
+        if self.op in REDUCTIONS:
+            return int(self.bs[0].shape[0])
+        return int(self.bs[0].shape[1]) if len(self.bs) == 1 else sum(b.shape[1] for b in self.bs)
 
     @property
     def key(self) -> tuple[object, ...]:

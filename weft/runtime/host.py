@@ -292,7 +292,8 @@ class HostProgram(BoundProgram):
         if self.spans is None:
             self._run_lanes([(lane, partial(_issue, launches, call)) for lane, launches in plan.by_lane])
         else:
-            self._run_lanes([(lane, partial(self._timed, launches, call)) for lane, launches in plan.lanes])
+            lanes = sorted(plan.lanes, key=lambda one: one[0].kind != "compute")
+            self._run_lanes([(lane, partial(self._timed, launches, call)) for lane, launches in lanes])
         if self._rows is not None and self._rows.refused:
             self.refused = ValueError(self._rows.refused)
 
@@ -374,7 +375,7 @@ class HostProgram(BoundProgram):
             )
 
     def _run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None:
-        """Run the compute lane here, and the others on their threads. Returns when all have ended; raises the first error.
+        """Run the first lane here, and the others on their threads. Returns when all have ended; raises the first error.
 
         Lanes of blocks that are interpreted kernels run here too, before all others.
         """
@@ -383,21 +384,22 @@ class HostProgram(BoundProgram):
                 if lane.name in self._first:
                     self._guarded(work)
             lanes = [item for item in lanes if item[0].name not in self._first]
-        lanes = sorted(lanes, key=_is_beside)
-        started = [self.space.thread(lane.name) for lane, _ in lanes[1:]]
-        for thread, (_, work) in zip(started, lanes[1:], strict=True):
-            thread.start(partial(self._guarded, work))
-        errors: list[BaseException | None] = []
+        started = []
+        for lane, work in lanes[1:]:
+            started.append(self.space.thread(lane.name))
+            started[-1].start(partial(self._guarded, work))
+        errors: list[BaseException] = []
         try:
             for _, work in lanes[:1]:
                 self._guarded(work)
         except BaseException as error:
             errors.append(error)
-        errors += [thread.join() for thread in started]
-        raised = [error for error in errors if error is not None]
-        if raised:
+        for thread in started:
+            if (raised := thread.join()) is not None:
+                errors.append(raised)
+        if errors:
             # A lane that stopped because another one failed only repeats its error: raise the reason itself.
-            raise next((e for e in raised if e is self.rank_group.broken), raised[0])
+            raise next((error for error in errors if error is self.rank_group.broken), errors[0])
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -436,10 +438,6 @@ class HostLanes:
     def aside(self, stream: int) -> int:
         """Signals need no stream of their own: nothing is behind them until they have been done."""
         return stream
-
-
-def _is_beside(item: tuple[Lane, object]) -> bool:
-    return item[0].kind != "compute"
 
 
 def _issue(launches: Sequence[Launch], call: IssuedCall) -> None:

@@ -171,11 +171,12 @@ class LaunchPlan:
 
     @cached_property
     def by_lane(self) -> list[tuple[Lane, list[Launch]]]:
-        """The same launches, those of a lane together and in their order, for lanes that run on threads."""
+        """The same launches, those of a lane together and in their order, for lanes that run on threads; the compute lane's
+        first."""
         found: dict[str, tuple[Lane, list[Launch]]] = {}
         for lane, launches, _ in self.runs:
             found.setdefault(lane.name, (lane, []))[1].extend(launches)
-        return list(found.values())
+        return sorted(found.values(), key=lambda one: one[0].kind != "compute")
 
     def _in_order(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[LaneLaunches]:
         """Lane after lane, that of the caller's stream last; where a lane is long, the lanes take turns."""
