@@ -12,7 +12,7 @@ from weft.core.fused_collective import spelled_out
 from weft.core.schedule import Flag, Schedule, advances, waits
 from weft.runtime.bound import flag_writers
 from weft.runtime.flag_words import WaiterWords
-from weft.runtime.host import PASSED, HostProgram
+from weft.runtime.host import WAIT_DONE, HostProgram
 
 
 class Words:
@@ -31,7 +31,7 @@ def program_of(schedule: Schedule) -> Any:
     made.schedule, made.rank, made.flags, made._full_at = schedule, 0, WaiterWords(schedule), {}
     made.writers = flag_writers(schedule)
     made._words = {rank: Words() for rank in range(schedule.problem.world_size)}
-    made._come_to = [{lane.name: made.flags.words + at for at, lane in enumerate(lanes)} for lanes in schedule.ranks]
+    made._progress = [{lane.name: made.flags.words + at for at, lane in enumerate(lanes)} for lanes in schedule.ranks]
     return made
 
 
@@ -40,7 +40,7 @@ def waits_at_its_first_gate(made: Any, rank: int, *, passed: bool = False) -> No
     for lane in made.schedule.ranks[rank]:
         for position, step in enumerate(lane.steps):
             if any(wait.at_least for wait in waits(step)):
-                made._words[rank].seen[made._come_to[rank][lane.name]] = position + 1 | (PASSED if passed else 0)
+                made._words[rank].seen[made._progress[rank][lane.name]] = position + 1 | (WAIT_DONE if passed else 0)
                 break
 
 

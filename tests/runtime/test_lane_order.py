@@ -29,7 +29,7 @@ class Rank:
         plan = LaunchPlan(FakeProgram(schedule, rank), frozenset())  # type: ignore[arg-type]
         self.given = list[tuple[str, Launch, tuple[str, int]]]()
         self.lengths: Counter[str] = Counter()
-        for lane, items, _ in plan.runs_apart if apart else plan.runs:
+        for lane, items, _ in plan.unmerged_batches if apart else plan.batches:
             for item in items:
                 aside = isinstance(item, FlagOperations) and item.aside
                 # Signals aside come after what their lane has been given before.
@@ -89,7 +89,7 @@ def ends(schedule: Schedule, *, room: int, seed: int, apart: bool = False) -> bo
 
 @pytest.mark.parametrize(("op", "name"), PAIRS)
 def test_streams_of_one_launch_are_room_enough(op: Op, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_plan, "AHEAD", 0)
+    monkeypatch.setattr(launch_plan, "MOST_IN_SEQUENCE", 0)
     for m, n, k, world_size, chunks in ((64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (24, 8, 8, 2, 4)):
         schedule = build(Problem(op=op, m=m, n=n, k=k, world_size=world_size), name, chunks)
         for seed, apart in ((0, False), (1, True)):
@@ -98,7 +98,7 @@ def test_streams_of_one_launch_are_room_enough(op: Op, name: str, monkeypatch: p
 
 @pytest.mark.parametrize(("op", "name"), FAMILIES)
 def test_collectives_in_many_pieces(op: Op, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_plan, "AHEAD", 0)
+    monkeypatch.setattr(launch_plan, "MOST_IN_SEQUENCE", 0)
     for world_size, chunks in ((2, 3), (3, 1), (4, 2)):
         assert ends(build(problem(op, world_size), name, chunks), room=1, seed=world_size), (op, name, world_size)
 
@@ -107,7 +107,7 @@ def test_lane_after_lane_such_streams_are_not() -> None:
     """Without turns, as an all_reduce in 97 pieces among 4 ranks had it: hosts wait for a lane that they have yet to give."""
     schedule = build(problem("all_reduce", 3), "copy_engine", 1)
     longest = max(len(items) for rank in range(3) for _, items in LaunchPlan(FakeProgram(schedule, rank), frozenset()).merged)  # type: ignore[arg-type]
-    assert longest <= launch_plan.AHEAD
+    assert longest <= launch_plan.MOST_IN_SEQUENCE
     assert not any(ends(schedule, room=longest // 3, seed=seed) for seed in range(3))
     assert ends(schedule, room=longest, seed=0)
 
@@ -118,11 +118,11 @@ def test_long_lanes_are_given_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def runs() -> tuple[LaunchPlan, list[tuple[Lane, list[Launch]]]]:
         plan = LaunchPlan(FakeProgram(schedule, 1), frozenset())  # type: ignore[arg-type]
-        return plan, [(lane, some) for lane, some, _ in plan.runs]
+        return plan, [(lane, some) for lane, some, _ in plan.batches]
 
     plan, short = runs()
     assert [lane.name for lane, _ in short] == ["copy", "blocks", "compute"]
-    monkeypatch.setattr(launch_plan, "AHEAD", 8)
+    monkeypatch.setattr(launch_plan, "MOST_IN_SEQUENCE", 8)
     plan, long = runs()
     assert len(long) > 8
     for lane, items in plan.merged:

@@ -103,7 +103,7 @@ class CudaProgram(BoundProgram):
         own = (self._words.data_ptr() + 4 * slot for slot in range(self.flags.words))
         kernels_own = self.ragged.releases() if self.ragged is not None else []
         self._raise_all = self.driver.words([*(Word("signal", address, _RELEASED) for address in own), *kernels_own])
-        self._raise_what_no_call_left()
+        self._preset_flags_of_previous_calls()
         self.fixed = self._fixed_bindings()
         self._replays = Replays(space.captures, lambda inputs, outputs: self._issue(self.bind(inputs, outputs)), self.driver)
         self._set_up_steps(schedule)
@@ -142,8 +142,8 @@ class CudaProgram(BoundProgram):
             for kernel in kernels
         )
 
-    def _raise_what_no_call_left(self) -> None:
-        """Raise, for the first call, the flags that a call waits for of the calls before it."""
+    def _preset_flags_of_previous_calls(self) -> None:
+        """The first call has no previous call: raise the flags that it would wait for from one."""
         words = self._words.view(torch.int32)
         for _, lane, position, step in (entry for entry in self.schedule if entry[0] == self.rank):
             for wait in waits(step):
@@ -246,7 +246,7 @@ class CudaProgram(BoundProgram):
         collective = self.collectives[id(step)]
 
         def run(call: IssuedCall) -> None:
-            if call.keeps_outputs:
+            if call.skips_outputs:
                 collective.rehearse(self.device)
             elif not call.loads:
                 collective.run(call.bindings.view(step.src), call.bindings.view(step.dst))
@@ -255,7 +255,7 @@ class CudaProgram(BoundProgram):
 
     def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:
         def run(call: IssuedCall) -> None:
-            if call.keeps_outputs or call.loads:
+            if call.skips_outputs or call.loads:
                 return  # on no rank: all rehearse at once, and where one loads it runs nothing
             wire = self.space.wire
             assert wire, f"{where} on one node"
@@ -363,7 +363,7 @@ class CudaProgram(BoundProgram):
         call = self._call(bindings)
         try:
             self.streams.fork(caller)
-            for lane, launches, by_torch in plan.runs if timer is None else plan.runs_apart:
+            for lane, launches, by_torch in plan.batches if timer is None else plan.unmerged_batches:
                 beside = None if lane.kind == "compute" else self.space.stream(lane.name)
                 stream = caller if beside is None else beside.cuda_stream
                 with torch.cuda.stream(beside) if by_torch and beside is not None else nullcontext():
@@ -380,7 +380,7 @@ class CudaProgram(BoundProgram):
             bindings=bindings,
             rehearses=self._rehearsing,
             loads=self._loading,
-            keeps_outputs=self._rehearsing and isinstance(self.schedule.problem, CollectiveProblem),
+            skips_outputs=self._rehearsing and isinstance(self.schedule.problem, CollectiveProblem),
             times_products=self._rehearsing and self.times_products,
         )
 
@@ -434,7 +434,7 @@ class CudaProgram(BoundProgram):
         for kernel in self.kernels.values():
             if kernel.runs(bindings):
                 kernel.lay_out(bindings)
-        for launch in chain.from_iterable(run.launches for run in plan.runs):
+        for launch in chain.from_iterable(run.launches for run in plan.batches):
             if isinstance(launch, FlagOperations):
                 launch.prepare()
 

@@ -3,7 +3,8 @@
 Symmetric buffers are POSIX shared memory that every rank maps. A region of a peer is a tensor over the peer's memory. The words
 of flags lie in such memory, too, and are stored with release and loaded with acquire. A rank issues the launches that a GPU
 would (weft.runtime.launch_plan). The compute lane runs on the caller's thread. Every other lane is a thread, so that a copy
-lane really runs beside the matmuls: torch releases the interpreter lock while it works.
+lane really runs beside the matmuls: torch releases the interpreter lock while it works. Under Triton's interpreter, lanes of
+blocks that are kernels run on the caller's thread, before all others.
 
     caller's thread (compute)       thread (copy)
     launches ...                    launches ...
@@ -55,8 +56,8 @@ from weft.runtime.launches import FlagOperations, IssuedCall, Launch
 from weft.runtime.step_kernels import StepKernel
 from weft.runtime.stuck import may_wait_for
 
-PASSED = 1 << 30
-"""In the word that says how far a lane has come: it has passed what it waited for there."""
+WAIT_DONE = 1 << 30
+"""Bit that is set in a lane's progress word once the wait at that step is over."""
 
 
 class HostProgram(BoundProgram):
@@ -70,19 +71,20 @@ class HostProgram(BoundProgram):
         self.space = space
         super().__init__(space, schedule)
         schedule = self.schedule  # in which a FusedCollective is spelled out where the device has no kernel for it
-        self._keep_pushes_that_need_no_lane_of_this_call()
+        self._choose_lanes_that_run_first()
         moving = any(isinstance(kernel.where.step, (Push, FusedCollective)) for kernel in self.kernels.values())
         self._contiguous = moving or bool(self.rank_group.nodes)
         lanes = [[lane.name for lane in lanes] for lanes in schedule.ranks]
-        self._come_to = [{name: self.flags.words + at for at, name in enumerate(names)} for names in lanes]
-        """By rank and lane, the word that says how far it has come."""
+        self._progress = [{name: self.flags.words + at for at, name in enumerate(names)} for names in lanes]
+        """By rank and lane, the word of its progress: 0 before it has begun the call, then one more than the position of the
+        step that it has come to."""
         self._count = self.flags.words + max(map(len, lanes), default=0) + 1
         self._memory = space.heap.allocate(8 * self._count)
         self._words = {rank: self._memory.words(rank, self._count) for rank in self._memory.ranks}
         self._addresses = dict(zip(self._memory.ranks, self._memory.addresses, strict=True))
         self._waiter = {slot: key for key, slot in self.flags.slot.items() if key[0].rank == self.rank}
         """By word of this rank, the flag, and the lane and position of the step that waits for it."""
-        self._raise_what_no_call_left()
+        self._preset_flags_of_previous_calls()
         self._meetings = 0
         self._waiting: dict[str, Callable[[], str]] = {}
         self._wire = space.wire if self.rank_group.nodes else None
@@ -92,9 +94,10 @@ class HostProgram(BoundProgram):
         if isinstance(schedule.problem, RaggedProblem) and self.ragged is None:
             self._rows = HostRows(schedule.problem, self.rank, space.heap)
 
-    def _keep_pushes_that_need_no_lane_of_this_call(self) -> None:
-        """Triton interprets one kernel at a time in a process, so lanes of blocks run before all others (`_run_lanes`). One
-        that waits for this call's compute lane cannot: its copies are made part by part."""
+    def _choose_lanes_that_run_first(self) -> None:
+        """Triton interprets one kernel at a time in a process, so lanes of blocks whose pushes are kernels run before all
+        others (`_run_lanes`). A lane that waits for a flag of this call cannot run first: its pushes lose their kernels, and
+        are copied part by part."""
         late = {
             lane.name
             for lane in self.schedule.ranks[self.rank]
@@ -108,8 +111,8 @@ class HostProgram(BoundProgram):
         self._first = {lane for lane, _ in pushes} & blocks - late
         """The lanes that run before all others."""
 
-    def _raise_what_no_call_left(self) -> None:
-        """Raise, for the first call, the flags that a call waits for of the calls before it."""
+    def _preset_flags_of_previous_calls(self) -> None:
+        """The first call has no previous call: raise the flags that it would wait for from one."""
         for lane in self.schedule.ranks[self.rank]:
             for position, step in enumerate(lane.steps):
                 for wait in waits(step):
@@ -139,7 +142,7 @@ class HostProgram(BoundProgram):
         return HostLanes(self)
 
     def here(self, where: Where) -> Word:
-        return Word("here", self._address(self.rank, self._come_to[self.rank][where.lane]), where.position + 1)
+        return Word("here", self._address(self.rank, self._progress[self.rank][where.lane]), where.position + 1)
 
     def waiters(self, flag: Flag) -> list[int]:
         return [self._address(flag.rank, slot) for slot in self.flags.slots[flag]]
@@ -188,10 +191,10 @@ class HostProgram(BoundProgram):
     def _steps(self, name: str) -> tuple[Step, ...]:
         return next(lane.steps for lane in self.schedule.ranks[self.rank] if lane.name == name)
 
-    def passed(self, lane: str) -> None:
+    def mark_wait_done(self, lane: str) -> None:
         """A lane of this rank has passed what it waited for."""
-        words, slot = self._words[self.rank], self._come_to[self.rank][lane]
-        words.store(slot, words.load(slot) | PASSED)
+        words, slot = self._words[self.rank], self._progress[self.rank][lane]
+        words.store(slot, words.load(slot) | WAIT_DONE)
 
     def raiser(self, flag: Flag) -> str:
         """Who raises a flag, and what that lane waits for itself, from rank to rank. The last rank named is the late one."""
@@ -209,8 +212,8 @@ class HostProgram(BoundProgram):
                 raises = any(flag in advances(step) for step in lane.steps)
                 if not raises or rank not in self._words:
                     continue
-                come_to = self._words[rank].load(self._come_to[rank][lane.name])
-                if come_to == 0 or come_to & PASSED:
+                come_to = self._words[rank].load(self._progress[rank][lane.name])
+                if come_to == 0 or come_to & WAIT_DONE:
                     continue
                 for where, wait in may_wait_for(rank, lane, come_to - 1):
                     slot = self.flags.slot[wait.flag, lane.name, where.position]
@@ -285,10 +288,10 @@ class HostProgram(BoundProgram):
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         if self.ragged is not None:
             self.ragged.check_before(inputs["a"][0])
-        for slot in self._come_to[self.rank].values():
+        for slot in self._progress[self.rank].values():
             self._words[self.rank].store(slot, 0)
         bindings = self.bind(inputs, outputs)
-        plan, call = self._plan(bindings), IssuedCall(bindings=bindings, ran=self._ended)
+        plan, call = self._plan(bindings), IssuedCall(bindings=bindings, on_kernel_done=self._ended)
         if self.spans is None:
             self._run_lanes([(lane, partial(_issue, launches, call)) for lane, launches in plan.by_lane])
         else:
@@ -431,7 +434,7 @@ class HostLanes:
                 else:  # how far the lane has come, or a flag that is lowered
                     program.store(slot, value)
             if passes:
-                program.passed(lane)
+                program.mark_wait_done(lane)
 
         return run
 

@@ -18,9 +18,9 @@ Name = tuple[int, int, int]
 
 
 class HostRows:
-    """The rows of a call with splits where hosts read the counts. Each rank writes its own at all others: two places for each
-    rank, which calls take in turn. Collective. refused: what all ranks say of the counts of the last call; nothing if they fit.
-    """
+    """The rows of a call with splits where hosts read the counts. Each rank writes its own counts at all others, where every
+    rank has two places: even calls use one, odd calls the other. To construct this object is a collective operation. refused:
+    what all ranks say of the counts of the last call; nothing if they fit."""
 
     def __init__(self, problem: RaggedProblem, rank: int, heap: HostHeap) -> None:
         self._problem, self._rank, self._heap = problem, rank, heap

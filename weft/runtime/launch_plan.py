@@ -3,23 +3,26 @@
 A call only fills in where its tensors lie. To walk the steps of the schedule in Python in each call took 0.5 to 0.7 ms.
 
     schedule step            launches
-    wait                     FlagOperations: write how far the lane has come, wait, lower
+    wait                     FlagOperations: write the lane's progress, wait, lower
     signal                   FlagOperations: raise, at each waiter
     copy                     CopyLaunch
-    any step as a kernel     FlagOperations: its gates that it does not wait for itself; KernelLaunch; FlagOperations: lower
-                             those that it does wait for. A kernel with words of its own is a KernelLaunch alone
+    any step as a kernel     FlagOperations: the gates that the kernel does not wait for itself, and the lane's progress;
+                             KernelLaunch; FlagOperations: lower the gates that the kernel has waited for. A kernel with
+                             flags of its own is a KernelLaunch alone
     gemm part by part        for each group of parts, FlagOperations: its gates; TorchLaunch; FlagOperations: its count. A part
                              with inner gates has FlagOperations and a TorchLaunch for each slice
     sum, lookup, segments    likewise, for each part
     push                     for each part, CopyLaunch; FlagOperations: its count
     collective               TorchLaunch
-    sends and receives       FlagOperations: write how far the lane has come; TorchLaunch
+    sends and receives       FlagOperations: write the lane's progress; TorchLaunch
+    shared row counts        TorchLaunch: write them at the peers; FlagOperations: raise, wait; TorchLaunch: read them
 
 What the compute lane signals while it has more to do goes aside, to a stream of its own (weft.runtime.lane_streams). Copy lanes
 signal on their own stream: the copies between the signals are slower otherwise (docs/log.md).
 
-Neighbouring FlagOperations become one submission. On copy lanes of a GPU, and on all lanes of a collective alone, beside which
-other kernels run, it consists of memory operations, which need no SM: waiting blocks may hold all SMs. On other lanes it is a
+Neighbouring FlagOperations become one submission. On a GPU these are stream memory operations on copy lanes and network lanes,
+for signals that go aside, and on every lane of a CollectiveProblem, which is a collective without a matmul that the user may
+run beside other kernels. Memory operations need no SM, and waiting blocks may hold all SMs. On other lanes a submission is a
 kernel of one warp (weft.kernels.words), which does the operations of a phase at once.
 """
 
@@ -63,9 +66,9 @@ from weft.runtime.launches import CopyLaunch, FlagOperations, FlagSubmitter, Iss
 from weft.runtime.order import before, behind, order, turns
 from weft.runtime.step_kernels import Place, StepKernel
 
-AHEAD = 256
-"""How many launches of a lane may be enqueued before other lanes have theirs. A stream takes about 1000 entries, and a launch
-is a few of them."""
+MOST_IN_SEQUENCE = 256
+"""If no lane has more launches than this, the lanes are enqueued one after the other. Otherwise the launches of all lanes are
+interleaved, in the order of weft.runtime.order. A stream takes about 1000 entries, and a launch is a few of them."""
 
 
 class Planned(Protocol):
@@ -160,12 +163,12 @@ class LaunchPlan:
         self.merged = [(lane, _with_asides(lane, merged(launches))) for lane, launches in self.lanes]
 
     @cached_property
-    def runs(self) -> list[LaneLaunches]:
+    def batches(self) -> list[LaneLaunches]:
         """What a call enqueues, in this order."""
         return self._in_order(self.merged)
 
     @cached_property
-    def runs_apart(self) -> list[LaneLaunches]:
+    def unmerged_batches(self) -> list[LaneLaunches]:
         """The same with every launch for itself, so that each can be timed."""
         return self._in_order(self.lanes)
 
@@ -174,13 +177,13 @@ class LaunchPlan:
         """The same launches, those of a lane together and in their order, for lanes that run on threads; the compute lane's
         first."""
         found: dict[str, tuple[Lane, list[Launch]]] = {}
-        for lane, launches, _ in self.runs:
+        for lane, launches, _ in self.batches:
             found.setdefault(lane.name, (lane, []))[1].extend(launches)
         return sorted(found.values(), key=lambda one: one[0].kind != "compute")
 
     def _in_order(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[LaneLaunches]:
         """Lane after lane, that of the caller's stream last; where a lane is long, the lanes take turns."""
-        if max((len(launches) for _, launches in lanes), default=0) <= AHEAD:
+        if max((len(launches) for _, launches in lanes), default=0) <= MOST_IN_SEQUENCE:
             found = sorted(lanes, key=lambda one: one[0].kind == "compute")
         else:
             found = self._in_turns(lanes)
@@ -225,15 +228,15 @@ class LaunchPlan:
         """Wait for gates and lower them, each once a step. passed: the gates of the step that have been waited for."""
         passed = set() if passed is None else passed
         words = []
-        for flag in dict.fromkeys(gate.flag for gate in gates if gate.flag not in passed and self._ever(gate)):
+        for flag in dict.fromkeys(gate.flag for gate in gates if gate.flag not in passed and self._is_signalled(gate)):
             passed.add(flag)
             address = self._program.gate_address(flag, where)
             words += [Word("wait", address, self._program.full_at(flag)), Word("lower", address, 0)]
         if words:
             yield self._operations(where, (self._program.here(where), *words))
 
-    def _ever(self, gate: Wait) -> bool:
-        """Whether it can ever be open: previous calls may have nothing to signal."""
+    def _is_signalled(self, gate: Wait) -> bool:
+        """Whether any step signals the gate's flag. A gate on the previous call whose flag nobody signals is left out."""
         return gate.at_least > 0 or self._program.flags.raised(gate.flag)
 
     def _raise(self, flag: Flag, where: Where) -> FlagOperations:
@@ -256,10 +259,11 @@ class LaunchPlan:
         yield CopyLaunch(where=where, src=src, dst=dst, copy=copy, to_output=to_output)
 
     def _kernel(self, kernel: StepKernel, where: Where) -> Iterator[Launch]:
-        """A GEMM's tiles wait for the chunks of this call themselves. For everything else the lane waits before the kernel.
+        """A GEMM's tiles wait for the flags of this call inside the kernel. The lane waits for all other gates before it.
 
-        A flag of previous calls may be raised again while the kernel runs. And the blocks of a sum would fill every SM while
-        they wait: copies of a few KiB, which are kernels, then never ran (a hang on 4 x H200).
+        For flags of the previous call, since those may be signalled again while the kernel runs. For the gates of other
+        kernels, since their blocks would fill all SMs while they wait, and copies of a few KiB, which are kernels, could never
+        run: this hung on 4 x H200.
         """
         gates = () if kernel.keeps_own_words else waits(where.step)
         inside = [gate for gate in gates if gate.at_least and kernel.gates_inside]
@@ -381,8 +385,8 @@ def merged(launches: Sequence[Launch]) -> list[Launch]:
 
 
 def _joined(before: tuple[Word, ...], words: tuple[Word, ...]) -> tuple[Word, ...]:
-    """Operations of one lane, one after the other. Where waits follow waits, the lane has said where it is: from there on it
-    waits for all of them."""
+    """Operations of one lane, one after the other. Where both wait, the progress that the second ones would write is left out:
+    the first ones have said from where on the lane waits for all of them."""
     passing = any(word.kind == "wait" for word in before) and before[-1].kind == "lower"
     waits_on = len(words) > 1 and words[0].kind == "here" and words[1].kind == "wait"
     return before + words[1:] if passing and waits_on else before + words

@@ -26,23 +26,25 @@ if TYPE_CHECKING:
 class IssuedCall:
     """One call, as its launches see it.
 
-    rehearses: nothing waits for a flag or raises one. loads: a capture runs it that only loads kernels. keeps_outputs: results
-    must not be written, as in the rehearsal of what may work in place. times_products: now is the time to look for the fastest
-    algorithm of a matmul. ran: told of each kernel that has ended, where launching is running.
+    rehearses: nothing waits for a flag or raises one. loads: the call is captured and never replayed, so that its kernels are
+    loaded. skips_outputs: the caller's outputs must not be written, as in the rehearsal of a call that may work in place.
+    times_products: matmuls may be timed now, to find the fastest algorithm. on_kernel_done: is called with each kernel that has
+    ended, on devices where a launch returns when its kernel has ended.
     """
 
     bindings: Bindings
     rehearses: bool = False
     loads: bool = False
-    keeps_outputs: bool = False
+    skips_outputs: bool = False
     times_products: bool = False
-    ran: Callable[[StepKernel], None] | None = None
+    on_kernel_done: Callable[[StepKernel], None] | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class Launch:
-    """One thing to enqueue. moment: of the step, at which it is enqueued (weft.runtime.order). by_torch: it goes to torch's
-    current stream, which must then be the lane's."""
+    """One thing to enqueue. moment: the position within the step, as `before` and `behind` of weft.runtime.order number it; by
+    it the launches of long lanes are interleaved. by_torch: it goes to torch's current stream, which must then be the lane's.
+    """
 
     where: Where
     moment: int = 0
@@ -103,7 +105,7 @@ class CopyLaunch(Launch):
     to_output: bool
 
     def issue(self, call: IssuedCall, stream: int) -> None:
-        if not (self.to_output and call.keeps_outputs):
+        if not (self.to_output and call.skips_outputs):
             self.copy(call.bindings, stream)
 
 
@@ -117,8 +119,8 @@ class KernelLaunch(Launch):
 
     def issue(self, call: IssuedCall, stream: int) -> None:
         self.kernel.launch(call.bindings, silent=call.rehearses, tries=self.tries, sms=self.sms, stream=stream)
-        if call.ran is not None:
-            call.ran(self.kernel)
+        if call.on_kernel_done is not None:
+            call.on_kernel_done(self.kernel)
 
 
 @dataclass(kw_only=True, slots=True)

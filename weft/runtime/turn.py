@@ -10,8 +10,9 @@ So the second begins where the first has ended, whatever streams, threads and gr
 turn and enqueues its program in one step, under a lock, so the order of turns is the order on the GPU. On one stream this costs
 nothing. Calls that a caller captures are ordered in the same way within each capture; the caller orders the replays of graphs.
 
-The lock is taken for every program. CUDA may wait for all streams where it loads a kernel, and a call of which another thread
-has enqueued one half would wait for its other half for good. So a thread that loads kernels has the GPU to itself (`alone`).
+The lock is taken for every program that is enqueued to run, and for captured ones that wait on SMs. CUDA may wait for all
+streams where it loads a kernel, and a call of which another thread has enqueued one half would wait for its other half for
+good. So a thread that loads kernels has the GPU to itself (`alone`).
 
 The lock orders the threads of one rank, and cannot order them as another rank orders its own. If rank 0 enqueues A before B and
 rank 1 enqueues B before A, then rank 0's B waits for its A, which waits for rank 1's A, which waits for its B, which waits for

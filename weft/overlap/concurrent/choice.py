@@ -4,8 +4,8 @@
 computation that is not known is taken to last as long as the collectives, which is where overlap gains most.
 
 `Chooser.measured` is for a computation that may be repeated. Computation and collectives are timed alone, the planner says
-which schedules are worth measuring, and weft.runtime.trial measures them. What the collectives read is copied first and
-restored at the end where they would change it. Programs that were bound for the trial are released, with their memory.
+which schedules are worth measuring, and weft.runtime.trial measures them. The caller passes collectives that may be run again
+(`rehearsed`). Programs that were bound for the trial are released, with their memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, build, candi
 
 BASE = str(SEQUENTIAL)
 RUNS, FINAL_RUNS = 3, 11
-"""Of a part alone, and of each schedule in the final: its times differ by 7% from run to run, as its blocks come before a
-GEMM's or behind them."""
+"""How often each part is timed alone, and each schedule of the final. The time of one schedule varies by 7% between runs, as
+its blocks are scheduled before those of the GEMM or after them."""
 
 
 def share_of_ideal(us: float, *, sequential_us: float, ideal_us: float) -> float:
@@ -46,9 +46,9 @@ def share_of_ideal(us: float, *, sequential_us: float, ideal_us: float) -> float
 
 @dataclass(frozen=True, kw_only=True)
 class ConcurrentChoice:
-    """What a key's uses, or a hook's steps, run as. way: the schedule's name. problem: with what each part takes alone, as it
-    was measured or predicted; None where it is not known. trials: what was measured of each schedule, first the one that wins
-    ties. note: why, where nothing was measured."""
+    """The schedule that was chosen for a key of weft.concurrent, or for a hook of DDP or FSDP2. way: the schedule's name.
+    problem: with what each part takes alone, as it was measured or predicted; None where it is not known. trials: what was
+    measured of each schedule, first the one that wins ties. note: why, where nothing was measured."""
 
     key: str
     way: str
@@ -72,7 +72,7 @@ class ConcurrentChoice:
         if self.note:
             return self.note
         if len(self.trials) < 2:
-            return "there is nothing to hide, or nothing to hide it behind"
+            return "there is nothing to hide, nothing to hide it behind, or no other schedule that every rank can run"
         base, *others = self.trials
         if self.way == base.spec:
             best = min(others, key=lambda trial: trial.us)
