@@ -14,7 +14,7 @@ import weft
 from weft.checker import check
 from weft.core.problem import Problem, split
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
-from weft.runtime.arithmetic import groups, multiply
+from weft.runtime.arithmetic import Product, groups
 from weft.runtime.bindings import Bindings
 from weft.schedules import build
 
@@ -52,7 +52,7 @@ def test_the_product_is_added_unrounded_and_the_sum_is_rounded_once() -> None:
     received, out = torch.full((2, 3), small / 2).bfloat16(), torch.empty(2, 3).bfloat16()
     for name, matrix in (("a", a), ("b", b), ("r", received), ("out", out)):
         bindings.bind(name, 0, matrix)
-    multiply(bindings, step, step.parts, matmul)
+    Product(step, step.parts).multiply(bindings, matmul)
     assert torch.equal(out, torch.full((2, 3), (1 + 2 * small) / 2).bfloat16())
 
 
