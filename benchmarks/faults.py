@@ -275,7 +275,7 @@ def _fault(trial: Trial) -> Iterator[None]:
             raise Planted("left")
         yield
         return
-    originals = [(owner, name, getattr(owner, name)) for owner, name in _where_steps_run(trial.device)]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in _where_steps_run()]
     seen = [0]
 
     def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,15 +298,11 @@ def _fault(trial: Trial) -> Iterator[None]:
             _strike(trial.fault)
 
 
-def _where_steps_run(device: str) -> list[tuple[type, str]]:
+def _where_steps_run() -> list[tuple[type, str]]:
     """The methods through which every step of a call passes."""
-    if device == "cuda":
-        from weft.runtime.launches import Launch
+    from weft.runtime.launches import Launch
 
-        return [(kind, "issue") for kind in Launch.__subclasses__()]
-    from weft.runtime.host import HostProgram
-
-    return [(HostProgram, "record")]
+    return [(kind, "issue") for kind in Launch.__subclasses__()]
 
 
 def _strike(fault: str) -> None:

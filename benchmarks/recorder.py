@@ -3,10 +3,13 @@
     with Recorder(delay) as recorder: calls of an operator on CPUs
     recorder.log      lane -> events, in the order in which that lane did them
 
-Steps are watched at HostProgram.record. Within a step, a dispatch mode of torch sees each operation on a tensor, and its schema
-says what it writes; so what is told is what ran, not what a schedule says. Memory that is shared is told by its owner and the
-byte in its segment, a rank's own by where its storage begins. What lies in neither a segment nor a buffer of the call is a
-temporary of one step, and is not told. Beside each step stand the rectangles that its schedule says it touches.
+Steps are watched where their launches are issued. Within a launch, a dispatch mode of torch sees each operation on a tensor,
+and its schema says what it writes; so what is told is what ran, not what a schedule says. A flag is signalled once a call: the
+n-th signal has value n, and a wait of call n has seen n of its own call's signal, or n - 1 of that of the call before.
+
+Memory that is shared is told by its owner and the byte in its segment, a rank's own by where its storage begins. What lies in
+neither a segment nor a buffer of the call is a temporary of one step, and is not told. Beside each step stand the rectangles
+that its schedule says it touches.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core.schedule import Collective, Copy, Flag, Gemm, Lookup, Push, Reduce, Region, Step
+from weft.core.schedule import Collective, Copy, Flag, Gemm, Lookup, Push, Reduce, Region, Step, waits
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.host import HostProgram
+from weft.runtime.launches import IssuedCall, Launch
 
 CALLER = "caller"
 Delay = Callable[[Where], None]
-"""Called before each step, on its lane."""
+"""Called before each launch of a step, on its lane."""
 _ONLY_WRITTEN = ("copy_", "fill_", "zero_")
 
 
@@ -60,7 +64,7 @@ class Event:
 
 @dataclass
 class Recorder:
-    """Watches all host programs of this process while it is entered. delay: called before each step."""
+    """Watches all host programs of this process while it is entered. delay: called before each launch."""
 
     delay: Delay = lambda where: None
     log: dict[str, list[Event]] = field(default_factory=dict)
@@ -73,9 +77,8 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         recorder = self
-        kept = self._originals = {
-            name: getattr(HostProgram, name) for name in ("play", "bind", "record", "wait", "signal", "_meet")
-        }
+        kept = self._originals = {name: getattr(HostProgram, name) for name in ("play", "bind", "wait", "signal", "_meet")}
+        self._issues = {kind: kind.issue for kind in Launch.__subclasses__()}
 
         def play(program: HostProgram, *arguments: Any) -> None:
             recorder._begin(program)
@@ -86,16 +89,23 @@ class Recorder:
             recorder._bindings = kept["bind"](program, *arguments)
             return recorder._bindings
 
-        def record(program: HostProgram, where: Where, work: Callable[[], None]) -> None:
-            recorder._step(program, where, lambda: kept["record"](program, where, work))
+        def issuing(issue: Callable[..., None]) -> Callable[..., None]:
+            def issued(launch: Launch, call: IssuedCall, stream: int) -> None:
+                recorder._step(launch.where, lambda: issue(launch, call, stream))
 
-        def wait(program: HostProgram, flag: Flag, value: int, where: Where) -> None:
-            kept["wait"](program, flag, value, where)
-            recorder._here(Event("seen", recorder._call, flag=(flag.name, flag.rank, flag.index), value=value))
+            return issued
 
-        def signal(program: HostProgram, flag: Flag, value: int) -> None:
-            recorder._here(Event("store", recorder._call, flag=(flag.name, flag.rank, flag.index), value=value))
-            kept["signal"](program, flag, value)
+        def wait(program: HostProgram, slot: int, value: int) -> None:
+            kept["wait"](program, slot, value)
+            flag, lane, position = program._waiter[slot]
+            at_least = max(one.at_least for one in waits(program._steps(lane)[position]) if one.flag == flag)
+            if recorder._call + at_least:
+                recorder._here(Event("seen", recorder._call, flag=_key(flag), value=recorder._call + at_least))
+
+        def signal(program: HostProgram, rank: int, slot: int, value: int) -> None:
+            (flag,) = (flag for flag, slots in program.flags.slots.items() if flag.rank == rank and slot in slots)
+            recorder._here(Event("store", recorder._call, flag=_key(flag), value=recorder._call + 1))
+            kept["signal"](program, rank, slot, value)
 
         def meet(program: HostProgram, where: Where) -> None:
             value = program._meetings + 1
@@ -104,14 +114,18 @@ class Recorder:
             for rank in program.rank_group.near:
                 recorder._here(Event("seen", recorder._call, flag=("meet", rank, 0), value=value))
 
-        hooks = {"play": play, "bind": bind, "record": record, "wait": wait, "signal": signal, "_meet": meet}
+        hooks = {"play": play, "bind": bind, "wait": wait, "signal": signal, "_meet": meet}
         for name, hook in hooks.items():
             setattr(HostProgram, name, hook)
+        for kind, issue in self._issues.items():
+            kind.issue = issuing(issue)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exc: object) -> None:
         for name, original in self._originals.items():
             setattr(HostProgram, name, original)
+        for kind, issue in self._issues.items():
+            kind.issue = issue  # type: ignore[method-assign]
 
     def _begin(self, program: HostProgram) -> None:
         self._call, self._program = self._call + 1, program
@@ -123,10 +137,11 @@ class Recorder:
     def _here(self, event: Event) -> None:
         self._tell(self._thread.lane, event)
 
-    def _step(self, program: HostProgram, where: Where, work: Callable[[], None]) -> None:
+    def _step(self, where: Where, work: Callable[[], None]) -> None:
+        assert self._program is not None
         self._thread.lane = where.lane
         self.delay(where)
-        self._here(Event("step", self._call, text=str(where), declared=self._declared(program, where.step)))
+        self._here(Event("step", self._call, text=str(where), declared=self._declared(self._program, where.step)))
         with _Watch(self):
             work()
 
@@ -179,6 +194,10 @@ class Recorder:
             tensor for several in self._bindings.loose.values() for tensor in several if isinstance(tensor, torch.Tensor)
         ]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _key(flag: Flag) -> tuple[str, int, int]:
+    return flag.name, flag.rank, flag.index
 
 
 class _Watch(TorchDispatchMode):
