@@ -18,6 +18,7 @@ import weft
 from weft.core import codec, machine, schedule
 from weft.core.problem import Op
 from weft.core.schedule import (
+    NAMED,
     Collective,
     Copy,
     FusedCollective,
@@ -38,7 +39,7 @@ from weft.core.schedule import (
     regions,
     waits,
 )
-from weft.core.work import KINDS, label
+from weft.core.work import WORK, label
 from weft.perf import run
 from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
@@ -110,7 +111,7 @@ def with_steps(found: Schedule, rank: int, name: str, at: int, *steps: Step) -> 
 
 
 def test_every_kind_of_step_and_every_part_is_listed() -> None:
-    assert set(EXAMPLES) == set(get_args(Step)) == set(KINDS)
+    assert set(EXAMPLES) == set(get_args(Step)) == set(NAMED) == set(WORK)
     values = {name for name, one in inspect.getmembers(schedule, inspect.isclass) if one.__module__ == schedule.__name__}
     assert {name for name in values if dataclasses.is_dataclass(getattr(schedule, name))} == (
         PARTS | WHOLES | {kind.__name__ for kind in EXAMPLES}
@@ -182,7 +183,7 @@ def test_the_simulator_gives_it_a_time_and_a_text(kind: type) -> None:
     if kind is FusedCollective:  # is simulated as the steps that it stands for
         assert outcome.total_us > 0
         return
-    spans = [span for span in outcome.spans if span.kind == KINDS[kind] and span.name in wanted]
+    spans = [span for span in outcome.spans if span.kind == WORK[kind].kind and span.name in wanted]
     assert {span.name for span in spans} == wanted
     assert max(span.duration_us for span in spans) > 0
 

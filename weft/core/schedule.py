@@ -30,15 +30,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from weft.core import codec
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem, Span1D
 
+T = TypeVar("T")
 LaneKind = Literal["compute", "copy", "blocks", "network"]
 """compute: kernels on all SMs; a rank has one such lane at most. copy: a copy engine. blocks: communication blocks on SMs of
 their own (SM stores). network: the vendor's sends and receives; beside a computation of the user's own
@@ -442,6 +444,11 @@ class SegmentCopy:
     gates: tuple[Wait, ...] = ()
     count: Flag | None = None
 
+    @property
+    def ends(self) -> tuple[Segment, Segment]:
+        """What it reads, and what it writes."""
+        return self.src, self.dst
+
     def __str__(self) -> str:
         return f"{self.src} -> {self.dst}{_conditions(self.gates, self.count)}"
 
@@ -466,6 +473,11 @@ class SegmentProduct:
     out: Segment
     gates: tuple[Wait, ...] = ()
     count: Flag | None = None
+
+    @property
+    def ends(self) -> tuple[Segment, Segment]:
+        """What it reads, and what it writes."""
+        return self.a, self.out
 
     def __str__(self) -> str:
         return f"{self.a} -> {self.out}{_conditions(self.gates, self.count)}"
@@ -590,58 +602,75 @@ class Schedule:
         return f"{self.name} (chunks={self.chunks}) for {self.problem}: {steps} steps on {len(self.ranks)} ranks"
 
 
+def _nothing(step: Any) -> tuple[()]:
+    return ()
+
+
+def _of_parts(each: Callable[[Any], tuple[T, ...]]) -> Callable[[Any], tuple[T, ...]]:
+    """What `each` finds in every part of a step, in their order."""
+    return lambda step: tuple(found for part in step.parts for found in each(part))
+
+
+def _counts(step: Any) -> tuple[Flag, ...]:
+    return tuple(part.count for part in step.parts if part.count is not None)
+
+
+class Named(NamedTuple):
+    """What the steps of a type name, each as a function of the step."""
+
+    regions: Callable[[Any], tuple[Region, ...]] = _nothing
+    segments: Callable[[Any], tuple[Segment, ...]] = _nothing
+    waits: Callable[[Any], tuple[Wait, ...]] = _nothing
+    advances: Callable[[Any], tuple[Flag, ...]] = _nothing
+
+
+_SEGMENTS = Named(segments=_of_parts(attrgetter("ends")), waits=_of_parts(attrgetter("gates")), advances=_counts)
+NAMED: dict[type, Named] = {
+    Wait: Named(waits=lambda step: (step,)),
+    Signal: Named(advances=lambda step: (step.flag,)),
+    Copy: Named(attrgetter("src", "dst")),
+    Push: Named(_of_parts(attrgetter("src", "dst")), advances=_counts),
+    Gemm: Named(
+        lambda step: (step.b, *(region for part in step.parts for region in (part.a, part.out, *part.adds))),
+        waits=_of_parts(attrgetter("waits")),
+        advances=_counts,
+    ),
+    Reduce: Named(_of_parts(lambda part: (*part.srcs, part.out)), waits=_of_parts(attrgetter("waits")), advances=_counts),
+    Lookup: Named(_of_parts(attrgetter("bags", "out")), advances=_counts),
+    Collective: Named(attrgetter("src", "dst")),
+    FusedCollective: Named(lambda step: (*step.factors, *step.addends, step.out)),
+    SendReceive: Named(lambda step: (*(send.src for send in step.sends), *(receive.dst for receive in step.receives))),
+    UserCall: Named(),
+    ShareCounts: Named(waits=attrgetter("gates"), advances=attrgetter("flags")),
+    SegmentCopies: _SEGMENTS,
+    GroupedGemm: _SEGMENTS,
+}
+"""By type of step, all of them."""
+
+
 def waits(step: Step) -> tuple[Wait, ...]:
     """Every wait of a step, gates and inner gates included, part by part."""
-    if isinstance(step, Wait):
-        return (step,)
-    if isinstance(step, (Gemm, Reduce)):
-        return tuple(wait for part in step.parts for wait in part.waits)
-    if isinstance(step, (SegmentCopies, GroupedGemm)):
-        return tuple(gate for part in step.parts for gate in part.gates)
-    if isinstance(step, ShareCounts):
-        return step.gates
-    return ()
+    return NAMED[type(step)].waits(step)
 
 
 def advances(step: Step) -> tuple[Flag, ...]:
     """Every flag that a step advances, in order."""
-    if isinstance(step, Signal):
-        return (step.flag,)
-    if isinstance(step, ShareCounts):
-        return step.flags
-    if isinstance(step, (Push, Gemm, Reduce, Lookup, SegmentCopies, GroupedGemm)):
-        return tuple(part.count for part in step.parts if part.count is not None)
-    return ()
+    return NAMED[type(step)].advances(step)
 
 
 def segments(step: Step) -> tuple[Segment, ...]:
     """Every segment that a step reads or writes."""
-    if not isinstance(step, (SegmentCopies, GroupedGemm)):
-        return ()
-    return tuple(
-        segment
-        for part in step.parts
-        for segment in ((part.src, part.dst) if isinstance(part, SegmentCopy) else (part.a, part.out))
-    )
+    return NAMED[type(step)].segments(step)
 
 
 def regions(step: Step) -> tuple[Region, ...]:
     """Every region that a step reads or writes."""
-    if isinstance(step, (Copy, Collective)):
-        return step.src, step.dst
-    if isinstance(step, Push):
-        return tuple(region for part in step.parts for region in (part.src, part.dst))
-    if isinstance(step, SendReceive):
-        return tuple(send.src for send in step.sends) + tuple(receive.dst for receive in step.receives)
-    if isinstance(step, Gemm):
-        return step.b, *(region for part in step.parts for region in (part.a, part.out, *part.adds))
-    if isinstance(step, Reduce):
-        return tuple(region for part in step.parts for region in (*part.srcs, part.out))
-    if isinstance(step, Lookup):
-        return tuple(region for part in step.parts for region in (part.bags, part.out))
-    if isinstance(step, FusedCollective):
-        return *step.factors, *step.addends, step.out
-    return ()
+    return NAMED[type(step)].regions(step)
+
+
+def steps_of(kind: type[T], lanes: Iterable[Lane]) -> Iterator[T]:
+    """The steps of one type, lane by lane."""
+    return (step for lane in lanes for step in lane.steps if isinstance(step, kind))
 
 
 def runs(regions: Sequence[Region]) -> list[Region]:

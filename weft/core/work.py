@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from weft.core.problem import Span1D
 from weft.core.schedule import (
@@ -25,25 +26,9 @@ from weft.core.schedule import (
     Step,
     UserCall,
     Wait,
+    regions,
 )
 from weft.core.span import Kind, Span
-
-KINDS: dict[type, Kind] = {
-    Wait: "wait",
-    Signal: "signal",
-    Copy: "copy",
-    Push: "copy",
-    Gemm: "gemm",
-    Reduce: "reduce",
-    Lookup: "lookup",
-    Collective: "collective",
-    FusedCollective: "collective",
-    SendReceive: "message",
-    UserCall: "call",
-    ShareCounts: "copy",
-    SegmentCopies: "copy",
-    GroupedGemm: "gemm",
-}
 
 
 def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, end_us: float) -> Span:
@@ -51,7 +36,7 @@ def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, 
     return Span(
         rank=rank,
         lane=lane,
-        kind=KINDS[type(step)],
+        kind=WORK[type(step)].kind,
         name=label(rank, step),
         start_us=start_us,
         end_us=end_us,
@@ -72,24 +57,15 @@ def is_plain(part: Part, rank: int) -> bool:
 
 def label(rank: int, step: Step) -> str:
     """A short text for one step on `rank`, such as "gemm 8192x1792x4096" or "copy a[0:128] -> 3"."""
-    if isinstance(step, (Gemm, Reduce, Lookup, UserCall, ShareCounts, SegmentCopies, GroupedGemm)):
-        return str(step)
-    if isinstance(step, Push):
-        return _push_label(step)
-    if isinstance(step, Collective):
-        return step.op
-    if isinstance(step, FusedCollective):
-        return f"{'multiply and ' * step.multiplies}{step.op} as one kernel"
-    if isinstance(step, SendReceive):
-        return f"send {len(step.sends)}, receive {len(step.receives)}"
-    if isinstance(step, (Wait, Signal)):
-        where = "" if step.flag.rank == rank else f"@{step.flag.rank}"
-        verb = "wait" if isinstance(step, Wait) else "signal"
-        return f"{verb} {step.flag.name}[{step.flag.index}]{where}"
-    return _copy_label(rank, step)
+    return WORK[type(step)].label(rank, step)
 
 
-def _push_label(step: Push) -> str:
+def _flag_label(rank: int, step: Wait | Signal) -> str:
+    where = "" if step.flag.rank == rank else f"@{step.flag.rank}"
+    return f"{WORK[type(step)].kind} {step.flag.name}[{step.flag.index}]{where}"
+
+
+def _push_label(rank: int, step: Push) -> str:
     """Of one part its rows, of several how many rows there are; and the receivers, each once."""
     rows = [part.src.rows for part in step.parts]
     ranges = f"[{rows[0][0]}:{rows[0][1]}]" if len(rows) == 1 else f", {sum(high - low for low, high in rows)} rows,"
@@ -107,38 +83,33 @@ def _copy_label(rank: int, step: Copy) -> str:
 
 def flops(step: Step) -> int:
     """Floating-point operations of a product; 0 of a step that multiplies nothing."""
-    if isinstance(step, FusedCollective) and step.multiplies:
-        return 2 * step.factors[0].size * step.factors[1].shape[1]
-    return sum(2 * part.a.size * step.b.shape[1] for part in step.parts) if isinstance(step, Gemm) else 0
+    return WORK[type(step)].flops(step)
+
+
+def _fused_flops(step: FusedCollective) -> int:
+    return 2 * step.factors[0].size * step.factors[1].shape[1] if step.multiplies else 0
 
 
 def work_bytes(schedule: Schedule, step: Step) -> int:
     """Bytes that a step reads and writes at least; those that arrive for a Copy or a Push (once), a Collective (from peers) and
     messages. Of a FusedCollective, without those that travel."""
+    found = WORK[type(step)].bytes(schedule, step)
+    return found if isinstance(found, int) else sum(region_bytes(schedule, region) for region in found)
 
-    def size(region: Region) -> int:
-        return region_bytes(schedule, region)
 
-    if isinstance(step, Copy):
-        return size(step.src)
-    if isinstance(step, Push):
-        return sum(size(part.src) for part in step.parts)
-    if isinstance(step, Gemm):
-        times = 2 if step.accumulate else 1
-        added = sum(size(add) for part in step.parts for add in part.adds)
-        return size(step.b) + added + sum(size(part.a) + times * size(part.out) for part in step.parts)
-    if isinstance(step, Reduce):
-        return sum(size(part.out) + sum(map(size, part.srcs)) for part in step.parts)
-    if isinstance(step, Lookup):
-        return sum((schedule.problem.k + 1) * size(part.out) for part in step.parts)
-    if isinstance(step, FusedCollective):
-        return sum(map(size, (*step.factors, *step.addends, step.out)))
-    if isinstance(step, SendReceive):
-        return sum(size(receive.dst) for receive in step.receives)
-    if isinstance(step, Collective):
-        passes = 2 if step.op == "all_reduce" else 1
-        return passes * collective_shard_bytes(schedule, step) * (schedule.problem.world_size - 1)
-    return 0
+def _gemm_regions(schedule: Schedule, step: Gemm) -> Iterator[Region]:
+    yield step.b
+    for part in step.parts:
+        yield from (part.a, part.out, *part.adds, *[part.out] * step.accumulate)
+
+
+def _lookup_bytes(schedule: Schedule, step: Lookup) -> int:
+    return sum((schedule.problem.k + 1) * region_bytes(schedule, part.out) for part in step.parts)
+
+
+def _collective_bytes(schedule: Schedule, step: Collective) -> int:
+    passes = 2 if step.op == "all_reduce" else 1
+    return passes * collective_shard_bytes(schedule, step) * (schedule.problem.world_size - 1)
 
 
 def collective_shard_bytes(schedule: Schedule, step: Collective) -> int:
@@ -157,6 +128,44 @@ def continued(lane: Lane, kernels: Mapping[Span1D, FusedCollective] | None = Non
     the lane's steps that are a FusedCollective's (weft.core.fused_collective)."""
     found = {at for low, high in kernels or {} for at in range(low + 1, high)}
     if lane.kind in ("compute", "blocks"):
-        flags = [isinstance(step, (Wait, Signal)) for step in lane.steps]
+        flags = [WORK[type(step)].kind in ("wait", "signal") for step in lane.steps]
         found |= {at for at in range(1, len(flags)) if flags[at - 1] and flags[at]}
     return frozenset(found)
+
+
+class Work(NamedTuple):
+    """What the steps of a type are to `span`. label: of a step on a rank. bytes: those that it moves in a schedule, or the
+    regions that have them."""
+
+    kind: Kind
+    label: Callable[[int, Any], str] = lambda rank, step: str(step)
+    bytes: Callable[[Schedule, Any], int | Iterable[Region]] = lambda schedule, step: 0
+    flops: Callable[[Any], int] = lambda step: 0
+
+
+WORK: dict[type, Work] = {
+    Wait: Work("wait", _flag_label),
+    Signal: Work("signal", _flag_label),
+    Copy: Work("copy", _copy_label, lambda schedule, step: [step.src]),
+    Push: Work("copy", _push_label, lambda schedule, step: [part.src for part in step.parts]),
+    Gemm: Work("gemm", bytes=_gemm_regions, flops=lambda step: sum(2 * part.a.size * step.b.shape[1] for part in step.parts)),
+    Reduce: Work("reduce", bytes=lambda schedule, step: regions(step)),
+    Lookup: Work("lookup", bytes=_lookup_bytes),
+    Collective: Work("collective", lambda rank, step: step.op, _collective_bytes),
+    FusedCollective: Work(
+        "collective",
+        lambda rank, step: f"{'multiply and ' * step.multiplies}{step.op} as one kernel",
+        lambda schedule, step: regions(step),
+        _fused_flops,
+    ),
+    SendReceive: Work(
+        "message",
+        lambda rank, step: f"send {len(step.sends)}, receive {len(step.receives)}",
+        lambda schedule, step: [receive.dst for receive in step.receives],
+    ),
+    UserCall: Work("call"),
+    ShareCounts: Work("copy"),
+    SegmentCopies: Work("copy"),
+    GroupedGemm: Work("gemm"),
+}
+"""By type of step, all of them."""
