@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from weft.checker.program import ScheduleError
 from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, number_of
-from weft.core.schedule import Collective, Lane, Schedule, Step, UserCall
+from weft.core.schedule import Collective, Lane, Schedule, Step, UserCall, collective_numbers, steps_of
 from weft.schedules.concurrent import alone, numbers
 
 
@@ -39,7 +39,7 @@ def check_concurrent(schedule: Schedule, problem: ConcurrentProblem, check: Call
 
 def _check_calls(rank: int, lanes: tuple[Lane, ...], problem: ConcurrentProblem) -> None:
     """The computation is called once, on the compute lane, and so is each collective that is not described, on one lane."""
-    found = [(lane, step) for lane in lanes for step in lane.steps if isinstance(step, UserCall)]
+    found = [(lane, step) for lane in lanes for step in steps_of(UserCall, [lane])]
     computing = [lane for lane, step in found if step.collective is None]
     if len(computing) != 1 or computing[0].kind != "compute":
         where = ", ".join(f"{lane.name} of kind {lane.kind}" for lane in computing) or "no lane"
@@ -64,12 +64,12 @@ def _check_lanes(rank: int, lanes: tuple[Lane, ...]) -> None:
         )
     for lane in lanes:
         for position, step in enumerate(lane.steps):
-            if (lane.kind in ("compute", "network")) != (_is_vendors(step) or isinstance(step, UserCall)):
+            if (lane.kind in ("compute", "network")) != isinstance(step, (Collective, UserCall)):
                 raise ScheduleError(
                     f"rank {rank}, lane {lane.name}, step {position} ({step}): lanes of kind compute and network have NCCL's "
                     "collectives and calls of the user's own, and other lanes have all other steps"
                 )
-    at = next(at for at, lane in enumerate(lanes) if any(map(_is_computation, lane.steps)))
+    at = next(at for at, lane in enumerate(lanes) if any(call.collective is None for call in steps_of(UserCall, [lane])))
     if len({(lane.priority, lanes.index(lane) > at) for lane in moving}) > 1:
         raise ScheduleError(
             f"rank {rank} has lanes {_names(moving)}, which are enqueued together; give all the same priority, and list all "
@@ -94,11 +94,7 @@ def _check_blocks(schedule: Schedule) -> None:
 
 
 def _is_vendors(step: Step) -> bool:
-    return isinstance(step, Collective) or (isinstance(step, UserCall) and step.collective is not None)
-
-
-def _is_computation(step: Step) -> bool:
-    return isinstance(step, UserCall) and step.collective is None
+    return isinstance(step, Collective) or bool(collective_numbers(step))
 
 
 def _names(lanes: list[Lane]) -> str:

@@ -20,13 +20,13 @@ call of p behind it.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from weft.checker.program import CompiledSchedule, Do, Op, ScheduleError, overlap
 from weft.checker.shapes import region_fault
 from weft.core.fused_collective import SpelledOut, protocol
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, RaggedProblem
-from weft.core.schedule import FusedCollective, Region, Schedule
+from weft.core.schedule import FusedCollective, Region, Schedule, steps_of
 
 MOST_COPIES = 16
 """Three are enough. The proof looks at so many calls, so that a schedule may not name any number."""
@@ -128,7 +128,7 @@ def _overlap(one: Region, other: Region) -> bool:
 
 def check_mailboxes(schedule: Schedule) -> None:
     """Raises ScheduleError if a place could be written before it is empty."""
-    for step in {step for rank, _, _, step in schedule if rank == 0 and isinstance(step, FusedCollective)}:
+    for step in set(steps_of(FusedCollective, chain(*schedule.ranks[:1]))):
         late = written_too_early(step, schedule.problem.world_size)
         if late:
             raise ScheduleError(f"mailbox {step.mailbox} of {schedule.name} has {step.copies} copies: {late}")

@@ -16,11 +16,13 @@ ended the call before. So what a call does to segments comes after all that the 
 
 from __future__ import annotations
 
+from typing import ClassVar, NoReturn
+
 from weft.checker.content import Cells, Content
 from weft.checker.effects import Effects
 from weft.checker.memory import Constant, Given, Memory, Places
 from weft.checker.program import Access, Action, Do, Op, Rect, ScheduleError
-from weft.checker.structure import Compiler
+from weft.checker.structure import Compiler, as_kernel
 from weft.core.fused_collective import SpelledOut
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import (
@@ -35,6 +37,7 @@ from weft.core.schedule import (
     Signal,
     Step,
     Wait,
+    steps_of,
 )
 
 COUNTS = "counts"
@@ -68,27 +71,25 @@ class RaggedCompiler(Compiler):
         kinds = [lane.kind for lane in lanes]
         if not kinds or set(kinds) - {"compute", "blocks"}:
             raise ScheduleError(f"rank {rank} has lanes of kinds {kinds}; use one of kind compute, others of kind blocks")
-        if sum(isinstance(step, ShareCounts) for lane in lanes for step in lane.steps) > 1:
+        if len(list(steps_of(ShareCounts, lanes))) > 1:
             raise ScheduleError(f"rank {rank} shares its counts in several steps; use one")
         return super().lanes(rank, lanes)
 
-    def op(self, step: Step) -> Op:
-        if not isinstance(step, (Wait, Signal, ShareCounts, SegmentCopies, GroupedGemm)):
-            self.fail(f"{self.ragged.op} has no such step")
-        return super().op(step)
+    def no_such_step(self, step: Step) -> NoReturn:
+        self.fail(f"{self.ragged.op} has no such step")
 
     def gate(self, wait: Wait) -> tuple[int, int]:
         if wait.at_least != 1:
             self.fail(f"it waits for {wait.flag} of another call; with row counts on devices, use at_least=1")
         return super().gate(wait)
 
-    def kernel(self, step: Step) -> tuple[Action, ...]:
-        if isinstance(step, ShareCounts):
-            # It writes and signals everywhere before it waits: the gates are those of an action that touches nothing.
-            waiting = Action(Do.WAIT, tuple(map(self.gate, step.gates)), -1, (), None, False, 1, (), None)
-            return *map(self.shared_count, step.flags), waiting
-        assert isinstance(step, (SegmentCopies, GroupedGemm))
-        if not any(isinstance(other, ShareCounts) for other in self.lane.steps):
+    def share(self, step: ShareCounts) -> tuple[Action, ...]:
+        """It writes and signals everywhere before it waits: the gates are those of an action that touches nothing."""
+        waiting = Action(Do.WAIT, tuple(map(self.gate, step.gates)), -1, (), None, False, 1, (), None)
+        return *map(self.shared_count, step.flags), waiting
+
+    def segments(self, step: SegmentCopies | GroupedGemm) -> tuple[Action, ...]:
+        if not any(steps_of(ShareCounts, [self.lane])):
             self.fail("it needs the counts of its call; put it on the lane that shares them")
         return tuple(map(self.part, step.parts))
 
@@ -100,7 +101,7 @@ class RaggedCompiler(Compiler):
         return Action(Do.COPY, (), number, (), write, False, 1, (), write)
 
     def part(self, part: SegmentCopy | SegmentProduct) -> Action:
-        source, target = (part.src, part.dst) if isinstance(part, SegmentCopy) else (part.a, part.out)
+        source, target = part.ends
         self.check_part(part, source, target)
         read, write = self.segment(source), self.segment(target)
         self.disjoint((read,), write)
@@ -139,6 +140,14 @@ class RaggedCompiler(Compiler):
 
     def words(self, access: Access) -> str:
         return _words(self.ragged, self.memories[access[0]], access[1])
+
+    STEPS: ClassVar = {
+        **dict.fromkeys(Compiler.STEPS, no_such_step),
+        Wait: Compiler.waiting,
+        Signal: Compiler.signal,
+        ShareCounts: as_kernel(share),
+        **dict.fromkeys((SegmentCopies, GroupedGemm), as_kernel(segments)),
+    }
 
 
 def _words(problem: RaggedProblem, memory: tuple[str, int], rect: Rect) -> str:

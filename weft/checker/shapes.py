@@ -6,11 +6,11 @@ Each rule hands back what is wrong, in words, or an empty text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from weft.checker.program import ScheduleError
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem
-from weft.core.schedule import Bags, Buffer, Collective, Gemm, Part, Region, Schedule, SendReceive, Sum
+from weft.core.schedule import Bags, Buffer, Collective, Gemm, Part, Region, Schedule, SendReceive, Sum, steps_of
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -215,12 +215,11 @@ def check_collectives(schedule: Schedule) -> None:
     """Every rank runs the same collectives in the same order, on one lane. Raises ScheduleError."""
     first: list[tuple[str, int, int]] = []
     for rank, lanes in enumerate(schedule.ranks):
-        users = [lane for lane in lanes if any(isinstance(s, Collective) for s in lane.steps)]
+        users = [lane for lane in lanes if any(steps_of(Collective, [lane]))]
         if len(users) > 1:
             names = ", ".join(u.name for u in users)
             raise ScheduleError(f"rank {rank} has collectives on lanes {names}; one lane must run them all")
-        steps = [s for lane in users for s in lane.steps if isinstance(s, Collective)]
-        mine: list[tuple[str, int, int]] = [(s.op, _common_columns(s), s.divide_by) for s in steps]
+        mine: list[tuple[str, int, int]] = [(s.op, _common_columns(s), s.divide_by) for s in steps_of(Collective, users)]
         first = mine if rank == 0 else first
         if mine != first:
             theirs, ours = ([f"{op} of {cols} columns" for op, cols, _ in ops] for ops in (first, mine))
@@ -253,17 +252,17 @@ def check_messages(schedule: Schedule) -> None:
     sent: dict[tuple[int, int], list[Message]] = {}
     received: dict[tuple[int, int], list[Message]] = {}
     for rank, lanes in enumerate(schedule.ranks):
-        users = [lane.name for lane in lanes if any(isinstance(step, SendReceive) for step in lane.steps)]
+        users = [lane.name for lane in lanes if any(steps_of(SendReceive, [lane]))]
         if len(users) > 1:
             raise ScheduleError(f"rank {rank} sends and receives on lanes {', '.join(users)}; one lane must do it all")
-        for step in (step for lane in lanes for step in lane.steps if isinstance(step, SendReceive)):
+        for step in steps_of(SendReceive, lanes):
             for send in step.sends:
                 sent.setdefault((rank, send.to), []).append(_message(schedule, send.src))
             for receive in step.receives:
                 received.setdefault((receive.source, rank), []).append(_message(schedule, receive.dst))
     for src, dst in sorted({*sent, *received}):
         _check_pair(src, dst, sent.get((src, dst), []), received.get((src, dst), []))
-    if sent and any(isinstance(step, Collective) for *_, step in schedule):
+    if sent and any(steps_of(Collective, chain(*schedule.ranks))):
         raise ScheduleError("the schedule has messages and a vendor's collective; two communicators at once could deadlock")
 
 

@@ -6,8 +6,9 @@ touches memory it may not, or waits for what can never come; else it hands back 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from weft.checker.program import Access, Action, CompiledSchedule, Do, Op, Place, ScheduleError, area, overlap, words
 from weft.checker.shapes import (
@@ -29,13 +30,16 @@ from weft.core.schedule import (
     Copy,
     Flag,
     Gemm,
+    GroupedGemm,
     Lane,
     Lookup,
     Part,
     Push,
     Reduce,
     Region,
+    SegmentCopies,
     SendReceive,
+    ShareCounts,
     Signal,
     Step,
     Store,
@@ -72,6 +76,11 @@ def compile_schedule(compiler: Compiler) -> CompiledSchedule:
     )
 
 
+def as_kernel(actions_of: Callable[[Any, Any], tuple[Action, ...]]) -> Callable[[Any, Any], Op]:
+    """A step that is one kernel, of these actions."""
+    return lambda compiler, step: compiler.kernel(step, actions_of)
+
+
 class Compiler:
     """Walks the steps in order; `rank`, `lane`, `position`, `step` are where it is."""
 
@@ -101,46 +110,40 @@ class Compiler:
         ops = []
         for position, step in enumerate(lane.steps):
             self.position, self.step = position, step
-            ops.append(self.op(step))
+            ops.append(self.STEPS[type(step)](self, step))
         return tuple(ops)
 
     def fail(self, text: str) -> NoReturn:
         where = words(self.spelled_out, self.rank, self.lane.name, self.position, str(self.step))
         raise ScheduleError(f"{where}: {text}")
 
-    def op(self, step: Step) -> Op:
-        kind = type(step)
-        if kind is Wait:
-            return Op(_WAIT, *self.gate(step))  # type: ignore[arg-type]
-        if kind is Signal:
-            return Op(_SIGNAL, self.advance(step.flag))  # type: ignore[union-attr]
-        if kind is SendReceive:
-            return self.messages(step)  # type: ignore[arg-type]
-        if kind is UserCall:
-            self.fail("a call of the user's own is for a ConcurrentProblem; this problem has none")
-        if self.lane.kind == "network":
-            self.fail("a network lane runs sends and receives, waits and signals; this step needs another lane")
-        if kind is Copy:
-            return self.copy(step)  # type: ignore[arg-type]
+    def waiting(self, step: Wait) -> Op:
+        return Op(_WAIT, *self.gate(step))
+
+    def signal(self, step: Signal) -> Op:
+        return Op(_SIGNAL, self.advance(step.flag))
+
+    def call(self, step: UserCall) -> NoReturn:
+        self.fail("a call of the user's own is for a ConcurrentProblem; this problem has none")
+
+    def on_sms(self) -> bool:
+        """Whether the lane, which must be one for kernels, takes the SMs that it runs on from others."""
+        self.off_network()
         if self.lane.kind == "copy":
             self.fail("a copy engine runs copies, waits and signals; this step needs a lane of kind compute or blocks")
-        on_sms = self.lane.kind == "compute"
-        if kind is Collective:
-            return Op(_COLLECTIVE, actions=(self.collective(step),), needs_sms=on_sms)  # type: ignore[arg-type]
-        actions = self.kernel(step)
+        return self.lane.kind == "compute"
+
+    def off_network(self) -> None:
+        if self.lane.kind == "network":
+            self.fail("a network lane runs sends and receives, waits and signals; this step needs another lane")
+
+    def kernel(self, step: Step, actions_of: Callable[[Any, Any], tuple[Action, ...]]) -> Op:
+        on_sms, actions = self.on_sms(), actions_of(self, step)
         previous = dict.fromkeys(flag for action in actions for flag, at_least in action.waits if not at_least)
         return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.waits for a in actions), previous=tuple(previous))
 
-    def kernel(self, step: Step) -> tuple[Action, ...]:
-        if isinstance(step, Push):
-            return self.push(step)
-        if isinstance(step, Gemm):
-            return self.gemm(step)
-        if isinstance(step, Reduce):
-            return self.reduce(step)
-        if not isinstance(step, Lookup):
-            self.fail("its row counts live on devices; only a RaggedProblem has such")
-        return tuple([self.bags(part) for part in step.parts])
+    def counts_on_devices(self, step: ShareCounts | SegmentCopies | GroupedGemm) -> NoReturn:
+        self.fail("its row counts live on devices; only a RaggedProblem has such")
 
     def number(self, flag: Flag) -> int:
         known = self.numbers.get(flag)
@@ -203,6 +206,7 @@ class Compiler:
                 self.fail(f"{region} holds float32 partial sums; this operand must be of the problem's dtype")
 
     def copy(self, step: Copy) -> Op:
+        self.off_network()
         read, write = self.access(step.src), self.access(step.dst, write=True)
         if step.src.shape != step.dst.shape:
             self.fail(f"{step.src} has shape {step.src.shape}, {step.dst} has {step.dst.shape}; a copy needs them equal")
@@ -289,6 +293,9 @@ class Compiler:
             self.fail(fault)
         return self.action(_ADD, srcs, out, part.gates, part.count, divide_by=divide_by)
 
+    def lookup(self, step: Lookup) -> tuple[Action, ...]:
+        return tuple([self.bags(part) for part in step.parts])
+
     def bags(self, part: Bags) -> Action:
         bags, out = self.access(part.bags, remote=False), self.access(part.out, write=True)
         fault = bags_fault(part, self.problem, self.rank)
@@ -320,7 +327,8 @@ class Compiler:
             return Action(_COPY, (), -1, (access,), None, False, 1, (shared,) if shared else (), None)
         return Action(_COPY, (), -1, (), access, False, 1, (), shared)
 
-    def collective(self, step: Collective) -> Action:
+    def collective(self, step: Collective) -> Op:
+        on_sms = self.on_sms()
         src, dst = self.access(step.src, remote=False), self.access(step.dst, write=True, remote=False)
         if step.divide_by < 1:
             self.fail(f"divide_by is {step.divide_by}; it must be at least 1")
@@ -328,7 +336,8 @@ class Compiler:
         if fault:
             self.fail(fault)
         self.narrow(step.src, step.dst)
-        return self.action(_COLLECTS[step.op], (src,), dst, divide_by=step.divide_by, collective=True)
+        action = self.action(_COLLECTS[step.op], (src,), dst, divide_by=step.divide_by, collective=True)
+        return Op(_COLLECTIVE, actions=(action,), needs_sms=on_sms)
 
     def action(
         self,
@@ -381,3 +390,18 @@ class Compiler:
         rank, index, position = place
         lane = self.schedule.ranks[rank][index]
         return words(self.spelled_out, rank, lane.name, position, str(lane.steps[position]))
+
+    STEPS: ClassVar[dict[type, Callable[[Any, Any], Op]]] = {
+        Wait: waiting,
+        Signal: signal,
+        Copy: copy,
+        Push: as_kernel(push),
+        Gemm: as_kernel(gemm),
+        Reduce: as_kernel(reduce),
+        Lookup: as_kernel(lookup),
+        Collective: collective,
+        SendReceive: messages,
+        UserCall: call,
+        **dict.fromkeys((ShareCounts, SegmentCopies, GroupedGemm), as_kernel(counts_on_devices)),
+    }
+    """By type of step, itself as numbers. A FusedCollective is spelled out before."""

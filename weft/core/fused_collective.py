@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from weft.core.problem import Span1D, split
 from weft.core.schedule import (
@@ -38,6 +39,7 @@ from weft.core.schedule import (
     Step,
     Sum,
     Wait,
+    steps_of,
 )
 
 
@@ -67,7 +69,7 @@ class SpelledOut:
 
 def spelled_out(schedule: Schedule) -> SpelledOut:
     """The schedule as steps that need no kernel of a FusedCollective. The schedule itself where it has none."""
-    if not any(isinstance(step, FusedCollective) for lanes in schedule.ranks for lane in lanes for step in lane.steps):
+    if not any(steps_of(FusedCollective, chain(*schedule.ranks))):
         return SpelledOut(schedule, schedule)
     scratch: dict[str, _Scratch] = {}
     kernels: dict[tuple[int, str], dict[Span1D, FusedCollective]] = {}

@@ -622,6 +622,7 @@ class Named(NamedTuple):
     segments: Callable[[Any], tuple[Segment, ...]] = _nothing
     waits: Callable[[Any], tuple[Wait, ...]] = _nothing
     advances: Callable[[Any], tuple[Flag, ...]] = _nothing
+    collectives: Callable[[Any], tuple[int, ...]] = _nothing
 
 
 _SEGMENTS = Named(segments=_of_parts(attrgetter("ends")), waits=_of_parts(attrgetter("gates")), advances=_counts)
@@ -640,7 +641,7 @@ NAMED: dict[type, Named] = {
     Collective: Named(attrgetter("src", "dst")),
     FusedCollective: Named(lambda step: (*step.factors, *step.addends, step.out)),
     SendReceive: Named(lambda step: (*(send.src for send in step.sends), *(receive.dst for receive in step.receives))),
-    UserCall: Named(),
+    UserCall: Named(collectives=lambda step: () if step.collective is None else (step.collective,)),
     ShareCounts: Named(waits=attrgetter("gates"), advances=attrgetter("flags")),
     SegmentCopies: _SEGMENTS,
     GroupedGemm: _SEGMENTS,
@@ -666,6 +667,11 @@ def segments(step: Step) -> tuple[Segment, ...]:
 def regions(step: Step) -> tuple[Region, ...]:
     """Every region that a step reads or writes."""
     return NAMED[type(step)].regions(step)
+
+
+def collective_numbers(step: Step) -> tuple[int, ...]:
+    """The collectives of a ConcurrentProblem that a step names by their number."""
+    return NAMED[type(step)].collectives(step)
 
 
 def steps_of(kind: type[T], lanes: Iterable[Lane]) -> Iterator[T]:

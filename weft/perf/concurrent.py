@@ -13,11 +13,13 @@ Sums of what copy engines bring are those of `weft.perf.kernels`, on the blocks 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from weft.core.concurrent import ConcurrentProblem, number_of
 from weft.core.machine import Machine
-from weft.core.schedule import Collective, Lane, Reduce, Schedule, Step, UserCall
+from weft.core.schedule import Collective, Lane, Reduce, Schedule, UserCall, steps_of
 from weft.perf import kernels
 from weft.perf.terms import alone_us
 from weft.perf.transfers import meet
@@ -39,20 +41,22 @@ def computation_us(problem: ConcurrentProblem) -> float:
     return problem.compute_us
 
 
-def step(world: World, rank: int, lane: Lane, step: UserCall | Collective | Reduce) -> Process:
-    """A step that differs beside a user's computation."""
+def _problem(world: World) -> ConcurrentProblem:
     problem = world.schedule.problem
     assert isinstance(problem, ConcurrentProblem)
-    if isinstance(step, Reduce):
-        blocks = lane.ctas or next(one.sms for _, one in problem.known)
-        with _holding(world, rank, -(-blocks // world.machine.kernels.sums), 1.0):
-            yield from kernels.reduce(world, rank, step, blocks)
-    elif isinstance(step, UserCall) and step.collective is None:
-        yield from _compute(world, rank, step, computation_us(problem))
-    else:
-        number = step.collective if isinstance(step, UserCall) else number_of(step.src.buffer)
-        assert number is not None
-        yield from _communicate(world, rank, lane, step, alone_us(problem, world.machine)[number])
+    return problem
+
+
+def _reduce(world: World, rank: int, lane: Lane, step: Reduce) -> Process:
+    blocks = lane.ctas or next(one.sms for _, one in _problem(world).known)
+    with _holding(world, rank, -(-blocks // world.machine.kernels.sums), 1.0):
+        yield from kernels.reduce(world, rank, step, blocks)
+
+
+def _call(world: World, rank: int, lane: Lane, step: UserCall) -> Process:
+    if step.collective is None:
+        return _compute(world, rank, step, computation_us(_problem(world)))
+    return _communicate(world, rank, lane, step.collective)
 
 
 def _compute(world: World, rank: int, step: UserCall, us: float) -> Process:
@@ -63,9 +67,10 @@ def _compute(world: World, rank: int, step: UserCall, us: float) -> Process:
     world.kernels[rank] += world.now - start
 
 
-def _communicate(world: World, rank: int, lane: Lane, step: Collective | UserCall, us: float) -> Process:
+def _communicate(world: World, rank: int, lane: Lane, number: int) -> Process:
     """All ranks come to it, as to any of the vendor's, and it holds its SMs meanwhile."""
     machine = world.machine
+    us = alone_us(_problem(world), machine)[number]
     usual = min(machine.collective_sms or machine.stores.sms, machine.gpu.sms - 1)
     blocks = lane.ctas or usual
     slower = max(1.0, machine.stores.rate(usual) / machine.stores.rate(blocks))
@@ -92,10 +97,12 @@ def _holding(world: World, rank: int, sms: int, waiting: float) -> AbstractConte
 
 
 def _left(schedule: Schedule, rank: int) -> int:
-    steps = (step for lane in schedule.ranks[rank] for step in lane.steps)
-    return next((one.left for one in steps if isinstance(one, UserCall) and one.collective is None), 0)
+    return next((one.left for one in steps_of(UserCall, schedule.ranks[rank]) if one.collective is None), 0)
 
 
-def differs(schedule: Schedule, step: Step) -> bool:
-    """Whether `step` is what simulates it."""
-    return isinstance(step, (UserCall, Collective, Reduce)) and isinstance(schedule.problem, ConcurrentProblem)
+STEPS: dict[type, Callable[[World, int, Lane, Any], Process]] = {
+    UserCall: _call,
+    Collective: lambda world, rank, lane, step: _communicate(world, rank, lane, number_of(step.src.buffer)),
+    Reduce: _reduce,
+}
+"""By type of step, those that differ beside a user's computation."""

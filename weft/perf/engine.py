@@ -22,11 +22,13 @@ profile says by how much (weft.perf.contention).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
 from weft.core.machine import Machine, as_machine
 from weft.core.problem import CollectiveProblem, Span1D
@@ -49,7 +51,7 @@ from weft.core.schedule import (
     Wait,
 )
 from weft.core.span import Span
-from weft.core.work import continued, span
+from weft.core.work import WORK, continued, span
 from weft.perf import concurrent, kernels, lookups, messages, ragged, transfers
 from weft.perf.network import Carried, Resource
 from weft.perf.terms import taken_sms
@@ -161,12 +163,13 @@ def _lane(world: World, rank: int, place: int, lane: Lane, at: dict[tuple[int, s
     kernels = world.spelled_out.of_lane(rank, lane.name)
     along, launched = continued(lane, kernels), _launched(lane, kernels)
     inner = world.within_a_kernel() if along else world
+    steps = STEPS_BESIDE if isinstance(world.schedule.problem, ConcurrentProblem) else STEPS
     for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
         start = world.now
         if position in launched:
             yield world.env.timeout(ns(world.machine.launch_us))
-        yield from _step(inner if position in along | launched else world, rank, lane, step)
+        yield from steps[type(step)](inner if position in along | launched else world, rank, lane, step)
         if position == len(lane.steps) - 1 and lane.kind == "copy" and world.machine.fork_us:
             yield world.env.timeout(ns(world.machine.fork_us))
         world.ran.append(Place(start, world.now, rank, place, position))
@@ -176,34 +179,39 @@ def _lane(world: World, rank: int, place: int, lane: Lane, at: dict[tuple[int, s
 
 def _launched(lane: Lane, kernels: Mapping[Span1D, FusedCollective]) -> frozenset[int]:
     """Positions of steps that begin a persistent kernel, and are none of those that pay a launch by themselves."""
-    return frozenset(low for low, _ in kernels if isinstance(lane.steps[low], (Wait, Signal, SendReceive)))
+    return frozenset(low for low, _ in kernels if WORK[type(lane.steps[low])].kind in ("wait", "signal", "message"))
 
 
-def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
-    if concurrent.differs(world.schedule, step):
-        yield from concurrent.step(world, rank, lane, step)  # type: ignore[arg-type]
-    elif isinstance(step, Wait):
-        waited = yield from world.wait(step)
-        wake_us = world.machine.wake_us if waited and lane.kind == "copy" else None
-        yield world.env.timeout(ns(world.machine.flag_us + (wake_us or 0.0)))
-    elif isinstance(step, Signal):
-        yield world.env.timeout(ns(world.machine.flag_us))
-        world.post(rank, step.flag)
-    elif isinstance(step, Copy):
-        yield from transfers.copy(world, rank, lane.kind, step)
-    elif isinstance(step, Push):
-        yield from transfers.push(world, rank, lane.kind, step)
-    elif isinstance(step, Gemm):
-        yield from kernels.gemm(world, rank, step)
-    elif isinstance(step, Reduce):
-        sms = world.schedule.problem.sms if isinstance(world.schedule.problem, CollectiveProblem) else None
-        yield from kernels.reduce(world, rank, step, sms)
-    elif isinstance(step, Lookup):
-        yield from lookups.lookup(world, rank, step)
-    elif isinstance(step, (ShareCounts, SegmentCopies, GroupedGemm)):
-        yield from ragged.step_of_counts(world, rank, step)
-    elif isinstance(step, SendReceive):
-        yield from messages.send_receive(world, rank, step)
-    else:
-        assert isinstance(step, Collective), step
-        yield from transfers.collective(world, rank, step)
+def _wait(world: World, rank: int, lane: Lane, step: Wait) -> Process:
+    waited = yield from world.wait(step)
+    wake_us = world.machine.wake_us if waited and lane.kind == "copy" else None
+    yield world.env.timeout(ns(world.machine.flag_us + (wake_us or 0.0)))
+
+
+def _signal(world: World, rank: int, lane: Lane, step: Signal) -> Process:
+    yield world.env.timeout(ns(world.machine.flag_us))
+    world.post(rank, step.flag)
+
+
+def _reduce(world: World, rank: int, lane: Lane, step: Reduce) -> Process:
+    sms = world.schedule.problem.sms if isinstance(world.schedule.problem, CollectiveProblem) else None
+    return kernels.reduce(world, rank, step, sms)
+
+
+STEPS: dict[type, Callable[[World, int, Lane, Any], Process]] = {
+    Wait: _wait,
+    Signal: _signal,
+    Copy: lambda world, rank, lane, step: transfers.copy(world, rank, lane.kind, step),
+    Push: lambda world, rank, lane, step: transfers.push(world, rank, lane.kind, step),
+    Gemm: lambda world, rank, lane, step: kernels.gemm(world, rank, step),
+    Reduce: _reduce,
+    Lookup: lambda world, rank, lane, step: lookups.lookup(world, rank, step),
+    Collective: lambda world, rank, lane, step: transfers.collective(world, rank, step),
+    SendReceive: lambda world, rank, lane, step: messages.send_receive(world, rank, step),
+    ShareCounts: lambda world, rank, lane, step: ragged.step_of_counts(world, rank, step),
+    SegmentCopies: lambda world, rank, lane, step: ragged.step_of_counts(world, rank, step),
+    GroupedGemm: lambda world, rank, lane, step: ragged.step_of_counts(world, rank, step),
+}
+"""By type of step, what it does on a rank and a lane. A FusedCollective is spelled out before."""
+STEPS_BESIDE = {**STEPS, **concurrent.STEPS}
+"""The same beside a user's computation."""

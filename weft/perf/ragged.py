@@ -13,9 +13,10 @@ open. Each expert's b is read from memory once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import GroupedGemm, Segment, SegmentCopies, SegmentCopy, SegmentProduct, ShareCounts
@@ -40,12 +41,7 @@ def step_of_counts(world: World, rank: int, step: ShareCounts | SegmentCopies | 
     """One step of a RaggedProblem: a launch, then what it does."""
     start = world.now
     yield world.env.timeout(ns(world.machine.launch_us))
-    if isinstance(step, ShareCounts):
-        yield from _share(world, rank, step)
-    elif isinstance(step, SegmentCopies):
-        yield from _copy(world, rank, step.parts, world.free_sms[rank])
-    else:
-        yield from _multiply(world, rank, step)
+    yield from _STEPS[type(step)](world, rank, step)
     world.kernels[rank] += world.now - start
 
 
@@ -140,3 +136,10 @@ def _shares(world: World, products: Sequence[SegmentProduct], tiles: int) -> Ite
         share = tiles * here // max(1, sum(rows)) - given
         given += share
         yield share
+
+
+_STEPS: dict[type, Callable[[World, int, Any], Process]] = {
+    ShareCounts: _share,
+    SegmentCopies: lambda world, rank, step: _copy(world, rank, step.parts, world.free_sms[rank]),
+    GroupedGemm: _multiply,
+}

@@ -141,17 +141,12 @@ def _uneven(problem: RaggedProblem) -> bool:
     return bool(min(problem.capacity, problem.m) % (problem.world_size * problem.experts))
 
 
-_WITHOUT_WAITS = frozenset((Signal, Copy, Push))
-
-
 def _flags(lanes: tuple[Any, ...]) -> dict[Flag, int]:
     """The flags that a rank waits for, numbered in the order in which it comes to them."""
     found: dict[Flag, int] = {}
     for lane in lanes:
         for step in lane.steps:
-            if type(step) in _WITHOUT_WAITS:
-                continue
-            for wait in (step,) if isinstance(step, Wait) else waits(step):
+            for wait in waits(step):
                 found.setdefault(wait.flag, len(found))
     return found
 

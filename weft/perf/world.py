@@ -17,7 +17,7 @@ import simpy
 
 from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
-from weft.core.schedule import Copy, Flag, Gemm, Lane, LaneKind, Schedule, Step, Wait
+from weft.core.schedule import Copy, Flag, Gemm, Lane, LaneKind, Schedule, Step, Wait, steps_of
 from weft.core.work import is_plain
 from weft.perf.network import Fabric, Resource
 from weft.perf.rotation import rotation
@@ -34,13 +34,12 @@ def ns(us: float) -> int:
 
 def _alone(schedule: Schedule, rank: int) -> bool:
     """Whether none of weft's kernels multiplies on a rank."""
-    steps = (step for lane in schedule.ranks[rank] for step in lane.steps)
-    return all(is_plain(part, rank) for step in steps if isinstance(step, Gemm) for part in step.parts)
+    return all(is_plain(part, rank) for step in steps_of(Gemm, schedule.ranks[rank]) for part in step.parts)
 
 
 def _rounds(lane: Lane) -> int:
     """How often a lane of copies comes to the same peer, if it goes to several in turns."""
-    pairs = [(step.src.rank, step.dst.rank) for step in lane.steps if isinstance(step, Copy) and lane.kind == "copy"]
+    pairs = [(step.src.rank, step.dst.rank) for step in steps_of(Copy, [lane] if lane.kind == "copy" else [])]
     times = Counter(pair for pair in pairs if pair[0] != pair[1])
     return max(times.values()) if len(times) > 1 else 1
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from weft.core.fused_collective import spelled_out
 from weft.core.machine import AlphaBeta, Machine, Tile
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.core.schedule import Copy, Push, Reduce, Schedule
+from weft.core.schedule import Copy, Push, Reduce, Schedule, steps_of
 from weft.perf import run
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.sizes import FEATURES, Feature, sizes
@@ -105,8 +106,10 @@ def signature(schedule: Schedule, machine: Machine, whole: Candidate | None = No
 def _moves(schedule: Schedule) -> bool:
     """Whether kernels of the compute lane move data by themselves: their time is no matmul's."""
     schedule = spelled_out(schedule).schedule
-    copies = any(isinstance(step, (Copy, Push)) and lane.kind == "compute" for _, lane, _, step in schedule)
-    sums = (part for _, _, _, step in schedule if isinstance(step, Reduce) for part in step.parts)
+    lanes = list(chain(*schedule.ranks))
+    computing = [lane for lane in lanes if lane.kind == "compute"]
+    copies = any(steps_of(Copy, computing)) or any(steps_of(Push, computing))
+    sums = (part for step in steps_of(Reduce, lanes) for part in step.parts)
     return copies or any(src.rank != part.out.rank for part in sums for src in part.srcs)
 
 

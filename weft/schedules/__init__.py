@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem, RaggedProblem
-from weft.core.schedule import Gemm, Push, Schedule
+from weft.core.schedule import Gemm, Push, Schedule, steps_of
 from weft.core.work import is_plain
 from weft.schedules import all_gather_matmul as ag
 from weft.schedules import all_to_all_columns_matmul as beside
@@ -437,11 +438,9 @@ def _runs_as_priced(name: str, problem: Problem) -> bool:
     tiles wait, count or store, does not run, nor does the kernel that pushes chunks: such steps go part by part."""
     if problem.dtype != "float32" or problem.op in (*LOOKUP_OPS, *COLLECTIVE_OPS) or name == "sequential":
         return True
-    steps = [step for _, _, _, step in build(problem, name, 1)]
-    return not any(
-        isinstance(step, Push) or (isinstance(step, Gemm) and any(not is_plain(part, step.b.rank) for part in step.parts))
-        for step in steps
-    )
+    lanes = list(chain(*build(problem, name, 1).ranks))
+    plain = (is_plain(part, step.b.rank) for step in steps_of(Gemm, lanes) for part in step.parts)
+    return not any(steps_of(Push, lanes)) and all(plain)
 
 
 def distinct(problem: Problem, named: Iterable[str], *, fan_out: bool = False, most: int | None = None) -> list[Schedule]:

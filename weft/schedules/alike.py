@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 from weft.core.schedule import Flag, Gemm, Region, Schedule
 
@@ -64,10 +65,9 @@ def _where(part: object) -> object:
     return part.rank if isinstance(part, Flag) else None
 
 
-def _joints(step: object) -> list[tuple[bool, bool]]:
+def _joints(step: Any) -> list[tuple[bool, bool]]:
     """Of each two parts in a row, whether their rows of a, and of the product, lie together: else a vendor's matmul needs them
     gathered, or scattered."""
-    assert isinstance(step, Gemm)
     return [(a.a.rows[1] == b.a.rows[0], a.out.rows[1] == b.out.rows[0]) for a, b in pairwise(step.parts)]
 
 

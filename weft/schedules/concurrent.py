@@ -34,6 +34,7 @@ from weft.core.schedule import (
     Step,
     UserCall,
     advances,
+    collective_numbers,
     regions,
     waits,
 )
@@ -319,8 +320,7 @@ def _place(lane: Lane) -> tuple[str, Any]:
 
 def numbers(step: Step) -> Iterator[int]:
     """Of the collectives that a step belongs to."""
-    if isinstance(step, UserCall):
-        yield from () if step.collective is None else (step.collective,)
+    yield from collective_numbers(step)
     yield from (number_of(region.buffer) for region in regions(step))
     yield from (number_of(wait.flag.name) for wait in waits(step))
     yield from (number_of(flag.name) for flag in advances(step))

@@ -15,10 +15,11 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import LOOKUP_OPS, Problem
-from weft.core.schedule import Gemm, Schedule
+from weft.core.schedule import Gemm, Schedule, steps_of
 from weft.core.span import Kind, Span
 from weft.planner.signature import Signature
 from weft.runtime.ranks import Ranks
@@ -87,11 +88,12 @@ def _pieces_us(schedule: Schedule, pool: Ranks) -> float:
 
 def _shapes(schedule: Schedule, rank: int) -> Counter[tuple[int, int, int]]:
     """M, N, K of the rank's matmuls that have elements."""
-    steps = [step for lane in spelled_out(schedule).schedule.ranks[rank] for step in lane.steps if isinstance(step, Gemm)]
+    steps = steps_of(Gemm, spelled_out(schedule).schedule.ranks[rank])
     shapes = ((sum(part.a.shape[0] for part in step.parts), step.b.shape[1], step.b.shape[0]) for step in steps)
     return Counter(shape for shape in shapes if all(shape))
 
 
 def _waits(schedule: Schedule) -> bool:
     """Whether a matmul's span may hold a wait."""
-    return any(part.waits for _, _, _, step in spelled_out(schedule).schedule if isinstance(step, Gemm) for part in step.parts)
+    steps = steps_of(Gemm, chain(*spelled_out(schedule).schedule.ranks))
+    return any(part.waits for step in steps for part in step.parts)

@@ -7,8 +7,10 @@ part. Used by `weft.timeline`, which draws the lines.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 
 from weft.core.fused_collective import SpelledOut
 from weft.core.schedule import (
@@ -16,7 +18,6 @@ from weft.core.schedule import (
     Collective,
     Copy,
     Flag,
-    FusedCollective,
     Gemm,
     GroupedGemm,
     Lane,
@@ -181,95 +182,88 @@ def owners(schedule: Schedule) -> dict[Flag, Column]:
     return found
 
 
+@dataclass(slots=True)
+class _At:
+    """A lane under way: how many of its steps have been collectives; by pair of ranks, the messages of its earlier steps."""
+
+    schedule: Schedule
+    column: Column
+    meetings: Iterator[int] = field(default_factory=count)
+    sent: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def line(self, text: str, waits: tuple[Wait, ...] = (), signals: tuple[Flag, ...] = (), *, part: bool = False) -> Line:
+        return Line(self.column, text, waits, signals, part=part)
+
+
 def _lines(spelled_out: SpelledOut, rank: int, lane: Lane) -> list[Line]:
     """A line for each step, or part of one; and one above the steps of each FusedCollective."""
-    schedule, found = spelled_out.schedule, list[Line]()
-    column, meetings, sent = (rank, lane.name), 0, Counter[tuple[int, int]]()
+    at, found = _At(spelled_out.schedule, (rank, lane.name)), list[Line]()
     kernels = {low: (high, kernel) for (low, high), kernel in spelled_out.of_lane(rank, lane.name).items()}
     for position, step in enumerate(lane.steps):
         if position in kernels:
             high, kernel = kernels[position]
             found.append(
-                Line(column, f"one kernel, {kernel.op}, {kernel.hops} hop{'s' * (kernel.hops > 1)}: {high - position} steps")
+                at.line(f"one kernel, {kernel.op}, {kernel.hops} hop{'s' * (kernel.hops > 1)}: {high - position} steps")
             )
-        if isinstance(step, Wait):
-            found.append(Line(column, f"wait {words(step)}", waits=(step,)))
-        elif isinstance(step, Signal):
-            found.append(Line(column, f"signal {step.flag.name}[{step.flag.index}]", signals=(step.flag,)))
-        elif isinstance(step, Copy):
-            found.append(Line(column, f"copy {_move(schedule, rank, step.src, step.dst)}"))
-        elif isinstance(step, Collective):
-            found.append(Line(column, f"{step.op} {_move(schedule, rank, step.src, step.dst)}", meeting=meetings))
-            meetings += 1
-        elif isinstance(step, UserCall):
-            found.append(Line(column, str(step)))
-        elif isinstance(step, SendReceive):
-            found.append(Line(column, _messages(schedule, rank, step), ends=_ends(rank, step, sent)))
-        elif isinstance(step, ShareCounts):
-            found.append(Line(column, "share counts", signals=step.flags))
-            found.append(Line(column, "  counts of all ranks", step.gates, part=True))
-        elif isinstance(step, (SegmentCopies, GroupedGemm)):
-            found.append(Line(column, str(step)))
-            found += [Line(column, f"  {_segments(part)}", part.gates, _advanced(part), part=True) for part in step.parts]
-        else:
-            assert not isinstance(step, FusedCollective), "is spelled out"
-            found += _kernel(schedule, column, step)
+        found += LINES[type(step)](at, step)
     return found
 
 
-def _segments(part: SegmentCopy | SegmentProduct) -> str:
-    source, target = (part.src, part.dst) if isinstance(part, SegmentCopy) else (part.a, part.out)
-    return f"{source} -> {target}"
+def _collective(at: _At, step: Collective) -> list[Line]:
+    return [Line(at.column, f"{step.op} {_move(at, step.src, step.dst)}", meeting=next(at.meetings))]
 
 
-def _advanced(part: SegmentCopy | SegmentProduct) -> tuple[Flag, ...]:
-    return (part.count,) if part.count else ()
+def _share(at: _At, step: ShareCounts) -> list[Line]:
+    return [at.line("share counts", signals=step.flags), at.line("  counts of all ranks", step.gates, part=True)]
 
 
-def _ends(rank: int, step: SendReceive, seen: Counter[tuple[int, int]]) -> tuple[End, ...]:
-    """Its ends of messages. seen: by pair of ranks, those of earlier steps."""
-    found: list[End] = []
+def _segments(at: _At, step: SegmentCopies | GroupedGemm) -> list[Line]:
+    def line(part: SegmentCopy | SegmentProduct) -> Line:
+        source, target = part.ends
+        return at.line(f"  {source} -> {target}", part.gates, (part.count,) if part.count else (), part=True)
+
+    return [at.line(str(step)), *map(line, step.parts)]
+
+
+def _ends(at: _At, step: SendReceive) -> tuple[End, ...]:
+    """Its ends of messages."""
+    rank, found = at.column[0], list[End]()
     for src, dst, sent in [*((rank, s.to, True) for s in step.sends), *((r.source, rank, False) for r in step.receives)]:
-        found.append((src, dst, sent, seen[src, dst]))
-        seen[src, dst] += 1
+        found.append((src, dst, sent, at.sent[src, dst]))
+        at.sent[src, dst] += 1
     return tuple(found)
 
 
-def _messages(schedule: Schedule, rank: int, step: SendReceive) -> str:
+def _messages(at: _At, step: SendReceive) -> list[Line]:
     """What goes to whom, and what comes from whom."""
-    sent = [(_region(schedule, rank, send.src), f"to {send.to}") for send in step.sends]
-    received = [(_region(schedule, rank, receive.dst), f"from {receive.source}") for receive in step.receives]
+    sent = [(_region(at, send.src), f"to {send.to}") for send in step.sends]
+    received = [(_region(at, receive.dst), f"from {receive.source}") for receive in step.receives]
     ways = (("send", sent), ("receive", received))
-    return "; ".join(f"{verb} {', '.join(f'{what} {whom}' for what, whom in ends)}" for verb, ends in ways if ends)
+    text = "; ".join(f"{verb} {', '.join(f'{what} {whom}' for what, whom in ends)}" for verb, ends in ways if ends)
+    return [Line(at.column, text, ends=_ends(at, step))]
 
 
-def _kernel(schedule: Schedule, column: Column, step: Push | Gemm | Reduce | Lookup) -> list[Line]:
+def _kernel(at: _At, step: Push | Gemm | Reduce | Lookup, dash: str = "-") -> list[Line]:
     """A line for a kernel of one part; else a heading, and a line for each part."""
-    parts = [
-        _part(schedule, column[0], part, "=" if isinstance(step, Gemm) and step.accumulate else "-") for part in step.parts
-    ]
-    name = type(step).__name__.lower()
+    parts = [_part(at, part, dash) for part in step.parts]
     if len(parts) == 1:
         text, waits, signals = parts[0]
-        return [Line(column, f"{name} {text}", waits, signals)]
-    lines = [Line(column, f"  {text}", waits, signals, part=True) for text, waits, signals in parts]
-    return [Line(column, str(step)), *lines]
+        return [at.line(f"{type(step).__name__.lower()} {text}", waits, signals)]
+    return [at.line(str(step)), *(at.line(f"  {text}", waits, signals, part=True) for text, waits, signals in parts)]
 
 
-def _part(
-    schedule: Schedule, rank: int, part: Store | Part | Sum | Bags, dash: str
-) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
+def _part(at: _At, part: Store | Part | Sum | Bags, dash: str) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
     counts = (part.count,) if part.count else ()
     if isinstance(part, Store):
-        return _move(schedule, rank, part.src, part.dst), (), counts
+        return _move(at, part.src, part.dst), (), counts
     if isinstance(part, Bags):
-        return f"{_region(schedule, rank, part.bags)} {dash}> {_region(schedule, rank, part.out)}", (), counts
+        return f"{_region(at, part.bags)} {dash}> {_region(at, part.out)}", (), counts
     alone = (part.a,) if isinstance(part, Part) else part.srcs if len(part.srcs) == 1 else ()
     summed = part.adds if isinstance(part, Part) else () if alone else part.srcs
-    names = dict.fromkeys(f"{s.buffer}{'' if s.rank == rank else f'@{s.rank}'}" for s in summed)
+    names = dict.fromkeys(f"{s.buffer}{'' if s.rank == at.column[0] else f'@{s.rank}'}" for s in summed)
     inner = tuple(column for column, _ in part.inner) if isinstance(part, Part) else ()
-    src = " + ".join([*(_region(schedule, rank, region, inner) for region in alone), *names])
-    text = f"{src} {dash}> {_region(schedule, rank, part.out)}"
+    src = " + ".join([*(_region(at, region, inner) for region in alone), *names])
+    text = f"{src} {dash}> {_region(at, part.out)}"
     return text, part.waits, counts
 
 
@@ -278,14 +272,32 @@ def words(wait: Wait) -> str:
     return f"{wait.flag.name}[{wait.flag.index}]{'' if wait.at_least == 1 else f'>={wait.at_least}'}"
 
 
-def _move(schedule: Schedule, rank: int, src: Region, dst: Region) -> str:
-    return f"{_region(schedule, rank, src)} -> {_region(schedule, rank, dst)}"
+def _move(at: _At, src: Region, dst: Region) -> str:
+    return f"{_region(at, src)} -> {_region(at, dst)}"
 
 
-def _region(schedule: Schedule, rank: int, region: Region, inner: tuple[int, ...] = ()) -> str:
+def _region(at: _At, region: Region, inner: tuple[int, ...] = ()) -> str:
     """Short: the rank if it is another, the columns if they are not all, or cut where there are inner gates."""
-    name = region.buffer if region.rank == rank else f"{region.buffer}@{region.rank}"
+    name = region.buffer if region.rank == at.column[0] else f"{region.buffer}@{region.rank}"
     low, high = region.cols
-    whole = not inner and region.cols == (0, schedule.buffer[region.buffer].cols[region.rank])
+    whole = not inner and region.cols == (0, at.schedule.buffer[region.buffer].cols[region.rank])
     cols = ":".join(map(str, (low, *(low + column for column in inner), high)))
     return f"{name}[{region.rows[0]}:{region.rows[1]}{'' if whole else f', {cols}'}]"
+
+
+LINES: dict[type, Callable[[_At, Any], list[Line]]] = {
+    Wait: lambda at, step: [at.line(f"wait {words(step)}", (step,))],
+    Signal: lambda at, step: [at.line(f"signal {step.flag.name}[{step.flag.index}]", signals=(step.flag,))],
+    Copy: lambda at, step: [at.line(f"copy {_move(at, step.src, step.dst)}")],
+    Push: _kernel,
+    Gemm: lambda at, step: _kernel(at, step, "=" if step.accumulate else "-"),
+    Reduce: _kernel,
+    Lookup: _kernel,
+    Collective: _collective,
+    SendReceive: _messages,
+    UserCall: lambda at, step: [at.line(str(step))],
+    ShareCounts: _share,
+    SegmentCopies: _segments,
+    GroupedGemm: _segments,
+}
+"""By type of step, its lines. A FusedCollective is spelled out before."""

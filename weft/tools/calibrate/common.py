@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.problem import Op, Problem
-from weft.core.schedule import Collective
+from weft.core.schedule import Collective, steps_of
 from weft.runtime.nccl import NcclCollective
 from weft.schedules import build
 from weft.tools.calibrate.clock import Clock
@@ -62,8 +62,7 @@ def _collective(clock: Clock, op: str, nbytes: int) -> ProbeSample:
     name = str(dtype).removeprefix("torch.")
     problem = Problem(op=COLLECTIVES[op], m=rows * size, n=cols, k=cols, world_size=size, dtype=name)  # type: ignore[arg-type]
     schedule = build(problem, "sequential")
-    mine = [step for rank, _, _, step in schedule if rank == dist.get_rank()]
-    step = next(step for step in mine if isinstance(step, Collective))
+    step = next(steps_of(Collective, schedule.ranks[dist.get_rank()]))
     group = dist.group.WORLD
     assert group is not None
     vendor = NcclCollective(group, step, problem)
