@@ -114,7 +114,7 @@ def test_sums_of_the_callers_tensors_have_no_table(monkeypatch: pytest.MonkeyPat
     """It would be made anew for each residual, also while a graph holds the one before."""
     pytest.importorskip("triton", reason="Triton is not installed")
     problem = Problem(op="matmul_all_reduce", m=8, n=16, k=4, world_size=2, addends=("residual",))
-    from weft.runtime.fused import kernel_of
+    from weft.runtime.fused import kernel_of_sum
 
     for name, moves in (("sequential", True), ("shard_p2p", True), ("two_shot", False)):
         schedule = build(problem, name)
@@ -124,7 +124,7 @@ def test_sums_of_the_callers_tensors_have_no_table(monkeypatch: pytest.MonkeyPat
             where for where in summed if any(src.buffer == "residual" for part in where.step.parts for src in part.srcs)
         ]
         assert bool(of_callers) >= moves
-        assert not any(kernel_of(program, where) for where in of_callers)
+        assert not any(kernel_of_sum(program, where, where.step) for where in of_callers)
 
 
 class Words:

@@ -26,7 +26,7 @@ from weft.checker.program import CompiledSchedule, Do, Op, ScheduleError, overla
 from weft.checker.shapes import region_fault
 from weft.core.fused_collective import SpelledOut, protocol
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, RaggedProblem
-from weft.core.schedule import FusedCollective, Region, Schedule, steps_of
+from weft.core.schedule import FusedCollective, Region, Schedule, places_of, steps_of
 
 MOST_COPIES = 16
 """Three are enough. The proof looks at so many calls, so that a schedule may not name any number."""
@@ -39,15 +39,13 @@ def check_shapes(schedule: Schedule) -> None:
     first: list[tuple[object, ...]] = []
     for rank, lanes in enumerate(schedule.ranks):
         mine = []
-        for lane in lanes:
-            for position, step in enumerate(lane.steps):
-                if isinstance(step, FusedCollective):
-                    fault = _fault(schedule, rank, step)
-                    if lane.kind != "compute":
-                        fault = f"it is on a lane of kind {lane.kind}; it needs a lane of kind compute"
-                    if fault:
-                        raise ScheduleError(f"rank {rank}, lane {lane.name}, step {position} ({step}): {fault}")
-                    mine.append(_common(step))
+        for lane, position, step in places_of(FusedCollective, lanes):
+            fault = _fault(schedule, rank, step)
+            if lane.kind != "compute":
+                fault = f"it is on a lane of kind {lane.kind}; it needs a lane of kind compute"
+            if fault:
+                raise ScheduleError(f"rank {rank}, lane {lane.name}, step {position} ({step}): {fault}")
+            mine.append(_common(step))
         mailboxes = [common[0] for common in mine]
         if len(mailboxes) > len(set(mailboxes)):
             raise ScheduleError(f"rank {rank} has two kernels with one mailbox, of {mailboxes}; give each a name of its own")

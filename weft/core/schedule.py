@@ -674,9 +674,14 @@ def collective_numbers(step: Step) -> tuple[int, ...]:
     return NAMED[type(step)].collectives(step)
 
 
+def places_of(kind: type[T], lanes: Iterable[Lane]) -> Iterator[tuple[Lane, int, T]]:
+    """The steps of one type, lane by lane: each with its lane and its position there."""
+    return ((lane, at, step) for lane in lanes for at, step in enumerate(lane.steps) if isinstance(step, kind))
+
+
 def steps_of(kind: type[T], lanes: Iterable[Lane]) -> Iterator[T]:
     """The steps of one type, lane by lane."""
-    return (step for lane in lanes for step in lane.steps if isinstance(step, kind))
+    return (step for _, _, step in places_of(kind, lanes))
 
 
 def runs(regions: Sequence[Region]) -> list[Region]:

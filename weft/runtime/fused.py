@@ -14,7 +14,7 @@ import torch
 
 from weft.core.machine import Machine
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, Step, Wait, advances
+from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, Wait, advances
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
 from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables, whole_slices
@@ -30,32 +30,33 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def is_fused(step: Step) -> bool:
-    """Whether a step runs as a kernel: a GEMM with tiles that wait, count, add, or are stored at a peer; a sum without counts.
+def is_fused(step: Gemm) -> bool:
+    """Whether a GEMM runs as a kernel: one with tiles that wait, count, add, or are stored at a peer.
 
     A part without tiles counts nothing, and whoever waits for it would not wait: a GEMM with one, as all are where b has no
     columns, goes part by part, and raises its flags once each.
     """
-    if isinstance(step, Gemm):
-        return all(part.out.size for part in step.parts) and any(
-            part.waits or part.count or part.adds or part.out.rank != step.b.rank for part in step.parts
-        )
-    return isinstance(step, Reduce) and bool(step.parts) and not advances(step)
+    return all(part.out.size for part in step.parts) and any(
+        part.waits or part.count or part.adds or part.out.rank != step.b.rank for part in step.parts
+    )
 
 
-def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
-    """The kernel of a GEMM or a sum, if it runs as one."""
-    step, problem, device = where.step, program.schedule.problem, program.device
-    if isinstance(step, Reduce):
-        if isinstance(problem, CollectiveProblem):
-            return sum_of(program, where)
-        # A sum's table has the addresses of what it sums: of the caller's tensors they are others in each call, and a graph may
-        # hold the table of the one before.
-        given = program.buffers_of("input")
-        moves = any(src.buffer in given for part in step.parts for src in part.srcs)
-        return FusedReduce(step, where, device) if is_fused(step) and not moves else None
-    assert isinstance(step, Gemm), step
-    return FusedGemm(step, where, device, program.machine, program, program.buffers_of("output")) if is_fused(step) else None
+def kernel_of(program: BoundProgram, where: Where, step: Gemm) -> FusedGemm | None:
+    """The kernel of a GEMM, if it runs as one."""
+    if not is_fused(step):
+        return None
+    return FusedGemm(step, where, program.device, program.machine, program, program.buffers_of("output"))
+
+
+def kernel_of_sum(program: BoundProgram, where: Where, step: Reduce) -> StepKernel | None:
+    """The kernel of a sum, if it runs as one: without counts."""
+    if isinstance(program.schedule.problem, CollectiveProblem):
+        return sum_of(program, where, step)
+    # A sum's table has the addresses of what it sums: of the caller's tensors they are others in each call, and a graph may
+    # hold the table of the one before.
+    given = program.buffers_of("input")
+    moves = any(src.buffer in given for part in step.parts for src in part.srcs)
+    return FusedReduce(step, where, program.device) if step.parts and not advances(step) and not moves else None
 
 
 def full_at(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, int]:

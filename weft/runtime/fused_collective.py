@@ -26,11 +26,10 @@ class MailboxOwner(Protocol):
         ...
 
 
-def kernel_of(program: BoundProgram, where: Where) -> FusedCollectiveKernel:
+def kernel_of(program: BoundProgram, where: Where, step: FusedCollective) -> FusedCollectiveKernel:
     """The kernel of a fused collective. Collective: it takes memory on all ranks. Raises ValueError for a step that the kernel
     does not run."""
-    assert isinstance(where.step, FusedCollective), where
-    return FusedCollectiveKernel(program.schedule, where, where.step, program.device, program, program.blocks)
+    return FusedCollectiveKernel(program.schedule, where, step, program.device, program, program.blocks)
 
 
 def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:

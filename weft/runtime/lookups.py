@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from weft.runtime.fused import FlagWords
 
 
-def kernel_of(program: BoundProgram, where: Where) -> FusedLookup:
+def kernel_of(program: BoundProgram, where: Where, step: Lookup) -> FusedLookup:
     """The kernel of a lookup."""
-    step, problem = where.step, program.schedule.problem
-    assert isinstance(step, Lookup), step
+    problem = program.schedule.problem
     assert isinstance(problem, LookupProblem), f"{problem} has no tables"
     return FusedLookup(step, where, program.device, program, problem, program.loading)
 

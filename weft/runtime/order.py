@@ -12,7 +12,8 @@ what comes before that, all of which has happened: so the lane is not full.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from weft.core.schedule import Collective, Flag, Gemm, Lane, Schedule, SendReceive, Step, Wait, advances, waits
 
@@ -37,8 +38,6 @@ def turns(step: Step) -> list[tuple[list[Wait], list[Flag]]]:
     A GEMM goes part by part, or slice by slice where a part has inner gates; a sum, which may be one kernel behind all of its
     gates, in one turn.
     """
-    if isinstance(step, Wait):
-        return [([step], [])]
     if isinstance(step, Gemm):
         found: list[tuple[list[Wait], list[Flag]]] = []
         for part in step.parts:
@@ -59,6 +58,11 @@ class _Run:
         self._done: Counter[Key] = Counter()
         self._waiting: defaultdict[Key, list[Iterator[Key]]] = defaultdict(list)
         self._size = len(schedule.ranks)
+        self._meeting: dict[type, Callable[[int, Any], list[tuple[Key, int]]]] = {
+            Collective: self._collective,
+            SendReceive: self._messages,
+        }
+        """By type of step that others take part in."""
         self._ready = deque(self._lane(rank, lane) for rank, lanes in enumerate(schedule.ranks) for lane in lanes)
         while self._ready:
             lane = self._ready.popleft()
@@ -86,14 +90,17 @@ class _Run:
 
     def _meets(self, rank: int, step: Step) -> list[tuple[Key, int]]:
         """Begins a step that others take part in; how often they must have begun theirs."""
-        if isinstance(step, Collective):
-            number = self._count("collectives of", rank)
-            return [(("collectives of", other), number) for other in range(self._size)]
-        if isinstance(step, SendReceive):
-            sent = [(("received", rank, send.to), self._count("sent", rank, send.to)) for send in step.sends]
-            got = [(("sent", one.source, rank), self._count("received", one.source, rank)) for one in step.receives]
-            return [*sent, *got]
-        return []
+        meets = self._meeting.get(type(step))
+        return meets(rank, step) if meets else []
+
+    def _collective(self, rank: int, step: Collective) -> list[tuple[Key, int]]:
+        number = self._count("collectives of", rank)
+        return [(("collectives of", other), number) for other in range(self._size)]
+
+    def _messages(self, rank: int, step: SendReceive) -> list[tuple[Key, int]]:
+        sent = [(("received", rank, send.to), self._count("sent", rank, send.to)) for send in step.sends]
+        got = [(("sent", one.source, rank), self._count("received", one.source, rank)) for one in step.receives]
+        return [*sent, *got]
 
     def _count(self, *key: object) -> int:
         self._done[key] += 1

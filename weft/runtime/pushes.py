@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from weft.runtime.fused import FlagWords
 
 
-def kernel_of(program: BoundProgram, where: Where) -> FusedPush:
+def kernel_of(program: BoundProgram, where: Where, step: Push) -> FusedPush:
     """The kernel of a push."""
-    assert isinstance(where.step, Push), where
-    return FusedPush(where.step, where, program.device, program)
+    return FusedPush(step, where, program.device, program)
 
 
 def full_at(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:

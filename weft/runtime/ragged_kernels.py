@@ -11,7 +11,8 @@ the flags lie in symmetric memory of the kernels' own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,7 +36,7 @@ _RAISED = 0x3FFFFFFF
 """What every word is set to after a failure: more than any wait asks for, and less than where the comparison wraps."""
 
 
-def kernel_of(program: BoundProgram, where: Where) -> RaggedStepKernel:
+def kernel_of(program: BoundProgram, where: Where, step: Step) -> RaggedStepKernel:
     """The kernel of a step of a call with splits. The first of a rank's takes the memory that all share: collective then."""
     if program.ragged is None:
         program.ragged = RaggedKernels(
@@ -108,6 +109,13 @@ class RaggedKernels:
             at: torch.tensor(waited, dtype=torch.int32, device=device) for at, waited in self._plan.waits.items() if waited
         }
         self._seen = self.exchange.host_notes.numpy()
+        self._launches: dict[type, Callable[[Any, int, Bindings], None]] = {
+            Wait: self._wait,
+            ShareCounts: self._share,
+            SegmentCopies: self._copy,
+            GroupedGemm: self._multiply,
+        }
+        """By type of step: the step, its position and a call's tensors."""
 
     def check_before(self, a: torch.Tensor) -> None:
         """Before a call: raise what earlier ones have noted. Products of a combine wait in memory that all ranks share, as
@@ -121,32 +129,38 @@ class RaggedKernels:
 
     def launch(self, step: Step, where: Where, bindings: Bindings) -> None:
         """Run one step, on torch's current stream."""
-        if isinstance(step, Wait):
-            if where.position in self._waits:
-                self.exchange.await_words(self._waits[where.position])
-            return
-        ((a, _),) = bindings.tensors["a", self._rank]
-        ((out, _),) = bindings.tensors["out", self._rank]
-        if isinstance(step, ShareCounts):
-            (splits,), (counts,) = bindings.loose["splits"], bindings.loose["counts"]
-            self.exchange.start(splits.contiguous(), counts, a_rows=a.shape[0])
-            return
-        assert isinstance(step, (GroupedGemm, SegmentCopies)), f"{step} has no kernel here"
-        number, keep_own = self._plan.steps[where.position], self._problem.return_received
+        self._launches[type(step)](step, where.position, bindings)
+
+    def _matrix(self, name: str, bindings: Bindings) -> torch.Tensor:
+        ((matrix, _),) = bindings.tensors[name, self._rank]
+        return matrix
+
+    def _wait(self, step: Wait, at: int, bindings: Bindings) -> None:
+        if at in self._waits:
+            self.exchange.await_words(self._waits[at])
+
+    def _share(self, step: ShareCounts, at: int, bindings: Bindings) -> None:
+        (splits,), (counts,) = bindings.loose["splits"], bindings.loose["counts"]
+        self.exchange.start(splits.contiguous(), counts, a_rows=self._matrix("a", bindings).shape[0])
+
+    def _multiply(self, step: GroupedGemm, at: int, bindings: Bindings) -> None:
+        a, out, (b,) = self._matrix("a", bindings), self._matrix("out", bindings), bindings.loose["b"]
         self._lay_out(bindings)
-        if isinstance(step, GroupedGemm):
-            (b,) = bindings.loose["b"]
-            if self._problem.dispatches:
-                self.exchange.dispatch(number, _aligned(a), _unit_stride(b), out, keep_own=keep_own)
-            else:
-                self.exchange.combine(number, _aligned(a), _unit_stride(b), out)
-        elif not self._problem.dispatches:
-            self.exchange.pull(number, out)
-        elif step.parts[0].dst.buffer == "received":
-            ((received, _),) = bindings.tensors["received", self._rank]
-            self.exchange.collect(number, received)
+        if self._problem.dispatches:
+            keep_own = self._problem.return_received
+            self.exchange.dispatch(self._plan.steps[at], _aligned(a), _unit_stride(b), out, keep_own=keep_own)
         else:
-            self.exchange.push(number, _aligned(a), keep_own=keep_own)
+            self.exchange.combine(self._plan.steps[at], _aligned(a), _unit_stride(b), out)
+
+    def _copy(self, step: SegmentCopies, at: int, bindings: Bindings) -> None:
+        number = self._plan.steps[at]
+        self._lay_out(bindings)
+        if not self._problem.dispatches:
+            self.exchange.pull(number, self._matrix("out", bindings))
+        elif step.parts[0].dst.buffer == "received":
+            self.exchange.collect(number, self._matrix("received", bindings))
+        else:
+            self.exchange.push(number, _aligned(self._matrix("a", bindings)), keep_own=self._problem.return_received)
 
     def _lay_out(self, bindings: Bindings) -> None:
         """Where rows land, or products wait, on every rank: on CPUs that may have moved since the last call."""

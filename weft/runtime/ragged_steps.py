@@ -15,7 +15,9 @@ lies in `landing` is a copy of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby
+from typing import Any
 
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import (
@@ -29,10 +31,14 @@ from weft.core.schedule import (
     ShareCounts,
     Step,
     Wait,
+    places_of,
+    steps_of,
+    waits,
 )
 from weft.kernels.exchange import Orders, Part, StepParts
 
 Moving = SegmentCopies | GroupedGemm
+_MOVING: tuple[type[Moving], ...] = (SegmentCopies, GroupedGemm)
 
 
 class RankOrders:
@@ -48,8 +54,7 @@ class RankOrders:
         problem = schedule.problem
         assert isinstance(problem, RaggedProblem), f"{problem} has no segments"
         (lane,) = schedule.ranks[rank]
-        first = lane.steps[0]
-        assert isinstance(first, ShareCounts), "refused above"
+        first = next(steps_of(ShareCounts, [lane]))
         self.counted_from: dict[int, int] = {}
         arriving = [-1] * (problem.world_size * problem.experts)
         for part in _parts(schedule):
@@ -57,17 +62,13 @@ class RankOrders:
                 src, _, expert = _target(part)
                 self.counted_from[counted[part.count]] = src
                 arriving[expert * problem.world_size + src] = counted[part.count]
-        self.waits = {
-            at: [counted[step.flag] for step in _run_of_waits(lane, at) if step.flag in counted]
-            for at, step in enumerate(lane.steps)
-            if isinstance(step, Wait)
-        }
-        moving = [at for at, step in enumerate(lane.steps) if isinstance(step, (SegmentCopies, GroupedGemm))]
-        self.steps = {at: number for number, at in enumerate(moving)}
+        self.waits = dict(_words_waited_for(lane, counted))
+        moving = {at: step for kind in _MOVING for _, at, step in places_of(kind, [lane])}
+        self.steps = {at: number for number, at in enumerate(sorted(moving))}
         self.orders = Orders(
             shares=tuple(flag.rank for flag in first.flags),
             arriving=tuple(arriving),
-            steps=tuple(_step_parts(lane.steps[at], rank, counted) for at in moving),
+            steps=tuple(_step_parts(moving[at], rank, counted) for at in sorted(moving)),
         )
 
 
@@ -82,39 +83,36 @@ def _words(schedule: Schedule) -> dict[Flag, int]:
     return words
 
 
-def _of(step: Step) -> tuple[SegmentCopy | SegmentProduct, ...]:
-    return step.parts if isinstance(step, (SegmentCopies, GroupedGemm)) else ()
-
-
 def _parts(schedule: Schedule) -> Iterator[SegmentCopy | SegmentProduct]:
-    for _, _, _, step in schedule:
-        yield from _of(step)
+    lanes = list(chain(*schedule.ranks))
+    for kind in _MOVING:
+        for step in steps_of(kind, lanes):
+            yield from step.parts
 
 
 def _target(part: SegmentCopy | SegmentProduct) -> tuple[int, int, int]:
-    return (part.dst if isinstance(part, SegmentCopy) else part.out).name
+    return part.ends[1].name
 
 
-def _run_of_waits(lane: Lane, at: int) -> Iterator[Wait]:
-    """A Wait and those that follow it; none for one that follows another."""
-    if at and isinstance(lane.steps[at - 1], Wait):
-        return
-    for step in lane.steps[at:]:
-        if not isinstance(step, Wait):
-            return
-        yield step
+def _words_waited_for(lane: Lane, counted: dict[Flag, int]) -> Iterator[tuple[int, list[int]]]:
+    """By position of a Wait, what `RankOrders.waits` says."""
+    for waiting, steps in groupby(enumerate(lane.steps), key=lambda placed: isinstance(placed[1], Wait)):
+        if waiting:
+            run = list(steps)
+            words = [counted[wait.flag] for _, step in run for wait in waits(step) if wait.flag in counted]
+            yield from ((at, [] if number else words) for number, (at, _) in enumerate(run))
 
 
-def _step_parts(step: Step, rank: int, counted: dict[Flag, int]) -> StepParts:
+def _step_parts(step: Moving, rank: int, counted: dict[Flag, int]) -> StepParts:
     def words(part: SegmentCopy | SegmentProduct) -> Part:
         src, dst, expert = _target(part)
         # The lane has waited for the counts of all ranks before.
         waits = tuple(counted[gate.flag] for gate in part.gates if gate.flag in counted)
         return Part(expert, dst if src == rank else src, -1 if part.count is None else counted[part.count], waits)
 
-    copies = [part for part in _of(step) if isinstance(part, SegmentCopy)]
+    copies = [part for part in step.parts if isinstance(part, SegmentCopy)]
     handed_back = bool(copies) and copies[0].dst.buffer == "received"
-    products = copies if handed_back else [part for part in _of(step) if isinstance(part, SegmentProduct)]
+    products = copies if handed_back else [part for part in step.parts if isinstance(part, SegmentProduct)]
     return StepParts(copies=() if handed_back else tuple(map(words, copies)), products=tuple(map(words, products)))
 
 
@@ -127,25 +125,28 @@ def _refused(schedule: Schedule, rank: int, lanes: Sequence[Lane]) -> Iterator[t
         return
     (lane,) = lanes
     for at, step in enumerate(lane.steps):
-        why = _why_not(problem, rank, step, first=at == 0)
+        why = _why_not(problem, step, first=at == 0)
         if why:
             yield f"rank {rank}, lane {lane.name}, step {at} ({step})", f"on GPUs, {why}"
     if not lane.steps:
         yield f"rank {rank}, lane {lane.name}", "on GPUs, a call with splits has steps"
 
 
-def _why_not(problem: RaggedProblem, rank: int, step: Step, *, first: bool) -> str:
-    ranks = set(range(problem.world_size))
+def _why_not(problem: RaggedProblem, step: Step, *, first: bool) -> str:
     if isinstance(step, ShareCounts) != first:
         return "a lane shares its counts once, in its first step"
-    if isinstance(step, ShareCounts):
-        if len(step.flags) != len(ranks) or {flag.rank for flag in step.flags} != ranks or len(step.gates) != len(ranks):
-            return "it shares its counts with each rank once, and waits for those of all"
-        return ""
-    if isinstance(step, Wait):
-        return ""
-    if not isinstance(step, (SegmentCopies, GroupedGemm)):
-        return "flags are signalled by parts alone"
+    why_not = _WHY_NOT.get(type(step))
+    return why_not(problem, step) if why_not else "flags are signalled by parts alone"
+
+
+def _why_not_shared(problem: RaggedProblem, step: ShareCounts) -> str:
+    ranks = set(range(problem.world_size))
+    if len(step.flags) != len(ranks) or {flag.rank for flag in step.flags} != ranks or len(step.gates) != len(ranks):
+        return "it shares its counts with each rank once, and waits for those of all"
+    return ""
+
+
+def _why_not_moved(problem: RaggedProblem, step: Moving) -> str:
     for part in step.parts:
         if part.count is not None and (part.count.rank != _target(part)[1] or _goes(part) in _SILENT):
             return f"this part cannot signal {part.count}: {part}"
@@ -164,9 +165,8 @@ def _why_not(problem: RaggedProblem, rank: int, step: Step, *, first: bool) -> s
 
 def _goes(part: SegmentCopy | SegmentProduct) -> tuple[str, str]:
     """From which buffer to which; products of a combine go to two, which are one here."""
-    if isinstance(part, SegmentCopy):
-        return part.src.buffer, part.dst.buffer
-    return part.a.buffer, "out"
+    source, target = part.ends
+    return source.buffer, target.buffer if isinstance(part, SegmentCopy) else "out"
 
 
 _PUSH, _PULL, _BACK = ("a", "landing"), ("product", "out"), ("landing", "received")
@@ -183,3 +183,10 @@ _WAYS: dict[bool, dict[type, list[list[tuple[str, str]]]]] = {
     },
 }
 """By whether rows are dispatched, and by step: from which buffers to which its parts go, in this order."""
+_WHY_NOT: dict[type, Callable[[RaggedProblem, Any], str]] = {
+    ShareCounts: _why_not_shared,
+    Wait: lambda problem, step: "",
+    SegmentCopies: _why_not_moved,
+    GroupedGemm: _why_not_moved,
+}
+"""By type of step that the kernels run, why they do not run it; nothing if they do."""

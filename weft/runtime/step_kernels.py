@@ -38,18 +38,18 @@ Place = tuple[str, int]
 """A step of a rank: its lane's name, and its position there."""
 
 KERNELS: dict[type[Step], str] = {
-    Gemm: "fused",
-    Reduce: "fused",
-    Push: "pushes",
-    Lookup: "lookups",
-    FusedCollective: "fused_collective",
-    ShareCounts: "ragged_kernels",
-    SegmentCopies: "ragged_kernels",
-    GroupedGemm: "ragged_kernels",
-    Wait: "ragged_kernels",
+    Gemm: "fused.kernel_of",
+    Reduce: "fused.kernel_of_sum",
+    Push: "pushes.kernel_of",
+    Lookup: "lookups.kernel_of",
+    FusedCollective: "fused_collective.kernel_of",
+    ShareCounts: "ragged_kernels.kernel_of",
+    SegmentCopies: "ragged_kernels.kernel_of",
+    GroupedGemm: "ragged_kernels.kernel_of",
+    Wait: "ragged_kernels.kernel_of",
 }
-"""By type of step, the module of this package whose `kernel_of(program, where)` makes its kernel, or returns None where the
-step has none in that program."""
+"""By type of step, the module of this package and its function that makes the kernel of a step, from the program, the place and
+the step; or returns None where the step has none in that program."""
 FULL_AT: dict[type[Step], str] = {Gemm: "fused", Push: "pushes", Lookup: "lookups"}
 """By type of step that counts, the module whose `full_at(program, rank, step)` says when each of its flags is full."""
 
@@ -116,10 +116,10 @@ class GatedKernel(StepKernel):
 
 def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
     """The kernel of a step of a program; None where the step runs by torch, or as operations of a stream."""
-    module = KERNELS.get(type(where.step))
-    if module is None or not program.runs_as_kernel(where.step):
+    if type(where.step) not in KERNELS or not program.runs_as_kernel(where.step):
         return None
-    found: StepKernel | None = import_module(f"weft.runtime.{module}").kernel_of(program, where)
+    module, _, name = KERNELS[type(where.step)].partition(".")
+    found: StepKernel | None = getattr(import_module(f"weft.runtime.{module}"), name)(program, where, where.step)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from weft.core.schedule import Collective, Flag, Lane, Schedule, SendReceive, Wait, waits
+from weft.core.schedule import Collective, Flag, Lane, Schedule, SendReceive, Wait, places_of, waits
 from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
 
@@ -38,11 +38,9 @@ def unsent(program: Stuck, reached: Mapping[str, int]) -> Iterator[str]:
     """The collectives of the program, and the messages that a lane came to last: nothing says whether they have ended."""
     rank, schedule = program.rank, program.schedule
     others = ", ".join(f"rank {peer}" for peer in range(schedule.problem.world_size) if peer != rank)
-    for lane in schedule.ranks[rank]:
-        for position, step in enumerate(lane.steps):
-            if isinstance(step, Collective):
-                where = Where(rank, lane.name, position, step)
-                yield f"{where}: no flag is missing; perhaps not all ranks have begun it ({others})"
+    for lane, position, step in places_of(Collective, schedule.ranks[rank]):
+        where = Where(rank, lane.name, position, step)
+        yield f"{where}: no flag is missing; perhaps not all ranks have begun it ({others})"
     for lane in schedule.ranks[rank]:
         position = reached[lane.name]
         last = lane.steps[position] if position >= 0 else None

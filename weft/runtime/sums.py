@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
 
 
-def sum_of(program: BoundProgram, where: Where) -> FusedSum | None:
+def sum_of(program: BoundProgram, where: Where, step: Reduce) -> FusedSum | None:
     """The kernel of a collective's sum, if it runs as one."""
-    problem, step = program.schedule.problem, where.step
+    problem = program.schedule.problem
     assert isinstance(problem, CollectiveProblem), problem
-    assert isinstance(step, Reduce), step
     return FusedSum(step, where, program.device, problem) if adds_pieces(step, program.schedule) else None
 
 

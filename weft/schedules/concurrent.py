@@ -307,7 +307,7 @@ def alone(schedule: Schedule, number: int) -> Schedule:
 
 def _own(lane: Lane, number: int) -> tuple[Step, ...]:
     """The steps of a collective that is described, by the names of its own schedule."""
-    steps = (step for step in lane.steps if not isinstance(step, UserCall) and number in numbers(step))
+    steps = (step for step in lane.steps if not collective_numbers(step) and number in numbers(step))
     return tuple(renamed(step, plain) if number else step for step in steps)
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.core.concurrent import ConcurrentProblem, number_of
-from weft.core.schedule import Collective, Lane, Schedule, UserCall
-from weft.schedules.concurrent import alone
+from weft.core.concurrent import ConcurrentProblem
+from weft.core.schedule import Lane, Schedule, UserCall, places_of
+from weft.schedules.concurrent import alone, numbers
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,8 @@ class Program:
 def program_of(schedule: Schedule, rank: int) -> Program:
     """What a rank runs. schedule: checked, and for a ConcurrentProblem."""
     lanes = schedule.ranks[rank]
-    at, position, computation = next(
-        (at, position, step)
-        for at, lane in enumerate(lanes)
-        for position, step in enumerate(lane.steps)
-        if isinstance(step, UserCall) and step.collective is None
-    )
-    compute = lanes[at]
+    compute, position, computation = next(place for place in places_of(UserCall, lanes) if place[2].collective is None)
+    at = lanes.index(compute)
     others = [(index > at, lane) for index, lane in enumerate(lanes) if index != at and lane.steps]
     beside = None
     if others:
@@ -82,14 +77,7 @@ def program_of(schedule: Schedule, rank: int) -> Program:
 
 
 def _vendors(lane: Lane, begin: int, end: int) -> tuple[Part, ...]:
-    parts = []
-    for step in lane.steps[begin:end]:
-        number = step.collective if isinstance(step, UserCall) else None
-        if number is None:
-            assert isinstance(step, Collective), step
-            number = number_of(step.src.buffer)
-        parts.append(Part(number, ctas=lane.ctas))
-    return tuple(parts)
+    return tuple(Part(next(numbers(step)), ctas=lane.ctas) for step in lane.steps[begin:end])
 
 
 def _moved(schedule: Schedule) -> tuple[Part, ...]:
