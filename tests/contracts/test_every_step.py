@@ -6,15 +6,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from families import CASES, made
 from test_launch_plan import FakeProgram
 
 import weft
+from weft.checker.ragged import RaggedCompiler
+from weft.checker.structure import Compiler
 from weft.core import codec, machine, schedule
 from weft.core.problem import Op
 from weft.core.schedule import (
@@ -40,11 +43,13 @@ from weft.core.schedule import (
     waits,
 )
 from weft.core.work import WORK, label
-from weft.perf import run
+from weft.perf import engine, rotation, run
 from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import CopyLaunch, FlagOperations, KernelLaunch, Launch, TorchLaunch
+from weft.runtime.step_kernels import KERNELS
+from weft.schedules.timelines.lines import LINES
 
 EXAMPLES: dict[type, tuple[Op, str, tuple[int, ...]]] = {
     Wait: ("all_gather_matmul", "shard_p2p", ()),
@@ -91,6 +96,21 @@ LAUNCHES: dict[type, type[Launch]] = {
 """By kind of step, what runs where no kernel of weft does it; a fused collective is always a kernel."""
 IN_KERNELS = (Lookup, ShareCounts, SegmentCopies, GroupedGemm)
 """Kinds whose kernels raise their flags themselves."""
+SPELLED_OUT = {FusedCollective: "comes as the steps that it stands for"}
+BESIDE = {UserCall: "is a step of a ConcurrentProblem alone"}
+NO_KERNEL = "is launched by torch, the vendor or the stream"
+TABLES: dict[str, tuple[Mapping[Any, object], dict[type, str]]] = {
+    "core, what a step names": (NAMED, {}),
+    "core, what it is called, and how much it is": (WORK, {}),
+    "checker": (Compiler.STEPS, SPELLED_OUT),
+    "checker, of row counts on devices": (RaggedCompiler.STEPS, SPELLED_OUT),
+    "simulator": (engine.STEPS, SPELLED_OUT | BESIDE),
+    "simulator, beside a computation": (engine.STEPS_BESIDE, SPELLED_OUT),
+    "simulator, whether all ranks do the same": (rotation._READ, SPELLED_OUT),
+    "timelines": (LINES, SPELLED_OUT),
+    "runtime, kernels": (KERNELS, dict.fromkeys((Signal, Copy, Collective, SendReceive), NO_KERNEL) | BESIDE),
+}
+"""By room, what gives each type of step its meaning there, and the types that it leaves out, each with the reason."""
 PARTS = {"Region", "Flag", "Store", "Part", "Sum", "Bags", "Send", "Receive", "Segment", "SegmentCopy", "SegmentProduct"}
 WHOLES = {"Lane", "Buffer", "Schedule"}
 every_kind = pytest.mark.parametrize("kind", EXAMPLES, ids=lambda kind: kind.__name__)
@@ -111,11 +131,20 @@ def with_steps(found: Schedule, rank: int, name: str, at: int, *steps: Step) -> 
 
 
 def test_every_kind_of_step_and_every_part_is_listed() -> None:
-    assert set(EXAMPLES) == set(get_args(Step)) == set(NAMED) == set(WORK)
+    assert set(EXAMPLES) == set(get_args(Step))
     values = {name for name, one in inspect.getmembers(schedule, inspect.isclass) if one.__module__ == schedule.__name__}
     assert {name for name in values if dataclasses.is_dataclass(getattr(schedule, name))} == (
         PARTS | WHOLES | {kind.__name__ for kind in EXAMPLES}
     )
+
+
+@pytest.mark.parametrize("room", TABLES)
+def test_each_room_has_a_meaning_for_every_kind(room: str) -> None:
+    """Or leaves it out on purpose, as TABLES says."""
+    table, left_out = TABLES[room]
+    missing = {kind.__name__ for kind in get_args(Step)} - {kind.__name__ for kind in table}
+    assert missing == {kind.__name__ for kind in left_out}, f"{room}: no meaning of {sorted(missing)}"
+    assert set(table) <= set(get_args(Step))
 
 
 @every_kind

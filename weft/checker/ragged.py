@@ -143,8 +143,7 @@ class RaggedCompiler(Compiler):
 
     STEPS: ClassVar = {
         **dict.fromkeys(Compiler.STEPS, no_such_step),
-        Wait: Compiler.waiting,
-        Signal: Compiler.signal,
+        **{kind: Compiler.STEPS[kind] for kind in (Wait, Signal)},
         ShareCounts: as_kernel(share),
         **dict.fromkeys((SegmentCopies, GroupedGemm), as_kernel(segments)),
     }

@@ -32,6 +32,7 @@ from weft.core.schedule import (
     Gemm,
     GroupedGemm,
     Lane,
+    LaneKind,
     Lookup,
     Part,
     Push,
@@ -56,6 +57,13 @@ _COLLECTS = {
     "all_to_all": _EXCHANGE,
     "all_to_all_columns": _EXCHANGE_COLUMNS,
 }
+
+
+_NO_PLACE: dict[LaneKind, str] = {
+    "network": "a network lane runs sends and receives, waits and signals; this step needs another lane",
+    "copy": "a copy engine runs copies, waits and signals; this step needs a lane of kind compute or blocks",
+}
+"""What is said of steps that lanes of a kind do not run."""
 
 
 def compile_schedule(compiler: Compiler) -> CompiledSchedule:
@@ -117,33 +125,16 @@ class Compiler:
         where = words(self.spelled_out, self.rank, self.lane.name, self.position, str(self.step))
         raise ScheduleError(f"{where}: {text}")
 
-    def waiting(self, step: Wait) -> Op:
-        return Op(_WAIT, *self.gate(step))
-
-    def signal(self, step: Signal) -> Op:
-        return Op(_SIGNAL, self.advance(step.flag))
-
-    def call(self, step: UserCall) -> NoReturn:
-        self.fail("a call of the user's own is for a ConcurrentProblem; this problem has none")
-
-    def on_sms(self) -> bool:
-        """Whether the lane, which must be one for kernels, takes the SMs that it runs on from others."""
-        self.off_network()
-        if self.lane.kind == "copy":
-            self.fail("a copy engine runs copies, waits and signals; this step needs a lane of kind compute or blocks")
-        return self.lane.kind == "compute"
-
-    def off_network(self) -> None:
-        if self.lane.kind == "network":
-            self.fail("a network lane runs sends and receives, waits and signals; this step needs another lane")
+    def off(self, *kinds: LaneKind) -> None:
+        """The lane is of none of these kinds."""
+        if self.lane.kind in kinds:
+            self.fail(_NO_PLACE[self.lane.kind])
 
     def kernel(self, step: Step, actions_of: Callable[[Any, Any], tuple[Action, ...]]) -> Op:
-        on_sms, actions = self.on_sms(), actions_of(self, step)
+        self.off("network", "copy")
+        on_sms, actions = self.lane.kind == "compute", actions_of(self, step)
         previous = dict.fromkeys(flag for action in actions for flag, at_least in action.waits if not at_least)
         return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.waits for a in actions), previous=tuple(previous))
-
-    def counts_on_devices(self, step: ShareCounts | SegmentCopies | GroupedGemm) -> NoReturn:
-        self.fail("its row counts live on devices; only a RaggedProblem has such")
 
     def number(self, flag: Flag) -> int:
         known = self.numbers.get(flag)
@@ -206,7 +197,7 @@ class Compiler:
                 self.fail(f"{region} holds float32 partial sums; this operand must be of the problem's dtype")
 
     def copy(self, step: Copy) -> Op:
-        self.off_network()
+        self.off("network")
         read, write = self.access(step.src), self.access(step.dst, write=True)
         if step.src.shape != step.dst.shape:
             self.fail(f"{step.src} has shape {step.src.shape}, {step.dst} has {step.dst.shape}; a copy needs them equal")
@@ -328,7 +319,7 @@ class Compiler:
         return Action(_COPY, (), -1, (), access, False, 1, (), shared)
 
     def collective(self, step: Collective) -> Op:
-        on_sms = self.on_sms()
+        self.off("network", "copy")
         src, dst = self.access(step.src, remote=False), self.access(step.dst, write=True, remote=False)
         if step.divide_by < 1:
             self.fail(f"divide_by is {step.divide_by}; it must be at least 1")
@@ -337,7 +328,7 @@ class Compiler:
             self.fail(fault)
         self.narrow(step.src, step.dst)
         action = self.action(_COLLECTS[step.op], (src,), dst, divide_by=step.divide_by, collective=True)
-        return Op(_COLLECTIVE, actions=(action,), needs_sms=on_sms)
+        return Op(_COLLECTIVE, actions=(action,), needs_sms=self.lane.kind == "compute")
 
     def action(
         self,
@@ -392,8 +383,8 @@ class Compiler:
         return words(self.spelled_out, rank, lane.name, position, str(lane.steps[position]))
 
     STEPS: ClassVar[dict[type, Callable[[Any, Any], Op]]] = {
-        Wait: waiting,
-        Signal: signal,
+        Wait: lambda compiler, step: Op(_WAIT, *compiler.gate(step)),
+        Signal: lambda compiler, step: Op(_SIGNAL, compiler.advance(step.flag)),
         Copy: copy,
         Push: as_kernel(push),
         Gemm: as_kernel(gemm),
@@ -401,7 +392,12 @@ class Compiler:
         Lookup: as_kernel(lookup),
         Collective: collective,
         SendReceive: messages,
-        UserCall: call,
-        **dict.fromkeys((ShareCounts, SegmentCopies, GroupedGemm), as_kernel(counts_on_devices)),
+        UserCall: lambda compiler, step: compiler.fail(
+            "a call of the user's own is for a ConcurrentProblem; this problem has none"
+        ),
+        **dict.fromkeys(
+            (ShareCounts, SegmentCopies, GroupedGemm),
+            as_kernel(lambda compiler, step: compiler.fail("its row counts live on devices; only a RaggedProblem has such")),
+        ),
     }
     """By type of step, itself as numbers. A FusedCollective is spelled out before."""

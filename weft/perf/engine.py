@@ -37,15 +37,12 @@ from weft.core.schedule import (
     Copy,
     FusedCollective,
     Gemm,
-    GroupedGemm,
     Lane,
     Lookup,
     Push,
     Reduce,
     Schedule,
-    SegmentCopies,
     SendReceive,
-    ShareCounts,
     Signal,
     Step,
     Wait,
@@ -208,9 +205,7 @@ STEPS: dict[type, Callable[[World, int, Lane, Any], Process]] = {
     Lookup: lambda world, rank, lane, step: lookups.lookup(world, rank, step),
     Collective: lambda world, rank, lane, step: transfers.collective(world, rank, step),
     SendReceive: lambda world, rank, lane, step: messages.send_receive(world, rank, step),
-    ShareCounts: lambda world, rank, lane, step: ragged.step_of_counts(world, rank, step),
-    SegmentCopies: lambda world, rank, lane, step: ragged.step_of_counts(world, rank, step),
-    GroupedGemm: lambda world, rank, lane, step: ragged.step_of_counts(world, rank, step),
+    **dict.fromkeys(ragged.STEPS, lambda world, rank, lane, step: ragged.step_of_counts(world, rank, step)),
 }
 """By type of step, what it does on a rank and a lane. A FusedCollective is spelled out before."""
 STEPS_BESIDE = {**STEPS, **concurrent.STEPS}

@@ -41,7 +41,7 @@ def step_of_counts(world: World, rank: int, step: ShareCounts | SegmentCopies | 
     """One step of a RaggedProblem: a launch, then what it does."""
     start = world.now
     yield world.env.timeout(ns(world.machine.launch_us))
-    yield from _STEPS[type(step)](world, rank, step)
+    yield from STEPS[type(step)](world, rank, step)
     world.kernels[rank] += world.now - start
 
 
@@ -138,8 +138,9 @@ def _shares(world: World, products: Sequence[SegmentProduct], tiles: int) -> Ite
         yield share
 
 
-_STEPS: dict[type, Callable[[World, int, Any], Process]] = {
+STEPS: dict[type, Callable[[World, int, Any], Process]] = {
     ShareCounts: _share,
     SegmentCopies: lambda world, rank, step: _copy(world, rank, step.parts, world.free_sms[rank]),
     GroupedGemm: _multiply,
 }
+"""By type of step, what one kernel of it does."""

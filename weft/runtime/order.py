@@ -12,7 +12,7 @@ what comes before that, all of which has happened: so the lane is not full.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from weft.core.schedule import Collective, Flag, Gemm, Lane, Schedule, SendReceive, Step, Wait, advances, waits
@@ -58,11 +58,7 @@ class _Run:
         self._done: Counter[Key] = Counter()
         self._waiting: defaultdict[Key, list[Iterator[Key]]] = defaultdict(list)
         self._size = len(schedule.ranks)
-        self._meeting: dict[type, Callable[[int, Any], list[tuple[Key, int]]]] = {
-            Collective: self._collective,
-            SendReceive: self._messages,
-        }
-        """By type of step that others take part in."""
+        self._meeting: dict[type, Any] = {Collective: self._collective, SendReceive: self._messages}
         self._ready = deque(self._lane(rank, lane) for rank, lanes in enumerate(schedule.ranks) for lane in lanes)
         while self._ready:
             lane = self._ready.popleft()
@@ -90,8 +86,7 @@ class _Run:
 
     def _meets(self, rank: int, step: Step) -> list[tuple[Key, int]]:
         """Begins a step that others take part in; how often they must have begun theirs."""
-        meets = self._meeting.get(type(step))
-        return meets(rank, step) if meets else []
+        return self._meeting[type(step)](rank, step) if type(step) in self._meeting else []
 
     def _collective(self, rank: int, step: Collective) -> list[tuple[Key, int]]:
         number = self._count("collectives of", rank)
