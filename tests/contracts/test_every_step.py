@@ -40,9 +40,10 @@ from weft.core.schedule import (
     Wait,
     advances,
     regions,
+    segments,
     waits,
 )
-from weft.core.work import WORK, label
+from weft.core.work import WORK, flops, label
 from weft.perf import engine, rotation, run
 from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
@@ -145,6 +146,17 @@ def test_each_room_has_a_meaning_for_every_kind(room: str) -> None:
     missing = {kind.__name__ for kind in get_args(Step)} - {kind.__name__ for kind in table}
     assert missing == {kind.__name__ for kind in left_out}, f"{room}: no meaning of {sorted(missing)}"
     assert set(table) <= set(get_args(Step))
+
+
+def test_a_kind_without_a_meaning_is_named() -> None:
+    class Other:
+        pass
+
+    for ask in (waits, advances, regions, segments, flops):
+        with pytest.raises(KeyError, match="Other"):
+            ask(Other())  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="Other"):
+        weft.check(with_steps(made(*EXAMPLES[Wait]), 0, "compute", 0, Other()))  # type: ignore[arg-type]
 
 
 @every_kind
