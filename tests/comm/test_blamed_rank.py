@@ -28,7 +28,7 @@ class Words:
 def program_of(schedule: Schedule) -> Any:
     """A rank's program without memory."""
     made: Any = HostProgram.__new__(HostProgram)
-    made.schedule, made.rank, made.flags, made._full_at = schedule, 0, WaiterWords(schedule), {}
+    made.schedule, made.rank, made.flags, made._signal_values = schedule, 0, WaiterWords(schedule), {}
     made.writers = flag_writers(schedule)
     made._words = {rank: Words() for rank in range(schedule.problem.world_size)}
     made._progress = [{lane.name: made.flags.words + at for at, lane in enumerate(lanes)} for lanes in schedule.ranks]

@@ -253,7 +253,7 @@ class Planned(FakeProgram):
         self.schedule, self.flags = found, WaiterWords(found)
         wheres = [Where(at_rank, lane.name, at, step) for at_rank, lane, at, step in found if at_rank == rank]
         fused = [where for where in wheres if isinstance(where.step, FusedCollective)]
-        self.kernels = {(where.lane, where.position): SimpleNamespace(where=where, keeps_own_words=True) for where in fused}
+        self.kernels = {(where.lane, where.position): SimpleNamespace(where=where, manages_own_flags=True) for where in fused}
         self.row_counts = object()  # type: ignore[assignment]
 
 

@@ -24,7 +24,7 @@ from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.launch_plan import LaunchPlan, merged
 from weft.runtime.launches import FlagOperations, Launch
-from weft.runtime.step_kernels import full_at
+from weft.runtime.step_kernels import signal_values
 from weft.schedules import build
 
 CALLS = 4
@@ -43,13 +43,13 @@ class FakeProgram:
         schedule = spelled_out(schedule).schedule  # as where the device has no kernel for a fused collective
         self.schedule, self.rank, self.flags = schedule, rank, WaiterWords(schedule)
         self.kernels: dict[tuple[str, int], Any] = {}
-        self._full_at = full_at(self)  # type: ignore[arg-type]
+        self._signal_values = signal_values(self)  # type: ignore[arg-type]
 
     def runs_as_kernel(self, step: object) -> bool:
         return isinstance(step, (Gemm, Push))
 
-    def full_at(self, flag: Flag) -> int:
-        return self._full_at.get(flag, 1)
+    def signal_value(self, flag: Flag) -> int:
+        return self._signal_values.get(flag, 1)
 
     def copier(self, src: Region, dst: Region) -> Any:
         return lambda bindings, stream: None
@@ -78,7 +78,7 @@ class FakeProgram:
                 for wait in waits(step):
                     if wait.at_least == 0:
                         where = Where(self.rank, lane.name, position, step)
-                        yield self.gate_address(wait.flag, where), self.full_at(wait.flag)
+                        yield self.gate_address(wait.flag, where), self.signal_value(wait.flag)
 
 
 def words_of(program: FakeProgram) -> list[list[Word]]:

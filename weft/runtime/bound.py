@@ -40,7 +40,7 @@ from weft.runtime.flag_words import WaiterWords
 from weft.runtime.host_rows import HostRows
 from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import FlagSubmitter, IssuedCall
-from weft.runtime.step_kernels import Place, StepKernel, full_at, kernel_of
+from weft.runtime.step_kernels import Place, StepKernel, kernel_of, signal_values
 
 if TYPE_CHECKING:
     from weft.compat.streams import Word
@@ -177,7 +177,7 @@ class BoundProgram(ABC):
         """What the kernels of a call with splits share."""
         self.refused: ValueError | None = None
         """What all ranks alike are to raise after the call, which has ended."""
-        self._full_at = full_at(self)
+        self._signal_values = signal_values(self)
         wheres = [Where(rank, lane.name, position, step) for rank, lane, position, step in schedule if rank == self.rank]
         made = {(where.lane, where.position): kernel_of(self, where) for where in wheres}
         self.kernels: dict[Place, StepKernel] = {place: kernel for place, kernel in made.items() if kernel is not None}
@@ -224,9 +224,9 @@ class BoundProgram(ABC):
                     "matrices; pass one b, or another schedule"
                 )
 
-    def full_at(self, flag: Flag) -> int:
-        """How far one advance moves a flag's word: kernels count tiles."""
-        return self._full_at.get(flag, 1)
+    def signal_value(self, flag: Flag) -> int:
+        """The value that a flag's word has once it is signalled: the number of tiles where a kernel counts, else 1."""
+        return self._signal_values.get(flag, 1)
 
     @abstractmethod
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
@@ -272,7 +272,7 @@ class BoundProgram(ABC):
 
     def gate_need(self, wait: Wait) -> int:
         """The value of its word that opens a gate; 0 for one that has been passed where the kernel starts."""
-        return self.full_at(wait.flag) if wait.at_least else 0
+        return self.signal_value(wait.flag) if wait.at_least else 0
 
     @abstractmethod
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]: ...

@@ -138,7 +138,7 @@ class CudaProgram(BoundProgram):
         self.sms_for_pushes = push_sms(space.machine, space.sms, alone=alone)
         self.sms_for_kernels = space.sms - (self.sms_for_pushes if pushes else 0) - (sms_for(self.rank_group) if sends else 0)
         self._waits_on_sms = any(
-            kernel.keeps_own_words or (kernel.gates_inside and any(wait.at_least for wait in waits(kernel.where.step)))
+            kernel.manages_own_flags or (kernel.waits_in_kernel and any(wait.at_least for wait in waits(kernel.where.step)))
             for kernel in kernels
         )
 
@@ -148,7 +148,7 @@ class CudaProgram(BoundProgram):
         for _, lane, position, step in (entry for entry in self.schedule if entry[0] == self.rank):
             for wait in waits(step):
                 if wait.at_least == 0:
-                    words[self.flags.slot[wait.flag, lane.name, position]] = self.full_at(wait.flag)
+                    words[self.flags.slot[wait.flag, lane.name, position]] = self.signal_value(wait.flag)
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
         piece = self._take(nbytes)

@@ -59,7 +59,7 @@ def kernel_of_sum(program: BoundProgram, where: Where, step: Reduce) -> StepKern
     return FusedReduce(step, where, program.device) if step.parts and not advances(step) and not moves else None
 
 
-def full_at(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, int]:
+def signal_values(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, int]:
     """How far a GEMM raises the flags that it counts: by a tile each time."""
     if not is_fused(step):
         return {}
@@ -127,13 +127,13 @@ def _irregular(step: Gemm, blocks: TileShape, results: int) -> str:
 class FusedGemm(GatedKernel):
     """A GEMM with gates, counts, adds, or parts that are stored at peers.
 
-    gates_inside: its tiles wait for the chunks of this call themselves.
+    waits_in_kernel: its tiles wait for the chunks of this call themselves.
 
     The launch's `out` is the caller's result, whose address may be another one each call, or else the last part's buffer;
     parts of other buffers, and at peers, are stored by address.
     """
 
-    gates_inside = True
+    waits_in_kernel = True
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
 class FusedCollectiveKernel(StepKernel):
     """One FusedCollective of one rank. It waits itself, for nothing that needs an SM of this GPU."""
 
-    keeps_own_words = True
+    manages_own_flags = True
 
     def __init__(
         self,

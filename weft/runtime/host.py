@@ -118,7 +118,7 @@ class HostProgram(BoundProgram):
                 for wait in waits(step):
                     if wait.at_least == 0:
                         slot = self.flags.slot[wait.flag, lane.name, position]
-                        self._words[self.rank].store(slot, self.full_at(wait.flag))
+                        self._words[self.rank].store(slot, self.signal_value(wait.flag))
 
     def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name != "b" and self._contiguous:
@@ -217,7 +217,7 @@ class HostProgram(BoundProgram):
                     continue
                 for where, wait in may_wait_for(rank, lane, come_to - 1):
                     slot = self.flags.slot[wait.flag, lane.name, where.position]
-                    if self._words[rank].load(slot) < self.full_at(wait.flag):
+                    if self._words[rank].load(slot) < self.signal_value(wait.flag):
                         return wait.flag
         return None
 

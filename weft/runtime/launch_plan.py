@@ -93,8 +93,8 @@ class Planned(Protocol):
         """Where hosts find the row counts of all ranks, for steps that are no kernels."""
         ...
 
-    def full_at(self, flag: Flag) -> int:
-        """How far a signal raises a word of the flag."""
+    def signal_value(self, flag: Flag) -> int:
+        """The value that a flag's word has once it is signalled."""
         ...
 
     def here(self, where: Where) -> Word:
@@ -231,7 +231,7 @@ class LaunchPlan:
         for flag in dict.fromkeys(gate.flag for gate in gates if gate.flag not in passed and self._is_signalled(gate)):
             passed.add(flag)
             address = self._program.gate_address(flag, where)
-            words += [Word("wait", address, self._program.full_at(flag)), Word("lower", address, 0)]
+            words += [Word("wait", address, self._program.signal_value(flag)), Word("lower", address, 0)]
         if words:
             yield self._operations(where, (self._program.here(where), *words))
 
@@ -240,7 +240,7 @@ class LaunchPlan:
         return gate.at_least > 0 or self._program.flags.raised(gate.flag)
 
     def _raise(self, flag: Flag, where: Where) -> FlagOperations:
-        value = self._program.full_at(flag)
+        value = self._program.signal_value(flag)
         return self._operations(where, tuple(Word("signal", address, value) for address in self._program.waiters(flag)))
 
     def _push(self, step: Push, where: Where) -> Iterator[Launch]:
@@ -265,8 +265,8 @@ class LaunchPlan:
         kernels, since their blocks would fill all SMs while they wait, and copies of a few KiB, which are kernels, could never
         run: this hung on 4 x H200.
         """
-        gates = () if kernel.keeps_own_words else waits(where.step)
-        inside = [gate for gate in gates if gate.at_least and kernel.gates_inside]
+        gates = () if kernel.manages_own_flags else waits(where.step)
+        inside = [gate for gate in gates if gate.at_least and kernel.waits_in_kernel]
         yield from self._pass([gate for gate in gates if gate not in inside], where)
         if inside:
             yield self._operations(where, (self._program.here(where),))

@@ -31,7 +31,7 @@ def kernel_of(program: BoundProgram, where: Where, step: Lookup) -> FusedLookup:
     return FusedLookup(step, where, program.device, program, problem, program.loading)
 
 
-def full_at(program: BoundProgram, rank: int, step: Lookup) -> dict[Flag, int]:
+def signal_values(program: BoundProgram, rank: int, step: Lookup) -> dict[Flag, int]:
     """How far a lookup raises its flags: by a tile each time."""
     problem = program.schedule.problem
     assert isinstance(problem, LookupProblem), f"{problem} has no tables"

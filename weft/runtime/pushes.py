@@ -21,7 +21,7 @@ def kernel_of(program: BoundProgram, where: Where, step: Push) -> FusedPush:
     return FusedPush(step, where, program.device, program)
 
 
-def full_at(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:
+def signal_values(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:
     """How far a push raises its flags: by a tile each time."""
     itemsize = program.dtype.itemsize
     return {part.count: tiles_of_copy(part.dst, itemsize=itemsize, device=program.device) for part in step.parts}

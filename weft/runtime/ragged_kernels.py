@@ -55,7 +55,7 @@ def kernel_of(program: BoundProgram, where: Where, step: Step) -> RaggedStepKern
 class RaggedStepKernel(StepKernel):
     """One step. All ranks rehearse it by running it."""
 
-    keeps_own_words = True
+    manages_own_flags = True
 
     def __init__(self, where: Where, kernels: RaggedKernels) -> None:
         super().__init__(where)

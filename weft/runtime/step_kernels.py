@@ -1,8 +1,9 @@
 """The kernels of steps: one interface for all of them, and the table that says which steps have one.
 
 A kernel's own module makes it (`KERNELS`). It is imported where a program has such a step and its device runs kernels, since
-it needs Triton. What runs as a kernel is the same on every rank: a flag that a kernel counts grows by tiles, and its waiter has
-to know how far (`FULL_AT`).
+it needs Triton. Which steps may run as kernels is the same on every rank, so each rank knows the value that a flag has once it
+is signalled (`SIGNAL_VALUES`): the number of tiles where a kernel counts, else 1. A rank whose tensors a kernel cannot load runs
+the step part by part, and signals the same values.
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ KERNELS: dict[type[Step], str] = {
 }
 """By type of step, the module of this package and its function that makes the kernel of a step, from the program, the place and
 the step; or returns None where the step has none in that program."""
-FULL_AT: dict[type[Step], str] = {Gemm: "fused", Push: "pushes", Lookup: "lookups"}
-"""By type of step that counts, the module whose `full_at(program, rank, step)` says when each of its flags is full."""
+SIGNAL_VALUES: dict[type[Step], str] = {Gemm: "fused", Push: "pushes", Lookup: "lookups"}
+"""By type of step that counts, the module whose `signal_values(program, rank, step)` gives the value of each of its flags."""
 
 
 class StepKernel:
     """One step of one rank as a kernel, ready to launch call after call."""
 
-    gates_inside = False
-    """Whether it waits itself for the gates on this call, and its launch lowers them behind it."""
-    keeps_own_words = False
-    """Whether its flags are words of its own, which it raises, waits for and lowers itself."""
+    waits_in_kernel = False
+    """Whether the kernel waits for the gates on this call itself. The launch plan lowers them after the kernel."""
+    manages_own_flags = False
+    """Whether the kernel has words of its own for its flags, and raises, waits for and lowers them itself."""
 
     def __init__(self, where: Where) -> None:
         self.where = where
@@ -71,7 +72,7 @@ class StepKernel:
         return True
 
     def lay_out(self, bindings: Bindings) -> None:
-        """Make the tables that it reads in a call. They are copied to the device, which no capture takes."""
+        """Make the tables that the kernel reads in a call. Not while a graph is captured: they are copied to the device."""
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         """Run it on so many SMs. silent: neither wait nor signal, for a rehearsal. tries: how often it looks at a flag before
@@ -123,11 +124,11 @@ def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
     return found
 
 
-def full_at(program: BoundProgram) -> dict[Flag, int]:
+def signal_values(program: BoundProgram) -> dict[Flag, int]:
     """By flag of the schedule that a kernel counts, on any rank: how far one signal raises its word."""
     found: dict[Flag, int] = {}
     for rank, _, _, step in program.schedule:
-        module = FULL_AT.get(type(step))
+        module = SIGNAL_VALUES.get(type(step))
         if module is not None and program.runs_as_kernel(step):
-            found |= import_module(f"weft.runtime.{module}").full_at(program, rank, step)
+            found |= import_module(f"weft.runtime.{module}").signal_values(program, rank, step)
     return found

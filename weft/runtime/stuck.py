@@ -17,7 +17,7 @@ class Stuck(Protocol):
     rank: int
     flags: WaiterWords
 
-    def full_at(self, flag: Flag) -> int: ...
+    def signal_value(self, flag: Flag) -> int: ...
 
     def raiser(self, flag: Flag) -> str: ...
 
@@ -27,7 +27,7 @@ def waiting(program: Stuck, seen: Sequence[int], reached: Mapping[str, int]) -> 
     lines = []
     for lane in program.schedule.ranks[program.rank]:
         for where, wait in may_wait_for(program.rank, lane, reached[lane.name]):
-            value, need = seen[program.flags.slot[wait.flag, lane.name, where.position]], program.full_at(wait.flag)
+            value, need = seen[program.flags.slot[wait.flag, lane.name, where.position]], program.signal_value(wait.flag)
             if value < need:
                 lines.append(f"{where}: {wait.flag}: expected {need}, seen {value}; {program.raiser(wait.flag)}")
                 break
