@@ -2,8 +2,8 @@
 
 A kernel's own module makes it (`KERNELS`). It is imported where a program has such a step and its device runs kernels, since
 it needs Triton. Which steps may run as kernels is the same on every rank, so each rank knows the value that a flag has once it
-is signalled (`SIGNAL_VALUES`): the number of tiles where a kernel counts, else 1. A rank whose tensors a kernel cannot load runs
-the step part by part, and signals the same values.
+is signalled (`SIGNAL_VALUES`): the number of tiles where a kernel counts, else 1. A rank whose tensors a kernel cannot load
+runs the step part by part, and signals the same values.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
 
 
 def signal_values(program: BoundProgram) -> dict[Flag, int]:
-    """By flag of the schedule that a kernel counts, on any rank: how far one signal raises its word."""
+    """By flag of the schedule that a kernel counts, on any rank: its value once it is signalled."""
     found: dict[Flag, int] = {}
     for rank, _, _, step in program.schedule:
         module = SIGNAL_VALUES.get(type(step))
