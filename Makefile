@@ -69,10 +69,8 @@ clean:
 $(VENV)/.set-up-run: pyproject.toml constraints.txt
 	$(call install,.)
 
-# mlc-chakra reads in tests what weft writes; what it depends on beside protobuf, a hundred packages, its reader does not need.
 $(VENV)/.set-up-test: pyproject.toml constraints.txt
 	$(call install,".[test]")
-	$(PIP_INSTALL) --no-deps mlc-chakra
 
 $(VENV)/.set-up-dev: pyproject.toml constraints.txt
 	$(call install,".[dev]")

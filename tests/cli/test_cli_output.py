@@ -201,7 +201,7 @@ def test_a_study_is_written_though_nobody_reads_the_output(
     report, trace = tmp_path / "out", tmp_path / "trace.json"
     to = Path("-") if as_json else None
     with pytest.raises(BrokenPipeError):
-        simulate.command("t3", None, None, None, sensitivity=False, json=to, report=report, trace=trace, chakra=None)
+        simulate.command("t3", None, None, None, sensitivity=False, json=to, report=report, trace=trace)
     assert (report / "index.html").read_text() == "whole"
     assert trace.stat().st_size
 

@@ -55,9 +55,8 @@ def test_everything_as_data(weft: Weft, saved: Path) -> None:
 
 
 def test_what_is_printed_and_written(weft: Weft, saved: Path, tmp_path: Path) -> None:
-    pytest.importorskip("google.protobuf", reason="protobuf is not installed; it comes with weft[chakra]")
-    trace, report, traces = tmp_path / "t.json", tmp_path / "report", tmp_path / "et"
-    status, out, _ = weft("simulate", saved, "--trace", trace, "--report", report, "--chakra", traces)
+    trace, report = tmp_path / "t.json", tmp_path / "report"
+    status, out, _ = weft("simulate", saved, "--trace", trace, "--report", report)
     total_us = run(SCHEDULE, load("h200x8")).total_us
     assert status == 0
     assert ms(total_us) in out
@@ -70,7 +69,6 @@ def test_what_is_printed_and_written(weft: Weft, saved: Path, tmp_path: Path) ->
     assert tuple(printed) == shown, "busy and waiting time of a lane"
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert {event["pid"] for event in events} == set(range(8))
-    assert len(sorted(traces.glob("rank.*.et"))) == 8
 
 
 def test_other_links_are_what_if(weft: Weft, saved: Path) -> None:
@@ -157,32 +155,6 @@ def test_files_that_hold_no_schedule_are_refused(weft: Weft, saved: Path, text: 
     status, out, err = weft("simulate", saved)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert says in err
-
-
-@pytest.mark.parametrize("name", ["system.json", "rank.7.et"])
-def test_chakra_writes_over_no_input_and_no_output(weft: Weft, saved: Path, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("google.protobuf", reason="protobuf is not installed; it comes with weft[chakra]")
-    (tmp_path / "profile.json").write_text(codec.dumps(load("h200x8")), encoding="utf-8")
-    traces = tmp_path / "et"
-    traces.mkdir()
-    mine = traces / name
-    for words, says in (
-        ([saved, "--trace", mine], "--trace"),
-        ([saved, "--machine", mine], "--machine"),
-        ([mine], "FILE"),
-    ):
-        source = tmp_path / "profile.json" if says == "--machine" else saved
-        before = "" if says == "--trace" else source.read_text(encoding="utf-8")
-        mine.unlink(missing_ok=True)
-        if before:
-            mine.write_text(before, encoding="utf-8")
-        if says == "FILE" and not name.endswith(".json"):
-            continue  # taken by its contents, not by its name
-        status, out, err = weft("simulate", *words, "--chakra", traces)
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert f"{says} and --chakra's {name} are both {mine}; name two files" in err
-        assert (mine.read_text(encoding="utf-8") if mine.exists() else "") == before
-        assert [path.name for path in traces.iterdir()] == ([name] if before else [])
 
 
 def test_a_schedule_that_could_go_wrong_is_refused(weft: Weft, saved: Path) -> None:

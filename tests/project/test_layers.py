@@ -42,7 +42,7 @@ ROOMS = [
 PACKAGES: dict[str, set[str]] = {
     "perf": {"numpy", "simpy"},
     "compat": {"atomicshm", "cuda", "torch", "triton"},
-    "report": {"google", "plotly"},
+    "report": {"plotly"},
     "cli": {"rich", "typer"},
 }
 """Packages beside the standard library that may be imported from this room on."""

@@ -65,13 +65,10 @@ def command(
     json: options.JSON = None,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
-    chakra: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Of a schedule: write Chakra traces, and ASTRA-sim's other files.")
-    ] = None,
 ) -> None:
     """Simulate a published evaluation, if need be on hardware that does not exist, and compare with what was published; or one
     schedule on one machine."""
-    outputs = Outputs(json=json, report=report, trace=trace, chakra=chakra)
+    outputs = Outputs(json=json, report=report, trace=trace)
     if study not in STUDIES and (study.endswith(".json") or os.path.isfile(study)):
         if sensitivity or scenarios:
             raise ValueError(f"--{'sensitivity' if sensitivity else 'scenario'} is for studies; a schedule takes --set")
@@ -79,9 +76,8 @@ def command(
         return
     if study not in STUDIES:
         raise ValueError(f"study is {study!r}; weft simulates {', '.join(STUDIES)}, or a schedule in a JSON file")
-    for name, value in (("--machine", machine), ("--chakra", chakra)):
-        if value is not None:
-            raise ValueError(f"{name} is for a schedule in a JSON file, not for {study}")
+    if machine is not None:
+        raise ValueError(f"--machine is for a schedule in a JSON file, not for {study}")
     if trace is not None and study == "dlrm":
         raise ValueError("--trace is for t3, ficco and schedules; dlrm's timelines are in its --report")
     outputs.require({})

@@ -28,29 +28,15 @@ class Outputs:
     json: Path | None = None
     report: Path | None = None
     trace: Path | None = None
-    chakra: Path | None = None
 
-    def require(self, read: Mapping[str, Path | None], ranks: int = 0) -> None:
-        """Try every path now. read: files that nothing may be written over, by argument. ranks: of the schedule, each of which
-        has a trace in --chakra. Raises ValueError that names the option."""
-        traces = {f"--chakra's {name}": self.chakra / name for name in _chakra_names(ranks)} if self.chakra else {}
+    def require(self, read: Mapping[str, Path | None]) -> None:
+        """Try every path now. read: files that nothing may be written over, by argument. Raises ValueError that names the
+        option."""
         report = output.page(self.report)
-        output.require_apart({**read, "--json": self.json, "--report": report, "--trace": self.trace, **traces})
+        output.require_apart({**read, "--json": self.json, "--report": report, "--trace": self.trace})
         output.require_json(self.json)
         output.require_folder(self.report, "--report")
         output.require_file(self.trace, "--trace")
-        output.require_folder(self.chakra, "--chakra")
-        if self.chakra is not None:
-            from weft.report.chakra import require_protobuf
-
-            require_protobuf()
-
-
-def _chakra_names(ranks: int) -> list[str]:
-    """What weft.report.astra writes in its folder."""
-    from weft.report.astra import PREFIX
-
-    return ["network.yml", "system.json", "memory.json", *(f"{PREFIX}.{rank}.et" for rank in range(ranks))]
 
 
 def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs: Outputs) -> None:
@@ -61,7 +47,7 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
     from weft.planner.simulated import simulated
 
     schedule, target = codec.read(Schedule, path), machine_with(machine, settings)
-    outputs.require({"FILE": path, "--machine": choices.machine_file(machine)}, len(schedule.ranks))
+    outputs.require({"FILE": path, "--machine": choices.machine_file(machine)})
     with progress_bar("checking the schedule") as progress:
         check(schedule)
         found = simulated(schedule, target, progress)
@@ -162,8 +148,4 @@ def _write(schedule: Schedule, machine: Machine, found: Simulation, outputs: Out
 
         title = f"{found.losses.spec} on {found.machine}"
         written.append(write_calls({title: found.spans}, outputs.trace, about=str(schedule.problem)))
-    if outputs.chakra is not None:
-        from weft.report.astra import write_astra
-
-        written += write_astra(schedule, machine, outputs.chakra)
     return written
