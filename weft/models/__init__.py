@@ -2,7 +2,7 @@
 
 styles.py  layouts.py                        ColwiseParallel, RowwiseParallel, ...; between torch's layouts and weft's
 models.py  moves.py  decoder_tokens.py       weft.parallelize; how a decoder's tokens lie, and where that changes
-linear.py  products.py  adjacent.py          linears that call weft's operators, what they compute, weights side by side
+linear.py  products.py                       linears that call weft's operators, what they compute
 replicas.py  sharing.py                      parameters that are whole on every rank; those that modules share
 experts.py  expert_parallel.py               mixture of experts, and the style that spreads them over ranks
 dlrm.py                                      tables over ranks

@@ -37,7 +37,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.problem import split
-from weft.models.adjacent import Adjacent, fits
 from weft.models.products import How, columns, ops_of_columns, ops_of_rows, rows
 from weft.models.sites import LayerCalls
 
@@ -58,13 +57,12 @@ class Tokens:
 
 @dataclass(kw_only=True)
 class Shared:
-    """Column linears that read one tensor. adjacent: how their weights lie. ran: what they have run. _outs: what was announced
-    and not yet taken, by member; _stand_in: for what. _gathered: whether members are called with all tokens instead."""
+    """Column linears that read one tensor. ran: what they have run. _outs: what was announced and not yet taken, by member;
+    _stand_in: for what. _gathered: whether members are called with all tokens instead."""
 
     members: Sequence[ColumnLinear]
     tokens: Tokens
     how: How
-    adjacent: Adjacent = field(default_factory=Adjacent)
     ran: LayerCalls = field(default_factory=LayerCalls)
     _outs: dict[int, Tensor] = field(default_factory=dict)
     _stand_in: Tensor | None = None
@@ -124,15 +122,7 @@ class Shared:
         self.tokens.check()
         group = group_of(members[0].weight)
         self.ran.note(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
-        decodes = total is None and not torch.is_grad_enabled()
-        whole = self.adjacent.whole_of(weights) if decodes and len(members) == len(self.members) else None
-        if whole is None:
-            if total is not None and len(members) == len(self.members):
-                weights = [*self.adjacent.parts_of(weights)]
-            return columns(x, weights, biases, group, self.how, dim=self.tokens.dim, total=total)
-        (out,) = columns(x, [whole], [None], group, self.how)
-        outs = torch.split(out, [len(weight) for weight in weights], -1)
-        return [one if bias is None else one + bias.to(one.dtype) for one, bias in zip(outs, biases, strict=True)]
+        return columns(x, weights, biases, group, self.how, dim=self.tokens.dim, total=total)
 
 
 class ColumnLinear(nn.Linear):
@@ -224,10 +214,6 @@ class Distributor:
             )
         return known
 
-    def has(self, parameter: Tensor) -> bool:
-        """Whether this one has been spread."""
-        return id(parameter) in self._done
-
     def adopt(self, parameter: Tensor, spread: nn.Parameter) -> None:
         """Somebody else has spread this one."""
         self._done[id(parameter)] = parameter, spread
@@ -235,32 +221,13 @@ class Distributor:
 
 def to_columns(linears: Sequence[nn.Linear], tokens: Tokens, how: How, distribute: Distributor) -> Shared:
     """Make these linears ColumnLinears that share their input."""
-    before = [linear.weight for linear in linears]
-    alone = not any(map(distribute.has, before)) and len({*map(id, before)}) == len(before)
     for linear in linears:
         _spread(linear, distribute, Shard(0), Shard(0))
         linear.__class__ = ColumnLinear
     shared = Shared(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, how=how)
     for member in shared.members:
         member._weft_shared = shared
-    if alone and fits([local(member.weight) for member in shared.members]):
-        _lay_side_by_side(shared, before, distribute)
     return shared
-
-
-def _lay_side_by_side(shared: Shared, before: Sequence[Tensor], distribute: Distributor) -> None:
-    """Give the members weights that lie so. before: the weights that they had before they were sharded."""
-    spread = [cast(DTensor, member.weight) for member in shared.members]
-    parts = shared.adjacent.lay([weight.to_local() for weight in spread])
-    for member, old, weight, part in zip(shared.members, before, spread, parts, strict=True):
-        made = DTensor.from_local(
-            part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
-        parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
-        member.register_parameter("weight", parameter)
-        distribute.adopt(old, parameter)
-    # to_local() may return another tensor of the same memory.
-    shared.adjacent.live_with([cast(DTensor, member.weight)._local_tensor for member in shared.members])
 
 
 def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> LayerCalls:

@@ -364,25 +364,8 @@ def _concatenated(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
 def _concatenated_transposed(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """The transpose of that. Of transposed weights the rows are copied as they lie in memory, and not element by element."""
     if len(matrices) > 1 and _is_transposed(matrices[0]):
-        return _stacked([matrix.t() for matrix in matrices])
+        return torch.cat([matrix.t() for matrix in matrices])
     return _concatenated(matrices).t()
-
-
-def _stacked(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of all of them. They are not copied if they follow each other in one storage and none needs a gradient here."""
-    first = matrices[0]
-    derived = torch.is_grad_enabled() and any(matrix.requires_grad for matrix in matrices)
-    if torch.compiler.is_compiling() or derived or any(type(matrix) is not torch.Tensor for matrix in matrices):
-        return torch.cat(list(matrices))
-    end = first.storage_offset()
-    for matrix in matrices:
-        shared = matrix.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not shared or matrix.storage_offset() != end or not matrix.is_contiguous() or matrix.dtype != first.dtype:
-            return torch.cat(list(matrices))
-        end += matrix.numel()
-    rows = sum(matrix.shape[0] for matrix in matrices)
-    # A contiguous matrix of one row may have any stride.
-    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
 def _is_transposed(matrix: torch.Tensor) -> bool:
