@@ -46,7 +46,7 @@ from weft.compat.dispatch import (
 from weft.compat.functional import all_reduced, tree_flatten, tree_leaves, tree_unflatten
 from weft.compat.gloo import connections, nameless_group
 from weft.compat.grouped import grouped_mm
-from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
+from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options
 from weft.compat.mappings import mapped
 from weft.compat.storages import WeakStorage, users
 from weft.compat.symmetric_memory import _Numbered, registered
@@ -360,20 +360,6 @@ def test_the_sms_of_gemms_are_set_and_read() -> None:
     assert carveout() == 8
     set_carveout(before)
     assert carveout() == before
-
-
-def test_a_backend_without_inductor_gets_forward_and_backward_graphs() -> None:
-    graphs: list[int] = []
-
-    def compile_graph(module: Any, inputs: Any) -> Any:
-        graphs.append(len(inputs))
-        return module.forward
-
-    compiled = torch.compile(lambda x: x.sin() * x, backend=without_inductor(compile_graph))
-    x = torch.ones(3, requires_grad=True)
-    compiled(x).sum().backward()
-    assert len(graphs) == 2
-    torch.testing.assert_close(x.grad, x.detach().cos() + x.detach().sin())
 
 
 @pytest.mark.slow

@@ -8,14 +8,13 @@ Models that torch parallelizes (parallelize_module with torch's own styles, DTen
     print(overlap.report())
 
 The pass sees each graph after autograd, forward and backward apart: gathers.py and scatters.py say what it looks for, graph.py
-reads and writes graphs, outputs.py keeps their results' strides and views, places.py tells where a node is from. A place that
-it leaves alone is listed, with the reason.
+reads and writes graphs, places.py tells where a node is from. A place that it leaves alone is listed, with the reason.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
-from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
+from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.version import __version__
 from weft.models.inductor import gathers, scatters
-from weft.models.inductor.graph import Refused, drop_whole_copies, place_in, shape, share_waits
-from weft.models.inductor.outputs import layout_of_outputs
+from weft.models.inductor.graph import Refused, place_in, shape, share_waits
 from weft.models.inductor.places import file_and_line, module_name
 from weft.models.sites import CommunicatingLayer
 from weft.ops.common import spec_of
@@ -50,14 +48,12 @@ class CompilePass(CustomGraphPass):
         a matmul, then all_reduce                       matmul_all_reduce
 
     schedule: as the operators take it, a name or "auto"; or one for each operator, by its name. operators: the ones to put in.
-    cast_after: a product that is cast to more bits before its reduction, as in autocast's backward, is cast after it instead:
-    half the bytes travel, and the sum, made in float32, is rounded to the product's dtype before it is cast. shared_biases:
-    every bias that is divided by the number of ranks before a reduction, as DTensor divides a RowwiseParallel linear's, is the
-    same on all of them; else the mean of all ranks' is made, a reduction of one row.
+    Of a bias that is divided by the number of ranks before a reduction, as DTensor divides a RowwiseParallel linear's, the mean
+    of all ranks' is made, a reduction of one row.
 
     What is left alone, with a reason: other uses of a collective, a last dimension that is gathered or scattered, scaled_mm and
-    bmm, symbolic shapes, a product that is needed before its reduction. A linear's bias is added after the product, which
-    rounds once more.
+    bmm, symbolic shapes, a product that is needed or cast before its reduction. A linear's bias is added after the product,
+    which rounds once more.
 
     All ranks must compile the same model with the same values here. Raises ValueError for an unknown operator or schedule.
     Sources: as the operators'; PyTorch has such a pass for its own async tensor parallelism.
@@ -68,10 +64,8 @@ class CompilePass(CustomGraphPass):
         *,
         schedule: str | Mapping[str, str] = "auto",
         operators: Sequence[str] = _OPS,
-        cast_after: bool = False,
-        shared_biases: bool = False,
     ) -> None:
-        self.operators, self.cast_after, self.shared_biases = tuple(operators), cast_after, shared_biases
+        self.operators = tuple(operators)
         for name in self.operators:
             if name not in _OPS:
                 raise ValueError(f"operators has {name!r}; use {', '.join(_OPS)}")
@@ -92,18 +86,6 @@ class CompilePass(CustomGraphPass):
     def options(self) -> dict[str, Any]:
         """For torch.compile(..., options=...), with Inductor; a mode's go along: `torch._inductor.list_mode_options(mode)`."""
         return inductor_options(self)
-
-    @cached_property
-    def backend(self) -> Callable[..., Any]:
-        """For torch.compile(..., backend=...), without Inductor: graphs run operator by operator, as backend="aot_eager"."""
-        return without_inductor(self._eagerly)
-
-    def _eagerly(self, module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        layout = layout_of_outputs(module.graph)
-        drop_whole_copies(module.graph)
-        self(module.graph)
-        module.recompile()
-        return lambda *given: layout.laid(module.forward(*given))
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite one graph in place."""
@@ -137,7 +119,7 @@ class CompilePass(CustomGraphPass):
         for start in starts:
             try:
                 self._check_asked(scatters.OPERATORS[start.target])
-                found.append(scatters.read(start, cast_after=self.cast_after))
+                found.append(scatters.read(start))
             except Refused as refused:
                 self._note(start, (), f"{_short(start)}: {refused}")
         for site in scatters.added(found):
@@ -145,10 +127,10 @@ class CompilePass(CustomGraphPass):
             size = place_in(site.group)[1]
             problem = {"n": shape(nodes[0])[1], "k": sum(shape(term.a)[1] for term in site.terms) * size, "group": site.group}
             merged = f"{len(site.starts)} reductions of which the sum is used are one" if len(site.starts) > 1 else ""
-            if site.terms[0].bias and not self.shared_biases:
-                merged = "its bias is the mean of all ranks', a reduction more; shared_biases=True spares it"
+            if site.terms[0].bias:
+                merged = "its bias is the mean of all ranks', a reduction more"
             self._note(nodes[0], nodes, merged, site.op, problem)
-            scatters.rewrite(graph, site, self.schedules[site.op], shared_biases=self.shared_biases)
+            scatters.rewrite(graph, site, self.schedules[site.op])
 
     def _check_asked(self, op: str) -> None:
         if op not in self.operators:
@@ -167,7 +149,7 @@ class CompilePass(CustomGraphPass):
     def uuid(self) -> str:
         """What Inductor's caches tell graphs apart by: this package's sources, what was asked for, and this rank, which is in
         the graphs."""
-        asked = __version__, sorted(self.schedules.items()), self.cast_after, self.shared_biases, _rank_and_size()
+        asked = __version__, sorted(self.schedules.items()), _rank_and_size()
         digest = hashlib.sha256(repr(asked).encode())
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())

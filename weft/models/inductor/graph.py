@@ -50,20 +50,6 @@ class Refused(Exception):
     """A place that cannot be rewritten. Its text says why, for the listing."""
 
 
-def drop_whole_copies(graph: Graph) -> None:
-    """Take what is copied for a copy into a tensor like it, as Inductor does: what was in that tensor is not used. An in-place
-    collective is such a copy in a functional graph."""
-    for node in list(graph.nodes):
-        if node.target is not aten.copy.default or len(node.args) != 2 or node.kwargs:
-            continue
-        into, source = (getattr(each, "meta", {}).get("val") for each in node.args)
-        if isinstance(into, torch.Tensor) and isinstance(source, torch.Tensor):
-            alike = (into.shape, into.dtype, into.device) == (source.shape, source.dtype, source.device)
-            if alike:
-                node.replace_all_uses_with(node.args[1])
-                graph.erase_node(node)
-
-
 def value(node: Node) -> torch.Tensor:
     """The example of a node's value. Raises Refused if it has none, or no fixed shape."""
     found = node.meta.get("val")

@@ -9,11 +9,7 @@ which torch's tensor parallelism leaves in a backward: one reduction is then lef
     wait(reduce(x)) + wait(reduce(y)) = wait(reduce(x + y))
 
 A bias, mm(a, b) + bias / world_size, is how DTensor writes one that all ranks share: it is added once, after the reduction.
-Nothing in a graph says that they do, so that what is added is the mean of all ranks', unless the caller knows: one row more is
-reduced.
-
-A cast to more bits between, as autocast's backward has it, may come after the reduction instead, if that is asked for: partial
-products then travel as they are, half the bytes, and their sum is rounded to their dtype.
+Nothing in a graph says that they do, so that what is added is the mean of all ranks': one row more is reduced.
 """
 
 from __future__ import annotations
@@ -101,13 +97,12 @@ class _Reduction:
     nodes: tuple[Node, ...]
 
 
-def read(start: Node, *, cast_after: bool = False) -> Scatter:
-    """What ends in this collective. cast_after: a cast of the product to more bits may come after it. Raises Refused if no
-    operator of weft replaces it."""
+def read(start: Node) -> Scatter:
+    """What ends in this collective. Raises Refused if no operator of weft replaces it."""
     found = _reduction(start)
     if found.dim is not None and found.dim == value(found.source).dim() - 1:
         raise Refused(f"dimension {found.dim} of {value(found.source).dim()} is scattered, the last: weft overlaps rows")
-    terms, nodes = _terms(found.source, shape(found.source), {found.start, *found.nodes}, cast_after)
+    terms, nodes = _terms(found.source, shape(found.source), {found.start, *found.nodes})
     check_value(terms[0].node)
     if any(term.bias and term.bias.args[1] != place_in(found.group)[1] for term in terms):
         raise Refused("the matmul adds a bias of each rank's own")
@@ -208,7 +203,7 @@ def _reduction(start: Node) -> _Reduction:
     return _Reduction(start, waits[0], reduce, group, laid.source, laid.dim, nodes)
 
 
-def _terms(source: Node, extents: Sequence[int], users: set[Node], cast_after: bool) -> tuple[tuple[Term, ...], list[Node]]:
+def _terms(source: Node, extents: Sequence[int], users: set[Node]) -> tuple[tuple[Term, ...], list[Node]]:
     """(the products that `source` is the sum of, the nodes from them to `source`). users: the only ones that `source` may
     have."""
     chain = before_reshapes(source)
@@ -217,25 +212,13 @@ def _terms(source: Node, extents: Sequence[int], users: set[Node], cast_after: b
             raise Refused("the product is needed before it is reduced, too")
     root = chain[-1]
     if root.target is aten.add.Tensor:
-        return _sum(root, extents, chain, cast_after)
+        return _sum(root, extents, chain)
     if cast_to(root):
-        terms, more = _terms(_widened(root, cast_after), extents, {root}, cast_after)
-        return terms, [*chain, *more]
+        raise Refused(f"the product is cast to {value(root).dtype} before it is reduced; weft reduces what it multiplies")
     return (_term(root, extents),), chain
 
 
-def _widened(cast: Node, cast_after: bool) -> Node:
-    """What is cast. Raises Refused where the cast cannot come after the reduction."""
-    product = cast.args[0]
-    assert isinstance(product, Node)
-    narrow, wide = value(product).dtype, value(cast).dtype
-    if not cast_after or narrow.itemsize >= wide.itemsize:
-        hint = "" if narrow.itemsize >= wide.itemsize else f"; with cast_after=True the sum is rounded to {narrow} first"
-        raise Refused(f"the product is cast to {wide} before it is reduced; weft reduces what it multiplies{hint}")
-    return product
-
-
-def _sum(root: Node, extents: Sequence[int], chain: list[Node], cast_after: bool) -> tuple[tuple[Term, ...], list[Node]]:
+def _sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[Term, ...], list[Node]]:
     found: list[Term] = []
     nodes = list(chain)
     if argument(root, 2, "alpha", 1) != 1 or len(root.args) < 2:
@@ -243,7 +226,7 @@ def _sum(root: Node, extents: Sequence[int], chain: list[Node], cast_after: bool
     for part in root.args[:2]:
         if not isinstance(part, Node) or shape(part) != shape(root):
             raise Refused("what is reduced is a sum of a product and something else")
-        terms, more = _terms(part, extents, {root}, cast_after)
+        terms, more = _terms(part, extents, {root})
         found += terms
         nodes += more
     if any(term.bias for term in found):
@@ -281,14 +264,14 @@ def _check_shared(bias: Node, columns: int) -> None:
         raise Refused(f"the matmul adds a bias of {shape(bias)[0]} to {columns} columns")
 
 
-def rewrite(graph: Graph, site: Scatter, schedule: str, *, shared_biases: bool = False) -> None:
-    """Make it one operator. shared_biases: a bias is taken to be the same on all ranks."""
+def rewrite(graph: Graph, site: Scatter, schedule: str) -> None:
+    """Make it one operator."""
     rank, size = place_in(site.group)
     divided = site.terms[0].bias
     bias = None if divided is None else cast(Node, divided.args[0])
     with graph.inserting_before(site.starts[-1]):
         write = Writer(graph, site.terms[0].node)
-        if bias is not None and not shared_biases:
+        if bias is not None:
             bias = _mean(write, bias, site.group, size)
         a, b = _factors(write, site.terms)
         if site.dim is None:
