@@ -14,7 +14,7 @@ from weft.studies.dlrm import kernels
 from weft.studies.dlrm.iteration import Node, Run, Way
 from weft.studies.dlrm.network import Network
 from weft.studies.dlrm.system import System, load
-from weft.studies.fabric import Alike
+from weft.studies.fabric import SymmetricFabric
 from weft.studies.profile import changed
 
 TINY = {
@@ -61,7 +61,7 @@ def tiny(**changes: float) -> System:
 class Links(Fluid):
     """Every link of a fabric."""
 
-    fabric: Alike
+    fabric: SymmetricFabric
 
     def capacity(self, resource: Resource, flows: int) -> float:
         return self.fabric.rate(resource)
@@ -70,7 +70,7 @@ class Links(Fluid):
 class Everybody:
     """All nodes' ports. received: bytes by node; sent: likewise."""
 
-    def __init__(self, fabric: Alike) -> None:
+    def __init__(self, fabric: SymmetricFabric) -> None:
         self.fabric, self.env = fabric, simpy.Environment()
         self.links = Links(self.env, fabric)
         self.sent: Counter[int] = Counter()
@@ -117,7 +117,7 @@ class OnePort:
         return self.all.event(("shift", self.rank, self.calls["shift"]), 1)
 
 
-def run_all(system: System, fabric: Alike, way: Way, iterations: int) -> tuple[list[Run], Everybody]:
+def run_all(system: System, fabric: SymmetricFabric, way: Way, iterations: int) -> tuple[list[Run], Everybody]:
     """Every node's iterations."""
     everybody = Everybody(fabric)
     nodes = []

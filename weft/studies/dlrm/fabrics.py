@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 
 from weft.studies.dlrm.system import System, Topology
-from weft.studies.fabric import Alike, FatTree, Torus
+from weft.studies.fabric import FatTree, SymmetricFabric, Torus
 
 DIMENSIONS = {"torus_2d": 2, "torus_3d": 3}
 
 
-def fabric(system: System, topology: Topology, nodes: int) -> Alike:
+def fabric(system: System, topology: Topology, nodes: int) -> SymmetricFabric:
     """The fabric of a topology. Raises ValueError if there is none of so many nodes."""
     if topology == "fat_tree":
         leaf = system.tree.leaf

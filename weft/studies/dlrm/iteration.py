@@ -31,7 +31,7 @@ from weft.perf.fluid import Carried, Resource
 from weft.studies.dlrm import kernels
 from weft.studies.dlrm.network import Network, Process
 from weft.studies.dlrm.system import System
-from weft.studies.fabric import Alike
+from weft.studies.fabric import SymmetricFabric
 from weft.studies.fabric.symmetry import Symmetric
 
 Way = Literal["unfused", "fused"]
@@ -58,7 +58,7 @@ class Run:
         return round(1e3 * sum(span.duration_us for span in self.spans if span.kind == "wait"))
 
 
-def run(system: System, fabric: Alike, way: Way, iterations: int = ITERATIONS) -> Run:
+def run(system: System, fabric: SymmetricFabric, way: Way, iterations: int = ITERATIONS) -> Run:
     """Simulate so many iterations, at least 2."""
     node, links = _one_node(system, fabric, kernels.bags(system, fabric.world_size), way)
     node.env.process(node.train(iterations))
@@ -66,7 +66,7 @@ def run(system: System, fabric: Alike, way: Way, iterations: int = ITERATIONS) -
     return node.result(links.usage)
 
 
-def operator_ns(system: System, fabric: Alike, bags: kernels.Bags, way: Way) -> int:
+def operator_ns(system: System, fabric: SymmetricFabric, bags: kernels.Bags, way: Way) -> int:
     """Embedding and all-to-all alone, until a node has all that its samples need."""
     node, _ = _one_node(system, fabric, bags, way)
 
@@ -77,7 +77,7 @@ def operator_ns(system: System, fabric: Alike, bags: kernels.Bags, way: Way) -> 
     return int(node.env.now)
 
 
-def _one_node(system: System, fabric: Alike, bags: kernels.Bags, way: Way) -> tuple[Node, Symmetric]:
+def _one_node(system: System, fabric: SymmetricFabric, bags: kernels.Bags, way: Way) -> tuple[Node, Symmetric]:
     links = Symmetric(simpy.Environment(), fabric)
     return Node(Network(links.env, links, fabric.axes, fabric.world_size - 1, system), bags, way), links
 

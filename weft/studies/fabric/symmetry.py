@@ -1,8 +1,8 @@
 """Symmetry: one rank of a fabric on which all ranks do the same at the same time, so that what it sends is also what arrives.
 
-On an Alike fabric, messages that differ in their sender alone have the same rate, and all links of a kind carry the same. So a
-simulation of all N ranks need not have N: a message of one rank stands for N, and loads one link of each kind that it crosses
-as all N load all links of that kind,
+On a SymmetricFabric, messages that differ in their sender alone have the same rate, and all links of a kind carry the same.
+So a simulation of all N ranks need not have N: a message of one rank stands for N, and loads one link of each kind that it
+crosses as all N load all links of that kind,
 
     crossings of a link = links of the kind on the path * N / links of that kind.
 
@@ -23,7 +23,7 @@ from typing import Any
 import simpy
 
 from weft.perf.fluid import Fluid, Load, Resource
-from weft.studies.fabric.topology import Alike
+from weft.studies.fabric.topology import SymmetricFabric
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Route:
 class Symmetric(Fluid):
     """The links of `fabric` as one rank sees them, by kind. See the module's text."""
 
-    fabric: Alike
+    fabric: SymmetricFabric
 
     def capacity(self, resource: Resource, flows: int) -> float:
         """See Fluid."""
@@ -61,7 +61,7 @@ class Symmetric(Fluid):
 
 
 @functools.lru_cache(maxsize=64)
-def routes(fabric: Alike, peers: Sequence[int]) -> tuple[Route, ...]:
+def routes(fabric: SymmetricFabric, peers: Sequence[int]) -> tuple[Route, ...]:
     """What rank 0's messages to `peers`, a range or a tuple, of one size, load, by the kinds that they cross.
 
     >>> from weft.studies.fabric.topology import Torus
@@ -82,5 +82,5 @@ def routes(fabric: Alike, peers: Sequence[int]) -> tuple[Route, ...]:
     return tuple(Route(_load(fabric, found), delays[key]) for key, found in loads.items())
 
 
-def _load(fabric: Alike, crossed: Counter[Resource]) -> Load:
+def _load(fabric: SymmetricFabric, crossed: Counter[Resource]) -> Load:
     return tuple((kind, times * fabric.world_size // fabric.alike(kind)) for kind, times in crossed.items())

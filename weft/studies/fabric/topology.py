@@ -2,13 +2,10 @@
 
     torus    a link each way between neighbours of every dimension (one dimension: a ring); a message goes along the first
              dimension first, then the second, each the shorter way around, upwards where both are as long
-    mesh     a link each way between every pair
-    switch   a port out and a port in for each rank
-    fat tree as switch, and a trunk each way from the switch of every so many ranks to all others
-    hosts    such a fabric within each host; between hosts an adapter out and in for every so many ranks
+    fat tree a port out and a port in for each rank, and a trunk each way from the switch of every so many ranks to all others
 
 Rates are usable ones, each way, in 1e9 bytes/s, which is bytes a nanosecond. Ranks count from 0; in a torus the first
-dimension's neighbours are next to each other, in hosts the ranks of a host.
+dimension's neighbours are next to each other.
 """
 
 from __future__ import annotations
@@ -21,8 +18,9 @@ from dataclasses import dataclass
 from weft.perf.fluid import Resource
 
 
-class Fabric(ABC):
-    """What connects `world_size` ranks."""
+class SymmetricFabric(ABC):
+    """What connects `world_size` ranks, and looks the same from every one: its resources fall into kinds, and what all ranks do
+    alike loads all resources of a kind alike. So one rank can stand for all (weft.studies.fabric.symmetry)."""
 
     @property
     @abstractmethod
@@ -49,11 +47,6 @@ class Fabric(ABC):
         if src == dst:
             raise ValueError(f"src and dst are both {src}; a message goes to another rank")
 
-
-class Alike(Fabric):
-    """A fabric that looks the same from every rank: its resources fall into kinds, and what all ranks do alike loads all
-    resources of a kind alike. So one rank can stand for all (weft.studies.fabric.symmetry)."""
-
     @property
     @abstractmethod
     def axes(self) -> tuple[int, ...]:
@@ -75,7 +68,7 @@ class Alike(Fabric):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Linked(Fabric):
+class _Linked(SymmetricFabric):
     """All links alike."""
 
     gbps: float
@@ -97,7 +90,7 @@ class _Linked(Fabric):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Torus(_Linked, Alike):
+class Torus(_Linked):
     """dims: ranks along each dimension, the first one's neighbours being next to each other. Latency is a hop's."""
 
     dims: tuple[int, ...]
@@ -148,45 +141,14 @@ class Torus(_Linked, Alike):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Counted(_Linked):
-    """So many ranks."""
-
-    ranks: int
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mesh(_Counted):
-    """Every pair has links of its own."""
-
-    def path(self, src: int, dst: int) -> tuple[Resource, ...]:
-        self.check(src, dst)
-        return (("link", src, dst),)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Switch(_Counted):
-    """Any pair at full speed, all of a rank's messages through its port. Latency is from port to port."""
-
-    def path(self, src: int, dst: int) -> tuple[Resource, ...]:
-        self.check(src, dst)
-        return ("out", src), ("in", dst)
-
-    def delay_ns(self, resource: Resource) -> int:
-        return self.latency_ns if resource[0] == "out" else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class FatTree(_Counted, Alike):
+class FatTree(_Linked):
     """Switches of `leaf` ranks, and trunks between each and the levels above, which carry `leaf` links' rate over `taper`.
 
     Above the trunks nothing is short of anything, as in a folded Clos network: there are as many levels of switches with `leaf`
     ports down as the ranks need. Latency is a link's; a message between leaves goes up to the last level.
     """
 
+    ranks: int
     leaf: int
     taper: float = 1.0
 
@@ -198,6 +160,10 @@ class FatTree(_Counted, Alike):
             raise ValueError(f"ranks is {self.ranks}; use a multiple of leaf, {self.leaf}, or fewer")
         if not 0 < self.taper < math.inf:
             raise ValueError(f"taper is {self.taper!r}; it must be above zero, and finite")
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -232,50 +198,3 @@ class FatTree(_Counted, Alike):
 
     def delay_ns(self, resource: Resource) -> int:
         return self.latency_ns if resource[0] in ("out", "in") else self.latency_ns * (self.levels - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hosts(Fabric):
-    """`hosts` times the fabric `inside`. sharing: how many ranks of a host share an adapter to the other hosts, whose network
-    is taken to carry all that adapters can."""
-
-    inside: Fabric
-    hosts: int
-    gbps: float
-    latency_ns: int
-    sharing: int = 1
-
-    def __post_init__(self) -> None:
-        if self.hosts < 2:
-            raise ValueError(f"hosts is {self.hosts}; use at least 2, or the fabric inside alone")
-        if not self.gbps > 0:
-            raise ValueError(f"gbps is {self.gbps!r}; it must be above zero")
-        if self.latency_ns < 0:
-            raise ValueError(f"latency_ns is {self.latency_ns}; it must be zero or more")
-        if self.sharing < 1 or self.inside.world_size % self.sharing:
-            raise ValueError(f"sharing is {self.sharing}; it must divide the {self.inside.world_size} ranks of a host")
-
-    @property
-    def world_size(self) -> int:
-        return self.hosts * self.inside.world_size
-
-    def path(self, src: int, dst: int) -> tuple[Resource, ...]:
-        self.check(src, dst)
-        each = self.inside.world_size
-        if src // each == dst // each:
-            return tuple(("host", src // each, link) for link in self.inside.path(src % each, dst % each))
-        return ("adapter out", src // self.sharing), ("adapter in", dst // self.sharing)
-
-    def rate(self, resource: Resource) -> float:
-        return self.inside.rate(_inner(resource)) if resource[0] == "host" else self.gbps
-
-    def delay_ns(self, resource: Resource) -> int:
-        if resource[0] == "host":
-            return self.inside.delay_ns(_inner(resource))
-        return self.latency_ns if resource[0] == "adapter out" else 0
-
-
-def _inner(resource: Resource) -> Resource:
-    link = resource[2]
-    assert isinstance(link, tuple)
-    return link
