@@ -65,37 +65,14 @@ def _known_and_new(rank_group: RankGroup) -> str:
     )
 
 
-def _unmet_alike(rank_group: RankGroup) -> tuple[int, list[int]]:
-    """Calls that begin without a meeting, between others; in another order of remembering. One rank is far ahead."""
-    if rank_group.rank:
-        rank_group.remember("op: gather\nM: 3")
-    rank_group.enter("op: gather\nM: 64")
-    numbers = [rank_group.begin(f"op: gather\nM: {m}") for m in range(3000)]
-    rank_group.repeat(numbers[7])
-    rank_group.enter("op: barrier")
-    rank_group.check_peers(may_leave=True)
-    return rank_group.calls, numbers
-
-
-def _unmet_and_different(rank_group: RankGroup) -> str:
-    rank_group.enter("op: gather\nM: 64")
-    return _noticed(rank_group, partial(rank_group.begin, f"op: gather\nM: {128 + rank_group.rank}"))
-
-
-def _unmet_and_new(rank_group: RankGroup) -> str:
-    """One rank begins without a meeting, the other meets."""
-    rank_group.enter("op: gather\nM: 64")
-    return _noticed(
-        rank_group,
-        partial(rank_group.begin if rank_group.rank else rank_group.enter, f"op: gather\nM: {(128, 96)[rank_group.rank]}"),
-    )
-
-
 def _late_to_look(rank_group: RankGroup) -> str:
-    """What the other rank began is noticed when it has begun others."""
+    """What the other rank repeated is noticed when it has repeated others."""
     rank_group.enter("op: gather\nM: 64")
-    others = [f"op: gather\nM: {m}" for m in (0, 8 if rank_group.rank else 1, 2)]
-    return _noticed(rank_group, *(partial(rank_group.begin, text) for text in others), partial(rank_group.enter, "op: barrier"))
+    numbers = [rank_group.remember(f"op: gather\nM: {m}") for m in (0, 1, 2, 8)]
+    others = [numbers[0], numbers[3 if rank_group.rank else 1], numbers[2]]
+    return _noticed(
+        rank_group, *(partial(rank_group.repeat, number) for number in others), partial(rank_group.enter, "op: barrier")
+    )
 
 
 def _last_call(rank_group: RankGroup) -> str:
@@ -159,8 +136,6 @@ def test_calls_alike(ranks: RankFixture) -> None:
     [
         ("_different", ("ranks disagree in call 4", "op: rank 0 has gather, rank 1 has scatter")),
         ("_known_and_new", ("M: rank", "64", "128")),
-        ("_unmet_and_different", ("ranks disagree in call 2", "M: rank 0 has 128, rank 1 has 129")),
-        ("_unmet_and_new", ("M: rank", "has 128", "has 96")),
         ("_late_to_look", ("ranks disagree in call 3", "M: ")),
     ],
 )
@@ -168,12 +143,6 @@ def test_calls_that_differ_are_noticed(ranks: RankFixture, function: str, words:
     messages = ranks(2).run(_with_rank_group, function)
     assert any(all(word in message for word in words) for message in messages), messages
     assert all("nothing noticed" not in message for message in messages)
-
-
-def test_calls_that_begin_without_a_meeting(ranks: RankFixture) -> None:
-    (calls, numbers), (others, theirs) = ranks(2).run(_with_rank_group, "_unmet_alike")
-    assert calls == others == 3003
-    assert numbers == theirs
 
 
 def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> None:
@@ -260,6 +229,6 @@ def test_what_has_come_while_a_rank_was_stopped_is_no_timeout() -> None:
 def test_a_failed_group_runs_nothing_again() -> None:
     group = rank_groups()[0]
     group.fail(MemoryError("no memory"))
-    for call in (lambda: group.begin("op: gather"), lambda: group.repeat(1), lambda: group.enter("op: gather")):
+    for call in (lambda: group.repeat(1), lambda: group.enter("op: gather")):
         with pytest.raises(WeftError, match="no memory"):
             call()

@@ -5,8 +5,8 @@ Each rank owns one. All ranks of its node map it; ranks of other nodes have a co
     word 0 ENTERED   calls that the rank has entered           word 3 STATE  running, failed, closed, or failed and notified
     word 1 CREATED   shared segments that it has created       text: two slots for what it calls, by parity of the agreement
     word 2 MAPPED    rounds of segments that it has mapped     text: why it failed; text: name of its newest segment
-    words 4, 5       a number that it offers, by parity        text: the newest call that it began without an agreement
-    word 6 RAISED    errors since its last call, each in the   words: what each of its last calls was, by call
+    words 4, 5       a number that it offers, by parity        words: what each of its last calls was, by call
+    word 6 RAISED    errors since its last call, each in the
                      place of a call; the text why it failed
                      has the last one
     word 7 CAPTURED  calls that it has captured in CUDA graphs
@@ -30,7 +30,7 @@ AGREED = (0, 1)
 _WORDS = 8
 _ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
 _RAISED, _CAPTURED = 6, 7
-_FAILURE_AT, _NAME_AT, _BEGUN_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5, 6))
+_FAILURE_AT, _NAME_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5))
 LOGGED = 4096
 """Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
 NUMBERS = 1 << 24
@@ -115,15 +115,6 @@ class ControlSegment:
 
     def slot(self, parity: int) -> str:
         return self.segment.read_text((1 + parity) * TEXT_BYTES, TEXT_BYTES)
-
-    @property
-    def begun(self) -> str:
-        """The newest call that the rank began without an agreement."""
-        return self.segment.read_text(_BEGUN_AT, TEXT_BYTES)
-
-    @begun.setter
-    def begun(self, text: str) -> None:
-        self.segment.write_text(_BEGUN_AT, TEXT_BYTES, text)
 
     def log(self, call: int, number: int) -> None:
         """Publish that the rank has entered a call, and what it was."""

@@ -4,8 +4,7 @@ Each rank publishes what it calls, and whether it has failed, in its control seg
 
 What ranks agree on has a number, a digest. In a first call ranks agree: `enter` publishes what is about to run and waits until
 all have published the same. A later call only logs its number (`repeat`). Whoever watches the group compares the numbers of all
-ranks call by call (`check_peers`), so that agreeing costs no rank the time of the others. Nor does a first call whose ranks
-have nothing to exchange (`begin`): it logs its number, and publishes its text for those who have another number.
+ranks call by call (`check_peers`), so that agreeing costs no rank the time of the others.
 
     rank 0                          rank 1
     slot[n % 2] = text              slot[n % 2] = text
@@ -262,14 +261,6 @@ class RankGroup:
         """A number for what all ranks have agreed on, to `repeat` it; the same on every rank that remembers the same."""
         return self._known.number(text)
 
-    def begin(self, text: str) -> int:
-        """Begin a call that all ranks begin without an agreement, and remember it: its number. Waits for nobody."""
-        self.check_usable()
-        number = self.remember(text)
-        self._control[self.rank].begun = text
-        self._log_call(number)
-        return number
-
     def repeat(self, number: int) -> None:
         """Begin a call that all ranks have agreed on before. Waits for nobody."""
         self.check_usable()
@@ -325,8 +316,7 @@ class RankGroup:
         number = control.number_of(call)
         if number in AGREED:
             return control.slot(AGREED.index(number))
-        begun = control.begun
-        return begun if self._known.number_of(begun) == number else self._known.text(number)
+        return self._known.text(number)
 
     def _compare(self) -> None:
         """Raise RankMismatch if calls that all ranks have entered differ."""

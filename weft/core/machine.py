@@ -118,11 +118,6 @@ class Gpu:
         return tuple((rows, tuple(wide)) for rows, wide in found.items())
 
     @cached_property
-    def rows_step(self) -> int:
-        """What the rows of all `shapes` are multiples of: as many steps of rows need as many tiles."""
-        return math.gcd(*(int(rows) for rows, _ in self.shapes))
-
-    @cached_property
     def vendor_tiles(self) -> tuple[Tile, ...]:
         """`tiles`, and where there is a tile_step those in between: one side 64, 128, 192 or 256, the other a multiple of the
         step from 64 to 256, no larger than 128 x 256. Their efficiency is nearly between those of the areas around."""

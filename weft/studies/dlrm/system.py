@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from weft.core import codec, machine
 from weft.core.machine import Gpu, Machine
@@ -25,7 +25,6 @@ from weft.studies import profile
 
 PROFILE = Path(__file__).with_name("system.json")
 Topology = Literal["torus_2d", "torus_3d", "fat_tree"]
-TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 MAY_BE_ZERO = frozenset({"message_ns", "model.sort_bytes"})
 
 
