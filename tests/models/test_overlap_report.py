@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import weft
 from weft.models.embedding_bags import ShardedEmbeddingBags
 from weft.models.experts import MoE
-from weft.models.report import Called, OverlapReport, Place
+from weft.models.report import OverlapReport
+from weft.models.report_places import Called, Place
 from weft.models.sites import CommunicatingLayer
 
 

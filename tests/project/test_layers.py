@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,10 @@ OPTIONAL = {f"weft.planner.models.{name}": {"torch", "transformers"} for name in
 model is read with the modules that transformers builds from it."""
 
 
+KNOWN_CIRCLES = [["weft.core.machine", "weft.core.what_if"]]
+"""Machine.what_if is a method, and its rules are in a module of their own, which it imports when it is called."""
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -65,16 +70,39 @@ def room(module: str) -> int | None:
     return ROOMS.index(name) if name in ROOMS else None
 
 
-def imports(source: str, module: str, *, package: bool) -> set[str]:
-    """Full names of what `source` imports: modules where weft has one of that name, else the module they come from."""
+def imports(source: str, module: str, *, package: bool, types: bool = True) -> set[str]:
+    """Full names of what `source` imports: modules where weft has one of that name, else the module they come from. types:
+    also what is behind TYPE_CHECKING."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(ast.parse(source), types=types):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(node, module, package=package)
             found.update(f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names)
     return found
+
+
+def _nodes(tree: ast.AST, *, types: bool) -> Iterator[ast.AST]:
+    """All nodes of a module; without `types` those behind TYPE_CHECKING are left out."""
+    yield tree
+    behind = isinstance(tree, ast.If) and ast.unparse(tree.test).endswith("TYPE_CHECKING")
+    for child in tree.orelse if isinstance(tree, ast.If) and behind and not types else ast.iter_child_nodes(tree):
+        yield from _nodes(child, types=types)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, in any number of steps."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        found, rest = set[str](), [start]
+        while rest:
+            new = graph.get(rest.pop(), set()) - found
+            found |= new
+            rest += new
+        reached[start] = found
+    inside = {module: sorted(other for other in found if module in reached.get(other, ())) for module, found in reached.items()}
+    return sorted({tuple(found): found for module, found in inside.items() if module in found}.values())
 
 
 def _absolute(node: ast.ImportFrom, module: str, *, package: bool) -> str:
@@ -112,6 +140,23 @@ def test_imports_only_from_its_room_or_one_above() -> None:
     for module, path in MODULES.items():
         found += faults(module, imports(path.read_text(encoding="utf-8"), module, package=path.name == "__init__.py"))
     assert found == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Packages are left out: what their __init__ hands out is imported from the module that has it."""
+    graph = {
+        module: imports(path.read_text(encoding="utf-8"), module, package=False, types=False) & MODULES.keys()
+        for module, path in MODULES.items()
+        if path.name != "__init__.py"
+    }
+    assert [found for found in circles(graph) if found not in KNOWN_CIRCLES] == []
+
+
+def test_circles_are_seen() -> None:
+    source = "if TYPE_CHECKING:\n    import weft.a\nelse:\n    import weft.b\ndef f():\n    import weft.c"
+    assert imports(source, "weft.d", package=False, types=False) == {"weft.b", "weft.c"}
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set()}
+    assert circles(graph) == [["a", "b", "c"]]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ linear.py  products.py                       linears that call weft's operators,
 replicas.py  sharing.py                      parameters that are whole on every rank; those that modules share
 experts.py  expert_parallel.py               mixture of experts, and the style that spreads them over ranks
 dlrm.py                                      tables over ranks
-sites.py  report.py  report_page.py          where a model communicates, what became of it, and that as a page
+sites.py  report.py                          where a model communicates, and what became of it
+report_places.py  report_page.py             each place in a report, and the report as a page
 """
 
 from __future__ import annotations

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from weft.models.report import Called, OverlapReport, Place
+from weft.models.report_places import Called, Place
 
 
-def page(report: OverlapReport) -> str:
-    """The whole page, as text."""
-    share = 100 * report.overlapped / max(1, report.total)
-    rows = "\n".join(row for place in report.places for row in _rows(place))
+def page(model: str, title: str, lead: str, share: float, places: Sequence[Place]) -> str:
+    """The whole page, as text. lead: the sentence below the model's name. share: of the places, those that are overlapped."""
+    rows = "\n".join(row for place in places for row in _rows(place))
     return _PAGE.format(
-        title=html.escape(report.headline),
-        model=html.escape(report.model),
-        lead=report.counted,
-        share=f"{share:.1f}",
+        title=html.escape(title),
+        model=html.escape(model),
+        lead=lead,
+        share=f"{100 * share:.1f}",
         rows=rows,
     )
 
