@@ -34,7 +34,7 @@ from measure import Failed, Times, Work, WrongResult, append, geomean, parser, r
 
 import weft
 from weft.core.concurrent import ConcurrentProblem
-from weft.overlap.concurrent import Collective, ConcurrentChoice
+from weft.overlap.concurrent import ConcurrentChoice, ConcurrentCollective
 from weft.overlap.concurrent.choice import share_of_ideal
 from weft.schedules.concurrent import candidates
 
@@ -101,10 +101,10 @@ class Pair:
             self.out = torch.empty(elements // size if case.op == "reduce_scatter" else elements, **options)
         self.collective = self._collective()
 
-    def _collective(self) -> Collective:
+    def _collective(self) -> ConcurrentCollective:
         if self.case.op == "all_reduce":
             return weft.AllReduce(self.given, reduction="avg")
-        kinds: dict[str, Callable[..., Collective]] = {
+        kinds: dict[str, Callable[..., ConcurrentCollective]] = {
             "all_gather": weft.AllGather,
             "reduce_scatter": weft.ReduceScatter,
             "all_to_all": weft.AllToAll,

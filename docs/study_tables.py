@@ -40,7 +40,7 @@ Tables = dict[str, Callable[[], Sequence[Sequence[str]]]]
 
 
 @functools.cache
-def _t3_study() -> t3_study.Study:
+def _t3_study() -> t3_study.T3Study:
     """T3's whole evaluation, once for all of its tables."""
     return t3_study.run(t3_system.load())
 
@@ -57,8 +57,8 @@ def t3(what: str) -> str:
     return table(makers[what]())
 
 
-def _kept_t3() -> Sequence[t3_sensitivity.Sensitivity]:
-    return codec.loads(tuple[t3_sensitivity.Sensitivity, ...], T3_SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
+def _kept_t3() -> Sequence[t3_sensitivity.T3Sensitivity]:
+    return codec.loads(tuple[t3_sensitivity.T3Sensitivity, ...], T3_SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
 
 
 def ficco(what: str) -> str:
@@ -79,11 +79,11 @@ def ficco(what: str) -> str:
 
 
 @functools.cache
-def _kept_ficco() -> tuple[ficco_study.Study, Sequence[ficco_sensitivity.Sensitivity]]:
+def _kept_ficco() -> tuple[ficco_study.FiccoStudy, Sequence[ficco_sensitivity.FiccoSensitivity]]:
     """FiCCO's evaluation and what its assumed numbers do, as they were kept."""
     data = json.loads(FICCO.read_text(encoding="utf-8"))
-    rows = codec.load(tuple[ficco_sensitivity.Sensitivity, ...], data["sensitivity"])
-    return codec.load(ficco_study.Study, data["study"]), rows
+    rows = codec.load(tuple[ficco_sensitivity.FiccoSensitivity, ...], data["sensitivity"])
+    return codec.load(ficco_study.FiccoStudy, data["study"]), rows
 
 
 def keep_ficco() -> None:
@@ -102,24 +102,24 @@ def dlrm(what: str) -> str:
         "nodes": lambda: dlrm_tables.cases_table(_dlrm_study().cases),
         "two_nodes": lambda: dlrm_tables.operators_table(_dlrm_study().operators),
         "slices": lambda: dlrm_tables.sliced_table(_dlrm_study().sliced),
-        "sensitivity": lambda: dlrm_tables.sensitivity_table(_kept_dlrm("sensitivity", dlrm_sensitivity.Sensitivity)),
+        "sensitivity": lambda: dlrm_tables.sensitivity_table(_kept_dlrm("sensitivity", dlrm_sensitivity.DlrmSensitivity)),
         "system": lambda: numbers_table(system),
     }
     return table(makers[what]())
 
 
 @functools.cache
-def _dlrm_study() -> dlrm_study.Study:
+def _dlrm_study() -> dlrm_study.DlrmStudy:
     """DLRM's study: node counts and slices as they are kept, the rest made anew."""
     system = dlrm_system.load()
     unfused, fused = dlrm_study.runs(system, *dlrm_study.PUBLISHED)
-    return dlrm_study.Study(
+    return dlrm_study.DlrmStudy(
         system=system,
         unfused=unfused,
         fused=fused,
         cases=_kept_dlrm("cases", dlrm_study.Case),
         operators=tuple(dlrm_study.two_nodes(system)),
-        sliced=_kept_dlrm("sliced", dlrm_study.Sliced),
+        sliced=_kept_dlrm("sliced", dlrm_study.SliceResult),
     )
 
 

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from calls import LAYOUTS, Case, Wrong, check, laid
 from soak import Kind, Paces, Part, Soak, Told, growth, kinds, leaks, rank_work, sequence, slowest
 
-from weft.comm.shared_memory import Segment
+from weft.comm.shared_memory import SharedSegment
 
 pytestmark = pytest.mark.slow
 
@@ -115,8 +115,8 @@ def _target(link: Path) -> str:
 
 
 def test_a_segment_keeps_no_descriptor() -> None:
-    made = Segment.create("test", 5000)
-    opened = Segment.open(made.name)
+    made = SharedSegment.create("test", 5000)
+    opened = SharedSegment.open(made.name)
     # Others of this process may go at any time: the garbage collector closes what tests before have left.
     assert not [link for link in Path("/proc/self/fd").iterdir() if made.name in _target(link)]
     made.words().store(3, 77)

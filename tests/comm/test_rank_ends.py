@@ -163,19 +163,19 @@ def test_a_setting_that_one_rank_cannot_take_is_raised_on_all(ranks: RankFixture
 
 def _no_room() -> tuple[str, float]:
     """Rank 1 finds no room for a tensor that peers can reach."""
-    from weft.comm.shared_memory import Segment
+    from weft.comm.shared_memory import SharedSegment
 
     weft.close()
     weft.all_gather_matmul(A, B)
-    plain = Segment.create
+    plain = SharedSegment.create
     if dist.get_rank() == 1:
-        Segment.create = lambda label, nbytes: plain(label, 1 << 50)  # type: ignore[method-assign]
+        SharedSegment.create = lambda label, nbytes: plain(label, 1 << 50)  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         with pytest.raises((ValueError, PeerLost)) as caught:
             collectives.empty(64)
     finally:
-        Segment.create = plain  # type: ignore[method-assign]
+        SharedSegment.create = plain  # type: ignore[method-assign]
     seconds = time.monotonic() - began
     weft.close()
     return f"{type(caught.value).__name__}: {caught.value}", seconds

@@ -16,7 +16,7 @@ from single_process_ranks import rank_groups, wait_for
 
 from weft.comm import shared_memory
 from weft.comm.processes import died, process_namespace, process_start
-from weft.comm.shared_memory import Segment, reap_stale
+from weft.comm.shared_memory import SharedSegment, reap_stale
 from weft.core.errors import PeerLost
 
 
@@ -51,7 +51,7 @@ def test_flags_are_stored_with_release_and_loaded_with_acquire(monkeypatch: pyte
             self._view.store_u64(at, value, order)
 
     monkeypatch.setattr(atomicshm, "AtomicView", View)
-    segment = Segment.create("test", 64)
+    segment = SharedSegment.create("test", 64)
     shared_memory.unlink(segment.name)
     words = segment.words(8, 2)
     words.store(1, 7)
@@ -140,7 +140,7 @@ def test_why_there_is_no_segment_is_said(
     with monkeypatch.context() as patch:
         patch.setattr(os, function, failing)
         with pytest.raises(ValueError, match="shared memory: ") as caught:
-            Segment.create("test", 64)
+            SharedSegment.create("test", 64)
     assert says in str(caught.value)
     assert not_says not in str(caught.value)
     assert list(shm.iterdir()) == []

@@ -81,8 +81,8 @@ FORMATS = (
         values=lambda: iter([signature(weft.build(PROBLEM, "flag_gated", 1), machine.load("h200x8"))]),
         read=_of(Signature),
     ),
-    Format(name="profile of T3", kind=t3.System, values=lambda: iter([t3.load()]), read=_of(t3.System)),
-    Format(name="profile of DLRM", kind=dlrm.System, values=lambda: iter([dlrm.load()]), read=_of(dlrm.System)),
+    Format(name="profile of T3", kind=t3.T3System, values=lambda: iter([t3.load()]), read=_of(t3.T3System)),
+    Format(name="profile of DLRM", kind=dlrm.DlrmSystem, values=lambda: iter([dlrm.load()]), read=_of(dlrm.DlrmSystem)),
 )
 every_format = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 

@@ -9,7 +9,7 @@ import torch
 from on_gpus import NEEDS_ONE, alarm
 
 import weft
-from weft.compat.cublaslt import Product, library
+from weft.compat.cublaslt import CublasProduct, library
 from weft.overlap.controls import sm_budget
 from weft.runtime import products
 from weft.runtime.products import WORKSPACE, Products, by_torch, candidates
@@ -41,7 +41,7 @@ def test_every_algorithm_is_right(dtype: torch.dtype, linear: bool, transposed: 
         before = torch.randn(m, n, device="cuda", dtype=torch.float32 if wide else dtype)
         for accumulate in (False, True)[: 1 + wide]:
             exact = a.double() @ b.double() + (before.double() if accumulate else 0)
-            product = Product(library(0), a, b, before, accumulate=accumulate)
+            product = CublasProduct(library(0), a, b, before, accumulate=accumulate)
             for algorithm in candidates(library(0), product, a, b, before, accumulate):
                 workspace = torch.full((WORKSPACE,), 0xFF, dtype=torch.uint8, device="cuda")
                 out = before.clone() if accumulate else torch.full_like(before, math.nan)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.overlap.concurrent import Collective
+from weft.overlap.concurrent import ConcurrentCollective
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -34,10 +34,10 @@ class Exchange:
         self.out = {"all_reduce": whole, "reduce_scatter": small}.get(op, torch.empty_like(whole))
 
     @property
-    def collective(self) -> Collective:
+    def collective(self) -> ConcurrentCollective:
         if self.op == "all_reduce":
             return weft.AllReduce(self.out, self.group)
-        kinds: dict[str, Callable[..., Collective]] = {
+        kinds: dict[str, Callable[..., ConcurrentCollective]] = {
             "all_gather": weft.AllGather,
             "reduce_scatter": weft.ReduceScatter,
             "all_to_all": weft.AllToAll,

@@ -11,9 +11,9 @@ import simpy
 
 from weft.perf.fluid import Fluid, Resource
 from weft.studies.dlrm import kernels
-from weft.studies.dlrm.iteration import Node, Run, Way
-from weft.studies.dlrm.network import Network
-from weft.studies.dlrm.system import System, load
+from weft.studies.dlrm.iteration import IterationRun, Node, Way
+from weft.studies.dlrm.network import NodeNetwork
+from weft.studies.dlrm.system import DlrmSystem, load
 from weft.studies.fabric import SymmetricFabric
 from weft.studies.profile import changed
 
@@ -49,7 +49,7 @@ TINY = {
 """4 tables of one 4-byte column: of 4 nodes each has one, and 10 samples x 4 bytes for each other. A layer has 256 bytes."""
 
 
-def tiny(**changes: float) -> System:
+def tiny(**changes: float) -> DlrmSystem:
     """The small system; names of changes have __ for a dot."""
     system = load()
     for path, value in (TINY | {name.replace("__", "."): value for name, value in changes.items()}).items():
@@ -117,12 +117,12 @@ class OnePort:
         return self.all.event(("shift", self.rank, self.calls["shift"]), 1)
 
 
-def run_all(system: System, fabric: SymmetricFabric, way: Way, iterations: int) -> tuple[list[Run], Everybody]:
+def run_all(system: DlrmSystem, fabric: SymmetricFabric, way: Way, iterations: int) -> tuple[list[IterationRun], Everybody]:
     """Every node's iterations."""
     everybody = Everybody(fabric)
     nodes = []
     for rank in range(fabric.world_size):
-        network = Network(everybody.env, OnePort(everybody, rank), fabric.axes, fabric.world_size - 1, system)
+        network = NodeNetwork(everybody.env, OnePort(everybody, rank), fabric.axes, fabric.world_size - 1, system)
         nodes.append(Node(network, kernels.bags(system, fabric.world_size), way))
         everybody.env.process(nodes[-1].train(iterations))
     everybody.env.run()

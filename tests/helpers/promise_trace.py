@@ -15,7 +15,7 @@ import torch
 
 from weft.core.fused_collective import spelled_out
 from weft.core.schedule import Copy, Flag, Gemm, GroupedGemm, Push, Reduce, Schedule, SegmentCopies, Step, Wait, advances, waits
-from weft.overlap.concurrent.collectives import Collective
+from weft.overlap.concurrent.collectives import ConcurrentCollective
 from weft.overlap.concurrent.executor import HostExecutor
 from weft.runtime import launch_plan
 from weft.runtime.bindings import Bindings
@@ -187,7 +187,7 @@ def _placed(trace: Trace, issue: Callable[..., None]) -> Callable[..., None]:
 def _noted(trace: Trace, begin: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
     """The begin of a collective of gloo's, which returns a wait for its end; both are noted."""
 
-    def started(self: HostExecutor, collective: Collective) -> Callable[[], None]:
+    def started(self: HostExecutor, collective: ConcurrentCollective) -> Callable[[], None]:
         trace.note(f"begin {collective.describe()}", USES)
         wait = begin(self, collective)
 

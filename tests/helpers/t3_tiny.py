@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weft.studies.profile import changed
-from weft.studies.t3.system import System, load
-from weft.studies.t3.work import Gemm
+from weft.studies.t3.system import T3System, load
+from weft.studies.t3.work import LayerGemm
 
 TINY = {
     "units": 2,
@@ -31,16 +31,16 @@ TINY = {
 """A slice takes 128 ns, its fill 20; a tile has 32 bytes, which two units hand over at 32 a ns and a link takes 32 ns for."""
 
 
-def tiny(**changes: float) -> System:
+def tiny(**changes: float) -> T3System:
     """The small system; names of changes have __ for a dot."""
     return with_numbers(load(), TINY | {name.replace("__", "."): value for name, value in changes.items()})
 
 
-def with_numbers(system: System, values: dict[str, float]) -> System:
+def with_numbers(system: T3System, values: dict[str, float]) -> T3System:
     for path, value in values.items():
         system = changed(system, path, value)
     return system
 
 
-def product(m: int, n: int, k: int) -> Gemm:
-    return Gemm(name=f"{m} x {n} x {k}", m=m, n=n, k=k)
+def product(m: int, n: int, k: int) -> LayerGemm:
+    return LayerGemm(name=f"{m} x {n} x {k}", m=m, n=n, k=k)

@@ -17,7 +17,7 @@ import weft
 from weft.models.embedding_bags import ShardedEmbeddingBags
 from weft.models.experts import MoE
 from weft.models.report import OverlapReport
-from weft.models.report_places import Called, Place
+from weft.models.report_places import Called, ReportedPlace
 from weft.models.sites import CommunicatingLayer
 
 
@@ -25,11 +25,11 @@ def _called(spec: str, us: float | None, **others: float) -> Called:
     return Called(op="all_gather_matmul", rows=8192, spec=spec, why="fastest of 8 <b>", us=us, **others)
 
 
-def _place(count: int, *calls: Called, reason: str = "") -> Place:
+def _place(count: int, *calls: Called, reason: str = "") -> ReportedPlace:
     site = CommunicatingLayer(
         module="layers.*.mlp", parts=("up",), operators=() if reason else ("all_gather_matmul",), reason=reason, n=8, k=4
     )
-    return Place(site=site, count=count, calls=calls)
+    return ReportedPlace(site=site, count=count, calls=calls)
 
 
 @pytest.fixture
@@ -78,8 +78,8 @@ def test_a_model_without_weft_is_refused() -> None:
 
 def test_what_is_to_run_sequentially_is_not_overlapped() -> None:
     site = CommunicatingLayer(module="up", operators=("all_gather_matmul",), n=8, k=4, schedule="sequential")
-    assert not Place(site=site, count=1, calls=()).overlapped
-    assert Place(site=site, count=1, calls=(_called("shard_p2p", None),)).overlapped
+    assert not ReportedPlace(site=site, count=1, calls=()).overlapped
+    assert ReportedPlace(site=site, count=1, calls=(_called("shard_p2p", None),)).overlapped
 
 
 def _told(model: nn.Module) -> list[str]:

@@ -560,7 +560,7 @@ def _without_room(lacks: str) -> list[str]:
 
     weft.close()
     error = {"own": torch.OutOfMemoryError("no room"), "shared": ValueError("no room")}[lacks]
-    place = (ragged_kernels, "RaggedExchange") if lacks == "own" else (shared_memory.Segment, "create")
+    place = (ragged_kernels, "RaggedExchange") if lacks == "own" else (shared_memory.SharedSegment, "create")
     a, b, splits = torch.ones(8, 16).half(), torch.ones(16, 16).half(), torch.full((dist.get_world_size(),), 2)
     weft.all_to_all_matmul(torch.ones(4, 4), torch.ones(4, 4))  # the group is there
     told = []

@@ -15,7 +15,7 @@ from rank_pools import interpreted_ranks
 
 import weft
 from weft import collectives
-from weft.comm.shared_memory import Segment, unlink
+from weft.comm.shared_memory import SharedSegment, unlink
 from weft.core.errors import RankMismatch
 from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem
 from weft.core.schedule import Collective
@@ -398,7 +398,7 @@ def _read_after_close() -> None:
     del memory
     part.fill_(7)
     assert part.tolist() == [7] * 8
-    segment = Segment.create("kept", 64)
+    segment = SharedSegment.create("kept", 64)
     unlink(segment.name)
     kept = segment.matrix(0, 2, 4, torch.float32)
     segment.close()

@@ -18,7 +18,7 @@ import weft
 from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.overlap.concurrent import ConcurrentChoice, calls
 from weft.overlap.concurrent.executor import HostExecutor
-from weft.overlap.concurrent.program import Part, Program
+from weft.overlap.concurrent.program import CollectivePart, Program
 from weft.runtime.trial import Trial
 from weft.schedules.concurrent import Abilities
 
@@ -82,7 +82,7 @@ class Scripted(HostExecutor):
     def running(self, program: Program, collectives: Sequence[Any]) -> Any:
         self.last = program.name
         self.uses += 1
-        before = tuple(Part(number) for number in range(len(collectives)))
+        before = tuple(CollectivePart(number) for number in range(len(collectives)))
         return super().running(Program(name="sequential", computation=program.computation, before=before), collectives)
 
     def time_ns(self, call: Callable[[], object], calls: int) -> int:

@@ -15,7 +15,7 @@ from weft.core.errors import PeerLost
 from weft.core.schedule import UserCall
 from weft.overlap.concurrent.collectives import SendReceive, rehearsed
 from weft.overlap.concurrent.executor import HostExecutor
-from weft.overlap.concurrent.program import Beside, Part, Program
+from weft.overlap.concurrent.program import CollectivePart, Program, SideStream
 
 
 def _averaged_in_two_steps(repeatable: bool) -> list[float]:
@@ -72,7 +72,7 @@ def test_gradients_that_could_not_be_averaged_raise() -> None:
         under_way.wait()
         raise PeerLost("rank 1 died")
 
-    program = Program(name="vendor", computation=UserCall("computation"), beside=Beside((Part(0),), False, False))
+    program = Program(name="vendor", computation=UserCall("computation"), beside=SideStream((CollectivePart(0),), False, False))
     executor._started = lambda collective: wait  # type: ignore[method-assign]
     given = executor.future(program, cast(Any, None), torch.ones(2))
     assert not given.done()

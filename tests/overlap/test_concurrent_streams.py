@@ -15,9 +15,9 @@ from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Schedule
 from weft.overlap import controls
 from weft.overlap.concurrent import cuda
-from weft.overlap.concurrent.collectives import Collective
+from weft.overlap.concurrent.collectives import ConcurrentCollective
 from weft.overlap.concurrent.cuda import CudaExecutor
-from weft.overlap.concurrent.kernels import Kernels
+from weft.overlap.concurrent.kernels import ShapedKernels
 from weft.overlap.concurrent.program import Program, program_of
 from weft.schedules.concurrent import build
 
@@ -109,7 +109,7 @@ def program(way: str) -> Program:
 
 def run(log: Log, device: CudaExecutor, way: str, *, fails: bool = False) -> list[str]:
     """What one use does, and forget it."""
-    fake = cast(Collective, Fake(log, fails=fails))
+    fake = cast(ConcurrentCollective, Fake(log, fails=fails))
     device.prepare(program(way), [fake])
     try:
         with device.running(program(way), [fake]):
@@ -159,7 +159,7 @@ def test_budgets_and_blocks(log: Log) -> None:
 def test_an_exception_restores_and_joins(log: Log, way: str) -> None:
     device = CudaExecutor(GPU)
     found: list[str] = []
-    with pytest.raises(KeyError), device.running(program(way), [cast(Collective, Fake(log))]):
+    with pytest.raises(KeyError), device.running(program(way), [cast(ConcurrentCollective, Fake(log))]):
         raise KeyError
     assert sorted(log) == sorted({*log}), "nothing twice"
     assert {"collective on normal 1", "main waits for normal 1"} < set(log)
@@ -172,7 +172,7 @@ def test_an_exception_restores_and_joins(log: Log, way: str) -> None:
 
 
 def test_uses_within_uses_have_streams_of_their_own(log: Log) -> None:
-    device, fake = CudaExecutor(GPU), cast(Collective, Fake(log))
+    device, fake = CudaExecutor(GPU), cast(ConcurrentCollective, Fake(log))
     with device.running(program("vendor"), [fake]), device.running(program("vendor"), [fake]):
         log.append("computation")
     joins = [text for text in log if text.startswith("main waits")]
@@ -183,7 +183,7 @@ def test_streams_go_back_at_the_end_once_each(log: Log, monkeypatch: pytest.Monk
     returned: list[str] = []
     monkeypatch.setattr(controls, "give_back", lambda stream: returned.append(stream.name))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: returned.append("idle"))
-    device, fake = CudaExecutor(GPU), cast(Collective, Fake(log))
+    device, fake = CudaExecutor(GPU), cast(ConcurrentCollective, Fake(log))
     for way in ("vendor", "vendor+priority", "vendor"):
         with device.running(program(way), [fake]), device.running(program(way), [fake]):
             pass
@@ -219,7 +219,7 @@ def test_a_future_is_set_where_the_collective_runs(log: Log, monkeypatch: pytest
     monkeypatch.setattr(torch.futures, "Future", Future)
     device = CudaExecutor(GPU)
     for way, stream in (("sequential", "main"), ("vendor+priority+ctas=8", "high 1")):
-        device.future(program(way), cast(Collective, Fake(log)), cast(torch.Tensor, "gradients"))
+        device.future(program(way), cast(ConcurrentCollective, Fake(log)), cast(torch.Tensor, "gradients"))
         assert log[-1] == f"gradients on {stream}"
         log.clear()
 
@@ -260,13 +260,13 @@ def test_named_kernels_are_capped_below_what_fits(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(controls, "occupancy", lambda kernel: kernel)
     monkeypatch.setattr(controls, "shape", shape)
-    assert Kernels([Kernel(16), Kernel(8)]).residents() == (7, 4)
-    assert Kernels([Kernel(2)]).residents() == (1,)
-    assert Kernels([Kernel(1)]).residents() == ()
-    assert Kernels([Kernel(8)], caps=(2, 8, 6)).residents() == (6, 2)
-    assert Kernels().residents() == ()
+    assert ShapedKernels([Kernel(16), Kernel(8)]).residents() == (7, 4)
+    assert ShapedKernels([Kernel(2)]).residents() == (1,)
+    assert ShapedKernels([Kernel(1)]).residents() == ()
+    assert ShapedKernels([Kernel(8)], caps=(2, 8, 6)).residents() == (6, 2)
+    assert ShapedKernels().residents() == ()
     named = Kernel(8)
-    kernels = Kernels([named])
+    kernels = ShapedKernels([named])
     assert kernels.of(0) == (named,)
     assert kernels.of(2) == kernels.of(2) == (made[0],)
     assert made[0].blocks == 2
@@ -281,7 +281,7 @@ def test_kernels_of_which_it_cannot_be_told_need_caps(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(controls, "occupancy", occupancy)
     with warned("kernels are not capped: kernel has 2 compiled variants; or pass residents"):
-        assert Kernels([Kernel(8)]).residents() == ()
-    assert Kernels([Kernel(8)], caps=(2,)).residents() == (2,)
+        assert ShapedKernels([Kernel(8)]).residents() == ()
+    assert ShapedKernels([Kernel(8)], caps=(2,)).residents() == (2,)
     with pytest.raises(ValueError, match="residents has 0; at least one block"):
-        Kernels([Kernel(8)], caps=(0,))
+        ShapedKernels([Kernel(8)], caps=(0,))

@@ -57,7 +57,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return list(made.us[-len(ways) :])
 
     monkeypatch.setattr(products, "timed", timed)
-    monkeypatch.setattr(products, "Product", Product)
+    monkeypatch.setattr(products, "CublasProduct", Product)
     monkeypatch.setattr(products, "_library", lambda device: made.library)
     monkeypatch.setattr(products, "_CHOSEN", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)

@@ -205,14 +205,14 @@ def test_a_rank_that_leaves_is_named(fresh: Ranks) -> None:
 def _slow_to_map() -> str:
     """Rank 1 dies once its segment can be found; rank 0 sees that, and takes its own back; rank 2 is late to look for it."""
     from weft.comm.rank_group import RankGroup
-    from weft.comm.shared_memory import Segment
+    from weft.comm.shared_memory import SharedSegment
 
     check_gather(6, 4, 4, torch.float32, "sequential", 0)
     if dist.get_rank() == 1:
         RankGroup.await_mapped = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     if dist.get_rank() == 2:
-        plain = Segment.open
-        Segment.open = lambda name: (time.sleep(0.5), plain(name))[1]  # type: ignore[method-assign, assignment]
+        plain = SharedSegment.open
+        SharedSegment.open = lambda name: (time.sleep(0.5), plain(name))[1]  # type: ignore[method-assign, assignment]
     with pytest.raises(PeerLost) as caught:
         check_gather(6, 4, 4, torch.float32, "shard_p2p", 0)
     return str(caught.value)

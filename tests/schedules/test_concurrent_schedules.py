@@ -14,7 +14,7 @@ from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, number_of,
 from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Collective, Copy, Flag, Lane, Region, Schedule, Signal, Step, UserCall, Wait
 from weft.core.span import total_us
-from weft.overlap.concurrent.program import Beside, Part, Program, program_of
+from weft.overlap.concurrent.program import CollectivePart, Program, SideStream, program_of
 from weft.planner.shortlist import AT_MOST, shortlist
 from weft.schedules import collectives
 from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, Method, build, candidates, family, parse
@@ -217,16 +217,19 @@ def test_each_rank_runs_its_own_lanes() -> None:
     assert isinstance(call, UserCall)
     one = replace(compute, steps=(*network.steps, call))
     for lanes, expected in (
-        ((compute, network), Program(name="vendor", computation=call, beside=Beside((Part(0),), False, True))),
+        ((compute, network), Program(name="vendor", computation=call, beside=SideStream((CollectivePart(0),), False, True))),
         (
             (replace(network, priority=True), compute),
-            Program(name="vendor", computation=call, beside=Beside((Part(0),), True, False)),
+            Program(name="vendor", computation=call, beside=SideStream((CollectivePart(0),), True, False)),
         ),
-        ((one,), Program(name="vendor", computation=call, before=(Part(0),))),
-        ((replace(compute, steps=(call, *network.steps)),), Program(name="vendor", computation=call, after=(Part(0),))),
+        ((one,), Program(name="vendor", computation=call, before=(CollectivePart(0),))),
+        (
+            (replace(compute, steps=(call, *network.steps)),),
+            Program(name="vendor", computation=call, after=(CollectivePart(0),)),
+        ),
         (
             (network, replace(compute, steps=(replace(call, left=8),))),
-            Program(name="vendor", computation=replace(call, left=8), beside=Beside((Part(0),), False, False)),
+            Program(name="vendor", computation=replace(call, left=8), beside=SideStream((CollectivePart(0),), False, False)),
         ),
     ):
         other = with_lanes(schedule, 1, *lanes)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from weft.core.machine import load as load_machine
 from weft.studies.dlrm import kernels
 from weft.studies.dlrm.fabrics import fabric, torus_dims
-from weft.studies.dlrm.iteration import WAYS, Run, Way, buckets, operator_ns, run
-from weft.studies.dlrm.network import Network
-from weft.studies.dlrm.system import System, Topology, load
+from weft.studies.dlrm.iteration import WAYS, IterationRun, Way, buckets, operator_ns, run
+from weft.studies.dlrm.network import NodeNetwork
+from weft.studies.dlrm.system import DlrmSystem, Topology, load
 from weft.studies.fabric import FatTree, SymmetricFabric, Torus
 from weft.studies.fabric.symmetry import Symmetric, routes
 from weft.studies.profile import changed
@@ -47,7 +47,7 @@ def exchanged_by_all(on: SymmetricFabric, size: float) -> int:
     return int(everybody.env.now)
 
 
-def with_slices(system: System, slices: int) -> System:
+def with_slices(system: DlrmSystem, slices: int) -> DlrmSystem:
     return dataclasses.replace(system, fused=dataclasses.replace(system.fused, slices=slices))
 
 
@@ -139,7 +139,7 @@ def test_all_reduce_is_hierarchical(on: SymmetricFabric) -> None:
     """Around a ring of each axis and back: 2 (d - 1) steps of the bytes that the axes before have left. One axis: a ring."""
     system = tiny()
     links = Symmetric(simpy.Environment(), on)
-    network = Network(links.env, links, on.axes, on.world_size - 1, system)
+    network = NodeNetwork(links.env, links, on.axes, on.world_size - 1, system)
     links.env.run(until=network.all_reduce("sum", 64_000))
     expected, size = system.vendor.fixed_ns, 64_000.0
     for axis, length in enumerate(on.axes):
@@ -249,7 +249,7 @@ def test_an_all_reduce_begins_no_step_during_an_exchange() -> None:
             steps.append(env.now)
             return env.timeout(1)
 
-    network = Network(env, Links(), axes=(2,), peers=1, system=tiny())
+    network = NodeNetwork(env, Links(), axes=(2,), peers=1, system=tiny())
     network.put("rows", 64)
     network.all_reduce("bucket", 64)
     env.run()
@@ -284,7 +284,7 @@ def test_bytes_are_conserved(topology: Topology, nodes: int, gbps: float, slices
         assert all(before.end_us <= after.start_us + 1e-3 for before, after in pairwise(found))
 
 
-def expected_crossings(system: System, on: SymmetricFabric, way: Way) -> float:
+def expected_crossings(system: DlrmSystem, on: SymmetricFabric, way: Way) -> float:
     """Bytes times links that they cross, of two iterations of all nodes."""
     nodes, share = on.world_size, system.vendor.share
     message = kernels.bags(system, nodes).message(system.itemsize)
@@ -307,7 +307,7 @@ def test_faster_links_are_never_slower(topology: Topology, way: Way) -> None:
     assert times[0] > times[-1]
 
 
-def times_at(gbps: float, topology: Topology, way: Way) -> Run:
+def times_at(gbps: float, topology: Topology, way: Way) -> IterationRun:
     system = changed(load(), "link.gbps", gbps)
     return run(system, fabric(system, topology, 64), way)
 

@@ -15,8 +15,8 @@ from weft.report.dlrm import dlrm_page
 from weft.studies.dlrm import study as studies
 from weft.studies.dlrm.paper import figures
 from weft.studies.dlrm.record import record
-from weft.studies.dlrm.sensitivity import Sensitivity, headline
-from weft.studies.dlrm.study import Case, Sliced, Study, case, two_nodes
+from weft.studies.dlrm.sensitivity import DlrmSensitivity, headline
+from weft.studies.dlrm.study import Case, DlrmStudy, SliceResult, case, two_nodes
 from weft.studies.dlrm.system import load
 from weft.studies.dlrm.tables import PARTS, cases_table, parts
 from weft.studies.profile import changed, scaled
@@ -26,7 +26,7 @@ NODES = (8, 128)
 
 
 @pytest.fixture(scope="module")
-def study() -> Study:
+def study() -> DlrmStudy:
     """The evaluation on fewer nodes, and with fewer slices."""
     patch = pytest.MonkeyPatch()
     patch.setattr(studies, "SLICES", (1, 32))
@@ -35,7 +35,7 @@ def study() -> Study:
     return done
 
 
-def test_published_figures(study: Study) -> None:
+def test_published_figures(study: DlrmStudy) -> None:
     found = {figure.name: figure for figure in figures(study)}
     assert len(found) == 3
     assert all(figure.ok for figure in found.values())
@@ -48,7 +48,7 @@ def test_what_a_slow_vendor_does() -> None:
     assert max(operator.saved for operator in two_nodes(slow)) == pytest.approx(0.59, abs=0.005)
 
 
-def test_cases_are_all_there(study: Study) -> None:
+def test_cases_are_all_there(study: DlrmStudy) -> None:
     assert [(each.topology, each.nodes) for each in study.cases] == [
         (topology, nodes) for topology in study.system.topologies for nodes in NODES
     ]
@@ -59,7 +59,7 @@ def test_cases_are_all_there(study: Study) -> None:
     assert all(each.fused_waits_ns <= each.unfused_waits_ns for each in study.cases)
 
 
-def test_parts_are_the_iteration(study: Study) -> None:
+def test_parts_are_the_iteration(study: DlrmStudy) -> None:
     for run in (study.unfused, study.fused):
         assert sum(parts(run).values()) == pytest.approx(run.ns / 1e6, rel=1e-6)
     before, after = parts(study.unfused), parts(study.fused)
@@ -69,14 +69,14 @@ def test_parts_are_the_iteration(study: Study) -> None:
     assert {name: after[name] for name in same} == pytest.approx({name: before[name] for name in same}, rel=1e-2, abs=0.01)
 
 
-def test_slices_help(study: Study) -> None:
+def test_slices_help(study: DlrmStudy) -> None:
     one, many = study.sliced
     assert (one.slices, many.slices) == (1, 32)
     assert many.ns == study.fused.ns < one.ns < study.unfused.ns
 
 
-def test_record_has_everything(study: Study) -> None:
-    data = json.loads(json.dumps(record(study, [Sensitivity(path="batch", factor=0.75, torus=0.2)]), allow_nan=False))
+def test_record_has_everything(study: DlrmStudy) -> None:
+    data = json.loads(json.dumps(record(study, [DlrmSensitivity(path="batch", factor=0.75, torus=0.2)]), allow_nan=False))
     assert [row["us"]["fused"] for row in data["cases"]] == [each.fused_ns / 1e3 for each in study.cases]
     assert [row["saved"] for row in data["two_nodes"]] == [each.saved for each in study.operators]
     assert data["published"]["fused"]["log"] == list(study.fused.log)
@@ -86,9 +86,9 @@ def test_record_has_everything(study: Study) -> None:
     assert codec.load(type(study.system), data["system"]) == study.system
 
 
-def test_report_redraws_the_figure(study: Study) -> None:
+def test_report_redraws_the_figure(study: DlrmStudy) -> None:
     text = dlrm_page(
-        study, [Sensitivity(path="batch", factor=0.75, torus=0.2), Sensitivity(path="x", factor=1, refused="<no>")]
+        study, [DlrmSensitivity(path="batch", factor=0.75, torus=0.2), DlrmSensitivity(path="x", factor=1, refused="<no>")]
     )
     for figure in figures(study):
         assert figure.name in text
@@ -110,8 +110,8 @@ def test_stored_study_is_up_to_date() -> None:
     assert [(each.topology, each.nodes) for each in cases] == [(t, nodes) for t in system.topologies for nodes in system.nodes]
     for place in (4, 12, 27):
         assert cases[place] == case(system, cases[place].topology, cases[place].nodes)
-    assert [each.slices for each in codec.load(tuple[Sliced, ...], STORED["sliced"])] == list(studies.SLICES)
-    rows = codec.load(tuple[Sensitivity, ...], STORED["sensitivity"])
+    assert [each.slices for each in codec.load(tuple[SliceResult, ...], STORED["sliced"])] == list(studies.SLICES)
+    rows = codec.load(tuple[DlrmSensitivity, ...], STORED["sensitivity"])
     assert [row.path for row in rows] == [None, *(path for path in system.assumed() for _ in range(2))]
     refused = next(row for row in rows if row.refused)
     for row, made in ((rows[0], headline(system)), (refused, headline(system, refused.path, refused.factor))):
@@ -133,20 +133,20 @@ def test_scaled_tiles_keep_their_shape() -> None:
 
 
 @pytest.fixture
-def short(study: Study, monkeypatch: pytest.MonkeyPatch) -> Study:
+def short(study: DlrmStudy, monkeypatch: pytest.MonkeyPatch) -> DlrmStudy:
     """`weft simulate dlrm` with a study that is there already, on the system that was asked for."""
     monkeypatch.setattr(studies, "run", lambda system, progress: dataclasses.replace(study, system=system))
     return study
 
 
-def test_command_prints_tables(short: Study, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_tables(short: DlrmStudy, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "dlrm"]) == 0
     out = capsys.readouterr().out
     assert all(row[2] in out and row[-1] in out for row in cases_table(short.cases))
     assert "3 of 3" in out
 
 
-def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_sets_numbers_and_writes(short: DlrmStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers = ("link.gbps=50", "nodes=64", "topologies=torus_2d, fat_tree", "gpu.hbm_gbps=2000")
     words = [word for number in numbers for word in ("--set", number)]
     assert main(["simulate", "dlrm", "--json", "-", *words, "--report", str(tmp_path / "out")]) == 0

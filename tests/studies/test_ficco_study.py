@@ -24,13 +24,13 @@ from weft.studies.ficco import study as studies
 from weft.studies.ficco.paper import choosers, figures, topologies
 from weft.studies.ficco.record import record
 from weft.studies.ficco.scenarios import unseen
-from weft.studies.ficco.sensitivity import TILES, UNUSED, Sensitivity, assumed, headline, varied
+from weft.studies.ficco.sensitivity import TILES, UNUSED, FiccoSensitivity, assumed, headline, varied
 from weft.studies.ficco.study import (
     BESPOKE,
     CHOSEN_FROM,
     COMPARED,
+    FiccoStudy,
     Scenario,
-    Study,
     behind_switch,
     changed,
     load,
@@ -43,18 +43,18 @@ STORED = Path(__file__).parents[2] / "docs" / "ficco.json"
 CASES = tuple(map(ficco_gemm, ("g2", "g5", "g6")))
 """Those with the largest gain, the largest K, and the largest loss of peer to peer."""
 QUICK = ficco_gemm("g14")
-ROW = Sensitivity(path="launch_us", factor=0.75, p2p_loss=3.0, ideal=1.7, bespoke=1.5, exact=0.5, untold=0.25)
+ROW = FiccoSensitivity(path="launch_us", factor=0.75, p2p_loss=3.0, ideal=1.7, bespoke=1.5, exact=0.5, untold=0.25)
 
 
 @pytest.fixture(scope="module")
-def study() -> Study:
+def study() -> FiccoStudy:
     return studies.run(load(), CASES, unseen(1))
 
 
 @pytest.fixture(scope="module")
-def stored() -> Study:
+def stored() -> FiccoStudy:
     """The whole evaluation, as the documents show it."""
-    return codec.load(Study, json.loads(STORED.read_text(encoding="utf-8"))["study"])  # type: ignore[no-any-return]
+    return codec.load(FiccoStudy, json.loads(STORED.read_text(encoding="utf-8"))["study"])  # type: ignore[no-any-return]
 
 
 # Closed forms
@@ -80,7 +80,7 @@ def test_peer_to_peer_takes_one_link_of_seven() -> None:
     assert transfer_us("shard_p2p", behind_switch(load())) == pytest.approx(shard_us, abs=0.01)
 
 
-def test_sequential_is_the_sum_of_its_halves(study: Study) -> None:
+def test_sequential_is_the_sum_of_its_halves(study: FiccoStudy) -> None:
     for one in (*study.mesh, *study.switch):
         assert one.us["sequential"] == pytest.approx(one.computation_us + one.communication_us, abs=0.01)
         assert one.ideal == one.us["sequential"] / max(one.computation_us, one.communication_us)
@@ -100,7 +100,7 @@ def sequential_alone(case: studies.GemmCase) -> Scenario:
 # The evaluation
 
 
-def test_published_figures(study: Study, stored: Study) -> None:
+def test_published_figures(study: FiccoStudy, stored: FiccoStudy) -> None:
     """All but the ideal are as accepted; docs/simulator.md says why that is not."""
     found = {figure.name: figure for figure in figures(stored)}
     assert len(found) == 5
@@ -110,13 +110,13 @@ def test_published_figures(study: Study, stored: Study) -> None:
     assert found["best of FiCCO's four, speed-up, max"].ours == study.mesh[0].speedup("hetero_fused_1d")
 
 
-def test_a_figure_that_is_off_is_missed(study: Study) -> None:
+def test_a_figure_that_is_off_is_missed(study: FiccoStudy) -> None:
     figure = figures(study)[0]
     off = [dataclasses.replace(figure, ours=ours) for ours in (figure.low - 0.01, figure.low, figure.high, figure.high + 0.01)]
     assert [each.ok for each in off] == [False, True, True, False]
 
 
-def test_a_switch_takes_peer_to_peers_loss_away(study: Study) -> None:
+def test_a_switch_takes_peer_to_peers_loss_away(study: FiccoStudy) -> None:
     mesh, switch = topologies(study)
     assert mesh.p2p_loss[0] > 3
     assert switch.p2p_loss[1] < 1
@@ -124,13 +124,13 @@ def test_a_switch_takes_peer_to_peers_loss_away(study: Study) -> None:
     assert 1 < switch.over_p2p[1] < 1.5 < mesh.over_p2p[0]
 
 
-def test_which_way_to_cut_follows_m_and_k(study: Study) -> None:
+def test_which_way_to_cut_follows_m_and_k(study: FiccoStudy) -> None:
     """Where K is far larger than M, columns are cut, as FiCCO's rule has it, and rows where M is."""
     for one in study.mesh:
         assert (one.bespoke == "uniform_fused_2d") == (one.case.k > one.case.m)
 
 
-def test_losses_have_signatures(study: Study) -> None:
+def test_losses_have_signatures(study: FiccoStudy) -> None:
     """Rows that are cut lose most in one GEMM a chunk, and most where M is small; contention is in every schedule."""
     by_case = {
         case.name: {found.spec.partition(":")[0]: found for found in study.signatures if found.problem == case.problem()}
@@ -150,7 +150,7 @@ def test_losses_have_signatures(study: Study) -> None:
 # The heuristic
 
 
-def test_the_ranking_is_near_the_simulation(study: Study) -> None:
+def test_the_ranking_is_near_the_simulation(study: FiccoStudy) -> None:
     for one in (*study.mesh, *study.unseen):
         found = estimates(one.case.problem(), study.machine, CHOSEN_FROM)
         assert set(found) == set(CHOSEN_FROM)
@@ -159,7 +159,7 @@ def test_the_ranking_is_near_the_simulation(study: Study) -> None:
         assert one.exact == (min(CHOSEN_FROM, key=lambda name: one.us[name]) == one.scored)
 
 
-def test_ways_to_choose_are_held_to_the_same(stored: Study) -> None:
+def test_ways_to_choose_are_held_to_the_same(stored: FiccoStudy) -> None:
     """The ranking before always the same schedule."""
     ranking, always = choosers(stored)
     assert ranking.exact == studies.chosen_exactly(stored.unseen) >= 0.81
@@ -204,7 +204,7 @@ def test_a_heuristic_that_is_not_told_may_be_wrong() -> None:
 # What is kept, told and refused
 
 
-def test_record_has_everything(study: Study) -> None:
+def test_record_has_everything(study: FiccoStudy) -> None:
     data = json.loads(json.dumps(record(study, [ROW]), allow_nan=False))
     assert [one["case"]["name"] for one in data["mesh"]] == [case.name for case in CASES]
     for one, run in zip(data["mesh"], study.mesh, strict=True):
@@ -213,10 +213,10 @@ def test_record_has_everything(study: Study) -> None:
     assert len(data["losses"]) == len(CASES) * len(BESPOKE)
     assert set(LOSSES) < set(data["losses"][0])
     assert data["sensitivity"][0]["path"] == "launch_us"
-    assert codec.loads(Study, codec.dumps(study)) == study
+    assert codec.loads(FiccoStudy, codec.dumps(study)) == study
 
 
-def test_report_redraws_the_figures(study: Study) -> None:
+def test_report_redraws_the_figures(study: FiccoStudy) -> None:
     text = ficco_page(study, [ROW])
     for figure in figures(study):
         assert figure.text(figure.ours) in text
@@ -230,10 +230,10 @@ def test_report_redraws_the_figures(study: Study) -> None:
 
 
 @pytest.fixture
-def short(study: Study, monkeypatch: pytest.MonkeyPatch) -> Study:
+def short(study: FiccoStudy, monkeypatch: pytest.MonkeyPatch) -> FiccoStudy:
     """`weft simulate ficco` with a study that is there already, on the machine and the scenarios that were asked for."""
 
-    def run(machine: Machine, cases: tuple[studies.GemmCase, ...], progress: studies.Progress) -> Study:
+    def run(machine: Machine, cases: tuple[studies.GemmCase, ...], progress: studies.Progress) -> FiccoStudy:
         chosen = {case.problem() for case in cases}
         mesh, switch = (tuple(one for one in part if one.case in cases) for part in (study.mesh, study.switch))
         losses = tuple(found for found in study.signatures if found.problem in chosen)
@@ -243,7 +243,9 @@ def short(study: Study, monkeypatch: pytest.MonkeyPatch) -> Study:
     return study
 
 
-def test_command_prints_figures(stored: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_figures(
+    stored: FiccoStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(studies, "run", lambda machine, cases, progress: stored)
     assert main(["simulate", "ficco"]) == 0
     out = capsys.readouterr().out
@@ -252,12 +254,12 @@ def test_command_prints_figures(stored: Study, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_part_of_the_scenarios_has_no_maxima(
-    short: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    short: FiccoStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor a verdict; and what the assumed numbers do is told of the same scenarios."""
     swept: list[tuple[studies.GemmCase, ...]] = []
 
-    def one(machine: Machine, path: str | None, factor: float, cases: tuple[studies.GemmCase, ...]) -> Sensitivity:
+    def one(machine: Machine, path: str | None, factor: float, cases: tuple[studies.GemmCase, ...]) -> FiccoSensitivity:
         swept.append(cases)
         return dataclasses.replace(ROW, path=path, factor=factor)
 
@@ -271,7 +273,7 @@ def test_a_part_of_the_scenarios_has_no_maxima(
     assert [figure.unit for figure in figures(short)] == ["percent", "percent"]
 
 
-def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_sets_numbers_and_writes(short: FiccoStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "ficco", "--json", "-", "--set", "links.gbps=64", "--set", "copies.gbps = 64", "--scenario", "g5"]
     assert main([*words, "--report", str(tmp_path / "out")]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -280,7 +282,7 @@ def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: p
     assert "7 of 64 GB/s each way" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
 
-def test_collectives_go_with_links_that_are_set(short: Study, capsys: pytest.CaptureFixture[str]) -> None:
+def test_collectives_go_with_links_that_are_set(short: FiccoStudy, capsys: pytest.CaptureFixture[str]) -> None:
     """Unless they are set themselves; and what was assumed of them still is."""
     for more, gbps in (([], 158.0), (["--set", "collectives.all_gather.gbps=300"], 300.0)):
         assert main(["simulate", "ficco", "--json", "-", "--set", "links.gbps=24", *more]) == 0
@@ -294,7 +296,7 @@ def test_a_switch_is_no_mesh() -> None:
         studies.run(load_machine("h200x8"))
 
 
-def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, study: Study) -> None:
+def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, study: FiccoStudy) -> None:
     monkeypatch.setattr(studies, "simulated", lambda machine, case, names=(): {})
     monkeypatch.setattr(studies, "_scenario", lambda machine, case, outcomes: study.mesh[0])
     monkeypatch.setattr(studies, "signatures", lambda machine, outcomes: ())
@@ -304,7 +306,7 @@ def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, study: Study) -> None
     assert told == [(name, done, 3) for done, name in enumerate(names)]
 
 
-def test_stored_study_is_up_to_date(study: Study, stored: Study) -> None:
+def test_stored_study_is_up_to_date(study: FiccoStudy, stored: FiccoStudy) -> None:
     """The machine, these scenarios and the headline as they are; `python docs/generate.py ficco` writes the file."""
     assert stored.machine == load()
     assert [one.case for one in stored.mesh] == list(FICCO_GEMMS)
@@ -312,7 +314,7 @@ def test_stored_study_is_up_to_date(study: Study, stored: Study) -> None:
     for fresh in study.mesh:
         assert next(one for one in stored.mesh if one.case == fresh.case) == fresh
     assert stored.unseen[: len(study.unseen)] == study.unseen
-    rows = codec.load(tuple[Sensitivity, ...], json.loads(STORED.read_text(encoding="utf-8"))["sensitivity"])
+    rows = codec.load(tuple[FiccoSensitivity, ...], json.loads(STORED.read_text(encoding="utf-8"))["sensitivity"])
     assert [row.path for row in rows] == [None, *(path for path in assumed(load()) for _ in range(2))]
     found = {figure.name: figure.ours for figure in figures(stored)}
     assert rows[0].p2p_loss == found["peer to peer, slower than sequential, max"]

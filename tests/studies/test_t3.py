@@ -14,14 +14,14 @@ from weft.studies.t3.configurations import Overlapped, all_gather, fused, gemm_a
 from weft.studies.t3.grid import Grid
 from weft.studies.t3.mapping import Collective, mapping
 from weft.studies.t3.memory import Policy
-from weft.studies.t3.system import System, load
-from weft.studies.t3.work import SUBLAYERS, Gemm
+from weft.studies.t3.system import T3System, load
+from weft.studies.t3.work import SUBLAYERS, LayerGemm
 
 COLLECTIVES: tuple[Collective, ...] = ("ring_reduce_scatter", "direct_reduce_scatter", "all_to_all", "all_gather")
 POLICIES: tuple[Policy, ...] = ("round_robin", "compute_first")
 
 
-def story(work: Gemm, world_size: int, collective: Collective, system: System | None = None) -> tuple[str, ...]:
+def story(work: LayerGemm, world_size: int, collective: Collective, system: T3System | None = None) -> tuple[str, ...]:
     return fused(system or tiny(), work, world_size, "round_robin", collective=collective, log=True).log
 
 
@@ -72,7 +72,7 @@ def test_slices_wait_for_memory_that_is_slow() -> None:
 # Closed forms
 
 
-def without_contention(**changes: float) -> System:
+def without_contention(**changes: float) -> T3System:
     """Memory and units that never bind."""
     return tiny(hbm__gbps=1e6, hbm__latency_ns=1, llc__latency_ns=1, unit_gbps=1e6, **changes)
 
@@ -155,7 +155,7 @@ def test_commands_that_shrink_converge() -> None:
 # Conservation
 
 
-def assert_every_tile_once(run: Overlapped, work: Gemm, collective: Collective, world_size: int, system: System) -> None:
+def assert_every_tile_once(run: Overlapped, work: LayerGemm, collective: Collective, world_size: int, system: T3System) -> None:
     """Tiles that are tracked become ready once, those that are sent arrive once on each link, and nothing else happens."""
     routes = mapping(collective, world_size).routes
     each = Grid(work, system).tiles // world_size

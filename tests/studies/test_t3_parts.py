@@ -13,7 +13,7 @@ from weft.studies.profile import changed
 from weft.studies.t3.configurations import fused
 from weft.studies.t3.grid import Chunks, Grid, chunk_at
 from weft.studies.t3.mapping import mapping
-from weft.studies.t3.memory import Memory, Policy
+from weft.studies.t3.memory import GpuMemory, Policy
 from weft.studies.t3.system import load
 from weft.studies.t3.tracker import Tracker
 from weft.studies.t3.work import SUBLAYERS
@@ -24,7 +24,7 @@ from weft.studies.t3.work import SUBLAYERS
 def shares(policy: Policy, starvation: int = 3) -> tuple[int, int]:
     """When 64 units of compute and 64 of communication end, each of which wants three quarters of the memory's time."""
     env = simpy.Environment()
-    memory = Memory(env, with_numbers(tiny(), {"arbiter.starvation": starvation}), policy)
+    memory = GpuMemory(env, with_numbers(tiny(), {"arbiter.starvation": starvation}), policy)
     ends: dict[str, int] = {}
 
     def stream(name: str, done: simpy.Event) -> simpy.Event:
@@ -50,7 +50,7 @@ def test_compute_first_leaves_what_is_over() -> None:
 def test_stores_come_after_reads() -> None:
     """Both want all of the memory's 64 a ns: reads have it for 10 ns, then posted stores, though they came first."""
     env = simpy.Environment()
-    memory = Memory(env, tiny())
+    memory = GpuMemory(env, tiny())
     stores = memory.flow("compute", 640, lambda: 64.0, {"gemm_write": 640}, posted=True)
     reads = memory.flow("compute", 640, lambda: 64.0, {"gemm_read": 640})
     env.run(until=reads)
@@ -78,7 +78,7 @@ def test_starvation_has_a_limit() -> None:
 def test_reads_wait_behind_communication(policy: Policy, threshold: int | None, wait: int) -> None:
     """Entries of a ns each; an update takes twice as long."""
     system = tiny(hbm__queue_entries=64, hbm__update_cost=2.0)
-    memory = Memory(simpy.Environment(), system, policy, threshold)
+    memory = GpuMemory(simpy.Environment(), system, policy, threshold)
     assert memory.latency_ns() == 20
     memory.flow("communication", 64, lambda: 1.0, {"rs_write": 64}, update=frozenset(["rs_write"]))
     assert memory.latency_ns() == 20 + 2 * wait
@@ -86,7 +86,7 @@ def test_reads_wait_behind_communication(policy: Policy, threshold: int | None, 
 
 @pytest.mark.parametrize(("moved", "threshold"), [(0, None), (7, None), (8, 30), (24, 10), (40, 5), (64, 5)])
 def test_the_first_stage_sets_the_threshold(moved: int, threshold: int | None) -> None:
-    memory = Memory(simpy.Environment(), tiny(), "compute_first")
+    memory = GpuMemory(simpy.Environment(), tiny(), "compute_first")
     memory.observe(moved, 1)
     assert memory.threshold == threshold
 

@@ -19,8 +19,8 @@ from weft.studies.t3.configurations import CONFIGURATIONS
 from weft.studies.t3.layers import other_ns
 from weft.studies.t3.paper import figures
 from weft.studies.t3.record import record
-from weft.studies.t3.sensitivity import Sensitivity, headline
-from weft.studies.t3.study import Study, concurrent, run_sublayers
+from weft.studies.t3.sensitivity import T3Sensitivity, headline
+from weft.studies.t3.study import T3Study, concurrent, run_sublayers
 from weft.studies.t3.system import load
 from weft.studies.t3.work import SUBLAYERS, T_NLG
 
@@ -28,7 +28,7 @@ STORED = Path(__file__).parents[2] / "docs" / "t3_sensitivity.json"
 
 
 @pytest.fixture(scope="module")
-def study() -> Study:
+def study() -> T3Study:
     """The evaluation without the large models: they are simulated like the others."""
     patch = pytest.MonkeyPatch()
     patch.setattr(studies, "LARGE_SUBLAYERS", SUBLAYERS[-4:])
@@ -37,7 +37,7 @@ def study() -> Study:
     return done
 
 
-def test_published_figures(study: Study) -> None:
+def test_published_figures(study: T3Study) -> None:
     """All are within their tolerance."""
     found = {figure.name: figure for figure in figures(study) if not figure.name.startswith("large models")}
     assert len(found) == 29
@@ -46,13 +46,13 @@ def test_published_figures(study: Study) -> None:
     assert found["T3-MCA, speed-up, geomean"].ours < found["Ideal-GEMM-RS-Overlap, speed-up, geomean"].ours
 
 
-def test_a_figure_that_is_off_is_missed(study: Study) -> None:
+def test_a_figure_that_is_off_is_missed(study: T3Study) -> None:
     figure = figures(study)[0]
     off = dataclasses.replace(figure, ours=figure.published + figure.tolerance + 0.001)
     assert (figure.ok, off.ok) == (True, False)
 
 
-def test_times_of_configurations(study: Study) -> None:
+def test_times_of_configurations(study: T3Study) -> None:
     """The table in weft.studies.t3.configurations."""
     for run in study.sublayers:
         gemm, scatter, near, gather = run.gemm.ns, run.reduce_scatter.ns, run.reduce_scatter_nmc.ns, run.all_gather.ns
@@ -68,7 +68,7 @@ def test_times_of_configurations(study: Study) -> None:
     assert any(run.ns("ideal_nmc") < run.ns("ideal") for run in study.sublayers)
 
 
-def test_no_memory_traffic_appears_from_nowhere(study: Study) -> None:
+def test_no_memory_traffic_appears_from_nowhere(study: T3Study) -> None:
     """T3 saves in every class but the all-gather's, which it does not touch, and reads of inputs that fit the cache anyway."""
     for run in study.sublayers:
         before, after = run.traffic("sequential"), run.traffic("t3_mca")
@@ -81,7 +81,7 @@ def test_no_memory_traffic_appears_from_nowhere(study: Study) -> None:
         assert max(part.peak for part in (run.gemm, run.reduce_scatter, run.all_gather, run.t3, run.t3_mca)) <= 1 + 1e-9
 
 
-def test_bypassing_outputs_help_the_inputs_of_some(study: Study) -> None:
+def test_bypassing_outputs_help_the_inputs_of_some(study: T3Study) -> None:
     """T3, section 6.2: small GEMMs keep their inputs either way, the largest keep them neither way."""
     runs = {run.name: run for run in study.sublayers}
     ratios = {name: run.gemm.traffic["gemm_read"] / run.t3_mca.traffic["gemm_read"] for name, run in runs.items()}
@@ -90,7 +90,7 @@ def test_bypassing_outputs_help_the_inputs_of_some(study: Study) -> None:
     assert min(ratios["Mega-GPT-2 TP8 FC2"], ratios["T-NLG TP16 FC2"]) > 2.5
 
 
-def test_large_fully_connected_layers_need_the_arbiter(study: Study) -> None:
+def test_large_fully_connected_layers_need_the_arbiter(study: T3Study) -> None:
     """T3, section 6: round-robin leaves TP8's FC layers behind the ideal, OP layers near it or above it."""
     runs = {run.name: run for run in study.sublayers}
     for model in ("Mega-GPT-2", "T-NLG"):
@@ -100,7 +100,7 @@ def test_large_fully_connected_layers_need_the_arbiter(study: Study) -> None:
         assert large.t3_mca.gemm_ns < large.t3.gemm_ns
 
 
-def test_whole_models(study: Study) -> None:
+def test_whole_models(study: T3Study) -> None:
     """The sub-layers take the same share of training as the speed-ups imply, and a prompt gains more than training."""
     for kind in ("training", "prompt"):
         assert len([run for run in study.end_to_end if run.kind == kind]) == 4
@@ -114,7 +114,7 @@ def test_whole_models(study: Study) -> None:
     assert backward > 2 * forward
 
 
-def test_units_that_are_shared(study: Study) -> None:
+def test_units_that_are_shared(study: T3Study) -> None:
     """More units for the all-reduce: it gets faster, the GEMM slower. All for both gains most."""
     everything, few, more = study.concurrent
     assert (everything.units, few.units, more.units) == (None, 8, 16)
@@ -127,7 +127,7 @@ def test_units_that_are_shared(study: Study) -> None:
         concurrent(load(), 80)
 
 
-def test_other_mappings_hide(study: Study) -> None:
+def test_other_mappings_hide(study: T3Study) -> None:
     """Their transfers are shorter than the GEMM, so a fused one ends near the longer half, and never before it."""
     assert [m.collective for m in study.mapped] == ["direct_reduce_scatter", "all_to_all", "all_gather"]
     for mapped in study.mapped:
@@ -142,7 +142,7 @@ def test_equal_gemms_are_simulated_once() -> None:
     assert runs[0].t3 is runs[1].t3
 
 
-def test_record_has_everything(study: Study) -> None:
+def test_record_has_everything(study: T3Study) -> None:
     data = json.loads(json.dumps(record(study, [headline_stub()]), allow_nan=False))
     assert [s["name"] for s in data["sublayers"]] == [s.name for s in SUBLAYERS]
     for sublayer, run in zip(data["sublayers"], study.sublayers, strict=True):
@@ -155,12 +155,12 @@ def test_record_has_everything(study: Study) -> None:
     assert codec.load(type(study.system), data["system"]) == study.system
 
 
-def headline_stub() -> Sensitivity:
-    return Sensitivity(path="hbm.gbps", factor=0.75, t3=0.1, t3_mca=0.2, saved=0.3)
+def headline_stub() -> T3Sensitivity:
+    return T3Sensitivity(path="hbm.gbps", factor=0.75, t3=0.1, t3_mca=0.2, saved=0.3)
 
 
-def test_report_redraws_the_figures(study: Study) -> None:
-    text = t3_page(study, [headline_stub(), Sensitivity(path="tile.rows", factor=0.75, refused="<no>")])
+def test_report_redraws_the_figures(study: T3Study) -> None:
+    text = t3_page(study, [headline_stub(), T3Sensitivity(path="tile.rows", factor=0.75, refused="<no>")])
     for figure in figures(study):
         assert figure.name in text
         assert figure.text(figure.ours) in text
@@ -178,7 +178,7 @@ def test_report_redraws_the_figures(study: Study) -> None:
 @pytest.mark.slow
 def test_stored_sensitivity_is_up_to_date() -> None:
     """Its first row and the largest effect, made anew; `python docs/generate.py sensitivity` writes the file."""
-    rows = codec.loads(tuple[Sensitivity, ...], STORED.read_text(encoding="utf-8"))  # type: ignore[arg-type]
+    rows = codec.loads(tuple[T3Sensitivity, ...], STORED.read_text(encoding="utf-8"))  # type: ignore[arg-type]
     system = load()
     assert [row.path for row in rows] == [None, *(path for path in system.assumed() for _ in range(2))]
     fresh = headline(system)
@@ -199,13 +199,13 @@ def test_scaled_rounds_whole_numbers() -> None:
 
 
 @pytest.fixture
-def short(study: Study, monkeypatch: pytest.MonkeyPatch) -> Study:
+def short(study: T3Study, monkeypatch: pytest.MonkeyPatch) -> T3Study:
     """`weft simulate t3` with a study that is there already, on the system that was asked for."""
     monkeypatch.setattr(studies, "run", lambda system, progress: dataclasses.replace(study, system=system))
     return study
 
 
-def test_command_prints_figures(short: Study, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_figures(short: T3Study, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "t3"]) == 0
     out = capsys.readouterr().out
     assert all(run.name in out for run in short.sublayers)
@@ -214,7 +214,7 @@ def test_command_prints_figures(short: Study, capsys: pytest.CaptureFixture[str]
     assert f"{sum(figure.ok for figure in found)} of {len(found)}" in out
 
 
-def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_sets_numbers_and_writes(short: T3Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "t3", "--json", "-", "--set", "hbm.gbps=2000", "--set", "arbiter.thresholds=[20, 8, 4]"]
     assert main([*words, "--report", str(tmp_path / "out")]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -223,7 +223,7 @@ def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: p
     assert "2000 GB/s" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
 
-def test_progress_is_told(study: Study) -> None:
+def test_progress_is_told(study: T3Study) -> None:
     """In order, up to the whole."""
     told: list[tuple[str, int, int]] = []
     names = SUBLAYERS[:2]

@@ -132,7 +132,7 @@ class Memory:
                 raise Conflict(self.number, rect, reader, wrote=False)
 
 
-class Places(Memory):
+class AlternatingMemory(Memory):
     """Memory with two places, which calls take in turn. nodes: by node, where it is; the last number is the call."""
 
     def __init__(self, number: int, nodes: Sequence[Sequence[int]]) -> None:

@@ -20,7 +20,7 @@ from typing import ClassVar, NoReturn
 
 from weft.checker.content import Cells, Content
 from weft.checker.effects import Effects
-from weft.checker.memory import Constant, Given, Memory, Places
+from weft.checker.memory import AlternatingMemory, Constant, Given, Memory
 from weft.checker.program import Access, Action, Do, Op, Rect, ScheduleError
 from weft.checker.structure import Compiler, as_kernel
 from weft.core.fused_collective import SpelledOut
@@ -180,7 +180,7 @@ class RaggedEffects(Effects):
 
     def _memory(self, number: int, name: str, rank: int) -> Memory | Constant | Given:
         if name == COUNTS:
-            return Places(number, self.nodes)
+            return AlternatingMemory(number, self.nodes)
         is_input = self.program.schedule.buffer[name].kind == "input"
         return _Rows(_order(self.ragged, name, rank)) if is_input else Memory(number)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from weft.checker.content import Cells
 from weft.checker.effects import At, Effects
 from weft.checker.program import Action, CompiledSchedule, Op, Place, Rect, ScheduleError
-from weft.checker.walk import Lane, Occupied, Walk
+from weft.checker.walk import LaneState, Occupied, Walk
 
 MOST_STATES = 20_000
 """Orders tried before giving up; a schedule that needs more is refused."""
@@ -119,7 +119,7 @@ class _Starts(Walk):
     def __init__(self, program: CompiledSchedule) -> None:
         super().__init__(program, _Nothing())
         self.may_start: Callable[[Place], bool] = lambda place: True
-        self.held: dict[Place, Lane] = {}
+        self.held: dict[Place, LaneState] = {}
         self.inside: dict[tuple[int, int], Op] = {}
 
     def start_while(self, may_start: Callable[[Place], bool]) -> None:
@@ -130,7 +130,7 @@ class _Starts(Walk):
                 self.ready.append((self.held.pop(place), -1))
             self.go_on()
 
-    def _enter(self, lane: Lane, op: Op) -> bool:
+    def _enter(self, lane: LaneState, op: Op) -> bool:
         place = (lane.rank, lane.index, lane.position)
         if op.needs_sms and not self.may_start(place):
             self.held[place] = lane
@@ -138,7 +138,7 @@ class _Starts(Walk):
         self.inside[place[:2]] = op
         return True
 
-    def _leave(self, lane: Lane) -> None:
+    def _leave(self, lane: LaneState) -> None:
         super()._leave(lane)
         del self.inside[lane.rank, lane.index]
 
@@ -152,7 +152,7 @@ class _Starts(Walk):
         places = [(lane.call, lane.position, lane.part) for lanes in self.lanes for lane in lanes]
         return tuple(places), tuple(sorted(self.inside))
 
-    def _holders(self) -> dict[int, Lane]:
+    def _holders(self) -> dict[int, LaneState]:
         """By rank: the lane whose kernel fills it."""
         return {rank: self.lanes[rank][index] for (rank, index), op in self.inside.items() if op.fills}
 

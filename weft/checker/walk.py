@@ -30,7 +30,7 @@ from weft.checker.program import Action, CompiledSchedule, Do, Op, Place, Schedu
 _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 
 
-class Lane:
+class LaneState:
     """Where a lane is. part, joined: of its kernel, the next part, and all that its finished parts had behind them. gated: the
     flags of this call that its kernel waits for. legs: its ends of messages that are under way."""
 
@@ -56,16 +56,16 @@ class Walk:
     def __init__(self, program: CompiledSchedule, effects: Effects, crowded: frozenset[int] = frozenset()) -> None:
         self.program, self.effects, self.crowded, self.calls = program, effects, crowded, effects.CALLS
         self.occupied: dict[tuple[int, int, int], Occupied] = {}
-        self.lanes = [[Lane(r, i, ops) for i, ops in enumerate(lanes)] for r, lanes in enumerate(program.ops)]
+        self.lanes = [[LaneState(r, i, ops) for i, ops in enumerate(lanes)] for r, lanes in enumerate(program.ops)]
         self.open = [len(lanes) for lanes in self.lanes]
         self.passed = [0 for _ in self.lanes]
         self.signals: list[list[int]] = [[] for _ in program.flags]
         self.passed_by: dict[tuple[int, Place], int] = {}
         """By flag and waiting step: the node at which the step has lowered the flag's first signal."""
-        self.parked: dict[int, list[tuple[Lane, int]]] = {}
-        self.ready: deque[tuple[Lane, int]] = deque()
-        self.meeting: list[Lane] = []
-        self.mail, self.mailing = Mail(), list[Lane]()
+        self.parked: dict[int, list[tuple[LaneState, int]]] = {}
+        self.ready: deque[tuple[LaneState, int]] = deque()
+        self.meeting: list[LaneState] = []
+        self.mail, self.mailing = Mail(), list[LaneState]()
 
         for lanes in self.lanes:
             self.ready.extend((lane, -1) for lane in lanes)
@@ -90,7 +90,7 @@ class Walk:
     def done(self) -> bool:
         return all(lane.call == self.calls for lanes in self.lanes for lane in lanes)
 
-    def _advance(self, lane: Lane) -> None:
+    def _advance(self, lane: LaneState) -> None:
         """Run a lane until it must wait or its call ends."""
         ops, end = lane.ops, len(lane.ops)
         while lane.position < end:
@@ -116,7 +116,7 @@ class Walk:
             lane.position += 1
         self._end_call(lane)
 
-    def _left_by(self, lane: Lane, flag: int, at_least: int) -> int | None:
+    def _left_by(self, lane: LaneState, flag: int, at_least: int) -> int | None:
         """The set that a signal of this call, or (at_least = 0) of the one before, left; None while it has not come."""
         call = lane.call - (not at_least)
         if call < 0 or not self.program.signalled[flag]:
@@ -124,7 +124,7 @@ class Walk:
         done = self.signals[flag]
         return done[call] if len(done) > call else None
 
-    def _lower(self, lane: Lane, flag: int, *, previous: bool) -> int:
+    def _lower(self, lane: LaneState, flag: int, *, previous: bool) -> int:
         """The lane's step has passed a flag, and lowers it: the node, as a set, if that is the flag's first signal.
 
         previous: it waited for the signal of the call before."""
@@ -151,7 +151,7 @@ class Walk:
                     f"{name} may be signalled again before {waiter} has passed it; its signal must wait for that"
                 )
 
-    def _pass_previous(self, lane: Lane, op: Op) -> bool:
+    def _pass_previous(self, lane: LaneState, op: Op) -> bool:
         """Wait for the flags of the call before where a kernel starts; False, and the lane parked, if one has not come."""
         for flag in op.previous:
             before = self._left_by(lane, flag, 0)
@@ -163,14 +163,14 @@ class Walk:
             lane.mask |= self._lower(lane, flag, previous=True)
         return True
 
-    def _work(self, lane: Lane, op: Op) -> bool:
+    def _work(self, lane: LaneState, op: Op) -> bool:
         """Start a copy or kernel; whether it is done at once."""
         if not self._enter(lane, op):
             return False
         lane.joined, lane.part = lane.mask, 0
         return self._run_parts(lane, op)
 
-    def _run_parts(self, lane: Lane, op: Op) -> bool:
+    def _run_parts(self, lane: LaneState, op: Op) -> bool:
         """Run the parts that are left of the kernel that the lane is in, up to one that a gate keeps; whether none is."""
         for part in range(lane.part, len(op.actions)):
             if not self._run_part(lane, op.actions[part], part):
@@ -179,7 +179,7 @@ class Walk:
         self._leave(lane)
         return True
 
-    def _run_part(self, lane: Lane, action: Action, part: int) -> bool:
+    def _run_part(self, lane: LaneState, action: Action, part: int) -> bool:
         behind = self._behind(lane, part, action.waits)
         if behind is None:
             return False
@@ -193,7 +193,7 @@ class Walk:
             self._signal(action.counts, mask)
         return True
 
-    def _behind(self, lane: Lane, part: int, gates: tuple[tuple[int, int], ...]) -> list[int] | None:
+    def _behind(self, lane: LaneState, part: int, gates: tuple[tuple[int, int], ...]) -> list[int] | None:
         """By gate, the set that its signal left; None, and the lane parked, if one is closed."""
         found = []
         for flag, at_least in gates:
@@ -204,13 +204,13 @@ class Walk:
             found.append(before)
         return found
 
-    def _resume(self, lane: Lane) -> bool:
+    def _resume(self, lane: LaneState) -> bool:
         """Go on with a kernel whose flag has moved; whether it is done with that."""
         done = self._run_parts(lane, lane.ops[lane.position])
         lane.position += done
         return done
 
-    def _enter(self, lane: Lane, op: Op) -> bool:
+    def _enter(self, lane: LaneState, op: Op) -> bool:
         """Start a step; whether it may start now. One that may not is left where it is."""
         if op.needs_sms and lane.rank in self.crowded and lane.call == 0:
             place = (lane.rank, lane.index, lane.position)
@@ -219,7 +219,7 @@ class Walk:
             lane.mask |= 1 << node
         return True
 
-    def _leave(self, lane: Lane) -> None:
+    def _leave(self, lane: LaneState) -> None:
         lane.mask = lane.joined
         for flag in dict.fromkeys(lane.gated):  # a kernel lowers its gates of this call at its end
             lane.mask |= self._lower(lane, flag, previous=False)
@@ -229,7 +229,7 @@ class Walk:
             node = self.occupied[place].end = self.effects.node((*place, 0, 0))
             lane.mask |= 1 << node
 
-    def _meet(self, lane: Lane, op: Op) -> None:
+    def _meet(self, lane: LaneState, op: Op) -> None:
         """Arrive at a collective; the last rank to arrive lets all go on."""
         if not self._enter(lane, op):
             return
@@ -249,7 +249,7 @@ class Walk:
             other.position += 1
             self.ready.append((other, -1))
 
-    def _exchange(self, lane: Lane, op: Op) -> None:
+    def _exchange(self, lane: LaneState, op: Op) -> None:
         """Begin a lane's messages, and end those of all lanes whose other ends have all begun."""
         if not self._enter(lane, op):
             return
@@ -268,7 +268,7 @@ class Walk:
             other.position += 1
             self.ready.append((other, -1))
 
-    def _end_call(self, lane: Lane) -> None:
+    def _end_call(self, lane: LaneState) -> None:
         """The last lane of a rank to end lets the caller read, and starts the next call."""
         rank = lane.rank
         lane.call += 1

@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 import zlib
 
-from weft.comm.shared_memory import Segment
+from weft.comm.shared_memory import SharedSegment
 
 TEXT_BYTES = 4096
 """Of a text in a control segment."""
@@ -43,14 +43,14 @@ _RELAYED = 512
 class ControlSegment:
     """One rank's control segment: its own, another's, or a copy."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: SharedSegment) -> None:
         self.segment = segment
         self._words, self._log = segment.words(0, _WORDS), segment.words(_LOG_AT, LOGGED)
 
     @classmethod
     def private(cls) -> ControlSegment:
         """One that no other process has."""
-        return cls(Segment("private", mmap.mmap(-1, CONTROL_BYTES)))
+        return cls(SharedSegment("private", mmap.mmap(-1, CONTROL_BYTES)))
 
     @property
     def state(self) -> int:

@@ -15,7 +15,7 @@ from weft.comm.control import CONTROL_BYTES
 from weft.comm.handshake import handshake
 from weft.comm.nodes import nodes_of, ranks_per_node
 from weft.comm.processes import died, node_label, process_start
-from weft.comm.shared_memory import SHM, Segment, reap_stale, unlink
+from weft.comm.shared_memory import SHM, SharedSegment, reap_stale, unlink
 from weft.comm.timeouts import DEFAULT_TIMEOUT_S, timeout_from_environment
 from weft.core.errors import PeerLost
 
@@ -40,21 +40,21 @@ class Members:
     pids: list[int]
     starts: list[int | None]
     names: list[str]
-    control: Segment
+    control: SharedSegment
     timeout_s: float
 
 
 def join(group: dist.ProcessGroup, timeout_s: float | None) -> Members:
     """Join a group. Collective. timeout_s: default, that of the environment. What keeps one of the ranks from it, a setting or
     a full /dev/shm, is raised on all of them; so is the ValueError of ranks of one host that are no neighbours."""
-    own: Segment | None = None
+    own: SharedSegment | None = None
     bound_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         bound_s = timeout_from_environment() if timeout_s is None else timeout_s
         per_node, host = ranks_per_node(), f"{socket.gethostname()} {node_label(SHM)}"
         label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
         reap_stale()
-        own = Segment.create("control", CONTROL_BYTES)
+        own = SharedSegment.create("control", CONTROL_BYTES)
         me: _Member | str = (host, label, os.getpid(), process_start(os.getpid()), own.name)
     except (ValueError, OSError) as error:
         wrong, me = error, str(error)
@@ -90,7 +90,7 @@ def _dead(group: dist.ProcessGroup) -> str:
     return ""
 
 
-def _members(everyone: list[Any], rank: int, own: Segment, timeout_s: float) -> Members:
+def _members(everyone: list[Any], rank: int, own: SharedSegment, timeout_s: float) -> Members:
     labels = [label for _, label, *_ in everyone]
     first = labels.index(labels[rank])
     return Members(

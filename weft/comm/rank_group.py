@@ -52,7 +52,7 @@ from weft.comm.launch_conditions import agree_on_launch
 from weft.comm.membership import PURPOSE, join
 from weft.comm.processes import died
 from weft.comm.relay import Relay
-from weft.comm.shared_memory import PREFIX, Segment, reap_stale, unlink
+from weft.comm.shared_memory import PREFIX, SharedSegment, reap_stale, unlink
 from weft.comm.symmetric_heap import SymmetricHeap, heap_of
 from weft.comm.texts import Remembered, clipped, difference, kind_and_words, reason
 from weft.compat.c10d import store_of
@@ -187,12 +187,12 @@ class RankGroup:
         finally:
             unlink(control.name)
 
-    def _control_of(self, rank: int, name: str, own: Segment) -> ControlSegment:
+    def _control_of(self, rank: int, name: str, own: SharedSegment) -> ControlSegment:
         """A rank's control segment, or where it is copied to."""
         if rank not in self.near:
             return ControlSegment.private()
         try:
-            return ControlSegment(own if rank == self.rank else Segment.open(name))
+            return ControlSegment(own if rank == self.rank else SharedSegment.open(name))
         except FileNotFoundError:
             raise PeerLost(f"rank {rank} failed in the group's first call; it says why") from None
 

@@ -25,14 +25,14 @@ SHM = Path("/dev/shm")
 PREFIX = "weft-"
 
 
-class Segment:
+class SharedSegment:
     """Bytes that ranks share. The creator calls `create`, the others `open`; both `close`."""
 
     def __init__(self, name: str, mapping: mmap.mmap) -> None:
         self.name, self.nbytes, self._mapping = name, len(mapping), mapping
 
     @classmethod
-    def create(cls, label: str, nbytes: int) -> Segment:
+    def create(cls, label: str, nbytes: int) -> SharedSegment:
         """A new zeroed segment of at least `nbytes`. Raises ValueError, with the reason, where there can be none."""
         nbytes = max(mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         name = f"{PREFIX}{process_namespace()}-{os.getpid()}-{process_start(os.getpid())}-{os.urandom(8).hex()}-{label}"
@@ -53,7 +53,7 @@ class Segment:
             os.close(descriptor)
 
     @classmethod
-    def open(cls, name: str) -> Segment:
+    def open(cls, name: str) -> SharedSegment:
         """Map a segment that another rank created."""
         descriptor = os.open(SHM / name, os.O_RDWR)
         try:

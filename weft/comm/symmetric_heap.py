@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.comm.shared_memory import AtomicWords, Segment, unlink
+from weft.comm.shared_memory import AtomicWords, SharedSegment, unlink
 from weft.compat.device import enqueued
 from weft.compat.symmetric_memory import HandleExchange, empty, held
 
@@ -105,7 +105,7 @@ class Allocation(ABC):
 class HostAllocation(Allocation):
     """In shared memory. segments: those of `ranks`."""
 
-    def __init__(self, number: int, ranks: range, rank: int, segments: Sequence[Segment]) -> None:
+    def __init__(self, number: int, ranks: range, rank: int, segments: Sequence[SharedSegment]) -> None:
         super().__init__(number, segments[ranks.index(rank)].nbytes, ranks, rank)
         self._segments = dict(zip(ranks, segments, strict=True))
 
@@ -195,7 +195,7 @@ class HostHeap(SymmetricHeap):
         group = self.group
         group.check_usable()
         with group.failing():
-            mine = Segment.create("data", nbytes)
+            mine = SharedSegment.create("data", nbytes)
             try:
                 names = group.exchange_names(mine.name)
                 segments = [mine if peer == group.rank else self._opened(peer, name) for peer, name in names.items()]
@@ -206,9 +206,9 @@ class HostHeap(SymmetricHeap):
         self._live[piece.number] = piece
         return piece
 
-    def _opened(self, peer: int, name: str) -> Segment:
+    def _opened(self, peer: int, name: str) -> SharedSegment:
         try:
-            return Segment.open(name)
+            return SharedSegment.open(name)
         except FileNotFoundError:  # the peer has lost another rank, say, and has taken its own back: it reports that next
             self.group.until(lambda: False, lambda: f"rank {peer} has taken back a segment, and has not said why")
             raise

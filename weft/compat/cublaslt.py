@@ -88,7 +88,7 @@ def stored(matrix: torch.Tensor) -> tuple[int, int, int, bool] | None:
     return None
 
 
-class Product:
+class CublasProduct:
     """out = a @ b, or out += a @ b, for tensors that lie as these do; 16-bit factors, out of their dtype or float32.
 
     sums are float32's. rows: of a and out, where the algorithms of another number of rows are asked for.
@@ -190,7 +190,7 @@ def _destroy(of: Library, made: Sequence[tuple[str, c_void_p]]) -> None:
 
 
 def supports(matrices: Sequence[torch.Tensor]) -> bool:
-    """Whether a, b and out, in this order, are what a Product takes."""
+    """Whether a, b and out, in this order, are what a CublasProduct takes."""
     a, b, out = matrices
     if a.dtype not in (torch.bfloat16, torch.float16) or b.dtype != a.dtype or out.dtype not in (a.dtype, torch.float32):
         return False

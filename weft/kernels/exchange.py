@@ -109,7 +109,7 @@ class Shape:
         return min(most, max(least, math.ceil(1.5 * per_us / (1e3 * machine.kernels.pull_gbps))))
 
 
-class Part(NamedTuple):
+class SegmentPart(NamedTuple):
     """One part of a step: the segment of an expert that goes to another rank, or comes from it. signals: the word that counts
     it, on the rank that its rows go to; -1: none. waits: words of this rank."""
 
@@ -122,8 +122,8 @@ class Part(NamedTuple):
 class StepParts(NamedTuple):
     """What a step copies, and what it multiplies, or hands back by tiles, each in its order."""
 
-    copies: tuple[Part, ...]
-    products: tuple[Part, ...]
+    copies: tuple[SegmentPart, ...]
+    products: tuple[SegmentPart, ...]
 
 
 class Orders(NamedTuple):
@@ -204,7 +204,7 @@ class RaggedExchange:
         def table(values: Sequence[object]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=shape.device)
 
-        def rows(parts: Sequence[Part]) -> tuple[tuple[int, int, int], ...]:
+        def rows(parts: Sequence[SegmentPart]) -> tuple[tuple[int, int, int], ...]:
             """Of the table of orders."""
             found = [(part.expert, part.other, part.signals) for part in parts]
             return (*found, *[(shape.experts, 0, -1)] * (shape.segments - len(found)))
@@ -242,7 +242,7 @@ class RaggedExchange:
                 found[expert * self.shape.world_size + other] = place
         return found
 
-    def _gates(self, parts: Sequence[Part]) -> list[list[int]]:
+    def _gates(self, parts: Sequence[SegmentPart]) -> list[list[int]]:
         """By segment, the words to wait for, as many for each."""
         shape, most = self.shape, max([1, *(len(part.waits) for part in parts)])
         found = [[-1] * most for _ in range(shape.experts * shape.world_size)]
@@ -250,7 +250,7 @@ class RaggedExchange:
             found[part.expert * shape.world_size + part.other][: len(part.waits)] = part.waits
         return found
 
-    def _by_segment(self, parts: Sequence[Part]) -> list[int]:
+    def _by_segment(self, parts: Sequence[SegmentPart]) -> list[int]:
         """By segment, the word that counts it."""
         found = [-1] * (self.shape.experts * self.shape.world_size)
         for part in parts:

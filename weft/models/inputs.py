@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from weft.core.logs import warn_once
-from weft.models.linear import Shared, with_input_changed
+from weft.models.linear import SharedInputLinears, with_input_changed
 
 _READ_NO_INPUTS = ("weft.", "torch.distributed.", "transformers.")
 """Packages whose hooks leave a module's input alone: weft's, FSDP's, and those that record what a decoder's blocks return."""
@@ -31,7 +31,7 @@ class Announce:
     the linears is inside an adapter."""
 
     argument: str
-    shared: Shared
+    shared: SharedInputLinears
     linears: tuple[str, ...]
     name: str
     taken: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -2,11 +2,11 @@
 
 A module becomes one by its class alone, so that names, hooks, parameters and checkpoints stay what they are.
 
-    ColumnLinear   weight Shard(0), bias Shard(0)      outputs are this rank's columns, of all tokens
-    RowLinear      weight Shard(1), bias Replicate     inputs are this rank's columns of all tokens
-    Shared         column linears that read one tensor: it is gathered once for all of them
+    ColumnLinear         weight Shard(0), bias Shard(0)      outputs are this rank's columns, of all tokens
+    RowLinear            weight Shard(1), bias Replicate     inputs are this rank's columns of all tokens
+    SharedInputLinears   column linears that read one tensor: it is gathered once for all of them
 
-What a Shared's parent is given, and when:
+What a SharedInputLinears' parent is given, and when:
 
     parent's pre-hook     x [B, s, H], this rank's tokens --> announce(x): products of all members, kept
     parent's forward      gets what stands for the gathered tensor: its shape, and NaN for values, since nobody may read them
@@ -56,7 +56,7 @@ class Tokens:
 
 
 @dataclass(kw_only=True)
-class Shared:
+class SharedInputLinears:
     """Column linears that read one tensor. ran: what they have run. _outs: what was announced and not yet taken, by member;
     _stand_in: for what. _gathered: whether members are called with all tokens instead."""
 
@@ -126,9 +126,9 @@ class Shared:
 
 
 class ColumnLinear(nn.Linear):
-    """A linear whose outputs are sharded. input: as its Shared's tokens say."""
+    """A linear whose outputs are sharded. input: as its SharedInputLinears' tokens say."""
 
-    _weft_shared: Shared
+    _weft_shared: SharedInputLinears
 
     def forward(self, input: Tensor) -> Tensor:
         return self._weft_shared.take(self, input)
@@ -219,12 +219,12 @@ class Distributor:
         self._done[id(parameter)] = parameter, spread
 
 
-def to_columns(linears: Sequence[nn.Linear], tokens: Tokens, how: How, distribute: Distributor) -> Shared:
+def to_columns(linears: Sequence[nn.Linear], tokens: Tokens, how: How, distribute: Distributor) -> SharedInputLinears:
     """Make these linears ColumnLinears that share their input."""
     for linear in linears:
         _spread(linear, distribute, Shard(0), Shard(0))
         linear.__class__ = ColumnLinear
-    shared = Shared(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, how=how)
+    shared = SharedInputLinears(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, how=how)
     for member in shared.members:
         member._weft_shared = shared
     return shared

@@ -58,7 +58,16 @@ from weft.models.moves import (
     placed,
 )
 from weft.models.products import How
-from weft.models.replicas import Region, always, class_of, enter, gathered_for_others, never, replicate, replicate_alone
+from weft.models.replicas import (
+    ParameterReaders,
+    always,
+    class_of,
+    enter,
+    gathered_for_others,
+    never,
+    replicate,
+    replicate_alone,
+)
 from weft.models.sharing import in_several_places, whole_by_sharing
 from weft.models.sites import CommunicatingLayer, note
 from weft.models.styles import column_site, row_site
@@ -174,7 +183,7 @@ class _Within:
     tokens: DecoderTokens
     experts: ParallelStyle | None
     names: Mapping[nn.Module, str]
-    region: Region = field(default_factory=Region)
+    region: ParameterReaders = field(default_factory=ParameterReaders)
     done: set[nn.Module] = field(default_factory=set)
 
     def check(self, model: nn.Module, decoder: Any, embedding: nn.Module, head: nn.Module | None) -> dict[nn.Module, str]:

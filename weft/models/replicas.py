@@ -2,8 +2,9 @@
 
 A model whose linears have DTensors needs them everywhere: optimizers and torch.nn.utils.clip_grad_norm_ take no mixture. But a
 norm over DTensors pays DTensor's dispatch at every operation. So the module becomes one of a class whose parameters, read as
-attributes while its forward runs, are this rank's plain tensors. Everybody else sees the DTensors. Modules may share a Region:
-then a module also reads the parameters of another one (an adapter its base layer's, a layer its norm's) as plain tensors.
+attributes while its forward runs, are this rank's plain tensors. Everybody else sees the DTensors. Modules may share
+ParameterReaders: then a module also reads the parameters of another one (an adapter its base layer's, a layer its norm's) as
+plain tensors.
 
 A rank that computes a part has a part of the gradient:
 
@@ -35,7 +36,7 @@ class _Depth(threading.local):
     count: int = 0
 
 
-class Region:
+class ParameterReaders:
     """Modules that read each other's parameters: while the forward of any of them runs, in the thread that it runs in, the
     parameters of all of them are plain tensors. A copy of the modules has a region of its own."""
 
@@ -44,8 +45,8 @@ class Region:
         # torch.compile traces in one thread, and does not trace another thread's state.
         self._traced = False
 
-    def __reduce__(self) -> tuple[type[Region], tuple[()]]:
-        return Region, ()
+    def __reduce__(self) -> tuple[type[ParameterReaders], tuple[()]]:
+        return ParameterReaders, ()
 
     def running(self) -> bool:
         """Whether this thread is in a forward of the region."""
@@ -65,14 +66,14 @@ class Region:
                 self._depth.count -= 1
 
 
-def replicate(module: nn.Module, distribute: Distributor, part: Part, region: Region | None = None) -> None:
+def replicate(module: nn.Module, distribute: Distributor, part: Part, region: ParameterReaders | None = None) -> None:
     """Make a module's parameters, and those of its children, whole on every rank. Parameters that are no plain floating point
     ones (quantised weights) stay as they are. region: of the modules that read these parameters; None: each module its own."""
     for each in module.modules():
         replicate_alone(each, distribute, part, region)
 
 
-def replicate_alone(module: nn.Module, distribute: Distributor, part: Part, region: Region | None = None) -> None:
+def replicate_alone(module: nn.Module, distribute: Distributor, part: Part, region: ParameterReaders | None = None) -> None:
     """As `replicate`, of a module without its children. Those of its parameters that are DTensors stay."""
     # Under all its names, if it has several: named_parameters has the first alone.
     plain = tuple(name for name, parameter in module._parameters.items() if parameter is not None and _is_plain(parameter))
@@ -81,12 +82,12 @@ def replicate_alone(module: nn.Module, distribute: Distributor, part: Part, regi
     if plain:
         module.__class__ = _reading_locals(class_of(module), plain)
         module.__dict__["_weft_part"] = part
-        module.__dict__["_weft_region"] = region or Region()
+        module.__dict__["_weft_region"] = region or ParameterReaders()
     elif region is not None:
         enter(module, region)
 
 
-def enter(module: nn.Module, region: Region) -> None:
+def enter(module: nn.Module, region: ParameterReaders) -> None:
     """Let a module's forward be one of a region: it reads the region's parameters as plain tensors."""
     if "_weft_region" not in module.__dict__ and _has_forward(module):
         module.__class__ = _within(class_of(module))
@@ -97,11 +98,11 @@ def _has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def gathered_for_others(module: nn.Module, region: Region) -> None:
+def gathered_for_others(module: nn.Module, region: ParameterReaders) -> None:
     """Let a sharded weight be read, by other modules of the region while they run, as a plain tensor of all its rows, which are
     gathered for it: a model may multiply by its embedding's weight, or hand its head's to a loss."""
     module.__class__ = _read_by_others(class_of(module))
-    module.__dict__["_weft_region"], module.__dict__["_weft_readers"] = Region(), region
+    module.__dict__["_weft_region"], module.__dict__["_weft_readers"] = ParameterReaders(), region
 
 
 @cache

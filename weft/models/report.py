@@ -22,7 +22,7 @@ from weft import schedules
 from weft.core.errors import require
 from weft.core.problem import REDUCTIONS, Op, Problem
 from weft.models.report_page import page
-from weft.models.report_places import Called, Place, lines
+from weft.models.report_places import Called, ReportedPlace, lines
 from weft.models.sites import CommunicatingLayer, LayerCalls, sites
 from weft.ops.common import backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
@@ -42,7 +42,7 @@ class OverlapReport:
     """What `overlap_report` found."""
 
     model: str
-    places: tuple[Place, ...]
+    places: tuple[ReportedPlace, ...]
 
     @property
     def total(self) -> int:
@@ -96,7 +96,7 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     for alike in found.values():
         site = replace(_without_layer(alike[0]), ran=_together(alike))
         # Problems that differ in nothing that is told, in their dtype say, are one line.
-        places.append(Place(site=site, count=len(alike), calls=tuple(dict.fromkeys(_calls(site, device)))))
+        places.append(ReportedPlace(site=site, count=len(alike), calls=tuple(dict.fromkeys(_calls(site, device)))))
     return OverlapReport(model=type(model).__name__, places=tuple(places))
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
-from weft.models.report_places import Called, Place
+from weft.models.report_places import Called, ReportedPlace
 
 
-def page(model: str, title: str, lead: str, share: float, places: Sequence[Place]) -> str:
+def page(model: str, title: str, lead: str, share: float, places: Sequence[ReportedPlace]) -> str:
     """The whole page, as text. lead: the sentence below the model's name. share: of the places, those that are overlapped."""
     rows = "\n".join(row for place in places for row in _rows(place))
     return _PAGE.format(
@@ -23,7 +23,7 @@ def page(model: str, title: str, lead: str, share: float, places: Sequence[Place
     )
 
 
-def _rows(place: Place) -> Iterator[str]:
+def _rows(place: ReportedPlace) -> Iterator[str]:
     site, kind = place.site, "yes" if place.overlapped else "no"
     waiting = "not called yet" if place.waits else ""
     said = "; ".join(filter(None, (", ".join(site.operators), site.reason, waiting)))

@@ -30,7 +30,7 @@ class Called:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ReportedPlace:
     """Sites alike but for their layer. count: how many. calls: what they have run, forward and backward."""
 
     site: CommunicatingLayer
@@ -58,7 +58,7 @@ class Place:
         return "overlapped" if self.overlapped else "one after the other" if self.site.overlapped else "not overlapped"
 
 
-def lines(place: Place) -> Iterator[str]:
+def lines(place: ReportedPlace) -> Iterator[str]:
     """A place as the report lists it: a line, and one for each problem that has run there."""
     # A place without an operator says itself that it is not overlapped.
     yield f"{place.count:4} x {place.site}" + (f"; {place.state}" if place.state == "one after the other" else "")

@@ -31,7 +31,7 @@ from weft.models.layouts import ColumnsOut, RowsIn, Taken, TokensOut
 from weft.models.linear import (
     Distributor,
     OnInput,
-    Shared,
+    SharedInputLinears,
     Tokens,
     group_of,
     require_one_dimension,
@@ -180,7 +180,7 @@ class SequenceParallel(style.SequenceParallel):
 
 def share_input(
     module: nn.Module, names: Sequence[str], taken: Taken, how: How, distribute: Distributor, *, argument: str
-) -> Shared:
+) -> SharedInputLinears:
     """Let these children share a gather of the module's input, which `taken` makes plain."""
     linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
     shared = to_columns(linears, taken.tokens, how, distribute)
@@ -189,7 +189,7 @@ def share_input(
     return shared
 
 
-def column_site(shared: Shared, layout: Placement, *, parts: Sequence[str] = ()) -> CommunicatingLayer:
+def column_site(shared: SharedInputLinears, layout: Placement, *, parts: Sequence[str] = ()) -> CommunicatingLayer:
     """The site of linears that share an input. group: as their weights say, since of two meshes of the same ranks and names
     torch takes the first for both."""
     linears, whole = shared.members, layout.is_replicate()

@@ -15,17 +15,17 @@ from weft.report.panels import Charts, chart_panel, timeline_panel
 from weft.report.study import columns_chart, published_section, sources, verdict
 from weft.studies.dlrm import tables
 from weft.studies.dlrm.paper import figures
-from weft.studies.dlrm.sensitivity import Sensitivity
-from weft.studies.dlrm.study import PUBLISHED, Study
+from weft.studies.dlrm.sensitivity import DlrmSensitivity
+from weft.studies.dlrm.study import PUBLISHED, DlrmStudy
 from weft.studies.published import Row
 
 
-def write_dlrm_report(study: Study, sensitivity: Sequence[Sensitivity], folder: Path) -> Path:
+def write_dlrm_report(study: DlrmStudy, sensitivity: Sequence[DlrmSensitivity], folder: Path) -> Path:
     """Write `folder`/index.html; returns its path. Raises ValueError if it cannot be written."""
     return write_page(dlrm_page(study, sensitivity), folder)
 
 
-def dlrm_page(study: Study, sensitivity: Sequence[Sensitivity]) -> str:
+def dlrm_page(study: DlrmStudy, sensitivity: Sequence[DlrmSensitivity]) -> str:
     """The whole page as text."""
     charts: Charts = {}
     found = figures(study)
@@ -42,7 +42,7 @@ def dlrm_page(study: Study, sensitivity: Sequence[Sensitivity]) -> str:
     return document("DLRM at scale, simulated", [*sections, sources(study.system.sources)], charts)
 
 
-def _header(study: Study) -> Html:
+def _header(study: DlrmStudy) -> Html:
     system, model = study.system, study.system.model
     facts = [
         ("System", system.words),
@@ -54,7 +54,7 @@ def _header(study: Study) -> Html:
     return tag("header", tag("h1", "DLRM at scale, simulated ", verdict(figures(study))), facts_list(facts))
 
 
-def _iteration(study: Study, charts: Charts) -> Html:
+def _iteration(study: DlrmStudy, charts: Charts) -> Html:
     ways = (study.unfused, study.fused)
     split = [tables.parts(run) for run in ways]
     shares = {part: [100 * times[part] * 1e6 / study.unfused.ns for times in split] for part in tables.PARTS}
@@ -69,7 +69,7 @@ def _iteration(study: Study, charts: Charts) -> Html:
     )
 
 
-def _cases(study: Study, charts: Charts) -> Html:
+def _cases(study: DlrmStudy, charts: Charts) -> Html:
     nodes = dict.fromkeys(case.nodes for case in study.cases)
     saved: dict[str, list[float]] = {
         topology: [100 * case.saved for case in study.cases if case.topology == topology]

@@ -18,8 +18,8 @@ from weft.report.panels import Charts, chart_panel
 from weft.report.study import COLOURS, columns_chart
 from weft.report.words import count
 from weft.studies.ficco.paper import figures
-from weft.studies.ficco.sensitivity import Sensitivity
-from weft.studies.ficco.study import BESPOKE, Scenario, Study
+from weft.studies.ficco.sensitivity import FiccoSensitivity
+from weft.studies.ficco.study import BESPOKE, FiccoStudy, Scenario
 from weft.studies.ficco.tables import (
     LOSSES,
     SIZES,
@@ -37,12 +37,12 @@ from weft.studies.ficco.tables import (
 AXES: dict[Feature, str] = {"op_to_byte": "operations a byte", "traffic_mib": "memory traffic, MiB", "m_over_k": "M / K"}
 
 
-def write_ficco_report(study: Study, sensitivity: Sequence[Sensitivity], folder: Path) -> Path:
+def write_ficco_report(study: FiccoStudy, sensitivity: Sequence[FiccoSensitivity], folder: Path) -> Path:
     """Write `folder`/index.html; returns its path. Raises ValueError if it cannot be written."""
     return write_page(ficco_page(study, sensitivity), folder)
 
 
-def ficco_page(study: Study, sensitivity: Sequence[Sensitivity]) -> str:
+def ficco_page(study: FiccoStudy, sensitivity: Sequence[FiccoSensitivity]) -> str:
     """The whole page as text."""
     charts: Charts = {}
     sections = [
@@ -64,7 +64,7 @@ def ficco_page(study: Study, sensitivity: Sequence[Sensitivity]) -> str:
     return document("FiCCO simulated", sections, charts)
 
 
-def _header(study: Study) -> Html:
+def _header(study: FiccoStudy) -> Html:
     found = figures(study)
     good = sum(figure.ok for figure in found)
     verdict = f"{good} of {count(len(found), 'figure')} as accepted"
@@ -98,7 +98,7 @@ def _speedups(title: str, name: str, found: Sequence[Scenario], charts: Charts) 
     return _section(title, chart_panel(name, f"Columns: {title}; the table has the numbers"), listed)
 
 
-def _losses(study: Study, charts: Charts) -> Html:
+def _losses(study: FiccoStudy, charts: Charts) -> Html:
     panels = []
     for position, loss in enumerate(LOSSES):
         name = f"loss{position}"
@@ -109,7 +109,7 @@ def _losses(study: Study, charts: Charts) -> Html:
     return _section("Losses against static sizes", *panels, known, whole)
 
 
-def _loss_chart(study: Study, loss: str) -> Chart:
+def _loss_chart(study: FiccoStudy, loss: str) -> Chart:
     """One loss against each of SIZES, side by side, a colour for each of FiCCO's four."""
     width = 1 / len(SIZES)
     data: list[dict[str, Any]] = []
@@ -124,7 +124,7 @@ def _loss_chart(study: Study, loss: str) -> Chart:
     return {"data": data, "layout": layout | axes, "all": None}
 
 
-def _points(study: Study, loss: str, size: Feature, family: str, number: str) -> dict[str, Any]:
+def _points(study: FiccoStudy, loss: str, size: Feature, family: str, number: str) -> dict[str, Any]:
     some = [found for found in study.signatures if found.spec.partition(":")[0] == family]
     return {
         "type": "scatter",

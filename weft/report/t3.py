@@ -17,8 +17,8 @@ from weft.report.words import ms, percent
 from weft.studies.published import geomean
 from weft.studies.t3.configurations import CONFIGURATIONS, SubLayerRun
 from weft.studies.t3.paper import TITLES, figures
-from weft.studies.t3.sensitivity import Sensitivity
-from weft.studies.t3.study import Study
+from weft.studies.t3.sensitivity import T3Sensitivity
+from weft.studies.t3.study import T3Study
 
 COMPARED = CONFIGURATIONS[1:]
 CLASSES = {
@@ -31,12 +31,12 @@ CLASSES = {
 }
 
 
-def write_t3_report(study: Study, sensitivity: Sequence[Sensitivity], folder: Path) -> Path:
+def write_t3_report(study: T3Study, sensitivity: Sequence[T3Sensitivity], folder: Path) -> Path:
     """Write `folder`/index.html; returns its path. Raises ValueError if it cannot be written."""
     return write_page(t3_page(study, sensitivity), folder)
 
 
-def t3_page(study: Study, sensitivity: Sequence[Sensitivity]) -> str:
+def t3_page(study: T3Study, sensitivity: Sequence[T3Sensitivity]) -> str:
     """The whole page as text."""
     charts: Charts = {}
     sections = [
@@ -52,7 +52,7 @@ def t3_page(study: Study, sensitivity: Sequence[Sensitivity]) -> str:
     return document("T3 simulated", sections, charts)
 
 
-def _header(study: Study) -> Html:
+def _header(study: T3Study) -> Html:
     system = study.system
     facts = [
         ("System", system.words),
@@ -80,7 +80,7 @@ def _speedups(title: str, name: str, runs: Sequence[SubLayerRun], charts: Charts
     return tag("section", tag("h2", title), chart_panel(name, f"Columns: {title}; the table has the numbers"), listed)
 
 
-def _traffic(study: Study, charts: Charts) -> Html:
+def _traffic(study: T3Study, charts: Charts) -> Html:
     places, columns = [], {words: list[float]() for words in CLASSES.values()}
     for run in study.sublayers:
         for kind in ("sequential", "t3_mca"):
@@ -101,7 +101,7 @@ def _traffic_row(run: SubLayerRun) -> tuple[str, ...]:
     return (run.name, *map(percent, shares), percent(sum(after.values()) / sum(before.values())))
 
 
-def _concurrent(study: Study) -> Html:
+def _concurrent(study: T3Study) -> Html:
     rows = [
         (
             "all, each (what there is to gain)" if run.units is None else f"{run.units} of {study.system.units}",
@@ -120,7 +120,7 @@ def _concurrent(study: Study) -> Html:
     )
 
 
-def _sensitivity(rows: Sequence[Sensitivity]) -> Html:
+def _sensitivity(rows: Sequence[T3Sensitivity]) -> Html:
     if not rows:
         return Html("")
     lines = [

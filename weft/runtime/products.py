@@ -26,7 +26,7 @@ from functools import cache
 import torch
 
 from weft.compat.cublas import matmul_settings, needs_torch
-from weft.compat.cublaslt import ALIGN_BYTES, Algorithm, Library, Product, library, supports
+from weft.compat.cublaslt import ALIGN_BYTES, Algorithm, CublasProduct, Library, library, supports
 from weft.compat.streams import raw_stream
 from weft.core.logs import warn_once
 
@@ -67,7 +67,7 @@ class MatmulChoice:
 @dataclass(frozen=True)
 class _Chosen:
     choice: MatmulChoice
-    product: Product | None
+    product: CublasProduct | None
     algorithm: Algorithm | None
 
 
@@ -129,7 +129,7 @@ class Products:
         if not supports((a, b, out)) or not (plain or out.dtype == torch.float32):
             return torchs
         assert self._library is not None
-        product = Product(self._library, a, b, out, accumulate=accumulate)
+        product = CublasProduct(self._library, a, b, out, accumulate=accumulate)
         if flops < FEWEST_FLOPS or flops / _FLOPS_PER_US > _LONGEST_US:
             # What torch does in several kernels is one of cuBLAS's.
             found = [] if plain else product.algorithms(1, WORKSPACE)
@@ -161,11 +161,11 @@ def fastest(vendor_us: float | None, us: list[float]) -> int | None:
 
 
 def candidates(
-    of: Library, product: Product, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool
+    of: Library, product: CublasProduct, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool
 ) -> list[Algorithm]:
     """The algorithms that are worth timing, each once."""
     found = {one.identity: one for one in product.algorithms(_OWN, WORKSPACE)}
-    more = Product(of, a, b, out, accumulate=accumulate, rows=a.shape[0] + _ROWS_MORE)
+    more = CublasProduct(of, a, b, out, accumulate=accumulate, rows=a.shape[0] + _ROWS_MORE)
     for one in more.algorithms(_OTHERS, WORKSPACE):
         if one.identity not in found and product.takes(one, WORKSPACE):
             found[one.identity] = one

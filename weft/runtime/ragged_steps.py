@@ -35,7 +35,7 @@ from weft.core.schedule import (
     steps_of,
     waits,
 )
-from weft.kernels.exchange import Orders, Part, StepParts
+from weft.kernels.exchange import Orders, SegmentPart, StepParts
 
 Moving = SegmentCopies | GroupedGemm
 _MOVING: tuple[type[Moving], ...] = (SegmentCopies, GroupedGemm)
@@ -104,11 +104,11 @@ def _words_waited_for(lane: Lane, counted: dict[Flag, int]) -> Iterator[tuple[in
 
 
 def _step_parts(step: Moving, rank: int, counted: dict[Flag, int]) -> StepParts:
-    def words(part: SegmentCopy | SegmentProduct) -> Part:
+    def words(part: SegmentCopy | SegmentProduct) -> SegmentPart:
         src, dst, expert = _target(part)
         # The lane has waited for the counts of all ranks before.
         waits = tuple(counted[gate.flag] for gate in part.gates if gate.flag in counted)
-        return Part(expert, dst if src == rank else src, -1 if part.count is None else counted[part.count], waits)
+        return SegmentPart(expert, dst if src == rank else src, -1 if part.count is None else counted[part.count], waits)
 
     copies = [part for part in step.parts if isinstance(part, SegmentCopy)]
     handed_back = bool(copies) and copies[0].dst.buffer == "received"

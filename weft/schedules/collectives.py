@@ -77,7 +77,7 @@ PARTS, SUMS = Channel("recv", "arrived", "free", across=False), Channel("summed"
 OFFERED = Channel("staged", "ready", "read", apart=False, across=False)
 
 
-class Turns(NamedTuple):
+class SlotTurns(NamedTuple):
     """How the pieces of a part take turns in its slots. length: of a piece, and a slot, in elements."""
 
     length: int
@@ -95,14 +95,14 @@ class Turns(NamedTuple):
         return index % self.slots * self.length
 
 
-def turns(problem: CollectiveProblem, chunks: int, parts: int) -> Turns:
+def turns(problem: CollectiveProblem, chunks: int, parts: int) -> SlotTurns:
     """`chunks` pieces a part, each with a slot of its own, if `parts` parts fit into staging_bytes; else as large pieces as
     leave two slots for each part. parts: none where nothing is staged. Raises ValueError where that were more than MOST_PUSHES
     in all.
 
     >>> problem = CollectiveProblem(op="all_gather", m=1 << 20, world_size=4, dtype="float32", staging_bytes=1 << 20)
     >>> turns(problem, 1, 3), turns(problem, 8, 1)
-    (Turns(length=43688, slots=2), Turns(length=32768, slots=8))
+    (SlotTurns(length=43688, slots=2), SlotTurns(length=32768, slots=8))
     """
     unit = problem.ALIGN_BYTES // problem.itemsize
     longest = max(high - low for low, high in problem.shards)
@@ -117,7 +117,7 @@ def turns(problem: CollectiveProblem, chunks: int, parts: int) -> Turns:
             f"staging_bytes is {problem.staging_bytes}, and chunks {chunks}: {count} pieces of each part of {problem}; "
             f"use at least {least} bytes, and at most {most} chunks"
         )
-    return Turns(length, max(1, min(count, room // length)))
+    return SlotTurns(length, max(1, min(count, room // length)))
 
 
 def _most_pieces(problem: CollectiveProblem) -> int:
@@ -139,7 +139,7 @@ class _Collective(Builder):
         self.one = [1 for _ in each]
         self.buffer("a", "input", [problem.a_rows(r) for r in each], self.one)
         self.buffer("out", "output", [problem.out_rows(r) for r in each], self.one)
-        self.turns = Turns(1, 1) if parts is None else turns(problem, chunks, parts)
+        self.turns = SlotTurns(1, 1) if parts is None else turns(problem, chunks, parts)
         self.count = self.turns.pieces(max(high - low for low, high in problem.shards))
 
     def room(self, channel: Channel) -> None:

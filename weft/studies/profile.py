@@ -18,7 +18,7 @@ Progress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
 
-class Profile(Protocol):
+class StudyProfile(Protocol):
     """A frozen dataclass of weft.core.codec's kind. sources: where each number is from, by its path."""
 
     @property
@@ -28,10 +28,10 @@ class Profile(Protocol):
     def sources(self) -> Mapping[str, str]: ...
 
 
-P = TypeVar("P", bound=Profile)
+P = TypeVar("P", bound=StudyProfile)
 
 
-def check(profile: Profile, zero: frozenset[str] = frozenset()) -> None:
+def check(profile: StudyProfile, zero: frozenset[str] = frozenset()) -> None:
     """Raises ValueError unless every number is above zero (those of `zero`: or zero), as small and as large as a machine's may
     be, and has a source, and every source a number."""
     found = dict(numbers(profile))
@@ -45,7 +45,7 @@ def check(profile: Profile, zero: frozenset[str] = frozenset()) -> None:
         raise ValueError(f"sources.{path} {what}")
 
 
-def assumed(profile: Profile) -> tuple[str, ...]:
+def assumed(profile: StudyProfile) -> tuple[str, ...]:
     """Paths of the numbers that no source gives."""
     return tuple(path for path, source in profile.sources.items() if source.startswith("assumed"))
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from weft.overlap.concurrent.api import Concurrent, concurrent, concurrent_choices
 from weft.overlap.concurrent.choice import ConcurrentChoice
-from weft.overlap.concurrent.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, SendReceive
+from weft.overlap.concurrent.collectives import AllGather, AllReduce, AllToAll, ConcurrentCollective, ReduceScatter, SendReceive
 
 __all__ = [
     "AllGather",
     "AllReduce",
     "AllToAll",
-    "Collective",
     "Concurrent",
     "ConcurrentChoice",
+    "ConcurrentCollective",
     "ReduceScatter",
     "SendReceive",
     "concurrent",

@@ -19,8 +19,8 @@ from weft.core.schedule import Schedule
 from weft.ops.common import group_of, raise_instead
 from weft.overlap.concurrent.calls import Calls, calls_of
 from weft.overlap.concurrent.choice import ConcurrentChoice
-from weft.overlap.concurrent.collectives import Collective, SendReceive
-from weft.overlap.concurrent.kernels import Kernels
+from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
+from weft.overlap.concurrent.kernels import ShapedKernels
 from weft.overlap.concurrent.program import Program
 from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS
@@ -33,7 +33,7 @@ AUTO = "auto"
 @overload
 def concurrent(
     compute: Callable[..., T],
-    collectives: Collective | Sequence[Collective],
+    collectives: ConcurrentCollective | Sequence[ConcurrentCollective],
     *,
     key: str | None = None,
     repeatable: bool = False,
@@ -48,7 +48,7 @@ def concurrent(
 @overload
 def concurrent(
     *,
-    collectives: Collective | Sequence[Collective],
+    collectives: ConcurrentCollective | Sequence[ConcurrentCollective],
     key: str,
     compute_us: float | None = None,
     way: str | Schedule = AUTO,
@@ -60,7 +60,7 @@ def concurrent(
 
 def concurrent(
     compute: Callable[..., Any] | None = None,
-    collectives: Collective | Sequence[Collective] = (),
+    collectives: ConcurrentCollective | Sequence[ConcurrentCollective] = (),
     *,
     key: str | None = None,
     repeatable: bool = False,
@@ -114,7 +114,7 @@ def concurrent(
 
 def _chosen(
     compute: Callable[..., Any] | None,
-    collectives: Collective | Sequence[Collective],
+    collectives: ConcurrentCollective | Sequence[ConcurrentCollective],
     key: str | None,
     repeatable: bool,
     compute_us: float | None,
@@ -160,7 +160,9 @@ class Concurrent:
 
     _left_out = False
 
-    def __init__(self, collectives: Sequence[Collective], program: Program, calls: Calls, kernels: Kernels) -> None:
+    def __init__(
+        self, collectives: Sequence[ConcurrentCollective], program: Program, calls: Calls, kernels: ShapedKernels
+    ) -> None:
         self._collectives, self._program = tuple(collectives), program
         self._executor = calls.executor(collectives[0].device)
         self._executor.prepare(program, self._collectives)
@@ -196,20 +198,20 @@ class Concurrent:
             return compute(*self.kernels)
 
 
-def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective, ...]:
-    require("collectives", collectives, (Collective, Iterable), "pass weft.AllReduce and the like, one or a list")
-    mine = (collectives,) if isinstance(collectives, Collective) else tuple(collectives)
+def _checked(collectives: ConcurrentCollective | Sequence[ConcurrentCollective]) -> tuple[ConcurrentCollective, ...]:
+    require("collectives", collectives, (ConcurrentCollective, Iterable), "pass weft.AllReduce and the like, one or a list")
+    mine = (collectives,) if isinstance(collectives, ConcurrentCollective) else tuple(collectives)
     if not mine:
         raise ValueError("collectives is empty; pass at least one, or call compute by itself")
     for i, collective in enumerate(mine):
-        if not isinstance(collective, Collective):
+        if not isinstance(collective, ConcurrentCollective):
             raise ValueError(f"collectives[{i}] is a {type(collective).__name__}; use weft.AllReduce and the like")
         if collective.device != mine[0].device:
             raise ValueError(f"collectives[{i}] is on {collective.device}, collectives[0] on {mine[0].device}; use one device")
     return mine
 
 
-def _program(way: str | Schedule, collectives: Sequence[Collective], kernels: Sequence[Any], calls: Calls) -> Program:
+def _program(way: str | Schedule, collectives: Sequence[ConcurrentCollective], kernels: Sequence[Any], calls: Calls) -> Program:
     """What this rank runs. Raises ValueError for a schedule of other collectives or about sharded parameters, and for what
     would change nothing here."""
     require("way", way, (str, Schedule), "use auto, a name such as vendor+priority, or a weft.Schedule for these collectives")
@@ -251,7 +253,7 @@ def _callable(compute: Any) -> Callable[..., Any] | None:
     return compute.replay
 
 
-def _calls(collectives: Sequence[Collective], group: dist.ProcessGroup | None) -> Calls:
+def _calls(collectives: Sequence[ConcurrentCollective], group: dist.ProcessGroup | None) -> Calls:
     """What is kept for the ranks that agree: those of the collectives' group, where they have one alone."""
     groups = {collective.ranks for collective in collectives}
     if group is None and len(groups) == 1:
@@ -262,7 +264,7 @@ def _calls(collectives: Sequence[Collective], group: dist.ProcessGroup | None) -
 def _groups(collectives: object, group: object) -> set[dist.ProcessGroup]:
     """The groups whose ranks may wait for this one, of arguments that may be wrong."""
     listed = collectives if isinstance(collectives, Sequence) else (collectives,)
-    named = {one.ranks for one in listed if isinstance(one, Collective)}
+    named = {one.ranks for one in listed if isinstance(one, ConcurrentCollective)}
     return named | ({group} if isinstance(group, dist.ProcessGroup) else set())
 
 

@@ -16,9 +16,9 @@ from weft.comm.rank_group import RankGroup
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.schedule import Schedule
 from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
-from weft.overlap.concurrent.collectives import Collective, rehearsed
+from weft.overlap.concurrent.collectives import ConcurrentCollective, rehearsed
 from weft.overlap.concurrent.executor import Executor, HostExecutor
-from weft.overlap.concurrent.kernels import Kernels
+from weft.overlap.concurrent.kernels import ShapedKernels
 from weft.overlap.concurrent.program import Program, program_of
 from weft.runtime.choose import fans_out
 from weft.runtime.collective_calls import affordable, staging_from_environment
@@ -40,20 +40,20 @@ class Calls:
         self._lock = threading.RLock()
         self._choices: OrderedDict[tuple[object, ...], ConcurrentChoice] = OrderedDict()
         """Ranks use keys in the same order, so all of them forget the same ones."""
-        self._kernels: OrderedDict[tuple[object, ...], Kernels] = OrderedDict()
+        self._kernels: OrderedDict[tuple[object, ...], ShapedKernels] = OrderedDict()
         self._executors: dict[torch.device, Executor] = {}
         self._programs: OrderedDict[tuple[object, ...], Program] = OrderedDict()
         self._given: OrderedDict[tuple[str, int], Program] = OrderedDict()
         self._hooks: OrderedDict[str, ConcurrentChoice] = OrderedDict()
 
-    def known(self, key: str, collectives: Sequence[Collective]) -> ConcurrentChoice | None:
+    def known(self, key: str, collectives: Sequence[ConcurrentCollective]) -> ConcurrentChoice | None:
         """What a key's uses run as; None before its first use."""
         same = _key(key, collectives)
         with self._lock:
             return _used(self._choices, same) if same in self._choices else None
 
     def planned(
-        self, key: str, collectives: Sequence[Collective], compute_us: float | None, *, fixed: bool
+        self, key: str, collectives: Sequence[ConcurrentCollective], compute_us: float | None, *, fixed: bool
     ) -> ConcurrentChoice:
         """The planner's choice for a key at its first use. Ranks meet. Raises RankMismatch where they mean different things by
         it, or choose differently."""
@@ -64,8 +64,8 @@ class Calls:
     def measured(
         self,
         key: str,
-        collectives: Sequence[Collective],
-        kernels: Kernels,
+        collectives: Sequence[ConcurrentCollective],
+        kernels: ShapedKernels,
         compute: Callable[..., object],
         *,
         fixed: bool,
@@ -86,7 +86,7 @@ class Calls:
             choice = chooser.measured(executor, self.meet, programs, run, lambda: compute(*kernels.of(0)), again)
         return self._settle(choice, collectives)
 
-    def _settle(self, choice: ConcurrentChoice, collectives: Sequence[Collective]) -> ConcurrentChoice:
+    def _settle(self, choice: ConcurrentChoice, collectives: Sequence[ConcurrentCollective]) -> ConcurrentChoice:
         with self._lock:
             same = _key(choice.key, collectives)
             self._choices[same] = choice
@@ -95,7 +95,7 @@ class Calls:
     def _chooser(
         self,
         key: str,
-        collectives: Sequence[Collective],
+        collectives: Sequence[ConcurrentCollective],
         *,
         compute_us: float | None = None,
         residents: tuple[int, ...] = (),
@@ -109,7 +109,7 @@ class Calls:
             key=key, problem=replace(self.problem(collectives), compute_us=compute_us), device=device, abilities=able
         )
 
-    def problem(self, collectives: Sequence[Collective], staging_bytes: int | None = None) -> ConcurrentProblem:
+    def problem(self, collectives: Sequence[ConcurrentCollective], staging_bytes: int | None = None) -> ConcurrentProblem:
         """What these are to a schedule, among the ranks of the first one."""
         size = collectives[0].ranks.size()
         nodes = self.nodes(size)
@@ -120,7 +120,7 @@ class Calls:
         """The ranks of each node, as a problem of `size` ranks has them."""
         return self.rank_group.nodes if sum(self.rank_group.nodes) == size else ()
 
-    def schedule(self, spec: str, collectives: Sequence[Collective]) -> Schedule:
+    def schedule(self, spec: str, collectives: Sequence[ConcurrentCollective]) -> Schedule:
         """The schedule of that name for these. Ranks meet where it takes memory that they give. Raises ValueError for a
         name that is none, and where it cannot run them."""
         device, staging_bytes = collectives[0].device, None
@@ -130,7 +130,7 @@ class Calls:
         problem = self.problem(collectives, staging_bytes)
         return build(problem, spec, fan_out=fans_out(device, problem.world_size))
 
-    def program(self, spec: str, collectives: Sequence[Collective]) -> Program:
+    def program(self, spec: str, collectives: Sequence[ConcurrentCollective]) -> Program:
         """What this rank runs of that schedule, which the first use proves. The last MOST are remembered."""
         same = (spec, *(collective.signature for collective in collectives))
         with self._lock:
@@ -138,7 +138,7 @@ class Calls:
                 self._programs[same] = self._proved(self.schedule(spec, collectives), collectives)
             return _used(self._programs, same)
 
-    def given(self, schedule: Schedule, collectives: Sequence[Collective]) -> Program:
+    def given(self, schedule: Schedule, collectives: Sequence[ConcurrentCollective]) -> Program:
         """What this rank runs of a schedule that was given as a value. The first use of a value proves it; the last MOST are
         remembered. Raises ValueError for a schedule that is wrong."""
         same = schedule.digest, collectives[0].ranks.rank()
@@ -147,16 +147,16 @@ class Calls:
                 self._given[same] = self._proved(schedule, collectives)
             return _used(self._given, same)
 
-    def _proved(self, schedule: Schedule, collectives: Sequence[Collective]) -> Program:
+    def _proved(self, schedule: Schedule, collectives: Sequence[ConcurrentCollective]) -> Program:
         check(schedule)
         return program_of(schedule, collectives[0].ranks.rank())
 
-    def kernels(self, named: Sequence[object], caps: Sequence[int] | None) -> Kernels:
+    def kernels(self, named: Sequence[object], caps: Sequence[int] | None) -> ShapedKernels:
         """Of these kernels, what is launched for them. The same at each use."""
         same = (*(id(kernel) for kernel in named), tuple(caps) if caps is not None else None)
         if same not in self._kernels:
-            self._kernels[same] = Kernels(named, caps)
-        return _used(self._kernels, same, forget=Kernels.close)
+            self._kernels[same] = ShapedKernels(named, caps)
+        return _used(self._kernels, same, forget=ShapedKernels.close)
 
     def executor(self, device: torch.device) -> Executor:
         """What runs schedules on a device."""
@@ -192,11 +192,11 @@ def _used(table: OrderedDict[K, T], key: K, *, forget: Callable[[T], object] = l
     return table[key]
 
 
-def _key(key: str, collectives: Sequence[Collective]) -> tuple[object, ...]:
+def _key(key: str, collectives: Sequence[ConcurrentCollective]) -> tuple[object, ...]:
     return key, *(collective.signature for collective in collectives)
 
 
-def _text(key: str, collectives: Sequence[Collective], *more: str) -> str:
+def _text(key: str, collectives: Sequence[ConcurrentCollective], *more: str) -> str:
     """What ranks have to agree on at a key's first use."""
     parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
     return "\n".join([f"concurrent: {key}", *parts, *more])

@@ -19,7 +19,7 @@ import torch
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import WeftError
 from weft.core.logs import warn_once
-from weft.overlap.concurrent.collectives import Collective
+from weft.overlap.concurrent.collectives import ConcurrentCollective
 from weft.overlap.concurrent.executor import Executor
 from weft.overlap.concurrent.program import Program
 from weft.runtime.bound import BoundProgram
@@ -124,7 +124,7 @@ class Chooser:
         programs: Callable[[str], Program],
         run: Callable[[Program], object],
         compute: Callable[[], object],
-        collectives: Sequence[Collective],
+        collectives: Sequence[ConcurrentCollective],
     ) -> ConcurrentChoice:
         """The fastest of a few. meet: ranks exchange a number. programs: by name. run: computation and collectives, by a
         program. compute: the computation alone."""
@@ -200,13 +200,13 @@ class Chooser:
             return specs[:AT_MOST]
 
 
-def _bound(collectives: Sequence[Collective]) -> dict[GroupState, set[BoundProgram]]:
+def _bound(collectives: Sequence[ConcurrentCollective]) -> dict[GroupState, set[BoundProgram]]:
     """The programs of the collectives' groups."""
     states = (GROUPS.known(collective.ranks.group_name) for collective in collectives)
     return {state: set(state.programs.bound()) for state in states if state}
 
 
-def _forget_since(bound: Mapping[GroupState, set[BoundProgram]], collectives: Sequence[Collective]) -> None:
+def _forget_since(bound: Mapping[GroupState, set[BoundProgram]], collectives: Sequence[ConcurrentCollective]) -> None:
     """Give back what has been bound since, also that of the schedule that won: a use sums where its rehearsal took means."""
     for state, programs in _bound(collectives).items():
         state.forget(programs.difference(bound.get(state, ())))

@@ -38,7 +38,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Collective(ABC):
+class ConcurrentCollective(ABC):
     """One collective on one rank. group: None for the default group, until `ranks`."""
 
     op: ClassVar[str]
@@ -82,7 +82,7 @@ class Collective(ABC):
         assert self.group is not None
         return self.group
 
-    def meets(self, other: Collective) -> bool:
+    def meets(self, other: ConcurrentCollective) -> bool:
         """Whether some of its memory is the other's, too."""
         return any(_overlap(mine, theirs) for mine in self.tensors for theirs in other.tensors)
 
@@ -117,13 +117,13 @@ class Collective(ABC):
         raise AssertionError(f"{self.op} has no schedule of its own")
 
     @contextmanager
-    def rehearsed(self) -> Iterator[Collective]:
+    def rehearsed(self) -> Iterator[ConcurrentCollective]:
         """The same on the same tensors, to be run any number of times. What it reads is at the end as it was."""
         yield self
 
 
 @contextmanager
-def rehearsed(collectives: Sequence[Collective]) -> Iterator[list[Collective]]:
+def rehearsed(collectives: Sequence[ConcurrentCollective]) -> Iterator[list[ConcurrentCollective]]:
     """All of a use, to be run any number of times, one after the other. What any of them reads is at the end as it was, also
     where another one writes it."""
     with ExitStack() as stack:
@@ -157,7 +157,7 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
     return low.data_ptr() + low.nbytes > high.data_ptr()
 
 
-class _Whole(Collective):
+class _Whole(ConcurrentCollective):
     """A collective of all ranks, from `input` to `output`. reduction: None where nothing is summed."""
 
     NAMES: ClassVar[tuple[str, str]] = ("output", "input")
@@ -272,7 +272,7 @@ class AllReduce(_Whole):
         return self.tensor
 
     @contextmanager
-    def rehearsed(self) -> Iterator[Collective]:
+    def rehearsed(self) -> Iterator[ConcurrentCollective]:
         """Means in place of sums: those of the same values stay, however often, and no number overflows."""
         with _kept(self.tensor):
             yield replace(self, reduction="avg" if self._real else self.reduction)
@@ -305,7 +305,7 @@ class ReduceScatter(_Whole):
     reduction: Literal["sum", "avg"] = field(default="sum", kw_only=True)
 
     @contextmanager
-    def rehearsed(self) -> Iterator[Collective]:
+    def rehearsed(self) -> Iterator[ConcurrentCollective]:
         with _kept(self.input) if _overlap(self.output, self.input) else nullcontext():
             yield self
 
@@ -324,7 +324,7 @@ class AllToAll(_Whole):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SendReceive(Collective):
+class SendReceive(ConcurrentCollective):
     """One stage's part of a pipeline's step: send goes to a peer, receive is filled by one. Either may be None, with its peer,
     but not both. to, source: ranks in the group."""
 

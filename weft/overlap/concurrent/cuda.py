@@ -18,9 +18,9 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from weft.compat.cublas import has_carveout
 from weft.compat.device import idle
 from weft.overlap import controls
-from weft.overlap.concurrent.collectives import Collective, SendReceive
+from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
 from weft.overlap.concurrent.executor import Executor
-from weft.overlap.concurrent.program import Beside, Part, Program
+from weft.overlap.concurrent.program import CollectivePart, Program, SideStream
 from weft.runtime.aborts import Abort
 from weft.runtime.groups import GROUPS
 from weft.runtime.trial import timer_for
@@ -64,7 +64,7 @@ class CudaExecutor(Executor):
         self._lasting = Streams(device)
         self._groups: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
-    def abilities(self, collectives: Sequence[Collective]) -> Abilities:
+    def abilities(self, collectives: Sequence[ConcurrentCollective]) -> Abilities:
         """NCCL's sends and receives keep to a stream and to blocks of their own."""
         streams = not any(isinstance(collective, SendReceive) for collective in collectives)
         moved = all(collective.moves and _on_one_node(collective.ranks) for collective in collectives)
@@ -85,7 +85,7 @@ class CudaExecutor(Executor):
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def prepare(self, program: Program, collectives: Sequence[Collective]) -> None:
+    def prepare(self, program: Program, collectives: Sequence[ConcurrentCollective]) -> None:
         wanted = dict.fromkeys((collectives[part.number].ranks, part.ctas) for part in program.parts if part.ctas)
         for group, ctas in wanted:  # in one order on all ranks
             self.group(group, ctas)
@@ -103,7 +103,7 @@ class CudaExecutor(Executor):
         return controls.sm_budget(self._sms - left, device=self.device) if left else nullcontext()
 
     @contextmanager
-    def _lane(self, beside: Beside, collectives: Sequence[Collective]) -> Iterator[None]:
+    def _lane(self, beside: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
         caller = torch.cuda.current_stream(self.device)
         with self._streams.taken(beside.priority) as stream:
             stream.wait_stream(caller)
@@ -117,15 +117,19 @@ class CudaExecutor(Executor):
                     self._enqueue(beside.parts, collectives, stream)
                 caller.wait_stream(stream)
 
-    def _enqueue(self, parts: Sequence[Part], collectives: Sequence[Collective], stream: torch.cuda.Stream) -> None:
+    def _enqueue(
+        self, parts: Sequence[CollectivePart], collectives: Sequence[ConcurrentCollective], stream: torch.cuda.Stream
+    ) -> None:
         with torch.cuda.stream(stream):
             for part in parts:
                 self.enqueue(part, collectives[part.number])
 
-    def _vendor(self, part: Part, collective: Collective) -> None:
+    def _vendor(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         collective.enqueue(self.group(collective.ranks, part.ctas), async_op=False)
 
-    def future(self, program: Program, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def future(
+        self, program: Program, collective: ConcurrentCollective, result: torch.Tensor
+    ) -> torch.futures.Future[torch.Tensor]:
         """Its events are recorded where it is set: waiting for it waits for the collectives' stream, on streams."""
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self.device])
         caller = torch.cuda.current_stream(self.device)

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from weft.compat.autograd import NO_BACKWARD, at_end_of_backward, backward_pass
-from weft.overlap.concurrent.collectives import Collective, SendReceive
-from weft.overlap.concurrent.program import Beside, Part, Program
+from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
+from weft.overlap.concurrent.program import CollectivePart, Program, SideStream
 from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import Abilities
 
@@ -41,7 +41,7 @@ class Executor(ABC):
         self.device = device
 
     @abstractmethod
-    def abilities(self, collectives: Sequence[Collective]) -> Abilities:
+    def abilities(self, collectives: Sequence[ConcurrentCollective]) -> Abilities:
         """What schedules may say here, for these. The same on every rank. Collective where weft has not used their
         groups yet."""
 
@@ -55,7 +55,7 @@ class Executor(ABC):
         """Whether what is called now goes into a graph."""
 
     @abstractmethod
-    def prepare(self, program: Program, collectives: Sequence[Collective]) -> None:
+    def prepare(self, program: Program, collectives: Sequence[ConcurrentCollective]) -> None:
         """Make what a program needs. Collective. Raises ValueError where it cannot be."""
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Executor(ABC):
         """The same ranks, with a communicator whose kernels have at most so many blocks; the group itself for 0. Collective
         where it is new. Raises ValueError where it cannot be made."""
 
-    def enqueue(self, part: Part, collective: Collective) -> None:
+    def enqueue(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         """Run one collective: on CUDA on torch's current stream."""
         if part.steps is None:
             self._vendor(part, collective)
@@ -71,16 +71,18 @@ class Executor(ABC):
             collective.move(part.steps)
 
     @abstractmethod
-    def _vendor(self, part: Part, collective: Collective) -> None:
+    def _vendor(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         """NCCL's, or gloo's, collective."""
 
     @abstractmethod
-    def future(self, program: Program, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def future(
+        self, program: Program, collective: ConcurrentCollective, result: torch.Tensor
+    ) -> torch.futures.Future[torch.Tensor]:
         """A collective that is under way, beside what the caller enqueues next, and its result once it has ended. On CPUs the
         wait is bounded, and within a backward pass the pass raises PeerLost or WaitTimeout at its end."""
 
     @contextmanager
-    def running(self, program: Program, collectives: Sequence[Collective]) -> Iterator[None]:
+    def running(self, program: Program, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
         """The collectives run from here, beside what is in the context, to its end; also where that raises: peers take part."""
         with self.limits(program), ExitStack() as stack:
             for part in program.before:
@@ -98,7 +100,7 @@ class Executor(ABC):
         """A context in which the computation keeps to what the program leaves it."""
 
     @abstractmethod
-    def _lane(self, beside: Beside, collectives: Sequence[Collective]) -> AbstractContextManager[object]:
+    def _lane(self, beside: SideStream, collectives: Sequence[ConcurrentCollective]) -> AbstractContextManager[object]:
         """A context at whose end the collectives have been joined."""
 
     @abstractmethod
@@ -145,7 +147,7 @@ class _Ending:
 class HostExecutor(Executor):
     """CPUs."""
 
-    def abilities(self, collectives: Sequence[Collective]) -> Abilities:
+    def abilities(self, collectives: Sequence[ConcurrentCollective]) -> Abilities:
         return Abilities()
 
     def time_ns(self, call: Callable[[], object], calls: int) -> int:
@@ -159,7 +161,7 @@ class HostExecutor(Executor):
     def capturing(self) -> bool:
         return False
 
-    def prepare(self, program: Program, collectives: Sequence[Collective]) -> None:
+    def prepare(self, program: Program, collectives: Sequence[ConcurrentCollective]) -> None:
         asked = {
             "priority": program.priority,
             "left": program.computation.left,
@@ -174,7 +176,7 @@ class HostExecutor(Executor):
         return nullcontext()
 
     @contextmanager
-    def _lane(self, beside: Beside, collectives: Sequence[Collective]) -> Iterator[None]:
+    def _lane(self, beside: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
         waits: list[Callable[[], None]] = []
         try:
             if not beside.late:
@@ -186,7 +188,9 @@ class HostExecutor(Executor):
             for wait in waits:
                 wait()
 
-    def _begin(self, parts: Sequence[Part], collectives: Sequence[Collective], waits: list[Callable[[], None]]) -> None:
+    def _begin(
+        self, parts: Sequence[CollectivePart], collectives: Sequence[ConcurrentCollective], waits: list[Callable[[], None]]
+    ) -> None:
         """Begin them in order. gloo has several threads: what shares memory with an earlier one begins once that has ended."""
         for place, part in enumerate(parts):
             collective = collectives[part.number]
@@ -199,7 +203,7 @@ class HostExecutor(Executor):
             else:
                 self.enqueue(part, collective)
 
-    def _started(self, collective: Collective) -> Callable[[], None]:
+    def _started(self, collective: ConcurrentCollective) -> Callable[[], None]:
         """Begin a collective of gloo's; a function that waits for it, within the bound. Stages of a pipeline do not send and
         receive at the same uses, so they meet at none, and use the connections of the caller's group."""
         state = GROUPS.state(collective.ranks.group_name)
@@ -213,10 +217,12 @@ class HostExecutor(Executor):
             raise ValueError(f"way has ctas={ctas}, which gloo's collectives have not; leave it out on a CPU")
         return group
 
-    def _vendor(self, part: Part, collective: Collective) -> None:
+    def _vendor(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         self._started(collective)()
 
-    def future(self, program: Program, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def future(
+        self, program: Program, collective: ConcurrentCollective, result: torch.Tensor
+    ) -> torch.futures.Future[torch.Tensor]:
         (part,) = program.parts
         if program.beside is not None and part.steps is None:
             return self.ending(self._started(collective), result)

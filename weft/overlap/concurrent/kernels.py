@@ -8,7 +8,7 @@ from typing import Any
 from weft.core.logs import warn_once
 
 
-class Kernels:
+class ShapedKernels:
     """named: kernels, as weft.overlap.controls.shape takes them. caps: blocks an SM to try; None: one less than fit, and half
     of them."""
 

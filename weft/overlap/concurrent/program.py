@@ -18,7 +18,7 @@ from weft.schedules.concurrent import alone, numbers
 
 
 @dataclass(frozen=True)
-class Part:
+class CollectivePart:
     """The collective of this number. steps: its own schedule; None where it is NCCL's. ctas: NCCL's blocks, 0 for its own
     choice."""
 
@@ -28,10 +28,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Beside:
+class SideStream:
     """Collectives that have a stream of their own. late: they are enqueued after the computation."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[CollectivePart, ...]
     priority: bool
     late: bool
 
@@ -43,12 +43,12 @@ class Program:
 
     name: str
     computation: UserCall
-    before: tuple[Part, ...] = ()
-    after: tuple[Part, ...] = ()
-    beside: Beside | None = None
+    before: tuple[CollectivePart, ...] = ()
+    after: tuple[CollectivePart, ...] = ()
+    beside: SideStream | None = None
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[CollectivePart, ...]:
         return (*self.before, *(self.beside.parts if self.beside else ()), *self.after)
 
     @property
@@ -66,7 +66,7 @@ def program_of(schedule: Schedule, rank: int) -> Program:
     if others:
         late, lane = others[0]
         parts = _vendors(lane, 0, len(lane.steps)) if lane.kind == "network" else _moved(schedule)
-        beside = Beside(parts, lane.priority, late)
+        beside = SideStream(parts, lane.priority, late)
     return Program(
         name=schedule.name,
         computation=computation,
@@ -76,10 +76,10 @@ def program_of(schedule: Schedule, rank: int) -> Program:
     )
 
 
-def _vendors(lane: Lane, begin: int, end: int) -> tuple[Part, ...]:
-    return tuple(Part(next(numbers(step)), ctas=lane.ctas) for step in lane.steps[begin:end])
+def _vendors(lane: Lane, begin: int, end: int) -> tuple[CollectivePart, ...]:
+    return tuple(CollectivePart(next(numbers(step)), ctas=lane.ctas) for step in lane.steps[begin:end])
 
 
-def _moved(schedule: Schedule) -> tuple[Part, ...]:
+def _moved(schedule: Schedule) -> tuple[CollectivePart, ...]:
     assert isinstance(schedule.problem, ConcurrentProblem)
-    return tuple(Part(number, alone(schedule, number)) for number, _ in schedule.problem.known)
+    return tuple(CollectivePart(number, alone(schedule, number)) for number, _ in schedule.problem.known)

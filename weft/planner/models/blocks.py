@@ -41,7 +41,7 @@ LABELS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matmul:
+class LayerWeight:
     """A weight of a layer, from k to n columns. block: the path of its module within the layer; owner: that module's class.
     experts: how many experts have one; 0 for a weight that every token is multiplied by."""
 
@@ -61,7 +61,9 @@ class _Seen:
     layers: set[int] = field(default_factory=set)
 
 
-def counted(layers: Sequence[Sequence[Matmul]], hidden: int, visits: int) -> tuple[tuple[Site, ...], tuple[Uncovered, ...]]:
+def counted(
+    layers: Sequence[Sequence[LayerWeight]], hidden: int, visits: int
+) -> tuple[tuple[Site, ...], tuple[Uncovered, ...]]:
     """The sites of all layers, and the other matmuls, with the number of layers that have each. visits: experts of a token."""
     sites: dict[Site, _Seen] = defaultdict(_Seen)
     others: dict[tuple[str, int, int, int], set[int]] = defaultdict(set)
@@ -81,18 +83,18 @@ def counted(layers: Sequence[Sequence[Matmul]], hidden: int, visits: int) -> tup
     return _named_apart(sites), tuple(uncovered)
 
 
-def _visits(one: Matmul, visits: int) -> int:
+def _visits(one: LayerWeight, visits: int) -> int:
     return visits if one.experts else 1
 
 
-def _blocks(layer: Iterable[Matmul]) -> Iterable[list[Matmul]]:
-    found: dict[tuple[str, bool], list[Matmul]] = defaultdict(list)
+def _blocks(layer: Iterable[LayerWeight]) -> Iterable[list[LayerWeight]]:
+    found: dict[tuple[str, bool], list[LayerWeight]] = defaultdict(list)
     for one in layer:
         found[one.block, bool(one.experts)].append(one)
     return found.values()
 
 
-def _sites(block: list[Matmul], label: str, hidden: int, visits: int) -> tuple[list[Site], list[Matmul]]:
+def _sites(block: list[LayerWeight], label: str, hidden: int, visits: int) -> tuple[list[Site], list[LayerWeight]]:
     """The sites of one block, and its matmuls that are part of none."""
     rows = [one for one in block if ROWS.fullmatch(one.name) and one.n == hidden]
     latent = [one for one in block if LATENT.fullmatch(one.name)]
@@ -113,7 +115,7 @@ def _sites(block: list[Matmul], label: str, hidden: int, visits: int) -> tuple[l
     return found, [one for one in block if one not in (*columns, *latent, row)]
 
 
-def _label(block: list[Matmul], *, shared: bool) -> str:
+def _label(block: list[LayerWeight], *, shared: bool) -> str:
     """What a block is called. shared: its layer has experts that it may be shared by."""
     if block[0].experts:
         return "expert"

@@ -20,7 +20,7 @@ Key = Literal["required", "optional", "unused"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class ModelFamily:
     """How the keys of one model_type are read. kv_heads, head_dim: whether the family has these keys, and whether a config must
     have them; without them there are as many key/value heads as heads, of hidden / heads columns. experts: the keys of their
     number and width, where there are experts."""
@@ -35,24 +35,24 @@ class Family:
     experts: tuple[str, str] | None = None
 
 
-LLAMA, GEMMA = Family(kv_heads="optional"), Family(head_dim="required")
+LLAMA, GEMMA = ModelFamily(kv_heads="optional"), ModelFamily(head_dim="required")
 PLAIN: dict[str, Any] = {"gated": False, "kv_heads": "unused", "head_dim": "unused"}
 FAMILIES = {
     "llama": LLAMA,
     "granite": LLAMA,
     "olmo2": LLAMA,
     "phi3": LLAMA,
-    "mistral": Family(),
-    "qwen2": Family(),
+    "mistral": ModelFamily(),
+    "qwen2": ModelFamily(),
     "qwen3": GEMMA,
     "gemma": GEMMA,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
-    "gpt2": Family(hidden="n_embd", heads="n_head", layers="n_layer", width="n_inner", **PLAIN),
-    "gpt_neox": Family(**PLAIN),
-    "opt": Family(width="ffn_dim", **PLAIN),
-    "mixtral": Family(experts=("num_local_experts", "intermediate_size")),
-    "qwen3_moe": Family(head_dim="required", experts=("num_experts", "moe_intermediate_size")),
+    "gpt2": ModelFamily(hidden="n_embd", heads="n_head", layers="n_layer", width="n_inner", **PLAIN),
+    "gpt_neox": ModelFamily(**PLAIN),
+    "opt": ModelFamily(width="ffn_dim", **PLAIN),
+    "mixtral": ModelFamily(experts=("num_local_experts", "intermediate_size")),
+    "qwen3_moe": ModelFamily(head_dim="required", experts=("num_experts", "moe_intermediate_size")),
 }
 """What is read without transformers. tests/planner/test_configs.py holds each against transformers' modules."""
 
@@ -153,12 +153,12 @@ def _is_read(config: dict[str, Any], key: str, use: Key) -> bool:
     return use == "required" or (use == "optional" and config.get(key) is not None)
 
 
-def _kv_heads(config: dict[str, Any], family: Family, heads: int) -> int:
+def _kv_heads(config: dict[str, Any], family: ModelFamily, heads: int) -> int:
     key = "num_key_value_heads"
     return _number(config, key) if _is_read(config, key, family.kv_heads) else heads
 
 
-def _head_dim(config: dict[str, Any], family: Family, hidden: int, heads: int) -> int:
+def _head_dim(config: dict[str, Any], family: ModelFamily, hidden: int, heads: int) -> int:
     if _is_read(config, "head_dim", family.head_dim):
         return _number(config, "head_dim")
     if hidden % heads:
@@ -166,7 +166,7 @@ def _head_dim(config: dict[str, Any], family: Family, hidden: int, heads: int) -
     return hidden // heads
 
 
-def _width(config: dict[str, Any], family: Family, hidden: int) -> int:
+def _width(config: dict[str, Any], family: ModelFamily, hidden: int) -> int:
     if family.width == "n_inner" and config.get("n_inner") is None:
         return 4 * hidden
     return _number(config, family.width)

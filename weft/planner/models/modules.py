@@ -17,7 +17,7 @@ from dataclasses import replace
 from logging import CRITICAL
 from typing import Any
 
-from weft.planner.models.blocks import ROWS, Matmul, counted
+from weft.planner.models.blocks import ROWS, LayerWeight, counted
 from weft.planner.models.values import Model, Site, Uncovered
 
 TOP_K = (
@@ -166,7 +166,7 @@ def _layers(model: Any, family: str) -> Sequence[Any]:
     return tuple(first)
 
 
-def _matmuls(layer: Any, hidden: int) -> Iterator[Matmul]:
+def _matmuls(layer: Any, hidden: int) -> Iterator[LayerWeight]:
     """Every weight of a layer that tokens are multiplied by. Raises ValueError where the modules do not say how."""
     from torch import nn
 
@@ -189,21 +189,21 @@ def _matmuls(layer: Any, hidden: int) -> Iterator[Matmul]:
                 yield replace(found, owner=type(layer.get_submodule(found.block)).__name__)
 
 
-def _matmul(path: str, sizes: tuple[int, ...], hidden: int, *, whole: bool, listed: int) -> Matmul:
+def _matmul(path: str, sizes: tuple[int, ...], hidden: int, *, whole: bool, listed: int) -> LayerWeight:
     """The matmul of one parameter, which is all of its module's weights if `whole`. listed: how many experts have one like it,
     in a list of modules."""
     block, _, name = path.rpartition(".")
     expert = "expert" in path.lower()
     if len(sizes) == 2 and (whole or not expert):
-        return Matmul(block=block, name=name, n=sizes[0], k=sizes[1], experts=listed)
+        return LayerWeight(block=block, name=name, n=sizes[0], k=sizes[1], experts=listed)
     row = bool(ROWS.fullmatch(name))
     if len(sizes) != 3 or not (expert or (whole and (row or name == "input_linear"))):
         raise ValueError(f"model_type decides how {path} of shape {sizes} is multiplied; weft does not know it")
     count, *two = sizes
     n, k = two if two[0 if row else 1] == hidden else two[::-1]  # stored as (n, k) or as (k, n)
     if "shared" not in path:
-        return Matmul(block=block, name=name, n=n, k=k, experts=count)
-    return Matmul(block=block, name=name, n=n if row else n * count, k=k * count if row else k)
+        return LayerWeight(block=block, name=name, n=n, k=k, experts=count)
+    return LayerWeight(block=block, name=name, n=n if row else n * count, k=k * count if row else k)
 
 
 def _top_k(config: Any, given: dict[str, Any], experts: int) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from weft.studies.dlrm.system import System, Topology
+from weft.studies.dlrm.system import DlrmSystem, Topology
 from weft.studies.fabric import FatTree, SymmetricFabric, Torus
 
 DIMENSIONS = {"torus_2d": 2, "torus_3d": 3}
 
 
-def fabric(system: System, topology: Topology, nodes: int) -> SymmetricFabric:
+def fabric(system: DlrmSystem, topology: Topology, nodes: int) -> SymmetricFabric:
     """The fabric of a topology. Raises ValueError if there is none of so many nodes."""
     if topology == "fat_tree":
         leaf = system.tree.leaf

@@ -29,8 +29,8 @@ import simpy
 from weft.core.span import Kind, Span
 from weft.perf.fluid import Carried, Resource
 from weft.studies.dlrm import kernels
-from weft.studies.dlrm.network import Network, Process
-from weft.studies.dlrm.system import System
+from weft.studies.dlrm.network import NodeNetwork, Process
+from weft.studies.dlrm.system import DlrmSystem
 from weft.studies.fabric import SymmetricFabric
 from weft.studies.fabric.symmetry import Symmetric
 
@@ -41,7 +41,7 @@ ITERATIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class IterationRun:
     """ns: of an iteration, from one's end to the next one's. spans: of the last one, from 0 on, of a node on all of which the
     same happens. waits_ns: how long its GPU had nothing to do. log: every event of all iterations.
     usage: of a link of each kind, over all iterations."""
@@ -58,7 +58,7 @@ class Run:
         return round(1e3 * sum(span.duration_us for span in self.spans if span.kind == "wait"))
 
 
-def run(system: System, fabric: SymmetricFabric, way: Way, iterations: int = ITERATIONS) -> Run:
+def run(system: DlrmSystem, fabric: SymmetricFabric, way: Way, iterations: int = ITERATIONS) -> IterationRun:
     """Simulate so many iterations, at least 2."""
     node, links = _one_node(system, fabric, kernels.bags(system, fabric.world_size), way)
     node.env.process(node.train(iterations))
@@ -66,7 +66,7 @@ def run(system: System, fabric: SymmetricFabric, way: Way, iterations: int = ITE
     return node.result(links.usage)
 
 
-def operator_ns(system: System, fabric: SymmetricFabric, bags: kernels.Bags, way: Way) -> int:
+def operator_ns(system: DlrmSystem, fabric: SymmetricFabric, bags: kernels.NodeLookups, way: Way) -> int:
     """Embedding and all-to-all alone, until a node has all that its samples need."""
     node, _ = _one_node(system, fabric, bags, way)
 
@@ -77,15 +77,15 @@ def operator_ns(system: System, fabric: SymmetricFabric, bags: kernels.Bags, way
     return int(node.env.now)
 
 
-def _one_node(system: System, fabric: SymmetricFabric, bags: kernels.Bags, way: Way) -> tuple[Node, Symmetric]:
+def _one_node(system: DlrmSystem, fabric: SymmetricFabric, bags: kernels.NodeLookups, way: Way) -> tuple[Node, Symmetric]:
     links = Symmetric(simpy.Environment(), fabric)
-    return Node(Network(links.env, links, fabric.axes, fabric.world_size - 1, system), bags, way), links
+    return Node(NodeNetwork(links.env, links, fabric.axes, fabric.world_size - 1, system), bags, way), links
 
 
 class Node:
     """One node's program. All times are the simulation's, in ns."""
 
-    def __init__(self, network: Network, bags: kernels.Bags, way: Way) -> None:
+    def __init__(self, network: NodeNetwork, bags: kernels.NodeLookups, way: Way) -> None:
         self.network, self.env, self.system = network, network.env, network.system
         self.bags, self.way = bags, way
         self.ends: list[int] = []
@@ -119,11 +119,11 @@ class Node:
         yield from self._wait("gradients", gradients)
         yield from self.kernel("reduce", "update", kernels.update_ns(self.system, self.bags))
 
-    def result(self, usage: dict[Resource, Carried]) -> Run:
+    def result(self, usage: dict[Resource, Carried]) -> IterationRun:
         """What came of it, once it is over."""
         start, end = self.ends[-2:]
         spans = [_moved(span, start / 1e3) for span in self._spans if round(span.start_us * 1e3) >= start]
-        return Run(
+        return IterationRun(
             way=self.way,
             nodes=self.bags.nodes,
             ns=end - start,
@@ -219,7 +219,7 @@ class Node:
         self._spans.append(Span(rank=0, lane=lane, kind=kind, name=name, start_us=start / 1e3, end_us=end_us))
 
 
-def buckets(system: System, layers: int) -> Sequence[int]:
+def buckets(system: DlrmSystem, layers: int) -> Sequence[int]:
     """How many layers' gradients each bucket has: as many as reach bucket_bytes; the last one has the rest.
 
     >>> from weft.studies.dlrm.system import load

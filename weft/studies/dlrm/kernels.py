@@ -23,14 +23,14 @@ import math
 from dataclasses import dataclass
 
 from weft.perf.terms import gemm_cost, gemm_us, hbm_us
-from weft.studies.dlrm.system import System
+from weft.studies.dlrm.system import DlrmSystem
 
 SPLITS = (1, 2, 4, 8)
 """Of a weight gradient's samples; the fastest is taken, as a vendor's library does."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bags:
+class NodeLookups:
     """What a node looks up for all nodes. tables: of the node, maybe not whole in number; width: of a row there, elements."""
 
     nodes: int
@@ -49,7 +49,7 @@ class Bags:
         return math.ceil(self.batch / self.nodes * self.tables * self.width * itemsize)
 
 
-def require_columns(system: System, nodes: int) -> None:
+def require_columns(system: DlrmSystem, nodes: int) -> None:
     """Raises ValueError if there are more nodes than columns, which `bags` would then have more of than the tables."""
     model = system.model
     columns = model.tables * model.dim
@@ -59,27 +59,29 @@ def require_columns(system: System, nodes: int) -> None:
         )
 
 
-def bags(system: System, nodes: int) -> Bags:
+def bags(system: DlrmSystem, nodes: int) -> NodeLookups:
     """What a node looks up in an iteration of `nodes` nodes."""
     model = system.model
     cuts = max(1, -(-nodes // model.tables))
     tables = model.tables * cuts / nodes
-    return Bags(nodes=nodes, batch=nodes * system.batch, tables=tables, width=-(-model.dim // cuts), pooling=model.pooling)
+    return NodeLookups(
+        nodes=nodes, batch=nodes * system.batch, tables=tables, width=-(-model.dim // cuts), pooling=model.pooling
+    )
 
 
-def lookup_us(system: System, bags: Bags, occupancy: float = 1.0) -> float:
+def lookup_us(system: DlrmSystem, bags: NodeLookups, occupancy: float = 1.0) -> float:
     """Look all of them up, launch not included. occupancy: of the kernel; a gather's rate is that of the reads under way."""
     row = _sectors(system, bags.width * system.itemsize)
     read = bags.lookups * (row + system.model.index_bytes) / system.gpu.gather_share
     return hbm_us(system.machine, read + bags.message(system.itemsize) * bags.nodes) / occupancy
 
 
-def sort_ns(system: System, bags: Bags) -> int:
+def sort_ns(system: DlrmSystem, bags: NodeLookups) -> int:
     """Sort a node's indices by row."""
     return _kernel_ns(system, hbm_us(system.machine, bags.lookups * system.model.sort_bytes))
 
 
-def update_ns(system: System, bags: Bags) -> int:
+def update_ns(system: DlrmSystem, bags: NodeLookups) -> int:
     """Sum up each row's gradients, and apply them."""
     row, state = _sectors(system, bags.width * system.itemsize), _sectors(system, system.itemsize)
     rows, lookups = system.model.rows, bags.batch * bags.pooling
@@ -88,18 +90,18 @@ def update_ns(system: System, bags: Bags) -> int:
     return _kernel_ns(system, hbm_us(system.machine, bags.tables * traffic / system.gpu.gather_share))
 
 
-def repack_ns(system: System, bags: Bags) -> int:
+def repack_ns(system: DlrmSystem, bags: NodeLookups) -> int:
     """Between the order by node, in which an all-to-all has it, and that by sample."""
     return _kernel_ns(system, hbm_us(system.machine, 2 * bags.message(system.itemsize) * bags.nodes))
 
 
-def layer_ns(system: System) -> int:
+def layer_ns(system: DlrmSystem) -> int:
     """One layer's products, forward; or its input's gradient."""
     width = system.model.width
     return _ns(gemm_us(system.machine, system.batch, width, width, system.dtype))
 
 
-def weight_gradient_ns(system: System) -> int:
+def weight_gradient_ns(system: DlrmSystem) -> int:
     """One layer's weight gradient."""
     machine, width = system.machine, system.model.width
 
@@ -111,7 +113,7 @@ def weight_gradient_ns(system: System) -> int:
     return _kernel_ns(system, min(map(split_us, SPLITS)))
 
 
-def interaction_ns(system: System, passes: int) -> int:
+def interaction_ns(system: DlrmSystem, passes: int) -> int:
     """The interaction forward (passes=1) or backward (2), at the rate of the GPU's fastest tile, or of reading its input."""
     machine, model = system.machine, system.model
     best = max(tile.efficiency for tile in system.gpu.tiles)
@@ -120,21 +122,21 @@ def interaction_ns(system: System, passes: int) -> int:
     return _kernel_ns(system, passes * max(math_us, hbm_us(machine, traffic)))
 
 
-def step_ns(system: System, layers: int) -> int:
+def step_ns(system: DlrmSystem, layers: int) -> int:
     """The optimizer's step of so many layers: reads weights and gradients, writes weights."""
     return _kernel_ns(system, hbm_us(system.machine, 3 * layers * layer_bytes(system)))
 
 
-def layer_bytes(system: System) -> int:
+def layer_bytes(system: DlrmSystem) -> int:
     """One layer's weights, or their gradient."""
     return system.model.width**2 * system.itemsize
 
 
-def _sectors(system: System, size: int) -> int:
+def _sectors(system: DlrmSystem, size: int) -> int:
     return -(-size // system.gpu.burst_bytes) * system.gpu.burst_bytes
 
 
-def _kernel_ns(system: System, us: float) -> int:
+def _kernel_ns(system: DlrmSystem, us: float) -> int:
     return _ns(system.launch_us + us)
 
 

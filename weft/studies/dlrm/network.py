@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import simpy
 
-from weft.studies.dlrm.system import System
+from weft.studies.dlrm.system import DlrmSystem
 
 Process = Generator[simpy.Event, Any, Any]
 
@@ -32,10 +32,10 @@ class Port(Protocol):
         """Send `size` bytes to the next node of an axis."""
 
 
-class Network:
+class NodeNetwork:
     """One node's side. axes: lengths of the fabric's rings. log: what was done, as text, by its time."""
 
-    def __init__(self, env: simpy.Environment, port: Port, axes: tuple[int, ...], peers: int, system: System) -> None:
+    def __init__(self, env: simpy.Environment, port: Port, axes: tuple[int, ...], peers: int, system: DlrmSystem) -> None:
         self.env, self.port, self.axes, self.peers, self.system = env, port, axes, peers, system
         self.log: list[str] = []
         self._interface_free = 0

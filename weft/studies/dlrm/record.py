@@ -1,4 +1,4 @@
-"""Record: a Study as plain data, for --json and whoever compares runs. Times in microseconds."""
+"""Record: a DlrmStudy as plain data, for --json and whoever compares runs. Times in microseconds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.core import codec
-from weft.studies.dlrm.iteration import Run
+from weft.studies.dlrm.iteration import IterationRun
 from weft.studies.dlrm.paper import figures
-from weft.studies.dlrm.sensitivity import Sensitivity
-from weft.studies.dlrm.study import Case, Operator, Study, Times
+from weft.studies.dlrm.sensitivity import DlrmSensitivity
+from weft.studies.dlrm.study import Case, DlrmStudy, Operator, Times
 
 
-def record(study: Study, sensitivity: Sequence[Sensitivity] = ()) -> dict[str, Any]:
-    """Everything that a Study has; of the published case each span and event."""
+def record(study: DlrmStudy, sensitivity: Sequence[DlrmSensitivity] = ()) -> dict[str, Any]:
+    """Everything that a DlrmStudy has; of the published case each span and event."""
     return {
         "system": codec.dump(study.system),
         "figures": [codec.dump(figure) | {"ok": figure.ok} for figure in figures(study)],
@@ -25,7 +25,7 @@ def record(study: Study, sensitivity: Sequence[Sensitivity] = ()) -> dict[str, A
     }
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: IterationRun) -> dict[str, Any]:
     links = {" ".join(map(str, kind)): {"bytes": use.bytes, "peak_gbps": use.peak_gbps} for kind, use in run.usage.items()}
     return {"nodes": run.nodes, "us": run.ns / 1e3, "spans": codec.dump(run.spans), "log": list(run.log), "links": links}
 

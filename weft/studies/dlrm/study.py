@@ -1,6 +1,7 @@
-"""Study: a DLRM's training iteration, fused and not, on every node count and topology of a System, as one value.
+"""Study: a DLRM's training iteration, fused and not, on every node count and topology of a DlrmSystem, as one value.
 
-Contract: `run(system)` is a pure function: the same system gives the same Study, to the nanosecond. It takes some ten seconds.
+Contract: `run(system)` is a pure function: the same system gives the same DlrmStudy, to the nanosecond. It takes some ten
+seconds.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from weft.studies.dlrm import iteration, kernels
 from weft.studies.dlrm.fabrics import fabric
-from weft.studies.dlrm.iteration import Run, operator_ns
-from weft.studies.dlrm.kernels import Bags
-from weft.studies.dlrm.system import System, Topology
+from weft.studies.dlrm.iteration import IterationRun, operator_ns
+from weft.studies.dlrm.kernels import NodeLookups
+from weft.studies.dlrm.system import DlrmSystem, Topology
 from weft.studies.fabric import Torus
 from weft.studies.profile import Progress
 
@@ -56,7 +57,7 @@ class Operator(Times):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sliced:
+class SliceResult:
     """The published case with another number of slices."""
 
     slices: int
@@ -64,15 +65,15 @@ class Sliced:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class DlrmStudy:
     """unfused, fused: the published case in full."""
 
-    system: System
-    unfused: Run
-    fused: Run
+    system: DlrmSystem
+    unfused: IterationRun
+    fused: IterationRun
     cases: tuple[Case, ...]
     operators: tuple[Operator, ...]
-    sliced: tuple[Sliced, ...]
+    sliced: tuple[SliceResult, ...]
 
     @property
     def saved(self) -> float:
@@ -80,7 +81,7 @@ class Study:
         return 1 - self.fused.ns / self.unfused.ns
 
 
-def run(system: System, progress: Progress = lambda text, done, total: None) -> Study:
+def run(system: DlrmSystem, progress: Progress = lambda text, done, total: None) -> DlrmStudy:
     """Simulate all of it. progress: called with what comes next, how much is done, and of how much.
 
     Raises ValueError where a topology has no fabric of so many nodes, or the tables no columns for them, before anything is
@@ -100,18 +101,18 @@ def run(system: System, progress: Progress = lambda text, done, total: None) -> 
     progress("two nodes", total - 2, total)
     operators = tuple(two_nodes(system))
     progress("slices", total - 1, total)
-    sliced = tuple(Sliced(slices=slices, ns=_sliced_ns(system, slices)) for slices in SLICES)
+    sliced = tuple(SliceResult(slices=slices, ns=_sliced_ns(system, slices)) for slices in SLICES)
     progress("done", total, total)
-    return Study(system=system, unfused=unfused, fused=fused, cases=tuple(cases), operators=operators, sliced=sliced)
+    return DlrmStudy(system=system, unfused=unfused, fused=fused, cases=tuple(cases), operators=operators, sliced=sliced)
 
 
-def runs(system: System, topology: Topology, nodes: int) -> tuple[Run, Run]:
+def runs(system: DlrmSystem, topology: Topology, nodes: int) -> tuple[IterationRun, IterationRun]:
     """Iterations, unfused and fused."""
     made = fabric(system, topology, nodes)
     return iteration.run(system, made, "unfused"), iteration.run(system, made, "fused")
 
 
-def case(system: System, topology: Topology, nodes: int) -> Case:
+def case(system: DlrmSystem, topology: Topology, nodes: int) -> Case:
     """The same, in short."""
     unfused, fused = runs(system, topology, nodes)
     return Case(
@@ -125,16 +126,16 @@ def case(system: System, topology: Topology, nodes: int) -> Case:
     )
 
 
-def two_nodes(system: System) -> Iterator[Operator]:
-    """The operator alone, in all of the System's combinations."""
+def two_nodes(system: DlrmSystem) -> Iterator[Operator]:
+    """The operator alone, in all of the DlrmSystem's combinations."""
     pair = system.pair
     link = Torus(dims=(2,), gbps=pair.gbps, latency_ns=system.link.latency_ns)
     for batch, tables, pooling in itertools.product(pair.batches, pair.tables, pair.poolings):
-        bags = Bags(nodes=2, batch=batch, tables=tables, width=pair.dim, pooling=pooling)
+        bags = NodeLookups(nodes=2, batch=batch, tables=tables, width=pair.dim, pooling=pooling)
         unfused, fused = (operator_ns(system, link, bags, way) for way in iteration.WAYS)
         yield Operator(batch=batch, tables=tables, pooling=pooling, unfused_ns=unfused, fused_ns=fused)
 
 
-def _sliced_ns(system: System, slices: int) -> int:
+def _sliced_ns(system: DlrmSystem, slices: int) -> int:
     cut = replace(system, fused=replace(system.fused, slices=slices))
     return iteration.run(cut, fabric(cut, *PUBLISHED), "fused").ns

@@ -1,8 +1,8 @@
 """System: a DLRM, the GPU of each node, and the fabric between nodes, as numbers, each with its source. One value serves every
 node count, topology and way.
 
-Contract: as weft.machine's profiles: a System that exists is complete, every number is from 1e-12 to 1e15 (message_ns and
-sort_bytes may be zero), and `sources` says of each where it is from. weft.studies.profile has what gives a System with one
+Contract: as weft.machine's profiles: a DlrmSystem that exists is complete, every number is from 1e-12 to 1e15 (message_ns and
+sort_bytes may be zero), and `sources` says of each where it is from. weft.studies.profile has what gives a DlrmSystem with one
 number replaced.
 
 Times are nanoseconds, but launch_us, which is a Machine's; rates are 1e9 bytes/s, which is bytes a nanosecond.
@@ -29,7 +29,7 @@ MAY_BE_ZERO = frozenset({"message_ns", "model.sort_bytes"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class DlrmModel:
     """tables: in all, each of `rows` rows of `dim` elements, `pooling` of which a sample sums up. index_bytes: an index's.
 
     bottom_layers, top_layers: of the MLPs, each width x width. interaction_mflop: of a sample, forward. sort_bytes: memory
@@ -49,7 +49,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class FabricLink:
     """One of the fabric's, each way. latency_ns: of a hop."""
 
     gbps: float
@@ -100,7 +100,7 @@ MOST_SLICES = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class System:
+class DlrmSystem:
     """See the module's text.
 
     host: the profile of weft.machine that gpu and launch_us are from, but for what the study says of
@@ -114,9 +114,9 @@ class System:
     dtype: Literal["float32", "bfloat16", "float16"]
     gpu: Gpu
     launch_us: float
-    model: Model
+    model: DlrmModel
     batch: int
-    link: Link
+    link: FabricLink
     tree: Tree
     message_ns: int
     vendor: Vendor
@@ -157,12 +157,12 @@ class System:
 
 
 @cache
-def load() -> System:
+def load() -> DlrmSystem:
     """The shipped profile: fused computation-collectives, arXiv 2305.06942, on the GPU of its `host`'s profile."""
     data = json.loads(PROFILE.read_text(encoding="utf-8"))
     host = machine.load(data["host"])
     data |= {"gpu": codec.dump(host.gpu) | data["gpu"], "launch_us": host.launch_us}
     gpu = {path: source for path, source in host.sources.items() if path.startswith("gpu.") or path == "launch_us"}
     data["sources"] = gpu | data["sources"]
-    made: System = codec.load(System, data)
+    made: DlrmSystem = codec.load(DlrmSystem, data)
     return made

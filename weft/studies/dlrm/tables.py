@@ -1,14 +1,14 @@
-"""Tables of a Study, as rows of text whose first one names the columns: for the command line and the documents."""
+"""Tables of a DlrmStudy, as rows of text whose first one names the columns: for the command line and the documents."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from weft.studies.dlrm.iteration import Run
+from weft.studies.dlrm.iteration import IterationRun
 from weft.studies.dlrm.paper import figures
-from weft.studies.dlrm.sensitivity import Sensitivity
-from weft.studies.dlrm.study import Case, Operator, Sliced, Study
+from weft.studies.dlrm.sensitivity import DlrmSensitivity
+from weft.studies.dlrm.study import Case, DlrmStudy, Operator, SliceResult
 from weft.studies.published import Row, figures_table
 
 PARTS = {
@@ -25,7 +25,7 @@ PARTS = {
 """Parts of an iteration, by how the names of their spans begin."""
 
 
-def parts(run: Run) -> dict[str, float]:
+def parts(run: IterationRun) -> dict[str, float]:
     """How long a node's GPU does what, in ms; together they are the iteration."""
     spans = [span for span in run.spans if span.lane == "compute"]
     return {
@@ -33,7 +33,7 @@ def parts(run: Run) -> dict[str, float]:
     }
 
 
-def iteration_table(unfused: Run, fused: Run) -> list[Row]:
+def iteration_table(unfused: IterationRun, fused: IterationRun) -> list[Row]:
     """An iteration by its parts, in ms."""
     before, after = parts(unfused), parts(fused)
     rows = [(name, f"{before[name]:.2f}", f"{after[name]:.2f}") for name in PARTS]
@@ -65,22 +65,22 @@ def operators_table(operators: Sequence[Operator]) -> list[Row]:
     return [("rows pooled", *heads, "mean of all"), *rows]
 
 
-def sliced_table(sliced: Iterable[Sliced]) -> list[Row]:
+def sliced_table(sliced: Iterable[SliceResult]) -> list[Row]:
     """The published case by the number of slices."""
     return [("slices for each peer", "fused ms"), *((str(each.slices), f"{each.ns / 1e6:.2f}") for each in sliced)]
 
 
-def sensitivity_table(rows: Iterable[Sensitivity]) -> list[Row]:
+def sensitivity_table(rows: Iterable[DlrmSensitivity]) -> list[Row]:
     """The headline by assumed number and factor."""
     return [("assumed number", "times", "128 nodes, torus", "128 nodes, fat tree", "two nodes, mean"), *map(_headline, rows)]
 
 
-def _headline(row: Sensitivity) -> Row:
+def _headline(row: DlrmSensitivity) -> Row:
     values = ["-" if value is None else f"{100 * value:.1f} %" for value in (row.torus, row.tree, row.operator)]
     return (row.path or "as it is", f"{row.factor:g}", *values)
 
 
-def shown(study: Study, rows: Sequence[Sensitivity]) -> Iterator[str | list[Row]]:
+def shown(study: DlrmStudy, rows: Sequence[DlrmSensitivity]) -> Iterator[str | list[Row]]:
     """What the command line prints: lines and tables."""
     found = figures(study)
     yield study.system.words

@@ -1,4 +1,4 @@
-"""Paper: the figures that FiCCO publishes, and the same ones of a Study, side by side.
+"""Paper: the figures that FiCCO publishes, and the same ones of a FiccoStudy, side by side.
 
 What counts as reproduced is a range around each, set before the comparison. No constant of the machine was set for a scenario.
 Source of all published values: FiCCO, arXiv 2512.10236: abstract, and for what peer to peer and a wrong choice lose, its
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weft.studies.ficco.study import CHOSEN_FROM, Scenario, Study, chosen_exactly, wrong_costs
+from weft.studies.ficco.study import CHOSEN_FROM, FiccoStudy, Scenario, chosen_exactly, wrong_costs
 
 Unit = Literal["times", "percent"]
 NEAR = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class BoundedFigure:
     """A published number and ours. low, high: what is accepted, both included. percent: all are shares of 1."""
 
     name: str
@@ -42,8 +42,8 @@ class Figure:
         return f"{100 * value:.1f} %" if self.unit == "percent" else f"{value:.2f}x"
 
 
-def figures(study: Study) -> tuple[Figure, ...]:
-    """Every published number that the Study has, too. Maxima are over all scenarios, or are none of FiCCO's."""
+def figures(study: FiccoStudy) -> tuple[BoundedFigure, ...]:
+    """Every published number that the FiccoStudy has, too. Maxima are over all scenarios, or are none of FiCCO's."""
     mesh = study.mesh
     maxima = (
         _times("peer to peer, slower than sequential, max", 3.9, max(one.p2p_loss for one in mesh), 3.0, 4.5),
@@ -57,12 +57,12 @@ def figures(study: Study) -> tuple[Figure, ...]:
     )
 
 
-def _times(name: str, published: float, ours: float, low: float, high: float) -> Figure:
-    return Figure(name=name, published=published, ours=ours, low=low, high=high, unit="times")
+def _times(name: str, published: float, ours: float, low: float, high: float) -> BoundedFigure:
+    return BoundedFigure(name=name, published=published, ours=ours, low=low, high=high, unit="times")
 
 
-def _percent(name: str, published: float, ours: float, low: float, high: float) -> Figure:
-    return Figure(name=name, published=published, ours=ours, low=low, high=high, unit="percent")
+def _percent(name: str, published: float, ours: float, low: float, high: float) -> BoundedFigure:
+    return BoundedFigure(name=name, published=published, ours=ours, low=low, high=high, unit="percent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Topology:
     realised: float
 
 
-def topologies(study: Study) -> Iterator[Topology]:
+def topologies(study: FiccoStudy) -> Iterator[Topology]:
     """The mesh, and the same behind a switch."""
     for name, found in (("full mesh", study.mesh), ("switch", study.switch)):
         yield Topology(
@@ -99,7 +99,7 @@ def _realised(one: Scenario) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chooser:
+class ChooserScore:
     """A way to choose among sequential and FiCCO's four, over unseen scenarios. exact: share with the best; near: within NEAR
     of it. costs: what a choice that is not the best loses on average; most: at most."""
 
@@ -110,7 +110,7 @@ class Chooser:
     most: float
 
 
-def choosers(study: Study) -> Iterator[Chooser]:
+def choosers(study: FiccoStudy) -> Iterator[ChooserScore]:
     """The ranking, and always the same schedule."""
     yield _chooser("the ranking", study.unseen)
     fixed = {name: [replace(one, scored=name) for one in study.unseen] for name in CHOSEN_FROM}
@@ -118,8 +118,8 @@ def choosers(study: Study) -> Iterator[Chooser]:
     yield _chooser(f"always {best}", fixed[best])
 
 
-def _chooser(name: str, found: Sequence[Scenario]) -> Chooser:
-    return Chooser(
+def _chooser(name: str, found: Sequence[Scenario]) -> ChooserScore:
+    return ChooserScore(
         name=name,
         exact=chosen_exactly(found),
         near=statistics.fmean(one.wrong_by <= NEAR for one in found),

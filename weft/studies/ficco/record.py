@@ -1,4 +1,4 @@
-"""Record: a Study as plain data, for --json and whoever compares runs. Times in microseconds."""
+"""Record: a FiccoStudy as plain data, for --json and whoever compares runs. Times in microseconds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from weft.core import codec
 from weft.studies.ficco.paper import choosers, figures, topologies
-from weft.studies.ficco.sensitivity import Sensitivity
-from weft.studies.ficco.study import Scenario, Study
+from weft.studies.ficco.sensitivity import FiccoSensitivity
+from weft.studies.ficco.study import FiccoStudy, Scenario
 from weft.studies.ficco.tables import LOSSES
 
 
-def record(study: Study, sensitivity: Sequence[Sensitivity] = ()) -> dict[str, Any]:
-    """Everything that a Study has, each scenario with the time and the speed-up of every schedule."""
+def record(study: FiccoStudy, sensitivity: Sequence[FiccoSensitivity] = ()) -> dict[str, Any]:
+    """Everything that a FiccoStudy has, each scenario with the time and the speed-up of every schedule."""
     losses = [codec.dump(found) | {name: of(found) for name, of in LOSSES.items()} for found in study.signatures]
     return {
         "machine": codec.dump(study.machine),

@@ -25,7 +25,7 @@ UNUSED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sensitivity:
+class FiccoSensitivity:
     """The headline with one number changed; path: None for none. Maxima over the scenarios: p2p_loss, times sequential's that
     peer to peer takes; ideal, bespoke, speed-ups. exact: share of scenarios whose best the heuristic chooses; untold: the same
     where it goes by the machine as it was, and does not know of the change."""
@@ -41,11 +41,11 @@ class Sensitivity:
 
 def headline(
     machine: Machine, path: str | None = None, factor: float = 1.0, cases: Sequence[GemmCase] = FICCO_GEMMS
-) -> Sensitivity:
+) -> FiccoSensitivity:
     """The headline of a machine with the number at `path` times `factor`."""
     other = machine if path is None else varied(machine, path, factor)
     found = [scenario(other, case, (*CHOSEN_FROM, "shard_p2p")) for case in cases]
-    return Sensitivity(
+    return FiccoSensitivity(
         path=path,
         factor=factor,
         p2p_loss=max(one.p2p_loss for one in found),
@@ -79,6 +79,6 @@ def sensitivity(
     machine: Machine,
     progress: Progress = lambda text, done, total: None,
     cases: Sequence[GemmCase] = FICCO_GEMMS,
-) -> Iterator[Sensitivity]:
+) -> Iterator[FiccoSensitivity]:
     """The headline of these scenarios as it is, then with each assumed number a STEP lower and higher."""
     return swept(assumed(machine), partial(headline, machine, cases=cases), progress)

@@ -6,7 +6,7 @@ executes them; what is FiCCO's is the machine, the sixteen GEMMs, and which sche
     shard_p2p      a shard a step from one peer: of a full mesh's links one carries data at a time
     bespoke        the best of FiCCO's four, with a chunk a rank and shard
 
-Contract: `run(machine)` is a pure function: the same machine gives the same Study, to the nanosecond.
+Contract: `run(machine)` is a pure function: the same machine gives the same FiccoStudy, to the nanosecond.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class FiccoStudy:
     """The whole evaluation. mesh: on the machine. switch: the same GPUs and links behind a switch. unseen: what the heuristic
     is held to. signatures: losses on the machine, of each scenario of `mesh` and each of FiCCO's four."""
 
@@ -132,7 +132,7 @@ def run(
     cases: Sequence[GemmCase] = FICCO_GEMMS,
     others: Sequence[GemmCase] | None = None,
     progress: Progress = lambda text, done, total: None,
-) -> Study:
+) -> FiccoStudy:
     """Simulate all of it. others: scenarios for the heuristic (default: `unseen()`). progress: called with what comes next, how
     much is done, and of how much. Raises ValueError unless the machine is a mesh of two GPUs or more."""
     if machine.links.topology != "mesh" or machine.world_size < 2:
@@ -158,7 +158,7 @@ def run(
     switch = tuple(scenario(behind_switch(machine), case) for case in told(cases, "switch"))
     drawn = tuple(scenario(machine, case, CHOSEN_FROM) for case in told(others, "heuristic"))
     progress("done", total, total)
-    return Study(machine=machine, mesh=tuple(mesh), switch=switch, unseen=drawn, signatures=tuple(losses))
+    return FiccoStudy(machine=machine, mesh=tuple(mesh), switch=switch, unseen=drawn, signatures=tuple(losses))
 
 
 def simulated(machine: Machine, case: GemmCase, names: Sequence[str] = COMPARED) -> dict[str, Outcome]:
@@ -183,7 +183,7 @@ def _scenario(machine: Machine, case: GemmCase, outcomes: Mapping[str, Outcome])
     )
 
 
-def calls(study: Study) -> dict[str, tuple[Span, ...]]:
+def calls(study: FiccoStudy) -> dict[str, tuple[Span, ...]]:
     """Every scenario of the mesh as sequential and the fastest of FiCCO's four run it, as spans: by title."""
     found: dict[str, tuple[Span, ...]] = {}
     for one in study.mesh:

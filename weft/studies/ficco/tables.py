@@ -1,4 +1,4 @@
-"""Tables of a Study, as rows of text whose first one names the columns: for the command line, the report and the documents."""
+"""Tables of a FiccoStudy, as rows of text of which the first names the columns: for the command line, report and documents."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from weft.core.machine import numbers
 from weft.planner.signature import Signature, correlations
 from weft.planner.sizes import FEATURES, Feature, sizes
 from weft.studies.ficco.paper import choosers, figures, topologies
-from weft.studies.ficco.sensitivity import Sensitivity
-from weft.studies.ficco.study import BESPOKE, COMPARED, Scenario, Study
+from weft.studies.ficco.sensitivity import FiccoSensitivity
+from weft.studies.ficco.study import BESPOKE, COMPARED, FiccoStudy, Scenario
 
 Row = tuple[str, ...]
 SIZES: tuple[Feature, ...] = ("op_to_byte", "traffic_mib", "m_over_k")
@@ -23,7 +23,7 @@ SHORT = {
     "uniform_fused_2d": "uf-2D",
     "flag_gated": "gated",
 }
-"""The schedules of a Study, as narrow columns name them."""
+"""The schedules of a FiccoStudy, as narrow columns name them."""
 LOSSES: dict[str, Callable[[Signature], float]] = {
     "GEMM DIL": lambda found: found.gemm_dil,
     "GEMM CIL": lambda found: found.gemm_cil or 1.0,
@@ -32,7 +32,7 @@ LOSSES: dict[str, Callable[[Signature], float]] = {
 }
 
 
-def figures_table(study: Study) -> list[Row]:
+def figures_table(study: FiccoStudy) -> list[Row]:
     """Published numbers and ours."""
     rows = [
         (f.name, f.text(f.published), f.text(f.ours), f"{f.text(f.low)} to {f.text(f.high)}", "" if f.ok else "missed")
@@ -55,7 +55,7 @@ def _scenario(one: Scenario) -> Row:
     return (case.name, f"{case.m} x {case.n} x {case.k}", *halves, f"{one.ideal:.2f}", *gains, chosen)
 
 
-def topologies_table(study: Study) -> list[Row]:
+def topologies_table(study: FiccoStudy) -> list[Row]:
     """The mesh beside the switch: geometric means and maxima."""
     heads = ("", "p2p over sequential's time", "best of four, speed-up", "over p2p", "of the ideal's gain")
     return [
@@ -71,19 +71,19 @@ def _pair(values: tuple[float, float]) -> str:
     return f"{values[0]:.2f}, max {values[1]:.2f}"
 
 
-def choosers_table(study: Study) -> list[Row]:
+def choosers_table(study: FiccoStudy) -> list[Row]:
     """How well ways to choose do on unseen scenarios."""
     rows = ((one.name, *(f"{share:.1%}" for share in (one.exact, one.near, one.costs, one.most))) for one in choosers(study))
     return [("chosen by", "exact", "within 5%", "a wrong choice costs", "at most"), *rows]
 
 
-def losses_table(study: Study) -> list[Row]:
+def losses_table(study: FiccoStudy) -> list[Row]:
     """Of each scenario and each of FiCCO's four: DIL and CIL of the GEMM, then of the communication."""
     heads = (f"{SHORT[name]} {half}" for half in ("GEMM", "comm.") for name in BESPOKE)
     return [("GEMM", "op/byte", "MiB", "M/K", *heads), *(_losses(study, one) for one in study.mesh)]
 
 
-def _losses(study: Study, one: Scenario) -> Row:
+def _losses(study: FiccoStudy, one: Scenario) -> Row:
     problem = one.case.problem(study.machine.world_size)
     known = sizes(problem, study.machine)
     static = (
@@ -97,12 +97,12 @@ def _losses(study: Study, one: Scenario) -> Row:
     return (one.case.name, *static, *cells)
 
 
-def correlations_table(study: Study) -> list[Row]:
+def correlations_table(study: FiccoStudy) -> list[Row]:
     """How each loss of each of FiCCO's four goes with static sizes: rank correlations."""
     return [("schedule", "loss", *SIZES), *_correlations(study)]
 
 
-def _correlations(study: Study) -> Iterator[Row]:
+def _correlations(study: FiccoStudy) -> Iterator[Row]:
     for family in BESPOKE:
         some = [found for found in study.signatures if found.spec.partition(":")[0] == family]
         for name, of in LOSSES.items():
@@ -110,7 +110,7 @@ def _correlations(study: Study) -> Iterator[Row]:
             yield (family, name, *(f"{known[size]:+.2f}" for size in SIZES))
 
 
-def sensitivity_table(rows: Sequence[Sensitivity]) -> list[Row]:
+def sensitivity_table(rows: Sequence[FiccoSensitivity]) -> list[Row]:
     """The headline by assumed number and factor."""
     return [
         ("assumed number", "times", "p2p loss, max", "ideal, max", "best of four, max", "heuristic exact", "untold"),
@@ -118,12 +118,12 @@ def sensitivity_table(rows: Sequence[Sensitivity]) -> list[Row]:
     ]
 
 
-def _headline(row: Sensitivity) -> Row:
+def _headline(row: FiccoSensitivity) -> Row:
     values = (f"{value:.2f}x" for value in (row.p2p_loss, row.ideal, row.bespoke))
     return (row.path or "as it is", f"{row.factor:g}", *values, f"{row.exact:.0%}", f"{row.untold:.0%}")
 
 
-def machine_table(study: Study) -> list[Row]:
+def machine_table(study: FiccoStudy) -> list[Row]:
     """Every number of the machine, by its path, and where it is from."""
     values: dict[str, list[str]] = {}
     for path, value in numbers(study.machine):

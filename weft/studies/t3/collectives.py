@@ -16,10 +16,10 @@ touched it. A hop's latency is paid once a step. All GPUs do the same, so what l
 from __future__ import annotations
 
 from weft.studies.t3.gemm import Process
-from weft.studies.t3.memory import Memory
+from weft.studies.t3.memory import GpuMemory
 
 
-def reduce_scatter(memory: Memory, chunk: int, world_size: int, units: int) -> Process:
+def reduce_scatter(memory: GpuMemory, chunk: int, world_size: int, units: int) -> Process:
     """Ring reduce-scatter of `world_size` chunks of `chunk` bytes."""
     for step in range(world_size - 1):
         reads = 2 if step else 1
@@ -28,20 +28,20 @@ def reduce_scatter(memory: Memory, chunk: int, world_size: int, units: int) -> P
     yield memory.flow("communication", chunk, lambda: rate, {"rs_read": 2 * chunk, "rs_write": chunk})
 
 
-def reduce_scatter_near_memory(memory: Memory, chunk: int, world_size: int, units: int) -> Process:
+def reduce_scatter_near_memory(memory: GpuMemory, chunk: int, world_size: int, units: int) -> Process:
     """The same, where what arrives is added by the memory."""
     for _ in range(world_size - 1):
         yield from _pass_on(memory, chunk, units, {"rs_read": chunk, "rs_write": chunk}, touched=2, update="rs_write")
 
 
-def all_gather(memory: Memory, chunk: int, world_size: int, units: int) -> Process:
+def all_gather(memory: GpuMemory, chunk: int, world_size: int, units: int) -> Process:
     """Ring all-gather of `world_size` chunks of `chunk` bytes."""
     for _ in range(world_size - 1):
         yield from _pass_on(memory, chunk, units, {"ag_read": chunk, "ag_write": chunk}, touched=2)
 
 
 def _pass_on(
-    memory: Memory, chunk: int, units: int, traffic: dict[str, int], *, touched: int, update: str | None = None
+    memory: GpuMemory, chunk: int, units: int, traffic: dict[str, int], *, touched: int, update: str | None = None
 ) -> Process:
     system = memory.system
     rate = system.unit_gbps * units / touched

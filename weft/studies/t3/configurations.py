@@ -20,20 +20,20 @@ from typing import Literal, get_args
 import simpy
 
 from weft.studies.t3 import collectives, gemm
-from weft.studies.t3.fused import Fused
+from weft.studies.t3.fused import FusedRun
 from weft.studies.t3.gemm import Process
 from weft.studies.t3.grid import Chunks, Grid
 from weft.studies.t3.mapping import Collective, mapping
-from weft.studies.t3.memory import Memory, Policy
-from weft.studies.t3.system import System
-from weft.studies.t3.work import Gemm, SubLayer
+from weft.studies.t3.memory import GpuMemory, Policy
+from weft.studies.t3.system import T3System
+from weft.studies.t3.work import LayerGemm, SubLayer
 
 Configuration = Literal["sequential", "t3", "t3_mca", "ideal", "ideal_nmc"]
 CONFIGURATIONS: tuple[Configuration, ...] = get_args(Configuration)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class KernelAlone:
     """A kernel, run alone. traffic: bytes of memory by class; peak: the highest share of the memory's time."""
 
     ns: int
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlapped(Part):
+class Overlapped(KernelAlone):
     """A fused GEMM. gemm_ns: when its units were done. threshold: that the arbiter set, None for none. entries: of the tracker
     that lived at a time; spilled: those that it had no room for. log: every event, as text, if it was asked for."""
 
@@ -63,10 +63,10 @@ class SubLayerRun:
 
     name: str
     world_size: int
-    gemm: Part
-    reduce_scatter: Part
-    reduce_scatter_nmc: Part
-    all_gather: Part
+    gemm: KernelAlone
+    reduce_scatter: KernelAlone
+    reduce_scatter_nmc: KernelAlone
+    all_gather: KernelAlone
     t3: Overlapped
     t3_mca: Overlapped
 
@@ -92,34 +92,36 @@ class SubLayerRun:
         return {name: size for part in (*kernels[configuration], self.all_gather) for name, size in part.traffic.items()}
 
 
-def alone(system: System, body: Callable[[Memory], Process]) -> Part:
+def alone(system: T3System, body: Callable[[GpuMemory], Process]) -> KernelAlone:
     """Run one kernel on an idle GPU."""
-    memory = Memory(simpy.Environment(), system)
+    memory = GpuMemory(simpy.Environment(), system)
     memory.env.run(until=memory.env.process(body(memory)))
-    return Part(ns=int(memory.env.now), traffic=dict(memory.traffic), peak=memory.peak)
+    return KernelAlone(ns=int(memory.env.now), traffic=dict(memory.traffic), peak=memory.peak)
 
 
-def gemm_alone(system: System, work: Gemm, *, units: int | None = None) -> Part:
+def gemm_alone(system: T3System, work: LayerGemm, *, units: int | None = None) -> KernelAlone:
     """The GEMM as a kernel; units: how many it has (default: all)."""
     return alone(system, lambda memory: gemm.cached(memory, Grid(work, system), units or system.units))
 
 
-def reduce_scatter(system: System, work: Gemm, world_size: int, *, units: int | None = None, near_memory: bool = False) -> Part:
+def reduce_scatter(
+    system: T3System, work: LayerGemm, world_size: int, *, units: int | None = None, near_memory: bool = False
+) -> KernelAlone:
     """A ring reduce-scatter of the GEMM's output as a kernel on so many units (default: all)."""
     chunk = Chunks(Grid(work, system).tiles, work.out_bytes, world_size).bytes
     kernel = collectives.reduce_scatter_near_memory if near_memory else collectives.reduce_scatter
     return alone(system, lambda memory: kernel(memory, chunk, world_size, units or system.units))
 
 
-def all_gather(system: System, work: Gemm, world_size: int, *, units: int | None = None) -> Part:
+def all_gather(system: T3System, work: LayerGemm, world_size: int, *, units: int | None = None) -> KernelAlone:
     """A ring all-gather of the GEMM's reduced output as a kernel on so many units (default: all)."""
     chunk = Chunks(Grid(work, system).tiles, work.out_bytes, world_size).bytes
     return alone(system, lambda memory: collectives.all_gather(memory, chunk, world_size, units or system.units))
 
 
 def fused(
-    system: System,
-    work: Gemm,
+    system: T3System,
+    work: LayerGemm,
     world_size: int,
     policy: Policy,
     *,
@@ -130,8 +132,8 @@ def fused(
 
     Raises ValueError where the output's tiles do not divide among world_size.
     """
-    memory = Memory(simpy.Environment(), system, policy)
-    run = Fused(memory, Grid(work, system), mapping(collective, world_size))
+    memory = GpuMemory(simpy.Environment(), system, policy)
+    run = FusedRun(memory, Grid(work, system), mapping(collective, world_size))
     memory.env.process(run.run())
     memory.env.run()
     assert not run.tracker.live, f"{run.tracker.live} entries of the tracker were never complete"
@@ -148,7 +150,7 @@ def fused(
     )
 
 
-def run_sublayer(system: System, sublayer: SubLayer) -> SubLayerRun:
+def run_sublayer(system: T3System, sublayer: SubLayer) -> SubLayerRun:
     """A sub-layer in all configurations."""
     work, world_size = sublayer.gemm, sublayer.world_size
     return SubLayerRun(

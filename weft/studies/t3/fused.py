@@ -22,7 +22,7 @@ from weft.studies.t3 import gemm
 from weft.studies.t3.gemm import Process
 from weft.studies.t3.grid import Chunks, Grid
 from weft.studies.t3.mapping import Mapping
-from weft.studies.t3.memory import Memory
+from weft.studies.t3.memory import GpuMemory
 from weft.studies.t3.tracker import Tracker
 
 
@@ -52,10 +52,10 @@ class Event:
 
 
 @dataclass
-class Fused:
+class FusedRun:
     """One run. gemm_ns: when the GEMM's units were done. events: in order; the last one's time is the end."""
 
-    memory: Memory
+    memory: GpuMemory
     grid: Grid
     mapping: Mapping
     gemm_ns: int = 0

@@ -18,13 +18,13 @@ import simpy
 
 from weft.studies.t3.grid import Grid
 from weft.studies.t3.llc import input_reads
-from weft.studies.t3.memory import Memory
-from weft.studies.t3.system import System
+from weft.studies.t3.memory import GpuMemory
+from weft.studies.t3.system import T3System
 
 Process = Generator[simpy.Event, Any, None]
 
 
-def main_loop(memory: Memory, grid: Grid, traffic: dict[str, int]) -> Process:
+def main_loop(memory: GpuMemory, grid: Grid, traffic: dict[str, int]) -> Process:
     """One wave until its last product: fill, then all slices, which move `traffic` bytes by class."""
     system = memory.system
     yield memory.env.timeout(round(memory.latency_ns()))
@@ -35,12 +35,12 @@ def main_loop(memory: Memory, grid: Grid, traffic: dict[str, int]) -> Process:
     yield memory.flow("compute", grid.slices, pace, traffic)
 
 
-def store_gbps(system: System, units: int) -> float:
+def store_gbps(system: T3System, units: int) -> float:
     """Rate at which so many units hand their outputs over."""
     return units * system.unit_gbps * system.hbm.latency_ns / system.llc.latency_ns
 
 
-def cached(memory: Memory, grid: Grid, units: int) -> Process:
+def cached(memory: GpuMemory, grid: Grid, units: int) -> Process:
     """The whole GEMM on so many units, alone: outputs go through the cache."""
     evicted = 0
     for wave, read in zip(grid.waves(units), input_reads(grid, units, bypass=False), strict=True):
@@ -51,7 +51,7 @@ def cached(memory: Memory, grid: Grid, units: int) -> Process:
     yield memory.flow("compute", evicted, lambda: memory.system.hbm.gbps, {"gemm_write": evicted})
 
 
-def bypassing(memory: Memory, grid: Grid, store: Callable[[range], Process]) -> Process:
+def bypassing(memory: GpuMemory, grid: Grid, store: Callable[[range], Process]) -> Process:
     """The GEMM on all units; outputs bypass the cache. store: takes a wave's tiles and ends when the units are free again."""
     units = memory.system.units
     for wave, read in zip(grid.waves(units), input_reads(grid, units, bypass=True), strict=True):

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weft.studies.t3.system import System
-from weft.studies.t3.work import ITEMSIZE, Gemm
+from weft.studies.t3.system import T3System
+from weft.studies.t3.work import ITEMSIZE, LayerGemm
 
 MOST_TILES = 100_000
 """Of one GEMM: more would take minutes and say nothing new."""
@@ -29,8 +29,8 @@ MOST_TILES = 100_000
 class Grid:
     """The tiles of one GEMM on one system."""
 
-    gemm: Gemm
-    system: System
+    gemm: LayerGemm
+    system: T3System
 
     def __post_init__(self) -> None:
         if self.tiles > MOST_TILES:

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from weft.studies.t3.configurations import gemm_alone
-from weft.studies.t3.system import System
-from weft.studies.t3.work import ITEMSIZE, Gemm, Layer, Model
+from weft.studies.t3.system import T3System
+from weft.studies.t3.work import ITEMSIZE, Layer, LayerGemm, Transformer
 
 Phase = Literal["forward", "backward"]
 PHASE: dict[Layer, Phase] = {"OP": "forward", "FC2": "forward", "FC1": "backward", "IP": "backward"}
@@ -32,31 +32,31 @@ SCORE_PASSES: dict[Phase, int] = {"forward": 4, "backward": 5}
 OPTIMIZER_BYTES = 28
 
 
-def other_ns(system: System, model: Model, world_size: int, phase: Phase) -> int:
+def other_ns(system: T3System, model: Transformer, world_size: int, phase: Phase) -> int:
     """One layer's time for one batch, without its four sub-layers that end in an all-reduce; backward with the optimizer."""
     gemms = sum(gemm_alone(system, gemm).ns for gemm in _gemms(model, world_size, phase))
     return gemms + round(_moved(model, world_size, phase) / system.hbm.gbps)
 
 
-def _gemms(model: Model, world_size: int, phase: Phase) -> Iterator[Gemm]:
+def _gemms(model: Transformer, world_size: int, phase: Phase) -> Iterator[LayerGemm]:
     tokens, hidden, rows = model.tokens, model.hidden, model.tokens * model.heads // world_size
     head = hidden // model.heads
     wide, narrow = 4 * hidden // world_size, hidden // world_size
-    scores = Gemm(name="scores", m=rows, n=model.sequence, k=head)
-    values = Gemm(name="values", m=rows, n=head, k=model.sequence)
+    scores = LayerGemm(name="scores", m=rows, n=model.sequence, k=head)
+    values = LayerGemm(name="values", m=rows, n=head, k=model.sequence)
     if phase == "forward":
-        yield Gemm(name="IP", m=tokens, n=3 * hidden // world_size, k=hidden)
-        yield Gemm(name="FC1", m=tokens, n=wide, k=hidden)
+        yield LayerGemm(name="IP", m=tokens, n=3 * hidden // world_size, k=hidden)
+        yield LayerGemm(name="FC1", m=tokens, n=wide, k=hidden)
         yield from (scores, values)
         return
-    yield Gemm(name="OP input", m=tokens, n=narrow, k=hidden)
-    yield Gemm(name="FC2 input", m=tokens, n=wide, k=hidden)
+    yield LayerGemm(name="OP input", m=tokens, n=narrow, k=hidden)
+    yield LayerGemm(name="FC2 input", m=tokens, n=wide, k=hidden)
     for name, cols in (("IP", 3 * hidden // world_size), ("OP", narrow), ("FC1", wide), ("FC2", wide)):
-        yield Gemm(name=f"{name} weight", m=hidden, n=cols, k=tokens)
+        yield LayerGemm(name=f"{name} weight", m=hidden, n=cols, k=tokens)
     yield from (scores, values, values, values)
 
 
-def _moved(model: Model, world_size: int, phase: Phase) -> int:
+def _moved(model: Transformer, world_size: int, phase: Phase) -> int:
     """Bytes that elementwise kernels and the optimizer read and write."""
     tokens, hidden = model.tokens, model.hidden
     passes = HIDDEN_PASSES[phase] * tokens * hidden

@@ -24,7 +24,7 @@ Collective = Literal["ring_reduce_scatter", "direct_reduce_scatter", "all_to_all
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
+class ChunkRoute:
     """What becomes of one chunk. remote: its stores go over `links` and not to memory here. updates: that an element of it
     gets here before it is ready (0 if remote). links: over which it is sent, by their numbers; none: it stays. lands: the
     position of the chunk here that receives what a peer sends from its chunk of this position."""
@@ -37,10 +37,10 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Mapping:
-    """A fused collective: a Route for every position. reduces: arrivals are updates, else plain writes."""
+    """A fused collective: a ChunkRoute for every position. reduces: arrivals are updates, else plain writes."""
 
     name: Collective
-    routes: tuple[Route, ...]
+    routes: tuple[ChunkRoute, ...]
     reduces: bool
 
     @property
@@ -63,28 +63,28 @@ def mapping(name: Collective, world_size: int) -> Mapping:
     return Mapping(name=name, routes=_ROUTES[name](world_size), reduces=name.endswith("reduce_scatter"))
 
 
-def _ring(world_size: int) -> tuple[Route, ...]:
+def _ring(world_size: int) -> tuple[ChunkRoute, ...]:
     """Seen from rank 0: what it makes at a position, rank 1 makes at the one where it lands."""
     lands = [position_of(1, chunk_at(0, position, world_size), world_size) for position in range(world_size - 1)]
-    first = Route(remote=True, links=(0,), lands=lands[0])
-    between = [Route(updates=2, links=(0,), lands=position) for position in lands[1:]]
-    return (first, *between, Route(updates=2))
+    first = ChunkRoute(remote=True, links=(0,), lands=lands[0])
+    between = [ChunkRoute(updates=2, links=(0,), lands=position) for position in lands[1:]]
+    return (first, *between, ChunkRoute(updates=2))
 
 
-def _direct(world_size: int) -> tuple[Route, ...]:
+def _direct(world_size: int) -> tuple[ChunkRoute, ...]:
     """Seen from rank 0: a chunk goes to the rank that makes it last, which owns it."""
     owners = [chunk_at(0, position, world_size) for position in range(world_size - 1)]
     lands = [position_of(owner, owner, world_size) for owner in owners]
-    remote = [Route(remote=True, links=(link,), lands=position) for link, position in enumerate(lands)]
-    return (*remote, Route(updates=world_size))
+    remote = [ChunkRoute(remote=True, links=(link,), lands=position) for link, position in enumerate(lands)]
+    return (*remote, ChunkRoute(updates=world_size))
 
 
-def _all_to_all(world_size: int) -> tuple[Route, ...]:
-    return (*(Route(updates=1, links=(link,)) for link in range(world_size - 1)), Route(updates=1))
+def _all_to_all(world_size: int) -> tuple[ChunkRoute, ...]:
+    return (*(ChunkRoute(updates=1, links=(link,)) for link in range(world_size - 1)), ChunkRoute(updates=1))
 
 
-def _all_gather(world_size: int) -> tuple[Route, ...]:
-    return (Route(updates=1, links=tuple(range(world_size - 1))),) * world_size
+def _all_gather(world_size: int) -> tuple[ChunkRoute, ...]:
+    return (ChunkRoute(updates=1, links=tuple(range(world_size - 1))),) * world_size
 
 
 _ROUTES = {

@@ -1,8 +1,8 @@
 """Memory: one GPU's HBM as a fluid that two streams share, and the arbiter that stands before it.
 
-Every activity of the GPU is a Flow: so many units (slices of a wave, bytes of a transfer), each of which takes memory time, at
-a pace that something else bounds (multipliers, a link, requests under way). The memory's time is never given out twice. Where
-the flows ask for more of it than there is, the arbiter decides:
+Every activity of the GPU is a MemoryActivity: so many units (slices of a wave, bytes of a transfer), each of which takes
+memory time, at a pace that something else bounds (multipliers, a link, requests under way). The memory's time is never given
+out twice. Where the flows ask for more of it than there is, the arbiter decides:
 
     round_robin      both streams get the same share; what one does not use, the other has          (T3)
     compute_first    compute has what it asks for, communication what is left, but never less than one request
@@ -30,14 +30,14 @@ from typing import Literal
 import simpy
 
 from weft.perf.fluid import DONE, Settled
-from weft.studies.t3.system import System
+from weft.studies.t3.system import T3System
 
 Stream = Literal["compute", "communication"]
 Policy = Literal["round_robin", "compute_first"]
 
 
 @dataclass(eq=False, slots=True)
-class Flow:
+class MemoryActivity:
     """An activity under way. left: units; pace: units a nanosecond when memory does not bind; cost: memory ns of a unit.
 
     weight: mean cost of its accesses, relative to a read. posted: stores that nobody waits for; a stream's other flows
@@ -60,13 +60,13 @@ class Flow:
 
 
 @dataclass
-class Memory(Settled):
+class GpuMemory(Settled):
     """The memory of one simulated GPU. threshold: entries of a queue that communication may hold; None: all.
 
     traffic: bytes moved so far, by class; peak: the highest share of the memory's time that was ever given out.
     """
 
-    system: System
+    system: T3System
     policy: Policy = "round_robin"
     threshold: int | None = None
     traffic: Counter[str] = field(default_factory=Counter)
@@ -74,7 +74,7 @@ class Memory(Settled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._flows: list[Flow] = []
+        self._flows: list[MemoryActivity] = []
 
     def flow(
         self,
@@ -88,7 +88,7 @@ class Memory(Settled):
     ) -> simpy.Event:
         """Start an activity that moves `traffic` bytes by class over its units; the event is its end.
 
-        update: the classes that are near-memory updates. posted: see Flow.
+        update: the classes that are near-memory updates. posted: see MemoryActivity.
         """
         done = self.env.event()
         self.traffic.update(traffic)
@@ -99,7 +99,7 @@ class Memory(Settled):
         charged = sum(part * (hbm.update_cost if name in update else 1.0) for name, part in traffic.items())
         self.advance()
         weight = charged / size if size else 1.0
-        self._flows.append(Flow(stream, float(units), pace, charged / hbm.gbps / units, weight, posted, done))
+        self._flows.append(MemoryActivity(stream, float(units), pace, charged / hbm.gbps / units, weight, posted, done))
         self.touch()
         return done
 

@@ -1,6 +1,6 @@
-"""Paper: the figures that T3 publishes, and the same ones of a Study, side by side.
+"""Paper: the figures that T3 publishes, and the same ones of a T3Study, side by side.
 
-A figure is reproduced if ours is within `tolerance` of theirs; what is not is reported as it is. No constant of a System was
+A figure is reproduced if ours is within `tolerance` of theirs; what is not is reported as it is. No constant of a T3System was
 set for a configuration or a sub-layer. Source of all published values: T3, arXiv 2401.16677, sections 3, 6 and 7.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from weft.studies.published import Figure, geomean, percent, ratio
 from weft.studies.t3.configurations import Configuration, SubLayerRun
-from weft.studies.t3.study import Pass, Study
+from weft.studies.t3.study import Pass, T3Study
 
 TITLES: dict[Configuration, str] = {
     "sequential": "Sequential",
@@ -21,8 +21,8 @@ TITLES: dict[Configuration, str] = {
 }
 
 
-def figures(study: Study) -> tuple[Figure, ...]:
-    """Every published number that the Study has, too."""
+def figures(study: T3Study) -> tuple[Figure, ...]:
+    """Every published number that the T3Study has, too."""
     return (*_speedups(study), *_near_memory(study), *_traffic(study), *_wider(study), *_concurrent(study))
 
 
@@ -32,7 +32,7 @@ def _gains(runs: Sequence[SubLayerRun], configuration: Configuration) -> tuple[f
     return geomean(speedups) - 1, max(speedups) - 1
 
 
-def _speedups(study: Study) -> Iterator[Figure]:
+def _speedups(study: T3Study) -> Iterator[Figure]:
     published: tuple[tuple[Configuration, tuple[float, float], tuple[float, float]], ...] = (
         ("ideal", (0.35, 0.50), (0.03, 0.04)),
         ("t3", (0.20, 0.39), (0.04, 0.06)),
@@ -47,7 +47,7 @@ def _speedups(study: Study) -> Iterator[Figure]:
     yield percent("T3-MCA over T3 before the all-gather, speed-up, max", 0.29, max(gains) - 1, 0.05)
 
 
-def _near_memory(study: Study) -> Iterator[Figure]:
+def _near_memory(study: T3Study) -> Iterator[Figure]:
     for world_size, published in ((8, 0.07), (16, 0.03)):
         runs = [run for run in study.sublayers if run.world_size == world_size]
         gain = 1 - geomean(run.reduce_scatter_nmc.ns / run.reduce_scatter.ns for run in runs)
@@ -56,7 +56,7 @@ def _near_memory(study: Study) -> Iterator[Figure]:
     yield percent("Ideal-RS+NMC over Ideal-GEMM-RS-Overlap, speed-up, max", 0.04, more, 0.015)
 
 
-def _traffic(study: Study) -> Iterator[Figure]:
+def _traffic(study: T3Study) -> Iterator[Figure]:
     pairs = [(run.traffic("sequential"), run.traffic("t3_mca")) for run in study.sublayers]
     left = [sum(after.values()) / sum(before.values()) for before, after in pairs]
     yield percent("memory traffic saved, geomean", 0.22, 1 - geomean(left), 0.03)
@@ -74,7 +74,7 @@ def _writes(traffic: dict[str, int]) -> int:
     return traffic["gemm_write"] + traffic["rs_write"]
 
 
-def _wider(study: Study) -> Iterator[Figure]:
+def _wider(study: T3Study) -> Iterator[Figure]:
     for kind, theirs, ours, tolerance in zip(
         ("geomean", "max"), (0.29, 0.35), _gains(study.large, "t3_mca"), (0.04, 0.05), strict=True
     ):
@@ -93,7 +93,7 @@ def _wider(study: Study) -> Iterator[Figure]:
         yield percent(f"large models at TP32, {name} end to end, T3-MCA, speed-up, max", large, gain, 0.03)
 
 
-def _concurrent(study: Study) -> Iterator[Figure]:
+def _concurrent(study: T3Study) -> Iterator[Figure]:
     published: dict[int | None, tuple[str, float]] = {
         None: ("GEMM beside all-reduce, each on all units, speed-up", 1.67),
         8: ("GEMM beside all-reduce, 8 units for it, speed-up", 1.18),

@@ -1,4 +1,4 @@
-"""Record: a Study as plain data, for --json and whoever compares runs, and as spans. Microseconds, and bytes of traffic."""
+"""Record: a T3Study as plain data, for --json and whoever compares runs, and as spans. Microseconds, and bytes of traffic."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from weft.core.span import Span
 from weft.studies.published import geomean
 from weft.studies.t3.configurations import CONFIGURATIONS, SubLayerRun
 from weft.studies.t3.paper import figures
-from weft.studies.t3.sensitivity import Sensitivity
-from weft.studies.t3.study import Study
+from weft.studies.t3.sensitivity import T3Sensitivity
+from weft.studies.t3.study import T3Study
 
 
-def record(study: Study, sensitivity: Sequence[Sensitivity] = ()) -> dict[str, Any]:
-    """Everything that a Study has, each sub-layer with the time, speed-up and traffic of every configuration."""
+def record(study: T3Study, sensitivity: Sequence[T3Sensitivity] = ()) -> dict[str, Any]:
+    """Everything that a T3Study has, each sub-layer with the time, speed-up and traffic of every configuration."""
     return {
         "system": codec.dump(study.system),
         "figures": [codec.dump(figure) | {"ok": figure.ok} for figure in figures(study)],
@@ -30,7 +30,7 @@ def record(study: Study, sensitivity: Sequence[Sensitivity] = ()) -> dict[str, A
     }
 
 
-def calls(study: Study) -> dict[str, tuple[Span, ...]]:
+def calls(study: T3Study) -> dict[str, tuple[Span, ...]]:
     """Every sub-layer as sequential, T3 and T3-MCA run it, as spans of the GPU that stands for all: by title."""
     found: dict[str, tuple[Span, ...]] = {}
     for run in (*study.sublayers, *study.large):

@@ -1,6 +1,6 @@
-"""Study: everything that T3's evaluation reports, simulated on one System, as one value.
+"""Study: everything that T3's evaluation reports, simulated on one T3System, as one value.
 
-Contract: `run(system)` is a pure function: the same system gives the same Study, to the nanosecond. It takes a few seconds.
+Contract: `run(system)` is a pure function: the same system gives the same T3Study, to the nanosecond. It takes a few seconds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from weft.studies.t3.configurations import (
 )
 from weft.studies.t3.layers import PHASE, Phase, other_ns
 from weft.studies.t3.mapping import Collective, mapping
-from weft.studies.t3.system import System
-from weft.studies.t3.work import LARGE_SUBLAYERS, MODELS, SUBLAYERS, Gemm, Layer, Model, SubLayer
+from weft.studies.t3.system import T3System
+from weft.studies.t3.work import LARGE_SUBLAYERS, MODELS, SUBLAYERS, Layer, LayerGemm, SubLayer, Transformer
 
 Pass = Literal["training", "prompt"]
 PHASES: dict[Pass, tuple[Phase, ...]] = {"training": ("forward", "backward"), "prompt": ("forward",)}
@@ -44,7 +44,7 @@ class EndToEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Concurrent:
+class ConcurrentAllReduce:
     """A GEMM beside the all-reduce of another one's output, on units of their own, memory contention left out.
 
     Of which sub-layers the paper has this (section 3.2) is not known here; these are the 16 of its other figures.
@@ -70,19 +70,19 @@ class Mapped:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class T3Study:
     """The whole evaluation. large: the sub-layers of the large models; large_end_to_end: these models."""
 
-    system: System
+    system: T3System
     sublayers: tuple[SubLayerRun, ...]
     large: tuple[SubLayerRun, ...]
     end_to_end: tuple[EndToEnd, ...]
     large_end_to_end: tuple[EndToEnd, ...]
-    concurrent: tuple[Concurrent, ...]
+    concurrent: tuple[ConcurrentAllReduce, ...]
     mapped: tuple[Mapped, ...]
 
 
-def run(system: System, progress: Progress = lambda text, done, total: None) -> Study:
+def run(system: T3System, progress: Progress = lambda text, done, total: None) -> T3Study:
     """Simulate all of it. progress: called with what comes next, how much is done, and of how much.
 
     Raises ValueError where the tiles of an output do not divide among its ranks, or the units are too few to share.
@@ -101,7 +101,7 @@ def run(system: System, progress: Progress = lambda text, done, total: None) -> 
     others: tuple[Collective, ...] = ("direct_reduce_scatter", "all_to_all", "all_gather")
     mapped = tuple(_mapped(system, collective) for collective in others)
     progress("done", total, total)
-    return Study(
+    return T3Study(
         system=system,
         sublayers=sublayers,
         large=large,
@@ -113,10 +113,10 @@ def run(system: System, progress: Progress = lambda text, done, total: None) -> 
 
 
 def run_sublayers(
-    system: System, sublayers: Sequence[SubLayer], progress: Callable[[str, int], None] = lambda text, done: None
+    system: T3System, sublayers: Sequence[SubLayer], progress: Callable[[str, int], None] = lambda text, done: None
 ) -> Iterator[SubLayerRun]:
     """Each sub-layer in all configurations. Those with the same GEMM are simulated once."""
-    known: dict[Gemm, SubLayerRun] = {}
+    known: dict[LayerGemm, SubLayerRun] = {}
     for done, sublayer in enumerate(sublayers):
         progress(sublayer.name, done)
         same = replace(sublayer.gemm, name=f"{sublayer.world_size} ranks")
@@ -125,9 +125,9 @@ def run_sublayers(
         yield replace(known[same], name=sublayer.name)
 
 
-def _end_to_end(system: System, sublayers: Sequence[SubLayer], runs: Sequence[SubLayerRun]) -> Iterator[EndToEnd]:
+def _end_to_end(system: T3System, sublayers: Sequence[SubLayer], runs: Sequence[SubLayerRun]) -> Iterator[EndToEnd]:
     """The models that have these sub-layers, which ran so."""
-    parts: dict[tuple[Model, int], dict[Layer, SubLayerRun]] = {}
+    parts: dict[tuple[Transformer, int], dict[Layer, SubLayerRun]] = {}
     for sublayer, run in zip(sublayers, runs, strict=True):
         parts.setdefault((sublayer.model, sublayer.world_size), {})[sublayer.layer] = run
     for (model, world_size), own in parts.items():
@@ -145,13 +145,13 @@ def _whole(name: str, kind: Pass, rest: int, runs: Sequence[SubLayerRun]) -> End
     return EndToEnd(name=name, kind=kind, share=share, speedup=speedup, speedup_t3=speedup_t3)
 
 
-def concurrent(system: System, units: int | None) -> Concurrent:
+def concurrent(system: T3System, units: int | None) -> ConcurrentAllReduce:
     """All sub-layers, with `units` for the all-reduce. Raises ValueError if none are left."""
     if units is not None and not 0 < units < system.units:
         raise ValueError(f"units is {units}; of {system.units} each side needs at least 1")
     rest = None if units is None else system.units - units
     pairs = list(zip(_kernels_ns(system, None, None), _kernels_ns(system, rest, units), strict=True))
-    return Concurrent(
+    return ConcurrentAllReduce(
         units=units,
         gemm_slowdowns=tuple(slow[0] / fast[0] for fast, slow in pairs),
         all_reduce_slowdowns=tuple(slow[1] / fast[1] for fast, slow in pairs),
@@ -159,9 +159,9 @@ def concurrent(system: System, units: int | None) -> Concurrent:
     )
 
 
-def _kernels_ns(system: System, rest: int | None, units: int | None) -> Iterator[tuple[int, int]]:
+def _kernels_ns(system: T3System, rest: int | None, units: int | None) -> Iterator[tuple[int, int]]:
     """Every sub-layer's GEMM on `rest` units and its all-reduce on `units` (None: all), each alone. Equal ones are run once."""
-    known: dict[tuple[Gemm, int], tuple[int, int]] = {}
+    known: dict[tuple[LayerGemm, int], tuple[int, int]] = {}
     for sublayer in SUBLAYERS:
         gemm, world_size = replace(sublayer.gemm, name="GEMM"), sublayer.world_size
         if (gemm, world_size) not in known:
@@ -170,7 +170,7 @@ def _kernels_ns(system: System, rest: int | None, units: int | None) -> Iterator
         yield known[gemm, world_size]
 
 
-def _mapped(system: System, collective: Collective) -> Mapped:
+def _mapped(system: T3System, collective: Collective) -> Mapped:
     gemm, world_size = MAPPED.gemm, MAPPED.world_size
     done = fused(system, gemm, world_size, "compute_first", collective=collective)
     chunks = sum(0 in route.links for route in mapping(collective, world_size).routes)

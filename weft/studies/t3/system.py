@@ -1,7 +1,7 @@
 """System: the simulated GPU of T3, as numbers, each with its source. One value serves every sub-layer and configuration.
 
-Contract: as weft.machine's profiles: a System that exists is complete, every number is from 1e-12 to 1e15, and `sources` says
-of each where it is from. weft.studies.profile has what gives a System with one number replaced.
+Contract: as weft.machine's profiles: a T3System that exists is complete, every number is from 1e-12 to 1e15, and `sources` says
+of each where it is from. weft.studies.profile has what gives a T3System with one number replaced.
 
 Times are whole nanoseconds, rates 1e9 bytes/s, which is bytes a nanosecond.
 """
@@ -20,7 +20,7 @@ PROFILE = Path(__file__).with_name("system.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tile:
+class WorkgroupTile:
     """A workgroup's part of a GEMM's output. k: of one slice, of which `stages` lie in shared memory.
 
     group_rows: rows of tiles that are finished, column by column, before the next ones. wavefronts: of one workgroup.
@@ -77,7 +77,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracker:
+class TrackerSize:
     """entries: wavefront tiles that it follows at a time. spill_bytes: memory that one more is kept in."""
 
     entries: int
@@ -85,7 +85,7 @@ class Tracker:
 
 
 @dataclass(frozen=True, kw_only=True)
-class System:
+class T3System:
     """One of N equal GPUs. See the module's text.
 
     units: compute units. flops_per_clock: of one unit, half precision. unit_gbps: memory traffic that one unit can have
@@ -99,12 +99,12 @@ class System:
     flops_per_clock: int
     unit_gbps: float
     pipeline: int
-    tile: Tile
+    tile: WorkgroupTile
     llc: Llc
     hbm: Hbm
     arbiter: Arbiter
     link: Link
-    tracker: Tracker
+    tracker: TrackerSize
     dma_tiles: int
     sources: Mapping[str, str]
 
@@ -137,6 +137,6 @@ class System:
 
 
 @cache
-def load() -> System:
+def load() -> T3System:
     """The shipped profile: T3, arXiv 2401.16677, section 5."""
-    return codec.read(System, PROFILE)
+    return codec.read(T3System, PROFILE)

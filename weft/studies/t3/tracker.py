@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from weft.studies.t3.mapping import Mapping
-from weft.studies.t3.system import System
+from weft.studies.t3.system import T3System
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Tracker:
     spilled: entries that were put into memory so far; most: that lived at a time.
     """
 
-    system: System
+    system: T3System
     mapping: Mapping
     live: int = 0
     most: int = 0

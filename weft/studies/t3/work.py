@@ -23,7 +23,7 @@ FACTOR: dict[Layer, int] = {"OP": 1, "FC2": 4, "FC1": 4, "IP": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class Transformer:
     """A transformer: hidden size, and tokens of a batch. heads: of attention, for what lies between its GEMMs."""
 
     name: str
@@ -34,7 +34,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemm:
+class LayerGemm:
     """M x N x K in half precision, on one GPU. name: for people."""
 
     name: str
@@ -60,7 +60,7 @@ class Gemm:
 class SubLayer:
     """One of a model's GEMMs with its all-reduce, on `world_size` GPUs."""
 
-    model: Model
+    model: Transformer
     layer: Layer
     world_size: int
 
@@ -69,18 +69,18 @@ class SubLayer:
         return f"{self.model.name} TP{self.world_size} {self.layer}"
 
     @property
-    def gemm(self) -> Gemm:
+    def gemm(self) -> LayerGemm:
         """One rank's part. Raises ValueError if there are more ranks than columns."""
         model = self.model
-        return Gemm(name=self.name, m=model.tokens, n=model.hidden, k=FACTOR[self.layer] * model.hidden // self.world_size)
+        return LayerGemm(name=self.name, m=model.tokens, n=model.hidden, k=FACTOR[self.layer] * model.hidden // self.world_size)
 
 
-MEGA_GPT2 = Model(name="Mega-GPT-2", hidden=3072, tokens=16 * 1024, heads=32)
-T_NLG = Model(name="T-NLG", hidden=4256, tokens=8 * 1024, heads=28)
+MEGA_GPT2 = Transformer(name="Mega-GPT-2", hidden=3072, tokens=16 * 1024, heads=32)
+T_NLG = Transformer(name="T-NLG", hidden=4256, tokens=8 * 1024, heads=28)
 LARGE = (
-    Model(name="GPT-3", hidden=12288, tokens=2 * 1024, heads=96),
-    Model(name="PALM", hidden=18432, tokens=2 * 1024, heads=48),
-    Model(name="MT-NLG", hidden=20480, tokens=2 * 1024, heads=128),
+    Transformer(name="GPT-3", hidden=12288, tokens=2 * 1024, heads=96),
+    Transformer(name="PALM", hidden=18432, tokens=2 * 1024, heads=48),
+    Transformer(name="MT-NLG", hidden=20480, tokens=2 * 1024, heads=128),
 )
 MODELS = (MEGA_GPT2, T_NLG)
 SUBLAYERS = tuple(SubLayer(model=m, layer=layer, world_size=n) for m in MODELS for n in (8, 16) for layer in LAYERS)
