@@ -45,6 +45,12 @@ class Trace:
         found = self.events[lane or getattr(self._now, "lane", "no lane")]
         found.append(what)
 
+    def at(self, region: str) -> None:
+        """A region is found; by a view of it, which asks for its pieces, once."""
+        found = self.events[getattr(self._now, "lane", "no lane")]
+        if not found or found[-1] != f"at {region}":
+            found.append(f"at {region}")
+
     def signal(self, flag: str) -> None:
         """A flag is signalled: at each of its waiters, which is one event."""
         found = self.events[self._now.lane]
@@ -145,7 +151,8 @@ def traced(*, kernels: bool = False) -> Iterator[Trace]:
         before(HostProgram, "multiply", lambda self, a, b, out, accumulate: trace.note(f"multiply {[*a.shape]} {[*b.shape]}"))
         before(launch_plan, "look_up", lambda bindings, bags, out, problem: trace.note(f"look up {bags} -> {out}"))
         before(RowsOfCall, "of", lambda self, segment: trace.note(f"rows {segment}"))
-        before(Bindings, "pieces", lambda self, region: trace.note(f"at {region}"))
+        before(Bindings, "view", lambda self, region: trace.at(str(region)))
+        before(Bindings, "pieces", lambda self, region: trace.at(str(region)))
         patch.setattr(HostExecutor, "_started", _noted(trace, HostExecutor._started))
         before(
             HostExecutor,

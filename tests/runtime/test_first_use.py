@@ -51,7 +51,7 @@ class Program:
         def plan(bindings: object) -> Any:
             self.log.append("plan")
             operations = FlagOperations(where=where, words=(), submitter=submitter)
-            return SimpleNamespace(runs=[SimpleNamespace(launches=[operations, "kernel"])])
+            return SimpleNamespace(batches=[SimpleNamespace(launches=[operations, "kernel"])])
 
         nothing |= {"_plan": plan, "_issue": self._enqueued}
         nothing |= {"kernels": {at: self._kernel(at) for at in range(2)}}

@@ -133,7 +133,7 @@ def continued(lane: Lane, kernels: Mapping[Span1D, FusedCollective] | None = Non
     return frozenset(found)
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """What the steps of a type are to `span`. label: of a step on a rank. bytes: those that it moves in a schedule, or the
     regions that have them."""
 
@@ -143,29 +143,31 @@ class Work(NamedTuple):
     flops: Callable[[Any], int] = lambda step: 0
 
 
-WORK: dict[type, Work] = {
-    Wait: Work("wait", _flag_label),
-    Signal: Work("signal", _flag_label),
-    Copy: Work("copy", _copy_label, lambda schedule, step: [step.src]),
-    Push: Work("copy", _push_label, lambda schedule, step: [part.src for part in step.parts]),
-    Gemm: Work("gemm", bytes=_gemm_regions, flops=lambda step: sum(2 * part.a.size * step.b.shape[1] for part in step.parts)),
-    Reduce: Work("reduce", bytes=lambda schedule, step: regions(step)),
-    Lookup: Work("lookup", bytes=_lookup_bytes),
-    Collective: Work("collective", lambda rank, step: step.op, _collective_bytes),
-    FusedCollective: Work(
+WORK: dict[type, StepWork] = {
+    Wait: StepWork("wait", _flag_label),
+    Signal: StepWork("signal", _flag_label),
+    Copy: StepWork("copy", _copy_label, lambda schedule, step: [step.src]),
+    Push: StepWork("copy", _push_label, lambda schedule, step: [part.src for part in step.parts]),
+    Gemm: StepWork(
+        "gemm", bytes=_gemm_regions, flops=lambda step: sum(2 * part.a.size * step.b.shape[1] for part in step.parts)
+    ),
+    Reduce: StepWork("reduce", bytes=lambda schedule, step: regions(step)),
+    Lookup: StepWork("lookup", bytes=_lookup_bytes),
+    Collective: StepWork("collective", lambda rank, step: step.op, _collective_bytes),
+    FusedCollective: StepWork(
         "collective",
         lambda rank, step: f"{'multiply and ' * step.multiplies}{step.op} as one kernel",
         lambda schedule, step: regions(step),
         _fused_flops,
     ),
-    SendReceive: Work(
+    SendReceive: StepWork(
         "message",
         lambda rank, step: f"send {len(step.sends)}, receive {len(step.receives)}",
         lambda schedule, step: [receive.dst for receive in step.receives],
     ),
-    UserCall: Work("call"),
-    ShareCounts: Work("copy"),
-    SegmentCopies: Work("copy"),
-    GroupedGemm: Work("gemm"),
+    UserCall: StepWork("call"),
+    ShareCounts: StepWork("copy"),
+    SegmentCopies: StepWork("copy"),
+    GroupedGemm: StepWork("gemm"),
 }
 """By type of step, all of them."""
