@@ -133,6 +133,10 @@ def continued(lane: Lane, kernels: Mapping[Span1D, FusedCollective] | None = Non
     return frozenset(found)
 
 
+def _gemm_flops(step: Gemm) -> int:
+    return sum(2 * part.a.size * step.b.shape[1] for part in step.parts)
+
+
 class StepWork(NamedTuple):
     """What the steps of a type are to `span`. label: of a step on a rank. bytes: those that it moves in a schedule, or the
     regions that have them."""
