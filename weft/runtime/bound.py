@@ -275,7 +275,8 @@ class BoundProgram(ABC):
         return self.signal_value(wait.flag) if wait.at_least else 0
 
     @abstractmethod
-    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]: ...
+    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
+        """Zeroed bytes on every rank that all ranks may address: their addresses by rank, and this rank's. Collective."""
 
     @abstractmethod
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:

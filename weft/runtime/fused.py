@@ -8,13 +8,13 @@ alone, or whose slices of K end within a step of its loop, multiplies part by pa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from weft.core.machine import Machine
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, Wait, advances
+from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, advances
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
 from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables, whole_slices
@@ -65,22 +65,6 @@ def signal_values(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, in
         return {}
     blocks = blocks_for(step, program.device, program.machine)
     return {part.count: tiles_of(part, blocks) for part in step.parts if part.count is not None}
-
-
-class FlagWords(Protocol):
-    """Where a device keeps flags, for kernels."""
-
-    def gate_address(self, flag: Flag, where: Where) -> int:
-        """The word that a step of this rank looks at."""
-        ...
-
-    def gate_need(self, wait: Wait) -> int:
-        """The value of that word that opens a gate; 0 where the gate has been passed before the kernel starts."""
-        ...
-
-    def count_address(self, flag: Flag) -> int:
-        """The word that a kernel of this rank adds to."""
-        ...
 
 
 def _address(bindings: Bindings, region: Region) -> int:
@@ -141,7 +125,7 @@ class FusedGemm(GatedKernel):
         where: Where,
         device: torch.device,
         machine: Machine,
-        flags: FlagWords,
+        flags: BoundProgram,
         outputs: Collection[str] = (),
     ) -> None:
         super().__init__(where, device)

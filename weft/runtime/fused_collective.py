@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,14 +16,6 @@ from weft.runtime.step_kernels import StepKernel
 
 if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
-
-
-class MailboxOwner(Protocol):
-    """Where a device keeps mailboxes."""
-
-    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
-        """Zeroed bytes on every rank that all may address: their addresses by rank, and this rank's. Collective."""
-        ...
 
 
 def kernel_of(program: BoundProgram, where: Where, step: FusedCollective) -> FusedCollectiveKernel:
@@ -64,7 +56,7 @@ class FusedCollectiveKernel(StepKernel):
         where: Where,
         step: FusedCollective,
         device: torch.device,
-        owner: MailboxOwner,
+        owner: BoundProgram,
         blocks: int,
     ) -> None:
         super().__init__(where)

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from weft.compat.streams import Word
 from weft.core.problem import LookupProblem
@@ -48,7 +48,6 @@ from weft.core.schedule import (
     Push,
     Reduce,
     Region,
-    Schedule,
     SegmentCopies,
     SendReceive,
     ShareCounts,
@@ -57,65 +56,19 @@ from weft.core.schedule import (
     Wait,
     waits,
 )
-from weft.runtime.arithmetic import Matmul, Product, Sliced, add_up, groups
+from weft.runtime.arithmetic import Product, Sliced, add_up, groups
 from weft.runtime.bags import look_up
 from weft.runtime.bindings import Where
-from weft.runtime.flag_words import WaiterWords
-from weft.runtime.host_rows import HostRows
-from weft.runtime.launches import CopyLaunch, FlagOperations, FlagSubmitter, IssuedCall, KernelLaunch, Launch, TorchLaunch
+from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, KernelLaunch, Launch, TorchLaunch
 from weft.runtime.order import before, behind, order, turns
 from weft.runtime.step_kernels import Place, StepKernel
+
+if TYPE_CHECKING:
+    from weft.runtime.bound import BoundProgram
 
 MOST_IN_SEQUENCE = 256
 """If no lane has more launches than this, the lanes are enqueued one after the other. Otherwise the launches of all lanes are
 interleaved, in the order of weft.runtime.order. A stream takes about 1000 entries, and a launch is a few of them."""
-
-
-class Planned(Protocol):
-    """A program, as its launch plan needs it. sms_for_kernels, sms_for_pushes: how many blocks they have. tries: how often a
-    kernel looks at a flag before it gives up."""
-
-    schedule: Schedule
-    rank: int
-    flags: WaiterWords
-    kernels: dict[Place, StepKernel]
-    sms_for_kernels: int
-    sms_for_pushes: int
-
-    @property
-    def tries(self) -> int: ...
-
-    @property
-    def submitter(self) -> FlagSubmitter: ...
-
-    @property
-    def row_counts(self) -> HostRows:
-        """Where hosts find the row counts of all ranks, for steps that are no kernels."""
-        ...
-
-    def signal_value(self, flag: Flag) -> int:
-        """The value that a flag's word has once it is signalled."""
-        ...
-
-    def here(self, where: Where) -> Word:
-        """The operation by which a lane says that it has come to a step, before the step may wait."""
-        ...
-
-    def gate_address(self, flag: Flag, where: Where) -> int: ...
-
-    def waiters(self, flag: Flag) -> list[int]:
-        """The words that a signal raises."""
-        ...
-
-    def copier(self, src: Region, dst: Region) -> Callable[..., None]:
-        """What CopyLaunch calls."""
-        ...
-
-    def matmul(self, lane: str, call: IssuedCall) -> Matmul: ...
-
-    def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]: ...
-
-    def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]: ...
 
 
 class Counts(Protocol):
@@ -142,7 +95,7 @@ class LaunchPlan:
     lanes: by lane, every launch for itself. merged: with neighbouring FlagOperations as one, and with signals aside.
     """
 
-    def __init__(self, program: Planned, running: frozenset[Place]) -> None:
+    def __init__(self, program: BoundProgram, running: frozenset[Place]) -> None:
         self._program, self._running = program, running
         self._of: dict[type[Step], Callable[..., Iterator[Launch]]] = {
             Wait: self._wait,

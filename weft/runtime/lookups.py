@@ -21,7 +21,6 @@ from weft.runtime.step_kernels import StepKernel
 
 if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
-    from weft.runtime.fused import FlagWords
 
 
 def kernel_of(program: BoundProgram, where: Where, step: Lookup) -> FusedLookup:
@@ -52,7 +51,7 @@ class FusedLookup(StepKernel):
         step: Lookup,
         where: Where,
         device: torch.device,
-        flags: FlagWords,
+        flags: BoundProgram,
         problem: LookupProblem,
         loading: Callable[[], AbstractContextManager[None]],
     ) -> None:

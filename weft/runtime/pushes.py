@@ -13,7 +13,6 @@ from weft.runtime.step_kernels import StepKernel
 
 if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
-    from weft.runtime.fused import FlagWords
 
 
 def kernel_of(program: BoundProgram, where: Where, step: Push) -> FusedPush:
@@ -30,7 +29,7 @@ def signal_values(program: BoundProgram, rank: int, step: Push) -> dict[Flag, in
 class FusedPush(StepKernel):
     """One Push of one rank as a kernel, ready to launch call after call."""
 
-    def __init__(self, step: Push, where: Where, device: torch.device, flags: FlagWords) -> None:
+    def __init__(self, step: Push, where: Where, device: torch.device, flags: BoundProgram) -> None:
         super().__init__(where)
         self._step, self._device, self._flags = step, device, flags
         self._source = step.source

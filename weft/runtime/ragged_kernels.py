@@ -24,7 +24,6 @@ from weft.core.schedule import GroupedGemm, Schedule, SegmentCopies, ShareCounts
 from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, Shape, word_bytes
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.fused_collective import MailboxOwner
 from weft.runtime.host_rows import below_zero, no_room
 from weft.runtime.ragged_steps import RankOrders
 from weft.runtime.step_kernels import StepKernel
@@ -80,7 +79,7 @@ class RaggedKernels:
         dtype: torch.dtype,
         device: torch.device,
         machine: Machine,
-        owner: MailboxOwner,
+        owner: BoundProgram,
         *,
         sms: int,
         tries: int,

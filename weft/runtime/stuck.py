@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from weft.core.schedule import Collective, Flag, Lane, Schedule, SendReceive, Wait, places_of, waits
+from weft.core.schedule import Collective, Lane, SendReceive, Wait, places_of, waits
 from weft.runtime.bindings import Where
-from weft.runtime.flag_words import WaiterWords
+
+if TYPE_CHECKING:
+    from weft.runtime.bound import BoundProgram
 
 
-class Stuck(Protocol):
-    """A program whose call has not ended in time."""
-
-    schedule: Schedule
-    rank: int
-    flags: WaiterWords
-
-    def signal_value(self, flag: Flag) -> int: ...
-
-    def raiser(self, flag: Flag) -> str: ...
-
-
-def waiting(program: Stuck, seen: Sequence[int], reached: Mapping[str, int]) -> list[str]:
+def waiting(program: BoundProgram, seen: Sequence[int], reached: Mapping[str, int]) -> list[str]:
     """A line for each lane that waits for a flag. seen: the words of this rank. reached: by lane, the position of its step."""
     lines = []
     for lane in program.schedule.ranks[program.rank]:
@@ -34,7 +24,7 @@ def waiting(program: Stuck, seen: Sequence[int], reached: Mapping[str, int]) -> 
     return lines
 
 
-def unsent(program: Stuck, reached: Mapping[str, int]) -> Iterator[str]:
+def unsent(program: BoundProgram, reached: Mapping[str, int]) -> Iterator[str]:
     """The collectives of the program, and the messages that a lane came to last: nothing says whether they have ended."""
     rank, schedule = program.rank, program.schedule
     others = ", ".join(f"rank {peer}" for peer in range(schedule.problem.world_size) if peer != rank)
