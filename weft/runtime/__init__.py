@@ -6,8 +6,10 @@ From a call to a program:
     gradients.py                                 the backward of lookups
     groups.py  programs.py                       the registry of process groups; a group's calls and its bound programs
     environment.py                               what the environment says, looked at before ranks start
+    agreed_profile.py  nearest.py                the machine profile that all ranks use
     buckets.py                                   row counts that are padded to a bucket
     choose.py  tuner.py  trial.py                from `schedule=` to a schedule: by name or plan; measured before, or here
+    kept_plans.py                                what was measured before, in files
 
 A program, which is a schedule bound to one rank:
 
@@ -18,18 +20,17 @@ A program, which is a schedule bound to one rank:
     cuda.py  lane_streams.py                     on GPUs: a call; streams that fork and join
     order.py  turn.py  replay.py                 orders in which no stream, and no GPU, is stuck; calls as CUDA graphs
     call_timer.py  stuck.py                      when the steps of a call ran, and what a call waits for
-    cuda_space.py  reach.py                      what the programs of a process group share there: streams, symmetric memory
+    cuda_space.py                                what the programs of a process group share there: streams, symmetric memory
     tickets.py  watchdog.py                      the events of each call, and the thread that bounds every call
     release.py  invalid.py  aborts.py            what follows a failure: released waits, NaN in results, aborted communicators
-    driver.py                                    the CUDA driver, where torch has no name
-    products.py  cublaslt.py                     matmuls, each by the algorithm of cuBLAS that was fastest
+    products.py                                  matmuls, each by the algorithm of cuBLAS that was fastest
 
 Steps as kernels (weft.kernels), on any device whose memory has addresses:
 
     step_kernels.py                              their interface, and which steps have one
     fused.py  fused_collective.py                GEMMs and sums that wait, count or store at peers; collectives as one kernel
     pushes.py  sums.py  lookups.py               pushes, sums of collectives, embedding bags
-    ragged_kernels.py                            steps whose row counts live on devices
+    ragged_kernels.py  ragged_steps.py           steps whose row counts live on devices, and their tables
 
 What others move, and the rest:
 

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from weft.comm.rank_group import RankGroup
 from weft.core.fused_collective import spelled_out
-from weft.core.machine import Machine
 from weft.core.problem import CollectiveProblem, RaggedProblem
 from weft.core.schedule import (
     Collective,
@@ -44,6 +42,8 @@ from weft.runtime.step_kernels import Place, StepKernel, kernel_of, signal_value
 
 if TYPE_CHECKING:
     from weft.compat.streams import Word
+    from weft.runtime.cuda_space import CudaSpace
+    from weft.runtime.host_space import HostSpace
     from weft.runtime.ragged_kernels import RaggedKernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
@@ -59,12 +59,6 @@ class Closes(Protocol):
     """What can be attached to a group."""
 
     def close(self) -> None: ...
-
-
-class MayBeHeld(Protocol):
-    """A program. captured: whether a graph of the caller's has a call of it."""
-
-    captured: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,43 +101,6 @@ def scratch_bytes(schedule: Schedule, shared: Layout, itemsize: int) -> int:
     )
 
 
-class Space(Protocol):
-    """What the schedules of one group share on this rank."""
-
-    rank_group: RankGroup
-    device: torch.device
-    machine: Machine
-    """The profile by which kernels choose their tiles and SMs. The same on every rank."""
-
-    def runs_kernels(self, dtype: torch.dtype) -> bool:
-        """Whether fused steps of this dtype run as kernels here. The same on every rank."""
-        ...
-
-    def fuses(self, dtype: torch.dtype) -> bool:
-        """Whether a FusedCollective runs as one kernel here. The same on every rank."""
-        ...
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that such a kernel may have: all of them run at once."""
-        ...
-
-    def runs_lookups(self, dtype: torch.dtype) -> bool:
-        """Whether lookups, and sums of collectives alone, of this dtype run as kernels here. The same on every rank."""
-        ...
-
-    @property
-    def tries(self) -> int:
-        """How often a kernel looks at a flag before it gives up."""
-        ...
-
-    def loading(self) -> AbstractContextManager[None]:
-        """A context in which kernels may be loaded."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class BoundProgram(ABC):
     """One rank's side of a schedule. Collective: every rank constructs it for the same schedule."""
 
@@ -155,7 +112,7 @@ class BoundProgram(ABC):
     def submitter(self) -> FlagSubmitter:
         """How operations on flags reach a lane."""
 
-    def __init__(self, space: Space, schedule: Schedule) -> None:
+    def __init__(self, space: HostSpace | CudaSpace, schedule: Schedule) -> None:
         self.rank_group, self.schedule = space.rank_group, schedule
         self.rank = self.rank_group.rank
         self.dtype = DTYPES[schedule.problem.dtype]

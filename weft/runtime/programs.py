@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
@@ -28,7 +27,7 @@ from weft.core.errors import PeerLost
 from weft.core.logs import warn_once
 from weft.core.problem import Problem, RaggedProblem
 from weft.core.schedule import Schedule
-from weft.runtime.bound import BoundProgram, MayBeHeld, Outputs
+from weft.runtime.bound import BoundProgram, Outputs
 from weft.runtime.buckets import RowCounts, cut, pad
 from weft.runtime.calls import PLAIN, Call, MatmulCall
 from weft.runtime.choose import MODES, choose, fans_out
@@ -39,7 +38,6 @@ from weft.runtime.host_space import HostSpace
 from weft.runtime.trial import Trial
 from weft.runtime.tuner import Key, Tuner
 
-Held = TypeVar("Held", bound=MayBeHeld)
 Space = HostSpace | CudaSpace
 KNOWN_CALLS = 2048
 """Calls that ranks make without a handshake. Fewer than the texts that a group remembers, so that each can be compared."""
@@ -321,9 +319,9 @@ class Programs:
             self._limits[device] = min(self._rank_group.enter("bytes for programs (WEFT_PROGRAM_MEMORY_GB)", mine))
         return self._limits[device]
 
-    def in_graphs(self, programs: Sequence[Held]) -> set[Held]:
+    def in_graphs(self, programs: Sequence[BoundProgram]) -> set[BoundProgram]:
         """Those that any rank has captured: its graphs go on using them, and all ranks keep theirs. Collective."""
-        held: set[Held] = set()
+        held: set[BoundProgram] = set()
         for first in range(0, len(programs), _AT_ONCE):
             some = programs[first : first + _AT_ONCE]
             mine = sum(1 << at for at, program in enumerate(some) if program.captured)
