@@ -26,12 +26,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from weft.compat import fsdp
-from weft.compat.autograd import NO_BACKWARD, at_end_of_backward, backward_pass
-from weft.compat.c10d import FlatCollectives, backend_of, exchange_messages, group_named, nccl_connections, store_of
-from weft.compat.cpu import multiplies
+from weft.compat.c10d import (
+    FlatCollectives,
+    backend_of,
+    connections,
+    exchange_messages,
+    group_named,
+    nameless_group,
+    nccl_connections,
+    store_of,
+)
 from weft.compat.cublas import carveout, has_carveout, matmul_settings, needs_torch, set_carveout
 from weft.compat.dispatch import (
+    NO_BACKWARD,
+    at_end_of_backward,
     autocast_enabled,
+    backward_pass,
     forward_mode,
     graph_break,
     has_tangent,
@@ -43,13 +53,11 @@ from weft.compat.dispatch import (
     without_autocast,
     writes_to,
 )
-from weft.compat.functional import all_reduced, tree_flatten, tree_leaves, tree_unflatten
-from weft.compat.gloo import connections, nameless_group
-from weft.compat.grouped import grouped_mm
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options
 from weft.compat.mappings import mapped
 from weft.compat.storages import WeakStorage, users
 from weft.compat.symmetric_memory import _Numbered, registered
+from weft.compat.tensors import all_reduced, grouped_mm, multiplies, tree_flatten, tree_leaves, tree_unflatten
 from weft.compat.versions import TESTED, minor, warn_of_untested_versions
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from on_gpus import GPUS, NEEDS_ONE, SHARED, alarm
 from rank_pools import gpus
 
-from weft.compat.cuda_driver import checked, driver_api
+from weft.compat.streams import checked, driver_api
 from weft.overlap import controls
 from weft.overlap.controls import (
     DEVICES,

@@ -1,8 +1,13 @@
-"""Private names of torch.distributed that weft uses; a test (tests/compat) says what a new torch has changed of them."""
+"""Private names of torch.distributed that weft uses; a test (tests/compat) says what a new torch has changed of them.
+
+torch names groups that only some ranks make by their ranks and by how many groups a rank has. So ranks could differ in a name,
+of such a group or of the caller's next one: connections of weft's own have no name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -93,3 +98,18 @@ def exchange_messages(
     for got, source in receives:
         backend.recv([got], source, 0)
     backend._end_coalescing().wait()
+
+
+def connections(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """gloo's connections among `size` ranks that share a store: torch's backend. Collective. Blocks until all have come."""
+    from torch.distributed.distributed_c10d import ProcessGroupGloo  # a build of torch may lack it
+
+    return ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+
+
+def nameless_group(store: Any, rank: int, size: int, backend: Any) -> dist.ProcessGroup:
+    """A process group for torch.distributed's collectives on CPUs, over some connections."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from weft.compat.cuda_driver import checked, driver_api
+from weft.compat.streams import checked, driver_api
 
 Priority = Literal["normal", "high"] | int
 """normal: 0. high: the highest that the device has."""

@@ -11,10 +11,26 @@ from typing import Any, Literal
 
 import torch
 
-from weft.compat.cuda_driver import checked, driver_api
+from weft.core.errors import WeftError
 
 _BATCH = 128
 """Memory operations in one submission; the driver takes 256."""
+
+
+def driver_api() -> Any:
+    """cuda-bindings' driver API. Raises ValueError if it is missing."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise ValueError("device is cuda: the driver is called through cuda-bindings; pip install cuda-bindings") from None
+    return driver
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """What a driver call returned. Raises WeftError if it failed."""
+    if result[0]:
+        raise WeftError(f"CUDA driver: {result[0]}")
+    return result[1] if len(result) > 1 else None
 
 
 def raw_stream(index: int) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.compat.autograd import NO_BACKWARD, backward_pass
+from weft.compat.dispatch import NO_BACKWARD, backward_pass
 from weft.models.linear import Tokens
 from weft.runtime.groups import GROUPS
 

@@ -31,7 +31,7 @@ from weft.compat.dispatch import (
     observed,
     without_autocast,
 )
-from weft.compat.functional import tree_flatten, tree_leaves, tree_unflatten
+from weft.compat.tensors import tree_flatten, tree_leaves, tree_unflatten
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.compat.grouped import grouped_mm
+from weft.compat.tensors import grouped_mm
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
 from weft.ops.common import check_operands, define, group_of, no_columns, shape_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weft.compat.functional import all_reduced
+from weft.compat.tensors import all_reduced
 
 Tensor = torch.Tensor
 

@@ -28,8 +28,8 @@ from functools import partial
 import torch
 
 from weft.comm.symmetric_heap import HostAllocation
-from weft.compat.cpu import multiplies
 from weft.compat.streams import Word
+from weft.compat.tensors import multiplies
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import (

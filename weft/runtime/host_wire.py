@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
-from weft.compat.gloo import connections, nameless_group
+from weft.compat.c10d import connections, nameless_group
 from weft.runtime.bounded import bounded, named
 
 Messages = Sequence[tuple[torch.Tensor, int]]

@@ -10,8 +10,8 @@ from itertools import combinations
 
 import torch
 
-from weft.compat.cuda_driver import checked, driver_api
 from weft.compat.device import gpu_number
+from weft.compat.streams import checked, driver_api
 from weft.core.version import __version__
 
 

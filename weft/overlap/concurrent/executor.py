@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 import torch.distributed as dist
 
-from weft.compat.autograd import NO_BACKWARD, at_end_of_backward, backward_pass
+from weft.compat.dispatch import NO_BACKWARD, at_end_of_backward, backward_pass
 from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
 from weft.overlap.concurrent.program import CollectivePart, Program, SideStream
 from weft.runtime.groups import GROUPS

@@ -24,7 +24,7 @@ import torch
 
 from weft.compat import cublas
 from weft.compat.comm_streams import Priority, priority_number
-from weft.compat.cuda_driver import checked, driver_api
+from weft.compat.streams import checked, driver_api
 
 _CARVING = threading.Lock()
 _CARVED: dict[object, int] = {}

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from weft.compat.cuda_driver import checked, driver_api
+from weft.compat.streams import checked, driver_api
 from weft.overlap.controls.residency import DEVICES, Multiprocessor
 
 

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
-from weft.compat.cuda_driver import checked, driver_api
+from weft.compat.streams import checked, driver_api
 from weft.overlap.controls.device import this_device
 from weft.overlap.controls.usage import Cap, Shaped, Usage
 

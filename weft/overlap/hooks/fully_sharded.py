@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from weft.compat.autograd import NO_BACKWARD, backward_pass
+from weft.compat.dispatch import NO_BACKWARD, backward_pass
 from weft.compat.fsdp import before_registered_methods, forward_has_begun
 from weft.ops.common import group_of
 from weft.overlap.concurrent.calls import calls_of
