@@ -89,6 +89,11 @@ class Wait:
     flag: Flag
     at_least: int = 1
 
+    @property
+    def on_previous_call(self) -> bool:
+        """Whether it waits for the signal of the call before; else for that of its own call."""
+        return self.at_least == 0
+
     def __str__(self) -> str:
         return f"wait {self.flag}>={self.at_least}"
 

@@ -215,7 +215,7 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
 
 def _arrives(part: Part) -> bool:
     """Whether a part waits for what brings its rows."""
-    return not part.adds and any(gate.at_least for gate in part.gates)
+    return not part.adds and any(not gate.on_previous_call for gate in part.gates)
 
 
 def _streams(world: World, rank: int, step: Gemm) -> FusedCollective | None:

@@ -118,7 +118,7 @@ def shape_of(step: Gemm, gpu: Capabilities, machine: Machine) -> TileShape:
     parts = tuple(
         Arriving(
             *part.out.shape,
-            not part.adds and any(gate.at_least for gate in part.waits),
+            not part.adds and any(not gate.on_previous_call for gate in part.waits),
             (*(column for column, _ in part.inner), part.a.shape[1]),
             part.out.rank != step.b.rank,
         )

@@ -229,7 +229,7 @@ class BoundProgram(ABC):
 
     def gate_need(self, wait: Wait) -> int:
         """The value of its word that opens a gate; 0 for one that has been passed where the kernel starts."""
-        return self.signal_value(wait.flag) if wait.at_least else 0
+        return 0 if wait.on_previous_call else self.signal_value(wait.flag)
 
     @abstractmethod
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:

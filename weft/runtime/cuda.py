@@ -137,9 +137,9 @@ class CudaProgram(BoundProgram):
         alone = not any(isinstance(kernel.where.step, Gemm) for kernel in kernels)
         self.sms_for_pushes = push_sms(space.machine, space.sms, alone=alone)
         self.sms_for_kernels = space.sms - (self.sms_for_pushes if pushes else 0) - (sms_for(self.rank_group) if sends else 0)
-        self._waits_on_sms = any(
-            kernel.manages_own_flags or (kernel.waits_in_kernel and any(wait.at_least for wait in waits(kernel.where.step)))
-            for kernel in kernels
+        waiting = [kernel for kernel in kernels if kernel.waits_in_kernel]
+        self._waits_on_sms = any(kernel.manages_own_flags for kernel in kernels) or any(
+            not wait.on_previous_call for kernel in waiting for wait in waits(kernel.where.step)
         )
 
     def _preset_flags_of_previous_calls(self) -> None:
@@ -147,7 +147,7 @@ class CudaProgram(BoundProgram):
         words = self._words.view(torch.int32)
         for _, lane, position, step in (entry for entry in self.schedule if entry[0] == self.rank):
             for wait in waits(step):
-                if wait.at_least == 0:
+                if wait.on_previous_call:
                     words[self.flags.slot[wait.flag, lane.name, position]] = self.signal_value(wait.flag)
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:

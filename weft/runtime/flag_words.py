@@ -20,7 +20,7 @@ class WaiterWords:
         self._signals = schedule.signals_per_call
         used = [0] * len(schedule.ranks)
         for rank, lane, position, step in schedule:
-            for wait in sorted(waits(step), key=lambda w: w.at_least == 0):
+            for wait in sorted(waits(step), key=lambda wait: wait.on_previous_call):
                 key = (wait.flag, lane.name, position)
                 if key not in self.slot:
                     self.slot[key] = used[rank]

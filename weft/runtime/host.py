@@ -101,7 +101,7 @@ class HostProgram(BoundProgram):
         late = {
             lane.name
             for lane in self.schedule.ranks[self.rank]
-            if lane.kind == "blocks" and any(wait.at_least for step in lane.steps for wait in waits(step))
+            if lane.kind == "blocks" and any(not wait.on_previous_call for step in lane.steps for wait in waits(step))
         }
         pushes = [place for place, kernel in self.kernels.items() if isinstance(kernel.where.step, Push)]
         for place in pushes:
@@ -116,7 +116,7 @@ class HostProgram(BoundProgram):
         for lane in self.schedule.ranks[self.rank]:
             for position, step in enumerate(lane.steps):
                 for wait in waits(step):
-                    if wait.at_least == 0:
+                    if wait.on_previous_call:
                         slot = self.flags.slot[wait.flag, lane.name, position]
                         self._words[self.rank].store(slot, self.signal_value(wait.flag))
 

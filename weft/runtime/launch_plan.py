@@ -190,7 +190,7 @@ class LaunchPlan:
 
     def _is_signalled(self, gate: Wait) -> bool:
         """Whether any step signals the gate's flag. A gate on the previous call whose flag nobody signals is left out."""
-        return gate.at_least > 0 or self._program.flags.raised(gate.flag)
+        return not gate.on_previous_call or self._program.flags.raised(gate.flag)
 
     def _raise(self, flag: Flag, where: Where) -> FlagOperations:
         value = self._program.signal_value(flag)
@@ -219,7 +219,7 @@ class LaunchPlan:
         run: this hung on 4 x H200.
         """
         gates = () if kernel.manages_own_flags else waits(where.step)
-        inside = [gate for gate in gates if gate.at_least and kernel.waits_in_kernel]
+        inside = [gate for gate in gates if kernel.waits_in_kernel and not gate.on_previous_call]
         yield from self._pass([gate for gate in gates if gate not in inside], where)
         if inside:
             yield self._operations(where, (self._program.here(where),))
