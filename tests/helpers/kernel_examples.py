@@ -199,8 +199,8 @@ def _push(_: Capabilities) -> Iterator[Example]:
 
 
 def _reduce(_: Capabilities) -> Iterator[Example]:
-    constants = {"SOURCES": 4, "ROWS": 4, "COLS": 1024, "FIELDS": reduce._FIELDS, "GATED": True, "ALIGN": 8}
-    types = "*bf16 *bf16 *i32 *i32 *i64 *i64 *i32 *i32"
+    constants = {"SOURCES": 4, "ROWS": 4, "COLS": 1024, "FIELDS": reduce._FIELDS, "ALIGN": 8}
+    types = "*bf16 *bf16 *i32 *i32 *i64"
     yield _typed(reduce._reduce_kernel, types, constants, "src_stride", "out_stride", warps=8)
 
 
