@@ -104,10 +104,10 @@ def _wide_tiles(m: int, name: str) -> None:
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     launch, site = FusedCollectiveKernel.launch, _Site(m, 128 * sms, 1024, transposed=True)
 
-    def slow(self: FusedCollectiveKernel, bindings: Bindings, *, silent: bool, tries: int, stream: int | None = None) -> None:
+    def slow(self: FusedCollectiveKernel, bindings: Bindings, *, silent: bool, tries: int, **options: int | None) -> None:
         assert (self.plan.tiling.n, self.plan.count) == (128, sms)
         time.sleep(1.0 if silent and dist.get_rank() == 1 else 0.0)
-        launch(self, bindings, silent=silent, tries=min(tries, 1_000_000), stream=stream)
+        launch(self, bindings, silent=silent, tries=min(tries, 1_000_000), **options)  # type: ignore[arg-type]
 
     FusedCollectiveKernel.launch = slow  # type: ignore[method-assign]
     try:

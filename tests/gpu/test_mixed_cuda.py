@@ -223,7 +223,7 @@ def test_calls_of_several_threads_and_graphs(pool: object) -> None:
     assert pool.run(_in_threads, rounds, 2, timeout_s=280 * (3 if SHARED else 1)) == [rounds] * 2  # type: ignore[attr-defined]
 
 
-@alarm(270)
+@alarm(100)
 def _behind_a_receive(rounds: int) -> int:
     """As a pipeline's stage: the first rank posts its receive, makes a first call, and waits for it; the second one makes the
     call, and sends."""
@@ -256,4 +256,4 @@ def _behind_a_receive(rounds: int) -> int:
 
 @pytest.mark.timeout(600)
 def test_first_calls_behind_a_receive_whose_sender_comes_later(pool: object) -> None:
-    assert pool.run(_behind_a_receive, 40, timeout_s=280 * (3 if SHARED else 1)) == [40] * 2  # type: ignore[attr-defined]
+    assert pool.run(_behind_a_receive, 40, timeout_s=110 * (3 if SHARED else 1)) == [40] * 2  # type: ignore[attr-defined]

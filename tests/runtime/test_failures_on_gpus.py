@@ -416,6 +416,27 @@ def test_a_program_that_closes_is_released_until_its_streams_have_drained(
     assert ranks.space.releaser._programs == {}
 
 
+def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call_is_released(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was enqueued waits for what was not. Memory that is freed before waits for all streams, for good."""
+    program = _closing(ranks.space, 0, _last_stream=None, _stuck=lambda: "")
+    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
+    ended = list[bool]()
+    ranks.space.heap = cast(
+        Any, SimpleNamespace(free=lambda _: ended.append(ranks.space.tickets.done(1)), free_kept=lambda: None)
+    )
+    ranks.space.releaser.add(id(program), lambda: ranks.space.ended(1))
+
+    def raises() -> None:
+        raise MemoryError("planted")
+
+    with pytest.raises(MemoryError), ranks.rank_group.failing():
+        program._enqueue(SimpleNamespace(replay=raises), {})
+    program.close()
+    assert ended == [True, True]
+
+
 def _closing(space: FakeSpace, ticket: int, **attributes: Any) -> Any:
     replays = SimpleNamespace(close=lambda: None)
     return _program(space, _replays=replays, _pieces=["words", "area"], _last_ticket=ticket, **attributes)

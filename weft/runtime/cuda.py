@@ -349,10 +349,11 @@ class CudaProgram(BoundProgram):
                     else:
                         work.replay()
             finally:
+                # Also of a call that raises: its lanes wait until they are released, and `close` has to wait for that.
                 self.space.tickets.end(caller, ticket)
+                self._last_stream, self._last_ticket = caller, ticket
                 self._timer = None
         self.space.watchdog.raise_if_failed()
-        self._last_stream, self._last_ticket = caller, ticket
         if timer is not None:
             self._read_spans(timer, ticket)
 
