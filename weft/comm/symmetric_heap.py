@@ -255,7 +255,10 @@ class DeviceHeap(SymmetricHeap):
         bound_s = max(self.group.timeout_s, _SETTLE_S)
         self.group.until(
             enqueued(self.device),
-            lambda: f"rank {self.group.rank}: what torch's current stream had before this call has not ended",
+            lambda: (
+                f"rank {self.group.rank}: what torch's current stream had before this call has not ended; if it waits for a "
+                "receive or a collective that a peer begins after this call, make the first call of each size before that"
+            ),
             bound_s,
         )
         self.group.enter("call: settle", within_s=bound_s)
