@@ -82,7 +82,7 @@ def _blocks_come_late_to_their_waits(trial: Trial, folder: str) -> Told:
 
     def late(self: HostProgram, slot: int, value: int) -> None:
         _, lane, _ = self._waiter[slot]
-        if lane == "blocks" and self._words[self.rank].load(slot) < value:
+        if lane == "blocks" and self.words[self.rank].load(slot) < value:
             time.sleep(0.2)
         wait(self, slot, value)
 

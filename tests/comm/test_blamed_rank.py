@@ -30,7 +30,7 @@ def program_of(schedule: Schedule) -> Any:
     made: Any = HostProgram.__new__(HostProgram)
     made.schedule, made.rank, made.flags, made._signal_values = schedule, 0, WaiterWords(schedule), {}
     made.writers = flag_writers(schedule)
-    made._words = {rank: Words() for rank in range(schedule.problem.world_size)}
+    made.words = {rank: Words() for rank in range(schedule.problem.world_size)}
     made._progress = [{lane.name: made.flags.words + at for at, lane in enumerate(lanes)} for lanes in schedule.ranks]
     return made
 
@@ -40,7 +40,7 @@ def waits_at_its_first_gate(made: Any, rank: int, *, passed: bool = False) -> No
     for lane in made.schedule.ranks[rank]:
         for position, step in enumerate(lane.steps):
             if any(wait.at_least for wait in waits(step)):
-                made._words[rank].seen[made._progress[rank][lane.name]] = position + 1 | (WAIT_DONE if passed else 0)
+                made.words[rank].seen[made._progress[rank][lane.name]] = position + 1 | (WAIT_DONE if passed else 0)
                 break
 
 

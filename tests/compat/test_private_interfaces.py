@@ -49,7 +49,7 @@ from weft.compat.dispatch import (
     is_batch_of_gradients,
     observed,
     set_grad_enabled,
-    tracing,
+    traced_graph,
     without_autocast,
     writes_to,
 )
@@ -186,9 +186,9 @@ def test_a_trace_and_a_batch_of_gradients_are_seen() -> None:
     for batched, grads in ((True, torch.eye(3)), (False, torch.ones(3))):
         torch.autograd.grad(square(x.clone()), x, grads, is_grads_batched=batched)
     assert seen == [True, False]
-    assert not tracing()
+    assert traced_graph() is None
     trace: Any = torch.jit.trace
-    trace(lambda x: (seen.append(tracing()), x)[1], (torch.ones(1),), check_trace=False)
+    trace(lambda x: (seen.append(traced_graph() is not None), x)[1], (torch.ones(1),), check_trace=False)
     assert seen[-1]
 
 

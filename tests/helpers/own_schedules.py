@@ -267,7 +267,7 @@ def several_b_counted() -> list[tuple[int, int]]:
         wait(self, slot, value)
         flag, _, _ = self._waiter[slot]
         if flag.name == "read":
-            found.append((self._words[rank].load(slot), self.signal_value(flag)))
+            found.append((self.words[rank].load(slot), self.signal_value(flag)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostProgram, "wait", watched)

@@ -16,6 +16,7 @@ from weft.core.problem import Problem, split
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.runtime.arithmetic import Product, groups
 from weft.runtime.bindings import Bindings
+from weft.runtime.launches import IssuedCall
 from weft.schedules import build
 
 NAMES = ("track_and_trigger", "direct_store")
@@ -52,7 +53,7 @@ def test_the_product_is_added_unrounded_and_the_sum_is_rounded_once() -> None:
     received, out = torch.full((2, 3), small / 2).bfloat16(), torch.empty(2, 3).bfloat16()
     for name, matrix in (("a", a), ("b", b), ("r", received), ("out", out)):
         bindings.bind(name, 0, matrix)
-    Product(step, step.parts).multiply(bindings, matmul)
+    Product(step, step.parts).multiply("compute", IssuedCall(bindings=bindings, matmuls={"compute": matmul}))
     assert torch.equal(out, torch.full((2, 3), (1 + 2 * small) / 2).bfloat16())
 
 

@@ -458,19 +458,15 @@ def test_as_many_signals_as_are_waited_for(interpreted: Ranks) -> None:
 
 
 def _no_room() -> None:
-    """A first call with few rows leaves room for as many as max_rows. On GPUs, whose ranks do not meet again, a later a may not
-    have more."""
+    """A first call with few rows leaves room for as many as max_rows; a later a may not have more."""
     weft.close()
     eye, splits = torch.eye(8, dtype=torch.float16), torch.zeros(dist.get_world_size(), dtype=torch.int32)
     for rows in (3, 20, 11):
         weft.matmul_all_to_all(torch.ones(rows, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
     (program,) = _programs()
-    kernels = program.ragged
-    assert kernels is not None
+    assert program.ragged is not None
     with pytest.raises(ValueError, match=r"a has 25 rows; the first call with max_rows=24 left room for 24: "):
-        kernels.check_before(torch.ones(25, 8))
-    weft.matmul_all_to_all(torch.ones(25, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
-    assert len(_programs()) == 2
+        weft.matmul_all_to_all(torch.ones(25, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
     dist.barrier()
     weft.close()
 

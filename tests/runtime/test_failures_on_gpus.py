@@ -50,6 +50,7 @@ class Ranks:
         self, *, begun: bool = True, stuck: str = "a flag", rehearses: bool = False, out: torch.Tensor | None = None
     ) -> int:
         """One that is enqueued, and waits on the device. out: what it returns."""
+        self.space.watchdog.await_room(lambda: stuck)
         ticket = self.space.watchdog.begin(STREAM, "a call", lambda: stuck, rehearses=rehearses, results=results_of(out))
         if begun:
             self.space.begun(ticket)
@@ -394,7 +395,13 @@ def _program(space: FakeSpace, **attributes: Any) -> Any:
     empty: dict[str, Any] = {"collectives": {}, "_pieces": [], "fused_collectives": {}, "_replays": None, "_timer": None}
     empty |= {"_words": None, "_area": None, "spans": None, "streams": LaneStreams(space, (), frozenset())}
     empty |= {"captured": False, "_last_ticket": 0, "title": "the program", "_scratch": {}, "_plans": {}}
-    empty |= {"_rehearsing": False, "_loading": False, "times_products": True, "schedule": SimpleNamespace(problem=None)}
+    empty |= {
+        "_rehearsing": False,
+        "_loading": False,
+        "times_products": True,
+        "products": {},
+        "schedule": SimpleNamespace(problem=None),
+    }
     for name, value in {**empty, **attributes, "space": space, "driver": space.driver, "rank_group": space.rank_group}.items():
         setattr(program, name, value)
     return program

@@ -58,7 +58,7 @@ def _captures(rows: int, mine: bool) -> list[int]:
             state.run(call, {})  # type: ignore[arg-type]
         finally:
             torch.cuda.is_current_stream_capturing, program.run = capturing, play  # type: ignore[method-assign]
-            state.programs._known.clear()
+            del state.programs._known["captured"]  # type: ignore[arg-type]
     return before
 
 

@@ -54,9 +54,6 @@ class FakeProgram:
     def copier(self, src: Region, dst: Region) -> Any:
         return lambda bindings, stream: None
 
-    def matmul(self, lane: str, call: object) -> Any:
-        return None
-
     def collective(self, step: object, where: Where) -> Any:
         return lambda call: None
 

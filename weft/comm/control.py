@@ -116,9 +116,10 @@ class ControlSegment:
     def slot(self, parity: int) -> str:
         return self.segment.read_text((1 + parity) * TEXT_BYTES, TEXT_BYTES)
 
-    def log(self, call: int, number: int) -> None:
-        """Publish that the rank has entered a call, and what it was."""
-        self._words.store(_RAISED, 0)
+    def log(self, call: int, number: int, *, after_errors: bool = True) -> None:
+        """Publish that the rank has entered a call, and what it was. after_errors: it raised errors since the one before."""
+        if after_errors:
+            self._words.store(_RAISED, 0)
         self._log.store(call % LOGGED, call * NUMBERS + number)
         self._words.store(_ENTERED, call)
 

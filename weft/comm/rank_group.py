@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -201,12 +201,12 @@ class RankGroup:
         return store_of(self.group, f"weft/{self.topic}/{name}")
 
     def _relayed(self) -> Relay:
-        near = [peer for peer in self._others() if peer in self.near]
+        near = [peer for peer in self._peers if peer in self.near]
         return Relay(
             self.store("relay"),
             rank=self.rank,
             own=self._control[self.rank],
-            copies={far: self._control[far] for far in self._others() if far not in self.near},
+            copies={far: self._control[far] for far in self._peers if far not in self.near},
             neighbours={peer: partial(self._obituary, peer) for peer in near},
             timeout_s=self.timeout_s,
         )
@@ -244,7 +244,7 @@ class RankGroup:
         self._log_call(AGREED[parity])
         with self.failing():  # peers take this call for begun
             self._publish()
-            others = self._others()
+            others = self._peers
             for peer in others:
                 self._await_count(peer, "entered", self.calls, within_s)
             return {peer: self._text_of(peer, self.calls) for peer in others}
@@ -265,6 +265,18 @@ class RankGroup:
         """Begin a call that all ranks have agreed on before. Waits for nobody."""
         self.check_usable()
         self._log_call(number)
+
+    def meet(self, number: int) -> None:
+        """Wait until every rank has begun the call that this one has repeated, of this number. Raises RankMismatch if it is
+        another call there."""
+        if self._relay:
+            self._publish()
+        for peer in self._peers:
+            if self._control[peer].number_of(self.calls) == number:
+                continue
+            self._await_count(peer, "entered", self.calls)
+            if self._control[peer].number_of(self.calls) != number:
+                self._compare()
 
     def capture(self) -> None:
         """A CUDA graph captures a call that all ranks have agreed on before. It is not logged: what is captured runs in
@@ -309,7 +321,7 @@ class RankGroup:
     def _log_call(self, number: int) -> None:
         self.calls += 1
         self._errors_before, self._errors = self._errors, 0
-        self._control[self.rank].log(self.calls, number)
+        self._control[self.rank].log(self.calls, number, after_errors=self._errors_before > 0)
 
     def _text_of(self, rank: int, call: int) -> str:
         control = self._control[rank]
@@ -323,7 +335,7 @@ class RankGroup:
         entered = min(control.entered for control in self._control)
         for call in range(max(self._compared + 1, entered - LOGGED), entered + 1):
             mine = self._control[self.rank].number_of(call)
-            for peer in self._others():
+            for peer in self._peers:
                 theirs = self._control[peer].number_of(call)
                 # Of calls on which ranks agreed as they entered them, each has compared the texts itself.
                 if None not in (mine, theirs) and mine != theirs:
@@ -354,7 +366,7 @@ class RankGroup:
     def await_mapped(self) -> None:
         """Wait until every rank of this node has mapped the segments that were created last."""
         self._control[self.rank].mapped = self._rounds + 1
-        for peer in (peer for peer in self._others() if peer in self.near):
+        for peer in (peer for peer in self._peers if peer in self.near):
             self._await_count(peer, "mapped", self._rounds + 1)
 
     def until(
@@ -398,13 +410,13 @@ class RankGroup:
             raise self._again(reason(self.broken))
         self._refresh()
         self._compare()
-        dead = [p for p in self._others() if p in self.near and died(self.pids[p], self._starts[p])]
+        dead = [p for p in self._peers if p in self.near and died(self.pids[p], self._starts[p])]
         # In this order: a rank closes, and then its process ends. And once each: it may close at any time.
-        states = {p: self._control[p].state for p in self._others()}
+        states = {p: self._control[p].state for p in self._peers}
         left = [p for p in states if states[p] == CLOSED and (may_leave or self._control[p].entered >= self.calls)]
         dead = [p for p in dead if p not in left]
         gone = [p for p in states if states[p] and p not in left]
-        silent = [] if gone else [p for p in self._others() if self._silent_s(p) > min(_SILENT_S, self.timeout_s)]
+        silent = [] if gone else [p for p in self._peers if self._silent_s(p) > min(_SILENT_S, self.timeout_s)]
         if not (dead or gone or silent) or ready():
             return
         # A dead rank is the reason for what other ranks report: name it first.
@@ -493,7 +505,7 @@ class RankGroup:
 
     def peer_failed(self) -> bool:
         """Whether a peer has signalled that it has failed: what it sends from then on may be invalid."""
-        return any(self._control[peer].state in ENDED_BADLY for peer in self._others())
+        return any(self._control[peer].state in ENDED_BADLY for peer in self._peers)
 
     def await_notified(self, within_s: float) -> None:
         """After a failure that this rank knows of: returns when all ranks that live know of one, too, or after so long.
@@ -507,7 +519,7 @@ class RankGroup:
             self._publish()
         deadline = time.monotonic() + within_s
         with suppress(WeftError):  # who no longer publishes sends nothing, either
-            while time.monotonic() < deadline and not all(self._was_notified(peer) for peer in self._others()):
+            while time.monotonic() < deadline and not all(self._was_notified(peer) for peer in self._peers):
                 time.sleep(1e-3)
                 self._refresh()
 
@@ -553,7 +565,9 @@ class RankGroup:
             self._is_raised()
             raise self._again(remedies[0].format(reason(self.broken)))
 
-    def _others(self) -> list[int]:
+    @cached_property
+    def _peers(self) -> list[int]:
+        """All other ranks, the next one first."""
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
     def _await_count(

@@ -12,8 +12,8 @@ import errno
 import mmap
 import os
 import platform
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,22 +106,29 @@ def _refused(nbytes: int, error: OSError) -> str:
     return asked
 
 
-def _atomic_accessors(mapping: mmap.mmap) -> tuple[Callable[[int], int], Callable[[int, int], None]]:
-    """(load-acquire, store-release) of the 8-byte word at a byte offset."""
+class _PlainView:
+    """Words of some bytes without the package of atomics: on x86-64 an aligned 8-byte move is atomic, loads acquire and stores
+    release."""
+
+    def __init__(self, data: memoryview) -> None:
+        if platform.machine() not in ("x86_64", "AMD64"):
+            raise ValueError(f"flags need atomics on {platform.machine()}: pip install atomicshm")
+        self._words = np.frombuffer(data, dtype=np.uint64)
+
+    def load_u64(self, at: int, order: object) -> int:
+        return int(self._words[at >> 3])
+
+    def store_u64(self, at: int, value: int, order: object) -> None:
+        self._words[at >> 3] = value
+
+
+def _view_of(data: memoryview) -> tuple[Any, Any, Any]:
+    """What loads and stores 8-byte words of some bytes, at byte offsets; its words for load-acquire and for store-release."""
     try:
         from atomicshm import ACQUIRE, RELEASE, AtomicView
     except ImportError:
-        return _plain_accessors(mapping)
-    view = AtomicView(mapping)
-    return lambda at: view.load_u64(at, ACQUIRE), lambda at, value: view.store_u64(at, value, RELEASE)
-
-
-def _plain_accessors(mapping: mmap.mmap) -> tuple[Callable[[int], int], Callable[[int, int], None]]:
-    """Without the atomics package: on x86-64 an aligned 8-byte move is atomic, loads acquire and stores release."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        raise ValueError(f"flags need atomics on {platform.machine()}: pip install atomicshm")
-    words = np.frombuffer(mapping, dtype=np.uint64)
-    return lambda at: int(words[at >> 3]), lambda at, value: words.__setitem__(at >> 3, value)
+        return _PlainView(data), None, None
+    return AtomicView(data), ACQUIRE, RELEASE
 
 
 class AtomicWords:
@@ -130,14 +137,14 @@ class AtomicWords:
     def __init__(self, mapping: mmap.mmap, offset: int, count: int) -> None:
         assert offset % 8 == 0
         assert offset + 8 * count <= len(mapping)
-        self._load, self._store = _atomic_accessors(mapping)
-        self._offset, self.count = offset, count
+        self.count = count
+        self._view, self._acquire, self._release = _view_of(memoryview(mapping)[offset : offset + 8 * count])
 
     def load(self, index: int) -> int:
-        return self._load(self._offset + 8 * index)
+        return self._view.load_u64(8 * index, self._acquire)  # type: ignore[no-any-return]
 
     def store(self, index: int, value: int) -> None:
-        self._store(self._offset + 8 * index, value)
+        self._view.store_u64(8 * index, value, self._release)
 
 
 def unlink(name: str) -> None:

@@ -37,9 +37,8 @@ def in_functional_gradient() -> bool:
     return transform is not None and transform.key() == TransformType.Grad
 
 
-def tracing() -> bool:
-    """Whether torch.jit.trace records what this thread calls. Sizes of tensors are then tensors themselves."""
-    return torch._C._get_tracing_state() is not None
+traced_graph: Callable[[], object | None] = torch._C._get_tracing_state
+"""Returns what torch.jit.trace records of this thread's calls, None if nothing is traced. Sizes of tensors are tensors then."""
 
 
 def is_batch_of_gradients(value: object) -> bool:
@@ -47,9 +46,8 @@ def is_batch_of_gradients(value: object) -> bool:
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
 
 
-def autocast_enabled() -> bool:
-    """Whether autocast is on in this thread, for any device."""
-    return torch._C._is_any_autocast_enabled()
+autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Returns whether autocast is on in this thread, for any device."""
 
 
 def without_autocast() -> torch._C._DisableAutocast:

@@ -112,7 +112,9 @@ class Driver:
 
     def record(self, event: Any, stream: int) -> None:
         """The event is reached when the stream comes here."""
-        checked(self.api.cuEventRecord(event, stream))
+        result = self.api.cuEventRecord(event, stream)
+        if result[0]:
+            checked(result)
 
     def wait(self, stream: int, event: Any) -> None:
         """The stream goes on once the event is reached."""
@@ -121,10 +123,11 @@ class Driver:
     def reached(self, event: Any) -> bool:
         """Whether an event has been reached, as it was recorded last; one that was never recorded has."""
         result = self.api.cuEventQuery(event)[0]
-        if result == self.api.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        checked((result,))
-        return True
+        if not result:
+            return True
+        if result != self.api.CUresult.CUDA_ERROR_NOT_READY:
+            checked((result,))
+        return False
 
     def capture(self, stream: int) -> int:
         """The number of the capture that a stream is in. No other capture of this process has it."""

@@ -7,19 +7,13 @@ inner gates is multiplied slice by slice (`Sliced`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from weft.core.problem import Span1D
 from weft.core.schedule import Gemm, Part, Region, Sum, runs
 from weft.runtime.bindings import Bindings
-
-
-class Matmul(Protocol):
-    """How a device multiplies: out = a @ b, or out += a @ b; a step's result may be float32 where a and b are not."""
-
-    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None: ...
+from weft.runtime.launches import IssuedCall, Matmul
 
 
 def groups(parts: Sequence[Part]) -> list[list[Part]]:
@@ -50,7 +44,8 @@ class Product:
         self._step, self._part = step, parts[0]
         self._rows, self._outs = runs([part.a for part in parts]), runs([part.out for part in parts])
 
-    def multiply(self, bindings: Bindings, matmul: Matmul) -> None:
+    def multiply(self, lane: str, call: IssuedCall) -> None:
+        bindings, matmul = call.bindings, call.matmuls[lane]
         if self._part.adds:
             _multiply_and_add(bindings, self._step, self._part, matmul)
             return

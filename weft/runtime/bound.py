@@ -32,7 +32,6 @@ from weft.core.schedule import (
     segments,
 )
 from weft.core.span import Span
-from weft.runtime.arithmetic import Matmul
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.host_rows import HostRows
@@ -206,10 +205,6 @@ class BoundProgram(ABC):
         """What copies one region to another, with the tensors of a call, on a stream."""
 
     @abstractmethod
-    def matmul(self, lane: str, call: IssuedCall) -> Matmul:
-        """What multiplies on a lane."""
-
-    @abstractmethod
     def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
         """What runs a collective."""
 
@@ -262,7 +257,7 @@ class BoundProgram(ABC):
         if not given. reached: those of them that peers write, every rank's, by rank. invalidated: what a failure makes invalid,
         if not the outputs. spans: filled with what ran, if given."""
         self.spans, self._reached, self._invalidated = spans, reached, invalidated
-        inputs = {name: [self.prepare(name, one) for one in tensors] for name, tensors in inputs.items()}
+        inputs = self.prepared(inputs)
         outputs = self._allocate(inputs) if outputs is None else outputs
         self.play(inputs, outputs)
         return outputs
@@ -313,9 +308,9 @@ class BoundProgram(ABC):
                     bindings.bind(buffer.name, rank, self.symmetric(rank, offset, rows, cols, self.dtype))
         return bindings
 
-    def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """An input as the device's copies and matmuls want it."""
-        return tensor
+    @abstractmethod
+    def prepared(self, inputs: Inputs) -> Inputs:
+        """The inputs as the device's copies and matmuls want them."""
 
     def raiser(self, flag: Flag) -> str:
         """Who advances a flag, for messages."""

@@ -41,7 +41,6 @@ from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, FusedCollective, Gemm, Push, Region, Schedule, SendReceive, waits
 from weft.kernels.shapes import push_sms
-from weft.runtime.arithmetic import Matmul
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import DTYPES, NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes
 from weft.runtime.call_timer import CallTimer
@@ -61,6 +60,8 @@ _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: more than any wait asks for, and less than where the comparison wraps."""
 _LAYOUTS = 256
 """How many layouts of its tensors a program remembers as loaded."""
+_ANY_STRIDES = ("b", "tables")
+"""Inputs that no copy engine reads."""
 _IN_USE: list[Any] = []
 """What closed programs hold whose calls have not ended."""
 
@@ -239,9 +240,6 @@ class CudaProgram(BoundProgram):
             return lambda _: fixed, pitch
         return lambda bindings: bindings.tensors[key][0][0].data_ptr() + offset, pitch
 
-    def matmul(self, lane: str, call: IssuedCall) -> Matmul:
-        return partial(self.products[lane].multiply, times=call.times_products)
-
     def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
         collective = self.collectives[id(step)]
 
@@ -264,9 +262,9 @@ class CudaProgram(BoundProgram):
 
         return run
 
-    def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def prepared(self, inputs: Inputs) -> Inputs:
         # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds.
-        return tensor if name in ("b", "tables") else tensor.contiguous()
+        return {name: some if name in _ANY_STRIDES else [one.contiguous() for one in some] for name, some in inputs.items()}
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
@@ -314,7 +312,7 @@ class CudaProgram(BoundProgram):
             call()
 
     def _replay(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
-        if not self.products:
+        if not self.products:  # no workspace of cuBLAS
             self._enqueue(graph, outputs)
             return
         caller = self.space.current_stream()
@@ -377,12 +375,13 @@ class CudaProgram(BoundProgram):
             self.streams.join(caller)
 
     def _call(self, bindings: Bindings) -> IssuedCall:
+        times = self._rehearsing and self.times_products
         return IssuedCall(
             bindings=bindings,
             rehearses=self._rehearsing,
             loads=self._loading,
             skips_outputs=self._rehearsing and isinstance(self.schedule.problem, CollectiveProblem),
-            times_products=self._rehearsing and self.times_products,
+            matmuls={lane: partial(products.multiply, times=times) for lane, products in self.products.items()},
         )
 
     def _rehearse(self, bindings: Bindings) -> None:

@@ -22,7 +22,7 @@ from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import Allocation, SymmetricPlace
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.device import on_device
-from weft.compat.dispatch import tracing
+from weft.compat.dispatch import traced_graph
 from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
 from weft.core.errors import PeerLost
@@ -198,7 +198,7 @@ class Groups:
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
         """As Programs.run. "auto" is what WEFT_SCHEDULE says, also in graphs that were compiled without it. A value that it
         does not take is raised on all ranks."""
-        if tracing():
+        if traced_graph() is not None:
             raise ValueError(
                 f"{call.op}: torch.jit.trace cannot record weft's operators; use torch.export.export, or torch.compile"
             )

@@ -22,7 +22,7 @@ has ended the call before: no peer still reads what another schedule put there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -45,11 +45,9 @@ from weft.core.schedule import (
     advances,
     waits,
 )
-from weft.core.span import Span
 from weft.core.work import span
-from weft.runtime.arithmetic import Matmul
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs
+from weft.runtime.bound import BoundProgram, Inputs, Outputs
 from weft.runtime.host_rows import HostRows
 from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
 from weft.runtime.launches import FlagOperations, IssuedCall, Launch
@@ -74,13 +72,16 @@ class HostProgram(BoundProgram):
         self._choose_lanes_that_run_first()
         moving = any(isinstance(kernel.where.step, (Push, FusedCollective)) for kernel in self.kernels.values())
         self._contiguous = moving or bool(self.rank_group.nodes)
+        self._matmuls = dict.fromkeys((lane.name for lane in schedule.ranks[self.rank]), self.multiply)
+        self._widens = "b" in schedule.buffer and not (multiplies(self.dtype) or space.runs_kernels(self.dtype))
+        """Whether matrices b are multiplied in float32, as this CPU does not multiply their dtype."""
         lanes = [[lane.name for lane in lanes] for lanes in schedule.ranks]
         self._progress = [{name: self.flags.words + at for at, name in enumerate(names)} for names in lanes]
         """By rank and lane, the word of its progress: 0 before it has begun the call, then one more than the position of the
         step that it has come to."""
         self._count = self.flags.words + max(map(len, lanes), default=0) + 1
         self._memory = space.heap.allocate(8 * self._count)
-        self._words = {rank: self._memory.words(rank, self._count) for rank in self._memory.ranks}
+        self.words = {rank: self._memory.words(rank, self._count) for rank in self._memory.ranks}
         self._addresses = dict(zip(self._memory.ranks, self._memory.addresses, strict=True))
         self._waiter = {slot: key for key, slot in self.flags.slot.items() if key[0].rank == self.rank}
         """By word of this rank, the flag, and the lane and position of the step that waits for it."""
@@ -118,14 +119,18 @@ class HostProgram(BoundProgram):
                 for wait in waits(step):
                     if wait.on_previous_call:
                         slot = self.flags.slot[wait.flag, lane.name, position]
-                        self._words[self.rank].store(slot, self.signal_value(wait.flag))
+                        self.words[self.rank].store(slot, self.signal_value(wait.flag))
 
-    def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name != "b" and self._contiguous:
-            return tensor.contiguous()
-        if name == "b" and not (multiplies(tensor.dtype) or self.space.runs_kernels(tensor.dtype)):
-            return tensor.float()
-        return tensor
+    def prepared(self, inputs: Inputs) -> Inputs:
+        if not (self._contiguous or self._widens):
+            return inputs
+        found = dict(inputs)
+        for name, some in inputs.items():
+            if name != "b" and self._contiguous:
+                found[name] = [one.contiguous() for one in some]
+            elif name == "b" and self._widens:
+                found[name] = [one.float() for one in some]
+        return found
 
     def close(self) -> None:
         for piece in (self._memory, *self._mailboxes):
@@ -160,16 +165,12 @@ class HostProgram(BoundProgram):
 
     def signal(self, rank: int, slot: int, value: int) -> None:
         """Raise a word of a rank."""
-        self._words[rank].store(slot, value)
-
-    def store(self, slot: int, value: int) -> None:
-        """Set a word of this rank."""
-        self._words[self.rank].store(slot, value)
+        self.words[rank].store(slot, value)
 
     def wait(self, slot: int, value: int) -> None:
         """Wait, bounded, until a word of this rank has a value. The error also names what the other lanes wait for, since this
         lane may wait for one of them."""
-        words = self._words[self.rank]
+        words = self.words[self.rank]
         if words.load(slot) >= value:
             return
         flag, lane, position = self._waiter[slot]
@@ -191,11 +192,6 @@ class HostProgram(BoundProgram):
     def _steps(self, name: str) -> tuple[Step, ...]:
         return next(lane.steps for lane in self.schedule.ranks[self.rank] if lane.name == name)
 
-    def mark_wait_done(self, lane: str) -> None:
-        """A lane of this rank has passed what it waited for."""
-        words, slot = self._words[self.rank], self._progress[self.rank][lane]
-        words.store(slot, words.load(slot) | WAIT_DONE)
-
     def raiser(self, flag: Flag) -> str:
         """Who raises a flag, and what that lane waits for itself, from rank to rank. The last rank named is the late one."""
         line, seen, behind = super().raiser(flag), {flag}, self._behind(flag)
@@ -210,14 +206,14 @@ class HostProgram(BoundProgram):
         for rank, lanes in enumerate(self.schedule.ranks):
             for lane in lanes:
                 raises = any(flag in advances(step) for step in lane.steps)
-                if not raises or rank not in self._words:
+                if not raises or rank not in self.words:
                     continue
-                come_to = self._words[rank].load(self._progress[rank][lane.name])
+                come_to = self.words[rank].load(self._progress[rank][lane.name])
                 if come_to == 0 or come_to & WAIT_DONE:
                     continue
                 for where, wait in may_wait_for(rank, lane, come_to - 1):
                     slot = self.flags.slot[wait.flag, lane.name, where.position]
-                    if self._words[rank].load(slot) < self.signal_value(wait.flag):
+                    if self.words[rank].load(slot) < self.signal_value(wait.flag):
                         return wait.flag
         return None
 
@@ -227,18 +223,6 @@ class HostProgram(BoundProgram):
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self.space.scratch(name, rows, cols, dtype)
-
-    def run(
-        self,
-        inputs: Inputs,
-        *,
-        outputs: Outputs | None = None,
-        reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING,
-        invalidated: Sequence[torch.Tensor] = (),
-        spans: list[Span] | None = None,
-    ) -> Outputs:
-        self.space.reserve(self.layout.nbytes)
-        return super().run(inputs, outputs=outputs, reached=reached, invalidated=invalidated, spans=spans)
 
     def own_bindings(self) -> Bindings:
         """Anew where the memory for data has grown, and with that moved."""
@@ -254,9 +238,6 @@ class HostProgram(BoundProgram):
                     there.copy_(here)
 
         return run
-
-    def matmul(self, lane: str, call: IssuedCall) -> Matmul:
-        return self.multiply
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         """out = a @ b, or out += a @ b."""
@@ -288,10 +269,11 @@ class HostProgram(BoundProgram):
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         if self.ragged is not None:
             self.ragged.check_before(inputs["a"][0])
+        self.space.reserve(self.layout.nbytes)
         for slot in self._progress[self.rank].values():
-            self._words[self.rank].store(slot, 0)
+            self.words[self.rank].store(slot, 0)
         bindings = self.bind(inputs, outputs)
-        plan, call = self._plan(bindings), IssuedCall(bindings=bindings, on_kernel_done=self._ended)
+        plan, call = self._plan(bindings), IssuedCall(bindings=bindings, on_kernel_done=self._ended, matmuls=self._matmuls)
         if self.spans is None:
             self._run_lanes([(lane, partial(_issue, launches, call)) for lane, launches in plan.by_lane])
         else:
@@ -367,9 +349,9 @@ class HostProgram(BoundProgram):
     def _meet(self, where: Where) -> None:
         """Wait until every rank has come here: a barrier on a word of each."""
         self._meetings += 1
-        last = self._words[self.rank].count - 1
-        self._words[self.rank].store(last, self._meetings)
-        for rank, words in self._words.items():
+        last = self.words[self.rank].count - 1
+        self.words[self.rank].store(last, self._meetings)
+        for rank, words in self.words.items():
             self.rank_group.until(
                 lambda w=words: w.load(last) >= self._meetings,  # type: ignore[misc]
                 lambda r=rank, w=words: (  # type: ignore[misc]
@@ -421,22 +403,25 @@ class HostLanes:
 
     def prepare(self, operations: FlagOperations) -> Callable[[int], None]:
         """A function that does these operations."""
-        program, lane = self._program, operations.where.lane
-        todo = [(word.kind, *program.word(word.address), word.value) for word in operations.words]
-        passes = any(word.kind == "lower" for word in operations.words)
+        todo = [self._operation(word) for word in operations.words]
+        if any(word.kind == "lower" for word in operations.words):
+            comes = [word for word in operations.words if word.kind == "here"] or [self._program.here(operations.where)]
+            todo.append(self._operation(Word("here", comes[-1].address, comes[-1].value | WAIT_DONE)))
 
         def run(stream: int) -> None:
-            for kind, rank, slot, value in todo:
-                if kind == "wait":
-                    program.wait(slot, value)
-                elif kind == "signal":
-                    program.signal(rank, slot, value)
-                else:  # how far the lane has come, or a flag that is lowered
-                    program.store(slot, value)
-            if passes:
-                program.mark_wait_done(lane)
+            for do in todo:
+                do()
 
         return run
+
+    def _operation(self, word: Word) -> Callable[[], None]:
+        program = self._program
+        rank, slot = program.word(word.address)
+        if word.kind == "wait":
+            return partial(program.wait, slot, word.value)
+        if word.kind == "signal":
+            return partial(program.signal, rank, slot, word.value)
+        return partial(program.words[rank].store, slot, word.value)  # how far the lane has come, or a flag that is lowered
 
     def aside(self, stream: int) -> int:
         """Signals need no stream of their own: nothing is behind them until they have been done."""

@@ -10,8 +10,9 @@ from weft.comm.symmetric_heap import HostAllocation, HostHeap
 from weft.core.experts import refused_index
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import Segment, SegmentCopy, SegmentProduct
-from weft.runtime.arithmetic import Matmul, multiply_gated
+from weft.runtime.arithmetic import multiply_gated
 from weft.runtime.bindings import Bindings
+from weft.runtime.launches import Matmul
 
 Name = tuple[int, int, int]
 """A segment: src, dst, expert."""

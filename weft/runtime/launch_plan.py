@@ -244,22 +244,18 @@ class LaunchPlan:
             if group[0].inner:
                 yield from self._slices(step, group[0], where, passed, turn)
             else:
-                yield TorchLaunch(
-                    where=where, moment=behind(turn), work=partial(self._multiply, where.lane, Product(step, group))
-                )
+                work = partial(Product(step, group).multiply, where.lane)
+                yield TorchLaunch(where=where, moment=behind(turn), work=work)
             turn += len(group) + len(group[0].inner)
             if group[-1].count is not None:
                 yield from _given(behind(turn - 1), [self._raise(group[-1].count, where)])
-
-    def _multiply(self, lane: str, product: Product, call: IssuedCall) -> None:
-        product.multiply(call.bindings, self._program.matmul(lane, call))
 
     def _slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag], turn: int) -> Iterator[Launch]:
         """A part whose gates have been waited for, each slice behind its inner gate. turn: that of the first slice."""
         sliced = Sliced(step, part)
 
         def work(number: int, call: IssuedCall) -> None:
-            sliced.multiply(call.bindings, number, self._program.matmul(where.lane, call))
+            sliced.multiply(call.bindings, number, call.matmuls[where.lane])
 
         gates: list[tuple[Wait, ...]] = [(), *((gate,) for _, gate in part.inner)]
         for number, inner in enumerate(gates):
@@ -283,8 +279,8 @@ class LaunchPlan:
         yield TorchLaunch(where=where, moment=behind(0), work=lambda call: rows.lay_out(call.bindings))
 
     def _segments(self, step: SegmentCopies | GroupedGemm, where: Where) -> Iterator[Launch]:
-        rows, matmul = self._program.row_counts, partial(self._program.matmul, where.lane)
-        yield from self._parts(step.parts, where, lambda part, call: rows.run(part, call.bindings, matmul(call)))
+        rows = self._program.row_counts
+        yield from self._parts(step.parts, where, lambda part, call: rows.run(part, call.bindings, call.matmuls[where.lane]))
 
     def _parts(self, parts: Sequence[P], where: Where, work: Callable[[P, IssuedCall], None]) -> Iterator[Launch]:
         """One part after the other: its gates, the work, and its count."""

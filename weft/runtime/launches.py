@@ -10,9 +10,11 @@ A lane is a stream on a GPU, and a thread on CPUs. Both issue the same launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
 
 from weft.compat.streams import Word
 from weft.core.schedule import Region
@@ -22,13 +24,19 @@ if TYPE_CHECKING:
     from weft.runtime.step_kernels import StepKernel
 
 
+class Matmul(Protocol):
+    """How a device multiplies: out = a @ b, or out += a @ b; a step's result may be float32 where a and b are not."""
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IssuedCall:
     """One call, as its launches see it.
 
     rehearses: nothing waits for a flag or raises one. loads: the call is captured and never replayed, so that its kernels are
     loaded. skips_outputs: the caller's outputs must not be written, as in the rehearsal of a call that may work in place.
-    times_products: matmuls may be timed now, to find the fastest algorithm. on_kernel_done: is called with each kernel that has
+    matmuls: by lane, what multiplies. on_kernel_done: is called with each kernel that has
     ended, on devices where a launch returns when its kernel has ended.
     """
 
@@ -36,7 +44,7 @@ class IssuedCall:
     rehearses: bool = False
     loads: bool = False
     skips_outputs: bool = False
-    times_products: bool = False
+    matmuls: Mapping[str, Matmul] = field(default_factory=dict)
     on_kernel_done: Callable[[StepKernel], None] | None = None
 
 

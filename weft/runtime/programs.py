@@ -105,19 +105,21 @@ class Programs:
 
     def _run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         with PLAIN:
-            # CPU ranks agree in every call, because their buffers are shared by all programs (weft.runtime.host).
-            on_gpu = call.device.type == "cuda"
-            known = self._known.get(call.key) if on_gpu else None
+            device = call.device
+            on_gpu = device.type == "cuda"
+            known, meets = self._known.get(call.key), False
             capturing = on_gpu and torch.cuda.is_current_stream_capturing()
             if known is None:
-                with outside_graph_trees(call.device) if on_gpu else nullcontext():
+                with outside_graph_trees(device) if on_gpu else nullcontext():
                     known = self._agree(call, values)
             elif capturing:
                 self._rank_group.capture()
             else:
                 self._rank_group.repeat(known.number)
-                with self._rank_group.failing():
-                    _raise(call.refusal((call.share,)))
+                meets = not on_gpu
+                if refusal := call.refusal((call.share,)):
+                    with self._rank_group.failing():
+                        raise ValueError(refusal)
             changed = known.empty or known.rows
             given = self._as_bound(call, empty=known.empty, rows=known.rows) if changed else call
             if not capturing:
@@ -126,6 +128,8 @@ class Programs:
                     known = self._confirm(given, known)
                 self._programs.move_to_end(known.program)
             with self._rank_group.failing():
+                if meets:  # CPU ranks wait for each other, because all programs share their buffers (weft.runtime.host)
+                    self._rank_group.meet(known.number)
                 if known.program.ragged is not None:
                     self._raise_of_earlier_calls()
                 found = known.program.run(
@@ -163,8 +167,6 @@ class Programs:
         # From here on ranks use values that all of them have, but for their environments and their memory.
         with self._rank_group.refusing():
             _raise(call.refusal(sizes))
-            if not on_gpu and (known := self._known.get((call.key, sizes))) is not None:
-                return known
             empty = call.sums_nothing(sizes)
             problem = (call.filled(len(sizes)) if empty else call).problem(sizes)
             if self._rank_group.nodes:
@@ -174,12 +176,10 @@ class Programs:
             program = self._find((runs, call.schedule, call.device))
             program = program or self._bind_for(call, runs, values, empty=empty, rows=rows)
             program.refuse_several_results(call.results)
-        known = KnownCall(number=0, program=program, empty=empty, rows=rows)
-        if on_gpu:
-            known = replace(known, number=self._rank_group.remember(call.agreed(sizes)))
-        same = call.key if on_gpu else (call.key, sizes)
-        self._known.pop(same, None)
-        self._known[same] = known
+        number = self._rank_group.remember(call.agreed(sizes))
+        known = KnownCall(number=number, program=program, empty=empty, rows=rows)
+        self._known.pop(call.key, None)
+        self._known[call.key] = known
         if len(self._known) > KNOWN_CALLS:
             self._known.popitem(last=False)
         return known

@@ -81,10 +81,9 @@ class Watchdog:
     def begin(
         self, stream: int, what: str, describe: Callable[[], str], *, rehearses: bool, results: Iterable[Result] = ()
     ) -> int:
-        """The ticket of a new call. The call is watched from when `stream` reaches this point, also while it is still being
-        enqueued; the bound of one that rehearses is that of first calls. what: names it. results: the tensors that it returns.
-        """
-        self.await_room(describe)
+        """The ticket of a new call, for which `await_room` has found room. The call is watched from when `stream` reaches this
+        point, also while it is still being enqueued; the bound of one that rehearses is that of first calls. what: names it.
+        results: the tensors that it returns."""
         call = PendingCall(
             ticket=self.tickets.take(), what=what, results=tuple(results), describe=describe, rehearses=rehearses
         )
@@ -125,7 +124,12 @@ class Watchdog:
             self.captured()
             return work()
         rank = self.rank_group.rank
-        ticket = self.begin(stream, what, lambda: f"rank {rank}: {what}: perhaps not all ranks have begun it", rehearses=True)
+
+        def describe() -> str:
+            return f"rank {rank}: {what}: perhaps not all ranks have begun it"
+
+        self.await_room(describe)
+        ticket = self.begin(stream, what, describe, rehearses=True)
         call = self.tickets.pending[-1]
         try:
             found = work()
