@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.core.errors import PeerLost, WaitTimeout
-from weft.runtime import bounded
+from weft.runtime import peer_waits
 from weft.runtime.host_rows import RowsOfCall
 from weft.runtime.host_wire import HostWire
 from weft.runtime.ranks import RankFailed, Ranks
@@ -135,7 +135,9 @@ def _struck_within(what: str, strike: Callable[[], object], skip: int) -> Iterat
             strike()
         return plain(*arguments, **options)
 
-    with mock.patch.object(owner, name, struck) if dist.get_rank() == VICTIM else mock.patch.object(bounded, "_NAMED_S", 5.0):
+    with (
+        mock.patch.object(owner, name, struck) if dist.get_rank() == VICTIM else mock.patch.object(peer_waits, "_NAMED_S", 5.0)
+    ):
         yield
 
 

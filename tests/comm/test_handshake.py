@@ -74,7 +74,7 @@ def group(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def _say(rank: Any, mine: Any, timeout_s: float = 20.0, after_s: float = 0.0) -> list[Any] | str:
     time.sleep(after_s)
     try:
-        return handshake(rank, mine, timeout_s=timeout_s, purpose="test")
+        return handshake(rank, mine, timeout_s=timeout_s)
     except (WaitTimeout, PeerLost) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -94,14 +94,14 @@ def test_all_get_what_all_say_by_rank_and_again(group: Callable[[int], list[Any]
 
 
 def test_one_handshake_after_the_other(group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 comes again before the others have read its list."""
-    published = module._Attempt._published
+    """A rank comes again before the others have read what all said."""
+    read = module._Attempt._read
 
-    def later(self: Any, nonce: str) -> Any:
+    def later(self: Any, keys: Any) -> Any:
         time.sleep(random.uniform(0.0, 0.02))
-        return published(self, nonce)
+        return read(self, keys)
 
-    monkeypatch.setattr(module._Attempt, "_published", later)
+    monkeypatch.setattr(module._Attempt, "_read", later)
     told = _all(lambda rank: [_say(rank, [turn, rank.rank()]) for turn in range(10)], group(3))
     assert told == [[[[turn, rank] for rank in range(3)] for turn in range(10)]] * 3
 
@@ -171,66 +171,64 @@ def test_ranks_that_give_up_and_come_again_never_get_what_an_earlier_attempt_sai
     assert all(got == set(range(size)) for got in lists.values()), lists
 
 
-def _claims_later(patch: pytest.MonkeyPatch, before: Callable[[], object], after: Callable[[], object]) -> None:
-    """Something happens before rank 0 claims for the first time, and something before it publishes."""
-    claim, first = module._Attempt._claim, [True]
-
-    def claims(self: Any, nonces: Any) -> bool:
-        if first.pop() if first else False:
-            before()
-            claimed = claim(self, nonces)
-            after()
-            return claimed
-        return claim(self, nonces)
-
-    patch.setattr(module._Attempt, "_claim", claims)
-
-
-def test_a_rank_gives_up_while_rank_0_counts(group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gives_up_while_another_one_sees_all(group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank gets a list with it; and when it comes again, all get one."""
-    gave_up = threading.Event()
-    _claims_later(monkeypatch, lambda: gave_up.wait(20), lambda: None)
+    end, gives_up, seen, gave_up = module._Attempt._end, threading.Event(), threading.Event(), threading.Event()
+
+    def ends(self: Any, generation: int, how: str) -> str:
+        if how == module._COMPLETE and generation == 0:
+            seen.set()
+            gave_up.wait(20)
+        elif self.rank == 1 and generation == 0:
+            gives_up.set()
+            seen.wait(20)
+            assert end(self, generation, how) == module._VOID
+            gave_up.set()
+        return end(self, generation, how)
+
+    monkeypatch.setattr(module._Attempt, "_end", ends)
 
     def life(rank: Any) -> Any:
-        if rank.rank() != 1:
-            return _say(rank, rank.rank())
-        assert str(_say(rank, "old", 0.5)).startswith("WaitTimeout")
-        gave_up.set()
-        return _say(rank, "new")
+        if rank.rank() == 2:
+            gives_up.wait(20)
+        if rank.rank() == 1:
+            assert str(_say(rank, "old", 0.5)).startswith("WaitTimeout")
+            return _say(rank, "new")
+        return _say(rank, rank.rank())
 
     assert _all(life, group(3)) == [[0, "new", 2]] * 3
 
 
-def test_a_rank_whose_bound_is_over_when_it_was_counted_stays(
+def test_a_rank_whose_bound_is_over_when_all_were_seen_stays(
     group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others take it to be there."""
-    _claims_later(monkeypatch, lambda: None, lambda: time.sleep(1.0))
+    end = module._Attempt._end
+
+    def ends_late(self: Any, generation: int, how: str) -> str:
+        ended = end(self, generation, how)
+        time.sleep(1.0)
+        return ended
+
+    monkeypatch.setattr(module._Attempt, "_end", ends_late)
     assert _all(lambda rank: _say(rank, rank.rank(), 0.5 if rank.rank() else 20.0), group(3)) == [[0, 1, 2]] * 3
 
 
-def test_rank_0_that_ends_before_its_list_is_named(group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its claims and its list: the others are counted, and can no longer give up."""
-    monkeypatch.setattr(module, "_ANSWER_S", 0.3)
+def test_a_generation_in_which_a_rank_has_said_something_before_is_passed_over(group: Callable[[int], list[Any]]) -> None:
+    """A process that was killed had come; or a store has answered an attempt that had ended."""
     ranks = group(2)
-
-    def interrupted(self: Any, *_: object) -> None:
-        raise RuntimeError("interrupted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module._Attempt, "_publish", interrupted)
-        told = _all(lambda rank: _say(rank, "old", 0.5), ranks)
-    assert "rank 0 has ended during the group's first call" in told[1]
+    PrefixStore("weft/handshake", ranks[1].store.clone()).set("0/1", '"old"')
+    assert _say(ranks[1], "new", 0.3).startswith("WaitTimeout: within 0.3 s (WEFT_TIMEOUT_S), rank 0 has not come")
     assert _all(lambda rank: _say(rank, "new"), ranks) == [["new", "new"]] * 2
 
 
-def test_purposes_do_not_mix(group: Callable[[int], list[Any]]) -> None:
+def test_ranks_that_are_new_find_the_generation(group: Callable[[int], list[Any]]) -> None:
+    """Their processes have seen none of those before."""
     ranks = group(2)
-    first = threading.Thread(target=_say, args=(ranks[1], "other", 0.5))
-    first.start()
-    with pytest.raises(WaitTimeout, match="rank 1 has not come"):
-        handshake(ranks[0], "mine", timeout_s=0.5, purpose="another")
-    first.join()
+    for _ in range(3):
+        ranks = [Rank(rank.store, rank.rank(), 2) for rank in ranks]
+        assert "rank 1 has not come" in _say(ranks[0], "old", 0.1)
+        assert _all(lambda rank: _say(rank, rank.rank()), ranks) == [[0, 1]] * 2
 
 
 _SERVER = """

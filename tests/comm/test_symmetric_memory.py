@@ -96,7 +96,7 @@ def test_a_program_that_was_closed_keeps_no_result_that_peers_wrote() -> None:
     program: Any = CudaProgram.__new__(CudaProgram)
     program.space, program.driver = SimpleNamespace(releaser=None, drained=lambda ticket, **options: True), None
     program._last_ticket, program.captured = 0, False
-    program._replays = program.streams = SimpleNamespace(close=lambda: None)
+    program._replays = program._branches = program.streams = SimpleNamespace(close=lambda: None)
     program._pieces, program._words, program._area = [], None, None
     program._reached = {"out": [area.view(torch.float32)]}
     del area

@@ -7,7 +7,7 @@ import time
 import pytest
 from single_process_ranks import rank_groups
 
-from weft.comm.timeouts import timeout_from_environment
+from weft.comm.membership import timeout_from_environment
 from weft.core.errors import WaitTimeout
 
 

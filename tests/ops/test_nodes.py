@@ -25,7 +25,7 @@ from test_all_to_all import check_both as check_exchanges
 
 import weft
 from weft import collectives
-from weft.comm.nodes import nodes_of, ranks_per_node
+from weft.comm.membership import nodes_of, ranks_per_node
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import rendezvous_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout

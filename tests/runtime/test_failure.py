@@ -243,7 +243,7 @@ def test_what_a_dead_creator_left_is_reaped(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_bound_that_is_not_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.comm.timeouts import timeout_from_environment
+    from weft.comm.membership import timeout_from_environment
 
     monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
     with pytest.raises(ValueError, match="WEFT_TIMEOUT_S is 'soon'"):

@@ -29,11 +29,11 @@ from weft.runtime.calls import PLAIN, MatmulCall
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.environment import check_environment
 from weft.runtime.groups import GROUPS, GroupState
-from weft.runtime.invalid import results_of
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations
 from weft.runtime.programs import KnownCall, Programs
-from weft.runtime.tickets import IN_FLIGHT, PendingCall
+from weft.runtime.tickets import IN_FLIGHT, PendingCall, results_of
+from weft.runtime.turn import Branches
 from weft.runtime.watchdog import Watchdog
 from weft.schedules import build
 
@@ -393,6 +393,7 @@ def _program(space: FakeSpace, **attributes: Any) -> Any:
     """Of a schedule, no more than a test needs."""
     program = CudaProgram.__new__(CudaProgram)
     empty: dict[str, Any] = {"collectives": {}, "_pieces": [], "fused_collectives": {}, "_replays": None, "_timer": None}
+    empty["_branches"] = Branches(space.driver)
     empty |= {"_words": None, "_area": None, "spans": None, "streams": LaneStreams(space, (), frozenset())}
     empty |= {"captured": False, "_last_ticket": 0, "title": "the program", "_scratch": {}, "_plans": {}}
     empty |= {

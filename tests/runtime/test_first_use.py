@@ -57,7 +57,7 @@ class Program:
         nothing |= {"kernels": {at: self._kernel(at) for at in range(2)}}
         nothing |= {"_rehearse": lambda bindings: setattr(program, "_rehearsed", True)}
         nothing |= {"_enqueue": self._submitted, "_allocates": 0, "_invalidated": (), "space": space}
-        nothing["_replays"] = SimpleNamespace(branches=SimpleNamespace(enqueue=lambda stream, call: call()))
+        nothing["_branches"] = SimpleNamespace(enqueue=lambda stream, call: call())
         for name, value in nothing.items():
             setattr(program, name, value)
         self.program = program

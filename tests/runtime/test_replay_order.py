@@ -16,7 +16,7 @@ from weft.core.schedule import Flag, Push, Reduce
 from weft.runtime import cuda_space
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.replay import Branches
+from weft.runtime.turn import Branches
 from weft.schedules import build
 
 FIRST, SECOND = 3, 4

@@ -28,8 +28,7 @@ ENDED_BADLY = (FAILED, NOTIFIED)
 AGREED = (0, 1)
 """Numbers of calls on which the ranks agreed as they entered them, by the slot of their text."""
 _WORDS = 8
-_ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
-_RAISED, _CAPTURED = 6, 7
+_OFFERED = 4
 _FAILURE_AT, _NAME_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5))
 LOGGED = 4096
 """Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
@@ -40,65 +39,46 @@ _RELAYED = 512
 """Logged calls that are relayed to other nodes: the newest."""
 
 
+class _Word:
+    """A word of a control segment, as an attribute."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __get__(self, control: ControlSegment, owner: object) -> int:
+        return control.words.load(self._number)
+
+    def __set__(self, control: ControlSegment, value: int) -> None:
+        control.words.store(self._number, value)
+
+
 class ControlSegment:
     """One rank's control segment: its own, another's, or a copy."""
 
     def __init__(self, segment: SharedSegment) -> None:
         self.segment = segment
-        self._words, self._log = segment.words(0, _WORDS), segment.words(_LOG_AT, LOGGED)
+        self.words, self._log = segment.words(0, _WORDS), segment.words(_LOG_AT, LOGGED)
 
     @classmethod
     def private(cls) -> ControlSegment:
         """One that no other process has."""
         return cls(SharedSegment("private", mmap.mmap(-1, CONTROL_BYTES)))
 
-    @property
-    def state(self) -> int:
-        return self._words.load(_STATE)
-
-    @state.setter
-    def state(self, state: int) -> None:
-        self._words.store(_STATE, state)
-
-    @property
-    def entered(self) -> int:
-        return self._words.load(_ENTERED)
-
-    @property
-    def created(self) -> int:
-        return self._words.load(_CREATED)
-
-    @property
-    def mapped(self) -> int:
-        return self._words.load(_MAPPED)
-
-    @mapped.setter
-    def mapped(self, rounds: int) -> None:
-        self._words.store(_MAPPED, rounds)
-
-    @property
-    def raised(self) -> int:
-        """Errors that the rank has raised since its last call, each in the place of a call."""
-        return self._words.load(_RAISED)
+    entered, created, mapped, state = _Word(0), _Word(1), _Word(2), _Word(3)
+    raised = _Word(6)
+    """Errors that the rank has raised since its last call, each in the place of a call."""
+    captured = _Word(7)
+    """Calls that the rank has captured in CUDA graphs. They are not logged, and neither are replays."""
 
     def raise_instead(self, count: int, text: str) -> None:
         """Publish that the rank has raised so many errors since its last call, the last one with this text."""
         self.segment.write_text(_FAILURE_AT, TEXT_BYTES, text)
-        self._words.store(_RAISED, count)
-
-    @property
-    def captured(self) -> int:
-        """Calls that the rank has captured in CUDA graphs. They are not logged, and neither are replays."""
-        return self._words.load(_CAPTURED)
-
-    @captured.setter
-    def captured(self, count: int) -> None:
-        self._words.store(_CAPTURED, count)
+        self.raised = count
 
     def create(self, name: str, rounds: int) -> None:
         """Publish a segment's name, the newest of so many."""
         self.segment.write_text(_NAME_AT, TEXT_BYTES, name)
-        self._words.store(_CREATED, rounds)
+        self.created = rounds
 
     @property
     def newest(self) -> str:
@@ -108,10 +88,10 @@ class ControlSegment:
     def offer(self, parity: int, text: str, number: int) -> None:
         """Publish what the rank is about to call, and a number that it gives."""
         self.segment.write_text((1 + parity) * TEXT_BYTES, TEXT_BYTES, text)
-        self._words.store(_OFFERED + parity, number)
+        self.words.store(_OFFERED + parity, number)
 
     def offered(self, parity: int) -> int:
-        return self._words.load(_OFFERED + parity)
+        return self.words.load(_OFFERED + parity)
 
     def slot(self, parity: int) -> str:
         return self.segment.read_text((1 + parity) * TEXT_BYTES, TEXT_BYTES)
@@ -119,9 +99,9 @@ class ControlSegment:
     def log(self, call: int, number: int, *, after_errors: bool = True) -> None:
         """Publish that the rank has entered a call, and what it was. after_errors: it raised errors since the one before."""
         if after_errors:
-            self._words.store(_RAISED, 0)
+            self.raised = 0
         self._log.store(call % LOGGED, call * NUMBERS + number)
-        self._words.store(_ENTERED, call)
+        self.entered = call
 
     def number_of(self, call: int) -> int | None:
         """What a call was; None if that is no longer there."""
@@ -153,7 +133,7 @@ class ControlSegment:
             self._log.store(call % LOGGED, int.from_bytes(data[at : at + 8], "little"))
         self.segment.write_bytes(TEXT_BYTES, data[TEXT_BYTES:_LOG_AT])
         for word in reversed(range(_WORDS)):
-            self._words.store(word, int.from_bytes(data[8 * word : 8 * word + 8], "little"))
+            self.words.store(word, int.from_bytes(data[8 * word : 8 * word + 8], "little"))
 
 
 def _newest(count: int) -> range:

@@ -49,7 +49,7 @@ from weft.comm.control import (
     ControlSegment,
 )
 from weft.comm.launch_conditions import agree_on_launch
-from weft.comm.membership import PURPOSE, join
+from weft.comm.membership import join
 from weft.comm.processes import died
 from weft.comm.relay import Relay
 from weft.comm.shared_memory import PREFIX, SharedSegment, reap_stale, unlink
@@ -133,7 +133,7 @@ class RankGroup:
     def raise_before(group: dist.ProcessGroup, error: Exception) -> None:
         """This rank raises `error` in the place of the group's first call, as in `raise_instead`."""
         if group.size() > 1 and dist.get_backend(group) != "fake" and not isinstance(error, WeftError):
-            handshake.raise_instead(group, kind_and_words(error, _ERROR_BYTES), purpose=PURPOSE)
+            handshake.raise_instead(group, kind_and_words(error, _ERROR_BYTES))
 
     def _used(self) -> RankGroup:
         """This object, with one use more."""

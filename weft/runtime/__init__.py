@@ -19,10 +19,8 @@ A program, which is a schedule bound to one rank:
     host.py  host_space.py                       on CPUs: a call; shared memory, and lanes as threads
     cuda.py  lane_streams.py                     on GPUs: a call; streams that fork and join
     order.py  turn.py  replay.py                 orders in which no stream, and no GPU, is stuck; calls as CUDA graphs
-    call_timer.py  stuck.py                      when the steps of a call ran, and what a call waits for
+    call_timer.py                                when the steps of a call ran
     cuda_space.py                                what the programs of a process group share there: streams, symmetric memory
-    tickets.py  watchdog.py                      the events of each call, and the thread that bounds every call
-    release.py  invalid.py  aborts.py            what follows a failure: released waits, NaN in results, aborted communicators
     products.py                                  matmuls, each by the algorithm of cuBLAS that was fastest
 
 Steps as kernels (weft.kernels), on any device whose memory has addresses:
@@ -32,10 +30,15 @@ Steps as kernels (weft.kernels), on any device whose memory has addresses:
     pushes.py  sums.py  lookups.py               pushes, sums of collectives, embedding bags
     ragged_kernels.py  ragged_steps.py           steps whose row counts live on devices, and their tables
 
+Failure:
+
+    peer_waits.py                                waits that have no bound of weft's own, and what a wait is for, in words
+    tickets.py  watchdog.py                      the calls in flight on a GPU, and the thread that bounds each of them
+    release.py                                   what follows a failure there: released waits, NaN in results, aborts
+
 What others move, and the rest:
 
     nccl.py  unscheduled.py                      NCCL's collectives; what no schedule describes
-    bounded.py  invalid.py                       waits in gloo, within weft's bound; results that must not be used
     network.py  host_wire.py                     messages between nodes: NCCL's, gloo's
     ranks.py  versions.py                        rank processes of weft's own; versions of all that takes part
 """

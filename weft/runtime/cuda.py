@@ -46,14 +46,16 @@ from weft.runtime.bound import DTYPES, NOTHING, BoundProgram, Inputs, Outputs, s
 from weft.runtime.call_timer import CallTimer
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.flag_words import WaiterWords
-from weft.runtime.invalid import INVALID_BYTE, results_in
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations, IssuedCall
 from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import sms_for
+from weft.runtime.peer_waits import unsent, waiting
 from weft.runtime.products import Products, settings
+from weft.runtime.release import INVALID_BYTE
 from weft.runtime.replay import Replays, lie
-from weft.runtime.stuck import unsent, waiting
+from weft.runtime.tickets import results_in
+from weft.runtime.turn import Branches
 from weft.schedules import spec
 
 _RELEASED = 0x3FFFFFFF
@@ -107,6 +109,7 @@ class CudaProgram(BoundProgram):
         self._preset_flags_of_previous_calls()
         self.fixed = self._fixed_bindings()
         self._replays = Replays(space.captures, lambda inputs, outputs: self._issue(self.bind(inputs, outputs)), self.driver)
+        self._branches = Branches(self.driver)
         self._set_up_steps(schedule)
         # The flags of these lanes need no SM: beside matmuls that fill the SMs, even a kernel of one warp would wait for room.
         alone = isinstance(schedule.problem, CollectiveProblem)
@@ -193,6 +196,7 @@ class CudaProgram(BoundProgram):
             _IN_USE.append((self._pieces, self._words, self._area, self._scratch, self._plans, self._replays))
             self._pieces = []
         self._replays.close()
+        self._branches.close()
         self.streams.close()
         self._give_back()
         del self._words, self._area
@@ -304,7 +308,7 @@ class CudaProgram(BoundProgram):
         stream = self.space.current_stream()
 
         def call() -> None:
-            self._replays.branches.enqueue(stream, lambda: self._issue(bindings))
+            self._branches.enqueue(stream, lambda: self._issue(bindings))
 
         if self._waits_on_sms:
             self.space.turn.captured(stream, self.rank_group, call)

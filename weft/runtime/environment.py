@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from weft.comm.nodes import ranks_per_node
-from weft.comm.timeouts import timeout_from_environment
+from weft.comm.membership import ranks_per_node, timeout_from_environment
 from weft.runtime.choose import automatic, profile_for
 from weft.runtime.collective_calls import staging_from_environment
-from weft.runtime.invalid import on_failure_from_environment
 from weft.runtime.programs import memory_from_environment
+from weft.runtime.watchdog import on_failure_from_environment
 
 _PREFIX = "WEFT_"
 

@@ -29,12 +29,12 @@ from weft.core.errors import PeerLost
 from weft.core.schedule import Schedule
 from weft.runtime import unscheduled
 from weft.runtime.bound import BoundProgram, Closes
-from weft.runtime.bounded import bounded
 from weft.runtime.calls import PLAIN, Call
 from weft.runtime.choose import automatic
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.host_space import HostSpace
 from weft.runtime.host_wire import HostWire
+from weft.runtime.peer_waits import bounded
 from weft.runtime.programs import Programs
 from weft.runtime.trial import Choice
 from weft.runtime.turn import Turn

@@ -51,8 +51,8 @@ from weft.runtime.bound import BoundProgram, Inputs, Outputs
 from weft.runtime.host_rows import HostRows
 from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
 from weft.runtime.launches import FlagOperations, IssuedCall, Launch
+from weft.runtime.peer_waits import may_wait_for
 from weft.runtime.step_kernels import StepKernel
-from weft.runtime.stuck import may_wait_for
 
 WAIT_DONE = 1 << 30
 """Bit that is set in a lane's progress word once the wait at that step is over."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import connections, nameless_group
-from weft.runtime.bounded import bounded, named
+from weft.runtime.peer_waits import bounded, named
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """Contiguous tensors, each with the rank at its other end."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import exchange_messages, nccl_connections
-from weft.runtime.aborts import Abort
+from weft.runtime.peer_waits import Abort
 
 _SMS_OF_LINKS, _SMS_OF_ADAPTERS = 32, 16
 """Between nodes of one host 32 blocks of NCCL move 64 MiB both ways at 260 GB/s (2 x H200), 16 at 155. That 16 keep an

@@ -3,8 +3,12 @@
 A released stream goes on without what it waited for, so what it computes and sends is invalid. Invalid is every call that has
 not ended when the failure is seen, whether the device has come to it or not. Its results become NaN twice over. Before the
 release, the memory in which peers' data arrive is set to NaN, so that whatever the released streams compute from it is NaN too,
-in the order of the streams. Once the call has ended, its results themselves are set to NaN (weft.runtime.invalid), on a stream
-that waits for the end of the call.
+in the order of the streams. Once the call has ended, its results themselves are set to NaN, on a stream that waits for the end
+of the call: the call has returned before the failure, so it cannot raise it, and a program may read its results before the next
+call or `weft.synchronize` does.
+
+    caller's stream          call 7: waits for a peer ... released ... done 7
+    invalidating stream                                                      wait done 7, write NaN into what call 7 returned
 
 The watchdog does not see the calls that a CUDA graph of the caller's replays. In its replays only the memory in which peers'
 data arrive is NaN. After a failure each replay would wait again, so the watchdog releases again and again until it is closed.
@@ -28,10 +32,13 @@ from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import backend_of
 from weft.compat.streams import Driver
 from weft.core.logs import LOGGER
-from weft.runtime.aborts import Abort
-from weft.runtime.invalid import INVALID_BYTE
+from weft.runtime.peer_waits import Abort
 from weft.runtime.tickets import PendingCall, Tickets
 
+INVALID_BYTE = 0xFF
+"""What invalid memory is filled with: NaN in float8_e4m3, float16, bfloat16, float32 and float64. Integers have no NaN, so
+integer results stay as they are. The driver's memset needs no kernel that would have to be loaded, which CUDA does not do while
+a stream waits."""
 POLL_S = 1e-3
 """How often waits are released after a failure, while calls still end."""
 _INVALID_S, _DRAINED_S = 0.05, 5.0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,12 +28,9 @@ from weft.core.logs import warn_once
 from weft.runtime.bound import Inputs, Outputs
 from weft.runtime.products import settings
 
-T = TypeVar("T")
 Addresses = tuple[object, ...]
 _KEPT = 256
 """Sets of addresses a program: as many as layers that share a shape."""
-_CAPTURES = 64
-"""Captures whose last call is remembered: more than threads capture at the same time."""
 _KERNELS_ALONE = ("b", "tables")
 """Inputs that no copy touches. A kernel has no more than an address."""
 
@@ -44,37 +41,6 @@ class Kept:
 
     graph: torch.cuda.CUDAGraph
     memory: tuple[tuple[int, int], ...]
-
-
-class Branches:
-    """Calls that a caller captures: on whatever streams of one capture, they come in the order of the calls.
-
-    Bad interleaving: two calls on branches that a graph joins later use a program's memory and words at once, or wait for each
-    other on SMs. Out of captures events of the calls see to that; those are none of a capture's.
-    """
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._last: OrderedDict[int, tuple[int, Any]] = OrderedDict()
-        """By capture, the stream of the last call, and the event behind it. Threads may capture at the same time."""
-
-    def enqueue(self, stream: int, call: Callable[[], T]) -> T:
-        """The call, whose result it returns, after the last one of the capture that the stream is in."""
-        capture = self._driver.capture(stream)
-        last, event = self._last.pop(capture, (None, None))
-        if last not in (None, stream):
-            self._driver.wait(stream, event)
-        found = call()
-        event = event or self._driver.event()
-        self._driver.record(event, stream)
-        self._last[capture] = stream, event
-        if len(self._last) > _CAPTURES:
-            self._driver.forget(self._last.popitem(last=False)[1][1])
-        return found
-
-    def close(self) -> None:
-        while self._last:
-            self._driver.forget(self._last.popitem()[1][1])
 
 
 def private_pool() -> torch.cuda.MemPool | None:
@@ -151,12 +117,10 @@ def give_captures(captures: Captures) -> None:
 
 
 class Replays:
-    """Graphs of one program. captures: where they are made. enqueue: puts a call with these tensors on the current stream.
-    branches: of the caller's graphs."""
+    """Graphs of one program. captures: where they are made. enqueue: puts a call with these tensors on the current stream."""
 
     def __init__(self, captures: Captures, enqueue: Callable[[Inputs, Outputs], None], driver: Driver) -> None:
         self._captures, self._enqueue, self._driver = captures, enqueue, driver
-        self.branches = Branches(driver)
         self._graphs: OrderedDict[Addresses, Kept | None] = OrderedDict()
         self._full = False
 
@@ -205,7 +169,6 @@ class Replays:
 
     def close(self) -> None:
         self._graphs.clear()
-        self.branches.close()
 
 
 def lie(inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:

@@ -27,21 +27,55 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from weft.comm.rank_group import RankGroup
 from weft.compat.streams import Driver
 from weft.core.errors import WaitTimeout
-from weft.runtime.replay import Branches
 from weft.runtime.tickets import Tickets
 from weft.runtime.watchdog import FIRST_S
 
+T = TypeVar("T")
 _LOOKS_S = 0.02
 """How often a thread that waits for another one to enqueue its program looks at its peers."""
+_CAPTURES = 64
+"""Captures whose last call is remembered: more than threads capture at the same time."""
+
+
+class Branches:
+    """Calls that a caller captures: on whatever streams of one capture, they come in the order of the calls.
+
+    Bad interleaving: two calls on branches that a graph joins later use a program's memory and words at once, or wait for each
+    other on SMs. Out of captures events of the calls see to that; those are none of a capture's.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._last: OrderedDict[int, tuple[int, Any]] = OrderedDict()
+        """By capture, the stream of the last call, and the event behind it. Threads may capture at the same time."""
+
+    def enqueue(self, stream: int, call: Callable[[], T]) -> T:
+        """The call, whose result it returns, after the last one of the capture that the stream is in."""
+        capture = self._driver.capture(stream)
+        last, event = self._last.pop(capture, (None, None))
+        if last not in (None, stream):
+            self._driver.wait(stream, event)
+        found = call()
+        event = event or self._driver.event()
+        self._driver.record(event, stream)
+        self._last[capture] = stream, event
+        if len(self._last) > _CAPTURES:
+            self._driver.forget(self._last.popitem(last=False)[1][1])
+        return found
+
+    def close(self) -> None:
+        while self._last:
+            self._driver.forget(self._last.popitem()[1][1])
 
 
 class Turn:

@@ -17,6 +17,8 @@ for longer finds at the end of the call that it enqueues then that a peer has fa
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,10 +32,9 @@ from weft.comm.rank_group import RankGroup
 from weft.compat.streams import Driver
 from weft.core.errors import WaitTimeout, WeftError
 from weft.core.logs import LOGGER
-from weft.runtime.invalid import Result, end_process, on_failure_from_environment, results_of
 from weft.runtime.network import CudaWire
 from weft.runtime.release import POLL_S, Releaser
-from weft.runtime.tickets import PendingCall, Tickets
+from weft.runtime.tickets import PendingCall, Result, Tickets, results_of
 
 T = TypeVar("T")
 FIRST_S = 600.0
@@ -55,10 +56,26 @@ _STUCK_S = 10.0
 _IDLE_TICKS = 25
 """A process group without calls in flight looks at its peers this much more rarely (graphs may be replaying)."""
 
+_ON_FAILURE = ("raise", "abort")
 _STUCK = (
     f"calls have not ended {_STUCK_S:g} s after their waits were released; if a thread of this process is in a CUDA call, it "
     "may be loading a kernel, for which CUDA waits for all streams: end the process (WEFT_ON_FAILURE=abort does so at once)"
 )
+
+
+def on_failure_from_environment() -> str:
+    """WEFT_ON_FAILURE, or raise. Raises ValueError if it is neither raise nor abort."""
+    name = os.environ.get("WEFT_ON_FAILURE", "raise")
+    if name not in _ON_FAILURE:
+        raise ValueError(f"WEFT_ON_FAILURE is {name!r}; use {' or '.join(_ON_FAILURE)}")
+    return name
+
+
+def end_process() -> None:
+    """End this process by SIGABRT, as torch's watchdog of NCCL does, so that what has launched it notices."""
+    for handler in (*LOGGER.handlers, *logging.getLogger().handlers):
+        handler.flush()
+    os.abort()
 
 
 class Watchdog:

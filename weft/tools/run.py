@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from weft import schedules
 from weft.checker import check
-from weft.comm.nodes import cut
+from weft.comm.membership import cut
 from weft.core.machine import Machine
 from weft.core.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, LookupProblem, Problem
 from weft.core.schedule import Schedule

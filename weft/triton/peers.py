@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 import triton
 
+from weft.comm.membership import timeout_from_environment
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import Allocation
 from weft.comm.texts import no_group
-from weft.comm.timeouts import timeout_from_environment
 from weft.core.errors import WaitTimeout, WeftError, require
 
 _LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 1_000}
