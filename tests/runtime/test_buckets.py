@@ -18,7 +18,7 @@ from timed_trials import trials_by_a_clock
 import weft
 from weft.core.errors import WeftError
 from weft.core.problem import COLUMN_OPS, ColumnProblem, Op, Problem
-from weft.runtime import buckets, programs, tuner
+from weft.runtime import buckets, programs
 from weft.runtime.buckets import OWN_COUNTS, bucket, serves
 from weft.runtime.groups import GROUPS
 from weft.runtime.programs import Programs
@@ -318,7 +318,6 @@ def _bound_in(rounds: Iterable[Iterable[int]], gpu: bool) -> list[int]:
 
     with fake_gpu() if gpu else nullcontext(), clocked("shard_p2p"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "KNOWN_CALLS", 16)
-        patch.setattr(tuner, "CONFIRMED_AT", 10**6)
         for seed, shard in enumerate(OWN):
             _gather(shard, seed)
         patch.setattr(Programs, "_bind", noted)

@@ -14,14 +14,11 @@ import torch.distributed as dist
 from conftest import RankFixture
 from rank_work import check_gather, told_with
 from timed_trials import trials_by_a_clock
-from weft_log import logged
 
 import weft
 from weft.core.errors import PeerLost
 from weft.core.problem import Problem
-from weft.runtime import programs, tuner
 from weft.runtime.kept_plans import Cache
-from weft.runtime.tuner import CONFIRMED_AT
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 
@@ -61,59 +58,6 @@ def test_a_second_process_needs_no_trial_and_rank_0_decides(ranks: RankFixture, 
     (first, binds), (second, _) = pool.run(_first_calls, [mine, str(tmp_path / "none")])
     assert (first, binds) == ([("shard_p2p", True, times)], 1)
     assert second == [("shard_p2p", True, {})], "rank 1 has read nothing, and runs what rank 0 has"
-
-
-def _in_use(folder: str, fast: str) -> tuple[list[tuple[str, bool]], list[str], list[str]]:
-    """Calls of auto with a kept plan, until it has been confirmed: choices, schedules that are bound, warnings."""
-    from weft.runtime.groups import GROUPS
-
-    with trials_by_a_clock(fast), logged() as seen, _new_process(folder):
-        for call in range(CONFIRMED_AT + 4):
-            check_gather(64, 48, 32, torch.float32, "auto", call)
-        group = dist.group.WORLD
-        assert group is not None
-        bound = sorted(schedule.name for schedule in GROUPS.state(group.group_name).programs.schedules())
-        found = [(choice.spec, choice.kept) for choice in weft.choices()]
-        return found, bound, seen
-
-
-@pytest.mark.ranks
-def test_what_is_taken_over_is_held_against_sequential_in_use(ranks: RankFixture, tmp_path: Path) -> None:
-    pool, folder = ranks(2), str(tmp_path)
-    pool.run(_first_calls, [folder, folder])
-    assert pool.run(_in_use, folder, "shard_p2p") == [([("shard_p2p", True)], ["shard_p2p"], [])] * 2
-    for found, bound, seen in pool.run(_in_use, folder, "sequential"):
-        assert found == [("sequential", False)]
-        assert bound == ["sequential", "shard_p2p"], "a graph of the caller's may be replaying the loser"
-        (text,) = seen
-        assert text.endswith("shard_p2p was taken over, but is no faster here; sequential is put back")
-    for found, bound, seen in pool.run(_in_use, folder, "sequential"):
-        assert (found, bound, seen) == ([("sequential", True)], ["sequential"], []), "it is kept so, and said once"
-
-
-def _bound_anew(folder: str) -> tuple[int, int]:
-    """Calls by kept plans of more row counts than there is room for programs, three times: warnings, and comparisons."""
-    with trials_by_a_clock("shard_p2p"), _new_process(folder):
-        for m in (64, 32, 16):
-            check_gather(m, 48, 32, torch.float32, "auto", 0)
-    with (
-        mock.patch.object(programs.Programs, "_limit", return_value=2 * programs.OVERHEAD_BYTES),
-        mock.patch.object(tuner, "CONFIRMED_AT", 3),
-        mock.patch.object(tuner.Tuner, "confirmed", autospec=True, side_effect=tuner.Tuner.confirmed) as compared,
-        trials_by_a_clock("sequential"),
-        logged() as seen,
-        _new_process(folder),
-    ):
-        for _ in range(3):
-            for m in (64, 32, 16):
-                for call in range(4):
-                    check_gather(m, 48, 32, torch.float32, "auto", call)
-        return len(seen), compared.call_count
-
-
-@pytest.mark.ranks
-def test_a_choice_is_compared_once_however_often_it_is_bound(ranks: RankFixture, tmp_path: Path) -> None:
-    assert ranks(2).run(_bound_anew, str(tmp_path)) == [(3, 3)] * 2
 
 
 def _one_cannot_read() -> list[str]:

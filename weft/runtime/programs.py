@@ -124,8 +124,6 @@ class Programs:
             given = self._as_bound(call, empty=known.empty, rows=known.rows) if changed else call
             if not capturing:
                 # Ranks may capture a call different numbers of times: the order of use has to be that of all.
-                if self.tuner.unconfirmed and call.tried and self.tuner.due(known.program):
-                    known = self._confirm(given, known)
                 self._programs.move_to_end(known.program)
             with self._rank_group.failing():
                 if meets:  # CPU ranks wait for each other, because all programs share their buffers (weft.runtime.host)
@@ -231,24 +229,6 @@ class Programs:
         gives them back."""
         return lambda spec: self._keep(_checked(key[0], spec, key[2], {}), key)
 
-    def _confirm(self, call: Call, known: KnownCall) -> KnownCall:
-        """Compare a choice that was not measured here with the sequential program; if it does not win, sequential replaces it.
-
-        The program that lost stays bound, under its own name: a CUDA graph of the caller's may be replaying it."""
-        key = self._programs[known.program]
-        problem, _, device = key
-        with self._rank_group.failing():
-            contest = self.tuner.contest(call, self._candidate(key), self._drop)
-            program = self.tuner.confirmed(contest, known.program.schedule, key)
-            if program is None:
-                return known
-        lost = known.program.schedule
-        self._programs[known.program] = problem, schedules.spec(lost.name, lost.chunks), device
-        for each, other in self._known.items():
-            if other.program is known.program:
-                self._known[each] = replace(other, program=program)
-        return replace(known, program=program)
-
     def _keep(self, schedule: Schedule, key: Key) -> BoundProgram:
         program = self._bind(schedule, key[2])
         self._programs[program] = key
@@ -260,7 +240,6 @@ class Programs:
 
     def _drop(self, program: BoundProgram) -> None:
         del self._programs[program]
-        self.tuner.forget(program)
         program.close()
 
     def _raise_of_earlier_calls(self) -> None:

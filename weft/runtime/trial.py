@@ -87,11 +87,6 @@ class Choice:
     like: tuple[int, ...] = ()
 
     @property
-    def taken_over(self) -> bool:
-        """Whether an overlap was chosen without a trial here."""
-        return (self.kept or bool(self.like)) and self.spec != BASE
-
-    @property
     def us(self) -> dict[str, float]:
         """The measured times in us, by spec."""
         return {trial.spec: trial.us for trial in self.trials}

@@ -3,7 +3,6 @@
     specs       what could run a problem: one spec, or several to measure
     contest     the autotuning run of those (weft.runtime.trial)
     chose       note the fastest; rank 0 writes it into the user's folder of kept plans (weft.runtime.kept_plans)
-    confirmed   what was not measured here is compared with the sequential program at its CONFIRMED_AT-th call
 
 All ranks run what rank 0 has read, so ranks whose folders differ still run the same schedule; a rank that can read nothing
 costs no more than the handshake. Everything else here is a function of the calls that ranks have agreed on, the same on all.
@@ -20,19 +19,15 @@ import torch
 from weft import schedules
 from weft.comm.rank_group import RankGroup
 from weft.compat.device import gpu_number
-from weft.core.logs import warn_once
 from weft.core.problem import Problem
-from weft.core.schedule import Schedule
 from weft.runtime import kept_plans as plans
 from weft.runtime.bound import BoundProgram
 from weft.runtime.buckets import RowCounts
 from weft.runtime.calls import Call
 from weft.runtime.choose import MODES, contenders, planned, profile_for
-from weft.runtime.trial import BASE, Choice, Contest, Trial, queued_timer_for, timer_for
+from weft.runtime.trial import Choice, Contest, Trial, queued_timer_for, timer_for
 from weft.runtime.versions import links_between, machine_of, versions
 
-CONFIRMED_AT = 20
-"""The call at which a choice that was not measured here is compared with the sequential program: all is warm by then."""
 CHOICES = 4096
 """Problems whose choice a group remembers; the oldest is measured, or read, again."""
 
@@ -47,9 +42,6 @@ class Tuner:
         self._rank_group, self._row_counts = rank_group, row_counts
         self._choices: OrderedDict[tuple[Problem, torch.device], Choice] = OrderedDict()
         self._kept = KeptPlans(rank_group)
-        self.unconfirmed: dict[BoundProgram, int] = {}
-        """Programs whose schedule was not measured here, and the calls that are left until it is confirmed."""
-        self._confirmed: OrderedDict[Key, None] = OrderedDict()
 
     def choices(self) -> list[Choice]:
         return list(self._choices.values())
@@ -99,44 +91,12 @@ class Tuner:
         problem, asked, device = key
         if asked != "auto":
             return
-        known = self._choices.get((problem, device))
-        if known is None:
-            chosen = program.schedule
-            self._measured(Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials), device)
-        elif known.taken_over and timer_for(device) is not None and key not in self._confirmed:
-            self.unconfirmed[program] = CONFIRMED_AT
-
-    def due(self, program: BoundProgram) -> bool:
-        """Count a call. Whether it is the one at which the program's schedule is to be confirmed. All ranks make as many calls
-        with the same key, so they come to the same one."""
-        if program not in self.unconfirmed:
-            return False
-        self.unconfirmed[program] -= 1
-        return self.unconfirmed[program] == 0 and self.unconfirmed.pop(program) == 0
-
-    def confirmed(self, contest: Contest[BoundProgram], schedule: Schedule, key: Key) -> BoundProgram | None:
-        """Compare a schedule with the sequential program: that program where the schedule is no faster, with a warning; else
-        None, with nothing more bound than before."""
-        problem, _, device = key
-        spec = schedules.spec(schedule.name, schedule.chunks)
-        program, trials = contest.fastest((BASE, spec))
-        self._confirmed[key] = None
-        if len(self._confirmed) > CHOICES:
-            self._confirmed.popitem(last=False)
-        if program.schedule.name != BASE:
-            contest.drop(program)
-            return None
-        choice = Choice(problem=problem, spec=BASE, trials=trials)
-        warn_once(f"{choice}: {spec} was taken over, but is no faster here; sequential is put back")
-        self._measured(choice, device)
-        return program
-
-    def forget(self, program: BoundProgram) -> None:
-        self.unconfirmed.pop(program, None)
-
-    def _measured(self, choice: Choice, device: torch.device) -> None:
+        if (problem, device) in self._choices:
+            return
+        chosen = program.schedule
+        choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
         self._note(choice, device)
-        if choice.trials:
+        if trials:
             self._row_counts.measured(choice, device)
             self._kept.keep(choice, device)
 
