@@ -22,35 +22,25 @@ from weft.core.span import Span
 from weft.report.page import write_page
 from weft.schedules import build
 
-LOSSES = [
-    "characterize",
-    "llama3-8b",
-    "--ranks",
-    "2",
-    "--tokens",
-    "65536",
-    "--op",
-    "all_gather_matmul",
-    "--schedule",
-    "shard_p2p",
-]
+SITE = ["plan", "llama3-8b", "--tp", "2", "--site", "MLP down"]
 
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_table_that_is_too_wide_comes_in_parts_and_cuts_no_number(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    assert main(LOSSES) == 0
-    wide = capsys.readouterr().out.splitlines()
     monkeypatch.setattr(output, "PIPE_WIDTH", width)
-    assert main(LOSSES) == 0
-    narrow = capsys.readouterr().out
-    assert max(map(len, narrow.splitlines())) <= width
-    rows = [line.split() for line in wide if line.startswith("shard_p2p")]
-    assert [row[1] for row in rows] == ["65536"] * 2
+    made = output.table("schedule", *(f"us of\nsite {i}" for i in range(12)))
+    rows = [["shard_p2p", *(f"{1000 * row + i}.5" for i in range(12))] for row in (1, 2)]
     for row in rows:
-        parts = [line.split() for line in narrow.splitlines() if line.startswith("shard_p2p") and line.split()[1:4] == row[1:4]]
-        assert [cell for part in parts for cell in part[4:]] == row[4:]
+        made.add_row(*row)
+    output.print_table(output.console(), made)
+    narrow = capsys.readouterr().out.splitlines()
+    assert max(map(len, narrow)) <= width
+    parts = [line.split()[1:] for line in narrow if line.startswith("shard_p2p")]
+    assert len(parts) > 2
+    for number, row in enumerate(rows):
+        assert [cell for part in parts[number::2] for cell in part] == row[1:]
 
 
 def test_machines_are_named_in_every_part_of_a_narrow_table(
@@ -64,15 +54,15 @@ def test_machines_are_named_in_every_part_of_a_narrow_table(
 
 
 def test_plan_shows_each_familys_best_and_with_why_every_candidate_once(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "llama3-8b", "--tp", "2", "--site", "MLP down"]
-    assert main(command) == 0
+    assert main(SITE) == 0
     short = capsys.readouterr().out
     assert sum(line.startswith("direct_store") for line in short.splitlines()) == 1
-    assert main([*command, "--why"]) == 0
+    assert main([*SITE, "--why"]) == 0
     long = capsys.readouterr().out
     assert sum(line.startswith("direct_store:") for line in long.splitlines()) > 1
     assert long.count("-bound: the GEMM alone takes") == 1
     assert "DIL: the pieces alone over the whole alone" in long
+    assert sum("matmul DIL" in line and "us exposed" in line for line in long.splitlines()) > 2
 
 
 @pytest.mark.parametrize(
@@ -82,9 +72,8 @@ def test_plan_shows_each_familys_best_and_with_why_every_candidate_once(capsys: 
         (["run", "llama3-8b", "--tokens", "100000000000"], "'--tokens'"),
         (["plan", "llama3-8b", "--schedule", "flag_gated:100000000"], "chunks is 100000000"),
         (["plan", "llama3-8b", "--schedule", "flag_gated:\u00b2"], "a chunk count is a whole number"),
-        (["characterize", "--tokens", "100000000000"], "--tokens is '100000000000'"),
-        (["plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--save", "/dev/full"], "--save /dev/full: No space left"),
-        ([*LOSSES, "--json", "/dev/full"], "--json /dev/full: No space left"),
+        ([*SITE, "--save", "/dev/full"], "--save /dev/full: No space left"),
+        ([*SITE, "--json", "/dev/full"], "--json /dev/full: No space left"),
     ],
 )
 def test_what_would_never_end_or_not_fit_is_one_line(capsys: pytest.CaptureFixture[str], command: list[str], says: str) -> None:
@@ -137,7 +126,7 @@ LONG = "x" * 300
         (["plan", f"{LONG}/config.json"], f"cannot read {LONG}/config.json: "),
         (["plan", "llama3-8b", "--machine", LONG], f"machine is '{LONG}'"),
         (["simulate", LONG], f"study is '{LONG}'"),
-        (["characterize", "llama3-8b", "--json", LONG], f"--json {LONG}: "),
+        ([*SITE, "--json", LONG], f"--json {LONG}: "),
         (["calibrate", "--ranks", "2", "--device", "cpu", "--out", LONG], f"--out {LONG}: "),
     ],
 )

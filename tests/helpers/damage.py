@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from pushes import pushed
+
 from weft.core.schedule import Copy, Flag, Gemm, Lane, Push, Reduce, Region, Schedule, Signal, Step, Wait
-from weft.schedules.builder import pushed
 
 Place = tuple[int, int, int]
 Damage = Callable[[Schedule, random.Random], Schedule | None]
@@ -374,7 +375,7 @@ def _by_stores(lane: Lane) -> Lane:
     """A lane of copies with kernels of stores instead."""
     if lane.kind != "copy":
         return lane
-    return dataclasses.replace(lane, kind="blocks", steps=tuple(pushed(list(lane.steps))))
+    return dataclasses.replace(lane, kind="blocks", steps=tuple(pushed(lane.steps)))
 
 
 def _other_copy(schedule: Schedule, rng: random.Random) -> Schedule | None:

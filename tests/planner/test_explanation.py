@@ -12,6 +12,7 @@ import pytest
 
 import weft
 from weft.cli import main
+from weft.core import codec
 from weft.core.machine import Table, load
 from weft.core.problem import OPS, LookupProblem, Problem
 from weft.core.settings import changed
@@ -19,6 +20,7 @@ from weft.perf import run
 from weft.perf.ranking import estimates
 from weft.planner import heuristic, plan
 from weft.planner.explanation import Explanation, explained, summary
+from weft.planner.signature import Signature
 from weft.schedules import build, parse
 
 H200 = load("h200x8")
@@ -38,7 +40,8 @@ def test_parts_add_up_to_the_prediction(op: Any) -> None:
     assert sum(found.parts.values()) == pytest.approx(found.plan.chosen.predicted_us)
     assert found.signatures[0].spec == found.plan.chosen.spec
     assert found.signatures[0].total_us == pytest.approx(found.plan.chosen.predicted_us)
-    assert found.signatures[1].spec != found.signatures[0].spec
+    assert parse(found.signatures[1].spec)[0] != found.plan.chosen.schedule
+    assert {one.spec for one in found.signatures} == {one.spec for one in found.plan.candidates}
     assert heuristic(found.plan.problem, H200) in str(found)
     assert f" {found.plan.chosen.predicted_us:.0f} us" in str(found)
 
@@ -159,6 +162,7 @@ def test_plan_why(capsys: pytest.CaptureFixture[str]) -> None:
     why = json.loads(capsys.readouterr().out)["why"]
     assert set(why) == {"attention QKV", "MLP gate/up"}
     assert "head, tail, waits" in why["MLP gate/up"]["parts"]
+    assert codec.load(Signature, why["MLP gate/up"]["losses"][0]).gemm_dil > 0
 
 
 def test_one_name_for_one_quantity() -> None:

@@ -17,6 +17,7 @@ from weft.core.span import total_us
 from weft.overlap.concurrent.program import CollectivePart, Program, SideStream, program_of
 from weft.planner.shortlist import AT_MOST, shortlist
 from weft.schedules import collectives
+from weft.schedules.builder import Request
 from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, Method, build, candidates, family, parse
 
 H200 = machine.load("h200x8")
@@ -283,11 +284,11 @@ def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> No
     beside = program_of(schedule, 2).beside
     assert beside is not None
     assert [part.number for part in beside.parts] == [0, 1]
-    pushed, pulled = (collectives.pushed, collectives.all_reduced), (collectives.pulled, collectives.all_reduced_pulled)
-    for part, made in zip(beside.parts, pulled if "pull" in spec else pushed, strict=True):
+    for part in beside.parts:
         one = whole.collectives[part.number]
         assert isinstance(one, CollectiveProblem)
-        own = made(replace(one, sms=8) if "ctas" in spec else one, "copy_engine", 4, fan_out=fan_out)
+        made = collectives.PULLED if "pull" in spec else collectives.PUSHED
+        own = made[one.op](Request(replace(one, sms=8) if "ctas" in spec else one, "copy_engine", 4, fan_out))
         assert part.steps is not None
         assert (part.steps.problem, part.steps.buffers) == (own.problem, own.buffers)
         assert [*map(by_name, part.steps.ranks)] == [*map(by_name, own.ranks)]

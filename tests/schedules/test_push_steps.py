@@ -1,5 +1,4 @@
-"""A Push, one kernel of stores: what is refused of one, what is proved of it, where builders end one, and that interpreted
-kernels do just that.
+"""A Push, one kernel of stores: what is refused of one, what is proved of it, and that interpreted kernels do just that.
 
 Nothing orders the parts of a Push: the flag of one tells of no other. A few rows behind many are there long before those.
 """
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from brute import verdict
+from pushes import pushed
 from rank_pools import interpreted_ranks
 
 import weft
@@ -20,7 +20,6 @@ from weft.checker import ScheduleError, check
 from weft.core.problem import Problem
 from weft.core.schedule import Buffer, Copy, Flag, Gemm, Lane, LaneKind, Part, Push, Region, Schedule, Signal, Step, Store, Wait
 from weft.runtime.ranks import Ranks
-from weft.schedules.builder import pushed
 
 interpreted = interpreted_ranks(2)
 COLS = 8
@@ -34,44 +33,6 @@ def sent(src: Region, dst: Region, flag: str, index: int = 0) -> tuple[Step, Ste
     return Copy(src, dst), Signal(Flag(flag, dst.rank, index))
 
 
-A = [rows("a", 0, i, i + 1) for i in range(4)]
-THERE = [rows("there", 1, i, i + 1) for i in range(4)]
-
-
-def lengths_of(steps: Sequence[Step]) -> list[int]:
-    """How many parts each Push has that builders make of a lane's steps."""
-    return [len(step.parts) for step in pushed(list(steps)) if isinstance(step, Push)]
-
-
-@pytest.mark.parametrize(
-    ("pairs", "lengths"),
-    [
-        ([sent(A[0], THERE[0], "f"), sent(A[1], THERE[1], "g"), sent(A[1], THERE[2], "h")], [3]),
-        ([sent(A[0], THERE[0], "f"), sent(rows("b", 0, 0, 1), THERE[1], "g")], [1, 1]),
-        ([sent(A[0], THERE[0], "f"), sent(rows("a", 0, 1, 3), rows("there", 1, 0, 2), "g")], [1, 1]),
-        ([sent(A[0], THERE[1], "f"), sent(A[1], THERE[0], "g"), sent(A[2], THERE[1], "h")], [2, 1]),
-        ([sent(A[0], THERE[0], "f"), sent(A[1], rows("there", 0, 0, 1), "f"), sent(A[0], THERE[1], "f")], [1]),
-        ([sent(A[0], THERE[0], "f"), sent(rows("a", 0, 1, 1), rows("there", 1, 1, 1), "g"), sent(A[1], THERE[1], "h")], [1, 1]),
-        ([sent(A[0], THERE[0], "f"), sent(A[0], A[1], "g"), sent(A[0], THERE[1], "h")], [1, 1]),
-    ],
-    ids=["one", "other source", "overlap", "overlap above", "same flag", "empty", "within a buffer"],
-)
-def test_builders_end_a_push_where_an_order_is_needed(pairs: Sequence[tuple[Step, Step]], lengths: list[int]) -> None:
-    steps = [step for pair in pairs for step in pair]
-    assert lengths_of(steps) == lengths
-    again: list[Step] = []
-    for step in pushed(steps):
-        parts = step.parts if isinstance(step, Push) else ()
-        again += [one for part in parts for one in (Copy(part.src, part.dst), Signal(part.count))] or [step]
-    assert again == steps
-
-
-def test_a_flag_that_a_kernel_counts_is_in_no_push() -> None:
-    """It grows by the tiles of either, so its waiter would not know how far."""
-    counted = Gemm(rows("b", 0, 0, COLS), (Part(A[0], rows("out", 0, 0, 1), (), Flag("f", 1)),))
-    assert lengths_of([counted, *sent(A[0], THERE[0], "f")]) == []
-
-
 def _gather(m: int, k: int, pairs: dict[str, tuple[Region, Region]], waits: Sequence[str], kind: LaneKind) -> Schedule:
     """all_gather_matmul on two ranks. pairs: what rank 0 sends to rank 1, by flag, in this order; rank 1 does alike. waits:
     those that a receiver waits for before it multiplies; for the others it waits afterwards."""
@@ -83,7 +44,7 @@ def _gather(m: int, k: int, pairs: dict[str, tuple[Region, Region]], waits: Sequ
             for flag, (src, dst) in pairs.items()
         ]
         sends = [step for flag, src, dst in swapped for step in sent(src, dst, flag)]
-        sends = list(pushed(sends)) if kind == "blocks" else sends
+        sends = pushed(sends) if kind == "blocks" else sends
         b = Region("b", rank, (0, k), (0, COLS))
         own, other = (Region("out", rank, (low * m, low * m + m), (0, COLS)) for low in (rank, peer))
         compute = (

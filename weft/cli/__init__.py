@@ -23,7 +23,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import calibrate, characterize, doctor, listings, plan, run, simulate
+from weft.cli import calibrate, doctor, listings, plan, run, simulate
 from weft.core.errors import WeftError
 from weft.core.version import __version__
 
@@ -40,7 +40,6 @@ app.command("simulate")(simulate.command)
 app.command("schedules")(listings.schedules)
 app.command("machines")(listings.machines)
 app.command("calibrate")(calibrate.command)
-app.command("characterize")(characterize.command)
 app.command("doctor")(doctor.command)
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]

@@ -33,11 +33,11 @@ def table(*columns: str, left: int = 1) -> Table:
     return made
 
 
-def print_table(out: Console, made: Table, *, keys: int | None = None) -> None:
-    """Print a table. One that is wider than the console comes in parts, each behind the first `keys` columns (default: those of
-    words), so that no number is cut."""
+def print_table(out: Console, made: Table) -> None:
+    """Print a table. One that is wider than the console comes in parts, each behind the first columns, those of words, so that
+    no number is cut."""
     words = sum(column.justify == "left" for column in made.columns)
-    for number, part in enumerate(_fitting(out, made, words if keys is None else keys)):
+    for number, part in enumerate(_fitting(out, made, words)):
         if number:
             out.print()
         out.print(part)

@@ -24,6 +24,7 @@ SHARDS_TOKENS = ("all_gather_matmul", "matmul_reduce_scatter")
 OVER_IDEAL = "Over 100% of ideal: the ideal is the vendor's slower half alone, which the schedule does without."
 TERMS = (
     "ideal: the longer of the matmul alone and the collective alone. head, tail, waits: what nothing hides. "
+    "Exposed: beyond the longer of the schedule's halves alone, contention included. "
     "DIL: the pieces alone over the whole alone. CIL: beside the other kind over alone. By sizes alone: what "
     "the ranking puts first, before anything is simulated."
 )
@@ -139,7 +140,10 @@ def _reasons(machine: Machine, plans: Sequence[tables.SitePlan], progress: Progr
 def _as_data(
     model: Model, machine: Machine, plans: Sequence[tables.SitePlan], reasons: Mapping[str, Explanation]
 ) -> dict[str, object]:
-    why = {site: {"parts": dict(one.parts), "changes": one.changes} for site, one in reasons.items()}
+    why = {
+        site: {"parts": dict(one.parts), "losses": codec.dump(one.signatures), "changes": one.changes}
+        for site, one in reasons.items()
+    }
     return {
         "model": model.name,
         "machine": machine.name,

@@ -1,5 +1,5 @@
-"""`explain`: a plan taken apart. Where the chosen schedule's predicted time goes, what the runner-up would cost, and what would
-have to be otherwise for another family's best schedule to be faster. Nothing runs. The chosen schedule and the runner-up are
+"""`explain`: a plan taken apart. Where the chosen schedule's predicted time goes, what each other schedule that was simulated
+loses, and what would have to be otherwise for another family's best schedule to be faster. Nothing runs. All of these are
 simulated, each half alone; what changes the choice is read off the ranking (weft.perf.ranking), corrected by what it missed of
 each schedule that was simulated.
 
@@ -39,9 +39,10 @@ _MARGIN = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """parts: of the chosen schedule's predicted time, by name, in us; they add up to it. signatures: the chosen schedule's, and
-    the runner-up's, of another family, where there is one. by_sizes: what the heuristic names. changes: sentences, each of what
-    would let another family be faster, in as many chunks as are best for it now."""
+    """parts: of the chosen schedule's predicted time, by name, in us; they add up to it. signatures: the losses of those that
+    were simulated: first the chosen one, then the runner-up, of another family, where there is one, then the others. by_sizes:
+    what the heuristic names. changes: sentences, each of what would let another family be faster, in as many chunks as are best
+    for it now."""
 
     plan: Plan
     parts: Mapping[str, float]
@@ -54,7 +55,7 @@ class Explanation:
         named = ", ".join(f"{name} {us:+.0f}" for name, us in self.parts.items())
         if self.parts:
             lines.insert(1, f"Predicted {self.plan.chosen.predicted_us:.0f} us: {named}.")
-        changes = self.changes or (NOTHING,) * (len(self.signatures) > 1)
+        changes = self.changes or (NOTHING,) * (len({one.spec.partition(":")[0] for one in self.signatures}) > 1)
         return "\n".join([*lines, f"By sizes alone: {self.by_sizes}.", *changes])
 
 
@@ -75,8 +76,9 @@ def explained(found: Plan, machine: Machine) -> Explanation:
         return Explanation(plan=found, parts={}, signatures=(), by_sizes="sequential", changes=())
     specs = [found.chosen.spec, *_rivals(found)]
     simulated = {one.spec: one for one in reversed(found.candidates)}
-    two = [spec for spec in specs if spec in simulated][:2]
-    signatures = tuple(signature(_built(problem, spec, machine), machine, simulated[spec]) for spec in two)
+    first = [spec for spec in specs if spec in simulated][:2]
+    shown = dict.fromkeys([*first, *(one.spec for one in found.candidates)])
+    signatures = tuple(signature(_built(problem, spec, machine), machine, simulated[spec]) for spec in shown)
     parts = _parts(signatures[0], machine)
     changes = tuple(_changes(found, specs, machine))
     return Explanation(plan=found, parts=parts, signatures=signatures, by_sizes=heuristic(problem, machine), changes=changes)
@@ -138,7 +140,7 @@ def _told(found: Signature) -> str:
         ("CIL", found.communication_cil),
     )
     named = ", ".join(f"{name} {loss:.2f}" for name, loss in losses if loss is not None)
-    return f"{found.spec}: {found.total_us:.0f} us, {found.of_ideal}; {named}."
+    return f"{found.spec}: {found.total_us:.0f} us, {found.of_ideal}, {found.exposed_us:.0f} us exposed; {named}."
 
 
 def _changes(found: Plan, specs: Sequence[str], machine: Machine) -> Iterator[str]:

@@ -6,14 +6,14 @@ computation-collectives (arXiv 2305.06942) for direct-store; PyTorch's asynchron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
-from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem, RaggedProblem
+from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Op, Problem, RaggedProblem
 from weft.core.schedule import Gemm, Push, Schedule, steps_of
 from weft.core.work import is_plain
 from weft.schedules import all_gather_matmul as ag
@@ -25,9 +25,17 @@ from weft.schedules import matmul_all_reduce as ar
 from weft.schedules import matmul_all_to_all as combine
 from weft.schedules import matmul_reduce_scatter as rs
 from weft.schedules.alike import alike
+from weft.schedules.builder import Build, Request
 
-Build = Callable[..., Schedule]
-"""(problem, name, chunks, fan_out=) -> Schedule."""
+UNFUSED: dict[Op, Build] = {
+    "all_gather_matmul": ag.unfused,
+    "matmul_reduce_scatter": rs.unfused,
+    "matmul_all_to_all": combine.unfused,
+    "all_to_all_matmul": dispatch.unfused,
+    "matmul_all_reduce": rs.unfused,
+    "matmul_all_to_all_columns": combine.unfused,
+}
+"""Builders of shard_p2p, and of hetero_unfused_1d, which cuts shards into chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,234 +43,178 @@ class Family:
     """A way to overlap. chunked: its chunk count is free. words: one line for lists. source: where the idea is from.
 
     builders: by operator; one that it makes no sense for is not there. across: right where ranks are on several nodes; the
-    others load from and store to all ranks.
+    others load from and store to all ranks. fans_out: copies to several peers may be under way at once; else a rank sends to
+    one peer after the other, or from kernels.
     """
 
     name: str
     words: str
     source: str
-    chunked: bool
     builders: dict[Op, Build]
+    chunked: bool = True
     across: bool = False
+    fans_out: bool = True
 
     def __str__(self) -> str:
         return f"{self.name}: {self.words} [{self.source}]"
 
 
-def _family(
-    name: str,
-    words: str,
-    source: str,
-    gather: Build,
-    scatter: Build | None,
-    *others: Build | None,
-    lookup: Build | None = None,
-    alone: Build | None = None,
-    columns: tuple[Build | None, Build | None] = (None, None),
-    chunked: bool = True,
-    across: bool = False,
-) -> Family:
-    """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce. lookup: of embedding_bag_all_to_all. alone: of
-    every collective alone. columns: of matmul_all_to_all_columns and all_to_all_columns_matmul."""
-    by_op: dict[Op, Build | None] = dict(zip(OPS, (gather, scatter, *others), strict=False))
-    by_op |= zip((*LOOKUP_OPS, *COLUMN_OPS), (lookup, *columns), strict=True)
-    by_op |= dict.fromkeys(COLLECTIVE_OPS, alone)
-    builders = {op: build for op, build in by_op.items() if build is not None}
-    return Family(name=name, words=words, source=source, chunked=chunked, builders=builders, across=across)
-
-
-def _plain(build: Callable[[Problem], Schedule]) -> Build:
-    return lambda problem, name, chunks, fan_out: build(problem)
-
-
-def _named(build: Callable[[Problem, str], Schedule]) -> Build:
-    return lambda problem, name, chunks, fan_out: build(problem, name)
-
-
-def _by_shard(build: Build) -> Build:
-    """Whole shards, one peer after the other."""
-    return lambda problem, name, chunks, fan_out: build(problem, name, 1)
-
-
-def _gathered(build: Build) -> Build:
-    """A matmul_reduce_scatter, then an all-gather of what it has scattered."""
-    return lambda problem, name, chunks, fan_out: ar.gathered(lambda p: build(p, name, chunks, fan_out=fan_out))(problem)
-
-
-def _one_kernel(
-    name: str, words: str, reduce: Callable[[Problem, str], Schedule], scatter: Callable[[Problem, str], Schedule] | None = None
-) -> Family:
-    """reduce, scatter: of matmul_all_reduce and of matmul_reduce_scatter."""
-    builders: dict[Op, Build] = {"matmul_all_reduce": _named(reduce)}
-    if scatter is not None:
-        builders["matmul_reduce_scatter"] = _named(scatter)
-    return Family(name=name, words=words, source="fused computation-collectives", chunked=False, builders=builders)
-
-
-def _sliced(within: Build, across: Build) -> Build:
-    """Slices between nodes; on one node, what there is within it."""
-
-    def build(problem: Problem, name: str, chunks: int, *, fan_out: bool) -> Schedule:
-        return (across if problem.nodes else within)(problem, name, chunks, fan_out=fan_out)
-
-    return build
-
-
-def _collective(name: str, words: str, **builders: Build) -> Family:
-    """Of collectives alone, by operator."""
-    found: dict[Op, Build] = {op: builders[op] for op in COLLECTIVE_OPS if op in builders}
-    return Family(name=name, words=words, source="FiCCO, T3", chunked=True, builders=found)
-
-
-def _one_lane(build: Build) -> Build:
-    """For families that send to one peer only, or from kernels: nothing to fan out."""
-    return lambda problem, name, chunks, fan_out: build(problem, name, chunks)
-
-
 FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
-        _family(
-            "sequential",
-            "vendor GEMM and vendor collective, one after the other",
-            "cuBLAS and NCCL",
-            _plain(ag.sequential),
-            _plain(rs.sequential),
-            _plain(combine.sequential),
-            _plain(dispatch.sequential),
-            _plain(ar.sequential),
-            lookup=_plain(bags.sequential),
-            columns=(_plain(combine.sequential), _plain(beside.sequential)),
-            alone=_plain(collectives.sequential),
+        Family(
+            name="sequential",
+            words="vendor GEMM and vendor collective, one after the other",
+            source="cuBLAS and NCCL",
             chunked=False,
             across=True,
+            builders={
+                "all_gather_matmul": ag.sequential,
+                "matmul_reduce_scatter": rs.sequential,
+                "matmul_all_to_all": combine.sequential,
+                "all_to_all_matmul": dispatch.sequential,
+                "matmul_all_reduce": ar.sequential,
+                "embedding_bag_all_to_all": bags.sequential,
+                "matmul_all_to_all_columns": combine.sequential,
+                "all_to_all_columns_matmul": beside.sequential,
+                **dict.fromkeys(COLLECTIVE_OPS, collectives.sequential),
+            },
         ),
-        _family(
-            "sequential_stores",
-            "vendor GEMM, and before or after it an exchange by a kernel's stores or loads",
-            "fused computation-collectives",
-            _named(ag.sequential_stores),
-            _named(rs.sequential_stores),
-            _named(combine.sequential_stores),
-            _named(dispatch.sequential_stores),
-            _named(ar.sequential_stores),
+        Family(
+            name="sequential_stores",
+            words="vendor GEMM, and before or after it an exchange by a kernel's stores or loads",
+            source="fused computation-collectives",
             chunked=False,
+            builders={
+                "all_gather_matmul": ag.sequential_stores,
+                "matmul_reduce_scatter": rs.sequential_stores,
+                "matmul_all_to_all": combine.sequential_stores,
+                "all_to_all_matmul": dispatch.sequential_stores,
+                "matmul_all_reduce": ar.sequential_stores,
+            },
         ),
-        _family(
-            "shard_p2p",
-            "one shard a step, from peer to peer, a GEMM for each",
-            "PyTorch async TP",
-            _by_shard(ag.unfused),
-            _by_shard(rs.unfused),
-            _by_shard(combine.unfused),
-            _by_shard(dispatch.unfused),
-            _gathered(_by_shard(rs.unfused)),
-            columns=(_by_shard(combine.unfused), None),
+        Family(
+            name="shard_p2p",
+            words="one shard a step, from peer to peer, a GEMM for each",
+            source="PyTorch async TP",
             chunked=False,
+            fans_out=False,
+            builders=UNFUSED,
         ),
-        _family(
-            "uniform_fused_1d",
-            "row chunks of all ranks, the own one too, as one GEMM a step",
-            "FiCCO",
-            partial(ag.fused, uniform=True),
-            partial(rs.fused, uniform=True),
-            columns=(None, beside.fused),
+        Family(
+            name="uniform_fused_1d",
+            words="row chunks of all ranks, the own one too, as one GEMM a step",
+            source="FiCCO",
+            builders={
+                "all_gather_matmul": partial(ag.fused, uniform=True),
+                "matmul_reduce_scatter": partial(rs.fused, uniform=True),
+                "all_to_all_columns_matmul": beside.fused,
+            },
         ),
-        _family(
-            "hetero_fused_1d",
-            "the own shard as one GEMM; row chunks of all peers as one GEMM a step",
-            "FiCCO",
-            partial(ag.fused, uniform=False),
-            partial(rs.fused, uniform=False),
+        Family(
+            name="hetero_fused_1d",
+            words="the own shard as one GEMM; row chunks of all peers as one GEMM a step",
+            source="FiCCO",
+            builders={
+                "all_gather_matmul": partial(ag.fused, uniform=False),
+                "matmul_reduce_scatter": partial(rs.fused, uniform=False),
+            },
         ),
-        _family(
-            "hetero_unfused_1d",
-            "the own shard as one GEMM; one GEMM for each row chunk",
-            "FiCCO",
-            ag.unfused,
-            rs.unfused,
-            combine.unfused,
-            dispatch.unfused,
-            _gathered(rs.unfused),
-            columns=(combine.unfused, None),
+        Family(
+            name="hetero_unfused_1d",
+            words="the own shard as one GEMM; one GEMM for each row chunk",
+            source="FiCCO",
+            builders=UNFUSED,
         ),
-        _family(
-            "uniform_fused_2d",
-            "column chunks of all ranks, one GEMM a step: slices of K summed up, or slices of N",
-            "FiCCO",
-            ag.fused_2d,
-            rs.fused_2d,
+        Family(
+            name="uniform_fused_2d",
+            words="column chunks of all ranks, one GEMM a step: slices of K summed up, or slices of N",
+            source="FiCCO",
+            builders={"all_gather_matmul": ag.fused_2d, "matmul_reduce_scatter": rs.fused_2d},
         ),
-        _family(
-            "flag_gated",
-            "one kernel whose tiles wait for the flag of their chunk, in order of arrival",
-            "Iris, quack",
-            partial(ag.gated, blocks=False),
-            _one_lane(partial(rs.stored, pull=True)),
-            None,
-            partial(dispatch.gated, blocks=False),
-            columns=(None, partial(beside.gated, blocks=False)),
+        Family(
+            name="flag_gated",
+            words="one kernel whose tiles wait for the flag of their chunk, in order of arrival",
+            source="Iris, quack",
+            builders={
+                "all_gather_matmul": partial(ag.gated, blocks=False),
+                "matmul_reduce_scatter": rs.pulled,
+                "all_to_all_matmul": partial(dispatch.gated, blocks=False),
+                "all_to_all_columns_matmul": partial(beside.gated, blocks=False),
+            },
         ),
-        _family(
-            "track_and_trigger",
-            "one GEMM; what is finished, or has arrived, triggers the copy that sends it on",
-            "T3",
-            _one_lane(ag.ring),
-            rs.counted,
-            combine.counted,
-            lookup=_one_lane(bags.counted),
-            columns=(combine.counted, None),
+        Family(
+            name="track_and_trigger",
+            words="one GEMM; what is finished, or has arrived, triggers the copy that sends it on",
+            source="T3",
+            builders={
+                "all_gather_matmul": ag.ring,
+                "matmul_reduce_scatter": rs.counted,
+                "matmul_all_to_all": combine.counted,
+                "embedding_bag_all_to_all": bags.counted,
+                "matmul_all_to_all_columns": combine.counted,
+            },
         ),
-        _family(
-            "direct_store",
-            "stores from kernels straight to the peer's buffer, remote rows first",
-            "fused computation-collectives",
-            _one_lane(partial(ag.gated, blocks=True)),
-            _one_lane(partial(rs.stored, pull=False)),
-            _one_lane(partial(combine.counted, stored=True)),
-            _one_lane(partial(dispatch.gated, blocks=True)),
-            lookup=_one_lane(bags.stored),
-            columns=(_one_lane(partial(combine.counted, stored=True)), _one_lane(partial(beside.gated, blocks=True))),
+        Family(
+            name="direct_store",
+            words="stores from kernels straight to the peer's buffer, remote rows first",
+            source="fused computation-collectives",
+            fans_out=False,
+            builders={
+                "all_gather_matmul": partial(ag.gated, blocks=True),
+                "matmul_reduce_scatter": rs.stored,
+                "matmul_all_to_all": partial(combine.counted, stored=True),
+                "all_to_all_matmul": partial(dispatch.gated, blocks=True),
+                "embedding_bag_all_to_all": bags.stored,
+                "matmul_all_to_all_columns": partial(combine.counted, stored=True),
+                "all_to_all_columns_matmul": partial(beside.gated, blocks=True),
+            },
         ),
-        _family(
-            "flag_gated_2d",
-            "one kernel whose tiles wait, slice by slice of K, for the columns of all ranks",
-            "weft",
-            _one_lane(ag.gated_2d),
-            None,
+        Family(
+            name="flag_gated_2d",
+            words="one kernel whose tiles wait, slice by slice of K, for the columns of all ranks",
+            source="weft",
+            builders={"all_gather_matmul": ag.gated_2d},
         ),
-        _one_kernel(
-            "one_shot",
-            "one kernel: partial tiles are stored at every rank that sums them, in one hop",
-            ar.one_shot,
-            rs.one_shot,
+        Family(
+            name="one_shot",
+            words="one kernel: partial tiles are stored at every rank that sums them, in one hop",
+            source="fused computation-collectives",
+            chunked=False,
+            builders={"matmul_all_reduce": ar.one_shot, "matmul_reduce_scatter": rs.one_shot},
         ),
-        _one_kernel("two_shot", "one kernel: a tile's owner sums partial tiles, and stores the sum at every peer", ar.two_shot),
-        _family(
-            "node_slices",
-            "stores and copies within a node; between nodes, slices that are sent when their last tile is done",
-            "fused computation-collectives",
-            _sliced(partial(ag.gated, blocks=False), ag.sliced),
-            _sliced(_one_lane(partial(rs.stored, pull=False)), _one_lane(rs.sliced)),
-            _sliced(combine.counted, combine.sliced),
-            _sliced(partial(dispatch.gated, blocks=False), dispatch.sliced),
-            _sliced(_named(ar.two_shot), _one_lane(ar.sliced)),
-            lookup=_sliced(_one_lane(bags.stored), _one_lane(bags.sliced)),
+        Family(
+            name="two_shot",
+            words="one kernel: a tile's owner sums partial tiles, and stores the sum at every peer",
+            source="fused computation-collectives",
+            chunked=False,
+            builders={"matmul_all_reduce": ar.two_shot},
+        ),
+        Family(
+            name="node_slices",
+            words="stores and copies within a node; between nodes, slices that are sent when their last tile is done",
+            source="fused computation-collectives",
             across=True,
+            builders={
+                "all_gather_matmul": ag.sliced,
+                "matmul_reduce_scatter": rs.sliced,
+                "matmul_all_to_all": combine.sliced,
+                "all_to_all_matmul": dispatch.sliced,
+                "matmul_all_reduce": ar.sliced,
+                "embedding_bag_all_to_all": bags.sliced,
+            },
         ),
-        _collective(
-            "copy_engine",
-            "copy engines push pieces to the peers; a set number of SMs sum them as they arrive",
-            all_gather=collectives.pushed,
-            all_to_all=collectives.pushed,
-            reduce_scatter=collectives.reduced,
-            all_reduce=collectives.all_reduced,
+        Family(
+            name="copy_engine",
+            words="copy engines push pieces to the peers; a set number of SMs sum them as they arrive",
+            source="FiCCO, T3",
+            builders=collectives.PUSHED,
         ),
-        _collective(
-            "copy_engine_pull",
-            "copy engines of the peers pull pieces to where they belong",
-            all_gather=collectives.pulled,
-            all_reduce=collectives.all_reduced_pulled,
+        Family(
+            name="copy_engine_pull",
+            words="copy engines of the peers pull pieces to where they belong",
+            source="FiCCO, T3",
+            builders=collectives.PULLED,
         ),
     )
 }
@@ -347,7 +299,8 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
         raise ValueError(reason)
     chunks = problem.world_size if chunks is None else chunks
     check_chunks(chunks, problem.world_size)
-    return family.builders[problem.op](problem, name, chunks if family.chunked else 1, fan_out=fan_out)
+    asked = Request(problem, name, chunks if family.chunked else 1, fan_out and family.fans_out)
+    return family.builders[problem.op](asked)
 
 
 def parse(spec: str) -> tuple[str, int | None]:

@@ -23,10 +23,9 @@ Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `fr
 
 from __future__ import annotations
 
-from weft.core.problem import Problem
 from weft.core.schedule import Copy, Part, Region, Schedule, Wait
 from weft.schedules.all_to_all_matmul import Dispatch
-from weft.schedules.builder import Piece
+from weft.schedules.builder import Piece, Request
 
 
 class _Beside(Dispatch):
@@ -35,49 +34,47 @@ class _Beside(Dispatch):
     def arrival(self, buffer: str, src_rank: int, piece: Piece) -> Region:
         return self.region(buffer, piece.shard, super().arrival(buffer, src_rank, piece).rows, self.problem.blocks[src_rank])
 
-    def chunk(self, rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
+    def chunk_of(self, rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
         """A chunk of rows, of the columns of all ranks."""
         low = self.problem.shards[rank][0]
         rows = piece.rows[0] - low, piece.rows[1] - low
         return Part(self.region("recv", rank, rows), self.region("out", rank, rows), gates)
 
-    def arrivals(self, rank: int, piece: Piece) -> tuple[Wait, ...]:
+    def arrivals(self, piece: Piece) -> tuple[Wait, ...]:
         """Until all peers' columns of a chunk are there."""
-        return tuple(Wait(self.arrived(peer, piece)) for peer in self.peers(rank))
+        return tuple(Wait(self.arrived(peer, piece)) for peer in self.peers(piece.shard))
 
-    def place_own(self, rank: int) -> None:
-        rows = self.problem.shards[rank]
-        if rows[1] > rows[0]:
+    def push_and_place_own(self, rank: int, lane: str | None = None) -> None:
+        self.push(rank, lane=lane)
+        if self.pieces[rank]:
             own = self.region("recv", rank, cols=self.problem.blocks[rank])
-            self.add(rank, "compute", Copy(self.region("a", rank, rows), own))
+            self.add(rank, "compute", Copy(self.region("a", rank, self.problem.shards[rank]), own))
 
     def copy_gathered(self, rank: int) -> None:
         self.add(rank, "compute", Copy(self.region("recv", rank), self.region("gathered", rank)))
 
 
-def sequential(problem: Problem) -> Schedule:
+def sequential(asked: Request) -> Schedule:
     """The vendor's all-to-all, columns laid side by side, then one GEMM."""
-    return _Beside(problem, "sequential", 1).vendors("all_to_all_columns")
+    return _Beside(asked).vendors("all_to_all_columns")
 
 
-def fused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def fused(asked: Request) -> Schedule:
     """A GEMM for each chunk of rows, once all ranks' columns of it are there."""
-    s = _Beside(problem, name, chunks, fan_out=fan_out)
-    for rank in range(s.world_size):
-        s.push(rank)
-        s.place_own(rank)
+    s = _Beside(asked)
+    for rank in s.each:
+        s.push_and_place_own(rank)
         for piece in s.pieces[rank]:
-            s.add(rank, "compute", *s.arrivals(rank, piece))
-            s.gemm(rank, [s.chunk(rank, piece)])
+            s.add(rank, "compute", *s.arrivals(piece))
+            s.gemm(rank, [s.chunk_of(rank, piece)])
     return s.finish()
 
 
-def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bool = False) -> Schedule:
+def gated(asked: Request, *, blocks: bool) -> Schedule:
     """One GEMM whose tiles wait for all ranks' columns of their chunk. blocks: communication blocks bring them, not copy
     engines."""
-    s = _Beside(problem, name, chunks, fan_out=fan_out)
-    for rank in range(s.world_size):
-        s.push(rank, lane="blocks" if blocks else None)
-        s.place_own(rank)
-        s.gemm(rank, [s.chunk(rank, piece, s.arrivals(rank, piece)) for piece in s.pieces[rank]])
+    s = _Beside(asked)
+    for rank in s.each:
+        s.push_and_place_own(rank, "blocks" if blocks else None)
+        s.gemm(rank, [s.chunk_of(rank, piece, s.arrivals(piece)) for piece in s.pieces[rank]])
     return s.finish()

@@ -29,43 +29,43 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.core.problem import Problem
-from weft.core.schedule import Collective, Copy, Flag, Part, Receive, Schedule, Send, Signal, Wait
-from weft.schedules.builder import Piece
+from weft.core.schedule import Collective, Copy, Flag, Part, Receive, Schedule, Send, Store, Wait
+from weft.schedules.builder import Piece, Request
 from weft.schedules.exchange import AllToAllBuilder
 
 
 class Dispatch(AllToAllBuilder):
     """Flags and repeated idioms of this operator."""
 
-    def __init__(self, problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> None:
-        super().__init__(problem, name, chunks, fan_out=fan_out)
-        self.buffer("recv", "symmetric", self.arriving, self.each(problem.k))
-        if problem.return_gathered:
-            self.buffer("gathered", "output", self.arriving, self.each(problem.k))
+    def __init__(self, asked: Request) -> None:
+        super().__init__(asked)
+        self.buffer("recv", "symmetric", self.arriving, self.problem.k)
+        if self.problem.return_gathered:
+            self.buffer("gathered", "output", self.arriving, self.problem.k)
 
     def arrived(self, src_rank: int, piece: Piece) -> Flag:
-        return Flag("arrived", piece.shard, self.index(src_rank, piece))
+        return self.flag("arrived", piece.shard, src_rank, piece.index)
 
     def remote(self, rank: int) -> list[tuple[int, Piece]]:
         """(sender, piece) of what peers send to a rank, in order of arrival."""
-        steps = ((peer, p) for i in range(self.chunks) for peer in self.peers(rank) for p in self.pieces[rank] if p.index == i)
-        return list(steps)
+        return [(peer, piece) for piece in self.pieces[rank] for peer in self.peers(rank)]
 
     def part(self, src_rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
         return Part(self.arrival("recv", src_rank, piece), self.arrival("out", src_rank, piece), gates)
 
+    def gated(self, rank: int) -> None:
+        """One GEMM of the own rows, and of those of the peers, which wait until they have arrived."""
+        remote = [self.part(src_rank, p, (Wait(self.arrived(src_rank, p)),)) for src_rank, p in self.remote(rank)]
+        self.gemm(rank, self.own_shard(rank) + remote)
+
     def push(self, rank: int, *, lane: str | None = None, stage_own: bool = False) -> None:
-        """Send all pieces, chunk by chunk; at any time no two ranks send to the same one. lane: one that runs on SMs, where
-        copies that follow each other are one kernel; default, copy lanes. stage_own: the own rows go to the own recv."""
+        """Send all pieces, chunk by chunk; at any time no two ranks send to the same one. lane: as for `send`. stage_own: the
+        own rows go to the own recv."""
         peers = [peer for peer in self.peers(rank, step=-1) if self.pieces[peer]]
-        for peer in peers:
-            self.add(rank, lane or self.copy_lane(peer), Wait(Flag("free", rank, peer), 0))
-        for index in range(self.chunks):
-            for to in [*peers, *([rank] if stage_own else [])]:
-                for piece in (p for p in self.pieces[to] if p.index == index):
-                    copy = Copy(self.region("a", rank, piece.rows), self.arrival("recv", rank, piece))
-                    self.add(rank, lane or self.copy_lane(to), copy, Signal(self.arrived(rank, piece)))
+        self.wait_free(rank, peers, lane)
+        pieces = self.by_chunk([*peers, *([rank] if stage_own else [])])
+        stores = (Store(self.region("a", rank, p.rows), self.arrival("recv", rank, p), self.arrived(rank, p)) for p in pieces)
+        self.send(rank, stores, lane)
 
     def copy_gathered(self, rank: int) -> None:
         """Hand over what arrived. The own rows from a: not every schedule has them in recv."""
@@ -77,31 +77,30 @@ class Dispatch(AllToAllBuilder):
 
     def finish(self) -> Schedule:
         """Hand over what arrived if asked for, tell the senders that recv is free, and freeze."""
-        for rank in range(self.world_size):
-            if self.problem.return_gathered and self.pieces[rank]:
+        for rank in (rank for rank in self.each if self.pieces[rank]):
+            if self.problem.return_gathered:
                 self.copy_gathered(rank)
-            for sender in self.peers(rank) if self.pieces[rank] else []:
-                self.add(rank, "compute", Signal(Flag("free", sender, rank)))
+            self.release(rank, self.peers(rank))
         return self.done()
 
     def vendors(self, op: Literal["all_to_all", "all_to_all_columns"]) -> Schedule:
         """The vendor's collective, then one GEMM of what has arrived."""
-        for rank in range(self.world_size):
+        for rank in self.each:
             arriving = self.region("gathered" if self.problem.return_gathered else "recv", rank)
             self.add(rank, "compute", Collective(op, self.region("a", rank), arriving))
             self.gemm(rank, [Part(arriving, self.region("out", rank))])
         return self.done()
 
 
-def sequential(problem: Problem) -> Schedule:
+def sequential(asked: Request) -> Schedule:
     """The vendor's all-to-all, then one GEMM."""
-    return Dispatch(problem, "sequential", 1).vendors("all_to_all")
+    return Dispatch(asked).vendors("all_to_all")
 
 
-def sequential_stores(problem: Problem, name: str) -> Schedule:
+def sequential_stores(asked: Request) -> Schedule:
     """All rows are stored at their receivers, the own ones too; then one vendor GEMM."""
-    s = Dispatch(problem, name, 1)
-    for rank in range(s.world_size):
+    s = Dispatch(asked)
+    for rank in s.each:
         s.push(rank, lane="compute", stage_own=True)
         arriving = [(src_rank, piece) for piece in s.pieces[rank] for src_rank in (*s.peers(rank), rank)]
         s.add(rank, "compute", *(Wait(s.arrived(src_rank, piece)) for src_rank, piece in arriving))
@@ -109,10 +108,10 @@ def sequential_stores(problem: Problem, name: str) -> Schedule:
     return s.finish()
 
 
-def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def unfused(asked: Request) -> Schedule:
     """The own rows as one GEMM, then a GEMM for each piece in order of arrival. chunks=1: shard by shard."""
-    s = Dispatch(problem, name, chunks, fan_out=fan_out)
-    for rank in range(s.world_size):
+    s = Dispatch(asked)
+    for rank in s.each:
         s.push(rank)
         s.gemm(rank, s.own_shard(rank))
         for src_rank, piece in s.remote(rank):
@@ -121,32 +120,30 @@ def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) 
     return s.finish()
 
 
-def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bool = False) -> Schedule:
+def gated(asked: Request, *, blocks: bool) -> Schedule:
     """One GEMM whose tiles wait for their piece, in order of arrival, own rows first. blocks: communication blocks bring the
     pieces, not copy engines."""
-    s = Dispatch(problem, name, chunks, fan_out=fan_out)
-    for rank in range(s.world_size):
+    s = Dispatch(asked)
+    for rank in s.each:
         s.push(rank, lane="blocks" if blocks else None)
-        remote = [s.part(src_rank, p, (Wait(s.arrived(src_rank, p)),)) for src_rank, p in s.remote(rank)]
-        s.gemm(rank, s.own_shard(rank) + remote)
+        s.gated(rank)
     return s.finish()
 
 
-def sliced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def sliced(asked: Request) -> Schedule:
     """As `gated` within a node; a GEMM for each slice that comes from other nodes.
 
     Those are no gates of the one GEMM: its waiting tiles would hold the SMs that the vendor's receiving needs.
     """
-    s = Dispatch(problem, name, chunks, fan_out=fan_out)
-    for rank in range(s.world_size):
+    if not asked.problem.nodes:
+        return gated(asked, blocks=False)
+    s = Dispatch(asked)
+    for rank in s.each:
         s.push(rank)
-        near = [s.part(src_rank, p, (Wait(s.arrived(src_rank, p)),)) for src_rank, p in s.remote(rank)]
-        s.gemm(rank, s.own_shard(rank) + near)
-        for index in range(chunks):
-            sends = [
-                Send(s.region("a", rank, p.rows), peer) for peer in s.far(rank) for p in s.pieces[peer] if p.index == index
-            ]
-            takes = [(peer, p) for peer in s.far(rank) for p in s.pieces[rank] if p.index == index]
+        s.gated(rank)
+        for index in range(s.chunks):
+            leaving, takes = s.with_far(rank, index)
+            sends = [Send(s.region("a", rank, p.rows), p.shard) for p in leaving]
             receives = [Receive(s.arrival("recv", peer, p), peer) for peer, p in takes]
             landed = Flag("landed", rank, index)
             s.send_receive(rank, sends, receives, after=[], then=landed)

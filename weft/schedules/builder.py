@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
-from weft.core.problem import CollectiveProblem, Problem, Span1D, split
+from weft.core.problem import Problem, Span1D, split
 from weft.core.schedule import (
     Buffer,
     Copy,
     Flag,
+    Gemm,
     Lane,
     LaneKind,
+    Part,
     Push,
     Receive,
     Region,
@@ -23,13 +26,29 @@ from weft.core.schedule import (
     Step,
     Store,
     Wait,
-    advances,
 )
 
 KINDS: dict[str, LaneKind] = {"compute": "compute", "copy": "copy", "blocks": "blocks", "network": "network"}
 """Kind of a lane by the first word of its name: "copy.3" is a copy lane."""
 SLICE_UNIT = 64
 """Columns of `a` that one step of a GEMM's loop over K takes at most: slices that tiles wait for begin at multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a builder is asked for: a schedule of this name for a problem, in so many pieces a shard.
+
+    fan_out: a copy lane for each peer, so that all links of a mesh carry chunks at once; else one lane for all peers, which
+    is faster behind a switch, where one copy already fills the port.
+    """
+
+    problem: Problem
+    name: str
+    chunks: int = 1
+    fan_out: bool = False
+
+
+Build = Callable[[Request], Schedule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +94,102 @@ def aligned_slices(extent: int, parts: int) -> list[Span1D]:
 
 
 class Builder:
-    """Collects buffers and steps, then freezes them into a Schedule.
+    """Collects buffers and steps, then freezes them into a Schedule."""
 
-    fan_out: a copy lane for each peer, so that all links of a mesh carry chunks at once; else one lane for all peers, which
-    is faster behind a switch, where one copy already fills the port.
-    """
-
-    def __init__(self, problem: Problem, name: str, chunks: int = 1, *, fan_out: bool = False) -> None:
-        self.problem, self.name, self.chunks, self.fan_out = problem, name, chunks, fan_out
-        self.world_size = problem.world_size
+    def __init__(self, asked: Request) -> None:
+        self.problem, self.name, self.chunks, self.fan_out = asked.problem, asked.name, asked.chunks, asked.fan_out
+        self.world_size = self.problem.world_size
         self._buffers: dict[str, Buffer] = {}
-        self._lanes: list[dict[str, list[Step]]] = [{} for _ in range(self.world_size)]
+        self._lanes: list[dict[str, list[Step]]] = [{} for _ in self.each]
 
-    def buffer(self, name: str, kind: str, rows: list[int], cols: list[int], *, float32: bool = False) -> None:
-        self._buffers[name] = Buffer(name, kind, tuple(rows), tuple(cols), float32)  # type: ignore[arg-type]
+    @property
+    def each(self) -> range:
+        """All ranks."""
+        return range(self.world_size)
+
+    @property
+    def working(self) -> range:
+        """All ranks, or none where the result has no elements."""
+        return range(self.world_size if self.problem.m and self.problem.n else 0)
+
+    @cached_property
+    def pieces(self) -> list[list[Piece]]:
+        """Of every shard."""
+        return cut(self.problem, self.chunks)
+
+    @cached_property
+    def owned(self) -> list[int]:
+        """Rows of each rank's shard."""
+        return [high - low for low, high in self.problem.shards]
+
+    def by_chunk(self, shards: Iterable[int]) -> list[Piece]:
+        """The pieces of these shards, chunk by chunk."""
+        return sorted((piece for shard in shards for piece in self.pieces[shard]), key=lambda piece: piece.index)
+
+    def chunk(self, index: int, shards: Iterable[int]) -> list[Piece]:
+        """Chunk `index` of each of these shards that has one."""
+        return [piece for shard in shards for piece in self.pieces[shard] if piece.index == index]
+
+    def buffer(
+        self,
+        name: str,
+        kind: Literal["input", "output", "symmetric", "local"],
+        rows: int | Sequence[int],
+        cols: int | Sequence[int],
+        *,
+        float32: bool = False,
+    ) -> None:
+        """rows, cols: on each rank; one number where it is the same on all."""
+        height, width = ([size] * self.world_size if isinstance(size, int) else size for size in (rows, cols))
+        self._buffers[name] = Buffer(name, kind, tuple(height), tuple(width), float32)
 
     def region(self, name: str, rank: int, rows: Span1D | None = None, cols: Span1D | None = None) -> Region:
         """The named part of a buffer; all rows or columns where none are given."""
         spec = self._buffers[name]
         return Region(name, rank, rows or (0, spec.rows[rank]), cols or (0, spec.cols[rank]))
 
+    def flag(self, name: str, rank: int, src: int, index: int = 0) -> Flag:
+        """A flag of `rank` for chunk `index` of what it has from, or for, another rank."""
+        return Flag(name, rank, src * self.chunks + index)
+
+    def free(self, rank: int, peer: int) -> Wait:
+        """Until the peer has read what `rank` sent it in the call before."""
+        return Wait(Flag("free", rank, peer), 0)
+
     def add(self, rank: int, lane: str, *steps: Step) -> None:
         self._lanes[rank].setdefault(lane, []).extend(steps)
+
+    def gemm(
+        self,
+        rank: int,
+        parts: Iterable[Part],
+        b: tuple[Span1D | None, Span1D | None] = (None, None),
+        *,
+        accumulate: bool = False,
+        divide_by: int = 1,
+    ) -> None:
+        """One kernel of these parts, if there are any. b: its rows and columns; all where none are given."""
+        if parts := tuple(parts):
+            self.add(rank, "compute", Gemm(self.region("b", rank, *b), parts, accumulate, divide_by))
+
+    def wait_free(self, rank: int, peers: Iterable[int], lane: str | None = None) -> None:
+        """`free` of these peers before `rank` sends to them. lane: as for `send`."""
+        for peer in peers:
+            self.add(rank, lane or self.copy_lane(peer), self.free(rank, peer))
+
+    def release(self, rank: int, peers: Iterable[int], lane: str = "compute") -> None:
+        """Tell peers that what they sent to `rank` has been read for the last time in this call."""
+        for peer in peers:
+            self.add(rank, lane, Signal(Flag("free", peer, rank)))
+
+    def send(self, rank: int, stores: Iterable[Store], lane: str | None = None) -> None:
+        """Copies to other ranks, each with the flag that it raises there: as one kernel on a lane that runs on SMs, where
+        nothing orders them; else as copies on copy lanes, one after the other."""
+        stores = tuple(stores)
+        if lane and stores:
+            self.add(rank, lane, Push(stores))
+        for store in () if lane else stores:
+            self.add(rank, self.copy_lane(store.dst.rank), Copy(store.src, store.dst), Signal(store.count))
 
     def copy_lane(self, peer: int) -> str:
         """The lane that sends to `peer`."""
@@ -107,6 +200,13 @@ class Builder:
         peer."""
         node = self.problem.node_ranks[self.problem.node_of[rank]]
         return [node[(rank - node.start + step * i) % len(node)] for i in range(1, len(node))]
+
+    def node(self, rank: int) -> list[int]:
+        """All ranks of the node, in their order."""
+        return list(self.problem.node_ranks[self.problem.node_of[rank]])
+
+    def other_nodes(self, rank: int) -> list[int]:
+        return [node for node in range(len(self.problem.node_ranks)) if node != self.problem.node_of[rank]]
 
     def far(self, rank: int) -> list[int]:
         """The ranks of other nodes, from the next node upwards and in each from the rank's own place upwards, so that no two
@@ -121,6 +221,10 @@ class Builder:
         ranks = self.problem.node_ranks[node]
         own = self.problem.node_ranks[self.problem.node_of[rank]]
         return ranks[(rank - own.start) % len(ranks)]
+
+    def carried(self, rank: int) -> list[int]:
+        """The ranks of other nodes whose shards `rank` stands for."""
+        return [other for other in self.far(rank) if self.carrier(self.problem.node_of[rank], other) == rank]
 
     def send_receive(
         self, rank: int, sends: list[Send], receives: list[Receive], *, after: list[Flag], then: Flag | None
@@ -139,75 +243,8 @@ class Builder:
             name=self.name,
             chunks=self.chunks,
             buffers=tuple(self._buffers.values()),
-            ranks=tuple(tuple(self._lane(name, steps) for name, steps in lanes.items()) for lanes in self._lanes),
+            ranks=tuple(
+                tuple(Lane(name, KINDS[name.partition(".")[0]], tuple(steps)) for name, steps in lanes.items())
+                for lanes in self._lanes
+            ),
         )
-
-    def _lane(self, name: str, steps: list[Step]) -> Lane:
-        kind = KINDS[name.partition(".")[0]]
-        on_sms = kind in ("compute", "blocks") and not isinstance(self.problem, CollectiveProblem)
-        return Lane(name, kind, tuple(pushed(steps) if on_sms else steps))
-
-
-def pushed(steps: list[Step]) -> Iterator[Step]:
-    """The steps of a lane that runs on SMs, with neighbouring copies to peers, each followed by a signal to its receiver, as
-    one Push. A Push ends where its parts would need an order: at another source, at a place that it has stored to, and at a
-    flag that the lane advances more than once."""
-    if not any(isinstance(step, Copy) for step in steps):
-        yield from steps
-        return
-    times = Counter(flag for step in steps for flag in advances(step))
-    parts: list[Store] = []
-    taken = _Taken()
-    at = 0
-    while at < len(steps):
-        part = _store(steps[at], steps[at + 1] if at + 1 < len(steps) else None, times)
-        if parts and (part is None or _source(part) != _source(parts[0]) or taken.meets(part.dst)):
-            yield Push(tuple(parts))
-            parts, taken = [], _Taken()
-        if part:
-            parts.append(part)
-            taken.add(part.dst)
-            at += 2
-        else:
-            yield steps[at]
-            at += 1
-    if parts:
-        yield Push(tuple(parts))
-
-
-def _store(copy: Step, signal: Step | None, times: Counter[Flag]) -> Store | None:
-    """A copy and the signal behind it as a part of a Push, if they can be one."""
-    if not (isinstance(copy, Copy) and isinstance(signal, Signal)):
-        return None
-    alone = times[signal.flag] == 1 and signal.flag.rank == copy.dst.rank
-    within = (copy.src.buffer, copy.src.rank) == (copy.dst.buffer, copy.dst.rank)
-    return Store(copy.src, copy.dst, signal.flag) if alone and copy.src.size and not within else None
-
-
-def _source(part: Store) -> tuple[str, int]:
-    return part.src.buffer, part.src.rank
-
-
-class _Taken:
-    """Where the parts of a Push store. Pieces come mostly one behind the other, so that few are compared."""
-
-    def __init__(self) -> None:
-        self._regions: dict[tuple[str, int], list[Region]] = {}
-        self._ends: dict[tuple[str, int], tuple[int, int]] = {}
-
-    def meets(self, region: Region) -> bool:
-        """Whether it has an element in common with one of them."""
-        (top, bottom), (left, right), key = region.rows, region.cols, (region.buffer, region.rank)
-        lowest, rightmost = self._ends.get(key, (0, 0))
-        if top >= lowest or left >= rightmost:
-            return False
-        return any(
-            other.rows[0] < bottom and top < other.rows[1] and other.cols[0] < right and left < other.cols[1]
-            for other in self._regions[key]
-        )
-
-    def add(self, region: Region) -> None:
-        key = region.buffer, region.rank
-        lowest, rightmost = self._ends.get(key, (0, 0))
-        self._regions.setdefault(key, []).append(region)
-        self._ends[key] = max(region.rows[1], lowest), max(region.cols[1], rightmost)

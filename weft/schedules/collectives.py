@@ -47,11 +47,12 @@ arrived, and r's copy into out follows that sum.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from weft.core.problem import CollectiveProblem, Problem, Span1D
+from weft.core.problem import CollectiveProblem, Op, Span1D
 from weft.core.schedule import Collective, Copy, Flag, Reduce, Region, Schedule, Signal, Sum, Wait
-from weft.schedules.builder import Builder
+from weft.schedules.builder import Build, Builder, Request
 
 MOST_PUSHES = 4096
 """Of all ranks together. More would take seconds, and gigabytes, to prove; a piece is then thousandths of a part."""
@@ -126,32 +127,28 @@ def _most_pieces(problem: CollectiveProblem) -> int:
     return max(2 * problem.world_size, MOST_PUSHES // max(1, pairs))
 
 
+def _collective(asked: Request) -> CollectiveProblem:
+    assert isinstance(asked.problem, CollectiveProblem), f"{asked.problem} is no collective"
+    return asked.problem
+
+
 class _Collective(Builder):
     """The caller's buffers, and the repeated idioms. parts: how many have slots on a rank."""
 
-    def __init__(
-        self, problem: Problem, name: str, chunks: int = 1, *, fan_out: bool = False, parts: int | None = None
-    ) -> None:
-        assert isinstance(problem, CollectiveProblem), f"{problem} is no collective"
-        super().__init__(problem, name, chunks, fan_out=fan_out)
-        self.of: CollectiveProblem = problem
-        each = range(self.world_size)
-        self.one = [1 for _ in each]
-        self.buffer("a", "input", [problem.a_rows(r) for r in each], self.one)
-        self.buffer("out", "output", [problem.out_rows(r) for r in each], self.one)
-        self.turns = SlotTurns(1, 1) if parts is None else turns(problem, chunks, parts)
-        self.count = self.turns.pieces(max(high - low for low, high in problem.shards))
+    def __init__(self, asked: Request, *, parts: int | None = None) -> None:
+        super().__init__(asked)
+        self.of = _collective(asked)
+        self.buffer("a", "input", [self.of.a_rows(r) for r in self.each], 1)
+        self.buffer("out", "output", [self.of.out_rows(r) for r in self.each], 1)
+        self.turns = SlotTurns(1, 1) if parts is None else turns(self.of, self.chunks, parts)
+        self.count = self.turns.pieces(max(self.owned))
 
     def room(self, channel: Channel) -> None:
         rows = (self.world_size - 1 if channel.apart else 1) * self.turns.slots * self.turns.length
-        self.buffer(channel.buffer, "symmetric", [rows for _ in self.one], self.one)
+        self.buffer(channel.buffer, "symmetric", rows, 1)
 
-    def extent(self, part: int) -> int:
-        low, high = self.problem.shards[part]
-        return high - low
-
-    def pieces(self, part: int) -> range:
-        return range(self.turns.pieces(self.extent(part)))
+    def pieces_of(self, part: int) -> range:
+        return range(self.turns.pieces(self.owned[part]))
 
     def shard(self, buffer: str, rank: int, part: int, piece: int) -> Region:
         """A piece of part `part` of a buffer that has all parts."""
@@ -159,7 +156,7 @@ class _Collective(Builder):
 
     def own(self, buffer: str, rank: int, part: int, piece: int) -> Region:
         """A piece of a buffer that has part `part` alone."""
-        return self.region(buffer, rank, self.turns.piece((0, self.extent(part)), piece))
+        return self.region(buffer, rank, self.turns.piece((0, self.owned[part]), piece))
 
     def sent(self, rank: int, peer: int, piece: int) -> Region:
         """What of a goes to a peer."""
@@ -178,9 +175,9 @@ class _Collective(Builder):
         low = apart + self.turns.slot(piece)
         return self.region(channel.buffer, rank, (low, low + like.shape[0]))
 
-    def flag(self, name: str, rank: int, peer: int, piece: int) -> Flag:
+    def flag(self, name: str, rank: int, src: int, index: int = 0) -> Flag:
         """The flag of a rank that a peer advances."""
-        return Flag(name, rank, peer * self.count + piece)
+        return Flag(name, rank, src * self.count + index)
 
     def before(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Wait, ...]:
         """What says that the peer has read what lay in the slot of this piece of `rank`. last: of these pieces."""
@@ -215,7 +212,7 @@ class _Collective(Builder):
 
     def take(self, rank: int, owner: int, piece: int) -> None:
         """A piece of the sum from its owner: out of `summed`, or in the result already, with the last one."""
-        last = self.turns.pieces(self.extent(owner)) - 1
+        last = self.pieces_of(owner).stop - 1
         if not self.of.reachable:
             self.hand_out(SUMS, rank, owner, piece, last)
         elif piece == last:
@@ -223,7 +220,7 @@ class _Collective(Builder):
 
     def offer(self, rank: int, piece: int) -> None:
         """A piece of the own sum, where the peers pull it; from there to the own result."""
-        last, out = self.turns.pieces(self.extent(rank)) - 1, self.shard("out", rank, rank, piece)
+        last, out = self.pieces_of(rank).stop - 1, self.shard("out", rank, rank, piece)
         here = self.slot(OFFERED, rank, rank, out, piece)
         for peer in self.peers(rank):
             self.add(rank, "blocks", *self.before(OFFERED, rank, peer, piece, last))
@@ -233,7 +230,7 @@ class _Collective(Builder):
 
     def give(self, rank: int, peer: int, piece: int) -> None:
         """A piece of the own sum to a peer."""
-        src, last = self.shard("out", rank, rank, piece), self.turns.pieces(self.extent(rank)) - 1
+        src, last = self.shard("out", rank, rank, piece), self.pieces_of(rank).stop - 1
         if not self.of.reachable:
             self.push(SUMS, rank, peer, src, piece, last)
             return
@@ -251,33 +248,32 @@ class _Collective(Builder):
 
     def total(self, channel: Channel, rank: int, piece: int, out: Region) -> None:
         """The sum over ranks, in their order, of a piece of the own part."""
-        last, mine = self.turns.pieces(self.extent(rank)) - 1, self.shard("a", rank, rank, piece)
-        srcs = [mine if src == rank else self.slot(channel, src, rank, mine, piece) for src in range(self.world_size)]
+        last, mine = self.pieces_of(rank).stop - 1, self.shard("a", rank, rank, piece)
+        srcs = [mine if src == rank else self.slot(channel, src, rank, mine, piece) for src in self.each]
         self.add(rank, "blocks", *(Wait(self.flag(channel.arrived, rank, peer, piece)) for peer in self.peers(rank)))
         self.add(rank, "blocks", Reduce((Sum(tuple(srcs), out),), self.of.divide_by))
         for peer in self.peers(rank):
             self.add(rank, "blocks", *self.after(channel, rank, peer, piece, last))
 
 
-def sequential(problem: Problem) -> Schedule:
+def sequential(asked: Request) -> Schedule:
     """The vendor's collective."""
-    s = _Collective(problem, "sequential")
-    for rank in range(s.world_size):
+    s = _Collective(asked)
+    for rank in s.each:
         a, out = s.region("a", rank), s.region("out", rank)
-        s.add(rank, "compute", Collective(problem.op, a, out, s.of.divide_by))  # type: ignore[arg-type]
+        s.add(rank, "compute", Collective(s.problem.op, a, out, s.of.divide_by))  # type: ignore[arg-type]
     return s.done()
 
 
-def pushed(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def pushed(asked: Request) -> Schedule:
     """all_gather, all_to_all: copy engines push pieces into the peers' slots; copies there bring them to the result."""
-    assert isinstance(problem, CollectiveProblem), f"{problem} is no collective"
-    if problem.reachable:
-        return _straight(problem, name, fan_out=fan_out)
-    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=problem.world_size - 1)
+    if _collective(asked).reachable:
+        return _straight(asked)
+    s = _Collective(asked, parts=asked.problem.world_size - 1)
     s.room(LANDING)
-    for rank in range(s.world_size):
+    for rank in s.each:
         s.keep(rank)
-        for piece in s.pieces(rank):
+        for piece in s.pieces_of(rank):
             for peer in s.peers(rank):
                 s.push(LANDING, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
             for src in s.peers(rank, step=-1):
@@ -285,10 +281,10 @@ def pushed(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -
     return s.done()
 
 
-def _straight(problem: Problem, name: str, *, fan_out: bool) -> Schedule:
+def _straight(asked: Request) -> Schedule:
     """`pushed` where peers can write the result: one copy for each peer."""
-    s = _Collective(problem, name, 1, fan_out=fan_out, parts=0)
-    for rank in range(s.world_size if problem.m else 0):
+    s = _Collective(replace(asked, chunks=1), parts=0)
+    for rank in s.working:
         s.add(rank, "compute", *(Signal(Flag("open", peer, rank)) for peer in s.peers(rank)))
         s.keep(rank)
         for peer in s.peers(rank):
@@ -298,12 +294,12 @@ def _straight(problem: Problem, name: str, *, fan_out: bool) -> Schedule:
     return s.done()
 
 
-def pulled(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def pulled(asked: Request) -> Schedule:
     """all_gather: a rank puts its pieces into slots of its own; copy engines of the peers pull them to the result."""
-    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=1)
+    s = _Collective(asked, parts=1)
     s.room(STAGED)
-    for rank in range(s.world_size if s.world_size > 1 else 0):
-        for piece in s.pieces(rank):
+    for rank in s.each if s.world_size > 1 else ():
+        for piece in s.pieces_of(rank):
             src = s.own("a", rank, rank, piece)
             for peer in s.peers(rank):
                 s.add(rank, "compute", *s.before(STAGED, rank, peer, piece, s.count - 1))
@@ -311,74 +307,78 @@ def pulled(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -
             s.add(rank, "compute", *(Signal(s.flag(STAGED.arrived, peer, rank, piece)) for peer in s.peers(rank)))
             for owner in s.peers(rank, step=-1):
                 s.pull(STAGED, rank, owner, piece, s.count - 1)
-    for rank in range(s.world_size):
+    for rank in s.each:
         s.keep(rank)
     return s.done()
 
 
-def reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def reduced(asked: Request) -> Schedule:
     """reduce_scatter: copy engines push pieces into their owners' slots; some SMs of each owner sum them as they arrive."""
-    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=problem.world_size - 1)
+    s = _Collective(asked, parts=asked.problem.world_size - 1)
     s.room(LANDING)
-    for rank in range(s.world_size):
-        for piece in s.pieces(rank):
+    for rank in s.each:
+        for piece in s.pieces_of(rank):
             for peer in s.peers(rank):
                 s.push(LANDING, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
             s.total(LANDING, rank, piece, s.own("out", rank, rank, piece))
     return s.done()
 
 
-def all_reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def all_reduced(asked: Request) -> Schedule:
     """all_reduce: as `reduced`, and each sum goes to all peers, one piece behind the pieces that are sent to be summed."""
-    assert isinstance(problem, CollectiveProblem), f"{problem} is no collective"
-    straight = problem.reachable
-    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=(1 if straight else 2) * (problem.world_size - 1))
+    straight = _collective(asked).reachable
+    s = _Collective(asked, parts=(1 if straight else 2) * (asked.problem.world_size - 1))
     s.room(PARTS)
     if not straight:
         s.room(SUMS)
-    for rank in range(s.world_size):
+    for rank in s.each:
         for piece in range(s.count + 1):
             _spread(s, rank, piece)
-            if piece in s.pieces(rank):
+            if piece in s.pieces_of(rank):
                 s.total(PARTS, rank, piece, s.shard("out", rank, rank, piece))
                 s.add(rank, "blocks", Signal(Flag("made", rank, piece)))
             _publish(s, rank, piece - 1)
             for owner in s.peers(rank, step=-1):
-                if piece in s.pieces(owner):
+                if piece in s.pieces_of(owner):
                     s.take(rank, owner, piece)
     return s.done()
 
 
-def all_reduced_pulled(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def all_reduced_pulled(asked: Request) -> Schedule:
     """all_reduce: as `reduced`, and copy engines of the peers pull each sum to their results, one piece behind the pieces that
     are sent to be summed. On this GPU only the own part is copied, where `all_reduced` copies all others'."""
-    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=problem.world_size)
+    s = _Collective(asked, parts=asked.problem.world_size)
     s.room(PARTS)
     s.room(OFFERED)
-    for rank in range(s.world_size):
+    for rank in s.each:
         for piece in range(s.count + 1):
             _spread(s, rank, piece)
-            if piece in s.pieces(rank):
+            if piece in s.pieces_of(rank):
                 s.offer(rank, piece)
             for owner in s.peers(rank, step=-1):
-                if piece - 1 in s.pieces(owner):
-                    s.pull(OFFERED, rank, owner, piece - 1, s.turns.pieces(s.extent(owner)) - 1)
+                if piece - 1 in s.pieces_of(owner):
+                    s.pull(OFFERED, rank, owner, piece - 1, s.pieces_of(owner).stop - 1)
     return s.done()
 
 
 def _spread(s: _Collective, rank: int, piece: int) -> None:
     """A piece of each peer's part to that peer, to be summed."""
     for owner in s.peers(rank):
-        if piece in s.pieces(owner):
-            last = s.turns.pieces(s.extent(owner)) - 1
+        if piece in s.pieces_of(owner):
+            last = s.pieces_of(owner).stop - 1
             s.push(PARTS, rank, owner, s.shard("a", rank, owner, piece), piece, last)
 
 
 def _publish(s: _Collective, rank: int, piece: int) -> None:
     """A piece of the own part, once it is summed, to all peers."""
-    if piece < 0 or piece not in s.pieces(rank):
+    if piece < 0 or piece not in s.pieces_of(rank):
         return
     for lane in dict.fromkeys(s.copy_lane(peer) for peer in s.peers(rank)):
         s.add(rank, lane, Wait(Flag("made", rank, piece)))
     for peer in s.peers(rank):
         s.give(rank, peer, piece)
+
+
+PUSHED: dict[Op, Build] = {"all_gather": pushed, "reduce_scatter": reduced, "all_reduce": all_reduced, "all_to_all": pushed}
+PULLED: dict[Op, Build] = {"all_gather": pulled, "all_reduce": all_reduced_pulled}
+"""By operator, the builders of the families copy_engine and copy_engine_pull."""

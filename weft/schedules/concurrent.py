@@ -39,6 +39,7 @@ from weft.core.schedule import (
     waits,
 )
 from weft.schedules import collectives
+from weft.schedules.builder import Request
 
 Transport = Literal["none", "vendor", "copy_engine"]
 COMPUTATION = "computation"
@@ -199,7 +200,7 @@ def build(problem: ConcurrentProblem, spec: str, *, fan_out: bool = False) -> Sc
     buffers = [
         Buffer(named(buffer.name, i), buffer.kind, buffer.rows, buffer.cols)
         for i, one in problem.known
-        for buffer in collectives.sequential(one).buffers
+        for buffer in collectives.sequential(Request(one, "sequential")).buffers
     ]
     ranks = []
     for rank in range(problem.world_size):
@@ -261,18 +262,10 @@ def _by_copy_engine(one: CollectiveProblem | OpaqueCollective, spec: str, method
     if one.nodes:
         raise ValueError(f"way is {spec!r}; copy engines do not reach other nodes: use vendor")
     own = replace(one, sms=method.ctas) if method.ctas else one
-    known = {
-        False: {
-            "all_gather": collectives.pushed,
-            "all_to_all": collectives.pushed,
-            "reduce_scatter": collectives.reduced,
-            "all_reduce": collectives.all_reduced,
-        },
-        True: {"all_gather": collectives.pulled, "all_reduce": collectives.all_reduced_pulled},
-    }[method.pull]
+    known = collectives.PULLED if method.pull else collectives.PUSHED
     if one.op not in known:
         raise ValueError(f"way is {spec!r}; {one.op} is not pulled: leave out pull")
-    return known[one.op](own, "copy_engine", one.world_size, fan_out=fan_out)
+    return known[one.op](Request(own, "copy_engine", one.world_size, fan_out))
 
 
 def renamed(value: Any, rename: Callable[[str], str]) -> Any:

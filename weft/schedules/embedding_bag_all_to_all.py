@@ -31,181 +31,153 @@ into what the caller still reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from weft.core.problem import LookupProblem, Problem, Span1D
+from weft.core.problem import LookupProblem, Span1D
 from weft.core.schedule import Bags, Collective, Copy, Flag, Lookup, Receive, Region, Schedule, Send, Signal, Wait
-from weft.schedules.builder import Builder, Piece, cut
+from weft.schedules.builder import Builder, Piece, Request
 
 
 class _Exchange(Builder):
     """Buffers, flags and repeated idioms of this operator."""
 
-    def __init__(self, problem: Problem, name: str, chunks: int = 1, *, pooled: bool, landing: bool) -> None:
-        assert isinstance(problem, LookupProblem), f"{problem} is no lookup"
-        super().__init__(problem, name, chunks)
-        self.pieces = cut(problem, chunks)
-        each = range(self.world_size)
-        whole, columns = [problem.m for _ in each], [problem.columns(r) for r in each]
-        owned, total = [high - low for low, high in problem.shards], [problem.n for _ in each]
-        self.buffer("bags", "input", whole, columns)
+    def __init__(self, asked: Request, *, pooled: bool = True, landing: bool = True) -> None:
+        assert isinstance(asked.problem, LookupProblem), f"{asked.problem} is no lookup"
+        super().__init__(asked)
+        self.columns = [self.problem.columns(r) for r in self.each]
+        self.buffer("bags", "input", self.problem.m, self.columns)
         if pooled:
-            self.buffer("pooled", "local", whole, columns)
+            self.buffer("pooled", "local", self.problem.m, self.columns)
         if landing:
-            self.buffer("landing", "symmetric", owned, total)
-        self.buffer("out", "output", owned, total)
+            self.buffer("landing", "symmetric", self.owned, self.problem.n)
+        self.buffer("out", "output", self.owned, self.problem.n)
 
     def place(self, name: str, owner: int, src: int, rows: Span1D) -> Region:
         """Columns of rank `src`, these rows of the whole batch, in a buffer of `owner`."""
         low = self.problem.shards[owner][0]
         return self.region(name, owner, (rows[0] - low, rows[1] - low), self.problem.b_shards[src])
 
-    def own(self, rank: int) -> list[Bags]:
-        """The rank's own samples, straight into the result."""
-        rows = self.problem.shards[rank]
-        if not self._gives(rank, rank):
-            return []
-        return [Bags(self.region("bags", rank, rows), self.place("out", rank, rank, rows))]
+    def bags(self, rank: int, rows: Span1D, out: Region, count: Flag | None = None) -> Bags:
+        return Bags(self.region("bags", rank, rows), out, count)
 
-    def sent(self, rank: int, *, step: int = 1) -> Iterator[tuple[int, Piece]]:
-        """(peer, piece) that `rank` gives to its peers, in order."""
-        for peer in self.peers(rank, step=step):
-            if self._gives(rank, peer):
-                yield from ((peer, piece) for piece in self.pieces[peer])
+    def own(self, rank: int, rows: Span1D | None = None) -> list[Bags]:
+        """The rank's own samples, or these of them, straight into the result."""
+        rows = rows or self.problem.shards[rank]
+        return [self.bags(rank, rows, self.place("out", rank, rank, rows))] if self.gives(rank, rank) else []
 
-    def stores(self, rank: int) -> list[Bags]:
-        """What the lookup stores at peers."""
-        return [
-            Bags(
-                self.region("bags", rank, piece.rows),
-                self.place("landing", peer, rank, piece.rows),
-                self.arrived(rank, peer, piece),
-            )
-            for peer, piece in self.sent(rank)
-        ]
+    def sent(self, rank: int) -> list[Piece]:
+        """What `rank` gives to its peers, in order."""
+        return [piece for peer in self.peers(rank) if self.gives(rank, peer) for piece in self.pieces[peer]]
 
-    def receivers(self, rank: int) -> list[int]:
-        return list(dict.fromkeys(peer for peer, _ in self.sent(rank)))
+    def stored(self, rank: int, piece: Piece) -> Bags:
+        """What the lookup stores at a peer."""
+        there = self.place("landing", piece.shard, rank, piece.rows)
+        return self.bags(rank, piece.rows, there, self.arrived(rank, piece))
 
-    def arrived(self, src: int, owner: int, piece: Piece) -> Flag:
-        return Flag("arrived", owner, src * self.chunks + piece.index)
+    def wait_for_receivers(self, rank: int) -> None:
+        self.wait_free(rank, dict.fromkeys(piece.shard for piece in self.sent(rank)), "compute")
+
+    def arrived(self, src: int, piece: Piece) -> Flag:
+        return self.flag("arrived", piece.shard, src, piece.index)
 
     def hand_out(self, rank: int, lane: str) -> None:
         """What peers have sent becomes the caller's, piece by piece, in the order in which it arrives."""
-        for src in self.peers(rank, step=-1):
-            if not self._gives(src, rank):
-                continue
+        for src in (src for src in self.peers(rank, step=-1) if self.gives(src, rank)):
             for piece in self.pieces[rank]:
-                wait = Wait(self.arrived(src, rank, piece))
-                self.add(rank, lane, wait, Copy(*(self.place(b, rank, src, piece.rows) for b in ("landing", "out"))))
-            self.add(rank, lane, Signal(Flag("free", src, rank)))
-
-    def exchanged(self, rank: int, index: int) -> tuple[list[tuple[int, Piece]], list[tuple[int, Piece]]]:
-        """Of slice `index`, what `rank` gives to ranks of other nodes, and what it has from them: (other rank, piece)."""
-        gives = [(p, piece) for p in self.far(rank) for piece in self.pieces[p] if piece.index == index]
-        takes = [(p, piece) for p in self.far(rank) for piece in self.pieces[rank] if piece.index == index]
-        return [(p, piece) for p, piece in gives if self._gives(rank, p)], [t for t in takes if self._gives(t[0], rank)]
-
-    def send_slice(self, rank: int, index: int) -> None:
-        """Look slice `index` up, and exchange it for those of other nodes."""
-        gives, takes = self.exchanged(rank, index)
-        made = [Flag("sliced", rank, peer * self.chunks + index) for peer, _ in gives]
-        pooled = [self.region("pooled", rank, piece.rows) for _, piece in gives]
-        bags = (self.region("bags", rank, piece.rows) for _, piece in gives)
-        self.look_up(rank, [Bags(*part) for part in zip(bags, pooled, made, strict=True)])
-        sends = [Send(region, peer) for region, (peer, _) in zip(pooled, gives, strict=True)]
-        receives = [Receive(self.landed_from(src, rank, piece), src) for src, piece in takes]
-        self.send_receive(rank, sends, receives, after=made, then=Flag("landed", rank, index))
+                copy = Copy(*(self.place(name, rank, src, piece.rows) for name in ("landing", "out")))
+                self.add(rank, lane, Wait(self.arrived(src, piece)), copy)
+            self.release(rank, [src], lane)
 
     def look_up(self, rank: int, parts: list[Bags]) -> None:
         if parts:
             self.add(rank, "compute", Lookup(tuple(parts)))
 
-    def near(self, rank: int) -> list[tuple[Bags, int]]:
-        """What stays within the node, with the index of its piece: what peers own, then the rank's own."""
-        stored = zip(self.stores(rank), (piece.index for _, piece in self.sent(rank)), strict=True)
-        own = [piece for piece in self.pieces[rank] if self._gives(rank, rank)]
-        mine = (Bags(self.region("bags", rank, p.rows), self.place("out", rank, rank, p.rows)) for p in own)
-        return [*stored, *zip(mine, (piece.index for piece in own), strict=True)]
+    def takes(self, rank: int, index: int) -> list[tuple[int, Piece]]:
+        """(sender, piece) of slice `index` of what `rank` has from ranks of other nodes."""
+        return [(src, piece) for src in self.far(rank) if self.gives(src, rank) for piece in self.chunk(index, [rank])]
 
-    def landed_from(self, src: int, owner: int, piece: Piece) -> Region:
-        low = self.problem.shards[owner][0]
-        return self.region(f"from{src}", owner, (piece.rows[0] - low, piece.rows[1] - low))
+    def send_slice(self, rank: int, index: int) -> None:
+        """Look slice `index` up, and exchange it for those of other nodes."""
+        given = self.chunk(index, [peer for peer in self.far(rank) if self.gives(rank, peer)])
+        made = [self.flag("sliced", rank, piece.shard, index) for piece in given]
+        pooled = [self.region("pooled", rank, piece.rows) for piece in given]
+        parts = zip(given, pooled, made, strict=True)
+        self.look_up(rank, [self.bags(rank, piece.rows, out, count) for piece, out, count in parts])
+        sends = [Send(region, piece.shard) for region, piece in zip(pooled, given, strict=True)]
+        receives = [Receive(self.landed_from(src, piece), src) for src, piece in self.takes(rank, index)]
+        self.send_receive(rank, sends, receives, after=made, then=Flag("landed", rank, index))
+
+    def landed_from(self, src: int, piece: Piece) -> Region:
+        low = self.problem.shards[piece.shard][0]
+        return self.region(f"from{src}", piece.shard, (piece.rows[0] - low, piece.rows[1] - low))
 
     def far_buffers(self) -> None:
         """A buffer for each rank's columns: messages are whole rows."""
-        for src in range(self.world_size):
-            apart = [self.problem.node_of[r] != self.problem.node_of[src] for r in range(self.world_size)]
-            rows = [(high - low) * far for (low, high), far in zip(self.problem.shards, apart, strict=True)]
-            self.buffer(f"from{src}", "local", rows, [self.problem.columns(src)] * self.world_size)
+        for src in self.each:
+            rows = [0 if r in self.node(src) else self.owned[r] for r in self.each]
+            self.buffer(f"from{src}", "local", rows, self.columns[src])
 
-    def _gives(self, src: int, owner: int) -> bool:
-        low, high = self.problem.shards[owner]
-        return high > low and self.problem.columns(src) > 0
+    def gives(self, src: int, owner: int) -> bool:
+        return self.owned[owner] > 0 and self.columns[src] > 0
 
 
-def sequential(problem: Problem) -> Schedule:
+def sequential(asked: Request) -> Schedule:
     """One lookup of all bags, then the vendor's all-to-all."""
-    make = _Exchange(problem, "sequential", pooled=True, landing=False)
-    for rank in range(problem.world_size):
-        bags = Bags(make.region("bags", rank), make.region("pooled", rank))
-        exchange = Collective("all_to_all_columns", make.region("pooled", rank), make.region("out", rank))
-        make.add(rank, "compute", Lookup((bags,)), exchange)
-    return make.done()
+    s = _Exchange(asked, landing=False)
+    for rank in s.each:
+        pooled = s.region("pooled", rank)
+        exchange = Collective("all_to_all_columns", pooled, s.region("out", rank))
+        s.add(rank, "compute", Lookup((Bags(s.region("bags", rank), pooled),)), exchange)
+    return s.done()
 
 
-def stored(problem: Problem, name: str, chunks: int) -> Schedule:
+def stored(asked: Request) -> Schedule:
     """One kernel that stores what it looks up where it belongs, remote bags first; the owner hands out what has arrived."""
-    make = _Exchange(problem, name, chunks, pooled=False, landing=True)
-    for rank in range(problem.world_size):
-        for peer in make.receivers(rank):
-            make.add(rank, "compute", Wait(Flag("free", rank, peer), 0))
-        make.add(rank, "compute", Lookup((*make.stores(rank), *make.own(rank))))
-        make.hand_out(rank, "copy")
-    return make.done()
+    s = _Exchange(asked, pooled=False)
+    for rank in s.each:
+        s.wait_for_receivers(rank)
+        s.add(rank, "compute", Lookup((*(s.stored(rank, piece) for piece in s.sent(rank)), *s.own(rank))))
+        s.hand_out(rank, "copy")
+    return s.done()
 
 
-def counted(problem: Problem, name: str, chunks: int) -> Schedule:
+def counted(asked: Request) -> Schedule:
     """One lookup that counts; each full count triggers the copy that sends the piece."""
-    make = _Exchange(problem, name, chunks, pooled=True, landing=True)
-    for rank in range(problem.world_size):
+    s = _Exchange(asked)
+    for rank in s.each:
         parts = []
-        waited: set[int] = set()
-        for peer, piece in make.sent(rank):
-            made = Flag("made", rank, peer * chunks + piece.index)
-            here = make.region("pooled", rank, piece.rows)
-            parts.append(Bags(make.region("bags", rank, piece.rows), here, made))
-            make.add(rank, "copy", Wait(made))
-            if peer not in waited:
-                make.add(rank, "copy", Wait(Flag("free", rank, peer), 0))
-                waited.add(peer)
-            there = make.place("landing", peer, rank, piece.rows)
-            make.add(rank, "copy", Copy(here, there), Signal(make.arrived(rank, peer, piece)))
-        make.add(rank, "compute", Lookup((*parts, *make.own(rank))))
-        make.hand_out(rank, "compute")
-    return make.done()
+        for piece in s.sent(rank):
+            made, here = s.flag("made", rank, piece.shard, piece.index), s.region("pooled", rank, piece.rows)
+            parts.append(s.bags(rank, piece.rows, here, made))
+            first = piece is s.pieces[piece.shard][0]
+            s.add(rank, "copy", Wait(made), *([s.free(rank, piece.shard)] if first else []))
+            there = s.place("landing", piece.shard, rank, piece.rows)
+            s.add(rank, "copy", Copy(here, there), Signal(s.arrived(rank, piece)))
+        s.add(rank, "compute", Lookup((*parts, *s.own(rank))))
+        s.hand_out(rank, "compute")
+    return s.done()
 
 
-def sliced(problem: Problem, name: str, chunks: int) -> Schedule:
+def sliced(asked: Request) -> Schedule:
     """As `stored` within a node. The bags for other nodes come first, and leave slice by slice.
 
     A slice is a kernel of its own, and so is each piece of what stays: blocks of a lookup fill every SM to its end, and the
     vendor's sending gets SMs between two.
     """
-    make = _Exchange(problem, name, chunks, pooled=True, landing=True)
-    make.far_buffers()
-    for rank in range(problem.world_size):
-        for index in range(chunks):
-            make.send_slice(rank, index)
-        for peer in make.receivers(rank):
-            make.add(rank, "compute", Wait(Flag("free", rank, peer), 0))
-        for index in range(chunks):
-            make.look_up(rank, [bags for bags, at in make.near(rank) if at == index])
-        make.hand_out(rank, "copy")
-        for index in range(chunks):
-            _, takes = make.exchanged(rank, index)
+    if not asked.problem.nodes:
+        return stored(asked)
+    s = _Exchange(asked)
+    s.far_buffers()
+    for rank in s.each:
+        for index in range(s.chunks):
+            s.send_slice(rank, index)
+        s.wait_for_receivers(rank)
+        for index in range(s.chunks):
+            near = [s.stored(rank, piece) for piece in s.sent(rank) if piece.index == index]
+            s.look_up(rank, near + [bags for piece in s.chunk(index, [rank]) for bags in s.own(rank, piece.rows)])
+        s.hand_out(rank, "copy")
+        for index in range(s.chunks):
+            takes = s.takes(rank, index)
             if takes:
-                make.add(rank, "copy", Wait(Flag("landed", rank, index)))
+                s.add(rank, "copy", Wait(Flag("landed", rank, index)))
             for src, piece in takes:
-                make.add(rank, "copy", Copy(make.landed_from(src, rank, piece), make.place("out", rank, src, piece.rows)))
-    return make.done()
+                s.add(rank, "copy", Copy(s.landed_from(src, piece), s.place("out", rank, src, piece.rows)))
+    return s.done()

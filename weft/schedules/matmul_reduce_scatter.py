@@ -36,13 +36,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from weft.core.problem import Problem, Span1D, split
+from weft.core.problem import Span1D, split
 from weft.core.schedule import (
     Collective,
-    Copy,
     Flag,
     FusedCollective,
-    Gemm,
     Part,
     Receive,
     Reduce,
@@ -50,45 +48,38 @@ from weft.core.schedule import (
     Schedule,
     Send,
     Signal,
+    Store,
     Sum,
     Wait,
 )
-from weft.schedules.builder import Builder, Piece, cut
+from weft.schedules.builder import Builder, Piece, Request
 
 ONE_KERNEL_BYTES = 16 << 20
 """Of a rank's product: up to here sequential_stores exchanges by one kernel, which keeps three copies of what arrives."""
 
 
 class _Scatter(Builder):
-    """Buffers, flags and repeated idioms of this operator. columns: slices of N that 2D pieces are cut by."""
+    """Buffers, flags and repeated idioms of this operator. Of matmul_all_reduce, what a reduce-scatter gives is in `mine`, with
+    the addends of its rows, and is gathered by the vendor."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        name: str,
-        chunks: int,
-        *,
-        partial: Literal["local", "symmetric"] | None = "local",
-        recv: bool = True,
-        fan_out: bool = False,
-    ) -> None:
-        super().__init__(problem, name, chunks, fan_out=fan_out)
-        self.pieces = cut(problem, chunks)
-        self.divide_by = self.world_size if problem.reduce_op == "avg" else 1
-        each = range(self.world_size)
-        peers = self.world_size - 1
-        inner = [problem.inner(r) for r in each]
-        owned = [high - low for low, high in problem.shards]
-        self.buffer("a", "input", [problem.m for _ in each], inner)
-        self.buffer("b", "input", inner, [problem.n for _ in each])
+    def __init__(self, asked: Request, *, partial: Literal["local", "symmetric"] | None = "local", recv: bool = True) -> None:
+        super().__init__(asked)
+        m, n = self.problem.m, self.problem.n
+        self.divide_by = self.world_size if self.problem.reduce_op == "avg" else 1
+        inner = [self.problem.inner(r) for r in self.each]
+        self.recv = recv and partial != "symmetric"
+        self.gathers = self.problem.op == "matmul_all_reduce"
+        self.buffer("a", "input", m, inner)
+        self.buffer("b", "input", inner, n)
         if partial:
-            self.buffer("partial", partial, [problem.m for _ in each], [problem.n for _ in each])
-        if recv and partial != "symmetric":
-            self.buffer("recv", "symmetric", [peers * rows for rows in owned], [problem.n for _ in each])
-        self.buffer("out", "output", owned, [problem.n for _ in each])
-
-    def index(self, src: int, piece: int) -> int:
-        return src * self.chunks + piece
+            self.buffer("partial", partial, m, n)
+        if self.recv:
+            self.buffer("recv", "symmetric", [(self.world_size - 1) * rows for rows in self.owned], n)
+        if self.gathers:
+            self.buffer("mine", "local", self.owned, n)
+            for addend in self.problem.addends:
+                self.buffer(addend, "input", m if addend == "residual" else 1, n)
+        self.buffer("out", "output", m if self.gathers else self.owned, n)
 
     def slot(self, src: int, shard: int, rows: Span1D, cols: Span1D | None = None) -> Region:
         """Where rank `src` puts global rows of `shard`, on the owner."""
@@ -98,151 +89,144 @@ class _Scatter(Builder):
 
     def own_out(self, rank: int, rows: Span1D, cols: Span1D | None = None) -> Region:
         base = self.problem.shards[rank][0]
-        return self.region("out", rank, (rows[0] - base, rows[1] - base), cols)
+        return self.region("mine" if self.gathers else "out", rank, (rows[0] - base, rows[1] - base), cols)
 
-    def part(self, rank: int, piece: Piece) -> Part:
-        return Part(self.region("a", rank, piece.rows), self.region("partial", rank, piece.rows))
+    def part(self, rank: int, rows: Span1D, count: Flag | None = None) -> Part:
+        return Part(self.region("a", rank, rows), self.region("partial", rank, rows), count=count)
 
-    def own_shard(self, rank: int) -> tuple[Part, ...]:
+    def own_shard(self, rank: int) -> list[Part]:
         """The rows that stay, as one part; nothing if there are none."""
         rows = self.problem.shards[rank]
-        return (Part(self.region("a", rank, rows), self.region("partial", rank, rows)),) if rows[1] > rows[0] else ()
+        return [self.part(rank, rows)] if rows[1] > rows[0] else []
 
-    def gemm(self, rank: int, parts: Iterable[Part], cols: Span1D | None = None, *, divide_by: int = 1) -> None:
-        parts = tuple(parts)
-        if parts:
-            self.add(rank, "compute", Gemm(self.region("b", rank, cols=cols), parts, divide_by=divide_by))
+    def by_step(self, rank: int) -> list[Piece]:
+        """Pieces to send, in order of production: chunk by chunk, peers rotated by rank."""
+        return self.by_chunk(self.peers(rank))
 
-    def by_step(self, rank: int) -> list[list[Piece]]:
-        """Pieces to send, in order of production: a list for each chunk index, peers rotated by rank."""
-        steps = [[p for peer in self.peers(rank) for p in self.pieces[peer] if p.index == i] for i in range(self.chunks)]
-        return [pieces for pieces in steps if pieces]
+    def arrived(self, owner: int, src: int, index: int) -> Flag:
+        return self.flag("arrived", owner, src, index)
 
-    def wait_free(self, rank: int, peer: int) -> Wait:
-        return Wait(Flag("free", rank, peer), 0)
+    def made(self, rank: int, piece: Piece) -> Flag:
+        return self.flag("made", rank, piece.shard, piece.index)
 
-    def send(
-        self, rank: int, shard: int, index: int, rows: Span1D, cols: Span1D | None = None, *, lane: str | None = None
-    ) -> None:
-        """Copy a finished piece to its owner. lane: instead of the copy lane for it."""
-        copy = Copy(self.region("partial", rank, rows, cols), self.slot(rank, shard, rows, cols))
-        self.add(rank, lane or self.copy_lane(shard), copy, Signal(Flag("arrived", shard, self.index(rank, index))))
+    def store(self, rank: int, shard: int, index: int, rows: Span1D, cols: Span1D | None = None) -> Store:
+        """A finished piece to its owner."""
+        there = self.slot(rank, shard, rows, cols)
+        return Store(self.region("partial", rank, rows, cols), there, self.arrived(shard, rank, index))
+
+    def stored(self, rank: int, piece: Piece) -> Part:
+        """A piece that the kernel's tiles store at its owner."""
+        out, gate = self.slot(rank, piece.shard, piece.rows), self.free(rank, piece.shard)
+        return Part(self.region("a", rank, piece.rows), out, (gate,), self.arrived(piece.shard, rank, piece.index))
 
     def send_steps(self, rank: int, *, made: bool) -> None:
         """The copy lane: every piece in order of production. made: wait for each piece's flag (else for its step's)."""
-        for step in self.by_step(rank):
-            for piece in step:
-                lane = self.copy_lane(piece.shard)
-                index = self.index(piece.shard, piece.index) if made else piece.index
-                if made or piece is step[0] or self.fan_out:
-                    self.add(rank, lane, Wait(Flag("made", rank, index)))
-                if piece is self.pieces[piece.shard][0]:
-                    self.add(rank, lane, self.wait_free(rank, piece.shard))
-                self.send(rank, piece.shard, piece.index, piece.rows)
-
-    def source(self, rank: int, src: int, rows: Span1D, cols: Span1D | None = None) -> Region:
-        """Where rank's reduction reads what `src` computed."""
-        if src == rank or "recv" not in self._buffers:
-            return self.region("partial", src, rows, cols)
-        return self.slot(src, rank, rows, cols)
+        step = -1
+        for piece in self.by_step(rank):
+            lane = self.copy_lane(piece.shard)
+            if made or piece.index != step or self.fan_out:
+                self.add(rank, lane, Wait(self.made(rank, piece) if made else Flag("made", rank, piece.index)))
+            if piece is self.pieces[piece.shard][0]:
+                self.wait_free(rank, [piece.shard])
+            self.send(rank, [self.store(rank, piece.shard, piece.index, piece.rows)])
+            step = piece.index
 
     def total(self, rank: int, index: int, rows: Span1D, cols: Span1D | None = None) -> Sum:
         """One piece of the result: the sum over ranks, once all have arrived."""
-        srcs = tuple(self.source(rank, src, rows, cols) for src in range(self.world_size))
-        return Sum(srcs, self.own_out(rank, rows, cols), self.all_arrived(rank, index))
+        here = [src == rank or not self.recv for src in self.each]
+        srcs = [self.region("partial", src, rows, cols) if here[src] else self.slot(src, rank, rows, cols) for src in self.each]
+        if self.gathers:
+            addends = ((name, rows if name == "residual" else None) for name in self.problem.addends)
+            srcs += (self.region(name, rank, some, cols) for name, some in addends)
+        return Sum(tuple(srcs), self.own_out(rank, rows, cols), self.all_arrived(rank, index))
 
     def all_arrived(self, rank: int, index: int) -> tuple[Wait, ...]:
-        return tuple(Wait(Flag("arrived", rank, self.index(peer, index))) for peer in self.peers(rank))
+        return tuple(Wait(self.arrived(rank, peer, index)) for peer in self.peers(rank))
 
     def reduce(self, rank: int, sums: Iterable[Sum]) -> None:
         """Sum what has arrived, chunk by chunk, then tell every peer that its pieces have been read."""
-        sums = tuple(sums)
-        if sums:
+        if sums := tuple(sums):
             self.add(rank, "compute", Reduce(sums, self.divide_by))
-            self.release(rank)
+            self.release(rank, self.peers(rank))
 
-    def release(self, rank: int) -> None:
-        """Tell every peer that its pieces have been read."""
-        for peer in self.peers(rank):
-            self.add(rank, "compute", Signal(Flag("free", peer, rank)))
+    def reduce_pieces(self, rank: int) -> None:
+        self.reduce(rank, [self.total(rank, p.index, p.rows) for p in self.pieces[rank]])
 
     def gemm_and_sum(self, rank: int, remote: Iterable[Part]) -> None:
         """One GEMM: what peers own, then the own shard, piece by piece with what has arrived of it."""
-        own = [self.summed(rank, piece) for piece in self.pieces[rank]]
+        own = []
+        for piece in self.pieces[rank]:
+            adds = tuple(self.slot(src, rank, piece.rows) for src in self.each if src != rank)
+            a, out = self.region("a", rank, piece.rows), self.own_out(rank, piece.rows)
+            own.append(Part(a, out, self.all_arrived(rank, piece.index), adds=adds))
         self.gemm(rank, (*remote, *own), divide_by=self.divide_by)
-        if own:
-            self.release(rank)
-
-    def summed(self, rank: int, piece: Piece) -> Part:
-        """One piece of the own shard: its product and what the peers computed of it, once that has arrived."""
-        adds = tuple(self.slot(src, rank, piece.rows) for src in range(self.world_size) if src != rank)
-        out = self.own_out(rank, piece.rows)
-        return Part(self.region("a", rank, piece.rows), out, self.all_arrived(rank, piece.index), adds=adds)
+        self.release(rank, self.peers(rank) if own else [])
 
     def exchange(self, rank: int, factors: tuple[Region, ...]) -> None:
         """The kernel that sums what all ranks have of the own shard."""
         out = self.region("out", rank)
         self.add(rank, "compute", FusedCollective("reduce_scatter", factors, out, divide_by=self.divide_by))
 
-    def reduce_pieces(self, rank: int) -> None:
-        self.reduce(rank, [self.total(rank, p.index, p.rows) for p in self.pieces[rank]])
+    def finish(self) -> Schedule:
+        """Gather the sums if all ranks need them, and freeze."""
+        for rank in self.each if self.gathers else ():
+            self.add(rank, "compute", Collective("all_gather", self.region("mine", rank), self.region("out", rank)))
+        return self.done()
 
 
-def sequential(problem: Problem) -> Schedule:
+def sequential(asked: Request) -> Schedule:
     """One GEMM, then the vendor's reduce-scatter."""
-    s = _Scatter(problem, "sequential", 1, partial="symmetric")
-    for rank in range(s.world_size):
+    s = _Scatter(asked, partial="symmetric")
+    for rank in s.each:
         s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
         s.add(rank, "compute", Collective("reduce_scatter", s.region("partial", rank), s.region("out", rank), s.divide_by))
     return s.done()
 
 
-def one_shot(problem: Problem, name: str) -> Schedule:
+def one_shot(asked: Request) -> Schedule:
     """One kernel: every rank stores its partial rows at their owners, who sum them up."""
-    s = _Scatter(problem, name, 1, partial=None, recv=False)
-    for rank in range(s.world_size if problem.m and problem.n else 0):
+    s = _Scatter(asked, partial=None, recv=False)
+    for rank in s.working:
         s.exchange(rank, (s.region("a", rank), s.region("b", rank)))
     return s.done()
 
 
-def sequential_stores(problem: Problem, name: str) -> Schedule:
+def sequential_stores(asked: Request) -> Schedule:
     """One vendor GEMM; then its rows are stored at their owners, who sum them up: as one kernel where that is few bytes."""
-    few = problem.m * problem.n * problem.itemsize <= ONE_KERNEL_BYTES
-    s = _Scatter(problem, name, 1, recv=not few)
-    for rank in range(s.world_size if problem.m and problem.n else 0):
+    few = asked.problem.m * asked.problem.n * asked.problem.itemsize <= ONE_KERNEL_BYTES
+    s = _Scatter(asked, recv=not few)
+    for rank in s.working:
         s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
         if few:
             s.exchange(rank, (s.region("partial", rank),))
             continue
-        pieces = [piece for step in s.by_step(rank) for piece in step]
-        s.add(rank, "compute", *(s.wait_free(rank, piece.shard) for piece in pieces))
-        for piece in pieces:
-            s.send(rank, piece.shard, 0, piece.rows, lane="compute")
+        pieces = s.by_step(rank)
+        s.wait_free(rank, [piece.shard for piece in pieces], "compute")
+        s.send(rank, [s.store(rank, piece.shard, 0, piece.rows) for piece in pieces], "compute")
         s.reduce_pieces(rank)
     return s.done()
 
 
-def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def unfused(asked: Request) -> Schedule:
     """A GEMM for each piece, sent when done; the own shard last, as one GEMM. chunks=1: shard by shard."""
-    s = _Scatter(problem, name, chunks, fan_out=fan_out)
-    for rank in range(s.world_size):
-        for step in s.by_step(rank):
-            for piece in step:
-                s.gemm(rank, [s.part(rank, piece)])
-                s.add(rank, "compute", Signal(Flag("made", rank, s.index(piece.shard, piece.index))))
+    s = _Scatter(asked)
+    for rank in s.each:
+        for piece in s.by_step(rank):
+            s.gemm(rank, [s.part(rank, piece.rows)])
+            s.add(rank, "compute", Signal(s.made(rank, piece)))
         s.send_steps(rank, made=True)
         s.gemm(rank, s.own_shard(rank))
         s.reduce_pieces(rank)
-    return s.done()
+    return s.finish()
 
 
-def fused(problem: Problem, name: str, chunks: int, *, uniform: bool, fan_out: bool = False) -> Schedule:
+def fused(asked: Request, *, uniform: bool) -> Schedule:
     """One GEMM for all pieces of a step. uniform: the own shard is cut like the others and joins each step."""
-    s = _Scatter(problem, name, chunks, fan_out=fan_out)
-    for rank in range(s.world_size):
-        for index in range(chunks):
-            step = [p for shard in s.pieces for p in shard if p.index == index and (uniform or p.shard != rank)]
-            s.gemm(rank, [s.part(rank, piece) for piece in step])
+    s = _Scatter(asked)
+    for rank in s.each:
+        for index in range(s.chunks):
+            step = s.chunk(index, [shard for shard in s.each if uniform or shard != rank])
+            s.gemm(rank, [s.part(rank, piece.rows) for piece in step])
             if any(p.shard != rank for p in step):
                 s.add(rank, "compute", Signal(Flag("made", rank, index)))
         s.send_steps(rank, made=False)
@@ -252,165 +236,137 @@ def fused(problem: Problem, name: str, chunks: int, *, uniform: bool, fan_out: b
     return s.done()
 
 
-def fused_2d(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def fused_2d(asked: Request) -> Schedule:
     """The mirror of chunks of K: every step computes all rows of a slice of columns, and sends strided rectangles."""
-    s = _Scatter(problem, name, chunks, fan_out=fan_out)
-    slices = [c for c in split(problem.n, chunks) if c[1] > c[0]]
-    for rank in range(s.world_size):
+    s = _Scatter(asked)
+    slices = [c for c in split(s.problem.n, s.chunks) if c[1] > c[0]]
+    for rank in s.each:
         peers = [p for p in s.peers(rank) if s.pieces[p]]
         for index, cols in enumerate(slices):
-            s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank, cols=cols))] if s.problem.m else [], cols)
+            whole = [Part(s.region("a", rank), s.region("partial", rank, cols=cols))]
+            s.gemm(rank, whole if s.problem.m else [], (None, cols))
+            made = Flag("made", rank, index)
             if peers:
-                s.add(rank, "compute", Signal(Flag("made", rank, index)))
+                s.add(rank, "compute", Signal(made))
             for peer in peers:
                 if peer == peers[0] or s.fan_out:
-                    s.add(rank, s.copy_lane(peer), Wait(Flag("made", rank, index)))
-                if index == 0:
-                    s.add(rank, s.copy_lane(peer), s.wait_free(rank, peer))
-                s.send(rank, peer, index, s.problem.shards[peer], cols)
+                    s.add(rank, s.copy_lane(peer), Wait(made))
+                s.wait_free(rank, [peer] if index == 0 else [])
+                s.send(rank, [s.store(rank, peer, index, s.problem.shards[peer], cols)])
         rows = s.problem.shards[rank]
         s.reduce(rank, [s.total(rank, i, rows, cols) for i, cols in enumerate(slices)] if s.pieces[rank] else [])
     return s.done()
 
 
-def counted(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+def counted(asked: Request) -> Schedule:
     """Track and trigger: one GEMM counts finished tiles by piece, in an order rotated by rank; a full count starts the copy.
 
     Its last tiles, those of the own shard, add what has arrived.
     """
-    s = _Scatter(problem, name, chunks, fan_out=fan_out)
-    for rank in range(s.world_size):
-        parts = []
-        for piece in (p for step in s.by_step(rank) for p in step):
-            made = Flag("made", rank, s.index(piece.shard, piece.index))
-            parts.append(Part(s.region("a", rank, piece.rows), s.region("partial", rank, piece.rows), count=made))
-        s.gemm_and_sum(rank, parts)
+    s = _Scatter(asked)
+    for rank in s.each:
+        s.gemm_and_sum(rank, [s.part(rank, piece.rows, s.made(rank, piece)) for piece in s.by_step(rank)])
         s.send_steps(rank, made=True)
     return s.done()
 
 
-def stored(problem: Problem, name: str, chunks: int, *, pull: bool) -> Schedule:
-    """One GEMM that raises flags on the owners, remote pieces first.
-
-    pull=False: its tiles are stored straight to the owner's recv, whose last tiles, those of its own shard, add them.
-    pull=True: they stay in `partial`, and the owner's reduction, whose tiles wait for the flags, loads them from there.
-    """
-    s = _Scatter(problem, name, chunks, partial="symmetric" if pull else None)
-    for rank in range(s.world_size):
-        parts = []
-        for piece in (p for step in s.by_step(rank) for p in step):
-            out = s.region("partial", rank, piece.rows) if pull else s.slot(rank, piece.shard, piece.rows)
-            arrived = Flag("arrived", piece.shard, s.index(rank, piece.index))
-            parts.append(Part(s.region("a", rank, piece.rows), out, (s.wait_free(rank, piece.shard),), arrived))
-        if pull:
-            s.gemm(rank, (*parts, *s.own_shard(rank)))
-            s.reduce_pieces(rank)
-        else:
-            s.gemm_and_sum(rank, parts)
+def stored(asked: Request) -> Schedule:
+    """One GEMM that raises flags on the owners, remote pieces first. Its tiles are stored straight to the owner's recv, whose
+    last tiles, those of its own shard, add them."""
+    s = _Scatter(asked, partial=None)
+    for rank in s.each:
+        s.gemm_and_sum(rank, [s.stored(rank, piece) for piece in s.by_step(rank)])
     return s.done()
 
 
-class _ByNode(_Scatter):
+def pulled(asked: Request) -> Schedule:
+    """As `stored`, but tiles stay in `partial`, and the owner's reduction, whose tiles wait for the flags, loads them from
+    there."""
+    s = _Scatter(asked, partial="symmetric")
+    for rank in s.each:
+        parts = []
+        for piece in s.by_step(rank):
+            here = s.region("partial", rank, piece.rows)
+            gates, arrived = (s.free(rank, piece.shard),), s.arrived(piece.shard, rank, piece.index)
+            parts.append(Part(s.region("a", rank, piece.rows), here, gates, arrived))
+        s.gemm(rank, parts + s.own_shard(rank))
+        s.reduce_pieces(rank)
+    return s.done()
+
+
+class _Slices(_Scatter):
     """node_slices: of the rows that another node owns, one rank of each node sums the node's products, and sends the sum."""
 
-    def __init__(self, problem: Problem, name: str, chunks: int) -> None:
-        super().__init__(problem, name, chunks)
-        each = range(self.world_size)
-        self.carried = [[q for q in self.far(r) if self.carrier(problem.node_of[r], q) == r] for r in each]
-        owned = [high - low for low, high in problem.shards]
-        heights = [sum(owned[q] for q in self.carried[r]) for r in each]
-        cols, others = [problem.n for _ in each], len(problem.nodes) - 1
-        self.buffer("handed", "symmetric", [len(self.peers(r)) * heights[r] for r in each], cols)
-        self.buffer("mine", "local", heights, cols)
-        self.buffer("theirs", "local", [others * rows for rows in owned], cols)
+    def __init__(self, asked: Request) -> None:
+        super().__init__(asked)
+        heights = [sum(self.owned[q] for q in self.carried(r)) for r in self.each]
+        self.buffer("handed", "symmetric", [len(self.peers(r)) * heights[r] for r in self.each], self.problem.n)
+        self.buffer("mine", "local", heights, self.problem.n)
+        self.buffer("theirs", "local", [len(self.other_nodes(r)) * self.owned[r] for r in self.each], self.problem.n)
 
-    def mine(self, rank: int, piece: Piece) -> Region:
+    def mine(self, rank: int, piece: Piece, name: str = "mine", times: int = 0) -> Region:
         """The node's sum of a piece that `rank` carries."""
-        return self.region("mine", rank, self._placed(rank, piece, 0))
+        carried = self.carried(rank)
+        above = sum(self.owned[q] for q in carried[: carried.index(piece.shard)])
+        base = times * self._buffers["mine"].rows[rank] + above - self.problem.shards[piece.shard][0]
+        return self.region(name, rank, (base + piece.rows[0], base + piece.rows[1]))
 
     def handed(self, src: int, carrier: int, piece: Piece) -> Region:
         """What `src` computed of it."""
-        peers = sorted(self.peers(carrier))
-        return self.region("handed", carrier, self._placed(carrier, piece, peers.index(src)))
-
-    def _placed(self, carrier: int, piece: Piece, times: int) -> Span1D:
-        shards = self.problem.shards
-        before = [shards[q] for q in self.carried[carrier][: self.carried[carrier].index(piece.shard)]]
-        base = times * self._buffers["mine"].rows[carrier] + sum(high - low for low, high in before) - shards[piece.shard][0]
-        return base + piece.rows[0], base + piece.rows[1]
+        return self.mine(carrier, piece, "handed", sorted(self.peers(carrier)).index(src))
 
     def theirs(self, rank: int, node: int, piece: Piece) -> Region:
         """What another node has summed of an own piece."""
-        low, high = self.problem.shards[rank]
-        base = (node - (node > self.problem.node_of[rank])) * (high - low) - low
+        base = self.other_nodes(rank).index(node) * self.owned[rank] - self.problem.shards[rank][0]
         return self.region("theirs", rank, (base + piece.rows[0], base + piece.rows[1]))
 
-    def leaving(self, rank: int, index: int) -> list[Piece]:
-        """Chunk `index` of all shards of other nodes."""
-        return [piece for other in self.far(rank) for piece in self.pieces[other] if piece.index == index]
-
     def handing(self, src: int, carrier: int, piece: Piece) -> Flag:
-        return Flag("handed", carrier, (src * self.world_size + piece.shard) * self.chunks + piece.index)
+        return self.flag("handed", carrier, src * self.world_size + piece.shard, piece.index)
 
     def far_part(self, rank: int, piece: Piece) -> Part:
         """A piece of another node, to the rank that carries it."""
-        carrier, a = self.carrier(self.problem.node_of[rank], piece.shard), self.region("a", rank, piece.rows)
+        carrier = self.carrier(self.problem.node_of[rank], piece.shard)
         if carrier == rank:
-            return Part(a, self.region("partial", rank, piece.rows))
-        return Part(a, self.handed(rank, carrier, piece), (self.wait_free(rank, carrier),), self.handing(rank, carrier, piece))
-
-    def near_part(self, rank: int, piece: Piece) -> Part:
-        """A piece of a peer of the node, to its owner."""
-        arrived = Flag("arrived", piece.shard, self.index(rank, piece.index))
-        gates = (self.wait_free(rank, piece.shard),)
-        return Part(self.region("a", rank, piece.rows), self.slot(rank, piece.shard, piece.rows), gates, arrived)
+            return self.part(rank, piece.rows)
+        a, handed = self.region("a", rank, piece.rows), self.handed(rank, carrier, piece)
+        return Part(a, handed, (self.free(rank, carrier),), self.handing(rank, carrier, piece))
 
     def of_node(self, rank: int, piece: Piece) -> tuple[Region, ...]:
         """All that the node's ranks computed of a piece, in their order; `rank` owns or carries it."""
-        found = []
-        for src in sorted([rank, *self.peers(rank)]):
-            if src == rank:
-                found.append(self.region("partial", rank, piece.rows))
-            else:
-                owned = piece.shard == rank
-                found.append(self.slot(src, rank, piece.rows) if owned else self.handed(src, rank, piece))
-        return tuple(found)
+        found = {src: self.handed(src, rank, piece) for src in self.peers(rank) if piece.shard != rank}
+        found |= {src: self.slot(src, rank, piece.rows) for src in self.peers(rank) if piece.shard == rank}
+        found[rank] = self.region("partial", rank, piece.rows)
+        return tuple(found[src] for src in self.node(rank))
 
     def cross(self, rank: int, index: int) -> None:
         """Sum chunk `index` of what the rank carries, and exchange it for what other nodes have of its own shard."""
-        taken = [piece for piece in self.leaving(rank, index) if piece.shard in self.carried[rank]]
+        taken, summed = self.chunk(index, self.carried(rank)), Flag("summed", rank, index)
         for piece in taken:
             self.add(rank, "compute", *(Wait(self.handing(src, rank, piece)) for src in self.peers(rank)))
             self.add(rank, "compute", Reduce((Sum(self.of_node(rank, piece), self.mine(rank, piece)),)))
-        summed = Flag("summed", rank, index)
         if taken:
             self.add(rank, "compute", Signal(summed))
-        nodes = [node for node in range(len(self.problem.nodes)) if node != self.problem.node_of[rank]]
         sends = [Send(self.mine(rank, piece), piece.shard) for piece in taken]
-        own = [piece for piece in self.pieces[rank] if piece.index == index]
-        receives = [Receive(self.theirs(rank, node, p), self.carrier(node, rank)) for p in own for node in nodes]
+        own = [(piece, node) for piece in self.chunk(index, [rank]) for node in self.other_nodes(rank)]
+        receives = [Receive(self.theirs(rank, node, piece), self.carrier(node, rank)) for piece, node in own]
         self.send_receive(rank, sends, receives, after=[summed] if taken else [], then=Flag("landed", rank, index))
 
-    def finish_piece(self, rank: int, piece: Piece) -> None:
-        """An own piece: what the node's ranks and the other nodes have of it."""
-        nodes = [node for node in range(len(self.problem.nodes)) if node != self.problem.node_of[rank]]
-        srcs = (*self.of_node(rank, piece), *(self.theirs(rank, node, piece) for node in nodes))
-        self.add(rank, "compute", Wait(Flag("landed", rank, piece.index)), *self.all_arrived(rank, piece.index))
-        self.add(rank, "compute", Reduce((Sum(srcs, self.own_out(rank, piece.rows)),), self.divide_by))
 
-
-def sliced(problem: Problem, name: str, chunks: int) -> Schedule:
+def sliced(asked: Request) -> Schedule:
     """The rows of other nodes first, summed within the node and sent slice by slice; behind that the node's own, as in
     `stored`."""
-    s = _ByNode(problem, name, chunks)
-    for rank in range(s.world_size):
-        for index in range(chunks):
-            s.gemm(rank, [s.far_part(rank, piece) for piece in s.leaving(rank, index)])
-        for index in range(chunks):
+    if not asked.problem.nodes:
+        return stored(asked)
+    s = _Slices(asked)
+    for rank in s.each:
+        for index in range(s.chunks):
+            s.gemm(rank, [s.far_part(rank, piece) for piece in s.chunk(index, s.far(rank))])
+        for index in range(s.chunks):
             s.cross(rank, index)
-        near = [s.near_part(rank, piece) for step in s.by_step(rank) for piece in step]
-        s.gemm(rank, (*near, *s.own_shard(rank)))
+        s.gemm(rank, [s.stored(rank, piece) for piece in s.by_step(rank)] + s.own_shard(rank))
         for piece in s.pieces[rank]:
-            s.finish_piece(rank, piece)
-        s.release(rank)
+            srcs = (*s.of_node(rank, piece), *(s.theirs(rank, node, piece) for node in s.other_nodes(rank)))
+            s.add(rank, "compute", Wait(Flag("landed", rank, piece.index)), *s.all_arrived(rank, piece.index))
+            s.add(rank, "compute", Reduce((Sum(srcs, s.own_out(rank, piece.rows)),), s.divide_by))
+        s.release(rank, s.peers(rank))
     return s.done()

@@ -1,1 +1,1 @@
-"""What the command does beside planning: run a model, calibrate, characterize and examine this machine."""
+"""What the command does beside planning: run a model, calibrate and examine this machine."""

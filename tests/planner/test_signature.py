@@ -1,23 +1,16 @@
-"""Losses: none where there are none, growing where pieces get smaller, as FiCCO says of each family; and measured on ranks."""
+"""Losses: none where there are none, growing where pieces get smaller, as FiCCO says of each family."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 from machine_tiny import tiny
 
-from weft.cli import main
-from weft.core import codec
 from weft.core.machine import load
-from weft.core.problem import EXCHANGES, OPS, LookupProblem, Op, Problem
+from weft.core.problem import LookupProblem, Op, Problem
 from weft.perf import run
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.signature import Signature, _spearman, correlations, signature, without_communication, without_computation
-from weft.runtime.ranks import Ranks
 from weft.schedules import build, names, parse
-from weft.tools.characterize import measured, shrunk
 
 H200 = load("h200x8")
 GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=8)
@@ -113,83 +106,3 @@ def test_correlations() -> None:
     sites = [Problem(op="all_gather_matmul", m=m, n=28672, k=8192, world_size=8) for m in (1024, 4096, 16384, 65536)]
     found = correlations([losses(problem, "hetero_unfused_1d:8") for problem in sites], H200)
     assert found["shard_rows"] == pytest.approx(-1), "the larger the pieces, the less is lost"
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_shrunk_problems_move_as_much(op: Op) -> None:
-    problem = Problem(op=op, m=64, n=48, k=32, world_size=2)
-    small = shrunk(problem)
-    assert small.shard_bytes == problem.shard_bytes
-    assert small.flops < problem.flops / 4 or op in EXCHANGES
-    with pytest.raises(ValueError, match="op is embedding_bag_all_to_all"):
-        shrunk(LookupProblem.of(batch=4, dims=((2,), (2,))))
-
-
-@pytest.mark.ranks
-def test_losses_are_measured_on_ranks() -> None:
-    problem = Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2, dtype="float32")
-    with Ranks(2) as pool:
-        unfused = measured(problem, "hetero_unfused_1d:2", pool)
-    assert (unfused.where, unfused.spec) == ("2 cpu ranks", "hetero_unfused_1d:2")
-    assert min(unfused.total_us, unfused.computation_us, unfused.communication_us, unfused.pieces_us) > 0
-    assert unfused.communication_cil is not None
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines, page = tmp_path / "lines.jsonl", tmp_path / "page.html"
-    options = ["--op", "all_gather_matmul", "--schedule", "sequential,flag_gated", "--chunks", "1,2", "--ranks", "4"]
-    outputs = ["--tokens", "512,4096", "--json", str(lines), "--report", str(page)]
-    assert main(["characterize", "llama3-8b", *options, *outputs]) == 0
-    text = capsys.readouterr().out
-    assert "flag_gated" in text
-    found = [codec.load(Signature, json.loads(line)) for line in lines.read_text().splitlines()]
-    assert len(found) == 2 * 2 * 3
-    assert {one.spec for one in found} == {"sequential", "flag_gated:1", "flag_gated:2"}
-    assert "flag_gated:2" in page.read_text(encoding="utf-8")
-    for wrong in (["--tokens", "x"], ["--chunks", "0"], ["--schedule", "nothing"], ["--schedule", "one_shot", *options[:2]]):
-        assert main(["characterize", "llama3-8b", *wrong]) == 2
-
-
-def test_what_is_another_familys_program_on_one_node_is_shown_where_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["characterize", "llama3-8b", "--op", "matmul_all_reduce", "--tokens", "16", "--chunks", "1"]
-    assert main(asked) == 0
-    shown = capsys.readouterr().out
-    assert "one_shot" in shown
-    assert "node_slices" not in shown
-    assert main([*asked, "--schedule", "node_slices"]) == 0
-    assert "node_slices:1" in capsys.readouterr().out
-
-
-def test_what_was_measured_is_written_before_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To measure took long; what fails afterwards, or a pipe that is closed, must not lose it."""
-
-    def broken(found: object, machine: object) -> None:
-        raise ValueError("the terminal is gone")
-
-    monkeypatch.setattr("weft.cli.characterize._show", broken)
-    path = tmp_path / "lines.jsonl"
-    words = ["llama3-8b", "--tokens", "512", "--chunks", "2", "--schedule", "shard_p2p", "--json", str(path)]
-    assert main(["characterize", *words]) != 0
-    assert path.read_text(encoding="utf-8").count("\n") == 4
-    path.unlink()
-    profile = json.loads(codec.dumps(H200))
-    del profile["gpu"]["tflops"]["float16"], profile["sources"]["gpu.tflops.float16"]
-    (tmp_path / "machine.json").write_text(json.dumps(profile))
-    assert main(["characterize", *words, "--dtype", "float16", "--machine", str(tmp_path / "machine.json")]) != 0
-    assert not path.exists()
-
-
-def test_what_was_measured_before_an_interruption_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-
-    def third(schedule: object, machine: object) -> Signature:
-        if len(made) == 2:
-            raise KeyboardInterrupt
-        made.append(schedule)
-        return signature(schedule, machine)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("weft.planner.signature.signature", third)
-    path = tmp_path / "lines.jsonl"
-    words = ["llama3-8b", "--tokens", "512", "--chunks", "2", "--schedule", "shard_p2p", "--json", str(path)]
-    assert main(["characterize", *words]) == 130
-    assert path.read_text(encoding="utf-8").count("\n") == 2
