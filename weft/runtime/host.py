@@ -24,6 +24,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import methodcaller
+from typing import Any
 
 import torch
 
@@ -72,7 +74,7 @@ class HostProgram(BoundProgram):
         self._choose_lanes_that_run_first()
         moving = any(isinstance(kernel.where.step, (Push, FusedCollective)) for kernel in self.kernels.values())
         self._contiguous = moving or bool(self.rank_group.nodes)
-        self._matmuls = dict.fromkeys((lane.name for lane in schedule.ranks[self.rank]), self.multiply)
+        self._lane_names = [lane.name for lane in schedule.ranks[self.rank]]
         self._widens = "b" in schedule.buffer and not (multiplies(self.dtype) or space.runs_kernels(self.dtype))
         """Whether matrices b are multiplied in float32, as this CPU does not multiply their dtype."""
         lanes = [[lane.name for lane in lanes] for lanes in schedule.ranks]
@@ -273,7 +275,10 @@ class HostProgram(BoundProgram):
         for slot in self._progress[self.rank].values():
             self.words[self.rank].store(slot, 0)
         bindings = self.bind(inputs, outputs)
-        plan, call = self._plan(bindings), IssuedCall(bindings=bindings, on_kernel_done=self._ended, matmuls=self._matmuls)
+        plan, call = (
+            self._plan(bindings),
+            IssuedCall(bindings=bindings, on_kernel_done=self._ended, matmuls=dict.fromkeys(self._lane_names, self.multiply)),
+        )
         if self.spans is None:
             self._run_lanes([(lane, partial(_issue, launches, call)) for lane, launches in plan.by_lane])
         else:
@@ -409,19 +414,20 @@ class HostLanes:
             todo.append(self._operation(Word("here", comes[-1].address, comes[-1].value | WAIT_DONE)))
 
         def run(stream: int) -> None:
-            for do in todo:
-                do()
+            for call, target in todo:
+                call(target)
 
         return run
 
-    def _operation(self, word: Word) -> Callable[[], None]:
+    def _operation(self, word: Word) -> tuple[Callable[[Any], None], object]:
+        """The call of a method, and whose it is."""
         program = self._program
         rank, slot = program.word(word.address)
         if word.kind == "wait":
-            return partial(program.wait, slot, word.value)
+            return methodcaller("wait", slot, word.value), program
         if word.kind == "signal":
-            return partial(program.signal, rank, slot, word.value)
-        return partial(program.words[rank].store, slot, word.value)  # how far the lane has come, or a flag that is lowered
+            return methodcaller("signal", rank, slot, word.value), program
+        return methodcaller("store", slot, word.value), program.words[rank]  # the lane's progress, or a flag that is lowered
 
     def aside(self, stream: int) -> int:
         """Signals need no stream of their own: nothing is behind them until they have been done."""
