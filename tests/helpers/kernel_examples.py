@@ -26,7 +26,7 @@ class Example:
     kernel: Any
     words: str = ""
     constants: Mapping[str, Any]
-    types: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     multiples: tuple[str, ...] = ()
     warps: int
     stages: int | None = None
@@ -52,24 +52,53 @@ def examples(module: str, gpu: Capabilities) -> Iterator[Example]:
 
 def gemm_example(blocks: TileShape, gpu: Capabilities, *, out_tma: bool = True, inner: bool = False) -> Example:
     """Tiles that wait, add, count, and go to peers. out_tma: results can be stored by descriptors."""
+    variant = gemm_kernel.Variant(
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        BLOCK_K=blocks.k,
+        GROUP=blocks.group,
+        TWO_SOURCES=True,
+        B_TRANSPOSED=False,
+        GATED=True,
+        INNER=inner,
+        COUNTED=True,
+        ADDRESSED=True,
+        OUT_TMA=out_tma,
+        ASYNCHRONOUS=gpu.tma,
+        ALIGN_BYTES=16,
+        ADDS=True,
+        ADD_STAGES=gemm._add_stages(blocks, out_tma, gpu),
+        DIVIDE_BY=4,
+        HALVES=blocks.halves,
+    )
+    return gemm_variant(blocks, variant)
+
+
+def gemm_variant(blocks: TileShape, variant: gemm_kernel.Variant) -> Example:
+    """A variant of the GEMM kernel for bfloat16, with blocks of this shape."""
     half = blocks.n // 2 if blocks.halves else blocks.n
-    types = dict.fromkeys(("a0_desc", "a1_desc"), _tile(blocks.m, blocks.k)) | {"out_ptr": "*bf16"}
-    types |= {"b_desc": _tile(blocks.k, blocks.n), "b_half_desc": _tile(blocks.k, half)}
-    types |= {"adds_desc": _tile(blocks.m, blocks.n), "adds_half_desc": _tile(blocks.m, half)}
-    for name in ("out", "far"):
-        stored = {f"{name}_desc": _tile(1, blocks.m, blocks.n), f"{name}_half_desc": _tile(1, blocks.m, half)}
-        types |= stored if out_tma else dict.fromkeys(stored, "*bf16")
-    types |= dict.fromkeys(("outs_ptr", "gates_ptr", "counts_ptr"), "*i64")
-    constants: dict[str, Any] = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "GROUP": blocks.group}
-    constants |= {"FIELDS": gemm._FIELDS, "OUT_FIELDS": gemm._OUT_FIELDS, "SLICE_FIELDS": gemm._SLICE_FIELDS}
-    constants |= {"TWO_SOURCES": True, "B_TRANSPOSED": False, "GATED": True, "INNER": inner, "COUNTED": True, "ADDRESSED": True}
-    constants |= {"OUT_TMA": out_tma, "ASYNCHRONOUS": gpu.tma, "ALIGN_BYTES": 16, "ADDS": True, "ADD_FIELDS": gemm._ADD_FIELDS}
-    constants |= {"ADD_STAGES": gemm._add_stages(blocks, out_tma, gpu), "DIVIDE_BY": 4, "HALVES": blocks.halves}
+    types: dict[str, str | tuple[str, ...]] = dict.fromkeys(("a0_desc", "a1_desc"), _tile(blocks.m, blocks.k))
+    for name, width in (("", blocks.n), ("_half", half)):
+        types[f"b{name}_desc"] = _tile(width, blocks.k) if variant.B_TRANSPOSED else _tile(blocks.k, width)
+        types[f"adds{name}_desc"] = _tile(blocks.m, width)
+        stored = _tile(*([1] * variant.ADDRESSED), blocks.m, width) if variant.OUT_TMA else "*bf16"
+        types |= {f"out{name}_desc": stored, f"far{name}_desc": stored if variant.ADDRESSED else "*bf16"}
+    numbers, addresses = "*i32", "*i64"
+    types["tables"] = gemm_kernel.Pointers(
+        adds=numbers,
+        rows=numbers,
+        slices=numbers,
+        outs=addresses,
+        gates=addresses,
+        needs=numbers,
+        counts=addresses,
+        status=numbers,
+    )
     return Example(
         kernel=gemm_kernel.gemm_kernel,
-        words=f"{blocks.m} x {blocks.n}{', slices of K' * inner}",
-        constants=constants,
-        types=types,
+        words=f"{blocks.m} x {blocks.n}{', slices of K' * variant.INNER}",
+        constants={"V": variant},
+        types=types | {"out_ptr": "*bf16"},
         multiples=("N", "K", "out_stride"),
         warps=blocks.warps,
         stages=blocks.stages,
