@@ -174,10 +174,8 @@ def ragged_example(
     }
     types |= {"b_desc": _tile(1, *(b_tile[::-1] if transposed else b_tile))}
     types |= dict.fromkeys(("a_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("landing", "product"), _shared("*bf16"))
-    own = "groups" if name == "dispatch_kernel" else "tells"
-    types |= {"arrived": _shared("*i32")}
-    types |= {"tables": _step_tables(own, "parts", "moves", "tiles", "gates", "turns", "turn", "goals", "notes")}
-    product = ragged.Product(
+    types |= {"arrived": _shared("*i32"), "tables": _step_tables(*ragged_rows.StepTables._fields)}
+    product = ragged.GroupedProduct(
         BLOCK_M=blocks.m,
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
@@ -220,7 +218,7 @@ def _layout(_: Capabilities) -> Iterator[Example]:
     tables = segments.LayoutTables(*[_NUMBERS] * len(segments.LayoutTables._fields))._replace(calls=_ADDRESSES)
     types: Types = {"splits_ptr": "*i64", "notes_ptr": "*i64", "host_address": "i64", "tables": tables}
     types |= dict.fromkeys(("counts", "told"), _shared("*i32"))
-    sizes = segments.Sizes(
+    sizes = segments.LayoutSizes(
         W=8, E=4, Q=32, EQ=4, RANKS=8, COPYING=1, MULTIPLYING=1, TURNS=4, DISPATCH=1, MOVE_ROWS=64, TILE_ROWS=128
     )
     yield Example(kernel=segments.layout_kernel, types=types, constants={"S": sizes}, warps=8)

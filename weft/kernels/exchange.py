@@ -26,7 +26,7 @@ from weft.compat.device import capabilities
 from weft.core.capabilities import Capabilities
 from weft.core.machine import Machine
 from weft.kernels.launch import Launcher
-from weft.kernels.ragged import Product, combine_kernel, dispatch_kernel
+from weft.kernels.ragged import GroupedProduct, combine_kernel, dispatch_kernel
 from weft.kernels.ragged_rows import Moving, StepTables, await_kernel, collect_kernel, pull_kernel, push_kernel
 from weft.kernels.segments import (
     FAULT_FIELDS,
@@ -35,8 +35,8 @@ from weft.kernels.segments import (
     NOTES,
     PART_FIELDS,
     TILE_FIELDS,
+    LayoutSizes,
     LayoutTables,
-    Sizes,
     layout_kernel,
 )
 from weft.kernels.shapes import INTERPRETED, TileShape, push_sms, shapes_for
@@ -232,20 +232,20 @@ class RaggedExchange:
         for number, step in enumerate(orders.steps):
             copy_gates, gates = table(self._gates(step.copies)), table(self._gates(step.products))
             both = StepTables(
-                groups=self.groups if shape.dispatch else None,
+                groups=self.groups,
                 parts=self.parts,
                 moves=self.moves[copying.index(rows(step.copies)) if step.copies else -1],
                 tiles=self.tiles[multiplying.index(rows(step.products)) if step.products else -1],
                 gates=gates if shape.dispatch else copy_gates,
-                tells=None if shape.dispatch else table(self._by_segment(step.products)),
+                tells=table(self._by_segment(step.products)),
                 turns=self.turns,
                 turn=self.turns[1 + _TURN_WORDS * number :],
                 goals=self.goals,
                 notes=self.notes,
             )
             pushed = StepTables(groups=self.groups, moves=both.moves)
-            pulled = both._replace(parts=None, tiles=None, tells=None, turns=None)
-            collected = both._replace(groups=None, moves=None, turn=None)
+            pulled = both._replace(groups=None, parts=None, tiles=None, tells=None, turns=None)
+            collected = both._replace(groups=None, moves=None, tells=None, turn=None)
             waits = table([word for part in step.products for word in part.waits])
             self.steps.append(Step(both, pushed if shape.dispatch else pulled, collected, waits, bool(step.copies)))
 
@@ -291,7 +291,7 @@ class RaggedExchange:
             *(splits, self.counts, self.told, self._tables, received, self.notes, self.host_notes.data_ptr()),
             *(a_rows, shape.max_rows, self.tries, shape.rank, -(-shape.n // blocks.n)),
         )
-        sizes = Sizes(
+        sizes = LayoutSizes(
             W=shape.world_size,
             E=shape.experts,
             Q=shape.segments,
@@ -356,7 +356,7 @@ class RaggedExchange:
             *(out, self._laid, self.arrived, tables, self.tries, shape.rank, shape.n, shape.k, shape.max_rows, movers),
             *last,
         )
-        product = Product(
+        product = GroupedProduct(
             BLOCK_M=blocks.m,
             BLOCK_N=blocks.n,
             BLOCK_K=blocks.k,

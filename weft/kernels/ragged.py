@@ -55,7 +55,7 @@ from weft.kernels.segments import PART_FIELDS, TILE_FIELDS, tile_of
 from weft.triton.flags import descriptors_too
 
 
-class Product(NamedTuple):
+class GroupedProduct(NamedTuple):
     """What a kernel that multiplies is compiled for: its constexpr argument P. Its tiles have BLOCK_M rows as those of M."""
 
     BLOCK_M: int

@@ -95,11 +95,11 @@ def fill_of(came):
 def fill_rows(dst_ptr, row, valid, width, fill, M: tl.constexpr):
     """Up to ROWS rows of a contiguous matrix, all with one value."""
     rows = tl.arange(0, M.ROWS)[:, None]
-    value = tl.full((M.ROWS, M.COLS), 0, tl.float32) + fill
     for col in range(0, width, M.COLS):
         cols = col + tl.arange(0, M.COLS)[None, :]
         there = (rows < valid) & (cols < width)
-        put(dst_ptr + row.to(tl.int64) * width, rows * width + cols, value, there, M.ALIGN)
+        first_ptr, offsets = dst_ptr + row.to(tl.int64) * width, rows * width + cols
+        put(first_ptr, offsets, tl.full((M.ROWS, M.COLS), 0, tl.float32) + fill, there, M.ALIGN)
 
 
 @triton.jit
@@ -110,8 +110,8 @@ def fill_below(out_ptr, first, max_rows, N, unit, stride, times, fill, M: tl.con
         row = first + unit // across * M.ROWS
         rows, cols = tl.arange(0, M.ROWS)[:, None], unit % across * M.COLS + tl.arange(0, M.COLS)[None, :]
         there = (row + rows < max_rows) & (cols < N)
-        value = tl.full((M.ROWS, M.COLS), 0, tl.float32) + fill
-        put(out_ptr + row.to(tl.int64) * N, rows * N + cols, value, there, M.ALIGN)
+        first_ptr, offsets = out_ptr + row.to(tl.int64) * N, rows * N + cols
+        put(first_ptr, offsets, tl.full((M.ROWS, M.COLS), 0, tl.float32) + fill, there, M.ALIGN)
         unit += stride
     return unit
 

@@ -97,7 +97,7 @@ class LayoutTables(NamedTuple):
     turns: Any
 
 
-class Sizes(NamedTuple):
+class LayoutSizes(NamedTuple):
     """What layout_kernel is compiled for: its constexpr argument S.
 
     Q: places of a table, at least W * E. EQ, RANKS: at least E, and W. TURNS: words of turns. These four are powers of two.
