@@ -13,7 +13,7 @@ from weft.kernels.targets import TARGETS, Target
 def for_a_gpu(
     kernel: Any,
     constants: Mapping[str, Any],
-    types: Mapping[str, str],
+    types: Mapping[str, str | tuple[str | None, ...]],
     *,
     multiples: Collection[str] = (),
     warps: int,
@@ -22,8 +22,9 @@ def for_a_gpu(
 ) -> Any:
     """What Triton compiles of a kernel for a target: `asm["ptx"]`, `metadata.shared`.
 
-    types: of arguments whose names do not say: else x_peers_ptr is *i64, x_ptr *i32, and any other i32. Pointers are multiples
-    of 16 bytes, and so are the integers that `multiples` names. Skips the test where Triton is not installed.
+    types: of arguments whose names do not say: else x_peers_ptr is *i64, x_ptr *i32, and any other i32. A tuple of pointers has
+    a tuple of types, with None where it is None. Pointers are multiples of 16 bytes, and so are the integers that `multiples`
+    names. Skips the test where Triton is not installed.
     """
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
@@ -32,9 +33,15 @@ def for_a_gpu(
     names = kernel.arg_names
     known = {name: "*i64" if name.endswith("peers_ptr") else "*i32" if name.endswith("_ptr") else "i32" for name in names}
     signature = known | {name: kind for name, kind in types.items() if name in names} | dict.fromkeys(constants, "constexpr")
-    aligned = [at for at, name in enumerate(names) if name.endswith("_ptr") or name in multiples]
-    attributes = {(at,): [["tt.divisibility", 16]] for at in aligned}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attributes)
+    constexprs: dict[Any, Any] = {(names.index(name),): value for name, value in constants.items()}
+    aligned = [(at,) for at, name in enumerate(names) if name.endswith("_ptr") or name in multiples]
+    for at, name in enumerate(names):
+        if isinstance(kinds := signature[name], tuple):
+            signature[name] = type(kinds)(*(kind or "constexpr" for kind in kinds))
+            constexprs |= {(at, place): None for place, kind in enumerate(kinds) if kind is None}
+            aligned += [(at, place) for place, kind in enumerate(kinds) if kind is not None]
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": warps} | ({"num_stages": stages} if stages else {})
     return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp), options=options)
 

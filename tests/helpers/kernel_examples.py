@@ -12,10 +12,26 @@ import triton.language as tl
 from weft.core.capabilities import Capabilities
 from weft.core.experts import FARTHEST, REFUSED
 from weft.core.problem import Op, Problem, split
-from weft.kernels import all_reduce, experts, gemm, gemm_kernel, lookup, push, ragged, ragged_rows, reduce, runs, segments
+from weft.kernels import (
+    all_reduce,
+    exchange,
+    experts,
+    gemm,
+    gemm_kernel,
+    lookup,
+    push,
+    ragged,
+    ragged_rows,
+    reduce,
+    runs,
+    segments,
+)
 from weft.kernels import update as update_kernels
 from weft.kernels import words as words_kernel
 from weft.kernels.shapes import TileShape, shapes_for
+
+_NUMBERS, _ADDRESSES = "*i32", "*i64"
+Types = dict[str, str | tuple[str | None, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +42,7 @@ class Example:
     kernel: Any
     words: str = ""
     constants: Mapping[str, Any]
-    types: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, str | tuple[str | None, ...]] = field(default_factory=dict)
     multiples: tuple[str, ...] = ()
     warps: int
     stages: int | None = None
@@ -52,24 +68,52 @@ def examples(module: str, gpu: Capabilities) -> Iterator[Example]:
 
 def gemm_example(blocks: TileShape, gpu: Capabilities, *, out_tma: bool = True, inner: bool = False) -> Example:
     """Tiles that wait, add, count, and go to peers. out_tma: results can be stored by descriptors."""
+    variant = gemm_kernel.Variant(
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        BLOCK_K=blocks.k,
+        GROUP=blocks.group,
+        TWO_SOURCES=True,
+        B_TRANSPOSED=False,
+        GATED=True,
+        INNER=inner,
+        COUNTED=True,
+        ADDRESSED=True,
+        OUT_TMA=out_tma,
+        ASYNCHRONOUS=gpu.tma,
+        ALIGN_BYTES=16,
+        ADDS=True,
+        ADD_STAGES=gemm._add_stages(blocks, out_tma, gpu),
+        DIVIDE_BY=4,
+        HALVES=blocks.halves,
+    )
+    return gemm_variant(blocks, variant)
+
+
+def gemm_variant(blocks: TileShape, variant: gemm_kernel.Variant) -> Example:
+    """A variant of the GEMM kernel for bfloat16, with blocks of this shape."""
     half = blocks.n // 2 if blocks.halves else blocks.n
-    types = dict.fromkeys(("a0_desc", "a1_desc"), _tile(blocks.m, blocks.k)) | {"out_ptr": "*bf16"}
-    types |= {"b_desc": _tile(blocks.k, blocks.n), "b_half_desc": _tile(blocks.k, half)}
-    types |= {"adds_desc": _tile(blocks.m, blocks.n), "adds_half_desc": _tile(blocks.m, half)}
-    for name in ("out", "far"):
-        stored = {f"{name}_desc": _tile(1, blocks.m, blocks.n), f"{name}_half_desc": _tile(1, blocks.m, half)}
-        types |= stored if out_tma else dict.fromkeys(stored, "*bf16")
-    types |= dict.fromkeys(("outs_ptr", "gates_ptr", "counts_ptr"), "*i64")
-    constants: dict[str, Any] = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "GROUP": blocks.group}
-    constants |= {"FIELDS": gemm._FIELDS, "OUT_FIELDS": gemm._OUT_FIELDS, "SLICE_FIELDS": gemm._SLICE_FIELDS}
-    constants |= {"TWO_SOURCES": True, "B_TRANSPOSED": False, "GATED": True, "INNER": inner, "COUNTED": True, "ADDRESSED": True}
-    constants |= {"OUT_TMA": out_tma, "ASYNCHRONOUS": gpu.tma, "ALIGN_BYTES": 16, "ADDS": True, "ADD_FIELDS": gemm._ADD_FIELDS}
-    constants |= {"ADD_STAGES": gemm._add_stages(blocks, out_tma, gpu), "DIVIDE_BY": 4, "HALVES": blocks.halves}
+    types: Types = dict.fromkeys(("a0_desc", "a1_desc"), _tile(blocks.m, blocks.k))
+    for name, width in (("", blocks.n), ("_half", half)):
+        types[f"b{name}_desc"] = _tile(width, blocks.k) if variant.B_TRANSPOSED else _tile(blocks.k, width)
+        types[f"adds{name}_desc"] = _tile(blocks.m, width)
+        stored = _tile(*([1] * variant.ADDRESSED), blocks.m, width) if variant.OUT_TMA else "*bf16"
+        types |= {f"out{name}_desc": stored, f"far{name}_desc": stored if variant.ADDRESSED else "*bf16"}
+    types["tables"] = gemm_kernel.Pointers(
+        adds=_NUMBERS,
+        rows=_NUMBERS,
+        slices=_NUMBERS,
+        outs=_ADDRESSES,
+        gates=_ADDRESSES,
+        needs=_NUMBERS,
+        counts=_ADDRESSES,
+        status=_NUMBERS,
+    )
     return Example(
         kernel=gemm_kernel.gemm_kernel,
-        words=f"{blocks.m} x {blocks.n}{', slices of K' * inner}",
-        constants=constants,
-        types=types,
+        words=f"{blocks.m} x {blocks.n}{', slices of K' * variant.INNER}",
+        constants={"V": variant},
+        types=types | {"out_ptr": "*bf16"},
         multiples=("N", "K", "out_stride"),
         warps=blocks.warps,
         stages=blocks.stages,
@@ -103,9 +147,18 @@ def _all_reduces(gpu: Capabilities) -> Iterator[Example]:
         )
 
 
-_SEGMENTS = {"W": 8, "E": 4, "Q": 32, "PART_FIELDS": segments.PART_FIELDS, "TILE_FIELDS": segments.TILE_FIELDS}
-_MOVES = {"GROUP_FIELDS": segments.GROUP_FIELDS, "MOVE_FIELDS": segments.MOVE_FIELDS}
-_MOVING = {"MOVE_ROWS": 64, "COLS": 256, "STAGES": 4, "ALIGN": 8}
+def _shared(element: str) -> exchange.Shared:
+    """The types of a tensor that every rank has."""
+    return exchange.Shared(element, _ADDRESSES)
+
+
+def _moving(rows: int) -> ragged_rows.Moving:
+    return ragged_rows.Moving(W=8, E=4, Q=32, GATES=1, ROWS=64, COLS=256, STAGES=4, ALIGN=8, TILE_ROWS=rows)
+
+
+def _step_tables(*names: str) -> ragged_rows.StepTables:
+    """The types of a step's tables, of which a kernel reads those with these names."""
+    return ragged_rows.StepTables(**{name: _ADDRESSES if name == "notes" else _NUMBERS for name in names})
 
 
 def ragged_example(
@@ -113,12 +166,25 @@ def ragged_example(
 ) -> Example:
     """A kernel of weft.kernels.ragged, by name."""
     whole, tile, b_tile = (blocks.m, blocks.n), (blocks.m, blocks.k), (blocks.k, blocks.n)
-    types = {"out_desc": _tile(*whole), "product_desc": _tile(*whole), "a_desc": _tile(*tile), "landing_desc": _tile(*tile)}
-    types |= {"b_desc": _tile(1, *(b_tile[::-1] if transposed else b_tile)), "notes_ptr": "*i64"}
-    types |= dict.fromkeys(("a_ptr", "out_ptr", "landing_ptr", "product_ptr"), "*bf16")
-    constants = {**_SEGMENTS, **_MOVES, **_MOVING, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
-    constants |= {"GATES": 1, "GROUP": blocks.group, "B_TRANSPOSED": int(transposed), "ASYNCHRONOUS": int(gpu.tma)}
-    constants |= {"GATED": int(gated)} if name == "dispatch_kernel" else {}
+    types: Types = {
+        "out_desc": _tile(*whole),
+        "product_desc": _tile(*whole),
+        "a_desc": _tile(*tile),
+        "landing_desc": _tile(*tile),
+    }
+    types |= {"b_desc": _tile(1, *(b_tile[::-1] if transposed else b_tile))}
+    types |= dict.fromkeys(("a_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("landing", "product"), _shared("*bf16"))
+    types |= {"arrived": _shared("*i32"), "tables": _step_tables(*ragged_rows.StepTables._fields)}
+    product = ragged.GroupedProduct(
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        BLOCK_K=blocks.k,
+        GROUP=blocks.group,
+        B_TRANSPOSED=transposed,
+        GATED=gated,
+        ASYNCHRONOUS=gpu.tma,
+    )
+    constants = {"M": _moving(blocks.m), "P": product}
     kernel = getattr(ragged, name)
     return Example(kernel=kernel, constants=constants, types=types, warps=blocks.warps, stages=blocks.stages)
 
@@ -135,30 +201,27 @@ def _typed(kernel: Any, types: str, constants: Mapping[str, Any], *multiples: st
 
 
 def _rows(_: Capabilities) -> Iterator[Example]:
-    constants = {**_SEGMENTS, **_MOVING, "GATES": 1, "BLOCK_M": 128}
-    yield _typed(ragged_rows.collect_kernel, "*bf16 *bf16 *i32 *i32 *i32 *i32 *i32 *i32 *i64", constants, warps=8)
-    constants = {"Q": 32, **_MOVES, **_MOVING, "TILE_ROWS": 128}
-    yield _typed(ragged_rows.push_kernel, "*bf16 *bf16 *i64 *i32 *i64 *i32 *i32", constants, warps=8)
-    constants = {"W": 8, "Q": 32, "GATES": 1, "MOVE_FIELDS": segments.MOVE_FIELDS, **_MOVING}
-    yield _typed(ragged_rows.pull_kernel, "*i32 *bf16 *bf16 *i64 *i32 *i32 *i32 *i32 *i64", constants, warps=8)
+    constants = {"M": _moving(128)}
+    rows, arrived, pointer = _shared("*bf16"), _shared("*i32"), "*bf16"
+    tables = _step_tables("parts", "tiles", "gates", "turns", "goals", "notes")
+    types: Types = {"landing_ptr": pointer, "out_ptr": pointer, "tables": tables}
+    yield Example(kernel=ragged_rows.collect_kernel, types=types, constants=constants, warps=8)
+    types = {"a_ptr": pointer, "landing": rows, "arrived": arrived, "tables": _step_tables("groups", "moves")}
+    yield Example(kernel=ragged_rows.push_kernel, types=types, constants=constants, warps=8)
+    tables = _step_tables("moves", "gates", "turn", "goals", "notes")
+    types = {"out_ptr": pointer, "product": rows, "tables": tables}
+    yield Example(kernel=ragged_rows.pull_kernel, types=types, constants=constants, warps=8)
     yield _typed(ragged_rows.await_kernel, "*i32 i32 *i32 *i32 *i64", {}, warps=1)
 
 
 def _layout(_: Capabilities) -> Iterator[Example]:
-    types = "*i64 *i32 *i64 *i32 *i64 *i32 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i64 i64"
-    constants = {
-        **_SEGMENTS,
-        **_MOVES,
-        "EQ": 4,
-        "RANKS": 8,
-        "FAULT_FIELDS": segments.FAULT_FIELDS,
-        "COPYING": 1,
-        "MULTIPLYING": 1,
-        "TURNS": 4,
-        "NOTES": segments.NOTES,
-    }
-    constants |= {"ORDER_FIELDS": segments.ORDER_FIELDS, "DISPATCH": 1, "MOVE_ROWS": 64, "TILE_ROWS": 128}
-    yield _typed(segments.layout_kernel, types, constants, warps=8)
+    tables = segments.LayoutTables(*[_NUMBERS] * len(segments.LayoutTables._fields))._replace(calls=_ADDRESSES)
+    types: Types = {"splits_ptr": "*i64", "notes_ptr": "*i64", "host_address": "i64", "tables": tables}
+    types |= dict.fromkeys(("counts", "told"), _shared("*i32"))
+    sizes = segments.LayoutSizes(
+        W=8, E=4, Q=32, EQ=4, RANKS=8, COPYING=1, MULTIPLYING=1, TURNS=4, DISPATCH=1, MOVE_ROWS=64, TILE_ROWS=128
+    )
+    yield Example(kernel=segments.layout_kernel, types=types, constants={"S": sizes}, warps=8)
 
 
 def _experts(_: Capabilities) -> Iterator[Example]:

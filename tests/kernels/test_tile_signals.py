@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -112,29 +111,12 @@ def test_tiles_that_go_to_peers_leave_while_others_are_multiplied(world_size: in
 
 def _gemm(shape: int, *, addressed: bool, tma: bool = True) -> tuple[str, int]:
     """PTX, and bytes of shared memory, of the kernel whose tiles count, and add what arrived, for an H100. Needs no GPU."""
-    from weft.kernels import gemm as host
-    from weft.kernels.gemm_kernel import gemm_kernel as kernel
+    from kernel_examples import gemm_example, gemm_variant
 
     blocks = SHAPES[shape]
-    half = blocks.n // 2 if blocks.halves else blocks.n
-    above = [1] if addressed else []
-
-    def tiles(name: str, lead: list[int], rows: int, widths: tuple[int, int]) -> dict[str, str]:
-        pair = (f"{name}_desc", f"{name}_half_desc")
-        return {one: f"tensordesc<bf16{[*lead, rows, cols]}>" for one, cols in zip(pair, widths, strict=True)}
-
-    types = dict.fromkeys(("a0_desc", "a1_desc"), f"tensordesc<bf16{[blocks.m, blocks.k]}>") | {"out_ptr": "*bf16"}
-    types |= tiles("b", [], blocks.k, (blocks.n, half)) | tiles("adds", [], blocks.m, (blocks.n, half))
-    for name in ("out", "far"):
-        stored = tiles(name, above, blocks.m, (blocks.n, half))
-        types |= stored if tma and (addressed or name == "out") else dict.fromkeys(stored, "*bf16")
-    types |= dict.fromkeys(("outs_ptr", "gates_ptr", "counts_ptr"), "*i64")
-    constants: dict[str, Any] = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "GROUP": blocks.group}
-    constants |= {"FIELDS": 7, "OUT_FIELDS": 2, "SLICE_FIELDS": 3, "TWO_SOURCES": False, "B_TRANSPOSED": False, "GATED": True}
-    constants |= {"INNER": False, "COUNTED": True, "ADDRESSED": addressed, "OUT_TMA": tma, "ASYNCHRONOUS": True}
-    constants |= {"ALIGN_BYTES": 16, "ADDS": True, "ADD_FIELDS": 5, "ADD_STAGES": host._add_stages(blocks, tma, H200)}
-    constants |= {"DIVIDE_BY": 1, "HALVES": blocks.halves}
-    made = for_a_gpu(kernel, constants, types, multiples=("N", "K", "out_stride"), warps=blocks.warps, stages=blocks.stages)
+    variant = gemm_example(blocks, H200, out_tma=tma).constants["V"]
+    one = gemm_variant(blocks, variant._replace(TWO_SOURCES=False, ADDRESSED=addressed, DIVIDE_BY=1))
+    made = for_a_gpu(one.kernel, one.constants, one.types, multiples=one.multiples, warps=one.warps, stages=one.stages)
     return str(made.asm["ptx"]), int(made.metadata.shared)
 
 

@@ -211,7 +211,13 @@ def _walked(program: BoundProgram) -> object:
     assert torch.equal(exchange.arrived.local, exchange.goals)
     moves, tiles = exchange.moves[0].tolist(), exchange.tiles[0].tolist()
     words = exchange.arrived.local.tolist()
-    return moves[4::MOVE_FIELDS], moves[5::MOVE_FIELDS], tiles[4::TILE_FIELDS], words, len(exchange.steps)
+    return (
+        moves[4 :: MOVE_FIELDS.value],
+        moves[5 :: MOVE_FIELDS.value],
+        tiles[4 :: TILE_FIELDS.value],
+        words,
+        len(exchange.steps),
+    )
 
 
 @pytest.mark.ranks

@@ -26,16 +26,17 @@ from weft.compat.device import capabilities
 from weft.core.capabilities import Capabilities
 from weft.core.machine import Machine
 from weft.kernels.launch import Launcher
-from weft.kernels.ragged import combine_kernel, dispatch_kernel
-from weft.kernels.ragged_rows import await_kernel, collect_kernel, pull_kernel, push_kernel
+from weft.kernels.ragged import GroupedProduct, combine_kernel, dispatch_kernel
+from weft.kernels.ragged_rows import Moving, StepTables, await_kernel, collect_kernel, pull_kernel, push_kernel
 from weft.kernels.segments import (
     FAULT_FIELDS,
     GROUP_FIELDS,
     MOVE_FIELDS,
     NOTES,
-    ORDER_FIELDS,
     PART_FIELDS,
     TILE_FIELDS,
+    LayoutSizes,
+    LayoutTables,
     layout_kernel,
 )
 from weft.kernels.shapes import INTERPRETED, TileShape, push_sms, shapes_for
@@ -138,18 +139,15 @@ class Orders(NamedTuple):
     steps: tuple[StepParts, ...]
 
 
-class StepTables(NamedTuple):
-    """A step's tables and words on the device (weft.kernels.segments). copy_gates, gates: by segment, what its copies, and its
-    products, wait for; waits: all of the latter."""
+class Step(NamedTuple):
+    """What a step's kernels read on the device: where one copies and multiplies, where it only copies, and where it hands back
+    what has arrived. waits: words that its products wait for, all of them."""
 
-    moves: torch.Tensor
-    copy_gates: torch.Tensor
-    tiles: torch.Tensor
-    gates: torch.Tensor
+    both: StepTables
+    copies: StepTables
+    collected: StepTables
     waits: torch.Tensor
-    tells: torch.Tensor
-    turn: torch.Tensor
-    copies: bool
+    copying: bool
 
 
 class Shared(NamedTuple):
@@ -187,10 +185,9 @@ class RaggedExchange:
 
         segments = shape.world_size * shape.experts
         self.calls, self.goals = words(1, torch.int64), words(segments)
-        self.groups, self.parts = words(GROUP_FIELDS * shape.groups), words(PART_FIELDS * segments)
-        self.moved = words(PART_FIELDS * segments)
-        self.notes = words(NOTES, torch.int64)
-        self.host_notes = torch.zeros(NOTES, dtype=torch.int64, pin_memory=shape.device.type == "cuda")
+        self.groups, self.parts = words(GROUP_FIELDS.value * shape.groups), words(PART_FIELDS.value * segments)
+        self.notes = words(NOTES.value, torch.int64)
+        self.host_notes = torch.zeros(NOTES.value, dtype=torch.int64, pin_memory=shape.device.type == "cuda")
         self._lay_steps(orders)
         kernels: tuple[Any, ...] = (layout_kernel, dispatch_kernel, combine_kernel, collect_kernel)
         self._layout, self._dispatch, self._combine, self._collect = map(Launcher, kernels)
@@ -209,30 +206,48 @@ class RaggedExchange:
             found = [(part.expert, part.other, part.signals) for part in parts]
             return (*found, *[(shape.experts, 0, -1)] * (shape.segments - len(found)))
 
-        self.shares = table(orders.shares)
-        self.words = table(orders.arriving)
         copying = list(dict.fromkeys(rows(step.copies) for step in orders.steps if step.copies))
         multiplying = list(dict.fromkeys(rows(step.products) for step in orders.steps if step.products))
         self._copying, self._multiplying = len(copying), len(multiplying)
-        self.orders = table([*copying, *multiplying])
-        self.places = table([self._places(order) for order in multiplying])
         # One more, which stays empty, for steps that copy nothing, or multiply nothing.
-        self.moves = torch.zeros(len(copying) + 1, shape.segments * MOVE_FIELDS, dtype=torch.int32, device=shape.device)
-        self.tiles = torch.zeros(len(multiplying) + 1, shape.segments * TILE_FIELDS, dtype=torch.int32, device=shape.device)
+        moves = torch.zeros(len(copying) + 1, shape.segments * MOVE_FIELDS.value, dtype=torch.int32, device=shape.device)
+        tiles = torch.zeros(len(multiplying) + 1, shape.segments * TILE_FIELDS.value, dtype=torch.int32, device=shape.device)
+        self.moves, self.tiles = moves, tiles
         self.turns = table([0] * triton.next_power_of_2(1 + _TURN_WORDS * len(orders.steps)))
-        self.steps = [
-            StepTables(
+        self._tables = LayoutTables(
+            shares=table(orders.shares),
+            words=table(orders.arriving),
+            orders=table([*copying, *multiplying]),
+            places=table([self._places(order) for order in multiplying]),
+            calls=self.calls,
+            goals=self.goals,
+            groups=self.groups,
+            parts=self.parts,
+            moved=torch.zeros_like(self.parts),
+            moves=self.moves,
+            tiles=self.tiles,
+            turns=self.turns,
+        )
+        self.steps = []
+        for number, step in enumerate(orders.steps):
+            copy_gates, gates = table(self._gates(step.copies)), table(self._gates(step.products))
+            both = StepTables(
+                groups=self.groups,
+                parts=self.parts,
                 moves=self.moves[copying.index(rows(step.copies)) if step.copies else -1],
-                copy_gates=table(self._gates(step.copies)),
                 tiles=self.tiles[multiplying.index(rows(step.products)) if step.products else -1],
-                gates=table(self._gates(step.products)),
-                waits=table([word for part in step.products for word in part.waits]),
+                gates=gates if shape.dispatch else copy_gates,
                 tells=table(self._by_segment(step.products)),
+                turns=self.turns,
                 turn=self.turns[1 + _TURN_WORDS * number :],
-                copies=bool(step.copies),
+                goals=self.goals,
+                notes=self.notes,
             )
-            for number, step in enumerate(orders.steps)
-        ]
+            pushed = StepTables(groups=self.groups, moves=both.moves)
+            pulled = both._replace(groups=None, parts=None, tiles=None, tells=None, turns=None)
+            collected = both._replace(groups=None, moves=None, tells=None, turn=None)
+            waits = table([word for part in step.products for word in part.waits])
+            self.steps.append(Step(both, pushed if shape.dispatch else pulled, collected, waits, bool(step.copies)))
 
     def _places(self, order: Sequence[tuple[int, int, int]]) -> list[int]:
         """By segment, its place in an order."""
@@ -273,69 +288,39 @@ class RaggedExchange:
         """Exchange counts and lay out. splits: this rank's, int32 or int64. received: int32, written. a_rows: what a holds."""
         shape, blocks = self.shape, self.shape.blocks
         arguments = (
-            splits,
-            self.counts.local,
-            self.counts.peers,
-            self.told.local,
-            self.told.peers,
-            self.shares,
-            self.words,
-            self.orders,
-            self.places,
-            self.calls,
-            self.goals,
-            self.groups,
-            self.parts,
-            self.moved,
-            self.moves,
-            self.tiles,
-            self.turns,
-            received,
-            self.notes,
-            self.host_notes.data_ptr(),
-            a_rows,
-            shape.max_rows,
-            self.tries,
-            shape.rank,
-            -(-shape.n // blocks.n),
+            *(splits, self.counts, self.told, self._tables, received, self.notes, self.host_notes.data_ptr()),
+            *(a_rows, shape.max_rows, self.tries, shape.rank, -(-shape.n // blocks.n)),
         )
-        constants = {
-            **self._sizes(),
-            "EQ": shape.groups,
-            "RANKS": triton.next_power_of_2(shape.world_size),
-            "COPYING": self._copying,
-            "MULTIPLYING": self._multiplying,
-            "TURNS": self.turns.numel(),
-            "GROUP_FIELDS": GROUP_FIELDS,
-            "MOVE_FIELDS": MOVE_FIELDS,
-            "ORDER_FIELDS": ORDER_FIELDS,
-            "NOTES": NOTES,
-            "FAULT_FIELDS": FAULT_FIELDS,
-            "DISPATCH": int(shape.dispatch),
-            "MOVE_ROWS": shape.move[0],
-            "TILE_ROWS": blocks.m,
-        }
+        sizes = LayoutSizes(
+            W=shape.world_size,
+            E=shape.experts,
+            Q=shape.segments,
+            EQ=shape.groups,
+            RANKS=triton.next_power_of_2(shape.world_size),
+            COPYING=self._copying,
+            MULTIPLYING=self._multiplying,
+            TURNS=self.turns.numel(),
+            DISPATCH=int(shape.dispatch),
+            MOVE_ROWS=shape.move[0],
+            TILE_ROWS=blocks.m,
+        )
         key = (splits.dtype, *_alignments(splits, received))
         # Each segment is compared with each, in registers.
-        self._layout(1, arguments, constants, key=key, num_warps=max(8, shape.segments // 8))
+        self._layout(1, arguments, {"S": sizes}, key=key, num_warps=max(8, shape.segments // 8))
 
     def dispatch(self, step: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, keep_own: bool = False) -> None:
         """out = what arrives @ b, by expert, gated or not; zeros below. step: its number in the orders. a: [rows, K],
         contiguous. keep_own: all own rows are pushed, too."""
         blocks = self.shape.blocks
         a_block = [blocks.m, blocks.k]
-        arguments = (
+        first = (
             TensorDescriptor.from_tensor(a, a_block),
             TensorDescriptor.from_tensor(self._laid.local, a_block),
             _b_descriptor(b, blocks),
             _descriptor(out, blocks),
             a,
-            out,
-            *self._grouped_arguments(step),
-            int(keep_own),
         )
-        gates = self.steps[step].gates
-        self._grouped(self._dispatch, step, arguments, {"GATED": int(self.shape.gated), "GATES": gates.shape[1]}, a, b, out)
+        self._grouped(self._dispatch, step, first, (int(keep_own),), a, b, out)
         if not self.shape.n:  # without columns there is no tile, and none that waits
             self.await_words(self.steps[step].waits)
 
@@ -343,130 +328,64 @@ class RaggedExchange:
         """out = what arrives of all ranks' a @ b, by expert; zeros below. step: its number in the orders. a: [rows, K],
         contiguous, of at most a_rows."""
         blocks = self.shape.blocks
-        arguments = (
+        first = (
             TensorDescriptor.from_tensor(a, [blocks.m, blocks.k]),
             _b_descriptor(b, blocks),
             _descriptor(self._laid.local, blocks),
-            out,
-            *self._grouped_arguments(step),
         )
-        gates = self.steps[step].copy_gates
-        self._grouped(self._combine, step, arguments, {"GATES": gates.shape[1]}, a, b, out)
+        self._grouped(self._combine, step, first, (), a, b, out)
 
     def _movers(self, step: int) -> int:
         """How many blocks of a step that multiplies copy."""
-        return self.shape.movers if self.steps[step].copies else 0
-
-    def _grouped_arguments(self, step: int) -> tuple[object, ...]:
-        """What both kernels with GEMMs take in the same order."""
-        shape, tables = self.shape, self.steps[step]
-        return (
-            self._laid.local,
-            self._laid.peers,
-            self.arrived.local,
-            self.arrived.peers,
-            self.groups,
-            self.parts,
-            tables.moves,
-            tables.tiles,
-            tables.gates if shape.dispatch else tables.copy_gates,
-            tables.tells,
-            self.turns,
-            tables.turn,
-            self.goals,
-            self.notes,
-            self.tries,
-            shape.rank,
-            shape.n,
-            shape.k,
-            shape.max_rows,
-            self._movers(step),
-        )
+        return self.shape.movers if self.steps[step].copying else 0
 
     def _grouped(
         self,
         launcher: Launcher,
         step: int,
-        arguments: tuple[object, ...],
-        more: dict[str, int],
+        first: tuple[object, ...],
+        last: tuple[object, ...],
         a: torch.Tensor,
         b: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        blocks = self.shape.blocks
-        constants = {
-            **self._sizes(),
-            "GROUP_FIELDS": GROUP_FIELDS,
-            "MOVE_FIELDS": MOVE_FIELDS,
-            **self._moving(),
-            "BLOCK_M": blocks.m,
-            "BLOCK_N": blocks.n,
-            "BLOCK_K": blocks.k,
-            "GROUP": blocks.group,
-            "ALIGN": _ALIGN,
-            "B_TRANSPOSED": int(bool(b.numel()) and _transposed(b)),
-            "ASYNCHRONOUS": int(asynchronous(out.device)),
-            **more,
-        }
+        """Launch a kernel that multiplies. first, last: the arguments that the other one does not take in the same order."""
+        shape, blocks, movers, tables = self.shape, self.shape.blocks, self._movers(step), self.steps[step].both
+        arguments = (
+            *first,
+            *(out, self._laid, self.arrived, tables, self.tries, shape.rank, shape.n, shape.k, shape.max_rows, movers),
+            *last,
+        )
+        product = GroupedProduct(
+            BLOCK_M=blocks.m,
+            BLOCK_N=blocks.n,
+            BLOCK_K=blocks.k,
+            GROUP=blocks.group,
+            B_TRANSPOSED=bool(b.numel()) and _transposed(b),
+            GATED=shape.gated,
+            ASYNCHRONOUS=asynchronous(out.device),
+        )
         launcher(
-            max(self.sms, self._movers(step) + 1),
+            max(self.sms, movers + 1),
             arguments,
-            constants,
-            key=(b.stride(), *more.values(), *_alignments(a, b, out)),
+            {"M": self._moving(tables), "P": product},
+            key=(b.stride(), tables.gates.shape[1], *_alignments(a, b, out)),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
 
     def push(self, step: int, a: torch.Tensor, *, keep_own: bool) -> None:
         """Rows of a to where they land. step: its number in the orders. keep_own: of the own rows, all."""
-        shape = self.shape
-        arguments = (
-            a,
-            self._laid.local,
-            self._laid.peers,
-            self.arrived.local,
-            self.arrived.peers,
-            self.groups,
-            self.steps[step].moves,
-            shape.rank,
-            shape.k,
-            int(keep_own),
-        )
-        constants = {
-            "Q": shape.segments,
-            "GROUP_FIELDS": GROUP_FIELDS,
-            "MOVE_FIELDS": MOVE_FIELDS,
-            "TILE_ROWS": shape.blocks.m,
-            **self._moving(),
-            "ALIGN": _ALIGN,
-        }
-        self._push(self.sms, arguments, constants, key=_alignments(a), num_warps=8)
+        tables = self.steps[step].copies
+        arguments = (a, self._laid, self.arrived, tables, self.shape.rank, self.shape.k, int(keep_own))
+        self._push(self.sms, arguments, {"M": self._moving(tables)}, key=_alignments(a), num_warps=8)
 
     def pull(self, step: int, out: torch.Tensor) -> None:
         """What peers have made for this rank to out. step: its number in the orders."""
-        shape, tables = self.shape, self.steps[step]
-        arguments = (
-            tables.turn,
-            out,
-            self._laid.local,
-            self._laid.peers,
-            self.arrived.local,
-            tables.moves,
-            tables.copy_gates,
-            self.goals,
-            self.notes,
-            self.tries,
-            shape.n,
-        )
-        constants = {
-            "W": shape.world_size,
-            "Q": shape.segments,
-            "GATES": tables.copy_gates.shape[1],
-            "MOVE_FIELDS": MOVE_FIELDS,
-            **self._moving(),
-            "ALIGN": _ALIGN,
-        }
-        self._pull(self.sms, arguments, constants, key=(constants["GATES"], *_alignments(out)), num_warps=8)
+        tables = self.steps[step].copies
+        arguments = (out, self._laid, self.arrived.local, tables, self.tries, self.shape.n)
+        key = (tables.gates.shape[1], *_alignments(out))
+        self._pull(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
 
     def await_words(self, words: torch.Tensor) -> None:
         """Wait for words of this rank, int32."""
@@ -475,38 +394,25 @@ class RaggedExchange:
 
     def collect(self, step: int, out: torch.Tensor) -> None:
         """out = what a dispatch has brought; zeros below. step: its number in the orders."""
-        shape, tables = self.shape, self.steps[step]
-        arguments = (
-            self._laid.local,
-            out,
-            self.arrived.local,
-            self.parts,
-            tables.tiles,
-            tables.gates,
-            self.turns,
-            self.goals,
-            self.notes,
-            self.tries,
-            shape.k,
-            shape.max_rows,
+        shape, tables = self.shape, self.steps[step].collected
+        arguments = (self._laid.local, out, self.arrived.local, tables, self.tries, shape.k, shape.max_rows)
+        key = (tables.gates.shape[1], *_alignments(out))
+        self._collect(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
+
+    def _moving(self, tables: StepTables) -> Moving:
+        """How a kernel that reads these tables moves rows."""
+        shape, (rows, cols) = self.shape, self.shape.move
+        return Moving(
+            W=shape.world_size,
+            E=shape.experts,
+            Q=shape.segments,
+            GATES=1 if tables.gates is None else tables.gates.shape[1],
+            ROWS=rows,
+            COLS=cols,
+            STAGES=_STAGES,
+            ALIGN=_ALIGN,
+            TILE_ROWS=shape.blocks.m,
         )
-        more = {"GATES": tables.gates.shape[1], "BLOCK_M": shape.blocks.m, "ALIGN": _ALIGN}
-        key = (more["GATES"], *_alignments(out))
-        self._collect(self.sms, arguments, {**self._sizes(), **self._moving(), **more}, key=key, num_warps=8)
-
-    def _sizes(self) -> dict[str, int]:
-        shape = self.shape
-        return {
-            "W": shape.world_size,
-            "E": shape.experts,
-            "Q": shape.segments,
-            "PART_FIELDS": PART_FIELDS,
-            "TILE_FIELDS": TILE_FIELDS,
-        }
-
-    def _moving(self) -> dict[str, int]:
-        rows, cols = self.shape.move
-        return {"MOVE_ROWS": rows, "COLS": cols, "STAGES": _STAGES}
 
 
 def _tallest(rows: int, gpu: Capabilities) -> TileShape:
@@ -520,7 +426,7 @@ def _word_counts(shape: Shape) -> tuple[int, int, int]:
     """How many words of 32 bits there are: for counts, and behind them for what is wrong with splits, both in two places for
     each rank; for who has told them; for what arrived."""
     segments = shape.world_size * shape.experts
-    return 2 * shape.world_size * (segments + FAULT_FIELDS), shape.world_size, segments
+    return 2 * shape.world_size * (segments + FAULT_FIELDS.value), shape.world_size, segments
 
 
 def word_bytes(shape: Shape) -> int:

@@ -47,15 +47,11 @@ from weft.compat.device import capabilities
 from weft.core.capabilities import Capabilities
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.far import Far, far_places
-from weft.kernels.gemm_kernel import gemm_kernel
+from weft.kernels.gemm_kernel import Pointers, Variant, gemm_kernel
 from weft.kernels.launch import Launcher
 from weft.kernels.shapes import TileShape, whole_tiles
 from weft.triton.flags import asynchronous, table
 
-_FIELDS = 7
-_SLICE_FIELDS = 3
-_ADD_FIELDS = 5
-_OUT_FIELDS = 2
 _MOST_SOURCES = 3
 """Of those that a tile adds: loads in flight at once, if they fit."""
 _TELL_STEPS = 6
@@ -247,6 +243,7 @@ def gemm(
     whole = whole_tiles(tiles, at_once, blocks)
     halves = whole < tiles
     half = [blocks.m, blocks.n // 2]
+    needs, count_by = (plan.no_needs, 0) if silent else (plan.needs, 1 + blocks.halves)
     arguments = (
         first,
         TensorDescriptor.from_tensor(sources[1], a_shape) if len(sources) > 1 else first,
@@ -254,50 +251,34 @@ def gemm(
         *_stores(out, plan, half, halves, out_tma),
         out,
         *(_both(adds, [blocks.m, blocks.n], half, halves) if plan.adding and adds is not None else (out, out)),
-        plan.adds,
-        plan.rows,
-        plan.slices,
-        plan.outs,
-        plan.gates,
-        plan.no_needs if silent else plan.needs,
-        plan.counts,
-        status,
-        0 if silent else 1 + blocks.halves,
-        tries,
-        _tell_at(plan, b.shape[0]),
-        whole,
-        row_tiles,
-        plan.early,
-        b.shape[1],
-        b.shape[0],
-        out_stride,
+        Pointers(plan.adds, plan.rows, plan.slices, plan.outs, plan.gates, needs, plan.counts, status),
+        *(count_by, tries, _tell_at(plan, b.shape[0])),
+        *(whole, row_tiles, plan.early),
+        *(b.shape[1], b.shape[0], out_stride),
+    )
+    variant = Variant(
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        BLOCK_K=blocks.k,
+        GROUP=blocks.group,
+        TWO_SOURCES=len(sources) > 1,
+        B_TRANSPOSED=transposed,
+        GATED=plan.gated,
+        INNER=plan.inner,
+        COUNTED=plan.counted,
+        ADDRESSED=plan.addressed,
+        OUT_TMA=out_tma,
+        ASYNCHRONOUS=asynchronous(out.device),
+        ALIGN_BYTES=math.gcd(plan.align_bytes, align),
+        ADDS=plan.adding,
+        ADD_STAGES=_add_stages(blocks, out_tma, capabilities(out.device)),
+        DIVIDE_BY=plan.divide_by,
+        HALVES=halves,
     )
     (launched_by or launcher())(
         at_once,
         arguments,
-        {
-            "BLOCK_M": blocks.m,
-            "BLOCK_N": blocks.n,
-            "BLOCK_K": blocks.k,
-            "GROUP": blocks.group,
-            "FIELDS": _FIELDS,
-            "OUT_FIELDS": _OUT_FIELDS,
-            "SLICE_FIELDS": _SLICE_FIELDS,
-            "TWO_SOURCES": len(sources) > 1,
-            "B_TRANSPOSED": transposed,
-            "GATED": plan.gated,
-            "INNER": plan.inner,
-            "COUNTED": plan.counted,
-            "ADDRESSED": plan.addressed,
-            "OUT_TMA": out_tma,
-            "ASYNCHRONOUS": asynchronous(out.device),
-            "ALIGN_BYTES": math.gcd(plan.align_bytes, align),
-            "ADDS": plan.adding,
-            "ADD_FIELDS": _ADD_FIELDS,
-            "ADD_STAGES": _add_stages(blocks, out_tma, capabilities(out.device)),
-            "DIVIDE_BY": plan.divide_by,
-            "HALVES": halves,
-        },
+        {"V": variant},
         key=(b.shape, out_stride, out.data_ptr() % 16, transposed, len(sources), halves, out_tma),
         stream=stream,
         num_warps=blocks.warps,

@@ -13,10 +13,71 @@ is none. By then what TMA stores has long been written, here or at a peer, and n
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from weft.triton.flags import wait_gates
+
+ROW_FIELDS, SLICE_FIELDS, OUT_FIELDS, ADD_FIELDS = map(tl.constexpr, (7, 3, 2, 5))
+"""Columns of the tables rows, slices, outs and adds of weft.kernels.gemm.Tables."""
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for: its constexpr argument V."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP: int
+    TWO_SOURCES: bool
+    B_TRANSPOSED: bool
+    GATED: bool
+    INNER: bool
+    COUNTED: bool
+    ADDRESSED: bool
+    OUT_TMA: bool
+    ASYNCHRONOUS: bool
+    ALIGN_BYTES: int
+    ADDS: bool
+    ADD_STAGES: int
+    DIVIDE_BY: int
+    HALVES: bool
+
+
+class Pointers(NamedTuple):
+    """The tables of a step (weft.kernels.gemm.Tables), and where waits that ended early are noted."""
+
+    adds: Any
+    rows: Any
+    slices: Any
+    outs: Any
+    gates: Any
+    needs: Any
+    counts: Any
+    status: Any
+
+
+class Descriptors(NamedTuple):
+    """How TMA loads and stores tiles of one width. Triton 3.6 takes no tuple of descriptors from the host, so that the kernel
+    makes this one."""
+
+    a0: Any
+    a1: Any
+    b: Any
+    out: Any
+    far: Any
+    adds: Any
+
+
+class Before(NamedTuple):
+    """The tile that a block has stored last: the address of its flag, what to add to that, and before which step of the next
+    tile's multiplication."""
+
+    flag: Any
+    by: Any
+    step: Any
 
 
 @triton.jit
@@ -27,6 +88,12 @@ def place_of(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
     height = tl.minimum(row_tiles - group * GROUP, GROUP)
     within = tile - group * GROUP * col_tiles
     return group * GROUP + within % height, within // height
+
+
+@triton.jit
+def _wait(pair_ptr, tables, tries, ASYNCHRONOUS: tl.constexpr):
+    """Wait for the gates [first, last) whose two numbers lie at pair_ptr."""
+    wait_gates(tables.gates, tables.needs, tl.load(pair_ptr), tl.load(pair_ptr + 1), tries, tables.status, ASYNCHRONOUS)
 
 
 @triton.jit
@@ -44,33 +111,17 @@ def _tell(flag, by, ASYNCHRONOUS: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
-    a_desc,
-    b_desc,
-    acc,
-    a_row,
-    col,
-    first,
-    last,
-    told,
-    told_by,
-    tell_at,
-    BLOCK_K: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    COUNTED: tl.constexpr,
-    ASYNCHRONOUS: tl.constexpr,
-):
-    """A tile and its product over steps [first, last) of K: rows from a_row on, columns from col on. told, told_by, tell_at:
-    of the tile before, as for `_tell`, and before which step."""
+def _multiply(a_desc, b_desc, acc, a_row, col, first, last, before, V: tl.constexpr):
+    """A tile and its product over steps [first, last) of K: rows from a_row on, columns from col on."""
     for step in range(first, last):
-        if COUNTED:  # noqa: SIM102 - a constexpr, then a value of the device
-            if (step == tell_at) & (told != 0):
-                _tell(told, told_by, ASYNCHRONOUS)
-        a = a_desc.load([a_row, step * BLOCK_K])
-        if B_TRANSPOSED:
-            acc = tl.dot(a, b_desc.load([col, step * BLOCK_K]).T, acc)
+        if V.COUNTED:  # noqa: SIM102 - a constexpr, then a value of the device
+            if (step == before.step) & (before.flag != 0):
+                _tell(before.flag, before.by, V.ASYNCHRONOUS)
+        a = a_desc.load([a_row, step * V.BLOCK_K])
+        if V.B_TRANSPOSED:
+            acc = tl.dot(a, b_desc.load([col, step * V.BLOCK_K]).T, acc)
         else:
-            acc = tl.dot(a, b_desc.load([step * BLOCK_K, col]), acc)
+            acc = tl.dot(a, b_desc.load([step * V.BLOCK_K, col]), acc)
     return acc
 
 
@@ -110,28 +161,18 @@ def _base(address_ptr, out_ptr, out_row, out_stride, ADDRESSED: tl.constexpr, AL
 
 
 @triton.jit
-def _put(
-    out_desc,
-    far_desc,
-    place_ptr,
-    out_row,
-    col,
-    result,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ADDRESSED: tl.constexpr,
-):
+def _put(descs, place_ptr, out_row, col, result, BLOCK_N: tl.constexpr, V: tl.constexpr):
     """Store a whole tile by TMA: in out, or elsewhere if it has a place there (weft.kernels.far)."""
-    if ADDRESSED:
+    if V.ADDRESSED:
         far = tl.load(place_ptr + 1).to(tl.int32)
         # One store for both, which has one buffer in shared memory.
-        desc = out_desc
+        desc = descs.out
         if far >= 0:
-            desc = far_desc
+            desc = descs.far
         row = tl.where(far < 0, out_row, 0)
-        desc.store([tl.maximum(far, 0), row, col], result.reshape(1, BLOCK_M, BLOCK_N))
+        desc.store([tl.maximum(far, 0), row, col], result.reshape(1, V.BLOCK_M, BLOCK_N))
     else:
-        out_desc.store([out_row, col], result)
+        descs.out.store([out_row, col], result)
 
 
 @triton.jit
@@ -147,258 +188,84 @@ def _place_late(tile, row_tiles, early, col_tiles, GROUP: tl.constexpr, ADDS: tl
 
 @triton.jit
 def _tile(
-    row_tile,
-    col,
-    a0_desc,
-    a1_desc,
-    b_desc,
-    out_desc,
-    far_desc,
-    out_ptr,
-    adds_desc,
-    adds_ptr,
-    rows_ptr,
-    slices_ptr,
-    outs_ptr,
-    gates_ptr,
-    needs_ptr,
-    status_ptr,
-    tries,
-    told,
-    told_by,
-    tell_at,
-    N,
-    K,
-    out_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FIELDS: tl.constexpr,
-    OUT_FIELDS: tl.constexpr,
-    SLICE_FIELDS: tl.constexpr,
-    TWO_SOURCES: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    GATED: tl.constexpr,
-    INNER: tl.constexpr,
-    COUNTED: tl.constexpr,
-    ADDRESSED: tl.constexpr,
-    OUT_TMA: tl.constexpr,
-    ASYNCHRONOUS: tl.constexpr,
-    ALIGN_BYTES: tl.constexpr,
-    ADDS: tl.constexpr,
-    ADD_FIELDS: tl.constexpr,
-    ADD_STAGES: tl.constexpr,
-    DIVIDE_BY: tl.constexpr,
-):
+    row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, before, BLOCK_N: tl.constexpr, V: tl.constexpr
+):  # fmt: skip
     """Wait, multiply, add and store: the tile of a row tile whose first column is `col`; on the way, tell of the one before."""
-    fields = rows_ptr + FIELDS * row_tile
+    fields = tables.rows + ROW_FIELDS * row_tile
     a_row = tl.load(fields + 1)
     valid = tl.load(fields + 2)
     out_row = tl.load(fields + 3)
-    if GATED and not INNER:
-        wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), tries, status_ptr, ASYNCHRONOUS)
+    if V.GATED and not V.INNER:
+        _wait(fields + 4, tables, tries, V.ASYNCHRONOUS)
     # One loop for either source: two loops would hold two sets of pipeline buffers in shared memory.
-    a_desc = a0_desc
-    if TWO_SOURCES:  # noqa: SIM102 - a constexpr, then a value of the device
+    a_desc = descs.a0
+    if V.TWO_SOURCES:  # noqa: SIM102 - a constexpr, then a value of the device
         if tl.load(fields) == 1:
-            a_desc = a1_desc
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if INNER:
+            a_desc = descs.a1
+    acc = tl.full((V.BLOCK_M, BLOCK_N), 0, tl.float32)
+    if V.INNER:
         done = 0
         for number in range(tl.load(fields + 4), tl.load(fields + 5)):
-            piece = slices_ptr + SLICE_FIELDS * number
+            piece = tables.slices + SLICE_FIELDS * number
             end = tl.load(piece)
-            wait_gates(gates_ptr, needs_ptr, tl.load(piece + 1), tl.load(piece + 2), tries, status_ptr, ASYNCHRONOUS)
-            acc = _multiply(
-                a_desc, b_desc, acc, a_row, col, done, end, told, told_by, tell_at, BLOCK_K, B_TRANSPOSED, COUNTED, ASYNCHRONOUS
-            )
+            _wait(piece + 1, tables, tries, V.ASYNCHRONOUS)
+            acc = _multiply(a_desc, descs.b, acc, a_row, col, done, end, before, V)
             done = end
     else:
-        steps = tl.cdiv(K, BLOCK_K)
-        acc = _multiply(
-            a_desc, b_desc, acc, a_row, col, 0, steps, told, told_by, tell_at, BLOCK_K, B_TRANSPOSED, COUNTED, ASYNCHRONOUS
-        )
-    if ADDS:
-        late = adds_ptr + ADD_FIELDS * row_tile
-        if GATED:
-            wait_gates(gates_ptr, needs_ptr, tl.load(late), tl.load(late + 1), tries, status_ptr, ASYNCHRONOUS)
-        acc = _add(adds_desc, late, acc, col, ADD_STAGES, DIVIDE_BY)
+        acc = _multiply(a_desc, descs.b, acc, a_row, col, 0, tl.cdiv(K, V.BLOCK_K), before, V)
+    if V.ADDS:
+        late = tables.adds + ADD_FIELDS * row_tile
+        if V.GATED:
+            _wait(late, tables, tries, V.ASYNCHRONOUS)
+        acc = _add(descs.adds, late, acc, col, V.ADD_STAGES, V.DIVIDE_BY)
     result = acc.to(out_ptr.dtype.element_ty)
-    place_ptr = outs_ptr + OUT_FIELDS * row_tile
-    whole = valid == BLOCK_M
-    if OUT_TMA:  # noqa: SIM102 - a constexpr, then a value of the device
+    place_ptr = tables.outs + OUT_FIELDS * row_tile
+    whole = valid == V.BLOCK_M
+    if V.OUT_TMA:  # noqa: SIM102 - a constexpr, then a value of the device
         if whole:
-            _put(out_desc, far_desc, place_ptr, out_row, col, result, BLOCK_M, BLOCK_N, ADDRESSED)
-    if (not OUT_TMA) | (not whole):
-        base_ptr = _base(place_ptr, out_ptr, out_row, out_stride, ADDRESSED, ALIGN_BYTES)
-        _store(base_ptr, result, valid, col, N, out_stride, BLOCK_M, BLOCK_N)
+            _put(descs, place_ptr, out_row, col, result, BLOCK_N, V)
+    if (not V.OUT_TMA) | (not whole):
+        base_ptr = _base(place_ptr, out_ptr, out_row, out_stride, V.ADDRESSED, V.ALIGN_BYTES)
+        _store(base_ptr, result, valid, col, N, out_stride, V.BLOCK_M, BLOCK_N)
 
 
 @triton.jit
-def _flag(fields, counts_ptr):
+def _flag(row_tile, tables):
     """The address of a row tile's flag, or 0 where it has none."""
-    count = tl.load(fields + 6)
-    return tl.load(counts_ptr + count, mask=count >= 0, other=0)
+    count = tl.load(tables.rows + ROW_FIELDS * row_tile + 6)
+    return tl.load(tables.counts + count, mask=count >= 0, other=0)
 
 
 @triton.jit(do_not_specialize=["count_by", "tries", "tell_at"])
 def gemm_kernel(
-    a0_desc,
-    a1_desc,
-    b_desc,
-    b_half_desc,
-    out_desc,
-    out_half_desc,
-    far_desc,
-    far_half_desc,
-    out_ptr,
-    adds_desc,
-    adds_half_desc,
-    adds_ptr,
-    rows_ptr,
-    slices_ptr,
-    outs_ptr,
-    gates_ptr,
-    needs_ptr,
-    counts_ptr,
-    status_ptr,
-    count_by,
-    tries,
-    tell_at,
-    whole,
-    row_tiles,
-    early,
-    N,
-    K,
-    out_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    FIELDS: tl.constexpr,
-    OUT_FIELDS: tl.constexpr,
-    SLICE_FIELDS: tl.constexpr,
-    TWO_SOURCES: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    GATED: tl.constexpr,
-    INNER: tl.constexpr,
-    COUNTED: tl.constexpr,
-    ADDRESSED: tl.constexpr,
-    OUT_TMA: tl.constexpr,
-    ASYNCHRONOUS: tl.constexpr,
-    ALIGN_BYTES: tl.constexpr,
-    ADDS: tl.constexpr,
-    ADD_FIELDS: tl.constexpr,
-    ADD_STAGES: tl.constexpr,
-    DIVIDE_BY: tl.constexpr,
-    HALVES: tl.constexpr,
-):
-    """Tiles up to `whole` as they are, then, with HALVES, the left and the right half of each that is left."""
-    col_tiles = tl.cdiv(N, BLOCK_N)
-    # Of the tile before: its flag, and what it counts.
-    told = tl.full((), 0, tl.int64)
-    told_by = count_by
-    for tile in range(tl.program_id(0), whole, tl.num_programs(0)):
-        row_tile, col_tile = _place_late(tile, row_tiles, early, col_tiles, GROUP, ADDS)
-        _tile(
-            row_tile,
-            col_tile * BLOCK_N,
-            a0_desc,
-            a1_desc,
-            b_desc,
-            out_desc,
-            far_desc,
-            out_ptr,
-            adds_desc,
-            adds_ptr,
-            rows_ptr,
-            slices_ptr,
-            outs_ptr,
-            gates_ptr,
-            needs_ptr,
-            status_ptr,
-            tries,
-            told,
-            told_by,
-            tell_at,
-            N,
-            K,
-            out_stride,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            FIELDS,
-            OUT_FIELDS,
-            SLICE_FIELDS,
-            TWO_SOURCES,
-            B_TRANSPOSED,
-            GATED,
-            INNER,
-            COUNTED,
-            ADDRESSED,
-            OUT_TMA,
-            ASYNCHRONOUS,
-            ALIGN_BYTES,
-            ADDS,
-            ADD_FIELDS,
-            ADD_STAGES,
-            DIVIDE_BY,
-        )
-        if COUNTED:
-            told = _flag(rows_ptr + FIELDS * row_tile, counts_ptr)
-    if HALVES:
-        HALF: tl.constexpr = BLOCK_N // 2
-        for tile in range(2 * whole + tl.program_id(0), 2 * row_tiles * col_tiles, tl.num_programs(0)):
-            row_tile, col_tile = _place_late(tile // 2, row_tiles, early, col_tiles, GROUP, ADDS)
-            col = col_tile * BLOCK_N + tile % 2 * HALF
+    a0_desc, a1_desc, b_desc, b_half_desc, out_desc, out_half_desc, far_desc, far_half_desc, out_ptr,
+    adds_desc, adds_half_desc, tables, count_by, tries, tell_at, whole, row_tiles, early, N, K, out_stride, V: tl.constexpr,
+):  # fmt: skip
+    """Tiles up to `whole` as they are, then, with HALVES, the left and the right half of each that is left.
+
+    tables: Pointers. count_by: what a tile adds to its flag. tell_at: Before.step. V: a Variant.
+    """
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    col_tiles = tl.cdiv(N, V.BLOCK_N)
+    descs = Descriptors(a0_desc, a1_desc, b_desc, out_desc, far_desc, adds_desc)
+    flag, by = tl.full((), 0, tl.int64), count_by
+    for tile in range(block, whole, blocks):
+        row_tile, col_tile = _place_late(tile, row_tiles, early, col_tiles, V.GROUP, V.ADDS)
+        col, before = col_tile * V.BLOCK_N, Before(flag, by, tell_at)
+        _tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, before, V.BLOCK_N, V)
+        if V.COUNTED:
+            flag = _flag(row_tile, tables)
+    if V.HALVES:
+        HALF: tl.constexpr = V.BLOCK_N // 2
+        descs = Descriptors(a0_desc, a1_desc, b_half_desc, out_half_desc, far_half_desc, adds_half_desc)
+        for tile in range(2 * whole + block, 2 * row_tiles * col_tiles, blocks):
+            row_tile, col_tile = _place_late(tile // 2, row_tiles, early, col_tiles, V.GROUP, V.ADDS)
+            col, before = col_tile * V.BLOCK_N + tile % 2 * HALF, Before(flag, by, tell_at)
             if col < N:
-                _tile(
-                    row_tile,
-                    col,
-                    a0_desc,
-                    a1_desc,
-                    b_half_desc,
-                    out_half_desc,
-                    far_half_desc,
-                    out_ptr,
-                    adds_half_desc,
-                    adds_ptr,
-                    rows_ptr,
-                    slices_ptr,
-                    outs_ptr,
-                    gates_ptr,
-                    needs_ptr,
-                    status_ptr,
-                    tries,
-                    told,
-                    told_by,
-                    tell_at,
-                    N,
-                    K,
-                    out_stride,
-                    BLOCK_M,
-                    HALF,
-                    BLOCK_K,
-                    FIELDS,
-                    OUT_FIELDS,
-                    SLICE_FIELDS,
-                    TWO_SOURCES,
-                    B_TRANSPOSED,
-                    GATED,
-                    INNER,
-                    COUNTED,
-                    ADDRESSED,
-                    OUT_TMA,
-                    ASYNCHRONOUS,
-                    ALIGN_BYTES,
-                    ADDS,
-                    ADD_FIELDS,
-                    ADD_STAGES,
-                    DIVIDE_BY,
-                )
-            elif COUNTED:
-                _tell(told, told_by, ASYNCHRONOUS)
-            if COUNTED:
-                told, told_by = _flag(rows_ptr + FIELDS * row_tile, counts_ptr), count_by // 2
-    if COUNTED:
-        _tell(told, told_by, ASYNCHRONOUS)
+                _tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, before, HALF, V)
+            elif V.COUNTED:
+                _tell(flag, by, V.ASYNCHRONOUS)
+            if V.COUNTED:
+                flag, by = _flag(row_tile, tables), count_by // 2
+    if V.COUNTED:
+        _tell(flag, by, V.ASYNCHRONOUS)

@@ -35,6 +35,8 @@ of a Mixtral layer's 8192 rows). Legend: N of what is stored, K of each GEMM.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -49,300 +51,146 @@ from weft.kernels.ragged_rows import (
     store_rows,
     tell_of_rows,
 )
-from weft.kernels.segments import tile_of
+from weft.kernels.segments import PART_FIELDS, TILE_FIELDS, tile_of
 from weft.triton.flags import descriptors_too
 
 
+class GroupedProduct(NamedTuple):
+    """What a kernel that multiplies is compiled for: its constexpr argument P. Its tiles have BLOCK_M rows as those of M."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP: int
+    B_TRANSPOSED: bool
+    GATED: bool
+    ASYNCHRONOUS: bool
+
+
 @triton.jit
-def _multiply(
-    a_desc,
-    b_desc,
-    row,
-    expert,
-    col,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-):
+def _multiply(a_desc, b_desc, row, expert, col, K, P: tl.constexpr):
     """One tile in float32, by the expert's b."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(tl.cdiv(K, BLOCK_K)):
-        a = a_desc.load([row, step * BLOCK_K])
-        if B_TRANSPOSED:
-            acc = tl.dot(a, b_desc.load([expert, col, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K).T, acc)
-        else:
-            acc = tl.dot(a, b_desc.load([expert, step * BLOCK_K, col]).reshape(BLOCK_K, BLOCK_N), acc)
+    acc = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
+    for step in range(tl.cdiv(K, P.BLOCK_K)):
+        k = step * P.BLOCK_K
+        acc = tl.dot(a_desc.load([row, k]), _load_b(b_desc, expert, k, col, P), acc)
     return acc
 
 
 @triton.jit
-def _multiply_gated(
-    a_desc,
-    b_desc,
-    row,
-    expert,
-    col,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-):
+def _multiply_gated(a_desc, b_desc, row, expert, col, N, K, P: tl.constexpr):
     """silu of one tile, times the one N columns further right, in float32."""
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(tl.cdiv(K, BLOCK_K)):
-        k = step * BLOCK_K
+    gate = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
+    up = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
+    for step in range(tl.cdiv(K, P.BLOCK_K)):
+        k = step * P.BLOCK_K
         a = a_desc.load([row, k])
-        if B_TRANSPOSED:
-            gate = tl.dot(a, b_desc.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T, gate)
-            up = tl.dot(a, b_desc.load([expert, N + col, k]).reshape(BLOCK_N, BLOCK_K).T, up)
-        else:
-            gate = tl.dot(a, b_desc.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N), gate)
-            up = tl.dot(a, b_desc.load([expert, k, N + col]).reshape(BLOCK_K, BLOCK_N), up)
+        gate = tl.dot(a, _load_b(b_desc, expert, k, col, P), gate)
+        up = tl.dot(a, _load_b(b_desc, expert, k, N + col, P), up)
     return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _load_b(b_desc, expert, k, col, P: tl.constexpr):
+    """BLOCK_K x BLOCK_N of an expert's b."""
+    if P.B_TRANSPOSED:
+        return b_desc.load([expert, col, k]).reshape(P.BLOCK_N, P.BLOCK_K).T
+    else:  # noqa: RET505 - one of the two is compiled
+        return b_desc.load([expert, k, col]).reshape(P.BLOCK_K, P.BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["tries", "rank", "movers", "keep_own"])
 def dispatch_kernel(
-    a_desc,
-    landing_desc,
-    b_desc,
-    out_desc,
-    a_ptr,
-    out_ptr,
-    landing_ptr,
-    landing_peers_ptr,
-    arrived_ptr,
-    arrived_peers_ptr,
-    groups_ptr,
-    parts_ptr,
-    moves_ptr,
-    tiles_ptr,
-    gates_ptr,
-    tells_ptr,
-    turns_ptr,
-    turn_ptr,
-    goals_ptr,
-    notes_ptr,
-    tries,
-    rank,
-    N,
-    K,
-    max_rows,
-    movers,
-    keep_own,
-    W: tl.constexpr,
-    E: tl.constexpr,
-    Q: tl.constexpr,
-    GATES: tl.constexpr,
-    GROUP_FIELDS: tl.constexpr,
-    PART_FIELDS: tl.constexpr,
-    MOVE_FIELDS: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
-    MOVE_ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ALIGN: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    GATED: tl.constexpr,
-    ASYNCHRONOUS: tl.constexpr,
-):
+    a_desc, landing_desc, b_desc, out_desc, a_ptr, out_ptr, landing, arrived, tables,
+    tries, rank, N, K, max_rows, movers, keep_own, M: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     block, blocks = tl.program_id(0) - movers, tl.num_programs(0)
     if block < 0:
-        push_rows(
-            block + movers,
-            movers,
-            a_ptr,
-            landing_ptr,
-            landing_peers_ptr,
-            arrived_ptr,
-            arrived_peers_ptr,
-            groups_ptr,
-            moves_ptr,
-            rank,
-            K,
-            keep_own,
-            Q,
-            GROUP_FIELDS,
-            MOVE_FIELDS,
-            BLOCK_M,
-            MOVE_ROWS,
-            COLS,
-            STAGES,
-            ALIGN,
-        )
-    row_tiles, col_tiles = tl.load(tiles_ptr + TILE_FIELDS * (Q - 1)), tl.cdiv(N, BLOCK_N)
+        push_rows(block + movers, movers, a_ptr, landing, arrived, tables, rank, K, keep_own, M)
+    row_tiles, col_tiles = tl.load(tables.tiles + TILE_FIELDS * (M.Q - 1)), tl.cdiv(N, P.BLOCK_N)
     tiles = row_tiles * col_tiles
     # The first tiles are each block's own, which costs nothing; the last rounds are drawn.
     own = tl.maximum(tiles // blocks - 2, 0) * (blocks - movers)
     tile = block
     if (block < 0) | (block >= own):
-        tile = own + tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
-    below = tl.load(turns_ptr)
-    units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(N, COLS)
+        tile = own + tl.atomic_add(tables.turn, 1, sem="relaxed", scope="gpu")
+    below = tl.load(tables.turns)
+    units = tl.cdiv(max_rows - below, M.ROWS) * tl.cdiv(N, M.COLS)
     unit = tl.program_id(0)
     each = tl.cdiv(units, tl.maximum(tiles, 1))
-    known, came = tl.full((), 0, tl.int64), in_time(notes_ptr)
+    known, came = tl.full((), 0, tl.int64), in_time(tables.notes)
     while tile < tiles:
         times = tl.minimum(each, tl.cdiv(units - unit, blocks))
-        unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill_of(came), MOVE_ROWS, COLS, ALIGN)
-        row_tile, col_tile = place_of(tile, row_tiles, col_tiles, GROUP)
-        expert, row, valid = tile_of(tiles_ptr, row_tile, Q, TILE_FIELDS, BLOCK_M, True)
-        part = parts_ptr + PART_FIELDS * (expert * W + rank)
+        unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill_of(came), M)
+        row_tile, col_tile = place_of(tile, row_tiles, col_tiles, P.GROUP)
+        expert, row, valid = tile_of(tables.tiles, row_tile, M.Q, M.TILE_ROWS, True)
+        part = tables.parts + PART_FIELDS * (expert * M.W + rank)
         first = tl.load(part)
         src_row, src_desc = row, landing_desc
         if (first <= row) & (first + tl.load(part + 1) >= row + valid):
             src_row, src_desc = tl.load(part + 2) + row - first, a_desc
         else:
-            known, came = await_rows(
-                row,
-                valid,
-                expert,
-                known,
-                came,
-                arrived_ptr,
-                parts_ptr,
-                gates_ptr,
-                goals_ptr,
-                notes_ptr,
-                tries,
-                W,
-                E,
-                GATES,
-                PART_FIELDS,
-            )
-            if ASYNCHRONOUS:
+            known, came = await_rows(row, valid, expert, known, came, arrived.local, tables, tries, M)
+            if P.ASYNCHRONOUS:
                 came = descriptors_too(came)
-        col = col_tile * BLOCK_N
-        if GATED:
-            acc = _multiply_gated(src_desc, b_desc, src_row, expert, col, N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+        col = col_tile * P.BLOCK_N
+        if P.GATED:
+            acc = _multiply_gated(src_desc, b_desc, src_row, expert, col, N, K, P)
         else:
-            acc = _multiply(src_desc, b_desc, src_row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+            acc = _multiply(src_desc, b_desc, src_row, expert, col, K, P)
         acc += fill_of(came)
-        if valid == BLOCK_M:
+        if valid == P.BLOCK_M:
             out_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
         else:
-            store_rows(out_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
+            store_rows(out_ptr, row, acc, 0, valid, col, N, M.ALIGN)
         tile += blocks - movers
         if tile >= own:
-            tile = own + tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
+            tile = own + tl.atomic_add(tables.turn, 1, sem="relaxed", scope="gpu")
     times = tl.cdiv(units - unit, blocks)
-    fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill_of(came), MOVE_ROWS, COLS, ALIGN)
+    fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill_of(came), M)
 
 
 @triton.jit(do_not_specialize=["tries", "rank", "movers"])
 def combine_kernel(
-    a_desc,
-    b_desc,
-    product_desc,
-    out_ptr,
-    product_ptr,
-    product_peers_ptr,
-    arrived_ptr,
-    arrived_peers_ptr,
-    groups_ptr,
-    parts_ptr,
-    moves_ptr,
-    tiles_ptr,
-    gates_ptr,
-    tells_ptr,
-    turns_ptr,
-    turn_ptr,
-    goals_ptr,
-    notes_ptr,
-    tries,
-    rank,
-    N,
-    K,
-    max_rows,
-    movers,
-    W: tl.constexpr,
-    E: tl.constexpr,
-    Q: tl.constexpr,
-    GATES: tl.constexpr,
-    GROUP_FIELDS: tl.constexpr,
-    PART_FIELDS: tl.constexpr,
-    MOVE_FIELDS: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
-    MOVE_ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ALIGN: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    ASYNCHRONOUS: tl.constexpr,
-):
+    a_desc, b_desc, product_desc, out_ptr, product, arrived, tables,
+    tries, rank, N, K, max_rows, movers, M: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
     block, blocks = tl.program_id(0), tl.num_programs(0) - movers
-    pulls, fill = 1, fill_of(in_time(notes_ptr))
+    pulls, fill = 1, fill_of(in_time(tables.notes))
     if block < blocks:
-        tl.atomic_add(turn_ptr + 1, 1, sem="relaxed", scope="gpu")
-        row_tiles, col_tiles = tl.load(tiles_ptr + TILE_FIELDS * (Q - 1)), tl.cdiv(N, BLOCK_N)
+        tl.atomic_add(tables.turn + 1, 1, sem="relaxed", scope="gpu")
+        row_tiles, col_tiles = tl.load(tables.tiles + TILE_FIELDS * (M.Q - 1)), tl.cdiv(N, P.BLOCK_N)
         tiles = row_tiles * col_tiles
-        below = tl.load(turns_ptr)
-        units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(N, COLS)
+        below = tl.load(tables.turns)
+        units = tl.cdiv(max_rows - below, M.ROWS) * tl.cdiv(N, M.COLS)
         unit = block
         each = tl.cdiv(units, tl.maximum(tiles, 1))
         # The tile before: its expert, rows, and how many; none at first.
         told, told_row, told_rows = 0, 0, 0
         for tile in range(block, tiles, blocks):
             times = tl.minimum(each, tl.cdiv(units - unit, blocks))
-            unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, MOVE_ROWS, COLS, ALIGN)
-            row_tile, col_tile = place_of(tile, row_tiles, col_tiles, GROUP)
-            expert, row, valid = tile_of(tiles_ptr, row_tile, Q, TILE_FIELDS, BLOCK_M, False)
-            col = col_tile * BLOCK_N
-            acc = _multiply(a_desc, b_desc, row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
-            tell_of_rows(
-                told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, tells_ptr, W, PART_FIELDS, ASYNCHRONOUS
-            )
+            unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, M)
+            row_tile, col_tile = place_of(tile, row_tiles, col_tiles, P.GROUP)
+            expert, row, valid = tile_of(tables.tiles, row_tile, M.Q, M.TILE_ROWS, False)
+            col = col_tile * P.BLOCK_N
+            acc = _multiply(a_desc, b_desc, row, expert, col, K, P)
+            tell_of_rows(told, told_row, told_rows, arrived, tables, M.W, P.ASYNCHRONOUS)
             told, told_row, told_rows = expert, row, valid
-            own = parts_ptr + PART_FIELDS * (expert * W + rank)
+            own = tables.parts + PART_FIELDS * (expert * M.W + rank)
             first, there = tl.load(own), tl.load(own + 2)
             low, high = tl.maximum(first - row, 0), tl.minimum(first + tl.load(own + 1) - row, valid)
             if (low > 0) | (high < valid):
-                if valid == BLOCK_M:
+                if valid == P.BLOCK_M:
                     product_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
                 else:
-                    store_rows(product_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
+                    store_rows(product.local, row, acc, 0, valid, col, N, M.ALIGN)
             if low < high:
                 landing = there + row - first
-                store_rows(out_ptr, landing, acc, low, tl.minimum(high, max_rows - landing), col, N, BLOCK_M, BLOCK_N, ALIGN)
-        tell_of_rows(
-            told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, tells_ptr, W, PART_FIELDS, ASYNCHRONOUS
-        )
+                store_rows(out_ptr, landing, acc, low, tl.minimum(high, max_rows - landing), col, N, M.ALIGN)
+        tell_of_rows(told, told_row, told_rows, arrived, tables, M.W, P.ASYNCHRONOUS)
         times = tl.cdiv(units - unit, blocks)
-        fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, MOVE_ROWS, COLS, ALIGN)
+        fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, M)
         # Not before all that multiply are on an SM: one that waits here would keep an SM from those.
-        pulls = (tl.atomic_add(turn_ptr + 1, 0, sem="relaxed", scope="gpu") >= blocks).to(tl.int32)
+        pulls = (tl.atomic_add(tables.turn + 1, 0, sem="relaxed", scope="gpu") >= blocks).to(tl.int32)
     if pulls != 0:
-        pull_rows(
-            turn_ptr,
-            out_ptr,
-            product_ptr,
-            product_peers_ptr,
-            arrived_ptr,
-            moves_ptr,
-            gates_ptr,
-            goals_ptr,
-            notes_ptr,
-            tries,
-            N,
-            W,
-            Q,
-            GATES,
-            MOVE_FIELDS,
-            MOVE_ROWS,
-            COLS,
-            STAGES,
-            ALIGN,
-        )
+        pull_rows(out_ptr, product, arrived.local, tables, tries, N, M)
