@@ -239,7 +239,7 @@ def _behind_a_receive(rounds: int) -> int:
     for number in range(rounds):
         m = 64 * (number + 1)
         a, b = torch.full((m, 64), 1.0, device="cuda").bfloat16(), torch.eye(64, device="cuda").bfloat16()
-        schedule = ("flag_gated", "direct_store", "shard_p2p:2", "sequential")[number % 4]
+        schedule = ("flag_gated", "direct_store", "shard_p2p", "sequential")[number % 4]
         for repeat in range(3):
             box.fill_(float(number + rank))
             expects = dist.irecv(box, 1, nccl) if rank == 0 and repeat else None

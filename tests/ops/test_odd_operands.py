@@ -50,6 +50,21 @@ def test_empty_middle_dimensions_stay(ranks: RankFixture) -> None:
     assert ranks(2).run(_empty_middles) == [shapes] * 2
 
 
+def _parts_that_change() -> None:
+    """The last rank's b has another width in every other call, and in the second half every rank's has another one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for call in range(8):
+        change = call % 2 if rank == size - 1 else call // 4
+        a, b = torch.full((4, 8), float(call)), torch.ones(8, 5 - change)
+        out = weft.all_gather_matmul(a, b, schedule="flag_gated:2")
+        assert torch.equal(out, torch.full((4 * size, 5 - change), 8.0 * call))
+
+
+@pytest.mark.parametrize("ranks_of", [2, 3])
+def test_one_ranks_part_may_change_alone(ranks: RankFixture, ranks_of: int) -> None:
+    ranks(ranks_of).run(_parts_that_change)
+
+
 def _capacities() -> list[bool]:
     """32 rows to the own rank, forward and backward, where as many, more, and fewer may arrive."""
     rank, found = dist.get_rank(), []

@@ -220,28 +220,32 @@ class RankGroup:
         last.fail(f"process {self.pids[peer]} died")
         return last
 
-    def enter(self, text: str, mine: int = 0, *, within_s: float | None = None) -> tuple[int, ...]:
+    def enter(self, text: str, mine: int = 0, *, within_s: float | None = None, meets: bool = False) -> tuple[int, ...]:
         """Begin a call that every rank describes by the same `text`. Returns what each rank gave as `mine`, by rank.
 
-        within_s: bound of the wait for the others, where they may take longer than in calls. Raises RankMismatch with the
-        lines that differ.
+        within_s: bound of the wait for the others, where they may take longer than in calls. meets: a peer that takes this for
+        a call that it knows meets this rank there, so both find that they differ, and all enter once more. Raises RankMismatch
+        with the lines that differ.
         """
         self.check_usable()
         text = clipped(text, TEXT_BYTES)
         with self.failing():
-            for peer, theirs in self._offered(text, mine, within_s).items():
+            offered = self._offered(text, mine, within_s, meets=meets)
+            if meets and any(self._control[peer].number_of(self.calls) not in AGREED for peer in self._peers):
+                offered = self._offered(text, mine, within_s)
+            for peer, theirs in offered.items():
                 if theirs.startswith(_REFUSES):
                     raise PeerLost(f"rank {peer} failed: {theirs.removeprefix(_REFUSES)}")
                 if theirs != text:
                     raise self._mismatch(self.calls, text, peer, theirs)
         return tuple(control.offered(self._agreements % 2) for control in self._control)
 
-    def _offered(self, text: str, mine: int, within_s: float | None = None) -> dict[int, str]:
+    def _offered(self, text: str, mine: int, within_s: float | None = None, *, meets: bool = False) -> dict[int, str]:
         """Publish what this rank calls, wait until every rank has entered the call, and return what the others call."""
         self._agreements += 1
         parity = self._agreements % 2
         self._control[self.rank].offer(parity, text, mine)
-        self._log_call(AGREED[parity])
+        self._log_call(AGREED[parity], meets=meets)
         with self.failing():  # peers take this call for begun
             self._publish()
             others = self._peers
@@ -261,22 +265,24 @@ class RankGroup:
         """A number for what all ranks have agreed on, to `repeat` it; the same on every rank that remembers the same."""
         return self._known.number(text)
 
-    def repeat(self, number: int) -> None:
-        """Begin a call that all ranks have agreed on before. Waits for nobody."""
+    def repeat(self, number: int, *, meets: bool = False) -> None:
+        """Begin a call that all ranks have agreed on before. meets: `meet` comes next. Waits for nobody."""
         self.check_usable()
-        self._log_call(number)
+        self._log_call(number, meets=meets)
 
-    def meet(self, number: int) -> None:
-        """Wait until every rank has begun the call that this one has repeated, of this number. Raises RankMismatch if it is
-        another call there."""
+    def meet(self, number: int) -> bool:
+        """Wait until every rank has begun the call that this one has repeated, of this number. False if it is another one on
+        some rank: as on every rank then, an `enter` comes next."""
         if self._relay:
             self._publish()
+        same = True
         for peer in self._peers:
-            if self._control[peer].number_of(self.calls) == number:
-                continue
-            self._await_count(peer, "entered", self.calls)
             if self._control[peer].number_of(self.calls) != number:
-                self._compare()
+                self._await_count(peer, "entered", self.calls)
+                same = same and self._control[peer].number_of(self.calls) == number
+        if not same:
+            self._agreements += 1  # ranks that did not know the call have entered it
+        return same
 
     def capture(self) -> None:
         """A CUDA graph captures a call that all ranks have agreed on before. It is not logged: what is captured runs in
@@ -318,8 +324,11 @@ class RankGroup:
 
         return look
 
-    def _log_call(self, number: int) -> None:
+    def _log_call(self, number: int, *, meets: bool = False) -> None:
+        """meets: whoever looks at the log leaves this call out, because ranks compare it where they meet."""
         self.calls += 1
+        if meets:
+            self._compared = self.calls
         self._errors_before, self._errors = self._errors, 0
         self._control[self.rank].log(self.calls, number, after_errors=self._errors_before > 0)
 

@@ -107,7 +107,7 @@ class Programs:
         with PLAIN:
             device = call.device
             on_gpu = device.type == "cuda"
-            known, meets = self._known.get(call.key), False
+            known = self._known.get(call.key)
             capturing = on_gpu and torch.cuda.is_current_stream_capturing()
             if known is None:
                 with outside_graph_trees(device) if on_gpu else nullcontext():
@@ -115,8 +115,9 @@ class Programs:
             elif capturing:
                 self._rank_group.capture()
             else:
-                self._rank_group.repeat(known.number)
-                meets = not on_gpu
+                self._rank_group.repeat(known.number, meets=not on_gpu)
+                if not on_gpu:
+                    known = self._met(call, values, known)
                 if refusal := call.refusal((call.share,)):
                     with self._rank_group.failing():
                         raise ValueError(refusal)
@@ -126,8 +127,6 @@ class Programs:
                 # Ranks may capture a call different numbers of times: the order of use has to be that of all.
                 self._programs.move_to_end(known.program)
             with self._rank_group.failing():
-                if meets:  # CPU ranks wait for each other, because all programs share their buffers (weft.runtime.host)
-                    self._rank_group.meet(known.number)
                 if known.program.ragged is not None:
                     self._raise_of_earlier_calls()
                 found = known.program.run(
@@ -137,6 +136,13 @@ class Programs:
                 refused, known.program.refused = known.program.refused, None
                 raise refused
             return self._as_asked(found, call, known) if changed else found
+
+    def _met(self, call: Call, values: Mapping[str, Schedule], known: KnownCall) -> KnownCall:
+        """CPU ranks wait for each other, because all programs share their buffers (weft.runtime.host). So they can agree anew
+        where some ranks' parts are others than in the call of this one that looked the same."""
+        with self._rank_group.failing():
+            same = self._rank_group.meet(known.number)
+        return known if same else self._agree(call, values)
 
     def _as_bound(self, call: Call, *, empty: bool, rows: int) -> Call:
         """The call as the program is for it. Peers are in the call: what is raised on the way ends theirs."""
@@ -161,7 +167,7 @@ class Programs:
         on_gpu = call.device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
-        sizes = self._rank_group.enter(call.describe(), call.share)
+        sizes = self._rank_group.enter(call.describe(), call.share, meets=not on_gpu)
         # From here on ranks use values that all of them have, but for their environments and their memory.
         with self._rank_group.refusing():
             _raise(call.refusal(sizes))
