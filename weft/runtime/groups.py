@@ -215,6 +215,9 @@ class Groups:
         """The group's state, made at its first use. Collective then; ranks may come to two groups in orders of their own."""
         if (group := _living(name)) is None:
             raise ValueError("group: its process group was destroyed, or never was in this process; use one that lives")
+        known = self._states.get(name)
+        if known is not None and known[0] is group:
+            return known[1]
         with self._making.setdefault(name, threading.Lock()):
             known = self._states.get(name)
             if known is None or known[0] is not group:

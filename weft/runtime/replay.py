@@ -149,7 +149,8 @@ class Replays:
         return None if kept is None else kept.graph
 
     def _still(self, memory: tuple[tuple[int, int], ...]) -> bool:
-        return all(self._driver.memory_at(address) == number for address, number in memory)
+        memory_at = self._driver.memory_at
+        return not [address for address, number in memory if memory_at(address) != number]
 
     def _made(self, inputs: Inputs, outputs: Outputs) -> Kept | None:
         if not any(matrix.numel() for matrices in outputs.values() for matrix in matrices):
