@@ -22,7 +22,7 @@ from weft.compat.streams import Word
 from weft.core.machine import load
 from weft.runtime import cuda_space
 from weft.runtime.cuda_space import CudaSpace
-from weft.runtime.tickets import IN_FLIGHT
+from weft.runtime.tickets import EVENT_PAIRS
 
 
 def rank_groups(world_size: int = 2, *, timeout_s: float = 20.0) -> list[RankGroup]:
@@ -114,11 +114,11 @@ class FakeSpace(CudaSpace):
 
     def begun(self, ticket: int) -> None:
         """The device comes to a call."""
-        self.tickets._begun[ticket % IN_FLIGHT].reached = True
+        self.tickets._begun[ticket % EVENT_PAIRS].reached = True
 
     def ended(self, ticket: int) -> None:
         """The device has done a call."""
-        self.tickets._done[ticket % IN_FLIGHT].reached = True
+        self.tickets._done[ticket % EVENT_PAIRS].reached = True
 
 
 def space_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:

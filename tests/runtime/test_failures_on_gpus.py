@@ -32,7 +32,7 @@ from weft.runtime.groups import GROUPS, GroupState
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations
 from weft.runtime.programs import KnownCall, Programs
-from weft.runtime.tickets import IN_FLIGHT, PendingCall, results_of
+from weft.runtime.tickets import EVENT_PAIRS, PendingCall, results_of
 from weft.runtime.turn import Branches
 from weft.runtime.watchdog import Watchdog
 from weft.schedules import build
@@ -360,7 +360,7 @@ def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks
 
 
 def test_the_host_is_no_more_calls_ahead_than_a_stream_takes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    tickets = [ranks.call() for _ in range(IN_FLIGHT - 1)]
+    tickets = [ranks.call() for _ in range(EVENT_PAIRS - 1)]
     began = time.monotonic()
     threading.Timer(0.1, lambda: ranks.space.ended(tickets[0])).start()
     ranks.call()

@@ -13,9 +13,10 @@ Each try has a number, the generation, and keys of its own in the store:
 
 Whoever sets 7/end first decides for all ranks. If the generation is complete, every rank gets the list, even one whose bound is
 over at that moment. If it is void, the rank that gave up raises an error, and those that still wait set their keys in
-generation 8. A rank that comes later finds the first generation that has not ended. No key is written twice, so nothing of an
-earlier try is taken for something new. A rank that finds a key of its own there, which a try that was stuck in the store or a
-process before it has left, makes that generation void and goes on.
+generation 8. A rank that comes later finds the first generation that has not ended. Within a generation no key is written
+twice, so nothing of an earlier try is taken for something new. (`left/r` and `raised/r` belong to no generation. They are
+overwritten, and serve errors, and giving up early, alone.) A rank that finds a key of its own there, which a try that was stuck
+in the store or a process before it has left, makes that generation void and goes on.
 
 Bad interleavings: (1) Rank 1 gives up while rank 2 sees all keys. The first of both to set the end decides. (2) A rank dies, or
 is interrupted, after it has set its key. The others get a list with it, and find out in their next wait for that rank.

@@ -2,14 +2,17 @@
 
 Each rank publishes what it calls, and whether it has failed, in its control segment (weft.comm.control).
 
-What ranks agree on has a number, a digest. In a first call ranks agree: `enter` publishes what is about to run and waits until
-all have published the same. A later call only logs its number (`repeat`). Whoever watches the group compares the numbers of all
-ranks call by call (`check_peers`), so that agreeing costs no rank the time of the others.
+What ranks agree on has a number, a digest.
 
-    rank 0                          rank 1
-    slot[n % 2] = text              slot[n % 2] = text
-    ENTERED = c   ~~~~~~~~~~~~~~~>  wait ENTERED of rank 0 >= c, compare its slot
-    wait ENTERED of rank 1 >= c     ENTERED = c
+    first call           enter: publish what is about to run, and wait until all ranks have published the same
+    later call, GPUs     repeat: log its number. It costs no rank the time of the others
+    later call, CPUs     repeat; await_same_call: wait until all ranks have logged a number. If the numbers differ, all ranks
+    enter captured call        capture: count it, and log nothing
+
+Whoever watches the group compares the numbers that ranks have logged, call by call (`check_peers`). In `enter` each rank does
+this, for call c and agreement n:
+
+    slot[n % 2] = text; ENTERED = c; wait until ENTERED >= c on every peer; compare their slots
 
 Two slots are enough: a rank can begin agreement n + 1 while another still compares in agreement n, but not n + 2, for which it
 needs that other's part in n + 1.
@@ -113,7 +116,7 @@ class RankGroup:
     _errors = _errors_before = 0
     """Errors raised in the place of a call: since the last call, and between that and the one before."""
     cannot_overlap = ""
-    """Why no schedule that overlaps can run on the ranks' GPUs; empty if all can."""
+    """Why no schedule that overlaps can run on the ranks' GPUs; empty if they can."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RankGroup:
@@ -220,18 +223,21 @@ class RankGroup:
         last.fail(f"process {self.pids[peer]} died")
         return last
 
-    def enter(self, text: str, mine: int = 0, *, within_s: float | None = None, meets: bool = False) -> tuple[int, ...]:
+    def enter(
+        self, text: str, mine: int = 0, *, within_s: float | None = None, peers_may_know: bool = False
+    ) -> tuple[int, ...]:
         """Begin a call that every rank describes by the same `text`. Returns what each rank gave as `mine`, by rank.
 
-        within_s: bound of the wait for the others, where they may take longer than in calls. meets: a peer that takes this for
-        a call that it knows meets this rank there, so both find that they differ, and all enter once more. Raises RankMismatch
-        with the lines that differ.
+        Counts as one call in the log, also where it is no call of an operator. within_s: bound of the wait for the others,
+        where they may take longer than in calls. peers_may_know: on CPUs a peer may take this for a call that it knows, and be
+        in `await_same_call`. Then both see the difference, and every rank enters once more. Raises RankMismatch with the lines
+        that differ.
         """
         self.check_usable()
         text = clipped(text, TEXT_BYTES)
         with self.failing():
-            offered = self._offered(text, mine, within_s, meets=meets)
-            if meets and any(self._control[peer].number_of(self.calls) not in AGREED for peer in self._peers):
+            offered = self._offered(text, mine, within_s, awaits_peers=peers_may_know)
+            if peers_may_know and any(self._control[peer].number_of(self.calls) not in AGREED for peer in self._peers):
                 offered = self._offered(text, mine, within_s)
             for peer, theirs in offered.items():
                 if theirs.startswith(_REFUSES):
@@ -240,12 +246,12 @@ class RankGroup:
                     raise self._mismatch(self.calls, text, peer, theirs)
         return tuple(control.offered(self._agreements % 2) for control in self._control)
 
-    def _offered(self, text: str, mine: int, within_s: float | None = None, *, meets: bool = False) -> dict[int, str]:
+    def _offered(self, text: str, mine: int, within_s: float | None = None, *, awaits_peers: bool = False) -> dict[int, str]:
         """Publish what this rank calls, wait until every rank has entered the call, and return what the others call."""
         self._agreements += 1
         parity = self._agreements % 2
         self._control[self.rank].offer(parity, text, mine)
-        self._log_call(AGREED[parity], meets=meets)
+        self._log_call(AGREED[parity], awaits_peers=awaits_peers)
         with self.failing():  # peers take this call for begun
             self._publish()
             others = self._peers
@@ -265,12 +271,12 @@ class RankGroup:
         """A number for what all ranks have agreed on, to `repeat` it; the same on every rank that remembers the same."""
         return self._known.number(text)
 
-    def repeat(self, number: int, *, meets: bool = False) -> None:
-        """Begin a call that all ranks have agreed on before. meets: `meet` comes next. Waits for nobody."""
+    def repeat(self, number: int, *, awaits_peers: bool = False) -> None:
+        """Begin a call that all ranks have agreed on before. awaits_peers: `await_same_call` comes next. Waits for nobody."""
         self.check_usable()
-        self._log_call(number, meets=meets)
+        self._log_call(number, awaits_peers=awaits_peers)
 
-    def meet(self, number: int) -> bool:
+    def await_same_call(self, number: int) -> bool:
         """Wait until every rank has begun the call that this one has repeated, of this number. False if it is another one on
         some rank: as on every rank then, an `enter` comes next."""
         if self._relay:
@@ -324,10 +330,10 @@ class RankGroup:
 
         return look
 
-    def _log_call(self, number: int, *, meets: bool = False) -> None:
-        """meets: whoever looks at the log leaves this call out, because ranks compare it where they meet."""
+    def _log_call(self, number: int, *, awaits_peers: bool = False) -> None:
+        """awaits_peers: ranks compare this call themselves while they wait for each other, so `_compare` leaves it out."""
         self.calls += 1
-        if meets:
+        if awaits_peers:
             self._compared = self.calls
         self._errors_before, self._errors = self._errors, 0
         self._control[self.rank].log(self.calls, number, after_errors=self._errors_before > 0)
@@ -409,8 +415,8 @@ class RankGroup:
                 raise self.fail(WaitTimeout(f"{explain()} after {bound_s:g} s"))
 
     def check_peers(self, ready: Callable[[], bool] = lambda: False, *, may_leave: bool = False) -> None:
-        """Raise if this group failed here (on another lane) or on a peer, if a peer is dead (not if `ready()` by now), or if
-        the ranks' calls differ.
+        """Raise if this group has failed here (on another lane), or if the ranks' calls differ. Unless `ready()` by now, also
+        if a peer is dead, has failed, has left too early, or, on another node, has been silent for too long.
 
         may_leave: nothing is awaited of the peers, so one that has closed its group is no error. Nor is one that closed after
         all calls that this rank has begun: what it had to do in them is done, and another peer may merely be slow.

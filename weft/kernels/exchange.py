@@ -237,15 +237,15 @@ class RaggedExchange:
                 moves=self.moves[copying.index(rows(step.copies)) if step.copies else -1],
                 tiles=self.tiles[multiplying.index(rows(step.products)) if step.products else -1],
                 gates=gates if shape.dispatch else copy_gates,
-                tells=table(self._by_segment(step.products)),
+                counters=table(self._by_segment(step.products)),
                 turns=self.turns,
                 turn=self.turns[1 + _TURN_WORDS * number :],
                 goals=self.goals,
                 notes=self.notes,
             )
             pushed = StepTables(groups=self.groups, moves=both.moves)
-            pulled = both._replace(groups=None, parts=None, tiles=None, tells=None, turns=None)
-            collected = both._replace(groups=None, moves=None, tells=None, turn=None)
+            pulled = both._replace(groups=None, parts=None, tiles=None, counters=None, turns=None)
+            collected = both._replace(groups=None, moves=None, counters=None, turn=None)
             waits = table([word for part in step.products for word in part.waits])
             self.steps.append(Step(both, pushed if shape.dispatch else pulled, collected, waits, bool(step.copies)))
 

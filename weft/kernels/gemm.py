@@ -5,9 +5,9 @@
 
 What a tile does, chosen by constexpr: wait for its part's gates (GATED), multiply, waiting again between slices of K
 (INNER), add its part's sources (ADDS), store it in `out` or elsewhere, at a peer, too (ADDRESSED), by TMA where it is whole
-(OUT_TMA), add one to its part's flag (COUNTED). A flag that the kernel counts grows by the number of tiles of its part:
-whoever waits for it scales what it waits for by `tiles_of`. Where the last wave would leave half of the blocks idle, its tiles
-are cut in two (HALVES).
+(OUT_TMA), add to its part's flag (COUNTED). A tile adds 1, or 2 where the shape allows half tiles, of which each adds 1. The
+part is done when its flag has reached the sum over its tiles (`tiles_of`), which is what a waiter waits for. Where the last
+wave would leave half of the blocks idle, its tiles are cut in two (HALVES).
 
     block 0: tile 0, 132, 264 ...    gate open? -> load a, b; dot ... -> store    and some steps into tile 132:
                                      all written? -> barrier -> count (release, system)
@@ -27,9 +27,10 @@ group; no group mixes parts that count with later ones that wait, else two ranks
     rank 0, block 7: own tile, waits for a tile of rank 1 ...   then a tile that rank 1 waits for
     rank 1, block 7: own tile, waits for a tile of rank 0 ...   then a tile that rank 0 waits for
 
-Flags only grow, so a block that looks late still sees its gate open. A wait ends after `tries` looks: the tile goes on with
-what is there, and status says which gate it was, so that the host can raise. Nothing that a gate waits for may need an SM
-of this GPU: the checker proves it.
+The word of a gate is lowered only after the kernel has ended, so a block that looks late still sees it raised. A wait ends
+after `tries` looks: the tile goes on with what is there, and `status` records the gate. Under the interpreter the host raises
+WaitTimeout from it. On GPUs the bound of the watchdog ends first, and nobody reads `status`. The checker proves that blocks
+that wait never keep an SM from what they wait for (weft.checker.starvation).
 
 Legend: M N K of one GEMM; a tile is BLOCK_M x BLOCK_N. Sources: `a` may lie in two tensors (own shard, gathered rows).
 """
@@ -54,7 +55,7 @@ from weft.triton.flags import asynchronous, table
 
 _MOST_SOURCES = 3
 """Of those that a tile adds: loads in flight at once, if they fit."""
-_TELL_STEPS = 6
+_PUBLISH_STEPS = 6
 """Into the next tile's multiplication: some 4 us, by which a tile is written to this GPU's memory."""
 
 
@@ -62,13 +63,20 @@ _TELL_STEPS = 6
 class Tables:
     """A Gemm step's parts as the kernel reads them, on the device.
 
+    A tile that adds waits for its gates late: after the multiplication, before it reads what it adds.
+
     rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count; where parts have
-    inner gates, slices [first, last) in place of gates. slices: of each, the step over K where it ends, gates [first, last)
-    that it waits for. outs: by row tile, the address of its first element, or 0 where it lies in the launch's `out`, and its
-    place in `far`, or -1; align_bytes divides the addresses. far: all results that lie elsewhere, as TMA stores them; None if
-    it cannot, or there are none. at_peers: some of them are on another GPU. adds: by row tile, the gates [first, last) of one
-    that adds, how many sources, the first row of the first, rows from one to the next. early: row tiles before those that add.
-    gates, needs: addresses, and the values to wait for; no_needs: nothing. counts: addresses of the flags.
+        inner gates, slices [first, last) in place of gates.
+    slices: for each slice: the step over K where it ends, and the gates [first, last) that it waits for.
+    outs: for each row tile: the address of its first element, or 0 where it lies in the launch's `out`; its place in `far`, or
+    -1. align_bytes: divides these addresses. far: all results that lie elsewhere, as TMA stores them; None if TMA cannot, or if
+    there are none. at_peers: whether some of them are on another GPU. adds: for each row tile that adds: its gates [first,
+    last), how many sources, the first row of the first, the rows from one
+        source to the next.
+    early: the number of row tiles before the first that adds.
+    gates, needs: addresses, and the values to wait for.
+    no_needs: zeros, used by a silent launch, so that every gate is open.
+    counts: addresses of the flags.
     """
 
     rows: torch.Tensor
@@ -252,7 +260,7 @@ def gemm(
         out,
         *(_both(adds, [blocks.m, blocks.n], half, halves) if plan.adding and adds is not None else (out, out)),
         Pointers(plan.adds, plan.rows, plan.slices, plan.outs, plan.gates, needs, plan.counts, status),
-        *(count_by, tries, _tell_at(plan, b.shape[0])),
+        *(count_by, tries, _publish_at(plan, b.shape[0])),
         *(whole, row_tiles, plan.early),
         *(b.shape[1], b.shape[0], out_stride),
     )
@@ -286,11 +294,12 @@ def gemm(
     )
 
 
-def _tell_at(plan: Tables, inner: int) -> int:
-    """The step over K of a tile before which the tile before it is told of: late enough that this is written, and early, since
-    somebody waits. At a peer it is after half a tile: so long links take where all SMs store at once."""
+def _publish_at(plan: Tables, inner: int) -> int:
+    """The step over K of the next tile before which a block publishes the tile before it. Half of the loop if tiles are stored
+    at a peer, since such stores take that long when all SMs store at once; otherwise step _PUBLISH_STEPS, or the last one if
+    there are fewer."""
     steps = -(-inner // plan.blocks.k)
-    return steps // 2 if plan.at_peers else min(_TELL_STEPS, steps - 1)
+    return steps // 2 if plan.at_peers else min(_PUBLISH_STEPS, steps - 1)
 
 
 def _add_stages(blocks: TileShape, out_tma: bool, gpu: Capabilities) -> int:

@@ -1,14 +1,14 @@
 """The GEMM kernel's device code: persistent blocks that take tiles in order (weft.kernels.gemm launches them).
 
 gemm_kernel    whole tiles, then halves of those that are left
-_tile          one of them: wait, multiply, add, store          _put     a whole one by TMA, also at peers
-place_of       which tile comes next                            _tell    its part's flag that it is stored
+_tile          one of them: wait, multiply, add, store          _put        a whole one by TMA, also at peers
+place_of       which tile comes next                            _publish    add to the flag of its part
 
-A block tells of a tile `tell_at` steps into the multiplication of its next one (weft.kernels.gemm says when), at once if there
-is none. By then what TMA stores has long been written, here or at a peer, and nobody waits for it:
+A block publishes a tile `publish_at` steps into the multiplication of its next one (weft.kernels.gemm says when), or at once if
+there is no next one. By then the stores by TMA have normally completed, here or at a peer, so that `_publish` does not stall:
 
     tile 0: load, dot ... -> store ..........> written
-    tile 1:                  load, dot, dot ... -> tell of tile 0 -> dot ... -> store
+    tile 1:                  load, dot, dot ... -> publish tile 0 -> dot ... -> store
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Descriptors(NamedTuple):
     adds: Any
 
 
-class Before(NamedTuple):
+class Unpublished(NamedTuple):
     """The tile that a block has stored last: the address of its flag, what to add to that, and before which step of the next
     tile's multiplication."""
 
@@ -97,7 +97,7 @@ def _wait(pair_ptr, tables, tries, ASYNCHRONOUS: tl.constexpr):
 
 
 @triton.jit
-def _tell(flag, by, ASYNCHRONOUS: tl.constexpr):
+def _publish(flag, by, ASYNCHRONOUS: tl.constexpr):
     """Add `by` to the flag at an address, if it is one, once all that this block has stored before is written."""
     if ASYNCHRONOUS:
         # Each thread waits for the stores by TMA that it has issued: until they are written, not until they are read from
@@ -111,12 +111,12 @@ def _tell(flag, by, ASYNCHRONOUS: tl.constexpr):
 
 
 @triton.jit
-def _multiply(a_desc, b_desc, acc, a_row, col, first, last, before, V: tl.constexpr):
+def _multiply(a_desc, b_desc, acc, a_row, col, first, last, unpublished, V: tl.constexpr):
     """A tile and its product over steps [first, last) of K: rows from a_row on, columns from col on."""
     for step in range(first, last):
         if V.COUNTED:  # noqa: SIM102 - a constexpr, then a value of the device
-            if (step == before.step) & (before.flag != 0):
-                _tell(before.flag, before.by, V.ASYNCHRONOUS)
+            if (step == unpublished.step) & (unpublished.flag != 0):
+                _publish(unpublished.flag, unpublished.by, V.ASYNCHRONOUS)
         a = a_desc.load([a_row, step * V.BLOCK_K])
         if V.B_TRANSPOSED:
             acc = tl.dot(a, b_desc.load([col, step * V.BLOCK_K]).T, acc)
@@ -188,9 +188,9 @@ def _place_late(tile, row_tiles, early, col_tiles, GROUP: tl.constexpr, ADDS: tl
 
 @triton.jit
 def _tile(
-    row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, before, BLOCK_N: tl.constexpr, V: tl.constexpr
+    row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, unpublished, BLOCK_N: tl.constexpr, V: tl.constexpr
 ):  # fmt: skip
-    """Wait, multiply, add and store: the tile of a row tile whose first column is `col`; on the way, tell of the one before."""
+    """Wait, multiply, add and store: the tile of a row tile whose first column is `col`; on the way, publish the one before."""
     fields = tables.rows + ROW_FIELDS * row_tile
     a_row = tl.load(fields + 1)
     valid = tl.load(fields + 2)
@@ -209,10 +209,10 @@ def _tile(
             piece = tables.slices + SLICE_FIELDS * number
             end = tl.load(piece)
             _wait(piece + 1, tables, tries, V.ASYNCHRONOUS)
-            acc = _multiply(a_desc, descs.b, acc, a_row, col, done, end, before, V)
+            acc = _multiply(a_desc, descs.b, acc, a_row, col, done, end, unpublished, V)
             done = end
     else:
-        acc = _multiply(a_desc, descs.b, acc, a_row, col, 0, tl.cdiv(K, V.BLOCK_K), before, V)
+        acc = _multiply(a_desc, descs.b, acc, a_row, col, 0, tl.cdiv(K, V.BLOCK_K), unpublished, V)
     if V.ADDS:
         late = tables.adds + ADD_FIELDS * row_tile
         if V.GATED:
@@ -236,14 +236,14 @@ def _flag(row_tile, tables):
     return tl.load(tables.counts + count, mask=count >= 0, other=0)
 
 
-@triton.jit(do_not_specialize=["count_by", "tries", "tell_at"])
+@triton.jit(do_not_specialize=["count_by", "tries", "publish_at"])
 def gemm_kernel(
     a0_desc, a1_desc, b_desc, b_half_desc, out_desc, out_half_desc, far_desc, far_half_desc, out_ptr,
-    adds_desc, adds_half_desc, tables, count_by, tries, tell_at, whole, row_tiles, early, N, K, out_stride, V: tl.constexpr,
+    adds_desc, adds_half_desc, tables, count_by, tries, publish_at, whole, row_tiles, early, N, K, out_stride, V: tl.constexpr,
 ):  # fmt: skip
     """Tiles up to `whole` as they are, then, with HALVES, the left and the right half of each that is left.
 
-    tables: Pointers. count_by: what a tile adds to its flag. tell_at: Before.step. V: a Variant.
+    tables: Pointers. count_by: what a tile adds to its flag. publish_at: Unpublished.step. V: a Variant.
     """
     block, blocks = tl.program_id(0), tl.num_programs(0)
     col_tiles = tl.cdiv(N, V.BLOCK_N)
@@ -251,8 +251,8 @@ def gemm_kernel(
     flag, by = tl.full((), 0, tl.int64), count_by
     for tile in range(block, whole, blocks):
         row_tile, col_tile = _place_late(tile, row_tiles, early, col_tiles, V.GROUP, V.ADDS)
-        col, before = col_tile * V.BLOCK_N, Before(flag, by, tell_at)
-        _tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, before, V.BLOCK_N, V)
+        col, unpublished = col_tile * V.BLOCK_N, Unpublished(flag, by, publish_at)
+        _tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, unpublished, V.BLOCK_N, V)
         if V.COUNTED:
             flag = _flag(row_tile, tables)
     if V.HALVES:
@@ -260,12 +260,12 @@ def gemm_kernel(
         descs = Descriptors(a0_desc, a1_desc, b_half_desc, out_half_desc, far_half_desc, adds_half_desc)
         for tile in range(2 * whole + block, 2 * row_tiles * col_tiles, blocks):
             row_tile, col_tile = _place_late(tile // 2, row_tiles, early, col_tiles, V.GROUP, V.ADDS)
-            col, before = col_tile * V.BLOCK_N + tile % 2 * HALF, Before(flag, by, tell_at)
+            col, unpublished = col_tile * V.BLOCK_N + tile % 2 * HALF, Unpublished(flag, by, publish_at)
             if col < N:
-                _tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, before, HALF, V)
+                _tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, unpublished, HALF, V)
             elif V.COUNTED:
-                _tell(flag, by, V.ASYNCHRONOUS)
+                _publish(flag, by, V.ASYNCHRONOUS)
             if V.COUNTED:
                 flag, by = _flag(row_tile, tables), count_by // 2
     if V.COUNTED:
-        _tell(flag, by, V.ASYNCHRONOUS)
+        _publish(flag, by, V.ASYNCHRONOUS)

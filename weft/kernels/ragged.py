@@ -1,7 +1,8 @@
 """Grouped GEMMs whose rows go all to all, in numbers that only devices know. See weft.kernels.segments for where they go.
 
     dispatch_kernel   some blocks push rows first; all multiply what arrives
-    combine_kernel    most blocks multiply, and tell the owners of the rows; the others pull what peers have made for this rank,
+    combine_kernel    most blocks multiply, and signal to the owners of the rows; the others pull what peers have made for this
+    rank,
                       and so do those, when they have nothing left to multiply
 
 weft.kernels.exchange launches them; how rows are moved, waited for and told of is in weft.kernels.ragged_rows.
@@ -13,13 +14,13 @@ weft.kernels.exchange launches them; how rows are moved, waited for and told of 
     ... then tiles               of a tile's segments  own rows -> out                  product of r -> out
                                  multiply -> out
 
-A tile has rows of one expert, from any ranks, and tells, or waits for, each of those; only an expert's last tile may be short.
-In a dispatch, tiles of own rows alone read a; own rows that share a tile with others are pushed, too, into the own landing, so
-that a tile's rows lie together. Its last tiles are taken in turn by whichever block is free: pushing takes a part of the time
-that multiplying takes.
+A tile has rows of one expert, from any ranks, and signals to, or waits for, each of those; only an expert's last tile may be
+short. In a dispatch, tiles of own rows alone read a; own rows that share a tile with others are pushed, too, into the own
+landing, so that a tile's rows lie together. Its last tiles are taken in turn by whichever block is free: pushing takes a part
+of the time that multiplying takes.
 
-Whole tiles are stored by TMA, which in a combine goes on while the next tile is multiplied. A block tells of a tile after that,
-when it has long been stored; a wait for the stores comes first all the same.
+Whole tiles are stored by TMA, which in a combine goes on while the next tile is multiplied. A block publishes a tile after
+that, when it has long been stored; a wait for the stores comes first all the same.
 
 A block that waits never keeps back what it waits for: pushing blocks wait for nothing until they have pushed all, here and on
 every peer; multiplying blocks of a combine wait for nothing, and come before pulling ones. They pull, too, in the end, if all
@@ -46,10 +47,10 @@ from weft.kernels.ragged_rows import (
     fill_below,
     fill_of,
     in_time,
+    publish_rows,
     pull_rows,
     push_rows,
     store_rows,
-    tell_of_rows,
 )
 from weft.kernels.segments import PART_FIELDS, TILE_FIELDS, tile_of
 from weft.triton.flags import descriptors_too
@@ -166,7 +167,7 @@ def combine_kernel(
         unit = block
         each = tl.cdiv(units, tl.maximum(tiles, 1))
         # The tile before: its expert, rows, and how many; none at first.
-        told, told_row, told_rows = 0, 0, 0
+        last_expert, last_row, last_rows = 0, 0, 0
         for tile in range(block, tiles, blocks):
             times = tl.minimum(each, tl.cdiv(units - unit, blocks))
             unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, M)
@@ -174,8 +175,8 @@ def combine_kernel(
             expert, row, valid = tile_of(tables.tiles, row_tile, M.Q, M.TILE_ROWS, False)
             col = col_tile * P.BLOCK_N
             acc = _multiply(a_desc, b_desc, row, expert, col, K, P)
-            tell_of_rows(told, told_row, told_rows, arrived, tables, M.W, P.ASYNCHRONOUS)
-            told, told_row, told_rows = expert, row, valid
+            publish_rows(last_expert, last_row, last_rows, arrived, tables, M.W, P.ASYNCHRONOUS)
+            last_expert, last_row, last_rows = expert, row, valid
             own = tables.parts + PART_FIELDS * (expert * M.W + rank)
             first, there = tl.load(own), tl.load(own + 2)
             low, high = tl.maximum(first - row, 0), tl.minimum(first + tl.load(own + 1) - row, valid)
@@ -187,7 +188,7 @@ def combine_kernel(
             if low < high:
                 landing = there + row - first
                 store_rows(out_ptr, landing, acc, low, tl.minimum(high, max_rows - landing), col, N, M.ALIGN)
-        tell_of_rows(told, told_row, told_rows, arrived, tables, M.W, P.ASYNCHRONOUS)
+        publish_rows(last_expert, last_row, last_rows, arrived, tables, M.W, P.ASYNCHRONOUS)
         times = tl.cdiv(units - unit, blocks)
         fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, M)
         # Not before all that multiply are on an SM: one that waits here would keep an SM from those.

@@ -1,7 +1,7 @@
 """Rows of a ragged all-to-all on their way: pushed to where they land, pulled from where they were made, waited for, told of.
 
     push_rows   pull_rows         units of segments, by a step's table of moves (weft.kernels.segments)
-    await_rows  tell_of_rows      the segments that a tile has rows of
+    await_rows  publish_rows      the segments that a tile has rows of
     copy_rows   store_rows   fill_rows   fill_below
     push_kernel pull_kernel       a step that only pushes, or pulls
     collect_kernel                what has landed, to where the caller has it; zeros below it
@@ -25,8 +25,8 @@ from weft.triton.functions import get, peer_pointer, put, signal, wait
 class StepTables(NamedTuple):
     """A step's tables, counters and flags on this rank (weft.kernels.segments); those that its kernel does not read are None.
 
-    gates: what its copies, or its tiles, wait for. tells: by segment, the word that counts it, on the rank that its rows go to,
-    or -1. turns, turn: the rows that arrive in all, and the words that the step's blocks draw from.
+    gates: what its copies, or its tiles, wait for. counters: by segment, the word that counts it, on the rank that its rows go
+    to, or -1. turns, turn: the rows that arrive in all, and the words that the step's blocks draw from.
     """
 
     groups: Any = None
@@ -34,7 +34,7 @@ class StepTables(NamedTuple):
     moves: Any = None
     tiles: Any = None
     gates: Any = None
-    tells: Any = None
+    counters: Any = None
     turns: Any = None
     turn: Any = None
     goals: Any = None
@@ -186,13 +186,13 @@ def await_rows(row, valid, expert, known, came, arrived_ptr, tables, tries, M: t
 
 
 @triton.jit
-def tell_of_rows(expert, row, valid, arrived, tables, W: tl.constexpr, ASYNCHRONOUS: tl.constexpr):
+def publish_rows(expert, row, valid, arrived, tables, W: tl.constexpr, ASYNCHRONOUS: tl.constexpr):
     """Signal to every peer that has rows of [row, row + valid), once they are stored."""
     if ASYNCHRONOUS:
         # What Triton waits for after a store by TMA is that it has been read from shared memory, not that it has been written.
         tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [valid], tl.int32, False, 1)
     for other in range(W):
-        part, word = tables.parts + PART_FIELDS * (expert * W + other), tl.load(tables.tells + expert * W + other)
+        part, word = tables.parts + PART_FIELDS * (expert * W + other), tl.load(tables.counters + expert * W + other)
         start, rows = tl.load(part), tl.load(part + 1)
         if (word >= 0) & (tl.maximum(start, row) < tl.minimum(start + rows, row + valid)):
             signal(peer_pointer(arrived.local, arrived.peers, other) + word)

@@ -1,7 +1,8 @@
 """The registry of process groups, and what weft has for each: its ranks, the memory of its devices, and its programs.
 
-The state of a group lives from its first call to `close`. GROUPS is the one registry: torch's custom operators name a group by
-a string, so the way from that string to the state has to be global.
+The state of a group lives from its first call to `close`. GROUPS maps a group's name to its state: torch's custom operators
+name a group by a string, so the way from that string to the state has to be global. (comm/rank_group.py maps a ProcessGroup to
+its RankGroup, which operators and Peers share.)
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ class GroupState:
             return unscheduled.watched(self.rank_group, self._spaces.get(device), what, alike, work)
 
     def begun(self, what: str, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Callable[[], None]:
-        """Begin a collective of gloo's on CPUs, once ranks have met; a function that waits for it. It is given a group of the
-        same ranks, which is abandoned after a failure. Raises PeerLost or WaitTimeout."""
+        """Agree with the other ranks, begin a collective of gloo's on CPUs, and return a function that waits for it.
+        `collective` gets a process group of its own with the same ranks, which is dropped after a failure. Raises PeerLost or
+        WaitTimeout."""
         work = self.watched(what, "", torch.device("cpu"), lambda: collective(self.wire().group))
         return lambda: self.await_work(what, work)
 

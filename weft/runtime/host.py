@@ -15,8 +15,9 @@ On several nodes, ranks share memory with those of their own node. Messages and 
 (weft.runtime.host_wire).
 
 All schedules of a process group share one piece of memory for data (weft.comm.symmetric_heap), which grows when one of them
-needs more. Each schedule has words of its own. The data can be shared because `RankGroup.enter` of a call shows that every peer
-has ended the call before: no peer still reads what another schedule put there.
+needs more. Each schedule has words of its own. The data can be shared because on CPUs every call waits until all ranks have
+begun it (`RankGroup.enter` in a first call, `RankGroup.await_same_call` in a later one). A rank that has begun it has ended the
+call before, and reads nothing any more that another schedule put there.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class HostProgram(BoundProgram):
         """Whether matrices b are multiplied in float32, as this CPU does not multiply their dtype."""
         lanes = [[lane.name for lane in lanes] for lanes in schedule.ranks]
         self._progress = [{name: self.flags.words + at for at, name in enumerate(names)} for names in lanes]
-        """By rank and lane, the word of its progress: 0 before it has begun the call, then one more than the position of the
-        step that it has come to."""
+        """By rank and lane, the word of its progress: 0 until the lane first comes to a step of this call that may wait; then
+        one more than the position of that step, with WAIT_DONE once the wait is over."""
         self._count = self.flags.words + max(map(len, lanes), default=0) + 1
         self._memory = space.heap.allocate(8 * self._count)
         self.words = {rank: self._memory.words(rank, self._count) for rank in self._memory.ranks}
@@ -88,7 +89,7 @@ class HostProgram(BoundProgram):
         self._waiter = {slot: key for key, slot in self.flags.slot.items() if key[0].rank == self.rank}
         """By word of this rank, the flag, and the lane and position of the step that waits for it."""
         self._preset_flags_of_previous_calls()
-        self._meetings = 0
+        self._barriers = 0
         self._waiting: dict[str, Callable[[], str]] = {}
         self._wire = space.wire if self.rank_group.nodes else None
         self._rows: HostRows | None = None
@@ -145,8 +146,8 @@ class HostProgram(BoundProgram):
         return self._mailboxes[-1].addresses, self._mailboxes[-1].local[:nbytes]
 
     @property
-    def submitter(self) -> HostLanes:
-        return HostLanes(self)
+    def submitter(self) -> HostFlags:
+        return HostFlags(self)
 
     def here(self, where: Where) -> Word:
         return Word("here", self._address(self.rank, self._progress[self.rank][where.lane]), where.position + 1)
@@ -318,7 +319,7 @@ class HostProgram(BoundProgram):
         else:
             staged = [self._staged(step, rank) for rank in range(self.rank_group.world_size)]
             staged[self.rank].copy_(src)
-            self._meet(where)
+            self._barrier(where)
         mine = self.schedule.problem.shards
         if step.op == "all_to_all_columns":
             for cols, pooled in zip(self.schedule.problem.blocks, staged, strict=True):
@@ -337,7 +338,7 @@ class HostProgram(BoundProgram):
                 total += partial[rows]
             dst.copy_(total / step.divide_by if step.divide_by != 1 else total)
         if not wire:
-            self._meet(where)
+            self._barrier(where)
 
     def _staged(self, step: Collective, rank: int) -> torch.Tensor:
         """The shared memory into which a rank puts its source."""
@@ -351,16 +352,16 @@ class HostProgram(BoundProgram):
         left, right = problem.blocks[rank] if step.op == "all_to_all_columns" else step.src.cols
         return rows, right - left
 
-    def _meet(self, where: Where) -> None:
+    def _barrier(self, where: Where) -> None:
         """Wait until every rank has come here: a barrier on a word of each."""
-        self._meetings += 1
+        self._barriers += 1
         last = self.words[self.rank].count - 1
-        self.words[self.rank].store(last, self._meetings)
+        self.words[self.rank].store(last, self._barriers)
         for rank, words in self.words.items():
             self.rank_group.until(
-                lambda w=words: w.load(last) >= self._meetings,  # type: ignore[misc]
+                lambda w=words: w.load(last) >= self._barriers,  # type: ignore[misc]
                 lambda r=rank, w=words: (  # type: ignore[misc]
-                    f"{where}: meet[0]@{r}: expected {self._meetings}, seen {w.load(last)}; rank {r} raises it"
+                    f"{where}: meet[0]@{r}: expected {self._barriers}, seen {w.load(last)}; rank {r} raises it"
                 ),
             )
 
@@ -400,7 +401,7 @@ class HostProgram(BoundProgram):
             raise self.rank_group.fail(error) from None
 
 
-class HostLanes:
+class HostFlags:
     """How operations on flags reach the words: they are done where they are issued, on the thread of their lane."""
 
     def __init__(self, program: HostProgram) -> None:

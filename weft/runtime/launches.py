@@ -51,7 +51,8 @@ class IssuedCall:
 @dataclass(kw_only=True, slots=True)
 class Launch:
     """One thing to enqueue. moment: the position within the step, as `before` and `behind` of weft.runtime.order number it; by
-    it the launches of long lanes are interleaved. by_torch: it goes to torch's current stream, which must then be the lane's.
+    it the launches of long lanes are interleaved. by_torch: torch's current stream must be the lane's while this is issued,
+    because torch, or the first launch of a kernel, uses that one.
     """
 
     where: Where
@@ -119,7 +120,8 @@ class CopyLaunch(Launch):
 
 @dataclass(kw_only=True, slots=True)
 class KernelLaunch(Launch):
-    """A step as one kernel on `sms` SMs. A kernel that waits leaves some to the pushes that it waits for."""
+    """A step as one kernel on `sms` SMs. Where the program has pushes as kernels, or messages between nodes, every other kernel
+    leaves SMs free for them, because peers wait for them."""
 
     kernel: StepKernel
     sms: int

@@ -116,7 +116,8 @@ def waiting(program: BoundProgram, seen: Sequence[int], reached: Mapping[str, in
 
 
 def unsent(program: BoundProgram, reached: Mapping[str, int]) -> Iterator[str]:
-    """The collectives of the program, and the messages that a lane came to last: nothing says whether they have ended."""
+    """A line for each collective of the program, and for messages that a lane came to last. No flag says whether these have
+    ended."""
     rank, schedule = program.rank, program.schedule
     others = ", ".join(f"rank {peer}" for peer in range(schedule.problem.world_size) if peer != rank)
     for lane, position, step in places_of(Collective, schedule.ranks[rank]):

@@ -1,11 +1,13 @@
 """The operator calls of one process group, and the programs that are bound for them.
 
-    Programs.run      first call of its kind: agree with the other ranks, choose (weft.runtime.tuner), bind; then as a later one
-                      later calls: find the program, leave the call's number for the other ranks, run
+    Programs.run      first call of its kind: agree with the other ranks, choose (weft.runtime.tuner), bind, run
+                      later calls: find the program, leave the call's number for the other ranks, run. CPU ranks also wait
+                      until all have left the same number
     bound programs    the least recently used are closed where their memory passes WEFT_PROGRAM_MEMORY_GB
 
-Ranks make the same calls in the same order, so what is kept here is the same on every rank: the known calls, the programs and
-the order of their last use. Therefore all ranks close the same programs at the same call.
+Ranks make the same calls in the same order, so the programs and the order of their last use are the same on every rank.
+Therefore all ranks close the same programs at the same call. Known calls are found by this rank's own shapes. Where they differ
+between ranks, CPU ranks agree anew, and GPU ranks raise RankMismatch.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from weft.runtime.tuner import Key, Tuner
 
 Space = HostSpace | CudaSpace
 KNOWN_CALLS = 2048
-"""Calls that ranks make without a handshake. Fewer than the texts that a group remembers, so that each can be compared."""
+"""Calls that a group remembers as agreed on, so that they need no `enter`. Fewer than the texts that a group remembers, so that
+each can be compared."""
 OVERHEAD_BYTES = 8 << 20
 """What each program counts beside its buffers: launch tables, CUDA graphs, Python objects. It bounds the number of programs,
 too: with the default of CPUs to 128."""
@@ -81,7 +84,8 @@ def memory_from_environment() -> int | None:
 
 
 class Programs:
-    """space: what the programs of a device share. Calls are made under the group's lock."""
+    """space(device) returns what all programs on that device share: memory, streams or threads. Calls are made under the
+    group's lock."""
 
     def __init__(self, rank_group: RankGroup, space: Callable[[torch.device], Space]) -> None:
         self._rank_group, self._space = rank_group, space
@@ -115,9 +119,9 @@ class Programs:
             elif capturing:
                 self._rank_group.capture()
             else:
-                self._rank_group.repeat(known.number, meets=not on_gpu)
+                self._rank_group.repeat(known.number, awaits_peers=not on_gpu)
                 if not on_gpu:
-                    known = self._met(call, values, known)
+                    known = self._agreed_on_cpu(call, values, known)
                 if refusal := call.refusal((call.share,)):
                     with self._rank_group.failing():
                         raise ValueError(refusal)
@@ -137,15 +141,17 @@ class Programs:
                 raise refused
             return self._as_asked(found, call, known) if changed else found
 
-    def _met(self, call: Call, values: Mapping[str, Schedule], known: KnownCall) -> KnownCall:
-        """CPU ranks wait for each other, because all programs share their buffers (weft.runtime.host). So they can agree anew
-        where some ranks' parts are others than in the call of this one that looked the same."""
+    def _agreed_on_cpu(self, call: Call, values: Mapping[str, Schedule], known: KnownCall) -> KnownCall:
+        """The call that all CPU ranks agree on. They wait for each other, because all programs share their buffers
+        (weft.runtime.host). A call that looks known on this rank may have another shard size on a peer: then they agree
+        again."""
         with self._rank_group.failing():
-            same = self._rank_group.meet(known.number)
+            same = self._rank_group.await_same_call(known.number)
         return known if same else self._agree(call, values)
 
     def _as_bound(self, call: Call, *, empty: bool, rows: int) -> Call:
-        """The call as the program is for it. Peers are in the call: what is raised on the way ends theirs."""
+        """The call with padded rows, and with a column of zeros if there is nothing to multiply. An error here fails the group,
+        since peers may already run this call."""
         with self._rank_group.failing():
             call = call.filled(self._rank_group.world_size) if empty else call
             if not rows:
@@ -167,7 +173,7 @@ class Programs:
         on_gpu = call.device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
-        sizes = self._rank_group.enter(call.describe(), call.share, meets=not on_gpu)
+        sizes = self._rank_group.enter(call.describe(), call.share, peers_may_know=not on_gpu)
         # From here on ranks use values that all of them have, but for their environments and their memory.
         with self._rank_group.refusing():
             _raise(call.refusal(sizes))
@@ -197,7 +203,7 @@ class Programs:
     ) -> BoundProgram:
         """A program for a call: of the one schedule that it asks for, or of the fastest of several."""
         key = problem, call.schedule, call.device
-        self._space(call.device)  # its ranks agree on how they were started
+        self._space(call.device)  # makes the heap, whose ranks agree on how they were started: `_cannot_overlap` reads that
         specs = self._one_after_the_other(problem, call) if self._cannot_overlap(call) else self.tuner.specs(problem, call)
         schedule = _checked(problem, specs[0], call.device, values)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(call.device).blocks
@@ -276,8 +282,9 @@ class Programs:
             ragged.raise_noted(ended=True)
 
     def _make_room(self, device: torch.device) -> None:
-        """Close the least recently used programs of a device, but for the last one, until the others, and what lies ready for
-        the next, fit into the limit. Those that a CUDA graph holds stay, and do not count. Collective."""
+        """Close the least recently used programs of a device until all of them fit into the limit, but never the last one. Then
+        give the heap's free pieces back if they and the programs do not fit. Programs that a rank has captured are not closed,
+        and do not count. Collective."""
         limit, space = self._limit(device), self._space(device)
         heap = space.heap if isinstance(space, CudaSpace) else None
         bytes_of = {each: OVERHEAD_BYTES + each.nbytes for each, key in self._programs.items() if key[2] == device}

@@ -37,8 +37,8 @@ from weft.runtime.tickets import PendingCall, Tickets
 
 INVALID_BYTE = 0xFF
 """What invalid memory is filled with: NaN in float8_e4m3, float16, bfloat16, float32 and float64. Integers have no NaN, so
-integer results stay as they are. The driver's memset needs no kernel that would have to be loaded, which CUDA does not do while
-a stream waits."""
+integer results stay as they are. The driver's memset runs on SMs, so it may wait behind a kernel that spins; but its code is
+loaded already, which CUDA would not do while a stream waits."""
 POLL_S = 1e-3
 """How often waits are released after a failure, while calls still end."""
 _INVALID_S, _DRAINED_S = 0.05, 5.0
@@ -51,7 +51,8 @@ Invalidate = Callable[[int], None]
 
 class Releaser:
     """Releases the programs of one process group on one GPU. rescue: the stream on which programs are released. invalidating:
-    the stream on which memory is set to NaN. has_collectives: whether a program has collectives of NCCL."""
+    the stream on which memory is set to NaN. has_collectives: whether a program, or other work that is watched, has collectives
+    of NCCL."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Releaser:
     def invalidate(self, calls: Sequence[PendingCall]) -> None:
         """Before anything is released: write NaN where peers' data arrive, and, behind the end of each call, into its results.
 
-        A memset is a kernel. There is no room for it while a kernel that spins holds the SMs. So it is on no stream that
+        A memset runs on SMs, and there is no room for it while a kernel that spins holds them. So it is on no stream that
         releases anything, and is waited for only so long.
         """
         stream = self._invalidating.cuda_stream
@@ -96,7 +97,7 @@ class Releaser:
         self._await_invalid(_INVALID_S)
         for call in calls:
             # A call that is still being enqueued raises in the thread that enqueues it, and returns nothing.
-            if call.results and call.ticket <= self._tickets.ended:
+            if call.results and call.ticket <= self._tickets.last_enqueued:
                 self._tickets.after(stream, call.ticket)
                 self._alive += [result.invalidate(self._make_nan) for result in call.results]
 

@@ -19,10 +19,10 @@ import torch
 from weft.compat.storages import WeakStorage
 from weft.compat.streams import Driver
 
-IN_FLIGHT = 64
-"""How many calls may be in flight at once; the events of a ticket are used again by the ticket that is so much higher. A stream
-takes about 1000 launches. The next launch then waits within the driver, where no error can reach the caller, and launches on
-other streams, those of the watchdog included, may wait behind it. One call takes about ten launches."""
+EVENT_PAIRS = 64
+"""Pairs of events. The events of a ticket are used again by the ticket that is so much higher, and at most one call less is in
+flight. A stream takes about 1000 launches. The next launch then waits within the driver, where no error can reach the caller,
+and launches on other streams, those of the watchdog included, may wait behind it. One call takes about ten launches."""
 
 
 class Result:
@@ -73,13 +73,13 @@ class PendingCall:
 
 
 class Tickets:
-    """The calls of one process group on one GPU, numbered from 1. newest: the last number that was taken. ended: the last
-    number whose call has been enqueued whole. pending: the calls that are not known to have ended, oldest first."""
+    """The calls of one process group on one GPU, numbered from 1. newest: the last number that was taken. last_enqueued: the
+    last number whose call has been enqueued whole. pending: the calls that are not known to have ended, oldest first."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._begun, self._done = ([driver.event() for _ in range(IN_FLIGHT)] for _ in range(2))
-        self.newest = self.ended = self._seen_done = 0
+        self._begun, self._done = ([driver.event() for _ in range(EVENT_PAIRS)] for _ in range(2))
+        self.newest = self.last_enqueued = self._seen_done = 0
         self.pending: deque[PendingCall] = deque()
 
     def take(self) -> int:
@@ -88,35 +88,35 @@ class Tickets:
         return self.newest
 
     def is_free(self, ticket: int) -> bool:
-        """Whether the call that used these events before has ended. Usually the watchdog has seen that already, and the driver
-        need not be asked."""
-        last_user = ticket - IN_FLIGHT + 1
-        return last_user <= self._seen_done or self.done(last_user)
+        """Whether a call with this ticket may begin: the one EVENT_PAIRS - 1 before it has ended. Usually the watchdog has seen
+        that already, and the driver need not be asked."""
+        must_have_ended = ticket - EVENT_PAIRS + 1
+        return must_have_ended <= self._seen_done or self.done(must_have_ended)
 
     def begin(self, stream: int, call: PendingCall) -> None:
         """The GPU begins the call when `stream` reaches this point."""
-        self._driver.record(self._begun[call.ticket % IN_FLIGHT], stream)
+        self._driver.record(self._begun[call.ticket % EVENT_PAIRS], stream)
         self.pending.append(call)
 
     def end(self, stream: int, ticket: int) -> None:
         """The GPU has ended the call when `stream` reaches this point."""
-        self._driver.record(self._done[ticket % IN_FLIGHT], stream)
-        self.ended = ticket
+        self._driver.record(self._done[ticket % EVENT_PAIRS], stream)
+        self.last_enqueued = ticket
 
     def running(self, ticket: int) -> bool:
         """Whether the GPU has begun a call and has not ended it."""
-        return self._driver.reached(self._begun[ticket % IN_FLIGHT]) and not self.done(ticket)
+        return self._driver.reached(self._begun[ticket % EVENT_PAIRS]) and not self.done(ticket)
 
     def done(self, ticket: int) -> bool:
         """Whether the GPU has ended a call. A call that is still being enqueued has not ended."""
-        if ticket <= self.ended - IN_FLIGHT:
+        if ticket <= self.last_enqueued - EVENT_PAIRS:
             return True
-        return ticket <= 0 or (ticket <= self.ended and self._driver.reached(self._done[ticket % IN_FLIGHT]))
+        return ticket <= 0 or (ticket <= self.last_enqueued and self._driver.reached(self._done[ticket % EVENT_PAIRS]))
 
     def after(self, stream: int, ticket: int) -> None:
         """`stream` goes on once a call has ended. Nothing is enqueued if the call's events have another user by now."""
-        if ticket > self.ended - IN_FLIGHT:
-            self._driver.wait(stream, self._done[ticket % IN_FLIGHT])
+        if ticket > self.last_enqueued - EVENT_PAIRS:
+            self._driver.wait(stream, self._done[ticket % EVENT_PAIRS])
 
     def drop_done(self) -> bool:
         """Remove the calls that have ended from `pending`. Returns whether there was one."""

@@ -4,8 +4,8 @@
     contest     the autotuning run of those (weft.runtime.trial)
     chose       note the fastest; rank 0 writes it into the user's folder of kept plans (weft.runtime.kept_plans)
 
-All ranks run what rank 0 has read, so ranks whose folders differ still run the same schedule; a rank that can read nothing
-costs no more than the handshake. Everything else here is a function of the calls that ranks have agreed on, the same on all.
+All ranks run what rank 0 has read. If rank 0 has read nothing, all ranks measure; what the others have read adds times to their
+reports alone. Everything else here is a function of the calls that ranks have agreed on, the same on all.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Turn:
     def _idle(self) -> bool:
         with self._listing:
             groups = list(self._groups)
-        return all(tickets.done(tickets.ended) for tickets in groups)
+        return all(tickets.done(tickets.last_enqueued) for tickets in groups)
 
     def _acquire(self, rank_group: RankGroup) -> None:
         began = time.monotonic()

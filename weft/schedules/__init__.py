@@ -225,10 +225,10 @@ MOST_CHUNKS = 512
 """Pieces a shard. With 256 a schedule of 8 ranks has 29,000 steps, and its proof takes 6 s; the time grows with the square."""
 
 MOST_PIECES = 4096
-"""Of a candidate, all ranks' pieces for all ranks: what is built and simulated grows with them, by 1 s for some 20,000."""
+"""Pieces of a candidate, chunks x world_size squared, at most. To build and simulate 20,000 takes about 1 s."""
 MOST_RANKS = 128
-"""With more, an overlap in one piece a shard takes 3 s or more to build and simulate with 256 ranks, and grows with their
-square. None is a candidate."""
+"""With more ranks only `sequential` is a candidate: at 256 one schedule that overlaps takes over 3 s to build and simulate, and
+the time grows with the square of the ranks."""
 
 
 def names(op: Op) -> tuple[str, ...]:

@@ -168,7 +168,8 @@ class Builder:
         accumulate: bool = False,
         divide_by: int = 1,
     ) -> None:
-        """One kernel of these parts, if there are any. b: its rows and columns; all where none are given."""
+        """Add one Gemm of these parts to the compute lane, if there are any. b: its rows and columns; all where none are given.
+        It runs as weft's kernel if a part waits, counts, adds or stores at a peer; else as matmuls by torch."""
         if parts := tuple(parts):
             self.add(rank, "compute", Gemm(self.region("b", rank, *b), parts, accumulate, divide_by))
 
@@ -183,8 +184,9 @@ class Builder:
             self.add(rank, lane, Signal(Flag("free", peer, rank)))
 
     def send(self, rank: int, stores: Iterable[Store], lane: str | None = None) -> None:
-        """Copies to other ranks, each with the flag that it raises there: as one kernel on a lane that runs on SMs, where
-        nothing orders them; else as copies on copy lanes, one after the other."""
+        """Copies to other ranks, each with the flag that it raises there. With a lane, which runs on SMs, they are one Push, in
+        no order. Else each is a Copy and a Signal on the copy lane of its destination: one after the other on one lane, and
+        at the same time on the lanes of different peers if `fan_out`."""
         stores = tuple(stores)
         if lane and stores:
             self.add(rank, lane, Push(stores))
