@@ -113,7 +113,10 @@ def define(
     def call(*flat: Any) -> Any:
         if torch.compiler.is_compiling() or not outside_dispatcher(flat[:tensors]):
             return dispatched(*flat)
-        return run(*grouped(flat))
+        given = list(flat)  # as `grouped`, without a function more in each call
+        for kind, place in places:
+            given[place] = [kind._make(flat[place])]
+        return run(*given)
 
     return call
 
