@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from weft.models.expert_parallel import ExpertParallel
     from weft.models.inductor import CompilePass
     from weft.models.parallelize import parallelize
-    from weft.models.report import overlap_report
     from weft.models.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedInput
     from weft.ops import (
         SGD,
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from weft.perf import simulate
     from weft.planner import plan
     from weft.planner.explanation import explain
+    from weft.report.overlap import overlap_report
     from weft.runtime.products import matmul_choices
     from weft.schedules import build
     from weft.schedules.timelines import timeline
@@ -103,7 +103,7 @@ _HOMES = {
     "matmul_all_to_all": "ops",
     "matmul_choices": "runtime.products",
     "matmul_reduce_scatter": "ops",
-    "overlap_report": "models.report",
+    "overlap_report": "report.overlap",
     "parallelize": "models.parallelize",
     "plan": "planner",
     "simulate": "perf",

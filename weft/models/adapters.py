@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.models.linear import ColumnLinear, Distributor, RowLinear, Tokens, to_columns, to_row, why_not_linear
-from weft.models.moves import Sharded
 from weft.models.products import How
 from weft.models.replicas import derived, never, replicate
 
@@ -78,7 +77,7 @@ def shard_row(module: nn.Module, tokens: Tokens, how: How, distribute: Distribut
     for down in _downs(module):
         to_row(down, tokens, how, distribute)
     for up in _ups(module):
-        replicate(up, distribute, Sharded(tokens))
+        replicate(up, distribute, tokens.sharded)
 
 
 def added_late(module: nn.Module) -> list[str]:

@@ -1,4 +1,9 @@
-"""How a decoder's tokens lie while its parts run, and where a checkpoint computes one of them again.
+"""How a decoder's tokens lie while its parts run, how that changes, and where a checkpoint computes one of them again.
+
+    x [B, S, H] whole    --cut-->        x [B, s, H], this rank's, as torch.chunk cuts S        backward: gathered
+    x [B, s, H]          --gathered-->   x [B, S, H]                                            backward: cut
+
+What is whole is the same on every rank, and so is its gradient.
 
 A layer's forward says how many tokens there are: the positions that it is given tell. What is in a layer reads that. But an
 activation checkpoint may be around a norm, an MLP or an attention alone, and in the backward none says it:
@@ -10,13 +15,16 @@ activation checkpoint may be around a norm, an MLP or an attention alone, and in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.compat.dispatch import NO_BACKWARD, backward_pass
-from weft.models.linear import Tokens
+from weft.models.linear import Tokens, gathered
 from weft.runtime.groups import GROUPS
 
 _ALONE = "put the checkpoint around the decoder layer"
@@ -27,9 +35,22 @@ def recomputes() -> bool:
     return not torch.compiler.is_compiling() and backward_pass() != NO_BACKWARD
 
 
+def cut(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of whole tokens, along dimension 1."""
+    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Shard(1)]).to_local()
+
+
+def first_of(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A module's output, of several the first, changed."""
+    return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+
 @dataclass(kw_only=True)
 class DecoderTokens(Tokens):
-    """open: in a forward that has not yet gathered at its end, total, or 0; None outside. running: whether a layer runs.
+    """Of one decoder, whose hooks are methods: a copy of the model has hooks of its own copy.
+
+    open: in a forward that has not yet gathered at its end, total, or 0; None outside. running: whether a layer runs.
     several: whether forwards had other totals. _seen: (batch, tokens of each rank, whether those are all) of calls in which the
     last does not follow from the others, alike on all ranks. _task: the backward in which a part was computed again."""
 
@@ -41,6 +62,30 @@ class DecoderTokens(Tokens):
     _noted: bool = False
     _seen: set[tuple[int, int, bool]] = field(default_factory=set)
     _task: int = -1
+
+    def begin(self, module: Any, args: Any) -> None:
+        """A pre-hook of the decoder: its tokens are whole, whatever a call that ended early has left."""
+        self.open = 0
+
+    def cut_output(self, module: Any, args: Any, out: Any) -> Any:
+        """A hook of a module that runs whole: its hidden states to this rank's [B, s, H], where tokens are sharded."""
+        return out if self.total is None else first_of(out, lambda x: cut(x, self.mesh))
+
+    def cut_if_many(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        """The first layer's input, where it is decided. total: how many tokens that is called for; fewer are cut already."""
+        batch, length = x.shape[:2]
+        return cut(x, self.mesh) if self.many(batch, length) and length == total else x
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's [B, s, H] to whole hidden states, where tokens are sharded. What is whole already stays."""
+        return x if self.total in (None, x.shape[1]) else gathered(x, self.mesh, 1, self.total)
+
+    def gathered_at_end(self, x: torch.Tensor) -> torch.Tensor:
+        """The same at the end of a forward: what comes after it is whole, until a layer has run once more."""
+        total, self.open = self.open, None
+        if total is None and recomputes():
+            total = self.of_part(x)
+        return gathered(x, self.mesh, 1, total) if total else x
 
     def many(self, batch: int, length: int) -> bool:
         """Whether so many tokens are cut. Each rank of a group that is as long as the sequence has one."""

@@ -51,6 +51,10 @@ class Tokens:
     dim: int = 1
     total: int | None = None
 
+    def sharded(self) -> bool:
+        """Whether each rank has its part of the tokens."""
+        return self.total is not None
+
     def check(self) -> None:
         """Raise ValueError where nobody knows."""
 

@@ -1,33 +1,19 @@
-"""How a decoder's tokens move between lying whole on every rank and lying in parts, and the modules that note or change it.
-
-    x [B, S, H] whole    --cut-->      x [B, s, H], this rank's, as torch.chunk cuts S        backward: gathered
-    x [B, s, H]          --gather-->   x [B, S, H]                                            backward: cut
-
-What is whole is the same on every rank, and so is its gradient.
-"""
+"""The hooks and modules of a decoder that note how its tokens lie, or change it by the methods of DecoderTokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from weft.models.decoder_tokens import DecoderTokens, recomputes
-from weft.models.linear import Tokens, gathered, with_input_changed
+from weft.models.decoder_tokens import DecoderTokens, cut, first_of
+from weft.models.linear import gathered, with_input_changed
 
 Tensor = torch.Tensor
-
-
-def cut(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's part of whole tokens, along dimension 1."""
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(mesh, [Shard(1)]).to_local()
 
 
 def length_of_positions(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int) -> int:
@@ -67,27 +53,6 @@ def placed(cls: type[Any]) -> type[Any]:
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """Whether each rank has its part of the tokens."""
-
-    tokens: Tokens
-
-    def __call__(self) -> bool:
-        return self.tokens.total is not None
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Whole hidden states [B, S, H] to this rank's [B, s, H], where tokens are sharded. Backward: gathered."""
-
-    mesh: DeviceMesh
-    tokens: Tokens
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return cut(x, self.mesh) if self.tokens.total is not None else x
-
-
-@dataclass(frozen=True)
 class CutIfMany:
     """A pre-hook that cuts the first layer's input: here it is decided. A layer that comes again is given what has been cut,
     which stays. position: as noting_tokens'."""
@@ -99,56 +64,7 @@ class CutIfMany:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         total = length_of_positions(args, kwargs, self.position)
-        return with_input_changed(module, args, kwargs, "hidden_states", lambda x: self._cut(total, x))
-
-    def _cut(self, total: int, x: Tensor) -> Tensor:
-        batch, length = x.shape[:2]
-        return cut(x, self.tokens.mesh) if self.tokens.many(batch, length) and length == total else x
-
-
-@dataclass(frozen=True)
-class GatherSequence:
-    """This rank's [B, s, H] to whole hidden states, where tokens are sharded. Backward: cut. What is whole already stays."""
-
-    mesh: DeviceMesh
-    tokens: Tokens
-
-    def __call__(self, x: Tensor) -> Tensor:
-        total = self.tokens.total
-        return x if total in (None, x.shape[1]) else gathered(x, self.mesh, 1, total)
-
-
-@dataclass(frozen=True)
-class GatheredOnce:
-    """As GatherSequence, at the end of a forward: what comes after it is whole, until a layer has run once more."""
-
-    tokens: DecoderTokens
-
-    def __call__(self, x: Tensor) -> Tensor:
-        total, self.tokens.open = self.tokens.open, None
-        if total is None and recomputes():
-            total = self.tokens.of_part(x)
-        return gathered(x, self.tokens.mesh, 1, total) if total else x
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A pre-hook of the decoder: its tokens are whole, whatever a call that ended early has left."""
-
-    tokens: DecoderTokens
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.tokens.open = 0
-
-
-@dataclass(frozen=True)
-class OfOutput:
-    """A hook that changes a module's output, of several the first."""
-
-    change: Callable[[Tensor], Tensor]
-
-    def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
-        return first_of(out, self.change)
+        return with_input_changed(module, args, kwargs, "hidden_states", lambda x: self.tokens.cut_if_many(x, total))
 
 
 @cache
@@ -172,8 +88,3 @@ def evenly(cls: type[Any]) -> type[Any]:
 
 def _filled(x: Tensor, tokens: int) -> Tensor:
     return nn.functional.pad(x, (0, 0, 0, tokens - x.shape[1]))
-
-
-def first_of(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A module's output, of several the first, changed."""
-    return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)

@@ -45,18 +45,7 @@ from weft.models.expert_parallel import ExpertParallel
 from weft.models.inputs import Announce
 from weft.models.layouts import ColumnsOut
 from weft.models.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
-from weft.models.moves import (
-    Begun,
-    Cut,
-    CutIfMany,
-    GatheredOnce,
-    GatherSequence,
-    OfOutput,
-    Sharded,
-    evenly,
-    noting_tokens,
-    placed,
-)
+from weft.models.moves import CutIfMany, evenly, noting_tokens, placed
 from weft.models.products import How
 from weft.models.replicas import (
     ParameterReaders,
@@ -226,7 +215,7 @@ class _Within:
                 continue
             self.done.add(child)
             if _is_leaf(child):
-                replicate(child, self.distribute, Sharded(self.tokens), self.region)
+                replicate(child, self.distribute, self.tokens.sharded, self.region)
                 child.__class__ = placed(class_of(child))
                 child.__dict__["_weft_tokens"] = self.tokens
                 continue
@@ -237,7 +226,7 @@ class _Within:
                 self._whole(child, whole[child])
             else:
                 self._block(child, blocks[name])
-        replicate_alone(layer, self.distribute, Sharded(self.tokens), self.region)
+        replicate_alone(layer, self.distribute, self.tokens.sharded, self.region)
         layer.__class__ = noting_tokens(class_of(layer), _place_of_positions(layer))
         layer.__dict__["_weft_tokens"] = self.tokens
 
@@ -298,17 +287,17 @@ class _Within:
     def _whole(self, child: nn.Module, why: str) -> None:
         note(child, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
         replicate(child, self.distribute, never, self.region)
-        child.register_forward_pre_hook(OnInput("hidden_states", GatherSequence(self.mesh, self.tokens)), with_kwargs=True)
-        child.register_forward_hook(OfOutput(Cut(self.mesh, self.tokens)))
+        child.register_forward_pre_hook(OnInput("hidden_states", self.tokens.gathered), with_kwargs=True)
+        child.register_forward_hook(self.tokens.cut_output)
 
     def ends(self, decoder: Any) -> None:
         """What cuts the tokens before the first layer, and makes them whole before the final norm: a model may run fewer layers
         than it has, or none."""
         first, norm = decoder.layers[0], decoder.norm
-        decoder.register_forward_pre_hook(Begun(self.tokens))
+        decoder.register_forward_pre_hook(self.tokens.begin)
         cut = CutIfMany(self.tokens, _place_of_positions(first))
         first.register_forward_pre_hook(cut, with_kwargs=True)
-        norm.register_forward_pre_hook(OnInput("hidden_states", GatheredOnce(self.tokens)), with_kwargs=True)
+        norm.register_forward_pre_hook(OnInput("hidden_states", self.tokens.gathered_at_end), with_kwargs=True)
         note(first, CommunicatingLayer(reason="its input is cut to this rank's tokens: the gradient of that is gathered"))
         note(norm, CommunicatingLayer(reason="its input is gathered: no matmul follows in every call"))
 

@@ -16,16 +16,14 @@ over the ranks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
-from weft.ops.common import as_matrix, check_operands, check_own, define, group_of, heard, shape_of, spec_of
+from weft.ops.common import as_matrix, check_operands, check_own, define, group_of, heard, multiplied, shape_of, spec_of
 from weft.ops.replicated import with_summed_double_gradient
-from weft.runtime.calls import MatmulCall
-from weft.runtime.groups import GROUPS
 
 
 @heard
@@ -81,33 +79,23 @@ def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...],
         raise ValueError(f"{name} is {given.dtype} on {given.device}, a is {a.dtype} on {a.device}; they must agree")
 
 
-class _Options(NamedTuple):
-    """Options of weft::matmul_all_reduce. group: by name."""
-
-    group: str
-    schedule: str
-
-
 def _run(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, options: _Options
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, group: str, schedule: str
 ) -> torch.Tensor:
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
-    call = MatmulCall(
-        op="matmul_all_reduce", a=a, bs=[b], rows=a.shape[0], row_multiple=1, schedule=options.schedule, extras=extras
-    )
-    return GROUPS.run(options.group, call)["out"][0]
+    return multiplied("matmul_all_reduce", a, [b], group, schedule, rows=a.shape[0], extras=extras)[0]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, _, _, ctx.options = inputs
+    a, b, _, _, ctx.group, _ = inputs
     ctx.save_for_backward(a, b)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     for_a, for_b, for_bias, for_residual = ctx.needs_input_grad[:4]
-    used = with_summed_double_gradient(grad, ctx.options.group)
+    used = with_summed_double_gradient(grad, ctx.group)
     return (
         used @ b.t() if for_a else None,
         a.t() @ used if for_b else None,
@@ -117,11 +105,6 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 flat_matmul_all_reduce = define(
-    "matmul_all_reduce(Tensor a, Tensor b, Tensor? bias, Tensor? residual, str group, str schedule) -> Tensor",
-    _Options,
-    run=_run,
-    fake=lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]),
-    save=_save,
-    backward=_backward,
+    "matmul_all_reduce", _run, lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]), save=_save, backward=_backward
 )
 """weft::matmul_all_reduce, of matrices."""

@@ -39,13 +39,13 @@ from weft.ops.common import (
     define,
     group_of,
     heard,
+    multiplied,
     no_columns,
     rows_per_entry,
     spec_of,
 )
 from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows
-from weft.runtime.calls import MatmulCall
-from weft.runtime.groups import GROUPS
+from weft.ops.schema import SymInt
 
 
 @overload
@@ -130,21 +130,23 @@ def matmul_all_to_all(
     return _shaped(out, a, rank, world_size)
 
 
-class _Combine(NamedTuple):
-    """Options of weft::matmul_all_to_all. unit: rows of the flat a for one entry of its first dimension, which are not cut."""
+class _Shares(NamedTuple):
+    """Options of both operators. unit: rows of the flat a for one entry of its first dimension, which are not cut."""
 
     group: str
     rank: int
     world_size: int
-    unit: int
+    unit: SymInt
     schedule: str
 
 
-def _combine(a: torch.Tensor, b: torch.Tensor, options: _Combine) -> torch.Tensor:
-    call = MatmulCall(
-        op="matmul_all_to_all", a=a, bs=[b], rows=a.shape[0], row_multiple=options.unit, schedule=options.schedule
-    )
-    return GROUPS.run(options.group, call)["out"][0]
+def _combine(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor:
+    group, _, _, unit, schedule = options
+    return multiplied("matmul_all_to_all", a, [b], group, schedule, rows=a.shape[0], unit=unit)[0]
+
+
+def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor:
+    return a.new_empty(_arriving(a.shape[0], *options[1:4]), b.shape[1])
 
 
 def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -160,14 +162,7 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_a[:rows], a.t() @ back[:rows]
 
 
-_matmul_all_to_all = define(
-    "matmul_all_to_all(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule) -> Tensor",
-    _Combine,
-    run=_combine,
-    fake=lambda a, b, options: a.new_empty(_arriving(a.shape[0], *options[1:4]), b.shape[1]),
-    save=_combine_save,
-    backward=_combine_backward,
-)
+_matmul_all_to_all = define("matmul_all_to_all", _combine, _combine_fake, save=_combine_save, backward=_combine_backward)
 
 
 @overload
@@ -275,38 +270,18 @@ def all_to_all_matmul(
     return (out, _shaped(results[1], a, rank, world_size)) if return_received else out
 
 
-class _Dispatch(NamedTuple):
-    """Options of weft::all_to_all_matmul: those of weft::matmul_all_to_all, and whether the received rows are returned."""
-
-    group: str
-    rank: int
-    world_size: int
-    unit: int
-    schedule: str
-    return_received: bool
+def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> list[torch.Tensor]:
+    (group, _, _, unit, schedule), rows = options, a.shape[0]
+    return multiplied("all_to_all_matmul", a, [b], group, schedule, rows=rows, unit=unit, return_gathered=return_received)
 
 
-def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
-    call = MatmulCall(
-        op="all_to_all_matmul",
-        a=a,
-        bs=[b],
-        rows=a.shape[0],
-        row_multiple=options.unit,
-        schedule=options.schedule,
-        return_gathered=options.return_received,
-    )
-    outputs = GROUPS.run(options.group, call)
-    return outputs["out"] + outputs.get("gathered", [])
-
-
-def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
+def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> list[torch.Tensor]:
     rows = _arriving(a.shape[0], *options[1:4])
-    return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, a.shape[1])] * options.return_received
+    return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, a.shape[1])] * return_received
 
 
 def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-    a, b, ctx.options = inputs
+    a, b, ctx.options, ctx.return_received = inputs
     # Zeros for received rows that nobody has used would go through the whole backward.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, b, *outputs[1:])
@@ -319,12 +294,12 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
         factors, columns = grad, b
-        if options.return_received and grads[-1] is not None:
+        if ctx.return_received and grads[-1] is not None:
             # The gradient of the received rows goes back with the rest, as a product with 1.
             factors = torch.cat([grad, grads[-1]], 1)
             columns = torch.cat([b, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)], 1)
         spec = backward_schedule(options.schedule, "matmul_all_to_all")
-        home = (options.group, options.rank, options.world_size, options.unit, spec)
+        home = options._replace(schedule=spec)
         grad_a = _matmul_all_to_all(_padded(factors, rows, options), columns.t(), *home)[:rows]
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
@@ -333,21 +308,12 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
     return grad_a, grad_b
 
 
-def _received_again(a: torch.Tensor, nothing: torch.Tensor, options: _Dispatch) -> torch.Tensor:
-    again = options._replace(schedule="sequential", return_received=True)
-    received: torch.Tensor = _all_to_all_matmul(a, nothing, *again)[1]
+def _received_again(a: torch.Tensor, nothing: torch.Tensor, options: _Shares) -> torch.Tensor:
+    received: torch.Tensor = _all_to_all_matmul(a, nothing, *options._replace(schedule="sequential"), True)[1]
     return received
 
 
-_all_to_all_matmul = define(
-    "all_to_all_matmul(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule,"
-    " bool return_received) -> Tensor[]",
-    _Dispatch,
-    run=_dispatch,
-    fake=_dispatch_fake,
-    save=_dispatch_save,
-    backward=_dispatch_backward,
-)
+_all_to_all_matmul = define("all_to_all_matmul", _dispatch, _dispatch_fake, save=_dispatch_save, backward=_dispatch_backward)
 
 
 # What both share.
@@ -368,7 +334,7 @@ def _arriving(rows: int, rank: int, world_size: int, unit: int) -> int:
     return world_size * (high - low) * unit
 
 
-def _padded(grad: torch.Tensor, rows: int, options: _Combine | _Dispatch) -> torch.Tensor:
+def _padded(grad: torch.Tensor, rows: int, options: _Shares) -> torch.Tensor:
     """The gradients of the rows from every rank, with zeros behind each rank's if this rank's shard is shorter than the
     longest. So the way back is an exchange of even shards, the first `rows` rows of which are those that were sent."""
     longest = _arriving(rows, 0, options.world_size, options.unit)

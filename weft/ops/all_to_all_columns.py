@@ -16,15 +16,23 @@ other one:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
-from weft.ops.common import as_matrix, as_tensor, backward_schedule, check_operands, define, group_of, no_columns, spec_of
-from weft.runtime.calls import MatmulCall
-from weft.runtime.groups import GROUPS
+from weft.ops.common import (
+    as_matrix,
+    as_tensor,
+    backward_schedule,
+    check_operands,
+    define,
+    group_of,
+    multiplied,
+    no_columns,
+    spec_of,
+)
 
 
 def columns_to_ranks(
@@ -39,39 +47,28 @@ def columns_to_ranks(
     return as_tensor(_matmul_all_to_all_columns(as_matrix(a), b, name, world_size, spec), world_size * a.shape[0], a)
 
 
-class _ToRanks(NamedTuple):
-    """Options of weft::matmul_all_to_all_columns."""
-
-    group: str
-    world_size: int
-    schedule: str
+def _to_ranks(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> torch.Tensor:
+    return multiplied("matmul_all_to_all_columns", a, [b], group, schedule, rows=a.shape[0])[0]
 
 
-def _to_ranks(a: torch.Tensor, b: torch.Tensor, options: _ToRanks) -> torch.Tensor:
-    call = MatmulCall(op="matmul_all_to_all_columns", a=a, bs=[b], rows=a.shape[0], row_multiple=1, schedule=options.schedule)
-    return GROUPS.run(options.group, call)["out"][0]
+def _to_ranks_fake(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> torch.Tensor:
+    return a.new_empty(world_size * a.shape[0], b.shape[1] // world_size)
 
 
 def _to_ranks_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, ctx.options = inputs
+    a, b, *ctx.options = inputs
     ctx.save_for_backward(a, b)
 
 
 def _to_ranks_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    (a, b), options = ctx.saved_tensors, ctx.options
-    spec = backward_schedule(options.schedule, "all_to_all_columns_matmul")
-    back = (options.group, options.world_size, spec, True)
-    grad_a, received = _all_to_all_columns_matmul(grad.contiguous(), b.t(), *back)
+    (a, b), (group, world_size, schedule) = ctx.saved_tensors, ctx.options
+    spec = backward_schedule(schedule, "all_to_all_columns_matmul")
+    grad_a, received = _all_to_all_columns_matmul(grad.contiguous(), b.t(), group, world_size, spec, True)
     return grad_a, a.t() @ received
 
 
 _matmul_all_to_all_columns = define(
-    "matmul_all_to_all_columns(Tensor a, Tensor b, str group, int world_size, str schedule) -> Tensor",
-    _ToRanks,
-    run=_to_ranks,
-    fake=lambda a, b, options: a.new_empty(options.world_size * a.shape[0], b.shape[1] // options.world_size),
-    save=_to_ranks_save,
-    backward=_to_ranks_backward,
+    "matmul_all_to_all_columns", _to_ranks, _to_ranks_fake, save=_to_ranks_save, backward=_to_ranks_backward
 )
 
 
@@ -90,71 +87,47 @@ def columns_from_ranks(
     return (out, as_tensor(results[1], entries, a)) if return_received else out
 
 
-class _FromRanks(NamedTuple):
-    """Options of weft::all_to_all_columns_matmul."""
-
-    group: str
-    world_size: int
-    schedule: str
-    return_received: bool
+def _from_ranks(
+    a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str, return_received: bool
+) -> list[torch.Tensor]:
+    rows = a.shape[0]
+    return multiplied("all_to_all_columns_matmul", a, [b], group, schedule, rows=rows, return_gathered=return_received)
 
 
-def _from_ranks(a: torch.Tensor, b: torch.Tensor, options: _FromRanks) -> list[torch.Tensor]:
-    call = MatmulCall(
-        op="all_to_all_columns_matmul",
-        a=a,
-        bs=[b],
-        rows=a.shape[0],
-        row_multiple=1,
-        schedule=options.schedule,
-        return_gathered=options.return_received,
-    )
-    outputs = GROUPS.run(options.group, call)
-    return outputs["out"] + outputs.get("gathered", [])
-
-
-def _from_ranks_fake(a: torch.Tensor, b: torch.Tensor, options: _FromRanks) -> list[torch.Tensor]:
-    rows = a.shape[0] // options.world_size
-    return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, b.shape[0])] * options.return_received
+def _from_ranks_fake(
+    a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str, return_received: bool
+) -> list[torch.Tensor]:
+    rows = a.shape[0] // world_size
+    return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, b.shape[0])] * return_received
 
 
 def _from_ranks_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-    a, b, ctx.options = inputs
+    a, b, *ctx.options = inputs
     # Zeros for received rows that nobody has used would go through the whole backward.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, b, *outputs[1:])
 
 
 def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    (a, b, *kept), options = ctx.saved_tensors, ctx.options
-    grad = a.new_zeros(a.shape[0] // options.world_size, b.shape[1]) if grads[0] is None else grads[0].contiguous()
+    (a, b, *kept), (group, world_size, schedule, return_received) = ctx.saved_tensors, ctx.options
+    grad = a.new_zeros(a.shape[0] // world_size, b.shape[1]) if grads[0] is None else grads[0].contiguous()
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
         factors, columns = grad, b
-        if options.return_received and grads[-1] is not None:
+        if return_received and grads[-1] is not None:
             # The gradient of the received rows goes back with the rest, as a product with 1.
             factors = torch.cat([grad, grads[-1]], 1)
             columns = torch.cat([b, torch.eye(b.shape[0], dtype=b.dtype, device=b.device)], 1)
-        spec = backward_schedule(options.schedule, "matmul_all_to_all_columns")
-        grad_a = _matmul_all_to_all_columns(factors, columns.t(), options.group, options.world_size, spec)
+        spec = backward_schedule(schedule, "matmul_all_to_all_columns")
+        grad_a = _matmul_all_to_all_columns(factors, columns.t(), group, world_size, spec)
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
-        received = kept[0] if kept else _received_again(a, no_columns(b, grad if grad_a is None else grad_a), options)
+        nothing = no_columns(b, grad if grad_a is None else grad_a)
+        received = kept[0] if kept else _all_to_all_columns_matmul(a, nothing, group, world_size, "sequential", True)[1]
         grad_b = received.t() @ grad
     return grad_a, grad_b
 
 
-def _received_again(a: torch.Tensor, nothing: torch.Tensor, options: _FromRanks) -> torch.Tensor:
-    again = options._replace(schedule="sequential", return_received=True)
-    received: torch.Tensor = _all_to_all_columns_matmul(a, nothing, *again)[1]
-    return received
-
-
 _all_to_all_columns_matmul = define(
-    "all_to_all_columns_matmul(Tensor a, Tensor b, str group, int world_size, str schedule, bool return_received) -> Tensor[]",
-    _FromRanks,
-    run=_from_ranks,
-    fake=_from_ranks_fake,
-    save=_from_ranks_save,
-    backward=_from_ranks_backward,
+    "all_to_all_columns_matmul", _from_ranks, _from_ranks_fake, save=_from_ranks_save, backward=_from_ranks_backward
 )

@@ -82,13 +82,5 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor]:
     return (collective(grad, *options._replace(op=op, reduce_op=reduce_op, schedule=schedule)),)
 
 
-collective = define(
-    "collective(Tensor x, str op, str reduce_op, str group, int world_size, str schedule, int staging_bytes, int sms)"
-    " -> Tensor",
-    _Options,
-    run=_run,
-    fake=lambda x, options: x.new_empty(options.shape(x)),
-    save=_save,
-    backward=_backward,
-)
+collective = define("collective", _run, lambda x, options: x.new_empty(options.shape(x)), save=_save, backward=_backward)
 """weft::collective."""

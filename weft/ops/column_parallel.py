@@ -14,7 +14,7 @@ weight whose result nobody has used would then get zeros, and an optimizer's wei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,27 +31,30 @@ def column_parallel_linears(x: Tensor, weights: Sequence[Tensor], group: str, sc
     return found
 
 
-class _Options(NamedTuple):
-    group: str
-    schedule: str
+def _run(x: Tensor, weights: Sequence[Tensor], group: str, schedule: str) -> list[Tensor]:
+    return [torch.nn.functional.linear(x, weight) for weight in weights]
+
+
+def _fake(x: Tensor, weights: Sequence[Tensor], *_: str) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    x, weights, ctx.options = inputs
+    x, weights, *ctx.options = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, *weights)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    (x, *weights), options = ctx.saved_tensors, ctx.options
-    x = with_summed_double_gradient(x, options.group)
+    (x, *weights), (group, schedule) = ctx.saved_tensors, ctx.options
+    x = with_summed_double_gradient(x, group)
     rows, given = _matrix(x), [None if grad is None else _matrix(grad) for grad in grads]
     # The gradient of a result that nobody has used is zeros, and not left out: ranks may differ in what they use, and all must
     # make the same call.
     pairs = zip(given, weights, strict=True)
     flat = [rows.new_zeros(rows.shape[0], weight.shape[0]) if grad is None else grad for grad, weight in pairs]
     grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
-    grad_x = flat_matmul_all_reduce(grad, weight, None, None, *options).view(x.shape)
+    grad_x = flat_matmul_all_reduce(grad, weight, None, None, group, schedule).view(x.shape)
     wanted = zip(given, ctx.needs_input_grad[1], strict=True)
     return grad_x, [one.t() @ rows if needed and one is not None else None for one, needed in wanted]
 
@@ -61,11 +64,4 @@ def _matrix(x: Tensor) -> Tensor:
     return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
 
-_linears = define(
-    "linears_of_whole(Tensor x, Tensor[] weights, str group, str schedule) -> Tensor[]",
-    _Options,
-    run=lambda x, weights, _: [torch.nn.functional.linear(x, weight) for weight in weights],
-    fake=lambda x, weights, _: [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights],
-    save=_save,
-    backward=_backward,
-)
+_linears = define("linears_of_whole", _run, _fake, save=_save, backward=_backward)

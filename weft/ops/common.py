@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache, wraps
-from itertools import accumulate, pairwise
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -35,6 +34,8 @@ from weft.compat.tensors import tree_flatten, tree_leaves, tree_unflatten
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
+from weft.ops.schema import schema_of
+from weft.runtime.calls import MatmulCall
 from weft.runtime.choose import MODES
 from weft.runtime.groups import GROUPS
 
@@ -60,18 +61,19 @@ _LIBRARY = _Library("weft", "DEF")  # type: ignore[no-untyped-call]
 
 
 def define(
-    schema: str,
-    *options: Any,
+    name: str,
     run: Function,
     fake: Function,
+    *,
     save: Function | None = None,
     backward: Function | None = None,
     double_backward: bool = True,
 ) -> Function:
-    """Define the operator weft::... by its schema, and return the function that calls it.
+    """Define the operator weft::name, and return the function that calls it.
 
-    options: NamedTuples. The schema lists tensors first, then the fields of these. The function that is returned takes what the
-    schema lists, by position; those that are given here take each NamedTuple as one value:
+    The annotations of `run` say what the operator takes and returns. Options are plain values, or NamedTuples of these. The
+    function that is returned takes each field of a NamedTuple as an argument, by position; those that are given here take the
+    NamedTuple as one value:
 
         run(*tensors, *options)                       computes the results
         fake(*tensors, *options)                      makes empty results of the same shapes
@@ -81,18 +83,12 @@ def define(
     save and backward are for torch.library.register_autograd. double_backward: whether autograd may differentiate what the
     backward calls; if not, gradients of its gradients raise ValueError.
     """
-    name = schema.partition("(")[0]
-    arguments = [argument.split()[-1] for argument in schema[len(name) + 1 : schema.index(") ->")].split(", ")]
-    fields = [field for kind in options for field in kind._fields]
-    count = len(arguments) - len(fields)
-    ends = list(accumulate([len(kind._fields) for kind in options], initial=count))
-    places = [(kind, slice(*ends)) for kind, ends in zip(options, pairwise(ends), strict=True)]
-    assert arguments[count:] == fields, f"weft::{name} has {arguments[count:]} behind its tensors, its options have {fields}"
+    schema, tensors, options, places = schema_of(name, run)
 
     def grouped(flat: Sequence[Any]) -> list[Any]:
-        found = list(flat[:count])
+        found = list(flat)
         for kind, place in places:
-            found.append(kind._make(flat[place]))
+            found[place] = [kind._make(flat[place])]
         return found
 
     def kernel(*flat: Any) -> Any:
@@ -110,14 +106,17 @@ def define(
     torch.library.register_fake(f"weft::{name}", shapes, lib=_LIBRARY)
     if backward is not None:
         once = backward if double_backward else _first_derivative_alone(backward, f"weft::{name}")
-        whole = _outside_autocast(_one_gradient_at_a_time(once, f"weft::{name}"), len(fields))
+        whole = _outside_autocast(_one_gradient_at_a_time(once, f"weft::{name}"), options)
         torch.library.register_autograd(f"weft::{name}", whole, setup_context=setup, lib=_LIBRARY)
     dispatched = getattr(torch.ops.weft, name)
 
     def call(*flat: Any) -> Any:
-        if torch.compiler.is_compiling() or not outside_dispatcher(flat[:count]):
+        if torch.compiler.is_compiling() or not outside_dispatcher(flat[:tensors]):
             return dispatched(*flat)
-        return run(*grouped(flat))
+        given = list(flat)  # as `grouped`, without a function more in each call
+        for kind, place in places:
+            given[place] = [kind._make(flat[place])]
+        return run(*given)
 
     return call
 
@@ -381,6 +380,15 @@ def shape_of(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return "a nested tensor" if value.is_nested else str(list(value.shape))
     return f"a {type(value).__name__}"
+
+
+def multiplied(
+    op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, schedule: str, *, rows: int, unit: int = 1, **more: Any
+) -> list[torch.Tensor]:
+    """What a MatmulCall computes: its products, then the rows that were gathered if these are asked for."""
+    call = MatmulCall(op=op, a=a, bs=bs, rows=rows, row_multiple=unit, schedule=schedule, **more)
+    outputs = GROUPS.run(group, call)
+    return outputs["out"] + outputs.get("gathered", [])
 
 
 # Tensors as matrices: [entries, ..., K] has a row for each entry and each index of its middle dimensions.

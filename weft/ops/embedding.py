@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from weft.ops.embedding_arguments import (
     offsets_of,
 )
 from weft.ops.optimizers import Optimizer
+from weft.ops.schema import SymInt
 from weft.runtime import gradients
 from weft.runtime.calls import LookupCall
 from weft.runtime.groups import GROUPS
@@ -177,7 +178,7 @@ class _Lookup(NamedTuple):
     rank: int
     counts: list[int]
     dims: list[int]
-    batch: int
+    batch: SymInt
     how: str
 
     @property
@@ -298,18 +299,8 @@ def _updated(
     return [None] * ctx.tables_given, of_weights if needs_weights else None, None
 
 
-_LOOKUP = "str group, int rank, int[] counts, int[] dims, SymInt batch, str how"
 _embedding_bag_all_to_all = define(
-    "embedding_bag_all_to_all(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor,"
-    f" Tensor[] states, {_LOOKUP}, ScalarType dtype, str schedule, int pooling, bool checked, bool sparse,"
-    " str optimizer, float lr, float eps) -> Tensor",
-    _Lookup,
-    _Forward,
-    run=_forward,
-    fake=_forward_fake,
-    save=_save,
-    backward=_backward,
-    double_backward=False,
+    "embedding_bag_all_to_all", _forward, _forward_fake, save=_save, backward=_backward, double_backward=False
 )
 
 
@@ -374,14 +365,7 @@ def _nothing() -> torch.Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
-_embedding_bag_gradients = define(
-    "embedding_bag_gradients(Tensor grad, Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights,"
-    f" {_LOOKUP}, bool sparse, bool of_tables, bool of_weights) -> Tensor[]",
-    _Lookup,
-    _Wanted,
-    run=_gradients,
-    fake=_gradients_fake,
-)
+_embedding_bag_gradients = define("embedding_bag_gradients", _gradients, _gradients_fake)
 
 
 class _Update(NamedTuple):
@@ -395,8 +379,8 @@ class _Update(NamedTuple):
 
 def _update(
     grad: torch.Tensor,
-    tables: Tables,
-    states: Tables,
+    tables: Annotated[Tables, "a!"],
+    states: Annotated[Tables, "b!"],
     indices: torch.Tensor,
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
@@ -416,11 +400,4 @@ def _update_fake(grad: torch.Tensor, *rest: Any) -> torch.Tensor:
     return weights.new_empty(weights.shape) if update.of_weights and weights is not None else grad.new_empty(0)
 
 
-_embedding_bag_update = define(
-    "embedding_bag_update(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor offsets,"
-    f" Tensor? weights, {_LOOKUP}, str kind, float lr, float eps, bool of_weights) -> Tensor",
-    _Lookup,
-    _Update,
-    run=_update,
-    fake=_update_fake,
-)
+_embedding_bag_update = define("embedding_bag_update", _update, _update_fake)

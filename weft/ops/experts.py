@@ -13,7 +13,7 @@ weights, and the other way round.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,13 +41,6 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 # experts_route
 
 
-class _Route(NamedTuple):
-    """experts: how many there are. last: the highest index, which is `experts` where that names none."""
-
-    experts: int
-    last: int
-
-
 def experts_route(index: torch.Tensor, experts: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How rows are sorted by expert. index: [T, k], 0 to experts - 1, or -1, or past the experts up to `last`, for none.
 
@@ -59,41 +52,36 @@ def experts_route(index: torch.Tensor, experts: int, last: int) -> tuple[torch.T
     return order, place, counts
 
 
-def _route(index: torch.Tensor, options: _Route) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    experts, flat = options.experts, index.flatten()
+def _route(index: torch.Tensor, experts: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    flat = index.flatten()
     # A radix sort goes over its keys once for each of their bytes. Of unsigned ones -1 is the highest.
     keys = flat.to(torch.uint8) if experts < 256 else flat.to(torch.int32) & 0x7FFFFFFF
     order = keys.argsort(stable=True)
     if index.is_cuda or _interpreted():
         from weft.kernels import experts as kernels
 
-        place, counts = kernels.places(order, kernels.count(flat, experts, options.last))
+        place, counts = kernels.places(order, kernels.count(flat, experts, last))
         return order, place.view(index.shape), counts
-    counts = _counted_by_expert(flat.long(), options)
+    counts = _counted_by_expert(flat.long(), experts, last)
     place = torch.full_like(order, -1)
     there = order[: max(0, int(counts.sum()))]
     return order, place.scatter_(0, there, torch.arange(len(there))).view(index.shape), counts
 
 
-def _counted_by_expert(flat: torch.Tensor, options: _Route) -> torch.Tensor:
-    counts = torch.bincount(flat[(flat >= 0) & (flat < options.experts)], minlength=options.experts)
-    refused = flat[(flat < -1) | (flat > options.last)]
+def _counted_by_expert(flat: torch.Tensor, experts: int, last: int) -> torch.Tensor:
+    counts = torch.bincount(flat[(flat >= 0) & (flat < experts)], minlength=experts)
+    refused = flat[(flat < -1) | (flat > last)]
     if len(refused):
         counts[0] = refused.min().clamp(-FARTHEST, FARTHEST) + REFUSED
     return counts
 
 
-def _route_fake(index: torch.Tensor, options: _Route) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _route_fake(index: torch.Tensor, experts: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     long = index.new_empty(0, dtype=torch.int64)
-    return long.new_empty(index.numel()), long.new_empty(index.shape), long.new_empty(options.experts)
+    return long.new_empty(index.numel()), long.new_empty(index.shape), long.new_empty(experts)
 
 
-_experts_route = define(
-    "experts_route(Tensor index, int experts, int last) -> (Tensor, Tensor, Tensor)",
-    _Route,
-    run=_route,
-    fake=_route_fake,
-)
+_experts_route = define("experts_route", _route, _route_fake)
 
 
 # experts_spread
@@ -134,9 +122,9 @@ def _spread_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _experts_spread = define(
-    "experts_spread(Tensor x, Tensor place) -> Tensor",
-    run=_spread,
-    fake=lambda x, place: x.new_empty(place.shape[0] * place.shape[1], x.shape[1]),
+    "experts_spread",
+    _spread,
+    lambda x, place: x.new_empty(place.shape[0] * place.shape[1], x.shape[1]),
     save=_spread_save,
     backward=_spread_backward,
 )
@@ -176,9 +164,9 @@ def _total_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _experts_total = define(
-    "experts_total(Tensor rows, Tensor place, Tensor? weights) -> Tensor",
-    run=_total,
-    fake=lambda rows, place, weights: rows.new_empty(place.shape[0], rows.shape[1]),
+    "experts_total",
+    _total,
+    lambda rows, place, weights: rows.new_empty(place.shape[0], rows.shape[1]),
     save=_total_save,
     backward=_total_backward,
     double_backward=False,
@@ -200,9 +188,9 @@ def _weighed_gradients(
 
 
 _experts_total_backward = define(
-    "experts_total_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
-    run=_weighed_gradients,
-    fake=lambda grad, rows, place, weights: (torch.empty_like(rows), torch.empty_like(weights)),
+    "experts_total_backward",
+    _weighed_gradients,
+    lambda grad, rows, place, weights: (torch.empty_like(rows), torch.empty_like(weights)),
 )
 
 
@@ -233,9 +221,9 @@ def _gated_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _swiglu = define(
-    "swiglu(Tensor hidden, Tensor counts) -> Tensor",
-    run=_gated,
-    fake=lambda hidden, counts: hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2),
+    "swiglu",
+    _gated,
+    lambda hidden, counts: hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2),
     save=_gated_save,
     backward=_gated_backward,
     double_backward=False,
@@ -253,11 +241,7 @@ def _gated_gradient(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tens
     return torch.cat(both, -1).to(hidden.dtype)
 
 
-_swiglu_backward = define(
-    "swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor",
-    run=_gated_gradient,
-    fake=lambda grad, hidden, counts: torch.empty_like(hidden),
-)
+_swiglu_backward = define("swiglu_backward", _gated_gradient, lambda grad, hidden, counts: torch.empty_like(hidden))
 
 
 def _counted(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

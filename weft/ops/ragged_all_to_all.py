@@ -32,6 +32,7 @@ from weft.compat.tensors import grouped_mm
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
 from weft.ops.common import check_operands, define, group_of, no_columns, shape_of
+from weft.ops.schema import SymInt
 from weft.runtime.choose import MODES
 from weft.runtime.groups import GROUPS
 from weft.runtime.ragged import RaggedCall
@@ -42,26 +43,19 @@ _COMBINE: Op = "ragged_matmul_all_to_all"
 
 
 class _Ragged(NamedTuple):
-    """Options of weft::ragged_matmul_all_to_all and weft::ragged_all_to_all_gated. group: by name. a_rows: the a of no
+    """Options of the operators that exchange rows. group: by name. a_rows: the a of no
     rank has more rows, on all ranks the same; None if that is not known. limit: the settings that max_rows follows from, as
     errors name them; "" where the caller has passed max_rows. schedule: as a string."""
 
     group: str
     world_size: int
-    max_rows: int
-    a_rows: int | None
+    max_rows: SymInt
+    a_rows: SymInt | None
     limit: str
     schedule: str
 
 
 # How many rows ranks have.
-
-
-class _Asked(NamedTuple):
-    """Options of weft::rows_of_ranks."""
-
-    group: str
-    limit: str
 
 
 def rows_of_ranks(a: torch.Tensor, group: str, limit: str) -> tuple[int, int]:
@@ -71,26 +65,21 @@ def rows_of_ranks(a: torch.Tensor, group: str, limit: str) -> tuple[int, int]:
     return most, total
 
 
-def _ask(a: torch.Tensor, options: _Asked) -> tuple[int, int]:
-    what = f"op: number of rows, for a call with splits\nsettings: {options.limit or 'none'}"
-    found = GROUPS.state(options.group).numbers(what, a.shape[0])
+def _ask(a: torch.Tensor, group: str, limit: str) -> tuple[SymInt, SymInt]:
+    what = f"op: number of rows, for a call with splits\nsettings: {limit or 'none'}"
+    found = GROUPS.state(group).numbers(what, a.shape[0])
     return room(max(found)), room(sum(found))
 
 
-def _ask_fake(a: torch.Tensor, options: _Asked) -> tuple[Any, Any]:
+def _ask_fake(a: torch.Tensor, group: str, limit: str) -> tuple[Any, Any]:
     context = torch.library.get_ctx()
     return context.new_dynamic_size(min=1), context.new_dynamic_size(min=1)
 
 
-_rows_of_ranks = define(
-    "rows_of_ranks(Tensor a, str group, str limit) -> (SymInt, SymInt)",
-    _Asked,
-    run=_ask,
-    fake=_ask_fake,
-)
+_rows_of_ranks = define("rows_of_ranks", _ask, _ask_fake)
 
 
-def _most_rows(a: torch.Tensor, options: _Ragged | _Dispatch) -> int:
+def _most_rows(a: torch.Tensor, options: _Ragged) -> int:
     """Room for the a of any rank. Collective where the options do not say it."""
     return rows_of_ranks(a, options.group, options.limit)[0] if options.a_rows is None else options.a_rows
 
@@ -137,28 +126,13 @@ def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
 
 def _combine_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
     (a, b, splits, counts), options = ctx.saved_tensors, ctx.options
-    back = _Dispatch(
-        group=options.group,
-        world_size=options.world_size,
-        max_rows=_most_rows(a, options),
-        a_rows=options.max_rows,
-        limit=options.limit,
-        schedule=_backward_spec(options.schedule),
-        return_received=True,
-    )
-    rows = a.shape[0]
-    grad_a, _, received = _ragged_all_to_all_matmul(grad.contiguous(), b.transpose(1, 2), counts, *back)
+    rows, home = a.shape[0], _home(a, options)
+    grad_a, _, received = _ragged_all_to_all_matmul(grad.contiguous(), b.transpose(1, 2), counts, *home, True)
     return grad_a.narrow(0, 0, rows), grouped_outer(a, received.narrow(0, 0, rows), splits.sum(1)), None
 
 
 _ragged_matmul_all_to_all = define(
-    "ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, SymInt? a_rows,"
-    " str limit, str schedule) -> (Tensor, Tensor)",
-    _Ragged,
-    run=_combine,
-    fake=_combine_fake,
-    save=_combine_save,
-    backward=_combine_backward,
+    "ragged_matmul_all_to_all", _combine, _combine_fake, save=_combine_save, backward=_combine_backward
 )
 
 
@@ -188,31 +162,23 @@ def ragged_dispatch(
     return (out, counts if b.dim() == 3 else counts.flatten(), *received)
 
 
-class _Dispatch(NamedTuple):
-    """Options of weft::ragged_all_to_all_matmul: those of _Ragged, and whether it returns the rows that it multiplies."""
-
-    group: str
-    world_size: int
-    max_rows: int
-    a_rows: int | None
-    limit: str
-    schedule: str
-    return_received: bool
-
-
-def _dispatch(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
-    found = GROUPS.run(options.group, _call(_DISPATCH, a, b, splits, options, return_received=options.return_received))
+def _dispatch(
+    a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, return_received: bool
+) -> list[torch.Tensor]:
+    found = GROUPS.run(options.group, _call(_DISPATCH, a, b, splits, options, return_received=return_received))
     return [found["out"][0], found["counts"][0], *found.get("received", [])]
 
 
-def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
+def _dispatch_fake(
+    a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, return_received: bool
+) -> list[torch.Tensor]:
     counts = a.new_empty(b.shape[0], options.world_size, dtype=torch.int32)
-    received = [a.new_empty(options.max_rows, a.shape[1])] * options.return_received
+    received = [a.new_empty(options.max_rows, a.shape[1])] * return_received
     return [a.new_empty(options.max_rows, b.shape[2]), counts, *received]
 
 
 def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-    a, b, splits, ctx.options = inputs
+    a, b, splits, ctx.options, ctx.return_received = inputs
     ctx.mark_non_differentiable(outputs[1])
     # Zeros for received rows that nobody has used would go through the whole backward.
     ctx.set_materialize_grads(False)
@@ -225,19 +191,11 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
         factors, columns = grad, b.transpose(1, 2)
-        if options.return_received and grads[2] is not None:
+        if ctx.return_received and grads[2] is not None:
             # The gradient of the received rows goes back with the rest, as a product with 1.
             eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device).expand(b.shape[0], -1, -1)
             factors, columns = torch.cat([grad, grads[2]], 1), torch.cat([columns, eye], 1)
-        home = _Ragged(
-            group=options.group,
-            world_size=options.world_size,
-            max_rows=_most_rows(a, options),
-            a_rows=options.max_rows,
-            limit=options.limit,
-            schedule=_backward_spec(options.schedule),
-        )
-        back, _ = _ragged_matmul_all_to_all(factors, columns, counts, *home)
+        back, _ = _ragged_matmul_all_to_all(factors, columns, counts, *_home(a, options))
         grad_a = back.narrow(0, 0, a.shape[0])
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs max_rows x K of memory from forward to backward.
@@ -246,20 +204,14 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
     return grad_a, grad_b, None
 
 
-def _received_again(a: torch.Tensor, nothing: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> torch.Tensor:
-    again = options._replace(schedule=_backward_spec(options.schedule), return_received=True)
-    rows: torch.Tensor = _ragged_all_to_all_matmul(a, nothing, splits, *again)[2]
+def _received_again(a: torch.Tensor, nothing: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> torch.Tensor:
+    again = options._replace(schedule=_backward_spec(options.schedule))
+    rows: torch.Tensor = _ragged_all_to_all_matmul(a, nothing, splits, *again, True)[2]
     return rows
 
 
 _ragged_all_to_all_matmul = define(
-    "ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, SymInt? a_rows,"
-    " str limit, str schedule, bool return_received) -> Tensor[]",
-    _Dispatch,
-    run=_dispatch,
-    fake=_dispatch_fake,
-    save=_dispatch_save,
-    backward=_dispatch_backward,
+    "ragged_all_to_all_matmul", _dispatch, _dispatch_fake, save=_dispatch_save, backward=_dispatch_backward
 )
 
 
@@ -294,21 +246,13 @@ def _gated_fake(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options:
     return a.new_empty(options.max_rows, b.shape[2] // 2), counts
 
 
-_ragged_all_to_all_gated = define(
-    "ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, SymInt? a_rows,"
-    " str limit, str schedule) -> (Tensor, Tensor)",
-    _Ragged,
-    run=_gated,
-    fake=_gated_fake,
-)
+_ragged_all_to_all_gated = define("ragged_all_to_all_gated", _gated, _gated_fake)
 
 
 # What they share.
 
 
-def _call(
-    op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged | _Dispatch, **more: bool
-) -> RaggedCall:
+def _call(op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, **more: bool) -> RaggedCall:
     limits = {"max_rows": options.max_rows, "a_rows": options.a_rows, "limit": options.limit}
     return RaggedCall(op=op, a=a, b=b, splits=splits, schedule=options.schedule, **limits, **more)  # type: ignore[arg-type]
 
@@ -334,6 +278,12 @@ def _spec(schedule: str | Schedule) -> str:
         named = schedule if isinstance(schedule, str) else type(schedule).__name__
         raise ValueError(f"schedule is {named!r}; with splits use {', '.join((*MODES, *ragged.FAMILIES))}, or a weft.Schedule")
     return schedule
+
+
+def _home(a: torch.Tensor, options: _Ragged) -> _Ragged:
+    """The options of the exchange that takes the rows back. Collective where the options do not say how many a rank has."""
+    spec = _backward_spec(options.schedule)
+    return options._replace(max_rows=_most_rows(a, options), a_rows=options.max_rows, schedule=spec)
 
 
 def _backward_spec(schedule: str) -> str:

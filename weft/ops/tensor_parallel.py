@@ -17,7 +17,7 @@ The backward of each is the other one, overlapped with its matmul as in the forw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,12 @@ from weft.ops.common import (
     group_of,
     heard,
     list_of,
+    multiplied,
     no_columns,
     rows_per_entry,
     spec_of,
 )
-from weft.runtime.calls import MatmulCall
-from weft.runtime.groups import GROUPS
+from weft.ops.schema import SymInt
 
 
 @overload
@@ -155,25 +155,16 @@ class _Gather(NamedTuple):
     keep: the gathered a, which is then the last output, is kept for b's gradient."""
 
     group: str
-    rows: int
-    unit: int
+    rows: SymInt
+    unit: SymInt
     schedule: str
     return_gathered: bool
     keep: bool
 
 
 def _gather(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> list[torch.Tensor]:
-    call = MatmulCall(
-        op="all_gather_matmul",
-        a=a,
-        bs=bs,
-        rows=options.rows,
-        row_multiple=options.unit,
-        schedule=options.schedule,
-        return_gathered=options.return_gathered,
-    )
-    outputs = GROUPS.run(options.group, call)
-    return outputs["out"] + outputs.get("gathered", [])
+    group, rows, unit, schedule, gathered, _ = options
+    return multiplied("all_gather_matmul", a, bs, group, schedule, rows=rows, unit=unit, return_gathered=gathered)
 
 
 def _gather_fake(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> list[torch.Tensor]:
@@ -221,15 +212,7 @@ def _gathered_again(a: torch.Tensor, nothing: torch.Tensor, options: _Gather) ->
     return gathered
 
 
-_all_gather_matmul = define(
-    "all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool return_gathered,"
-    " bool keep) -> Tensor[]",
-    _Gather,
-    run=_gather,
-    fake=_gather_fake,
-    save=_gather_save,
-    backward=_gather_backward,
-)
+_all_gather_matmul = define("all_gather_matmul", _gather, _gather_fake, save=_gather_save, backward=_gather_backward)
 
 
 @heard
@@ -279,22 +262,14 @@ class _Scatter(NamedTuple):
     group: str
     rank: int
     world_size: int
-    unit: int
+    unit: SymInt
     schedule: str
     op: str
 
 
 def _scatter(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.Tensor:
-    call = MatmulCall(
-        op="matmul_reduce_scatter",
-        a=a,
-        bs=[b],
-        rows=a.shape[0],
-        row_multiple=options.unit,
-        schedule=options.schedule,
-        reduce_op=cast(Literal["sum", "avg"], options.op),
-    )
-    return GROUPS.run(options.group, call)["out"][0]
+    group, _, _, unit, schedule, op = options
+    return multiplied("matmul_reduce_scatter", a, [b], group, schedule, rows=a.shape[0], unit=unit, reduce_op=op)[0]
 
 
 def _scatter_fake(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.Tensor:
@@ -317,13 +292,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _matmul_reduce_scatter = define(
-    "matmul_reduce_scatter(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule, str op)"
-    " -> Tensor",
-    _Scatter,
-    run=_scatter,
-    fake=_scatter_fake,
-    save=_scatter_save,
-    backward=_scatter_backward,
+    "matmul_reduce_scatter", _scatter, _scatter_fake, save=_scatter_save, backward=_scatter_backward
 )
 
 

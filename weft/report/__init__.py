@@ -1,6 +1,7 @@
 """A run as a page to look at (`write_report`) and as a trace to open in Perfetto (`write_trace`).
 
-Both read the values of weft.tools.results and nothing else. What a model overlaps is reported by `weft.overlap_report`.
+Both read the values of weft.tools.results and nothing else. `weft.overlap_report` (overlap.py, places.py, overlap_page.py)
+reads what a process group has run, and loads no plotly.
 """
 
 from __future__ import annotations

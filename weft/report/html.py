@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterable
+from importlib.resources import files
 from typing import Any
 
 
@@ -50,3 +51,25 @@ def json_script(name: str, data: Any) -> Html:
     """`data` for the page's script to read. No "<" is left in it, so it cannot end the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Html(f'<script type="application/json" id="{html.escape(name)}">{text}</script>')
+
+
+def html_page(title: str, *children: Html, scripts: Iterable[Html] = ()) -> str:
+    """A page that loads nothing, which a browser enforces. Without scripts its policy allows none."""
+    body = tag("main", *children), *scripts
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    policy += "; script-src 'unsafe-inline'; img-src data: blob:" if len(body) > 1 else ""
+    head = tag(
+        "head",
+        Html('<meta charset="utf-8">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Html('<meta name="color-scheme" content="light dark">'),
+        tag("title", f"weft: {title}"),
+        Html(f"<style>{text_of('page.css')}</style>"),
+    )
+    return f'<!doctype html>\n<html lang="en">{head}{tag("body", *body)}</html>\n'
+
+
+def text_of(name: str) -> str:
+    """A file of this room."""
+    return files("weft.report").joinpath(name).read_text(encoding="utf-8")

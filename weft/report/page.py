@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
 from weft.report.charts import Figure
-from weft.report.html import Html, join, json_script, tag
+from weft.report.html import Html, html_page, join, json_script, tag, text_of
 from weft.report.sections import predicted_section, ran_section
 from weft.report.words import count
 from weft.tools.results import Run
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
 
 def write_report(run: Run, folder: Path) -> Path:
@@ -61,25 +58,9 @@ def document(title: str, sections: Sequence[Html], charts: Mapping[str, Figure])
     scripts = [
         json_script("charts", charts),
         Html(f"<script>{get_plotlyjs()}</script>"),
-        Html(f"<script>{_resource('page.js')}</script>"),
+        Html(f"<script>{text_of('page.js')}</script>"),
     ]
-    return f'<!doctype html>\n<html lang="en">{_head(title)}{tag("body", tag("main", *sections), *scripts)}</html>\n'
-
-
-def _head(title: str) -> Html:
-    return tag(
-        "head",
-        Html('<meta charset="utf-8">'),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
-        Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Html('<meta name="color-scheme" content="light dark">'),
-        tag("title", f"weft: {title}"),
-        Html(f"<style>{_resource('page.css')}</style>"),
-    )
-
-
-def _resource(name: str) -> str:
-    return files("weft.report").joinpath(name).read_text(encoding="utf-8")
+    return html_page(title, *sections, scripts=scripts)
 
 
 def _header(run: Run) -> Html:

@@ -21,11 +21,11 @@ from torch import nn
 from weft import schedules
 from weft.core.errors import require
 from weft.core.problem import REDUCTIONS, Op, Problem
-from weft.models.report_page import page
-from weft.models.report_places import Called, ReportedPlace, lines
 from weft.models.sites import CommunicatingLayer, LayerCalls, sites
 from weft.ops.common import backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
+from weft.report.overlap_page import page
+from weft.report.places import Called, ReportedPlace, lines
 from weft.runtime.buckets import serves
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS
@@ -67,7 +67,7 @@ class OverlapReport:
 
     def html(self) -> str:
         """A page of its own, without scripts."""
-        return page(self.model, self.headline, self.counted, self.overlapped / max(1, self.total), self.places)
+        return page(self.model, self.headline, self.counted, self.places)
 
     def write(self, path: str | Path) -> None:
         """The page, as a file."""

@@ -1,0 +1,48 @@
+"""The torch.library schema of an operator, from the annotations of the function that computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import torch
+
+SymInt = Annotated[int, "SymInt"]
+"""An int that torch.compile may trace as a symbol. It compiles anew for each value of any other int."""
+_NAMES = {torch.Tensor: "Tensor", torch.dtype: "ScalarType", SymInt: "SymInt"}
+
+
+def schema_of(name: str, run: Callable[..., Any]) -> tuple[str, int, int, list[tuple[Any, slice]]]:
+    """(the schema of weft::name, how many tensors it takes, how many options, the NamedTuples and where their fields are,
+    the last one first).
+
+    The arguments are the parameters of `run`, tensors first; each NamedTuple stands for its fields. A tensor that the operator
+    changes is annotated as schemas have it: Annotated[Tensor, "a!"].
+    """
+    hints = get_type_hints(run, include_extras=True)
+    result = _type(hints.pop("return"))
+    fields = [_fields(hint) or {parameter: hint} for parameter, hint in hints.items()]
+    ends = accumulate(map(len, fields))
+    places = [(hint, slice(end - len(_fields(hint)), end)) for hint, end in zip(hints.values(), ends, strict=True)]
+    arguments = [f"{_type(hint)} {parameter}" for group in fields for parameter, hint in group.items()]
+    tensors = sum(argument.startswith("Tensor") for argument in arguments)
+    assert all(each.startswith("Tensor") for each in arguments[:tensors]), f"weft::{name} takes a tensor last: {arguments}"
+    schema = f"{name}({', '.join(arguments)}) -> {result}"
+    return schema, tensors, len(arguments) - tensors, [(kind, place) for kind, place in reversed(places) if _fields(kind)]
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """The types of a NamedTuple's fields; none for what is no NamedTuple."""
+    return get_type_hints(kind, include_extras=True) if hasattr(kind, "_fields") else {}
+
+
+def _type(hint: Any) -> str:
+    if hint in _NAMES or not get_args(hint):
+        return _NAMES.get(hint) or str(hint.__name__)
+    kind, (first, *others) = get_origin(hint), get_args(hint)
+    if kind is tuple:
+        return f"({', '.join(map(_type, (first, *others)))})"
+    if kind is Annotated:
+        return _type(first).replace("Tensor", f"Tensor({others[0]})")
+    return _type(first) + ("?" if others else "[]")

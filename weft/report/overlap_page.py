@@ -1,0 +1,42 @@
+"""An overlap report as a page: a row for each problem that a place has run, without scripts and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from weft.report.html import html_page, join, table, tag
+from weft.report.places import Called, ReportedPlace
+from weft.report.words import percent
+
+_HEADS = ("place", "times", "state", "operator", "rows", "schedule", "time, us", "sequential, us", "of the ideal", "why")
+_WORDS = (
+    "Times were measured when a schedule was chosen, at the first call of a size, beside the sequential program's. The ideal, "
+    "the larger of the matmul alone and the collective alone, is predicted for this machine; 100 % hides one of the two wholly."
+)
+
+
+def page(model: str, headline: str, lead: str, places: Sequence[ReportedPlace]) -> str:
+    """The whole page, as text. lead: the sentence below the model's name."""
+    rows = [row for place in places for row in _rows(place)]
+    header = tag("header", tag("h1", model), tag("p", lead, class_="lead"))
+    places_table = table("Places, and the problems that each has run", _HEADS, rows, words=(0, 2, 3, 5, 9))
+    return html_page(headline, header, tag("section", tag("p", _WORDS), places_table))
+
+
+def _rows(place: ReportedPlace) -> Iterator[tuple[str, ...]]:
+    state = tag("span", place.state, class_="right" if place.overlapped else "wrong")
+    said = "; ".join(filter(None, (place.site.reason, "not called yet" if place.waits else "")))
+    yield place.site.name, str(place.count), state, ", ".join(place.site.operators), *[""] * 5, said
+    for call in place.calls:
+        yield "", "", "", *_cells(call)
+
+
+def _cells(call: Called) -> tuple[str, ...]:
+    """Operator, rows, schedule, time, sequential's and the gain, share of the ideal, why."""
+    gain = f" ({call.sequential_us / call.us:.2f}x)" if call.us and call.sequential_us else ""
+    share = "" if call.share is None else join([tag("meter", value=f"{min(1.0, call.share):.2f}"), f" {percent(call.share)}"])
+    return call.op, f"{call.rows:,}", call.spec, _us(call.us), _us(call.sequential_us) + gain, share, call.why
+
+
+def _us(us: float | None) -> str:
+    return "not measured" if us is None else f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
