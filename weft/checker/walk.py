@@ -25,6 +25,7 @@ from operator import or_
 from weft.checker.deadlock import StuckLane, deadlock
 from weft.checker.effects import Effects
 from weft.checker.mail import Leg, Mail
+from weft.checker.memory import Conflict
 from weft.checker.program import Action, CompiledSchedule, Do, Op, Place, ScheduleError
 
 _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
@@ -75,7 +76,10 @@ class Walk:
         for rank, lanes in enumerate(self.lanes):
             if not lanes:
                 self.effects.check_outputs(rank)
-        self.go_on()
+        try:
+            self.go_on()
+        except Conflict as conflict:
+            raise self.effects.refusal(conflict) from None
         if not self.done:
             raise ScheduleError(deadlock(self.program, self._stuck()))
 
@@ -119,7 +123,7 @@ class Walk:
     def _left_by(self, lane: LaneState, flag: int, at_least: int) -> int | None:
         """The set that a signal of this call, or (at_least = 0) of the one before, left; None while it has not come."""
         call = lane.call - (not at_least)
-        if call < 0 or not self.program.signalled[flag]:
+        if call < 0 or self.program.owners[flag] is None:
             return 0
         done = self.signals[flag]
         return done[call] if len(done) > call else None
@@ -180,18 +184,24 @@ class Walk:
         return True
 
     def _run_part(self, lane: LaneState, action: Action, part: int) -> bool:
-        behind = self._behind(lane, part, action.waits)
+        waits = action.waits
+        behind = self._behind(lane, part, waits) if waits else []
         if behind is None:
             return False
         gates, inner = behind[: len(action.gates)], behind[len(action.gates) :]
         at = (lane.rank, lane.index, lane.position, part, lane.call)
         before = reduce(or_, gates, lane.mask)
-        lane.gated += [flag for flag, at_least in action.waits if at_least]
-        mask = self.effects.act(action, at, before, lane.mask, inner)
+        lane.gated += [flag for flag, at_least in waits if at_least]
+        followed = action.within(self.program.shared) if lane.call else action
+        mask = self.effects.act(followed, at, before, lane.mask, inner)
         lane.joined |= mask
         if action.counts >= 0:
             self._signal(action.counts, mask)
         return True
+
+    def _followed(self, action: Action, call: int) -> Action:
+        """In calls after the first, the accesses alone that are to memory that peers may touch."""
+        return action.within(self.program.shared) if call else action
 
     def _behind(self, lane: LaneState, part: int, gates: tuple[tuple[int, int], ...]) -> list[int] | None:
         """By gate, the set that its signal left; None, and the lane parked, if one is closed."""
@@ -237,7 +247,7 @@ class Walk:
         if len(self.meeting) < len(self.lanes):
             return
         ranks, self.meeting = sorted(self.meeting, key=lambda other: other.rank), []
-        actions = [other.ops[other.position].actions[0] for other in ranks]
+        actions = [self._followed(other.ops[other.position].actions[0], other.call) for other in ranks]
         ats = [(other.rank, other.index, other.position, 0, other.call) for other in ranks]
         bits = self.effects.collect(actions, ats, [other.mask for other in ranks])
         started = 0
@@ -254,10 +264,10 @@ class Walk:
         if not self._enter(lane, op):
             return
         at = (lane.rank, lane.index, lane.position)
-        lane.joined = lane.mask
+        lane.joined, actions = lane.mask, [self._followed(action, lane.call) for action in op.actions]
         lane.legs = [
             self.mail.begin(self.effects, (*at, part, lane.call), action, sent=sent, peer=peer, ancestors=lane.mask)
-            for part, (action, (sent, peer)) in enumerate(zip(op.actions, op.messages, strict=True))
+            for part, (action, (sent, peer)) in enumerate(zip(actions, op.messages, strict=True))
         ]
         self.mailing.append(lane)
         for other in [other for other in self.mailing if all(map(self.mail.meets, other.legs))]:
