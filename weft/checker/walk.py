@@ -250,9 +250,7 @@ class Walk:
         actions = [self._followed(other.ops[other.position].actions[0], other.call) for other in ranks]
         ats = [(other.rank, other.index, other.position, 0, other.call) for other in ranks]
         bits = self.effects.collect(actions, ats, [other.mask for other in ranks])
-        started = 0
-        for other in ranks:
-            started |= other.mask
+        started = reduce(or_, [other.mask for other in ranks])
         for other, bit in zip(ranks, bits, strict=True):
             other.joined = started | bit
             self._leave(other)
