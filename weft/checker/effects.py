@@ -37,8 +37,9 @@ class Effects:
         self.program = program
         self.problem = program.schedule.problem
         self.nodes: list[At] = []
+        self.given: dict[int, Given] = {}
+        """By memory of a result, the input that may be one with it."""
         self.memories = [self._memory(number, name, rank) for number, (name, rank) in enumerate(program.memories)]
-        self.given = self._aliases()
 
     def _memory(self, number: int, name: str, rank: int) -> Memory | Constant | Given:
         is_input = self.program.schedule.buffer[name].kind == "input"
@@ -50,13 +51,11 @@ class Effects:
         if alias is None:
             return Constant(content)
         rows, cols = self.program.schedule.buffer[name].whole(rank).shape
-        return Given(number, content, (0, rows, 0, cols), alias)
+        given = self.given[self._result_of(rank)] = Given(number, content, (0, rows, 0, cols), alias)
+        return given
 
-    def _aliases(self) -> dict[int, Given]:
-        """By memory of a result, the input that may be one with it."""
-        number = {memory: n for n, memory in enumerate(self.program.memories)}
-        found = [(self.program.memories[m.number][1], m) for m in self.memories if isinstance(m, Given)]
-        return {number["out", rank]: given for rank, given in found}
+    def _result_of(self, rank: int) -> int:
+        return self.program.memories.index(("out", rank))
 
     def _input(self, name: str, rank: int) -> Content:
         """What the caller writes, in the coordinates of the whole matrices; of an all-to-all, those are all ranks' a below each
@@ -201,7 +200,7 @@ class Effects:
             return ancestors
         at = (rank, *CALLER, 0, call)
         node = self.node(at)
-        memory = self.memories[self.program.memories.index(("out", rank))]
+        memory = self.memories[self._result_of(rank)]
         assert isinstance(memory, Memory)
         memory.give_back(node, ancestors)
         return ancestors | 1 << node

@@ -115,7 +115,7 @@ class _Starts(Walk):
         self.may_start = may_start
         while self.ready or any(map(may_start, self.held)):
             for place in [place for place in self.held if may_start(place)]:
-                self.ready.append((self.held.pop(place), -1))
+                self.ready.append(self.held.pop(place))
             self.go_on()
 
     def _enter(self, lane: LaneState, op: Op) -> bool:
