@@ -63,7 +63,10 @@ class Effects:
         if name == "bags":
             return ("P", 0, self._first_column(rank))
         if isinstance(self.problem, CollectiveProblem):
-            return self._given_alone(self.problem, rank)
+            # Elements of all ranks below each other; or, where ranks are summed, a product over one k of all, which is the rank.
+            if self.problem.sums:
+                return ("AB", 0, 0, ((rank, rank + 1),), 1)
+            return ("A", rank * self.problem.m if self.problem.op == "all_to_all" else self.problem.shards[rank][0], 0)
         if isinstance(self.problem, ColumnProblem) and not self.problem.sends_columns:
             return ("A", 0, self.problem.blocks[rank][0]) if name == "a" else ("B", 0, rank * self.problem.n)
         if self.problem.op in (*EXCHANGES, "matmul_all_to_all_columns"):
@@ -75,13 +78,6 @@ class Effects:
             return ("AB", None if name == "bias" else 0, 0, (ADDED[name],), 1)
         offset = sum(self.problem.inner(r) for r in range(rank))
         return ("A", 0, offset) if name == "a" else ("B", offset, 0)
-
-    def _given_alone(self, problem: CollectiveProblem, rank: int) -> Content:
-        """Of a collective alone: elements of all ranks below each other; or, where ranks are summed, a product over one k of
-        all, which is the rank."""
-        if problem.sums:
-            return ("AB", 0, 0, ((rank, rank + 1),), 1)
-        return ("A", rank * problem.m if problem.op == "all_to_all" else problem.shards[rank][0], 0)
 
     def _first_column(self, rank: int) -> int:
         if self.problem.op not in ("all_gather_matmul", *LOOKUP_OPS):
@@ -276,20 +272,15 @@ class Effects:
         other = self.nodes[conflict.other]
         they = self.program.where(*other[:4])
         if conflict.given:
-            return ScheduleError(f"{where}: {_in_place(region, they, conflict)}, since out may be the memory of a")
+            late, early = f"where {they} may have written the result", f"which {they} reads, and nothing orders the two"
+            what = f"it touches {region}, {late}" if conflict.wrote else f"the result touches {region}, {early}"
+            return ScheduleError(f"{where}: {what}, since out may be the memory of a")
         if other[1:3] == CALLER:
             return ScheduleError(f"{where}: it touches {region}, which {they} has between two calls; nothing orders that")
         they += " of the call before" if other[4] < at[4] else ""
         does = "has its result between two calls, and may write" if at[1:3] == CALLER else "it touches"
         verb = "writes" if conflict.wrote else "reads"
         return ScheduleError(f"{where}: {does} {region}, which {they} {verb}; nothing orders the two")
-
-
-def _in_place(region: str, they: str, conflict: Conflict) -> str:
-    """What conflicts where the result is written in place: with a read that came before, or that comes after."""
-    if conflict.wrote:
-        return f"it touches {region}, where {they} may have written the result"
-    return f"the result touches {region}, which {they} reads, and nothing orders the two"
 
 
 def _wanted_of_columns(problem: ColumnProblem, name: str, rank: int) -> list[tuple[Span1D, Content]]:

@@ -25,7 +25,6 @@ from weft.checker.shapes import (
 from weft.core.fused_collective import SpelledOut
 from weft.core.schedule import (
     Bags,
-    Buffer,
     Collective,
     Copy,
     Flag,
@@ -193,14 +192,11 @@ class Compiler:
             if self.node_of[rank] != self.node_of[self.rank]:
                 self.fail(f"{region} lies on another node, out of reach of loads, stores and copies; send and receive it")
             if not (remote and buffer.name in self.open):
-                self._fail_remote(region, buffer, remote)
+                what = f"buffer {buffer.name} is {buffer.kind}; peers may only touch symmetric buffers"
+                self.fail(f"{region} lies on a peer; {what if remote else 'this operand must be local'}")
         if write and buffer.kind == "input":
             self.fail(f"{region} is an input of the caller; no step may write it")
         return self.first_memory[region.buffer] + rank, (*region.rows, *region.cols)
-
-    def _fail_remote(self, region: Region, buffer: Buffer, remote: bool) -> NoReturn:
-        what = f"buffer {buffer.name} is {buffer.kind}; peers may only touch symmetric buffers"
-        self.fail(f"{region} lies on a peer; {what if remote else 'this operand must be local'}")
 
     def narrow(self, *regions: Region) -> None:
         """None of the regions holds float32 partial sums where the problem's dtype is needed."""

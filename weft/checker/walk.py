@@ -32,8 +32,8 @@ _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 
 
 class LaneState:
-    """Where a lane is. part, joined: of its kernel, the next part (-1: it is in none), and all that its finished parts had behind them. gated: the
-    flags of this call that its kernel waits for. legs: its ends of messages that are under way."""
+    """Where a lane is. part, joined: of its kernel, the next part (-1: it is in none), and all that its finished parts had
+    behind them. gated: the flags of this call that its kernel waits for. legs: its ends of messages that are under way."""
 
     __slots__ = ("call", "gated", "index", "joined", "legs", "mask", "ops", "part", "position", "rank")
 
@@ -156,19 +156,17 @@ class Walk:
 
     def _pass_previous(self, lane: LaneState, op: Op) -> bool:
         """Wait for the flags of the call before where a kernel starts; False, and the lane parked, if one has not come."""
-        for flag in op.previous:
-            before = self._left_by(lane, flag, 0)
-            if before is None:
-                self.parked.setdefault(flag, []).append(lane)
-                return False
-            lane.mask |= before
+        behind = self._behind(lane, tuple([(flag, 0) for flag in op.previous])) if op.previous else []
+        if behind is None:
+            return False
+        lane.mask = reduce(or_, behind, lane.mask)
         for flag in op.previous:
             lane.mask |= self._lower(lane, flag, previous=True)
         return True
 
     def _work(self, lane: LaneState, op: Op) -> bool:
-        """Start a copy or kernel, unless the lane is in it, and run the parts that are left, up to one that a gate keeps; whether
-        none is."""
+        """Start a copy or kernel, unless the lane is in it, and run the parts that are left, up to one that a gate keeps;
+        whether none is."""
         if lane.part < 0:
             if not self._pass_previous(lane, op) or not self._enter(lane, op):
                 return False
