@@ -63,7 +63,7 @@ class Effects:
         if name == "bags":
             return ("P", 0, self._first_column(rank))
         if isinstance(self.problem, CollectiveProblem):
-            # Elements of all ranks below each other; or, where ranks are summed, a product over one k of all, which is the rank.
+            # Elements of all ranks below each other; where ranks are summed, a product over one k of all, which is the rank.
             if self.problem.sums:
                 return ("AB", 0, 0, ((rank, rank + 1),), 1)
             return ("A", rank * self.problem.m if self.problem.op == "all_to_all" else self.problem.shards[rank][0], 0)

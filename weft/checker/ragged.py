@@ -7,7 +7,7 @@ one element for each segment, in its order. An empty segment does nothing, and i
 
 The counts are a memory of their own on each rank, with a row for each rank whose counts they are. Each part of a kernel reads
 all rows of its rank where the kernel starts, since where segments begin depends on them. The memory has two places, which calls
-take in turn (`weft.checker.memory.Places`).
+take in turn (`weft.checker.memory.AlternatingMemory`).
 
 The next call may have other counts, so that a segment lies where another one has lain. That is no conflict that the proof
 misses: a kernel has the counts of all ranks for its call behind it, and each rank shares those after all of its lanes have
