@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from weft.checker.concurrent import check_concurrent
 from weft.checker.effects import Effects
-from weft.checker.fused_collective import check_mailboxes, check_room, check_shapes
+from weft.checker.fused_collective import check_room, check_shapes
 from weft.checker.program import ScheduleError
 from weft.checker.ragged import RaggedCompiler, RaggedEffects
 from weft.checker.shapes import check_buffers
@@ -63,4 +63,3 @@ def check(schedule: Schedule) -> None:
     if crowded:
         check_starvation(program, walk.occupied)
     check_room(program, spelled)
-    check_mailboxes(schedule)

@@ -20,54 +20,32 @@ class StuckLane(NamedTuple):
 
 def deadlock(program: CompiledSchedule, stuck: dict[Place, StuckLane]) -> str:
     """The circle among stuck lanes, as a sentence."""
-    here, path = min(stuck), list[Place]()
+    here, path, lines = min(stuck), list[Place](), list[str]()
     while here not in path:
         path.append(here)
-        here = _blocker(program, stuck, here)
-    circle = path[path.index(here) :]
-    lines = []
-    for place, then in zip(circle, circle[1:] + circle[:1], strict=True):
-        position, part, flag = stuck[place]
-        what = f"a signal of {program.flags[flag]}" if flag >= 0 else _meeting(program, place, position, part)
+        what, then = _awaited(program, stuck, here)
         owner = f"rank {then[0]}, lane {program.schedule.ranks[then[0]][then[1]].name}"
-        lines.append(f"{program.where(*place, position, part)} waits for {what}, which needs {owner}")
-    return "deadlock: " + "; ".join(lines)
+        lines.append(f"{program.where(*here, *stuck[here][:2])} waits for {what}, which needs {owner}")
+        here = then
+    return "deadlock: " + "; ".join(lines[path.index(here) :])
 
 
-def _blocker(program: CompiledSchedule, stuck: dict[Place, StuckLane], here: Place) -> Place:
-    """The lane that should let `here` go on; another of its rank where that one waits for the next call."""
-    flag = stuck[here].flag
+def _awaited(program: CompiledSchedule, stuck: dict[Place, StuckLane], here: Place) -> tuple[str, Place]:
+    """What `here` waits for, and the lane that should let it go on: another of its rank where that one has ended its
+    call."""
+    position, part, flag = stuck[here]
     if flag >= 0:
         owner = program.owners[flag]
         assert owner is not None
-        return owner if owner in stuck else _any_of(stuck, owner[0])
-    peer = _other_end(program, here, stuck[here].position, stuck[here].part)
-    if peer is not None:
-        lane = _lane_with(program, peer, Do.MESSAGES)
-        return (peer, lane) if (peer, lane) in stuck else _any_of(stuck, peer)
-    absent = next(r for r in range(len(program.ops)) if all(p[0] != r or not _meets(program, p, s) for p, s in stuck.items()))
-    lane = _lane_with(program, absent, Do.COLLECTIVE)
-    return (absent, lane) if (absent, lane) in stuck else _any_of(stuck, absent)
-
-
-def _lane_with(program: CompiledSchedule, rank: int, do: Do) -> int:
-    return next((i for i, ops in enumerate(program.ops[rank]) if any(op.do is do for op in ops)), -1)
-
-
-def _other_end(program: CompiledSchedule, place: Place, position: int, part: int) -> int | None:
-    """The rank that a message waits for; None if it is a collective that waits."""
-    op = program.ops[place[0]][place[1]][position]
-    return op.messages[part][1] if op.do is Do.MESSAGES else None
-
-
-def _meeting(program: CompiledSchedule, place: Place, position: int, part: int) -> str:
-    peer = _other_end(program, place, position, part)
-    return "all ranks to start it" if peer is None else f"rank {peer} to begin its end of message {part}"
-
-
-def _meets(program: CompiledSchedule, place: Place, stuck: StuckLane) -> bool:
-    return program.ops[place[0]][place[1]][stuck.position].do is Do.COLLECTIVE
-
-
-def _any_of(stuck: dict[Place, StuckLane], rank: int) -> Place:
-    return min(place for place in stuck if place[0] == rank)
+        what, (rank, index) = f"a signal of {program.flags[flag]}", owner
+    else:
+        op = program.ops[here[0]][here[1]][position]
+        if op.do is Do.MESSAGES:
+            rank = op.messages[part][1]
+            what = f"rank {rank} to begin its end of message {part}"
+        else:
+            arrived = {r for (r, i), lane in stuck.items() if program.ops[r][i][lane.position].do is Do.COLLECTIVE}
+            rank = next(r for r in range(len(program.ops)) if r not in arrived)
+            what = "all ranks to start it"
+        index = next((i for i, ops in enumerate(program.ops[rank]) if any(one.do is op.do for one in ops)), -1)
+    return what, (rank, index) if (rank, index) in stuck else min(place for place in stuck if place[0] == rank)

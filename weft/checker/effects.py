@@ -2,7 +2,7 @@
 
 Contract: actions come in an order that fits happens-before, each with the set of its ancestors (an int, a bit a node).
 The first access that is not ordered after one that it conflicts with, the first read of what nobody wrote, or the first
-wrong element of a result raises `ScheduleError`.
+wrong element of a result raises: `Conflict`, which `refusal` puts in words, or `ScheduleError`.
 
 Contents are followed in the first call only. Where no read of the first call finds unwritten memory and no two calls race,
 every later call does the same one call on: a read that finds something stale in a later call would find nothing in the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import chain
 from operator import or_
 
 from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total
@@ -20,7 +21,6 @@ from weft.checker.memory import Conflict, Constant, Given, Memory
 from weft.checker.program import CALLER, Access, Action, CompiledSchedule, Do, Rect, ScheduleError, overlap
 from weft.checker.shapes import reachable_outputs
 from weft.core.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, ColumnProblem, Span1D
-from weft.core.schedule import Region
 
 At = tuple[int, int, int, int, int]
 """Rank, lane, position, part, call."""
@@ -37,8 +37,9 @@ class Effects:
         self.program = program
         self.problem = program.schedule.problem
         self.nodes: list[At] = []
+        self.given: dict[int, Given] = {}
+        """By memory of a result, the input that may be one with it."""
         self.memories = [self._memory(number, name, rank) for number, (name, rank) in enumerate(program.memories)]
-        self.given = self._aliases()
 
     def _memory(self, number: int, name: str, rank: int) -> Memory | Constant | Given:
         is_input = self.program.schedule.buffer[name].kind == "input"
@@ -50,13 +51,11 @@ class Effects:
         if alias is None:
             return Constant(content)
         rows, cols = self.program.schedule.buffer[name].whole(rank).shape
-        return Given(number, content, (0, rows, 0, cols), alias)
+        given = self.given[self._result_of(rank)] = Given(number, content, (0, rows, 0, cols), alias)
+        return given
 
-    def _aliases(self) -> dict[int, Given]:
-        """By memory of a result, the input that may be one with it."""
-        number = {memory: n for n, memory in enumerate(self.program.memories)}
-        found = [(self.program.memories[m.number][1], m) for m in self.memories if isinstance(m, Given)]
-        return {number["out", rank]: given for rank, given in found}
+    def _result_of(self, rank: int) -> int:
+        return self.program.memories.index(("out", rank))
 
     def _input(self, name: str, rank: int) -> Content:
         """What the caller writes, in the coordinates of the whole matrices; of an all-to-all, those are all ranks' a below each
@@ -64,7 +63,10 @@ class Effects:
         if name == "bags":
             return ("P", 0, self._first_column(rank))
         if isinstance(self.problem, CollectiveProblem):
-            return self._given_alone(self.problem, rank)
+            # Elements of all ranks below each other; where ranks are summed, a product over one k of all, which is the rank.
+            if self.problem.sums:
+                return ("AB", 0, 0, ((rank, rank + 1),), 1)
+            return ("A", rank * self.problem.m if self.problem.op == "all_to_all" else self.problem.shards[rank][0], 0)
         if isinstance(self.problem, ColumnProblem) and not self.problem.sends_columns:
             return ("A", 0, self.problem.blocks[rank][0]) if name == "a" else ("B", 0, rank * self.problem.n)
         if self.problem.op in (*EXCHANGES, "matmul_all_to_all_columns"):
@@ -76,13 +78,6 @@ class Effects:
             return ("AB", None if name == "bias" else 0, 0, (ADDED[name],), 1)
         offset = sum(self.problem.inner(r) for r in range(rank))
         return ("A", 0, offset) if name == "a" else ("B", offset, 0)
-
-    def _given_alone(self, problem: CollectiveProblem, rank: int) -> Content:
-        """Of a collective alone: elements of all ranks below each other; or, where ranks are summed, a product over one k of
-        all, which is the rank."""
-        if problem.sums:
-            return ("AB", 0, 0, ((rank, rank + 1),), 1)
-        return ("A", rank * problem.m if problem.op == "all_to_all" else problem.shards[rank][0], 0)
 
     def _first_column(self, rank: int) -> int:
         if self.problem.op not in ("all_gather_matmul", *LOOKUP_OPS):
@@ -96,100 +91,69 @@ class Effects:
     def act(self, action: Action, at: At, ancestors: int, started: int, behind: Sequence[int] = ()) -> int:
         """Do the action; its ancestors with the action itself among them. started: the ancestors of its kernel's start. behind:
         by inner gate, what it adds to them."""
-        first = at[4] == 0
-        write = action.write if first else action.shared_write
-        reads = action.reads if first else action.shared_reads
-        adds = action.adds if first else action.shared_adds
-        slices = action.slices if first else action.shared_slices
-        if write is None and not reads and not adds:
+        if action.write is None and not action.reads and not action.adds:
             return reduce(or_, behind, ancestors)
         node = self.node(at)
-        try:
-            cells = self._read(reads, node, started if action.adds else ancestors)
-            for number, more in enumerate(behind):
-                # What lies behind an inner gate is an access of its own, after all that was read before it.
-                ancestors |= 1 << node | more
-                node = self.node(at)
-                cells += self._read(slices[number : number + 1], node, ancestors)
-            if action.adds:
-                # Late gates: a and b have been read before they open, so that is an access of its own.
-                ancestors |= 1 << node
-                node = self.node(at)
-                cells += self._read(adds, node, ancestors)
-            if write is not None:
-                old = self.memories[write[0]].read(write[1], node, ancestors) if action.accumulate else None
-                self._write(write, self._result(action, cells, old) if first else [(write[1], None)], node, ancestors)
-                if first and write[0] in self.given:
-                    self._overwrite(action, self.given[write[0]], node, ancestors)
-        except Conflict as conflict:
-            raise self._refusal(at, conflict) from None
+        cells = self._read(action.reads, node, started if action.late else ancestors)
+        for number, more in enumerate(behind):
+            # What lies behind an inner gate is an access of its own, after all that was read before it.
+            ancestors |= 1 << node | more
+            node = self.node(at)
+            cells += self._read(action.slices[number : number + 1], node, ancestors)
+        if action.late:
+            # Late gates: a and b have been read before they open, so that is an access of its own.
+            ancestors |= 1 << node
+            node = self.node(at)
+            cells += self._read(action.adds, node, ancestors)
+        if action.write is not None:
+            memory, rect = action.write
+            old = self.memories[memory].read(rect, node, ancestors) if action.accumulate else None
+            self._write(action, None if at[4] else self._result(action, cells, old), node, ancestors)
         return ancestors | 1 << node
-
-    def _overwrite(self, action: Action, given: Given, node: int, ancestors: int) -> None:
-        """The result is written where an input may lie. What is copied to itself stays: executors leave such copies out."""
-        assert action.write is not None
-        place = given.place(action.write[1])
-        if place is not None and not (action.do is Do.COPY and action.reads == ((given.number, place),)):
-            given.overwrite(place, node, ancestors, vendor=False)
 
     def _read(self, accesses: tuple[Access, ...], node: int, ancestors: int) -> list[Cells]:
         return [self.memories[m].read(rect, node, ancestors) for m, rect in accesses]
 
-    def _write(self, write: tuple[int, Rect], cells: Cells, node: int, ancestors: int) -> None:
-        memory = self.memories[write[0]]
+    def _write(self, action: Action, cells: Cells | None, node: int, ancestors: int, *, vendor: bool = False) -> None:
+        """cells: what is written; None in calls after the first. The result may lie where an input lies. vendor: by a
+        collective. What is copied to itself stays: executors leave such copies out, but not vendors."""
+        assert action.write is not None
+        number, rect = action.write
+        memory = self.memories[number]
         assert isinstance(memory, Memory)
-        for rect, content in cells:
-            memory.write(rect, content, node, ancestors)
+        if cells is None:
+            memory.write(rect, None, node, ancestors)
+            return
+        for part, content in cells:
+            memory.write(part, content, node, ancestors)
+        given = self.given.get(number)
+        place = given and given.place(rect)
+        if given and place and (vendor or action.do is not Do.COPY or action.reads != ((given.number, place),)):
+            given.overwrite(place, node, ancestors, vendor=vendor)
 
     def collect(self, actions: list[Action], ats: list[At], ancestors: list[int]) -> list[int]:
         """A collective, once all ranks have started it: by rank, the action and what that rank had behind it."""
         nodes = [self.node(at) for at in ats]
-        found: list[Cells] = []
-        ranks = range(len(nodes))
-        for rank in ranks:
-            try:
-                found.append(self._gather(actions[rank], nodes[rank], ancestors[rank], first=not ats[rank][4]))
-            except Conflict as conflict:
-                raise self._refusal(ats[rank], conflict) from None
-        for rank in ranks:
-            write = actions[rank].write
-            if write is not None:
-                cells = [(write[1], None)] if ats[rank][4] else self._collected(actions, found, rank, write[1])
-                try:
-                    self._write(write, cells, nodes[rank], ancestors[rank])
-                    given = None if ats[rank][4] else self.given.get(write[0])
-                    place = given and given.place(write[1])
-                    if given and place:
-                        given.overwrite(place, nodes[rank], ancestors[rank], vendor=True)
-                except Conflict as conflict:
-                    raise self._refusal(ats[rank], conflict) from None
+        given = zip(actions, nodes, ancestors, strict=True)
+        found = [list(chain(*self._read(action.reads, node, before))) for action, node, before in given]
+        for rank, (action, node) in enumerate(zip(actions, nodes, strict=True)):
+            if action.write is not None:
+                cells = None if ats[rank][4] else self._collected(actions, found, rank, action.write[1])
+                self._write(action, cells, node, ancestors[rank], vendor=True)
         return [1 << node for node in nodes]
 
     def post(self, action: Action, at: At, ancestors: int) -> tuple[Cells, int]:
-        """Read what is sent: the cells, none but in the first call, and the ancestors with the reading among them."""
+        """Read what is sent, if anything is followed: the cells, and the ancestors with the reading among them."""
         node = self.node(at)
-        try:
-            found = self._read(action.reads if at[4] == 0 else action.shared_reads, node, ancestors)
-        except Conflict as conflict:
-            raise self._refusal(at, conflict) from None
-        return (found[0] if found else []), ancestors | 1 << node
+        return list(chain(*self._read(action.reads, node, ancestors))), ancestors | 1 << node
 
-    def deliver(self, action: Action, at: At, ancestors: int, src: Rect, cells: Cells) -> int:
-        """Write what is received, which lay in `src` where it came from; the ancestors with the writing among them."""
-        first, node = at[4] == 0, self.node(at)
-        write = action.write if first else action.shared_write
-        if write is not None:
-            try:
-                self._write(write, moved(cells, src, write[1]) if first else [(write[1], None)], node, ancestors)
-                if first and write[0] in self.given:
-                    self._overwrite(action, self.given[write[0]], node, ancestors)
-            except Conflict as conflict:
-                raise self._refusal(at, conflict) from None
+    def deliver(self, action: Action, at: At, ancestors: int, sent: Action, cells: Cells) -> int:
+        """Write what is received, which `sent` has read; the ancestors with the writing among them."""
+        node = self.node(at)
+        if action.write is not None:
+            landed = None if at[4] else moved(cells, sent.reads[0][1], action.write[1])
+            self._write(action, landed, node, ancestors)
         return ancestors | 1 << node
-
-    def _gather(self, action: Action, node: int, ancestors: int, *, first: bool) -> Cells:
-        reads = action.reads if first else action.shared_reads
-        return [cell for m, rect in reads for cell in self.memories[m].read(rect, node, ancestors)]
 
     def _collected(self, actions: list[Action], found: list[Cells], rank: int, dst: Rect) -> Cells:
         """What lands on `rank`: all shards below each other, the sum over ranks of its own or all, or its own of each."""
@@ -232,12 +196,9 @@ class Effects:
             return ancestors
         at = (rank, *CALLER, 0, call)
         node = self.node(at)
-        memory = self.memories[self.program.memories.index(("out", rank))]
+        memory = self.memories[self._result_of(rank)]
         assert isinstance(memory, Memory)
-        try:
-            memory.give_back(node, ancestors)
-        except Conflict as conflict:
-            raise self._refusal(at, conflict) from None
+        memory.give_back(node, ancestors)
         return ancestors | 1 << node
 
     def check_outputs(self, rank: int) -> None:
@@ -290,15 +251,12 @@ class Effects:
             if wrong is not None:
                 has, right = self._describe(fragment.content, rect), self._describe(wrong, rect)
                 by = self.program.where(*self.nodes[fragment.writer][:4])
-                raise ScheduleError(f"{by}: it leaves {self._words(number, rect)} with {has}; the result there is {right}")
+                raise ScheduleError(
+                    f"{by}: it leaves {self.program.words((number, rect))} with {has}; the result there is {right}"
+                )
         if missing:
-            name, rank = self._words(number, whole), self.program.memories[number][1]
+            name, rank = self.program.words((number, whole)), self.program.memories[number][1]
             raise ScheduleError(f"rank {rank}: {missing} {self.UNIT} of {name} are never written")
-
-    def _words(self, memory: int, rect: Rect) -> str:
-        """An access in words, as a schedule prints it."""
-        name, rank = self.program.memories[memory]
-        return str(Region(name, rank, rect[:2], rect[2:]))
 
     def _describe(self, content: Content | None, rect: Rect) -> str:
         return describe(content, rect)
@@ -306,27 +264,23 @@ class Effects:
     def _result(self, action: Action, cells: list[Cells], old: Cells | None) -> Cells:
         return _result(action, cells, old)
 
-    def _refusal(self, at: At, conflict: Conflict) -> ScheduleError:
-        where, region = self.program.where(*at[:4]), self._words(conflict.memory, conflict.rect)
+    def refusal(self, conflict: Conflict) -> ScheduleError:
+        at = self.nodes[conflict.node]
+        where, region = self.program.where(*at[:4]), self.program.words(conflict.access)
         if conflict.other is None:
             return ScheduleError(f"{where}: it reads {region}, but no write of all of it is ordered before that")
         other = self.nodes[conflict.other]
         they = self.program.where(*other[:4])
         if conflict.given:
-            return ScheduleError(f"{where}: {_in_place(region, they, conflict)}, since out may be the memory of a")
+            late, early = f"where {they} may have written the result", f"which {they} reads, and nothing orders the two"
+            what = f"it touches {region}, {late}" if conflict.wrote else f"the result touches {region}, {early}"
+            return ScheduleError(f"{where}: {what}, since out may be the memory of a")
         if other[1:3] == CALLER:
             return ScheduleError(f"{where}: it touches {region}, which {they} has between two calls; nothing orders that")
         they += " of the call before" if other[4] < at[4] else ""
         does = "has its result between two calls, and may write" if at[1:3] == CALLER else "it touches"
         verb = "writes" if conflict.wrote else "reads"
         return ScheduleError(f"{where}: {does} {region}, which {they} {verb}; nothing orders the two")
-
-
-def _in_place(region: str, they: str, conflict: Conflict) -> str:
-    """What conflicts where the result is written in place: with a read that came before, or that comes after."""
-    if conflict.wrote:
-        return f"it touches {region}, where {they} may have written the result"
-    return f"the result touches {region}, which {they} reads, and nothing orders the two"
 
 
 def _wanted_of_columns(problem: ColumnProblem, name: str, rank: int) -> list[tuple[Span1D, Content]]:

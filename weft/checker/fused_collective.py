@@ -1,37 +1,20 @@
 """What a FusedCollective adds to the proof. What it computes is proved of the steps that it stands for.
 
-    check_shapes      every rank runs the same ones, on its compute lane, over whole matrices of the problem
-    check_mailboxes   no rank writes a place of a mailbox that its owner has not emptied, in any number of calls
-    check_room        no other lane of the rank needs SMs while the kernel's blocks wait
-
-A mailbox has some copies, and call c uses copy c mod copies. In a call each rank does, tile by tile, what `protocol` lists: it
-sends its tiles to all ranks, itself among them; it empties the places that it has read in the call before; it waits for all
-ranks' tiles. A second hop sends and waits again. So a place that is written in call c is read in call c, emptied in call c +
-1, and written again in call c + copies. Messages are all that orders two ranks:
-
-    rank p, call c + 1                rank p, call c + 2       rank r, call c + 2          rank r, call c + 3
-    send, empty (what c has brought)  send  ~~~~~~~~~~~~~~~~>  send, empty, wait (for p)   send: p's place of call c is empty
-
-With two copies rank r sends in call c + 2 to the same place, and knows of p only that it has sent in call c + 1, not that it
-has emptied the place. A second hop does not help: p sends its sums after it has emptied its places, but some threads of a block
-empty while others go on, and no fence orders what they store. So a rank knows that p has emptied only if it has the end of that
-call of p behind it.
+check_shapes      every rank runs the same ones, on its compute lane, over whole matrices of the problem; each mailbox has
+                  so many copies that no rank writes a place that its owner has not emptied, in any number of calls
+check_room        no other lane of the rank needs SMs while the kernel's blocks wait
 """
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
-
 from weft.checker.program import CompiledSchedule, Do, Op, ScheduleError, overlap
 from weft.checker.shapes import region_fault
-from weft.core.fused_collective import SpelledOut, protocol
+from weft.core.fused_collective import SpelledOut
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, RaggedProblem
-from weft.core.schedule import FusedCollective, Region, Schedule, places_of, steps_of
+from weft.core.schedule import FusedCollective, Region, Schedule, places_of
 
 MOST_COPIES = 16
-"""Three are enough. The proof looks at so many calls, so that a schedule may not name any number."""
-Event = tuple[int, int, str]
-"""(call, rank, what it does): one entry of the protocol."""
+"""Three are enough. Each copy is memory of every rank, so a schedule may not name any number."""
 
 
 def check_shapes(schedule: Schedule) -> None:
@@ -89,7 +72,7 @@ def _fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
     for region, shape in zip((*step.factors, step.out), wanted, strict=True):
         if region.shape != shape:
             return f"{region} has shape {region.shape}; for {problem} it is {shape} on rank {rank}"
-    return _addends_fault(step) or _place_fault(schedule, rank, step)
+    return _addends_fault(step) or _place_fault(schedule, rank, step) or written_too_early(step, problem.world_size)
 
 
 def _addends_fault(step: FusedCollective) -> str:
@@ -124,79 +107,42 @@ def _overlap(one: Region, other: Region) -> bool:
     return same and overlap((*one.rows, *one.cols), (*other.rows, *other.cols)) is not None
 
 
-def check_mailboxes(schedule: Schedule) -> None:
-    """Raises ScheduleError if a place could be written before it is empty."""
-    for step in set(steps_of(FusedCollective, chain(*schedule.ranks[:1]))):
-        late = written_too_early(step, schedule.problem.world_size)
-        if late:
-            raise ScheduleError(f"mailbox {step.mailbox} of {schedule.name} has {step.copies} copies: {late}")
-
-
 def written_too_early(step: FusedCollective, world_size: int) -> str:
-    """A place that may be read before it has been written, or written before it has been emptied, in words; nothing if none
-    may.
+    """What goes wrong where a mailbox has too few copies, in words; nothing if it has enough.
 
-    Calls are alike, so it is enough to look at what call 0 has brought. A place is safe if its emptying in call 1 comes before
-    the next write to it, in call `copies`.
+    Call c uses copy c mod copies. In a call a rank sends its tiles to all ranks, itself among them; it empties the places that
+    it has read in the call before; it waits for all ranks' tiles. A second hop sends and waits again. So a place that is
+    written in call c is read in call c, emptied in call c + 1, and written again in call c + copies. Some threads of a block
+    empty while others go on, and no fence orders what they store: p has emptied its places once its call has ended, no sooner.
+    Messages are all that orders two ranks:
+
+        rank p, call c + 1      rank p, call c + 2       rank r, call c + 2      rank r, call c + 3
+        send, empty             send  ~~~~~~~~~~~~~~~~>  send, empty, wait       send: p's place of call c is empty
+
+    Three copies are enough: before call c + 3, r has waited for what p sends in call c + 2, when p's call c + 1 has ended. Two
+    are too few: when r sends in call c + 2, it knows of p only that it has sent in call c + 1. A second hop does not help: p
+    sends its sums in call c + 1, too. A rank that is alone has the end of its own call c + 1 behind it, so two are enough.
     """
-    order = protocol(step)
-    sends = [entry for entry in order if entry.startswith("send")]
-    unread = next((send for send in sends if _awaited(send) not in order), None)
-    if unread or "empty" not in order:
-        return f"no rank waits for {unread}" if unread else "no rank empties the places that it has read"
-    for owner in range(world_size):
-        known = _after((1, owner, "empty"), step, world_size, step.copies)
-        for send in sends:
-            for sender in range(world_size):
-                if (step.copies, sender, send) not in known:
-                    what = f"{send.replace('send', 'send hop')} of call {step.copies}"
-                    late = f"rank {sender} may {what} while rank {owner} has not emptied the place that call 0 has filled"
-                    return f"{late}; use 3"
-    return ""
-
-
-def _after(event: Event, step: FusedCollective, world_size: int, last: int) -> set[Event]:
-    """All events up to call `last` that come after one: in the order of each rank, and as messages go. Of what a rank empties
-    in a call, only its next call comes after that."""
-    order = protocol(step)
-    following = dict(pairwise(entry for entry in order if entry != "empty"))
-    found, open_ = {event}, [event]
-    while open_:
-        call, rank, what = open_.pop()
-        then: list[Event] = []
-        if what in following:
-            then.append((call, rank, following[what]))
-        elif call < last:
-            then.append((call + 1, rank, order[0]))
-        if what.startswith("send"):
-            then += [(call, peer, _awaited(what)) for peer in range(world_size)]
-        open_ += [one for one in then if one not in found]
-        found.update(then)
-    return found
-
-
-def _awaited(send: str) -> str:
-    """The entry of the protocol that waits for a send."""
-    return send.replace("send", "wait")
+    if step.copies >= (3 if world_size > 1 else 2):
+        return ""
+    late = f"rank {world_size - 1} may send in call {step.copies} while rank 0 has not emptied the place that call 0 has filled"
+    return f"mailbox {step.mailbox} has {step.copies} copies: {late}; use 3"
 
 
 def check_room(program: CompiledSchedule, spelled_out: SpelledOut) -> None:
     """No other lane of a rank needs SMs while the blocks of such a kernel wait; lanes of kind blocks have SMs of their own.
     Raises ScheduleError."""
     for rank, lanes in enumerate(program.ops):
+        users = [(index, next((at for at, op in enumerate(ops) if op.needs_sms), None)) for index, ops in enumerate(lanes)]
         for index, ops in enumerate(lanes):
-            lane = program.schedule.ranks[rank][index]
-            ranges = spelled_out.of_lane(rank, lane.name)
-            at = next((low for low, high in ranges for op in ops[low:high] if _waits(op)), None)
-            if at is None:
-                continue
-            for other, theirs in enumerate(lanes):
-                needs = next((position for position, op in enumerate(theirs) if op.needs_sms), None)
-                if other != index and needs is not None:
-                    kernel = f"the blocks of {program.where(rank, index, at)} may fill all while they wait"
-                    raise ScheduleError(
-                        f"{program.where(rank, other, needs)}: it needs SMs, but {kernel}; use a lane of kind blocks"
-                    )
+            ranges = spelled_out.of_lane(rank, program.schedule.ranks[rank][index].name)
+            waiting = next((low for low, high in ranges for op in ops[low:high] if _waits(op)), None)
+            other, needs = next(((other, at) for other, at in users if at is not None and other != index), (-1, None))
+            if waiting is not None and needs is not None:
+                kernel = f"the blocks of {program.where(rank, index, waiting)} may fill all while they wait"
+                raise ScheduleError(
+                    f"{program.where(rank, other, needs)}: it needs SMs, but {kernel}; use a lane of kind blocks"
+                )
 
 
 def _waits(op: Op) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from weft.checker.content import Cells
 from weft.checker.effects import At, Effects
-from weft.checker.program import Action, Rect
+from weft.checker.program import Action
 
 Pair = tuple[int, int]
 """Sender, receiver."""
@@ -29,9 +29,9 @@ class Leg(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """What a sender has handed over: the cells of a rectangle, and all that it had behind it, the reading of them included."""
+    """What a sender has handed over: cells, and all that it had behind it, the reading of them included."""
 
-    rect: Rect
+    action: Action
     cells: Cells
     behind: int
 
@@ -49,7 +49,7 @@ class Mail:
         number = len(self.posted[pair]) if sent else self.awaited[pair]
         if sent:
             cells, behind = effects.post(action, at, ancestors)
-            self.posted[pair].append(Posted(action.reads[0][1], cells, behind))
+            self.posted[pair].append(Posted(action, cells, behind))
         else:
             self.awaited[pair] += 1
         return Leg(pair, number, sent, action, at)
@@ -63,4 +63,4 @@ class Mail:
         post = self.posted[leg.pair][leg.number]
         if leg.sent:
             return post.behind
-        return effects.deliver(leg.action, leg.at, ancestors | post.behind, post.rect, post.cells)
+        return effects.deliver(leg.action, leg.at, ancestors | post.behind, post.action, post.cells)

@@ -19,9 +19,11 @@ class Conflict(Exception):
     """An access that is not ordered after another, or (other is None) that reads what nobody wrote. given: by memory that an
     input and the result may share, the input's."""
 
-    def __init__(self, memory: int, rect: Rect, other: int | None, *, wrote: bool = True, given: bool = False) -> None:
-        super().__init__(memory, rect, other, wrote, given)
-        self.memory, self.rect, self.other, self.wrote, self.given = memory, rect, other, wrote, given
+    def __init__(
+        self, memory: int, rect: Rect, node: int, other: int | None, *, wrote: bool = True, given: bool = False
+    ) -> None:
+        super().__init__(memory, rect, node, other, wrote, given)
+        self.access, self.node, self.other, self.wrote, self.given = (memory, rect), node, other, wrote, given
 
 
 class Fragment:
@@ -77,7 +79,7 @@ class Memory:
         exact = self.fragments.get(rect)
         if exact is not None:
             if not ancestors >> exact.writer & 1:
-                raise Conflict(self.number, rect, exact.writer)
+                raise Conflict(self.number, rect, node, exact.writer)
             exact.readers.append((node, rect))
             return [(rect, exact.content)]
         return self._read_across(rect, node, ancestors)
@@ -89,12 +91,12 @@ class Memory:
             fragment, common = self.fragments[place], overlap(place, rect)
             assert common
             if not ancestors >> fragment.writer & 1:
-                raise Conflict(self.number, common, fragment.writer)
+                raise Conflict(self.number, common, node, fragment.writer)
             fragment.readers.append((node, common))
             cells.append((common, fragment.content))
             missing -= area(common)
         if missing:
-            raise Conflict(self.number, rect, None)
+            raise Conflict(self.number, rect, node, None)
         first = cells[0][1]
         return [(rect, first)] if all(content == first for _, content in cells) else cells
 
@@ -126,10 +128,10 @@ class Memory:
 
     def _check_write(self, fragment: Fragment, rect: Rect, node: int, ancestors: int) -> None:
         if fragment.writer != node and not ancestors >> fragment.writer & 1:
-            raise Conflict(self.number, rect, fragment.writer)
+            raise Conflict(self.number, rect, node, fragment.writer)
         for reader, place in fragment.readers:
             if reader != node and not ancestors >> reader & 1 and overlap(place, rect):
-                raise Conflict(self.number, rect, reader, wrote=False)
+                raise Conflict(self.number, rect, node, reader, wrote=False)
 
 
 class AlternatingMemory(Memory):
@@ -171,7 +173,7 @@ class Given:
         for writer, place in self._overwritten:
             common = overlap(place, rect)
             if common:
-                raise Conflict(self.number, common, writer, given=True)
+                raise Conflict(self.number, common, node, writer, given=True)
         self._readers.append((node, rect))
         return [(rect, self.content)]
 
@@ -184,7 +186,7 @@ class Given:
         for reader, place in self._readers:
             same = reader == node and (vendor or place == rect)
             if not same and not ancestors >> reader & 1 and overlap(place, rect):
-                raise Conflict(self.number, rect, reader, wrote=False, given=True)
+                raise Conflict(self.number, rect, node, reader, wrote=False, given=True)
         self._overwritten.append((node, rect))
 
 

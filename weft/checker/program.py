@@ -6,11 +6,12 @@ has one action, a kernel one for each part. An action that writes no element tou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
 from enum import IntEnum
 from typing import NamedTuple
 
 from weft.core.fused_collective import SpelledOut
-from weft.core.schedule import Flag, Schedule, Step
+from weft.core.schedule import Flag, Schedule
 
 Rect = tuple[int, int, int, int]
 """Rows [0] to [1], columns [2] to [3]."""
@@ -49,8 +50,8 @@ class Action(NamedTuple):
     """What one part of a kernel, or a copy, waits for and touches, and which flag it counts (-1: none).
 
     adds: what it reads once its gates are open, where all else is read before (late gates). inner: gates that it waits for one
-    after the other once those are open, and slices: by inner gate, what it reads behind it. shared_*: the accesses to buffers
-    that peers may touch.
+    after the other once those are open, and slices: by inner gate, what it reads behind it. late: whether it has
+    adds, in any call.
     """
 
     do: Do
@@ -60,18 +61,24 @@ class Action(NamedTuple):
     write: Access | None
     accumulate: bool
     divide_by: int
-    shared_reads: tuple[Access, ...]
-    shared_write: Access | None
     adds: tuple[Access, ...] = ()
-    shared_adds: tuple[Access, ...] = ()
     inner: tuple[tuple[int, int], ...] = ()
     slices: tuple[Access, ...] = ()
-    shared_slices: tuple[Access, ...] = ()
+    late: bool = False
 
     @property
     def waits(self) -> tuple[tuple[int, int], ...]:
         """Every gate, inner ones included."""
         return self.gates + self.inner
+
+    def within(self, memories: Container[int]) -> Action:
+        """The action with those accesses alone that are to some memories."""
+        reads = tuple([read for read in self.reads if read[0] in memories])
+        write = self.write if self.write and self.write[0] in memories else None
+        if not self.late and not self.inner:
+            return Action(self.do, self.gates, self.counts, reads, write, self.accumulate, self.divide_by)
+        adds, slices = [tuple([access for access in old if access[0] in memories]) for old in (self.adds, self.slices)]
+        return self._replace(reads=reads, write=write, adds=adds, slices=slices)
 
 
 class Op(NamedTuple):
@@ -90,33 +97,32 @@ class Op(NamedTuple):
 
 
 class CompiledSchedule(NamedTuple):
-    """ops: by rank, lane and position. signalled: of each flag, whether a call advances it. waiters: by flag, the steps that
-    wait for it. memories: (buffer, rank) by number."""
+    """ops: by rank, lane and position. owners: by flag, the lane that advances it. waiters: by flag, the steps that wait for
+    it, and their at_least. memories: (buffer, rank) by number. shared: those that peers may touch. words: an access in words,
+    as a schedule prints it."""
 
     spelled_out: SpelledOut
     ops: tuple[tuple[tuple[Op, ...], ...], ...]
     flags: tuple[Flag, ...]
     owners: tuple[tuple[int, int] | None, ...]
-    signalled: tuple[bool, ...]
-    waiters: tuple[tuple[Place, ...], ...]
+    waiters: tuple[dict[Place, int], ...]
     memories: tuple[tuple[str, int], ...]
+    shared: set[int]
+    words: Callable[[Access], str]
 
     @property
     def schedule(self) -> Schedule:
         """Without FusedCollective steps."""
         return self.spelled_out.schedule
 
-    def step(self, rank: int, lane: int, position: int) -> Step:
-        return self.schedule.ranks[rank][lane].steps[position]
-
-    def where(self, rank: int, lane: int, position: int, part: int = 0) -> str:
-        """A step in words, for messages; or the caller of a rank, at CALLER."""
+    def where(self, rank: int, lane: int, position: int, part: int | None = None) -> str:
+        """A step, or its part, in words, for messages; or the caller of a rank, at CALLER."""
         if (lane, position) == CALLER:
             return f"the caller of rank {rank}"
-        step = self.step(rank, lane, position)
+        name, step = self.schedule.ranks[rank][lane].name, self.schedule.ranks[rank][lane].steps[position]
         parts = getattr(step, "parts", ())
-        detail = f", part {part}: {parts[part]}" if len(parts) > 1 else ""
-        return words(self.spelled_out, rank, self.schedule.ranks[rank][lane].name, position, f"{step}{detail}")
+        detail = f", part {part}: {parts[part]}" if part is not None and len(parts) > 1 else ""
+        return words(self.spelled_out, rank, name, position, f"{step}{detail}")
 
 
 def words(spelled_out: SpelledOut, rank: int, lane: str, position: int, step: str) -> str:

@@ -7,7 +7,7 @@ one element for each segment, in its order. An empty segment does nothing, and i
 
 The counts are a memory of their own on each rank, with a row for each rank whose counts they are. Each part of a kernel reads
 all rows of its rank where the kernel starts, since where segments begin depends on them. The memory has two places, which calls
-take in turn (`weft.checker.memory.Places`).
+take in turn (`weft.checker.memory.AlternatingMemory`).
 
 The next call may have other counts, so that a segment lies where another one has lain. That is no conflict that the proof
 misses: a kernel has the counts of all ranks for its call behind it, and each rank shares those after all of its lanes have
@@ -59,7 +59,7 @@ class RaggedCompiler(Compiler):
         self.ragged = self.problem
         self.first_memory[COUNTS] = len(self.memories)
         self.memories += [(COUNTS, rank) for rank in range(self.world_size)]
-        self.shared += [True] * self.world_size
+        self.shared |= {self.counts(rank, 0)[0] for rank in range(self.world_size)}
         self.rows = {
             (name, rank): {segment: (row, row + 1, 0, 1) for row, segment in enumerate(_order(self.ragged, name, rank))}
             for name in self.buffers
@@ -85,7 +85,7 @@ class RaggedCompiler(Compiler):
 
     def share(self, step: ShareCounts) -> tuple[Action, ...]:
         """It writes and signals everywhere before it waits: the gates are those of an action that touches nothing."""
-        waiting = Action(Do.WAIT, tuple(map(self.gate, step.gates)), -1, (), None, False, 1, (), None)
+        waiting = Action(Do.WAIT, tuple(map(self.gate, step.gates)), -1, (), None, False, 1)
         return *map(self.shared_count, step.flags), waiting
 
     def segments(self, step: SegmentCopies | GroupedGemm) -> tuple[Action, ...]:
@@ -98,7 +98,7 @@ class RaggedCompiler(Compiler):
 
     def shared_count(self, flag: Flag) -> Action:
         number, write = self.advance(flag), self.counts(flag.rank, self.rank)
-        return Action(Do.COPY, (), number, (), write, False, 1, (), write)
+        return Action(Do.COPY, (), number, (), write, False, 1)
 
     def part(self, part: SegmentCopy | SegmentProduct) -> Action:
         source, target = part.ends
@@ -108,8 +108,7 @@ class RaggedCompiler(Compiler):
         do = Do.COPY if isinstance(part, SegmentCopy) else Do.GEMM
         counts = tuple([self.counts(self.rank, rank) for rank in range(self.world_size)])
         # The counts are read where the kernel starts, and the segment once the gates are open.
-        late = (read,) if self.shared[read[0]] else ()
-        return self.action(do, counts, write, part.gates, part.count)._replace(adds=(read,), shared_adds=late)
+        return self.action(do, counts, write, part.gates, part.count)._replace(adds=(read,), late=True)
 
     def segment(self, segment: Segment) -> Access:
         return self.first_memory[segment.buffer] + segment.rank, self.rows[segment.buffer, segment.rank][segment.name]
@@ -139,7 +138,11 @@ class RaggedCompiler(Compiler):
             self.fail(f"it writes {target}, an input")
 
     def words(self, access: Access) -> str:
-        return _words(self.ragged, self.memories[access[0]], access[1])
+        """A segment, the counts of a rank, or a whole buffer."""
+        (name, rank), (row, end, *_) = self.memories[access[0]], access[1]
+        if name == COUNTS:
+            return f"the counts of rank {row} on rank {rank}"
+        return str(Segment(name, rank, *_order(self.ragged, name, rank)[row])) if end - row == 1 else f"{name}@{rank}"
 
     STEPS: ClassVar = {
         **dict.fromkeys(Compiler.STEPS, no_such_step),
@@ -147,14 +150,6 @@ class RaggedCompiler(Compiler):
         ShareCounts: as_kernel(share),
         **dict.fromkeys((SegmentCopies, GroupedGemm), as_kernel(segments)),
     }
-
-
-def _words(problem: RaggedProblem, memory: tuple[str, int], rect: Rect) -> str:
-    """An access in words: a segment, the counts of a rank, or a whole buffer."""
-    name, rank = memory
-    if name == COUNTS:
-        return f"the counts of rank {rect[0]} on rank {rank}"
-    return str(Segment(name, rank, *_order(problem, name, rank)[rect[0]])) if rect[1] - rect[0] == 1 else f"{name}@{rank}"
 
 
 class _Rows(Constant):
@@ -197,9 +192,6 @@ class RaggedEffects(Effects):
                 what, order = ("the product of the rows" if name == "out" else "the rows"), self.ragged.received_order(rank)
                 wanted = [((row, row + 1), (what, segment)) for row, segment in enumerate(order)]
                 self._check_output(number, (0, len(order), 0, 1), wanted)
-
-    def _words(self, memory: int, rect: Rect) -> str:
-        return _words(self.ragged, self.program.memories[memory], rect)
 
     def _describe(self, content: Content | None, rect: Rect) -> str:
         what, (src, dst, expert) = content or ("nothing", (0, 0, 0))

@@ -5,7 +5,7 @@ Each rule hands back what is wrong, in words, or an empty text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain, pairwise
 
 from weft.checker.program import ScheduleError
@@ -45,66 +45,43 @@ def check_buffers(schedule: Schedule) -> None:
             raise ScheduleError(f"buffer {name} is missing; the problem has it as {kind}")
 
 
+Extent = int | Callable[[int], int]
+"""The same on each rank, or by rank."""
+
+
+def _shape(problem: Problem, rows: Extent, cols: Extent) -> Shape:
+    each = range(problem.world_size)
+    high, wide = [tuple([extent if isinstance(extent, int) else extent(rank) for rank in each]) for extent in (rows, cols)]
+    return high, wide
+
+
 def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
     """Kind and extents by rank of the buffers that belong to the caller."""
-    each = range(problem.world_size)
-    k, columns = tuple(problem.inner(r) for r in each), tuple(problem.columns(r) for r in each)
+    inputs: dict[str, tuple[Extent, Extent]]
+    outputs: dict[str, tuple[Extent, Extent]] = {"out": (problem.out_rows, problem.columns)}
     if isinstance(problem, LookupProblem):
-        return {
-            "bags": ("input", (tuple(problem.m for _ in each), columns)),
-            "out": ("output", (tuple(problem.out_rows(r) for r in each), tuple(problem.n for _ in each))),
-        }
-    if isinstance(problem, ColumnProblem):
-        return _column_buffers(problem)
-    if isinstance(problem, RaggedProblem):
-        return _ragged_buffers(problem)
-    if isinstance(problem, CollectiveProblem):
-        return {
-            "a": ("input", (tuple(problem.a_rows(r) for r in each), columns)),
-            "out": ("output", (tuple(problem.out_rows(r) for r in each), columns)),
-        }
-    found: dict[str, tuple[str, Shape]] = {
-        "a": ("input", (tuple(problem.a_rows(r) for r in each), k)),
-        "b": ("input", (k, columns)),
-        "out": ("output", (tuple(problem.out_rows(r) for r in each), columns)),
-    }
-    for name in problem.addends:
-        rows = tuple(problem.m if name == "residual" else 1 for _ in each)
-        found[name] = ("input", (rows, columns))
-    if problem.op in ("all_gather_matmul", "all_to_all_matmul") and problem.return_gathered:
-        found["gathered"] = ("output", (tuple(problem.out_rows(r) for r in each), k))
-    return found
-
-
-def _column_buffers(problem: ColumnProblem) -> dict[str, tuple[str, Shape]]:
-    each = range(problem.world_size)
-
-    def shape(rows: int, cols: int) -> Shape:
-        return tuple(rows for _ in each), tuple(cols for _ in each)
-
-    found = {
-        "a": ("input", shape(problem.m, problem.a_columns(0))),
-        "b": ("input", shape(problem.k, problem.n)),
-        "out": ("output", shape(problem.out_rows(0), problem.columns(0))),
-    }
-    return found | ({"gathered": ("output", shape(problem.out_rows(0), problem.k))} if problem.return_gathered else {})
-
-
-def _ragged_buffers(problem: RaggedProblem) -> dict[str, tuple[str, Shape]]:
-    each = problem.world_size
-    found: dict[str, tuple[str, Shape]] = {
-        "a": ("input", ((problem.capacity,) * each, (problem.k,) * each)),
-        "out": ("output", ((problem.m,) * each, (problem.n,) * each)),
-    }
-    return found | ({"received": ("output", ((problem.m,) * each, (problem.k,) * each))} if problem.return_received else {})
+        inputs, outputs = {"bags": (problem.m, problem.columns)}, {"out": (problem.out_rows, problem.n)}
+    elif isinstance(problem, RaggedProblem):
+        inputs, outputs = {"a": (problem.capacity, problem.k)}, {"out": (problem.m, problem.n)}
+        if problem.return_received:
+            outputs["received"] = problem.m, problem.k
+    elif isinstance(problem, CollectiveProblem):
+        inputs = {"a": (problem.a_rows, problem.columns)}
+    else:
+        b_columns = problem.n if isinstance(problem, ColumnProblem) else problem.columns
+        inputs = {"a": (problem.a_rows, problem.a_columns), "b": (problem.inner, b_columns)}
+        inputs |= {name: (problem.m if name == "residual" else 1, problem.columns) for name in problem.addends}
+        if problem.return_gathered:
+            outputs["gathered"] = problem.out_rows, problem.inner
+    found = {name: ("input", _shape(problem, *extents)) for name, extents in inputs.items()}
+    return found | {name: ("output", _shape(problem, *extents)) for name, extents in outputs.items()}
 
 
 def _segmented_buffers(problem: RaggedProblem) -> dict[str, tuple[str, Shape]]:
     """What there may be beside the caller's."""
-    each = problem.world_size
     return {
-        "landing": ("symmetric", ((problem.m,) * each, (problem.k,) * each)),
-        "product": ("symmetric", ((problem.capacity,) * each, (problem.n,) * each)),
+        "landing": ("symmetric", _shape(problem, problem.m, problem.k)),
+        "product": ("symmetric", _shape(problem, problem.capacity, problem.n)),
     }
 
 

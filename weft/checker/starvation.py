@@ -19,11 +19,11 @@ enough, since waits look back: a circle of waits lies within one call, and the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from weft.checker.content import Cells
-from weft.checker.effects import At, Effects
-from weft.checker.program import Action, CompiledSchedule, Op, Place, Rect, ScheduleError
+from weft.checker.effects import Effects
+from weft.checker.memory import Memory
+from weft.checker.program import CompiledSchedule, Op, Place, ScheduleError
 from weft.checker.walk import LaneState, Occupied, Walk
 
 MOST_STATES = 20_000
@@ -45,6 +45,8 @@ def check_starvation(program: CompiledSchedule, occupied: dict[Place, Occupied])
     contested = _contested(occupied)
     if not contested:
         return
+    ops = tuple(tuple(tuple(map(_without_accesses, lane)) for lane in lanes) for lanes in program.ops)
+    program = program._replace(ops=ops)
     walk = _Starts(program)
     walk.start_while(lambda place: all(map(walk.ended, contested.get(place, ()))))
     if not walk.done:
@@ -82,34 +84,20 @@ def _try_orders(program: CompiledSchedule, contested: dict[Place, list[Place]]) 
         orders += [(*order, choice) for choice in choices]
 
 
-class _Nothing(Effects):
+class _Waits(Effects):
     """Of steps that touch no memory: what counts is who waits for whom, in one call."""
 
     CALLS = 1
 
-    def __init__(self) -> None:
-        pass
-
-    def node(self, at: At) -> int:
-        return 0
-
-    def act(self, action: Action, at: At, ancestors: int, started: int, behind: Sequence[int] = ()) -> int:
-        return 0
-
-    def collect(self, actions: list[Action], ats: list[At], ancestors: list[int]) -> list[int]:
-        return [0] * len(ats)
-
-    def post(self, action: Action, at: At, ancestors: int) -> tuple[Cells, int]:
-        return [], 0
-
-    def deliver(self, action: Action, at: At, ancestors: int, src: Rect, cells: Cells) -> int:
-        return 0
+    def _memory(self, number: int, name: str, rank: int) -> Memory:
+        return Memory(number)
 
     def check_outputs(self, rank: int) -> None:
         pass
 
-    def left_to_caller(self, rank: int, call: int, ancestors: int) -> int:
-        return 0
+
+def _without_accesses(op: Op) -> Op:
+    return op._replace(actions=tuple([action.within(()) for action in op.actions]))
 
 
 class _Starts(Walk):
@@ -117,7 +105,7 @@ class _Starts(Walk):
     lane, the step that has started and not ended."""
 
     def __init__(self, program: CompiledSchedule) -> None:
-        super().__init__(program, _Nothing())
+        super().__init__(program, _Waits(program))
         self.may_start: Callable[[Place], bool] = lambda place: True
         self.held: dict[Place, LaneState] = {}
         self.inside: dict[tuple[int, int], Op] = {}
@@ -127,7 +115,7 @@ class _Starts(Walk):
         self.may_start = may_start
         while self.ready or any(map(may_start, self.held)):
             for place in [place for place in self.held if may_start(place)]:
-                self.ready.append((self.held.pop(place), -1))
+                self.ready.append(self.held.pop(place))
             self.go_on()
 
     def _enter(self, lane: LaneState, op: Op) -> bool:

@@ -25,7 +25,6 @@ from weft.checker.shapes import (
 from weft.core.fused_collective import SpelledOut
 from weft.core.schedule import (
     Bags,
-    Buffer,
     Collective,
     Copy,
     Flag,
@@ -70,18 +69,24 @@ def compile_schedule(compiler: Compiler) -> CompiledSchedule:
     """Its schedule as numbers. Raises ScheduleError."""
     spelled_out, schedule = compiler.spelled_out, compiler.schedule
     ops = tuple(compiler.lanes(rank, lanes) for rank, lanes in enumerate(schedule.ranks))
-    compiler.check_waits()
+    flags, owners, waiters = tuple(compiler.flags), tuple(compiler.owners), tuple(compiler.waiters)
+    memories, shared = tuple(compiler.memories), compiler.shared
+    program = CompiledSchedule(spelled_out, ops, flags, owners, waiters, memories, shared, compiler.words)
+    _check_waits(program, compiler.counted)
     check_collectives(schedule)
     check_messages(schedule)
-    return CompiledSchedule(
-        spelled_out,
-        ops,
-        tuple(compiler.flags),
-        tuple(compiler.owners),
-        tuple(owner is not None for owner in compiler.owners),
-        tuple(tuple(waiters) for waiters in compiler.waiters),
-        tuple(compiler.memories),
-    )
+    return program
+
+
+def _check_waits(program: CompiledSchedule, counted: set[int]) -> None:
+    """No wait is for a flag that nothing advances, and what a kernel counts tile by tile has one step that waits for it."""
+    for number, (flag, owner, waiters) in enumerate(zip(program.flags, program.owners, program.waiters, strict=True)):
+        missing = next((place for place, at_least in waiters.items() if at_least and owner is None), None)
+        if missing is not None:
+            raise ScheduleError(f"{program.where(*missing)}: it waits for {flag}, which nothing advances")
+        if number in counted and len(waiters) > 1:
+            others = " and ".join(program.where(*place) for place in waiters)
+            raise ScheduleError(f"{flag} is counted by a kernel, but {others} wait for it; give each a flag of its own")
 
 
 def as_kernel(actions_of: Callable[[Any, Any], tuple[Action, ...]]) -> Callable[[Any, Any], Op]:
@@ -102,7 +107,7 @@ class Compiler:
         self.first_memory = {b.name: i * self.world_size for i, b in enumerate(schedule.buffers)}
         self.memories = [(b.name, rank) for b in schedule.buffers for rank in range(self.world_size)]
         self.open = {b.name for b in schedule.buffers if b.kind == "symmetric"} | reachable_outputs(schedule)
-        self.shared = [b.name in self.open for b in schedule.buffers for _ in range(self.world_size)]
+        self.shared = {number for number, (name, _) in enumerate(self.memories) if name in self.open}
         self.numbers: dict[Flag, int] = {}
         self.flags: list[Flag] = []
         self.owners: list[tuple[int, int] | None] = []
@@ -124,6 +129,11 @@ class Compiler:
     def fail(self, text: str) -> NoReturn:
         where = words(self.spelled_out, self.rank, self.lane.name, self.position, str(self.step))
         raise ScheduleError(f"{where}: {text}")
+
+    def refuse(self, fault: str) -> None:
+        """Fail if there is a fault."""
+        if fault:
+            self.fail(fault)
 
     def off(self, *kinds: LaneKind) -> None:
         """The lane is of none of these kinds."""
@@ -178,17 +188,15 @@ class Compiler:
         if fault:
             self.fail(fault)
         buffer, rank = self.buffers[region.buffer], region.rank
-        if self.node_of[rank] != self.node_of[self.rank]:
-            self.fail(f"{region} lies on another node, out of reach of loads, stores and copies; send and receive it")
-        if rank != self.rank and not (remote and buffer.name in self.open):
-            self._fail_remote(region, buffer, remote)
+        if rank != self.rank:
+            if self.node_of[rank] != self.node_of[self.rank]:
+                self.fail(f"{region} lies on another node, out of reach of loads, stores and copies; send and receive it")
+            if not (remote and buffer.name in self.open):
+                what = f"buffer {buffer.name} is {buffer.kind}; peers may only touch symmetric buffers"
+                self.fail(f"{region} lies on a peer; {what if remote else 'this operand must be local'}")
         if write and buffer.kind == "input":
             self.fail(f"{region} is an input of the caller; no step may write it")
         return self.first_memory[region.buffer] + rank, (*region.rows, *region.cols)
-
-    def _fail_remote(self, region: Region, buffer: Buffer, remote: bool) -> NoReturn:
-        what = f"buffer {buffer.name} is {buffer.kind}; peers may only touch symmetric buffers"
-        self.fail(f"{region} lies on a peer; {what if remote else 'this operand must be local'}")
 
     def narrow(self, *regions: Region) -> None:
         """None of the regions holds float32 partial sums where the problem's dtype is needed."""
@@ -199,14 +207,23 @@ class Compiler:
     def copy(self, step: Copy) -> Op:
         self.off("network")
         read, write = self.access(step.src), self.access(step.dst, write=True)
-        if step.src.shape != step.dst.shape:
-            self.fail(f"{step.src} has shape {step.src.shape}, {step.dst} has {step.dst.shape}; a copy needs them equal")
+        self.alike(step.src, step.dst)
         if step.src.rank != self.rank and step.dst.rank != self.rank:
             self.fail(f"neither {step.src} nor {step.dst} lies on rank {self.rank}, which runs the copy")
-        if not self.all_wide and self.buffers[step.src.buffer].float32 != self.buffers[step.dst.buffer].float32:
-            self.fail(f"{step.src} and {step.dst} differ in dtype; a copy moves bytes, a reduce rounds")
         is_kernel = step.src.rank == step.dst.rank and self.lane.kind != "blocks"
         return Op(_WORK, -1, 0, (self.action(_COPY, (read,), write),), is_kernel)
+
+    def alike(self, src: Region, dst: Region) -> None:
+        """One can be copied to the other."""
+        if src.shape != dst.shape:
+            self.fail(f"{src} has shape {src.shape}, {dst} has {dst.shape}; a copy needs them equal")
+        if not self.all_wide and self.buffers[src.buffer].float32 != self.buffers[dst.buffer].float32:
+            self.fail(f"{src} and {dst} differ in dtype; a copy moves bytes, a reduce rounds")
+
+    def divisor(self, divide_by: int) -> int:
+        if divide_by < 1:
+            self.fail(f"divide_by is {divide_by}; it must be at least 1")
+        return divide_by
 
     def push(self, step: Push) -> tuple[Action, ...]:
         if not step.parts:
@@ -216,8 +233,7 @@ class Compiler:
     def store(self, part: Store, source: tuple[str, int]) -> Action:
         src, dst = part.src, part.dst
         read, write = self.access(src, remote=False), self.access(dst, write=True)
-        if src.shape != dst.shape:
-            self.fail(f"{src} has shape {src.shape}, {dst} has {dst.shape}; a copy needs them equal")
+        self.alike(src, dst)
         if not src.size:
             self.fail(f"{src} has no element, so that nothing would advance {part.count}; signal it by a step of its own")
         if (src.buffer, src.rank) != source:
@@ -226,22 +242,17 @@ class Compiler:
             self.fail(f"{dst} lies in the buffer that it reads; a push writes none of its source")
         if part.count.rank != dst.rank:
             self.fail(f"{part.count} is not on rank {dst.rank}, which receives {dst}; a push tells its receivers alone")
-        if not self.all_wide and self.buffers[src.buffer].float32 != self.buffers[dst.buffer].float32:
-            self.fail(f"{src} and {dst} differ in dtype; a copy moves bytes, a reduce rounds")
         return self.action(_COPY, (read,), write, (), part.count)
 
     def gemm(self, step: Gemm) -> tuple[Action, ...]:
         b = self.access(step.b, remote=False)
         self.narrow(step.b)
-        if step.divide_by < 1:
-            self.fail(f"divide_by is {step.divide_by}; it must be at least 1")
+        self.divisor(step.divide_by)
         return tuple([self.gemm_part(step, part, b) for part in step.parts])
 
     def gemm_part(self, step: Gemm, part: Part, b: Access) -> Action:
         a, out = self.access(part.a, remote=False), self.access(part.out, write=True)
-        fault = gemm_fault(step, part)
-        if fault:
-            self.fail(fault)
+        self.refuse(gemm_fault(step, part))
         self.narrow(part.a)
         if step.accumulate and not (self.all_wide or self.buffers[part.out.buffer].float32):
             self.fail(f"{part.out} is added to but is not a float32 buffer; it would be rounded at every step")
@@ -258,30 +269,21 @@ class Compiler:
         memory, (top, bottom, left, right) = a
         edges = [left, *(left + column for column, _ in part.inner), right]
         first, *slices = [(memory, (top, bottom, low, high)) for low, high in pairwise(edges)]
-        reads = (first, *action.reads[1:])
-        shared_reads = tuple([read for read in reads if self.shared[read[0]]])
-        shared = tuple(slices) if self.shared[memory] else ()
-        return action._replace(reads=reads, slices=tuple(slices), shared_reads=shared_reads, shared_slices=shared)
+        return action._replace(reads=(first, *action.reads[1:]), slices=tuple(slices))
 
     def adding(self, action: Action, part: Part, divide_by: int, out: Access) -> Action:
         """The action with what the part adds."""
         adds = tuple([self.access(add, remote=False) for add in part.adds])
         self.disjoint(adds, out)
-        if action.write is None:
-            return action
-        shared = tuple([add for add in adds if self.shared[add[0]]])
-        return action._replace(adds=adds, shared_adds=shared, divide_by=divide_by)
+        return action if action.write is None else action._replace(adds=adds, late=True, divide_by=divide_by)
 
     def reduce(self, step: Reduce) -> tuple[Action, ...]:
-        if step.divide_by < 1:
-            self.fail(f"divide_by is {step.divide_by}; it must be at least 1")
-        return tuple([self.sum_part(part, step.divide_by) for part in step.parts])
+        divide_by = self.divisor(step.divide_by)
+        return tuple([self.sum_part(part, divide_by) for part in step.parts])
 
     def sum_part(self, part: Sum, divide_by: int) -> Action:
         srcs, out = tuple([self.access(src) for src in part.srcs]), self.access(part.out, write=True)
-        fault = sum_fault(part)
-        if fault:
-            self.fail(fault)
+        self.refuse(sum_fault(part))
         return self.action(_ADD, srcs, out, part.gates, part.count, divide_by=divide_by)
 
     def lookup(self, step: Lookup) -> tuple[Action, ...]:
@@ -289,9 +291,7 @@ class Compiler:
 
     def bags(self, part: Bags) -> Action:
         bags, out = self.access(part.bags, remote=False), self.access(part.out, write=True)
-        fault = bags_fault(part, self.problem, self.rank)
-        if fault:
-            self.fail(fault)
+        self.refuse(bags_fault(part, self.problem, self.rank))
         return self.action(_COPY, (bags,), out, (), part.count)
 
     def messages(self, step: SendReceive) -> Op:
@@ -310,22 +310,14 @@ class Compiler:
 
     def message(self, region: Region, peer: int, *, sent: bool) -> Action:
         access = self.access(region, write=not sent, remote=False)
-        fault = message_fault(region, self.buffers[region.buffer], self.rank, peer, self.world_size)
-        if fault:
-            self.fail(fault)
-        shared = access if self.shared[access[0]] else None
-        if sent:
-            return Action(_COPY, (), -1, (access,), None, False, 1, (shared,) if shared else (), None)
-        return Action(_COPY, (), -1, (), access, False, 1, (), shared)
+        self.refuse(message_fault(region, self.buffers[region.buffer], self.rank, peer, self.world_size))
+        return Action(_COPY, (), -1, (access,) if sent else (), None if sent else access, False, 1)
 
     def collective(self, step: Collective) -> Op:
         self.off("network", "copy")
         src, dst = self.access(step.src, remote=False), self.access(step.dst, write=True, remote=False)
-        if step.divide_by < 1:
-            self.fail(f"divide_by is {step.divide_by}; it must be at least 1")
-        fault = collective_fault(step, self.problem, self.rank)
-        if fault:
-            self.fail(fault)
+        self.divisor(step.divide_by)
+        self.refuse(collective_fault(step, self.problem, self.rank))
         self.narrow(step.src, step.dst)
         action = self.action(_COLLECTS[step.op], (src,), dst, divide_by=step.divide_by, collective=True)
         return Op(_COLLECTIVE, actions=(action,), needs_sms=self.lane.kind == "compute")
@@ -349,12 +341,10 @@ class Compiler:
             self.counted.add(number)
         touched = write if area(write[1]) else None
         if touched is None and not collective:
-            return Action(do, waits, number, (), None, accumulate, divide_by, (), None)
+            return Action(do, waits, number, (), None, accumulate, divide_by)
         self.disjoint(reads, write, in_place=do is _ADD or do is _ADD_ALL)
         reads = tuple([r for r in reads if r[1][0] < r[1][1] and r[1][2] < r[1][3]])
-        shared_reads = tuple([r for r in reads if self.shared[r[0]]])
-        shared_write = touched if self.shared[write[0]] else None
-        return Action(do, waits, number, reads, touched, accumulate, divide_by, shared_reads, shared_write)
+        return Action(do, waits, number, reads, touched, accumulate, divide_by)
 
     def disjoint(self, reads: tuple[Access, ...], write: Access, *, in_place: bool = False) -> None:
         """Nothing is read that is written at once; in_place: but for exactly the same rectangle."""
@@ -365,22 +355,6 @@ class Compiler:
     def words(self, access: Access) -> str:
         name, rank = self.memories[access[0]]
         return str(Region(name, rank, access[1][:2], access[1][2:]))
-
-    def check_waits(self) -> None:
-        """No wait is for a flag that nothing advances, and what a kernel counts tile by tile has one step that waits for it."""
-        for number, waiters in enumerate(self.waiters):
-            flag, signalled = self.flags[number], self.owners[number] is not None
-            missing = next((place for place, at_least in waiters.items() if at_least and not signalled), None)
-            if missing is not None:
-                raise ScheduleError(f"{self.where(missing)}: it waits for {flag}, which nothing advances")
-            if number in self.counted and len(waiters) > 1:
-                others = " and ".join(map(self.where, waiters))
-                raise ScheduleError(f"{flag} is counted by a kernel, but {others} wait for it; give each a flag of its own")
-
-    def where(self, place: Place) -> str:
-        rank, index, position = place
-        lane = self.schedule.ranks[rank][index]
-        return words(self.spelled_out, rank, lane.name, position, str(lane.steps[position]))
 
     STEPS: ClassVar[dict[type, Callable[[Any, Any], Op]]] = {
         Wait: lambda compiler, step: Op(_WAIT, *compiler.gate(step)),

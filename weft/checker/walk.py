@@ -25,20 +25,22 @@ from operator import or_
 from weft.checker.deadlock import StuckLane, deadlock
 from weft.checker.effects import Effects
 from weft.checker.mail import Leg, Mail
+from weft.checker.memory import Conflict
 from weft.checker.program import Action, CompiledSchedule, Do, Op, Place, ScheduleError
 
 _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 
 
 class LaneState:
-    """Where a lane is. part, joined: of its kernel, the next part, and all that its finished parts had behind them. gated: the
-    flags of this call that its kernel waits for. legs: its ends of messages that are under way."""
+    """Where a lane is. part, joined: of its kernel, the next part (-1: it is in none), and all that its finished parts had
+    behind them. gated: the flags of this call that its kernel waits for. legs: its ends of messages that are under way."""
 
     __slots__ = ("call", "gated", "index", "joined", "legs", "mask", "ops", "part", "position", "rank")
 
     def __init__(self, rank: int, index: int, ops: tuple[Op, ...]) -> None:
         self.rank, self.index, self.ops = rank, index, ops
-        self.call = self.position = self.mask = self.part = self.joined = 0
+        self.call = self.position = self.mask = self.joined = 0
+        self.part = -1
         self.gated: list[int] = []
         self.legs: list[Leg] = []
 
@@ -62,29 +64,30 @@ class Walk:
         self.signals: list[list[int]] = [[] for _ in program.flags]
         self.passed_by: dict[tuple[int, Place], int] = {}
         """By flag and waiting step: the node at which the step has lowered the flag's first signal."""
-        self.parked: dict[int, list[tuple[LaneState, int]]] = {}
-        self.ready: deque[tuple[LaneState, int]] = deque()
+        self.parked: dict[int, list[LaneState]] = {}
+        self.ready: deque[LaneState] = deque()
         self.meeting: list[LaneState] = []
         self.mail, self.mailing = Mail(), list[LaneState]()
 
         for lanes in self.lanes:
-            self.ready.extend((lane, -1) for lane in lanes)
+            self.ready.extend(lanes)
 
     def run(self) -> None:
         """Raises ScheduleError for a deadlock, a race or a wrong result."""
         for rank, lanes in enumerate(self.lanes):
             if not lanes:
                 self.effects.check_outputs(rank)
-        self.go_on()
+        try:
+            self.go_on()
+        except Conflict as conflict:
+            raise self.effects.refusal(conflict) from None
         if not self.done:
             raise ScheduleError(deadlock(self.program, self._stuck()))
 
     def go_on(self) -> None:
         """Run every lane as far as it gets."""
         while self.ready:
-            lane, part = self.ready.popleft()
-            if part < 0 or self._resume(lane):
-                self._advance(lane)
+            self._advance(self.ready.popleft())
 
     @property
     def done(self) -> bool:
@@ -99,7 +102,7 @@ class Walk:
             if do is _WAIT:
                 before = self._left_by(lane, op.flag, op.at_least)
                 if before is None:
-                    self.parked.setdefault(op.flag, []).append((lane, -1))
+                    self.parked.setdefault(op.flag, []).append(lane)
                     return
                 lane.mask |= before
                 lane.mask |= self._lower(lane, op.flag, previous=not op.at_least)
@@ -111,7 +114,7 @@ class Walk:
             elif do is not _WORK:
                 self._meet(lane, op)
                 return
-            elif not self._pass_previous(lane, op) or not self._work(lane, op):
+            elif not self._work(lane, op):
                 return
             lane.position += 1
         self._end_call(lane)
@@ -119,7 +122,7 @@ class Walk:
     def _left_by(self, lane: LaneState, flag: int, at_least: int) -> int | None:
         """The set that a signal of this call, or (at_least = 0) of the one before, left; None while it has not come."""
         call = lane.call - (not at_least)
-        if call < 0 or not self.program.signalled[flag]:
+        if call < 0 or self.program.owners[flag] is None:
             return 0
         done = self.signals[flag]
         return done[call] if len(done) > call else None
@@ -153,62 +156,59 @@ class Walk:
 
     def _pass_previous(self, lane: LaneState, op: Op) -> bool:
         """Wait for the flags of the call before where a kernel starts; False, and the lane parked, if one has not come."""
-        for flag in op.previous:
-            before = self._left_by(lane, flag, 0)
-            if before is None:
-                self.parked.setdefault(flag, []).append((lane, -1))
-                return False
-            lane.mask |= before
+        behind = self._behind(lane, tuple([(flag, 0) for flag in op.previous])) if op.previous else []
+        if behind is None:
+            return False
+        lane.mask = reduce(or_, behind, lane.mask)
         for flag in op.previous:
             lane.mask |= self._lower(lane, flag, previous=True)
         return True
 
     def _work(self, lane: LaneState, op: Op) -> bool:
-        """Start a copy or kernel; whether it is done at once."""
-        if not self._enter(lane, op):
-            return False
-        lane.joined, lane.part = lane.mask, 0
-        return self._run_parts(lane, op)
-
-    def _run_parts(self, lane: LaneState, op: Op) -> bool:
-        """Run the parts that are left of the kernel that the lane is in, up to one that a gate keeps; whether none is."""
+        """Start a copy or kernel, unless the lane is in it, and run the parts that are left, up to one that a gate keeps;
+        whether none is."""
+        if lane.part < 0:
+            if not self._pass_previous(lane, op) or not self._enter(lane, op):
+                return False
+            lane.joined, lane.part = lane.mask, 0
         for part in range(lane.part, len(op.actions)):
             if not self._run_part(lane, op.actions[part], part):
                 lane.part = part
                 return False
+        lane.part = -1
         self._leave(lane)
         return True
 
     def _run_part(self, lane: LaneState, action: Action, part: int) -> bool:
-        behind = self._behind(lane, part, action.waits)
+        waits = action.waits
+        behind = self._behind(lane, waits) if waits else []
         if behind is None:
             return False
         gates, inner = behind[: len(action.gates)], behind[len(action.gates) :]
         at = (lane.rank, lane.index, lane.position, part, lane.call)
         before = reduce(or_, gates, lane.mask)
-        lane.gated += [flag for flag, at_least in action.waits if at_least]
-        mask = self.effects.act(action, at, before, lane.mask, inner)
+        lane.gated += [flag for flag, at_least in waits if at_least]
+        followed = action.within(self.program.shared) if lane.call else action
+        mask = self.effects.act(followed, at, before, lane.mask, inner)
         lane.joined |= mask
         if action.counts >= 0:
             self._signal(action.counts, mask)
         return True
 
-    def _behind(self, lane: LaneState, part: int, gates: tuple[tuple[int, int], ...]) -> list[int] | None:
+    def _followed(self, action: Action, call: int) -> Action:
+        """In calls after the first, the accesses alone that are to memory that peers may touch."""
+        return action.within(self.program.shared) if call else action
+
+    def _behind(self, lane: LaneState, gates: tuple[tuple[int, int], ...]) -> list[int] | None:
         """By gate, the set that its signal left; None, and the lane parked, if one is closed."""
         found = []
         for flag, at_least in gates:
             before = self._left_by(lane, flag, at_least)
             if before is None:
-                self.parked.setdefault(flag, []).append((lane, part))
+                self.parked.setdefault(flag, []).append(lane)
                 return None
             found.append(before)
         return found
-
-    def _resume(self, lane: LaneState) -> bool:
-        """Go on with a kernel whose flag has moved; whether it is done with that."""
-        done = self._run_parts(lane, lane.ops[lane.position])
-        lane.position += done
-        return done
 
     def _enter(self, lane: LaneState, op: Op) -> bool:
         """Start a step; whether it may start now. One that may not is left where it is."""
@@ -237,27 +237,25 @@ class Walk:
         if len(self.meeting) < len(self.lanes):
             return
         ranks, self.meeting = sorted(self.meeting, key=lambda other: other.rank), []
-        actions = [other.ops[other.position].actions[0] for other in ranks]
+        actions = [self._followed(other.ops[other.position].actions[0], other.call) for other in ranks]
         ats = [(other.rank, other.index, other.position, 0, other.call) for other in ranks]
         bits = self.effects.collect(actions, ats, [other.mask for other in ranks])
-        started = 0
-        for other in ranks:
-            started |= other.mask
+        started = reduce(or_, [other.mask for other in ranks])
         for other, bit in zip(ranks, bits, strict=True):
             other.joined = started | bit
             self._leave(other)
             other.position += 1
-            self.ready.append((other, -1))
+            self.ready.append(other)
 
     def _exchange(self, lane: LaneState, op: Op) -> None:
         """Begin a lane's messages, and end those of all lanes whose other ends have all begun."""
         if not self._enter(lane, op):
             return
         at = (lane.rank, lane.index, lane.position)
-        lane.joined = lane.mask
+        lane.joined, actions = lane.mask, [self._followed(action, lane.call) for action in op.actions]
         lane.legs = [
             self.mail.begin(self.effects, (*at, part, lane.call), action, sent=sent, peer=peer, ancestors=lane.mask)
-            for part, (action, (sent, peer)) in enumerate(zip(op.actions, op.messages, strict=True))
+            for part, (action, (sent, peer)) in enumerate(zip(actions, op.messages, strict=True))
         ]
         self.mailing.append(lane)
         for other in [other for other in self.mailing if all(map(self.mail.meets, other.legs))]:
@@ -266,7 +264,7 @@ class Walk:
                 other.joined |= self.mail.end(self.effects, leg, other.mask)
             self._leave(other)
             other.position += 1
-            self.ready.append((other, -1))
+            self.ready.append(other)
 
     def _end_call(self, lane: LaneState) -> None:
         """The last lane of a rank to end lets the caller read, and starts the next call."""
@@ -284,7 +282,7 @@ class Walk:
         if lane.call < self.calls:
             for other in self.lanes[rank]:
                 other.mask = self.passed[rank]
-                self.ready.append((other, -1))
+                self.ready.append(other)
 
     def _stuck(self) -> dict[tuple[int, int], StuckLane]:
         """By rank and lane: the position and part that cannot go on, and the flag (-1: a collective) that it waits for."""
@@ -293,6 +291,6 @@ class Walk:
             part = next(part for part, leg in enumerate(lane.legs) if not self.mail.meets(leg))
             found[lane.rank, lane.index] = StuckLane(lane.position, part, -1)
         for flag, parked in self.parked.items():
-            for lane, part in parked:
-                found[lane.rank, lane.index] = StuckLane(lane.position, max(part, 0), flag)
+            for lane in parked:
+                found[lane.rank, lane.index] = StuckLane(lane.position, max(lane.part, 0), flag)
         return found

@@ -1,7 +1,6 @@
 """What a FusedCollective does, as steps that need no such kernel.
 
     spelled_out   a schedule without FusedCollective steps that does the same
-    protocol      how the kernels of a call use their mailboxes
 
 A tile of the kernel takes these steps in this order, for its own elements. What is proved of the steps holds of the kernel:
 tiles share no element, and a tile waits and signals for itself what the steps wait and signal for a whole matrix. The buffers
@@ -91,12 +90,6 @@ def spelled_out(schedule: Schedule) -> SpelledOut:
         ranks.append(tuple(made))
     buffers = (*schedule.buffers, *(buffer for one in scratch.values() for buffer in one.buffers))
     return SpelledOut(replace(schedule, buffers=buffers, ranks=tuple(ranks)), schedule, kernels)
-
-
-def protocol(step: FusedCollective) -> tuple[str, ...]:
-    """What each rank does with the mailboxes in one call, in this order, as far as ranks depend on each other: a send is to all
-    ranks, a wait is for all ranks' sends of that hop. "empty" empties what the rank has read in the call before."""
-    return ("send 1", "empty", "wait 1", *(("send 2", "wait 2") if step.hops == 2 else ()))
 
 
 class _Scratch:
