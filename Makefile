@@ -17,7 +17,7 @@ endef
 # Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-slow test-all mutate lint types docs site audit clean
+.PHONY: run test test-slow test-all test-gpu mutate lint types docs site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -37,6 +37,10 @@ test-slow: $(VENV)/.set-up-test
 test-all: $(VENV)/.set-up-test
 	WEFT_ORACLE=50000 $(PYTEST)
 	$(MAKE) mutate
+
+# Those of tests/gpu, on a machine with two or more GPUs: two files at a time on each pair.
+test-gpu: $(VENV)/.set-up-test
+	$(BIN)/python tests/gpu/on_pairs.py
 
 # Whether the tests notice the bugs of tests/mutants.
 mutate: $(VENV)/.set-up-test
