@@ -76,6 +76,8 @@ class Action(NamedTuple):
         reads = tuple([read for read in self.reads if read[0] in memories])
         write = self.write if self.write and self.write[0] in memories else None
         if not self.late and not self.inner:
+            if write is self.write and len(reads) == len(self.reads):
+                return self
             return Action(self.do, self.gates, self.counts, reads, write, self.accumulate, self.divide_by)
         adds, slices = [tuple([access for access in old if access[0] in memories]) for old in (self.adds, self.slices)]
         return self._replace(reads=reads, write=write, adds=adds, slices=slices)

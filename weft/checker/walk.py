@@ -187,7 +187,8 @@ class Walk:
         gates, inner = behind[: len(action.gates)], behind[len(action.gates) :]
         at = (lane.rank, lane.index, lane.position, part, lane.call)
         before = reduce(or_, gates, lane.mask)
-        lane.gated += [flag for flag, at_least in waits if at_least]
+        if waits:
+            lane.gated += [flag for flag, at_least in waits if at_least]
         followed = action.within(self.program.shared) if lane.call else action
         mask = self.effects.act(followed, at, before, lane.mask, inner)
         lane.joined |= mask
