@@ -97,8 +97,12 @@ def test_who_waits_is_told_whether_the_device_has_come_to_the_call_or_not(ranks:
     assert bool(out.isnan().all())
 
 
-def test_what_calls_returned_is_nan_once_and_no_memory_of_others(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_calls_returned_is_nan_once_and_no_memory_of_others(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Part of a tensor, what the caller has dropped, integers; and a call that has ended. One line is logged."""
+    # On busy cores the watchdog may be held up, and then doubts the call that has ended.
+    monkeypatch.setattr(Watchdog, "_doubtful", lambda self: ())
     whole, ended, whole_numbers, dropped = torch.ones(4, 3), torch.ones(3), torch.ones(3, dtype=torch.int32), torch.ones(3)
     ranks.space.ended(ranks.call(out=ended))
     ranks.call(out=whole[1:3])
