@@ -77,7 +77,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         recorder = self
-        kept = self._originals = {name: getattr(HostProgram, name) for name in ("play", "bind", "wait", "signal", "_meet")}
+        kept = self._originals = {name: getattr(HostProgram, name) for name in ("play", "bind", "wait", "signal", "_barrier")}
         self._issues = {kind: kind.issue for kind in Launch.__subclasses__()}
 
         def play(program: HostProgram, *arguments: Any) -> None:
@@ -107,14 +107,14 @@ class Recorder:
             recorder._here(Event("store", recorder._call, flag=_key(flag), value=recorder._call + 1))
             kept["signal"](program, rank, slot, value)
 
-        def meet(program: HostProgram, where: Where) -> None:
-            value = program._meetings + 1
+        def barrier(program: HostProgram, where: Where) -> None:
+            value = program._barriers + 1
             recorder._here(Event("store", recorder._call, flag=("meet", program.rank, 0), value=value))
-            kept["_meet"](program, where)
+            kept["_barrier"](program, where)
             for rank in program.rank_group.near:
                 recorder._here(Event("seen", recorder._call, flag=("meet", rank, 0), value=value))
 
-        hooks = {"play": play, "bind": bind, "wait": wait, "signal": signal, "_meet": meet}
+        hooks = {"play": play, "bind": bind, "wait": wait, "signal": signal, "_barrier": barrier}
         for name, hook in hooks.items():
             setattr(HostProgram, name, hook)
         for kind, issue in self._issues.items():
