@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain, pairwise
 
 from weft.checker.program import ScheduleError
-from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem
+from weft.core.problem import SCALE_BLOCK, CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem
 from weft.core.schedule import Bags, Buffer, Collective, Gemm, Part, Region, Schedule, SendReceive, Sum, steps_of
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
@@ -37,12 +37,27 @@ def check_buffers(schedule: Schedule) -> None:
         if segmented and (buffer.name not in expected | segmented or buffer.float32):
             these = ", ".join(expected | segmented)
             raise ScheduleError(f"buffer {buffer.name} is none of {these}, which hold segments in the problem's dtype")
+        fault = _operand_fault(buffer, schedule.problem)
+        if fault:
+            raise ScheduleError(f"buffer {buffer.name} {fault}")
         if buffer.float32 and buffer.kind != "local" and schedule.problem.dtype != "float32":
             what = f"buffer {buffer.name} is {buffer.kind} and holds float32, where the problem has {schedule.problem.dtype}"
             raise ScheduleError(f"{what}; only local buffers hold partial sums wider than that: round them by a reduce first")
     for name, (kind, _) in expected.items():
         if name not in schedule.buffer:
             raise ScheduleError(f"buffer {name} is missing; the problem has it as {kind}")
+
+
+def _operand_fault(buffer: Buffer, problem: Problem) -> str:
+    """What is wrong with a buffer's operand: the caller's a, b and gathered rows are FP8 where the problem has scaling, and
+    nothing is where it has none."""
+    given = {"a": "a", "b": "b", "gathered": "a"}.get(buffer.name, "")
+    wanted = given if problem.scaling is not None and buffer.kind in ("input", "output") else buffer.operand
+    if problem.scaling is None and buffer.operand:
+        return f"has operand {buffer.operand!r}, but the problem has no scaling; leave it out"
+    if buffer.operand and buffer.float32:
+        return "is float32 and holds FP8 elements; use one of the two"
+    return f"has operand {buffer.operand!r}; the problem's scaling needs {wanted!r}" if buffer.operand != wanted else ""
 
 
 Extent = int | Callable[[int], int]
@@ -113,6 +128,22 @@ def region_fault(region: Region, buffers: Mapping[str, Buffer], size: int) -> st
         return f"{region} lies on no rank; ranks are 0 to {size - 1}"
     if not (0 <= low <= high <= buffer.rows[rank] and 0 <= left <= right <= buffer.cols[rank]):
         return f"{region} does not lie within {buffer.whole(rank)}"
+    return ""
+
+
+def scales_fault(region: Region, buffer: Buffer, problem: Problem) -> str:
+    """A region of FP8 elements begins and ends where their scales do."""
+    assert problem.scaling is not None
+    ends = buffer.rows[region.rank], buffer.cols[region.rank]
+    shared = {"tensorwise": None, "rowwise": None, "blockwise": SCALE_BLOCK}[problem.scaling.recipe]
+    along = {"a": [("columns", region.cols, ends[1])], "b": [("rows", region.rows, ends[0])]}[buffer.operand or "a"]
+    if buffer.operand == "b" and shared is not None:
+        along.append(("columns", region.cols, ends[1]))
+    for name, (low, high), end in along:
+        whole = (low, high) == (0, end)
+        if not whole and (shared is None or low % shared or (high % shared and high != end)):
+            unit = f"begin and end at multiples of {shared}" if shared else f"be all {end}"
+            return f"{region} has {name} {low} to {high} of FP8 elements; its {name} must {unit}, because they share scales"
     return ""
 
 

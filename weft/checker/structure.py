@@ -20,6 +20,7 @@ from weft.checker.shapes import (
     message_fault,
     reachable_outputs,
     region_fault,
+    scales_fault,
     sum_fault,
 )
 from weft.core.fused_collective import SpelledOut
@@ -194,6 +195,8 @@ class Compiler:
             if not (remote and buffer.name in self.open):
                 what = f"buffer {buffer.name} is {buffer.kind}; peers may only touch symmetric buffers"
                 self.fail(f"{region} lies on a peer; {what if remote else 'this operand must be local'}")
+        if buffer.operand:
+            self.refuse(scales_fault(region, buffer, self.problem))
         if write and buffer.kind == "input":
             self.fail(f"{region} is an input of the caller; no step may write it")
         return self.first_memory[region.buffer] + rank, (*region.rows, *region.cols)
@@ -203,6 +206,20 @@ class Compiler:
         for region in regions:
             if not self.all_wide and self.buffers[region.buffer].float32:
                 self.fail(f"{region} holds float32 partial sums; this operand must be of the problem's dtype")
+
+    def plain(self, *regions: Region) -> None:
+        """None of the regions holds FP8 elements and their scales."""
+        for region in regions:
+            if self.buffers[region.buffer].operand:
+                self.fail(f"{region} holds FP8 elements and their scales; only copies and products read and write such")
+
+    def factor(self, region: Region, operand: str) -> None:
+        """The region can be multiplied as `operand`."""
+        self.narrow(region)
+        scaled = operand if self.problem.scaling is not None else ""
+        if self.buffers[region.buffer].operand != scaled:
+            needs = f"FP8 elements of {operand} and their scales" if scaled else "the problem's dtype"
+            self.fail(f"{region} is not of {needs}, which the product reads")
 
     def copy(self, step: Copy) -> Op:
         self.off("network")
@@ -217,7 +234,8 @@ class Compiler:
         """One can be copied to the other."""
         if src.shape != dst.shape:
             self.fail(f"{src} has shape {src.shape}, {dst} has {dst.shape}; a copy needs them equal")
-        if not self.all_wide and self.buffers[src.buffer].float32 != self.buffers[dst.buffer].float32:
+        one, other = self.buffers[src.buffer], self.buffers[dst.buffer]
+        if one.operand != other.operand or (not self.all_wide and one.float32 != other.float32):
             self.fail(f"{src} and {dst} differ in dtype; a copy moves bytes, a reduce rounds")
 
     def divisor(self, divide_by: int) -> int:
@@ -246,14 +264,15 @@ class Compiler:
 
     def gemm(self, step: Gemm) -> tuple[Action, ...]:
         b = self.access(step.b, remote=False)
-        self.narrow(step.b)
+        self.factor(step.b, "b")
         self.divisor(step.divide_by)
         return tuple([self.gemm_part(step, part, b) for part in step.parts])
 
     def gemm_part(self, step: Gemm, part: Part, b: Access) -> Action:
         a, out = self.access(part.a, remote=False), self.access(part.out, write=True)
         self.refuse(gemm_fault(step, part))
-        self.narrow(part.a)
+        self.factor(part.a, "a")
+        self.plain(part.out, *part.adds)
         if step.accumulate and not (self.all_wide or self.buffers[part.out.buffer].float32):
             self.fail(f"{part.out} is added to but is not a float32 buffer; it would be rounded at every step")
         action = self.action(_GEMM, (a, b), out, part.gates, part.count, accumulate=step.accumulate)
@@ -284,6 +303,7 @@ class Compiler:
     def sum_part(self, part: Sum, divide_by: int) -> Action:
         srcs, out = tuple([self.access(src) for src in part.srcs]), self.access(part.out, write=True)
         self.refuse(sum_fault(part))
+        self.plain(part.out, *part.srcs)
         return self.action(_ADD, srcs, out, part.gates, part.count, divide_by=divide_by)
 
     def lookup(self, step: Lookup) -> tuple[Action, ...]:
@@ -319,6 +339,10 @@ class Compiler:
         self.divisor(step.divide_by)
         self.refuse(collective_fault(step, self.problem, self.rank))
         self.narrow(step.src, step.dst)
+        if step.op in ("reduce_scatter", "all_reduce"):
+            self.plain(step.src, step.dst)
+        elif self.buffers[step.src.buffer].operand != self.buffers[step.dst.buffer].operand:
+            self.fail(f"{step.src} and {step.dst} differ in dtype; a collective moves bytes")
         action = self.action(_COLLECTS[step.op], (src,), dst, divide_by=step.divide_by, collective=True)
         return Op(_COLLECTIVE, actions=(action,), needs_sms=self.lane.kind == "compute")
 

@@ -73,10 +73,22 @@ AVERAGES: Ops = ("matmul_reduce_scatter", "reduce_scatter", "all_reduce")
 GATHERS: Ops = ("all_gather_matmul", "all_to_all_matmul", "all_to_all_columns_matmul")
 """Those that may average what they sum; that hand back what they have received and multiplied."""
 Addend = Literal["bias", "residual"]
+SCALED_OPS: Ops = OPS
+"""Those whose operands may be FP8, with scales."""
 ADDENDS: tuple[Addend, ...] = ("bias", "residual")
 """What matmul_all_reduce adds to its sum, alike on every rank: a row, added to each, and a matrix."""
 ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of what weft computes with."""
+
+Float8 = Literal["float8_e4m3fn", "float8_e5m2"]
+FLOAT8: tuple[Float8, ...] = ("float8_e4m3fn", "float8_e5m2")
+"""Dtypes of operands that come with scales. Of two of them, one is float8_e4m3fn at least, as in torch."""
+Recipe = Literal["tensorwise", "rowwise", "blockwise"]
+RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
+SCALE_BLOCK = 128
+"""Elements of K, and of N, that share a scale of the blockwise recipe."""
+FLOAT8_UNIT = 16
+"""K and N of FP8 operands are multiples of it, as torch's scaled products need them."""
 
 MOST_EXTENT, MOST_WORLD = 2**63 - 1, 1 << 16
 """No tensor has more, and times of far more are no floats. Every rank's part is laid out: of far more, that never ends."""
@@ -97,12 +109,61 @@ def split(extent: int, parts: int) -> tuple[Span1D, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """FP8 operands, and the float32 scales that their elements are multiplied by.
+
+    a, b: their dtypes. recipe: what shares a scale, as in torch.nn.functional.scaled_mm:
+
+        tensorwise   all of a: 1 scale       all of b: 1 scale
+        rowwise      a row of a: [M, 1]      a column of b: [1, N]
+        blockwise    1 x 128: [M, K / 128]   128 x 128: [K / 128, N / 128], the last block of N may be narrower
+
+    use_fast_accum: whether tensor cores may add up with fewer bits, as torch has it.
+    Raises ValueError for a name that is none of these, and for two operands of float8_e5m2.
+    """
+
+    a: Float8 = "float8_e4m3fn"
+    b: Float8 = "float8_e4m3fn"
+    recipe: Recipe = "rowwise"
+    use_fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("a", FLOAT8), ("b", FLOAT8), ("recipe", RECIPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} of the scaling is {getattr(self, name)!r}; use one of {', '.join(known)}")
+        if self.a == self.b == "float8_e5m2":
+            raise ValueError("a and b are both float8_e5m2; one of them must be float8_e4m3fn")
+
+    def scales_of(self, operand: Literal["a", "b"], rows: Span1D, cols: Span1D) -> tuple[Span1D, Span1D]:
+        """Where the scales of a rectangle of an operand lie in the matrix of its scales: their rows and columns.
+
+        >>> Scaling(recipe="blockwise").scales_of("a", (4, 8), (128, 384))
+        ((4, 8), (1, 3))
+        """
+        if self.recipe == "tensorwise":
+            return (0, 1), (0, 1)
+        if self.recipe == "rowwise":
+            return (rows, (0, 1)) if operand == "a" else ((0, 1), cols)
+        blocks = cols[0] // SCALE_BLOCK, -(-cols[1] // SCALE_BLOCK)
+        return (rows if operand == "a" else (rows[0] // SCALE_BLOCK, -(-rows[1] // SCALE_BLOCK))), blocks
+
+    def scales_shape(self, operand: Literal["a", "b"], rows: int, cols: int) -> tuple[int, int]:
+        """The shape of the scales of an operand of so many rows and columns."""
+        (_, height), (_, width) = self.scales_of(operand, (0, rows), (0, cols))
+        return height, width
+
+    def __str__(self) -> str:
+        return f"{self.a} by {self.b}, {self.recipe}{', fast accumulation' * self.use_fast_accum}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """One distributed operator, by its static sizes.
 
     op: which operator. m, n, k: global extents (rows of the result, columns of the result, contraction); of an all-to-all, each
     rank's (rows of its a, columns of its result, contraction).
     dtype: of inputs and result; partial results are summed in float32. world_size: ranks that share the work.
+    scaling: of FP8 operands a and b; dtype is then that of the result, and of what is summed, alone.
     return_gathered: those of GATHERS also hand back the rows that they multiply. reduce_op: "avg" for one of AVERAGES.
     row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
     b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives; not of an all-to-all.
@@ -127,6 +188,7 @@ class Problem:
     b_sizes: tuple[int, ...] = ()
     addends: tuple[Addend, ...] = ()
     nodes: tuple[int, ...] = ()
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         if self.op not in self.KNOWN:
@@ -158,6 +220,23 @@ class Problem:
         if self.nodes and (len(self.nodes) == 1 or min(self.nodes) < 1 or sum(self.nodes) != self.world_size):
             several = f"the ranks of two nodes or more, each at least 1, {self.world_size} in all; or (), for one node"
             raise ValueError(f"nodes is {self.nodes}; it must be {several}")
+        if self.scaling is not None:
+            self._check_scaling(self.scaling)
+
+    def _check_scaling(self, scaling: Scaling) -> None:
+        if self.op not in SCALED_OPS:
+            raise ValueError(
+                f"scaling is {scaling}; {self.op} takes no FP8 operands, those that do are {', '.join(SCALED_OPS)}"
+            )
+        if scaling.recipe == "tensorwise" and self.op in GATHERS:
+            raise ValueError("scaling is tensorwise; where rows of a travel, each takes its scale along: use rowwise")
+        unit = SCALE_BLOCK if scaling.recipe == "blockwise" else FLOAT8_UNIT
+        for rank in range(self.world_size):
+            inner, columns = self.inner(rank), self.columns(rank)
+            if inner % unit or not inner:
+                raise ValueError(f"K is {inner} on rank {rank}; {scaling.recipe} FP8 operands need a multiple of {unit}")
+            if columns % FLOAT8_UNIT:
+                raise ValueError(f"N is {columns} on rank {rank}; FP8 operands need a multiple of {FLOAT8_UNIT}")
 
     def _check_sizes(self) -> None:
         if self.op in EXCHANGES:
@@ -172,9 +251,20 @@ class Problem:
         """Bytes of one element."""
         return ITEMSIZE[self.dtype]
 
+    @property
+    def operand_itemsize(self) -> int:
+        """Bytes of one element of a and b, without their scales."""
+        return 1 if self.scaling is not None else self.itemsize
+
     def itemsize_of(self, buffer: str) -> int:
-        """Bytes of one element of a buffer that is not float32 in any case."""
+        """Bytes of one element of a buffer that is neither float32 in any case nor of FP8."""
         return self.itemsize
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of a, of so many columns, with its scales."""
+        if self.scaling is None:
+            return columns * self.itemsize
+        return columns + 4 * self.scaling.scales_shape("a", 1, columns)[1]
 
     @cached_property
     def shards(self) -> tuple[Span1D, ...]:
@@ -261,12 +351,13 @@ class Problem:
         scattered)."""
         low, high = self.shards[0]
         before = self.op in ("all_gather_matmul", "all_to_all_matmul")
-        return (high - low) * (self.k if before else self.n) * self.itemsize
+        return (high - low) * (self.row_bytes(self.k) if before else self.n * self.itemsize)
 
     def __str__(self) -> str:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
         flags += "".join(f" +{name}" for name in self.addends) + _on_nodes(self.nodes)
-        return f"{self.op} M={self.m} N={self.n} K={self.k} {self.dtype} world_size={self.world_size}{flags}"
+        dtypes = self.dtype if self.scaling is None else f"{self.scaling}, to {self.dtype},"
+        return f"{self.op} M={self.m} N={self.n} K={self.k} {dtypes} world_size={self.world_size}{flags}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,8 +46,13 @@ def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, 
 
 
 def region_bytes(schedule: Schedule, region: Region) -> int:
-    """Bytes of a region: 4 an element in a float32 buffer, else the problem's itemsize."""
-    return region.size * (4 if schedule.buffer[region.buffer].float32 else schedule.problem.itemsize_of(region.buffer))
+    """Bytes of a region: 4 an element in a float32 buffer; one, and those of the scales, in one of FP8; else the problem's
+    itemsize."""
+    buffer, scaling = schedule.buffer[region.buffer], schedule.problem.scaling
+    if buffer.operand and scaling is not None:
+        (top, bottom), (left, right) = scaling.scales_of(buffer.operand, region.rows, region.cols)
+        return region.size + 4 * (bottom - top) * (right - left)
+    return region.size * (4 if buffer.float32 else schedule.problem.itemsize_of(region.buffer))
 
 
 def is_plain(part: Part, rank: int) -> bool:

@@ -221,6 +221,8 @@ FAMILIES: dict[str, Family] = {
 NAMES: tuple[str, ...] = tuple(FAMILIES)
 IN_ORDER = ("sequential", "sequential_stores")
 """The families that overlap nothing: they compute, and exchange before or after that."""
+CUT_COLUMNS = ("uniform_fused_2d", "flag_gated_2d")
+"""The families that cut columns of a or of b."""
 MOST_CHUNKS = 512
 """Pieces a shard. With 256 a schedule of 8 ranks has 29,000 steps, and its proof takes 6 s; the time grows with the square."""
 
@@ -270,6 +272,8 @@ def unfit(name: str, problem: Problem) -> str:
     if problem.nodes and not FAMILIES[name].across:
         fit = " or ".join(one for one in names(problem.op) if FAMILIES[one].across)
         return f"schedule is {name!r}, which loads from and stores to all ranks; on nodes of {problem.nodes} ranks, use {fit}"
+    if problem.scaling is not None and name in CUT_COLUMNS:
+        return f"schedule is {name!r}, which cuts columns of FP8 operands, whose elements share scales; use a schedule of rows"
     if name == "node_slices" and problem.op == "matmul_all_reduce" and len(set(problem.nodes)) > 1:
         return f"schedule is {name!r}, whose all-reduce needs nodes of one size, not of {problem.nodes}; use sequential"
     return ""
@@ -387,9 +391,13 @@ def specs(problem: Problem, only: str | None = None) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _runs_as_priced(name: str, problem: Problem) -> bool:
-    """Whether the executor runs the steps of a family as the kernels that are priced. In float32 weft's GEMM kernel, whose
-    tiles wait, count or store, does not run, nor does the kernel that pushes chunks: such steps go part by part."""
-    if problem.dtype != "float32" or problem.op in (*LOOKUP_OPS, *COLLECTIVE_OPS) or name == "sequential":
+    """Whether the executor runs the steps of a family as the kernels that are priced. In float32 and FP8 weft's GEMM kernel,
+    whose tiles wait, count or store, does not run, nor does the kernel that pushes chunks: such steps go part by part."""
+    if (
+        (problem.dtype != "float32" and problem.scaling is None)
+        or problem.op in (*LOOKUP_OPS, *COLLECTIVE_OPS)
+        or name == "sequential"
+    ):
         return True
     lanes = list(chain(*build(problem, name, 1).ranks))
     plain = (is_plain(part, step.b.rank) for step in steps_of(Gemm, lanes) for part in step.parts)

@@ -47,12 +47,12 @@ class _Gather(Builder):
         self.staged = staged
         m, k = self.problem.m, self.problem.k
         self.columns = [self.problem.columns(r) for r in self.each]
-        self.buffer("a", "input", self.owned, k)
-        self.buffer("b", "input", k, self.columns)
-        self.buffer("a_full", "symmetric", m, k)
+        self.buffer("a", "input", self.owned, k, operand="a")
+        self.buffer("b", "input", k, self.columns, operand="b")
+        self.buffer("a_full", "symmetric", m, k, operand="a")
         self.buffer("out", "output", m, self.columns)
         if self.problem.return_gathered:
-            self.buffer("gathered", "output", m, k)
+            self.buffer("gathered", "output", m, k, operand="a")
 
     def arrived(self, rank: int, piece: Piece) -> Flag:
         return self.flag("arrived", rank, piece.shard, piece.index)

@@ -39,9 +39,9 @@ class Dispatch(AllToAllBuilder):
 
     def __init__(self, asked: Request) -> None:
         super().__init__(asked)
-        self.buffer("recv", "symmetric", self.arriving, self.problem.k)
+        self.buffer("recv", "symmetric", self.arriving, self.problem.k, operand="a")
         if self.problem.return_gathered:
-            self.buffer("gathered", "output", self.arriving, self.problem.k)
+            self.buffer("gathered", "output", self.arriving, self.problem.k, operand="a")
 
     def arrived(self, src_rank: int, piece: Piece) -> Flag:
         return self.flag("arrived", piece.shard, src_rank, piece.index)

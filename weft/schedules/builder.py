@@ -138,10 +138,13 @@ class Builder:
         cols: int | Sequence[int],
         *,
         float32: bool = False,
+        operand: Literal["", "a", "b"] = "",
     ) -> None:
-        """rows, cols: on each rank; one number where it is the same on all."""
+        """rows, cols: on each rank; one number where it is the same on all. operand: what it holds rows of, which are FP8 if
+        the problem's operands are."""
         height, width = ([size] * self.world_size if isinstance(size, int) else size for size in (rows, cols))
-        self._buffers[name] = Buffer(name, kind, tuple(height), tuple(width), float32)
+        scaled = operand if self.problem.scaling is not None else ""
+        self._buffers[name] = Buffer(name, kind, tuple(height), tuple(width), float32, scaled)
 
     def region(self, name: str, rank: int, rows: Span1D | None = None, cols: Span1D | None = None) -> Region:
         """The named part of a buffer; all rows or columns where none are given."""

@@ -18,8 +18,8 @@ class AllToAllBuilder(Builder):
         problem = self.problem
         self.arriving = [problem.out_rows(r) for r in self.each]
         self.sends_columns = isinstance(problem, ColumnProblem) and problem.sends_columns
-        self.buffer("a", "input", problem.m, problem.a_columns(0))
-        self.buffer("b", "input", problem.k, problem.n)
+        self.buffer("a", "input", problem.m, problem.a_columns(0), operand="a")
+        self.buffer("b", "input", problem.k, problem.n, operand="b")
         self.buffer("out", "output", self.arriving, problem.columns(0))
 
     def arrival(self, buffer: str, src_rank: int, piece: Piece) -> Region:

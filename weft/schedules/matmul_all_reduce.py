@@ -70,8 +70,8 @@ class _Everywhere(Builder):
         super().__init__(asked)
         m, n = self.problem.m, self.problem.n
         inner = [self.problem.inner(r) for r in self.each]
-        self.buffer("a", "input", m, inner)
-        self.buffer("b", "input", inner, n)
+        self.buffer("a", "input", m, inner, operand="a")
+        self.buffer("b", "input", inner, n, operand="b")
         for addend in self.problem.addends:
             self.buffer(addend, "input", m if addend == "residual" else 1, n)
         self.buffer("out", "output", m, n)

@@ -69,8 +69,8 @@ class _Scatter(Builder):
         inner = [self.problem.inner(r) for r in self.each]
         self.recv = recv and partial != "symmetric"
         self.gathers = self.problem.op == "matmul_all_reduce"
-        self.buffer("a", "input", m, inner)
-        self.buffer("b", "input", inner, n)
+        self.buffer("a", "input", m, inner, operand="a")
+        self.buffer("b", "input", inner, n, operand="b")
         if partial:
             self.buffer("partial", partial, m, n)
         if self.recv:
