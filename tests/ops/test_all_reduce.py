@@ -65,8 +65,8 @@ def _harmed(problem: Problem, harm: float) -> Measured:
 
     matmul = HostProgram.multiply
 
-    def wrong(self: HostProgram, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
-        matmul(self, a, b, out, accumulate=accumulate)
+    def wrong(self: HostProgram, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+        matmul(self, a, b, out, **options)
         out[0, 0] += harm * (dist.get_rank() == 1)
 
     HostProgram.multiply = wrong  # type: ignore[method-assign]
@@ -327,7 +327,10 @@ def test_auto_and_leading_dimensions(ranks: RankFixture) -> None:
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bias": torch.ones(3)}, r"bias is \[3\]; it must be \[2\]"),
-    ({"bias": torch.ones(2, dtype=torch.float64)}, "bias is torch.float64 on cpu, a is torch.float32 on cpu; they must agree"),
+    (
+        {"bias": torch.ones(2, dtype=torch.float64)},
+        "bias is torch.float64 on cpu; it must be torch.float32 on cpu, as the result is",
+    ),
     ({"residual": torch.ones(2, 3)}, r"residual is \[2, 3\]; it must be \[5, 2\]"),
     ({"residual": "none"}, r"residual is a str; it must be \[5, 2\]"),
     ({"b": torch.ones(3, 2)}, "b has 3 rows, a has 4 columns"),

@@ -62,8 +62,9 @@ class World:
     def _lanes(self, rank: int, shared: Bindings) -> list[list[Any]]:
         program: Any = FakeProgram(self.schedule, rank)
         program.fixed, program.driver = shared, SimpleNamespace(copier=_copier)
-        program.itemsize = lambda _: 4
-        program.copier, program._address_of = partial(CudaProgram.copier, program), partial(CudaProgram._address_of, program)
+        program.dtype_of = lambda _: torch.float32
+        for name in ("copier", "_copier", "_address_of"):
+            setattr(program, name, partial(getattr(CudaProgram, name), program))
         bindings = Bindings(dict(shared.tensors))
         for name, tensor in self.callers[rank].items():
             bindings.bind(name, rank, tensor)

@@ -536,8 +536,8 @@ class Buffer:
     """A named buffer: rows and cols by rank. float32: holds partial sums, whatever the problem's dtype; a local one alone.
 
     operand: "a" or "b" where it holds FP8 elements of that operand and their scales, as the problem's scaling has them. The
-    scales are a matrix of their own beside the elements. A region of such a buffer is its elements and their scales: a step that
-    reads, writes or moves a region does so with both, and a flag says so of both.
+    scales are a matrix of their own beside the elements. A region of such a buffer is its elements and their scales: a step
+    that reads, writes or moves a region does so with both, and a flag says so of both.
     """
 
     name: str

@@ -16,14 +16,15 @@ over the ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
-from weft.ops.common import as_matrix, check_operands, check_own, define, group_of, heard, multiplied, shape_of, spec_of
+from weft.ops.common import FLOAT8, as_matrix, check_operands, check_own, define, group_of, heard, multiplied, shape_of, spec_of
 from weft.ops.replicated import with_summed_double_gradient
+from weft.ops.scaled import ScaleOptions, quantised, scaled_matmul
 
 
 @heard
@@ -35,6 +36,7 @@ def matmul_all_reduce(
     schedule: str | Schedule = "auto",
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    **scales: Unpack[ScaleOptions],
 ) -> torch.Tensor:
     """all_reduce(a @ b) + bias + residual, the exchange within the matmul's kernel where M is small.
 
@@ -54,29 +56,38 @@ def matmul_all_reduce(
     once; "sequential" rounds twice, after NCCL's or gloo's all-reduce and after adding the addends. A schedule gives the same
     bits in each call. All schedules but those that use NCCL's or gloo's all-reduce also give the same bits on every rank.
 
+    FP8: a and b, and scale_a, scale_b and the options that follow them, as for matmul_reduce_scatter. bias and residual are
+    then of output_dtype, and added before the result is rounded.
+
     The gradient of the result must be the same on every rank; the gradients of bias and residual are then whole on each.
 
     Returns out [M, ..., N], whole on every rank. Raises as all_gather_matmul does. Source: fused computation-collectives
     (arXiv 2305.06942), GEMV + AllReduce.
     """
-    check_operands(a, [b])
+    check_operands(a, [b], scaled=True)
+    scaled = quantised("matmul_all_reduce", a, [b], scales) if scales or a.dtype in FLOAT8 else None
     shape = (*a.shape[:-1], b.shape[1])
-    _check_addend("bias", bias, (b.shape[1],), a)
-    _check_addend("residual", residual, shape, a)
-    name, spec = group_of(group)[0], spec_of(schedule, "matmul_all_reduce")
-    flat_residual = None if residual is None else as_matrix(residual)
-    out: torch.Tensor = flat_matmul_all_reduce(as_matrix(a), b, bias, flat_residual, name, spec)
+    dtype = a.dtype if scaled is None else scaled.output_dtype
+    _check_addend("bias", bias, (b.shape[1],), a, dtype)
+    _check_addend("residual", residual, shape, a, dtype)
+    of_group, spec = group_of(group), spec_of(schedule, "matmul_all_reduce")
+    flat, flat_residual = as_matrix(a), None if residual is None else as_matrix(residual)
+    if scaled is None:
+        out: torch.Tensor = flat_matmul_all_reduce(flat, b, bias, flat_residual, of_group[0], spec)
+    else:
+        addends: dict[str, Any] = {"bias": bias, "residual": flat_residual}
+        (out,) = scaled_matmul("matmul_all_reduce", flat, [b], scaled, of_group, spec, rows=flat.shape[0], **addends)
     return out.view(shape)
 
 
-def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...], a: torch.Tensor) -> None:
+def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...], a: torch.Tensor, dtype: torch.dtype) -> None:
     if given is None:
         return
     if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape:
         raise ValueError(f"{name} is {shape_of(given)}; it must be {list(shape)}")
     check_own(name, given)
-    if given.dtype != a.dtype or given.device != a.device:
-        raise ValueError(f"{name} is {given.dtype} on {given.device}, a is {a.dtype} on {a.device}; they must agree")
+    if given.dtype != dtype or given.device != a.device:
+        raise ValueError(f"{name} is {given.dtype} on {given.device}; it must be {dtype} on {a.device}, as the result is")
 
 
 def _run(

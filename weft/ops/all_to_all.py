@@ -23,7 +23,7 @@ The backward of each is the other one, which takes every row back to where it ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from weft.core.problem import split
 from weft.core.schedule import Schedule
 from weft.ops.all_to_all_columns import columns_from_ranks, columns_to_ranks
 from weft.ops.common import (
+    FLOAT8,
     as_matrix,
     as_tensor,
     backward_schedule,
@@ -45,6 +46,7 @@ from weft.ops.common import (
     spec_of,
 )
 from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows
+from weft.ops.scaled import ScaleAndBias, quantised, refuse_scales, scaled_matmul
 from weft.ops.schema import SymInt
 
 
@@ -56,6 +58,7 @@ def matmul_all_to_all(
     *,
     schedule: str | Schedule = "auto",
     split_dim: Literal[0, -1] = 0,
+    **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor: ...
 
 
@@ -75,6 +78,7 @@ def matmul_all_to_all(
     split_dim: Literal[0, -1] = 0,
     splits: torch.Tensor | None = None,
     max_rows: int | None = None,
+    **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """all_to_all(a @ b), with the exchange hidden behind the matmul.
 
@@ -91,6 +95,9 @@ def matmul_all_to_all(
         split_dim: what is cut by destination: 0 for rows, -1 for the product's columns.
         splits: how many rows go where, in numbers that only the device knows; see below.
         max_rows: with splits: the most rows that may arrive, on all ranks the same.
+
+    FP8: a and b, and scale_a, scale_b and the options that follow them, as for matmul_reduce_scatter; neither with splits nor
+    with split_dim=-1.
 
     Returns out [world_size * m, ..., N]: the rows for this rank from every rank, in the order of ranks. Raises as
     all_gather_matmul does.
@@ -117,16 +124,23 @@ def matmul_all_to_all(
     Source: fused computation-collectives (arXiv 2305.06942); see docs/schedules.md, and docs/kernels.md for splits.
     """
     columns = _is_columns("split_dim", split_dim, splits)
+    if scales and (splits is not None or columns):
+        refuse_scales(scales, "splits" if splits is not None else "split_dim=-1")
     if splits is not None:
         return ragged_combine(a, b, group, splits, max_rows, schedule=schedule)
     refuse_max_rows(max_rows)
     if columns:
         return columns_to_ranks(a, b, group, schedule)
-    check_operands(a, [b])
+    check_operands(a, [b], scaled=True)
+    scaled = quantised("matmul_all_to_all", a, [b], scales) if scales or a.dtype in FLOAT8 else None
     name, rank, world_size = group_of(group)
-    unit = max(1, rows_per_entry(a))
+    unit, flat = max(1, rows_per_entry(a)), as_matrix(a)
     spec = spec_of(schedule, "matmul_all_to_all")
-    out = _matmul_all_to_all(as_matrix(a), b, name, rank, world_size, unit, spec)
+    if scaled is None:
+        out = _matmul_all_to_all(flat, b, name, rank, world_size, unit, spec)
+    else:
+        sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit}
+        (out,) = scaled_matmul("matmul_all_to_all", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
     return _shaped(out, a, rank, world_size)
 
 
@@ -174,6 +188,7 @@ def all_to_all_matmul(
     schedule: str | Schedule = "auto",
     gather_dim: Literal[0, -1] = 0,
     return_received: Literal[False] = False,
+    **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor: ...
 
 
@@ -186,7 +201,8 @@ def all_to_all_matmul(
     schedule: str | Schedule = "auto",
     gather_dim: Literal[0, -1] = 0,
     return_received: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    **scales: Unpack[ScaleAndBias],
+) -> tuple[torch.Tensor, ...]: ...
 
 
 @overload
@@ -212,6 +228,7 @@ def all_to_all_matmul(
     splits: torch.Tensor | None = None,
     max_rows: int | None = None,
     return_received: bool = False,
+    **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """all_to_all(a) @ b, with the exchange hidden behind the matmul.
 
@@ -229,8 +246,12 @@ def all_to_all_matmul(
         max_rows: with splits: the most rows that may arrive, on all ranks the same.
         return_received: also return the rows that were multiplied.
 
+    FP8: a and b, and scale_a, scale_b and the options that follow them, as for all_gather_matmul; neither with splits nor with
+    gather_dim=-1.
+
     Returns out [world_size * m, ..., N]: for the rows that this rank has from every rank, in the order of ranks; with
-    return_received, (that, received [world_size * m, ..., K]). Raises as all_gather_matmul does.
+    return_received, (that, received [world_size * m, ..., K]), and of FP8 the scales of these rows. Raises as
+    all_gather_matmul does.
 
     **splits**, for tokens that are dispatched to experts: [world_size] rows by destination, or, with b [experts, K, N],
     [world_size, experts] (or flat) rows by destination and its expert; a [rows, K] has its rows in that order. What arrives
@@ -256,18 +277,25 @@ def all_to_all_matmul(
     docs/kernels.md for splits.
     """
     columns = _is_columns("gather_dim", gather_dim, splits)
+    if scales and (splits is not None or columns):
+        refuse_scales(scales, "splits" if splits is not None else "gather_dim=-1")
     if splits is not None:
         return ragged_dispatch(a, b, group, splits, max_rows, return_received=return_received, schedule=schedule)
     refuse_max_rows(max_rows)
     if columns:
         return columns_from_ranks(a, b, group, schedule, return_received=return_received)
-    check_operands(a, [b])
+    check_operands(a, [b], scaled=True)
+    scaled = quantised("all_to_all_matmul", a, [b], scales) if scales or a.dtype in FLOAT8 else None
     name, rank, world_size = group_of(group)
-    unit = max(1, rows_per_entry(a))
+    unit, flat = max(1, rows_per_entry(a)), as_matrix(a)
     spec = spec_of(schedule, "all_to_all_matmul")
-    results = _all_to_all_matmul(as_matrix(a), b, name, rank, world_size, unit, spec, return_received)
-    out = _shaped(results[0], a, rank, world_size)
-    return (out, _shaped(results[1], a, rank, world_size)) if return_received else out
+    if scaled is None:
+        results = _all_to_all_matmul(flat, b, name, rank, world_size, unit, spec, return_received)
+    else:
+        sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "return_gathered": return_received}
+        results = scaled_matmul("all_to_all_matmul", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
+    out, *received = [_shaped(one, a, rank, world_size) for one in results]
+    return (out, *received) if return_received else out
 
 
 def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> list[torch.Tensor]:

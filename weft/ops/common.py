@@ -35,11 +35,14 @@ from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
 from weft.ops.schema import schema_of
+from weft.runtime.bindings import scales_name
 from weft.runtime.calls import MatmulCall
 from weft.runtime.choose import MODES
 from weft.runtime.groups import GROUPS
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+FLOAT8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+_GATHERED_SCALES = scales_name("gathered")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Function = Callable[..., Any]
 P = ParamSpec("P")
@@ -313,9 +316,9 @@ def _check_name(schedule: str, op: Op) -> None:
     schedules.check_op(schedules.parse(schedule)[0], op)
 
 
-def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 1) -> None:
+def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 1, scaled: bool = False) -> None:
     """What operators need of the matrices that they multiply. parts: how many ranks' columns of a are concatenated before they
-    are multiplied. Raises ValueError."""
+    are multiplied. scaled: whether they may be FP8. Raises ValueError."""
     if not isinstance(a, torch.Tensor) or a.dim() < 2:
         raise ValueError(f"a is {shape_of(a)}; it must be a tensor of at least 2 dimensions")
     if not bs:
@@ -323,8 +326,10 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 
     check_own("a", a)
     if not (a.is_cuda or a.is_cpu):
         raise ValueError(f"a is on {a.device}; weft runs on cpu and cuda")
-    if a.dtype not in DTYPES:
-        raise ValueError(f"a is {a.dtype}; weft takes {', '.join(DTYPES.values())}")
+    is_float8 = scaled and a.dtype in FLOAT8
+    if a.dtype not in DTYPES and not is_float8:
+        also = f", and with scales {', '.join(FLOAT8.values())}" if scaled else ""
+        raise ValueError(f"a is {a.dtype}; weft takes {', '.join(DTYPES.values())}{also}")
     for i, b in enumerate(bs):
         name = f"b[{i}]" if len(bs) > 1 else "b"
         if not isinstance(b, torch.Tensor) or b.dim() != 2:
@@ -334,7 +339,8 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 
             columns = f"{a.shape[-1]} columns" + (f" on each of {parts} ranks" if parts > 1 else "")
             raise ValueError(f"{name} has {b.shape[0]} rows, a has {columns} ({shape_of(a)} @ {shape_of(b)}); they must agree")
         # get_device, which is fast, is -1 for a tensor without memory, too.
-        if b.dtype != a.dtype or b.get_device() != a.get_device() or b.is_cpu != a.is_cpu:
+        alike = (a.dtype in FLOAT8 and b.dtype in FLOAT8) if is_float8 else a.dtype == b.dtype
+        if not alike or b.get_device() != a.get_device() or b.is_cpu != a.is_cpu:
             raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
 
 
@@ -385,10 +391,10 @@ def shape_of(value: object) -> str:
 def multiplied(
     op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, schedule: str, *, rows: int, unit: int = 1, **more: Any
 ) -> list[torch.Tensor]:
-    """What a MatmulCall computes: its products, then the rows that were gathered if these are asked for."""
+    """What a MatmulCall computes: its products, then the rows that were gathered, and their scales, if these are asked for."""
     call = MatmulCall(op=op, a=a, bs=bs, rows=rows, row_multiple=unit, schedule=schedule, **more)
     outputs = GROUPS.run(group, call)
-    return outputs["out"] + outputs.get("gathered", [])
+    return outputs["out"] + outputs.get("gathered", []) + outputs.get(_GATHERED_SCALES, [])
 
 
 # Tensors as matrices: [entries, ..., K] has a row for each entry and each index of its middle dimensions.

@@ -17,7 +17,7 @@ The backward of each is the other one, overlapped with its matmul as in the forw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from weft.core.errors import require
 from weft.core.problem import split
 from weft.core.schedule import Schedule
 from weft.ops.common import (
+    FLOAT8,
     as_matrix,
     as_tensor,
     backward_schedule,
@@ -40,6 +41,7 @@ from weft.ops.common import (
     rows_per_entry,
     spec_of,
 )
+from weft.ops.scaled import ScaleAndBias, quantised, scaled_matmul
 from weft.ops.schema import SymInt
 
 
@@ -54,6 +56,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     rows: int | None = None,
     keep_gathered: bool = False,
+    **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor: ...
 
 
@@ -68,7 +71,8 @@ def all_gather_matmul(
     gather_dim: int = 0,
     rows: int | None = None,
     keep_gathered: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+    **scales: Unpack[ScaleAndBias],
+) -> tuple[torch.Tensor, ...]: ...
 
 
 @overload
@@ -82,6 +86,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     rows: int | None = None,
     keep_gathered: bool = False,
+    **scales: Unpack[ScaleAndBias],
 ) -> list[torch.Tensor]: ...
 
 
@@ -96,7 +101,8 @@ def all_gather_matmul(
     gather_dim: int = 0,
     rows: int | None = None,
     keep_gathered: bool = False,
-) -> tuple[list[torch.Tensor], torch.Tensor]: ...
+    **scales: Unpack[ScaleAndBias],
+) -> tuple[Any, ...]: ...
 
 
 @heard
@@ -110,7 +116,8 @@ def all_gather_matmul(
     gather_dim: int = 0,
     rows: int | None = None,
     keep_gathered: bool = False,
-) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
+    **scales: Unpack[ScaleAndBias],
+) -> torch.Tensor | list[torch.Tensor] | tuple[Any, ...]:
     """all_gather(a, dim=gather_dim) @ b, with the gather hidden behind the matmul.
 
     Replaces
@@ -130,12 +137,25 @@ def all_gather_matmul(
             would give this rank.
         keep_gathered: for b's gradient, keep the gathered a, M x K, from forward to backward; else it is gathered again.
 
-    Returns out [M, ..., n], or a list, one for each b; with return_gathered, (that, gathered a).
+    **FP8**: a and b may be float8_e4m3fn or float8_e5m2 with scales, named as in torch.nn.functional.scaled_mm:
+
+        scale_a, scale_b: float32. One element each (tensorwise); [m, ..., 1] and [1, n] (rowwise); or [m, ..., K / 128] and
+            [K / 128, n / 128] (blockwise, 1x128 by 128x128). Of several b, a list.
+        scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType; by default the shapes tell.
+        bias: [n], in output_dtype, added to the rounded result.
+        output_dtype: bfloat16 (default), float16 or float32.
+        use_fast_accum: as torch has it.
+
+    b's columns must be contiguous (weight.t()), K a multiple of 16, or of 128 blockwise, and n of 16. Rows take
+    their scales along, so that tensorwise scales of ranks may differ: these become rowwise. There is no backward.
+
+    Returns out [M, ..., n], or a list, one for each b; with return_gathered, (that, gathered a), and of FP8 its scales, too.
     Raises ValueError for wrong shapes, dtypes or names; RankMismatch if ranks call different things; PeerLost and
     WaitTimeout if a rank is lost. Sources: FiCCO (arXiv 2512.10236), T3 (arXiv 2401.16677); see docs/schedules.md.
     """
     bs = [b] if isinstance(b, torch.Tensor) else list_of("b", b, "pass a matrix, or several in a list")
-    check_operands(a, bs)
+    check_operands(a, bs, scaled=True)
+    scaled = quantised("all_gather_matmul", a, bs, scales) if scales or a.dtype in FLOAT8 else None
     name, rank, world_size = group_of(group)
     dim = _dimension("gather_dim", gather_dim, a)
     moved = a.movedim(dim, 0) if dim else a
@@ -144,10 +164,15 @@ def all_gather_matmul(
     unit = rows_per_entry(moved)
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
     spec, gathered = spec_of(schedule, "all_gather_matmul"), return_gathered or keep
-    flat = _all_gather_matmul(as_matrix(moved), bs, name, total * unit, max(unit, 1), spec, gathered, keep)
+    if scaled is None:
+        flat = _all_gather_matmul(as_matrix(moved), bs, name, total * unit, max(unit, 1), spec, gathered, keep)
+    else:
+        sizes: dict[str, Any] = {"rows": total * unit, "unit": max(unit, 1), "return_gathered": return_gathered}
+        own = scaled._replace(scale_a=scaled.scale_a.movedim(dim, 0))
+        flat = scaled_matmul("all_gather_matmul", as_matrix(moved), bs, own, (name, rank, world_size), spec, **sizes)
     results = [as_tensor(one, total, moved, dim) for one in flat]
     out = results[0] if isinstance(b, torch.Tensor) else results[: len(bs)]
-    return (out, results[-1]) if return_gathered else out
+    return (out, *results[len(bs) :]) if return_gathered else out
 
 
 class _Gather(NamedTuple):
@@ -224,6 +249,7 @@ def matmul_reduce_scatter(
     schedule: str | Schedule = "auto",
     op: str = "sum",
     scatter_dim: int = 0,
+    **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor:
     """reduce_scatter(a @ b, dim=scatter_dim), with the exchange hidden behind the matmul.
 
@@ -241,17 +267,27 @@ def matmul_reduce_scatter(
 
     Partial products are rounded to the dtype, summed in float32 in the order of ranks, and rounded once.
 
+    FP8: a and b, and scale_a, scale_b and the options that follow them, as for all_gather_matmul, but that
+    tensorwise scales stay so; partial products are rounded to output_dtype, and bias [N] is added once, to the sum.
+
     Returns out [m, ..., N]: this rank's part as torch.chunk would cut it; where M does not divide, the last ranks' are
     shorter or empty. Raises as all_gather_matmul does.
     """
-    check_operands(a, [b])
+    check_operands(a, [b], scaled=True)
+    scaled = quantised("matmul_reduce_scatter", a, [b], scales) if scales or a.dtype in FLOAT8 else None
     if op not in ("sum", "avg"):
         raise ValueError(f"op is {op!r}; use 'sum' or 'avg'")
     name, rank, world_size = group_of(group)
     dim = _dimension("scatter_dim", scatter_dim, a)
     moved = a.movedim(dim, 0) if dim else a
     unit, spec = max(rows_per_entry(moved), 1), spec_of(schedule, "matmul_reduce_scatter")
-    out: torch.Tensor = _matmul_reduce_scatter(as_matrix(moved), b, name, rank, world_size, unit, spec, op)
+    flat = as_matrix(moved)
+    if scaled is None:
+        out: torch.Tensor = _matmul_reduce_scatter(flat, b, name, rank, world_size, unit, spec, op)
+    else:
+        own = scaled if scaled.recipe == "tensorwise" else scaled._replace(scale_a=scaled.scale_a.movedim(dim, 0))
+        sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "reduce_op": op}
+        (out,) = scaled_matmul("matmul_reduce_scatter", flat, [b], own, (name, rank, world_size), spec, **sizes)
     low, high = split(moved.shape[0], world_size)[rank]
     return as_tensor(out, high - low, moved, dim)
 

@@ -6,14 +6,15 @@ inner gates is multiplied slice by slice (`Sliced`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 import torch
 
-from weft.core.problem import Span1D
+from weft.core.problem import Scaling, Span1D
 from weft.core.schedule import Gemm, Part, Region, Sum, runs
 from weft.runtime.bindings import Bindings
-from weft.runtime.launches import IssuedCall, Matmul
+from weft.runtime.launches import IssuedCall, Matmul, Scales
 
 
 def groups(parts: Sequence[Part]) -> list[list[Part]]:
@@ -50,24 +51,27 @@ class Product:
             _multiply_and_add(bindings, self._step, self._part, matmul)
             return
         rows = [bindings.view(run) for run in self._rows]
-        a = rows[0] if len(rows) == 1 else torch.cat(rows)
+        a = rows[0] if len(rows) == 1 else _stacked(rows)
         pieces = bindings.pieces(self._step.b)
-        for b, cols in pieces:
+        scaled = repeat(None) if bindings.scaling is None else _scales(bindings, bindings.scaling, self._rows, self._step.b)
+        for (b, cols), scales in zip(pieces, scaled, strict=False):
             outs = self._outs if len(pieces) == 1 else [_columns(out, cols) for out in self._outs]
             views = [bindings.view(out) for out in outs]
             if len(views) == 1:
-                matmul(a, b, views[0], accumulate=self._step.accumulate)
+                matmul(a, b, views[0], accumulate=self._step.accumulate, scales=scales)
             else:
-                self._scatter(a, b, views, matmul)
+                self._scatter(a, b, views, matmul, scales)
 
-    def _scatter(self, a: torch.Tensor, b: torch.Tensor, views: Sequence[torch.Tensor], matmul: Matmul) -> None:
+    def _scatter(
+        self, a: torch.Tensor, b: torch.Tensor, views: Sequence[torch.Tensor], matmul: Matmul, scales: Scales | None
+    ) -> None:
         heights = [view.shape[0] for view in views]
         if self._step.accumulate:
             for out, part in zip(views, torch.split(a, heights), strict=True):
                 matmul(part, b, out, accumulate=True)
             return
         product = torch.empty(a.shape[0], b.shape[1], dtype=views[0].dtype, device=a.device)
-        matmul(a, b, product, accumulate=False)
+        matmul(a, b, product, accumulate=False, scales=scales)
         for out, part in zip(views, torch.split(product, heights), strict=True):
             out.copy_(part)
 
@@ -101,14 +105,29 @@ class Sliced:
 def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul) -> None:
     """Write the unrounded product plus what the part adds, in order, divided, to `out`."""
     a = bindings.view(part.a)
-    for b, cols in bindings.pieces(step.b):
+    scaled = repeat(None) if bindings.scaling is None else _scales(bindings, bindings.scaling, [part.a], step.b)
+    for (b, cols), scales in zip(bindings.pieces(step.b), scaled, strict=False):
         total = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
-        matmul(a, b, total, accumulate=False)
+        matmul(a, b, total, accumulate=False, scales=scales)
         for add in part.adds:
             total += bindings.view(_columns(add, cols))
         if step.divide_by != 1:
             total /= step.divide_by
         bindings.view(_columns(part.out, cols)).copy_(total)
+
+
+def _scales(bindings: Bindings, scaling: Scaling, rows: Sequence[Region], b: Region) -> Iterator[Scales]:
+    """The scales of a product of these rows of a and each piece of b."""
+    found = [scales for run in rows for scales in bindings.scale_views(run)]
+    of_a = found[0] if len(found) == 1 or scaling.recipe == "tensorwise" else torch.cat(found)
+    return (Scales(of_a, of_b, scaling) for of_b in bindings.scale_views(b))
+
+
+def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of all of them. torch.cat takes FP8 on some devices alone, so their bytes are concatenated."""
+    if rows[0].element_size() > 1:
+        return torch.cat(list(rows))
+    return torch.cat([one.view(torch.uint8) for one in rows]).view(rows[0].dtype)
 
 
 def add_up(bindings: Bindings, part: Sum, divide_by: int) -> None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from weft.core.problem import Span1D
-from weft.core.schedule import Region, Step
+from weft.core.problem import Scaling, Span1D
+from weft.core.schedule import Buffer, Region, SendReceive, Step
 
+Messages = Sequence[tuple[torch.Tensor, int]]
+"""Contiguous tensors, each with the rank at its other end."""
 Columns = Sequence[tuple[torch.Tensor, Span1D]]
 """Matrices side by side: each with the columns of the buffer that it holds."""
+
+
+def scales_name(buffer: str) -> str:
+    """The name that the scales of a buffer of FP8 elements have among the tensors of a call.
+
+    >>> scales_name("a")
+    'a scales'
+    """
+    return f"{buffer} scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +43,15 @@ class Bindings:
     """The tensors of one call: by (buffer, rank), the matrices side by side that make up the buffer.
 
     loose: inputs that are no buffer of the schedule, by name; a lookup's tables and indices.
+    scales: of a buffer of FP8 elements, the scales of each of its matrices. scaling: what shares a scale. buffers: the
+    schedule's, by name.
     """
 
     tensors: dict[tuple[str, int], Columns] = field(default_factory=dict)
     loose: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    scales: dict[tuple[str, int], Sequence[torch.Tensor]] = field(default_factory=dict)
+    scaling: Scaling | None = None
+    buffers: Mapping[str, Buffer] = field(default_factory=dict)
 
     def bind(self, buffer: str, rank: int, *matrices: torch.Tensor) -> None:
         columns, at = [], 0
@@ -43,6 +59,36 @@ class Bindings:
             columns.append((matrix, (at, at + matrix.shape[1])))
             at += matrix.shape[1]
         self.tensors[buffer, rank] = columns
+
+    def scale_views(self, region: Region) -> list[torch.Tensor]:
+        """The scales of each of the region's `pieces`; none where the region is not of FP8."""
+        matrices = self.scales.get((region.buffer, region.rank))
+        if matrices is None:
+            return []
+        columns, found, (low, high) = self.tensors[region.buffer, region.rank], [], region.cols
+        for scales, (_, (first, last)) in zip(matrices, columns, strict=True):
+            cols = max(low, first) - first, min(high, last) - first
+            if cols[1] > cols[0] or len(matrices) == 1:
+                found.append(self._scales_of(scales, region, cols))
+        return found
+
+    def _scales_of(self, scales: torch.Tensor, region: Region, cols: Span1D) -> torch.Tensor:
+        """Of the columns of one matrix."""
+        operand = self.buffers[region.buffer].operand
+        assert operand, f"{region} is not of FP8"
+        assert self.scaling is not None, "the problem has no scaling"
+        rows, blocks = self.scaling.scales_of(operand, region.rows, cols)
+        return scales[slice(*rows), slice(*blocks)]
+
+    def messages(self, step: SendReceive) -> tuple[Messages, Messages]:
+        """What a step sends and receives, with the rank at each one's other end."""
+        sends = [(one, send.to) for send in step.sends for one in self.moved(send.src)]
+        return sends, [(one, receive.source) for receive in step.receives for one in self.moved(receive.dst)]
+
+    def moved(self, region: Region) -> list[torch.Tensor]:
+        """What a collective or a message of a region moves: its elements, and of FP8, as bytes, its scales, too."""
+        scales, view = self.scale_views(region), self.view(region)
+        return [view.view(torch.uint8), *scales] if scales else [view]
 
     def view(self, region: Region) -> torch.Tensor:
         """The region as one strided matrix; it must lie within one of the matrices side by side."""

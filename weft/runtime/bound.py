@@ -20,6 +20,7 @@ from weft.core.schedule import (
     Copy,
     Flag,
     FusedCollective,
+    Gemm,
     Lookup,
     Push,
     Region,
@@ -32,7 +33,8 @@ from weft.core.schedule import (
     segments,
 )
 from weft.core.span import Span
-from weft.runtime.bindings import Bindings, Where
+from weft.core.work import region_bytes
+from weft.runtime.bindings import Bindings, Where, scales_name
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.host_rows import HostRows
 from weft.runtime.launch_plan import LaunchPlan
@@ -45,7 +47,14 @@ if TYPE_CHECKING:
     from weft.runtime.host_space import HostSpace
     from weft.runtime.ragged_kernels import RaggedKernels
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "uint8": torch.uint8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
 Inputs = Mapping[str, Sequence[torch.Tensor]]
 """Input buffers by name: matrices side by side. And the tensors that stand for one, by names of their own."""
 Outputs = dict[str, list[torch.Tensor]]
@@ -62,9 +71,10 @@ class Closes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Byte offsets of a schedule's shared buffers in every rank's data area, and of what collectives stage."""
+    """Byte offsets of a schedule's shared buffers in every rank's data area, of their scales, and of what collectives stage."""
 
     offsets: dict[tuple[str, int], int]
+    scales: dict[tuple[str, int], int]
     staging: int
     nbytes: int
 
@@ -73,29 +83,30 @@ def layout(schedule: Schedule) -> Layout:
     """Symmetric buffers that peers touch, one after the other, on every rank in the order in which they are declared."""
     touched = {region.buffer for rank, _, _, step in schedule for region in regions(step) if region.rank != rank}
     touched |= {segment.buffer for rank, _, _, step in schedule for segment in segments(step) if segment.rank != rank}
-    offsets: dict[tuple[str, int], int] = {}
+    offsets, scales = dict[tuple[str, int], int](), dict[tuple[str, int], int]()
     ends = []
     for rank in range(schedule.problem.world_size):
         at = 0
         for buffer in schedule.buffers:
             if buffer.kind == "symmetric" and buffer.name in touched:
                 offsets[buffer.name, rank] = at
-                at += -(-buffer.rows[rank] * buffer.cols[rank] * schedule.problem.itemsize // _ALIGN) * _ALIGN
+                nbytes = region_bytes(schedule, buffer.whole(rank))
+                if buffer.operand:
+                    at += -(-buffer.whole(rank).size // _ALIGN) * _ALIGN
+                    scales[buffer.name, rank] = at
+                    nbytes -= buffer.whole(rank).size
+                at += -(-nbytes // _ALIGN) * _ALIGN
         ends.append(at)
     collectives = [step for _, _, _, step in schedule if isinstance(step, Collective)]
-    staged = max((step.src.size * schedule.problem.itemsize for step in collectives), default=0)
-    return Layout(offsets, max(ends), max(ends) + staged)
+    staged = max((region_bytes(schedule, step.src) for step in collectives), default=0)
+    return Layout(offsets, scales, max(ends), max(ends) + staged)
 
 
-def scratch_bytes(schedule: Schedule, shared: Layout, itemsize: int) -> int:
+def scratch_bytes(schedule: Schedule, shared: Layout) -> int:
     """What a rank's local buffers take, on the rank that has most."""
     local = [each for each in schedule.buffers if each.kind in ("local", "symmetric")]
     return max(
-        sum(
-            buffer.rows[rank] * buffer.cols[rank] * (4 if buffer.float32 else itemsize)
-            for buffer in local
-            if (buffer.name, rank) not in shared.offsets
-        )
+        sum(region_bytes(schedule, buffer.whole(rank)) for buffer in local if (buffer.name, rank) not in shared.offsets)
         for rank in range(schedule.problem.world_size)
     )
 
@@ -105,6 +116,8 @@ class BoundProgram(ABC):
 
     sms_for_kernels: int
     sms_for_pushes: int
+    _scale_names: Mapping[str, str] = {}
+    """By the name of the scales of a buffer of FP8 elements, the buffer."""
 
     @property
     @abstractmethod
@@ -116,15 +129,15 @@ class BoundProgram(ABC):
         self.rank = self.rank_group.rank
         self.dtype = DTYPES[schedule.problem.dtype]
         self.device, self.machine, self.tries, self.blocks = space.device, space.machine, space.tries, space.blocks
-        if not space.fuses(self.dtype) and any(isinstance(step, FusedCollective) for _, _, _, step in schedule):
-            schedule = self.schedule = spelled_out(schedule).schedule
+        schedule = self.schedule = with_fused_steps(space, schedule)
         self.layout = layout(schedule)
         self.flags = WaiterWords(schedule)
         self.writers = flag_writers(schedule)
         self.captured = False
         self.times_products = True
         """Whether its rehearsal may look for the fastest way to multiply, where the device knows several."""
-        self._outputs = [buffer for buffer in schedule.buffers if buffer.kind == "output"]
+        self._scale_names = {scales_name(buffer.name): buffer.name for buffer in schedule.buffers if buffer.operand}
+        self._outputs = [(each, self.dtype_of(each.name)) for each in schedule.buffers if each.kind == "output"]
         self.spans: list[Span] | None = None
         self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING
         self._invalidated: Sequence[torch.Tensor] = ()
@@ -150,7 +163,23 @@ class BoundProgram(ABC):
             return space.runs_lookups(self.dtype)
         if isinstance(problem, CollectiveProblem):
             return problem.sums and space.runs_lookups(self.dtype)
+        if problem.scaling is not None and (isinstance(step, Gemm) or moves_operand(step, self.schedule)):
+            return False
         return space.runs_kernels(self.dtype)
+
+    def dtype_of(self, buffer: str) -> torch.dtype:
+        """The dtype of a buffer's elements."""
+        found, scaling = self.schedule.buffer[buffer], self.schedule.problem.scaling
+        if found.operand and scaling is not None:
+            return DTYPES[scaling.a if found.operand == "a" else scaling.b]
+        return torch.float32 if found.float32 else self.dtype
+
+    def scales_shape(self, buffer: str, rank: int) -> tuple[int, int]:
+        """The shape of the scales of a buffer of FP8 elements on a rank."""
+        found, scaling = self.schedule.buffer[buffer], self.schedule.problem.scaling
+        assert found.operand, f"{buffer} is not of FP8"
+        assert scaling is not None, "the problem has no scaling"
+        return scaling.scales_shape(found.operand, found.rows[rank], found.cols[rank])
 
     def buffers_of(self, kind: str) -> set[str]:
         """The names of the buffers of a kind."""
@@ -265,11 +294,15 @@ class BoundProgram(ABC):
     def _allocate(self, inputs: Inputs) -> Outputs:
         """This call's outputs: `out` as one matrix for each b."""
         outputs = {}
-        for buffer in self._outputs:
+        for buffer, dtype in self._outputs:
             several = buffer.name == "out" and len(inputs.get("b", ())) > 1
             widths = [b.shape[1] for b in inputs["b"]] if several else [buffer.cols[self.rank]]
             rows = buffer.rows[self.rank]
-            outputs[buffer.name] = [torch.empty(rows, width, dtype=self.dtype, device=self._space.device) for width in widths]
+            device = self._space.device
+            outputs[buffer.name] = [torch.empty(rows, width, dtype=dtype, device=device) for width in widths]
+            if buffer.operand:
+                shape = self.scales_shape(buffer.name, self.rank)
+                outputs[scales_name(buffer.name)] = [torch.empty(shape, dtype=torch.float32, device=device)]
         if isinstance(problem := self.schedule.problem, RaggedProblem):
             counts = torch.zeros(problem.arriving, dtype=torch.int32, device=self._space.device)
             outputs["counts"] = [counts]
@@ -277,11 +310,14 @@ class BoundProgram(ABC):
 
     def bind(self, inputs: Inputs, outputs: Outputs) -> Bindings:
         """All buffers of one call by name."""
-        bindings = self.own_bindings()
+        own = self.own_bindings()
+        bindings = Bindings(dict(own.tensors), {}, dict(own.scales), own.scaling, own.buffers)
         for tensors in (inputs, outputs):
             for name, matrices in tensors.items():
                 if name in self.schedule.buffer:
                     bindings.bind(name, self.rank, *matrices)
+                elif name in self._scale_names:
+                    bindings.scales[self._scale_names[name], self.rank] = matrices
                 else:
                     bindings.loose[name] = matrices
         for name, by_rank in self._reached.items():
@@ -291,21 +327,26 @@ class BoundProgram(ABC):
         return bindings
 
     def own_bindings(self) -> Bindings:
-        """Where this rank finds all but the caller's tensors, for one call."""
+        """Where this rank finds all but the caller's tensors."""
         return self._fixed_bindings()
 
     def _fixed_bindings(self) -> Bindings:
-        bindings = Bindings()
+        bindings = Bindings(scaling=self.schedule.problem.scaling, buffers=self.schedule.buffer)
         for buffer in self.schedule.buffers:
-            shared = (buffer.name, self.rank) in self.layout.offsets
+            shared, dtype = (buffer.name, self.rank) in self.layout.offsets, self.dtype_of(buffer.name)
             if buffer.kind == "local" or (buffer.kind == "symmetric" and not shared):
-                dtype = torch.float32 if buffer.float32 else self.dtype
                 matrix = self.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
                 bindings.bind(buffer.name, self.rank, matrix)
+                if buffer.operand:
+                    shape = self.scales_shape(buffer.name, self.rank)
+                    bindings.scales[buffer.name, self.rank] = [self.scratch(scales_name(buffer.name), *shape, torch.float32)]
             elif shared:
                 for rank in self.rank_group.near:
                     offset, rows, cols = self.layout.offsets[buffer.name, rank], buffer.rows[rank], buffer.cols[rank]
-                    bindings.bind(buffer.name, rank, self.symmetric(rank, offset, rows, cols, self.dtype))
+                    bindings.bind(buffer.name, rank, self.symmetric(rank, offset, rows, cols, dtype))
+                    if buffer.operand:
+                        offset, shape = self.layout.scales[buffer.name, rank], self.scales_shape(buffer.name, rank)
+                        bindings.scales[buffer.name, rank] = [self.symmetric(rank, offset, *shape, torch.float32)]
         return bindings
 
     @abstractmethod
@@ -319,6 +360,20 @@ class BoundProgram(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the flags back."""
+
+
+def with_fused_steps(space: HostSpace | CudaSpace, schedule: Schedule) -> Schedule:
+    """The schedule, with each FusedCollective spelled out where the device has no kernel for one of them: none multiplies FP8
+    operands."""
+    fuses, scaled = space.fuses(DTYPES[schedule.problem.dtype]), schedule.problem.scaling is not None
+    fused = [step for _, _, _, step in schedule if isinstance(step, FusedCollective)]
+    lacks = any(not fuses or (scaled and step.multiplies) for step in fused)
+    return spelled_out(schedule).schedule if lacks else schedule
+
+
+def moves_operand(step: Step, schedule: Schedule) -> bool:
+    """Whether a step moves FP8 elements, and their scales."""
+    return isinstance(step, Push) and bool(schedule.buffer[step.source[0]].operand)
 
 
 def flag_writers(schedule: Schedule) -> dict[Flag, str]:

@@ -117,7 +117,10 @@ def pad(call: MatmulCall, rows: int, rank: int, world_size: int) -> MatmulCall:
     sizes = _sizes(call, _PIECES[call.op][0], rank, world_size)
     high = rows if call.op == "matmul_all_reduce" else rows // world_size
     extras = {name: _spread(tensor, sizes, high) if name == "residual" else tensor for name, tensor in call.extras.items()}
-    return replace(call, a=_spread(call.a, sizes, high), rows=rows, extras=extras)
+    scales = call.scales
+    if scales is not None and scales.scaling.recipe != "tensorwise":
+        scales = scales._replace(a=_spread(scales.a, sizes, high))
+    return replace(call, a=_spread(call.a, sizes, high), rows=rows, extras=extras, scales=scales)
 
 
 def cut(found: Outputs, call: MatmulCall, rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:

@@ -16,14 +16,26 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from weft.compat.dispatch import autocast_enabled, set_grad_enabled, without_autocast
-from weft.core.problem import COLUMN_OPS, EXCHANGES, REDUCTIONS, ColumnProblem, DType, LookupProblem, Op, Problem, split
+from weft.core.problem import (
+    COLUMN_OPS,
+    EXCHANGES,
+    REDUCTIONS,
+    ColumnProblem,
+    DType,
+    LookupProblem,
+    Op,
+    Problem,
+    Scaling,
+    split,
+)
 from weft.core.span import Span
 from weft.core.version import __version__
+from weft.runtime.bindings import scales_name
 from weft.runtime.bound import Inputs, Outputs
 
 _M: dict[Op, str] = {
@@ -112,9 +124,32 @@ class Call(ABC):
         return self
 
 
+class ScaledOperands(NamedTuple):
+    """What a call with FP8 operands has beside them. a, bs: matrices of float32 scales, of a and of each b."""
+
+    a: torch.Tensor
+    bs: Sequence[torch.Tensor]
+    scaling: Scaling
+    output_dtype: torch.dtype
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What calls alike have in common."""
+        return self.scaling, self.output_dtype, self.a.shape, *[one.shape for one in self.bs]
+
+    def describe(self) -> str:
+        """What every rank must have in common, a line each."""
+        scaling = self.scaling
+        return (
+            f"dtype of b: {scaling.b}\nscale recipe: {scaling.recipe}\nuse_fast_accum: {scaling.use_fast_accum}\n"
+            f"output_dtype: {self.output_dtype}\n"
+        )
+
+
 @dataclass(kw_only=True, slots=True)
 class MatmulCall(Call):
-    """rows: of the whole M (of an all-to-all, a's). extras: further inputs by name, a matrix each."""
+    """rows: of the whole M (of an all-to-all, a's). extras: further inputs by name, a matrix each. scales: of FP8 operands,
+    their matrices of scales and the dtype of the result."""
 
     a: torch.Tensor
     bs: Sequence[torch.Tensor]
@@ -123,12 +158,15 @@ class MatmulCall(Call):
     return_gathered: bool = False
     reduce_op: Literal["sum", "avg"] = "sum"
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    scales: ScaledOperands | None = None
 
     @property
     def inputs(self) -> Inputs:
         found: dict[str, Sequence[torch.Tensor]] = {"a": (self.a,), "b": self.bs}
         for name, tensor in self.extras.items():
             found[name] = (tensor,)
+        if self.scales is not None:
+            found[scales_name("a")], found[scales_name("b")] = (self.scales.a,), self.scales.bs
         return found
 
     @property
@@ -150,16 +188,18 @@ class MatmulCall(Call):
     def key(self) -> tuple[object, ...]:
         a, shapes = self.a, tuple([b.shape for b in self.bs])
         fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
-        return (fixed, a.shape, a.dtype, a.get_device(), shapes, *self.extras)
+        scaled = None if self.scales is None else self.scales.key
+        return (fixed, a.shape, a.dtype, a.get_device(), shapes, scaled, *self.extras)
 
     def describe(self) -> str:
         k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"
         common = n if self.op in REDUCTIONS else k if self.op == "all_gather_matmul" else f"{k}, {n}"
         extras = "".join([f"with {name}: yes\n" for name in self.extras])
+        scaled = "" if self.scales is None else self.scales.describe()
         return (
             f"op: {self.op}\n{_M.get(self.op, 'M')}: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\n"
             f"number of b: {len(self.bs)}\n"
-            f"dtype: {self.a.dtype}\ndevice: {self.a.device.type}\nschedule: {self.schedule}\n"
+            f"dtype: {self.a.dtype}\n{scaled}device: {self.a.device.type}\nschedule: {self.schedule}\n"
             f"return_gathered: {self.return_gathered}\nreduce_op: {self.reduce_op}\n{extras}weft: {__version__}"
         )
 
@@ -186,7 +226,8 @@ class MatmulCall(Call):
             n=total if self.op == "all_gather_matmul" else int(self.bs[0].shape[1]),
             k=total if self.op in REDUCTIONS else int(self.a.shape[1]),
             world_size=len(shares),
-            dtype=str(self.a.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            dtype=_name(self.a.dtype if self.scales is None else self.scales.output_dtype),  # type: ignore[arg-type]
+            scaling=None if self.scales is None else self.scales.scaling,
             return_gathered=self.return_gathered,
             reduce_op=self.reduce_op,
             row_multiple=self.row_multiple,
@@ -202,7 +243,7 @@ class MatmulCall(Call):
             n=n,
             k=k,
             world_size=world_size,
-            dtype=str(self.a.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            dtype=_name(self.a.dtype),  # type: ignore[arg-type]
             return_gathered=self.return_gathered,
         )
 
@@ -257,8 +298,12 @@ class LookupCall(Call):
         return "\n".join(lines)
 
     def problem(self, shares: tuple[int, ...]) -> Problem:
-        dtype: DType = str(self.dtype).removeprefix("torch.")  # type: ignore[assignment]
+        dtype: DType = _name(self.dtype)  # type: ignore[assignment]
         return LookupProblem.of(batch=self.batch, dims=self.dims, pooling=self.pooling, mode=self.mode, dtype=dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dims(own: tuple[int, ...]) -> str:

@@ -29,20 +29,19 @@ from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from weft.comm.symmetric_heap import Allocation
 from weft.compat.graph_trees import outside_graph_trees
 from weft.compat.streams import Word
-from weft.core.fused_collective import spelled_out
 from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Collective, Flag, FusedCollective, Gemm, Push, Region, Schedule, SendReceive, waits
+from weft.core.schedule import Collective, Flag, Gemm, Push, Region, Schedule, SendReceive, waits
 from weft.kernels.shapes import push_sms
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.bound import DTYPES, NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes
+from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes, with_fused_steps
 from weft.runtime.call_timer import CallTimer
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.flag_words import WaiterWords
@@ -68,6 +67,13 @@ _IN_USE: list[Any] = []
 """What closed programs hold whose calls have not ended."""
 
 
+class Address(NamedTuple):
+    """Where the first element of a matrix lies in a call, and the bytes from row to row."""
+
+    find: Callable[[Bindings], int]
+    pitch: int
+
+
 class CudaProgram(BoundProgram):
     """A schedule on one GPU, with memory of its own: a data area, scratch, and a word for each step that waits for a flag.
 
@@ -80,12 +86,10 @@ class CudaProgram(BoundProgram):
 
     def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
         self.space, self.driver = space, space.driver
-        if not space.fuses(DTYPES[schedule.problem.dtype]):
-            if any(isinstance(step, FusedCollective) for _, _, _, step in schedule):
-                warn_once(
-                    f"schedule {schedule.name}: this GPU runs no fused collective as one kernel: its steps run one by one"
-                )
-            schedule = spelled_out(schedule).schedule  # the steps in place of a FusedCollective have flags of their own
+        given, schedule = schedule, with_fused_steps(space, schedule)
+        if schedule is not given:
+            what = "this GPU" if given.problem.scaling is None else "weft"
+            warn_once(f"schedule {schedule.name}: {what} has no one kernel for its fused collective: its steps run one by one")
         self.title = f"{schedule.problem.op} {spec(schedule.name, schedule.chunks)} of group {space.rank_group.name}"
         self._scratch: dict[str, torch.Tensor] = {}
         self._pieces: list[Allocation] = []
@@ -171,7 +175,7 @@ class CudaProgram(BoundProgram):
     @property
     def nbytes(self) -> int:
         symmetric = sum(piece.nbytes for piece in self._pieces)
-        return symmetric + scratch_bytes(self.schedule, self.layout, self.dtype.itemsize)
+        return symmetric + scratch_bytes(self.schedule, self.layout)
 
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self._area.view(rank, offset, rows, cols, dtype)
@@ -182,11 +186,7 @@ class CudaProgram(BoundProgram):
         return self._scratch[name]
 
     def own_bindings(self) -> Bindings:
-        return Bindings(dict(self.fixed.tensors))
-
-    def itemsize(self, region: Region) -> int:
-        """Bytes of an element of a region."""
-        return 4 if self.schedule.buffer[region.buffer].float32 else self.dtype.itemsize
+        return self.fixed
 
     def close(self) -> None:
         # Waits are released until the calls have ended, since one may be in flight whose peers are lost.
@@ -223,9 +223,23 @@ class CudaProgram(BoundProgram):
         return self._address_on(self.rank) + 4 * self.flags.slot[flag, where.lane, where.position]
 
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
-        rows, width = src.shape
-        (find_src, src_pitch), (find_dst, dst_pitch) = self._address_of(src), self._address_of(dst)
-        copy = self.driver.copier(rows=rows, row_bytes=width * self.itemsize(src), pitches=(src_pitch, dst_pitch))
+        row_bytes = src.shape[1] * self.dtype_of(src.buffer).itemsize
+        copy = self._copier(src.shape[0], row_bytes, self._address_of(src), self._address_of(dst))
+        if not self.schedule.buffer[src.buffer].operand:
+            return copy
+        # The scales first, because a copy that is long keeps none behind it waiting.
+        (rows, width), from_scales = self._scales_of(src)
+        copy_scales = self._copier(rows, 4 * width, from_scales, self._scales_of(dst)[1])
+
+        def run(bindings: Bindings, stream: int) -> None:
+            copy_scales(bindings, stream)
+            copy(bindings, stream)
+
+        return run
+
+    def _copier(self, rows: int, row_bytes: int, src: Address, dst: Address) -> Callable[[Bindings, int], None]:
+        (find_src, src_pitch), (find_dst, dst_pitch) = src, dst
+        copy = self.driver.copier(rows=rows, row_bytes=row_bytes, pitches=(src_pitch, dst_pitch))
 
         def run(bindings: Bindings, stream: int) -> None:
             there, here = find_dst(bindings), find_src(bindings)
@@ -234,15 +248,29 @@ class CudaProgram(BoundProgram):
 
         return run
 
-    def _address_of(self, region: Region) -> tuple[Callable[[Bindings], int], int]:
-        """A function that finds the address of a region's first element in a call; and the bytes from row to row."""
-        key, buffer, item = (region.buffer, region.rank), self.schedule.buffer[region.buffer], self.itemsize(region)
+    def _address_of(self, region: Region) -> Address:
+        """Where a region's first element lies in a call."""
+        key, buffer, item = (
+            (region.buffer, region.rank),
+            self.schedule.buffer[region.buffer],
+            self.dtype_of(region.buffer).itemsize,
+        )
         pitch = buffer.cols[region.rank] * item
         offset = region.rows[0] * pitch + region.cols[0] * item
         if buffer.kind in ("symmetric", "local"):
             fixed = self.fixed.tensors[key][0][0].data_ptr() + offset
-            return lambda _: fixed, pitch
-        return lambda bindings: bindings.tensors[key][0][0].data_ptr() + offset, pitch
+            return Address(lambda _: fixed, pitch)
+        return Address(lambda bindings: bindings.tensors[key][0][0].data_ptr() + offset, pitch)
+
+    def _scales_of(self, region: Region) -> tuple[tuple[int, int], Address]:
+        """The shape of a region's scales, and where the first one lies in a call."""
+        key, buffer, scaling = (region.buffer, region.rank), self.schedule.buffer[region.buffer], self.schedule.problem.scaling
+        assert buffer.operand, f"{region} is not of FP8"
+        assert scaling is not None, "the problem has no scaling"
+        (top, bottom), (left, right) = scaling.scales_of(buffer.operand, region.rows, region.cols)
+        pitch = 4 * self.scales_shape(region.buffer, region.rank)[1]
+        offset = top * pitch + 4 * left
+        return (bottom - top, right - left), Address(lambda bindings: bindings.scales[key][0].data_ptr() + offset, pitch)
 
     def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
         collective = self.collectives[id(step)]
@@ -251,7 +279,8 @@ class CudaProgram(BoundProgram):
             if call.skips_outputs:
                 collective.rehearse(self.device)
             elif not call.loads:
-                collective.run(call.bindings.view(step.src), call.bindings.view(step.dst))
+                for src, dst in zip(call.bindings.moved(step.src), call.bindings.moved(step.dst), strict=True):
+                    collective.run(src, dst)
 
         return run
 
@@ -261,8 +290,7 @@ class CudaProgram(BoundProgram):
                 return  # on no rank: all rehearse at once, and where one loads it runs nothing
             wire = self.space.wire
             assert wire, f"{where} on one node"
-            sends = [(call.bindings.view(send.src), send.to) for send in step.sends]
-            wire.exchange(sends, [(call.bindings.view(got.dst), got.source) for got in step.receives])
+            wire.exchange(*call.bindings.messages(step))
 
         return run
 
@@ -430,7 +458,8 @@ class CudaProgram(BoundProgram):
 
     def _layout_of(self, inputs: Inputs, outputs: Outputs) -> Hashable:
         """How the matrices of a call lie, and are multiplied. Lookups load what their tables and indices need themselves."""
-        return settings(), lie({name: some for name, some in inputs.items() if name in self.schedule.buffer}, outputs)
+        known = {name: some for name, some in inputs.items() if name in self.schedule.buffer or name in self._scale_names}
+        return settings(), lie(known, outputs)
 
     def _lay_out(self, bindings: Bindings) -> None:
         """Make the tables that a call's kernels read. They are copied to the GPU, which no capture takes."""

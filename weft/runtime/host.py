@@ -53,8 +53,9 @@ from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import BoundProgram, Inputs, Outputs
 from weft.runtime.host_rows import HostRows
 from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
-from weft.runtime.launches import FlagOperations, IssuedCall, Launch
+from weft.runtime.launches import FlagOperations, IssuedCall, Launch, Scales
 from weft.runtime.peer_waits import may_wait_for
+from weft.runtime.scaled_products import multiply_scaled
 from weft.runtime.step_kernels import StepKernel
 
 WAIT_DONE = 1 << 30
@@ -76,7 +77,8 @@ class HostProgram(BoundProgram):
         moving = any(isinstance(kernel.where.step, (Push, FusedCollective)) for kernel in self.kernels.values())
         self._contiguous = moving or bool(self.rank_group.nodes)
         self._lane_names = [lane.name for lane in schedule.ranks[self.rank]]
-        self._widens = "b" in schedule.buffer and not (multiplies(self.dtype) or space.runs_kernels(self.dtype))
+        scaled = schedule.problem.scaling is not None
+        self._widens = "b" in schedule.buffer and not (scaled or multiplies(self.dtype) or space.runs_kernels(self.dtype))
         """Whether matrices b are multiplied in float32, as this CPU does not multiply their dtype."""
         lanes = [[lane.name for lane in lanes] for lanes in schedule.ranks]
         self._progress = [{name: self.flags.words + at for at, name in enumerate(names)} for names in lanes]
@@ -231,10 +233,13 @@ class HostProgram(BoundProgram):
         """Anew where the memory for data has grown, and with that moved."""
         if self._bound is None or self._bound[0] is not self.space.data:
             self._bound = self.space.data, self._fixed_bindings()
-        return Bindings(dict(self._bound[1].tensors))
+        return self._bound[1]
 
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
         def run(bindings: Bindings, stream: int) -> None:
+            if bindings.scaling is not None:
+                for there, here in zip(bindings.scale_views(dst), bindings.scale_views(src), strict=True):
+                    there.copy_(here)
             for (there, _), (here, _) in zip(bindings.pieces(dst), bindings.pieces(src), strict=True):
                 # Where a call works in place, another lane may read meanwhile what would be overwritten with itself.
                 if there.data_ptr() != here.data_ptr():
@@ -242,8 +247,13 @@ class HostProgram(BoundProgram):
 
         return run
 
-    def multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+    def multiply(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, scales: Scales | None = None
+    ) -> None:
         """out = a @ b, or out += a @ b."""
+        if scales is not None:
+            multiply_scaled(a, b, out, scales)
+            return
         # A float32 result is not rounded to the dtype of the operands on the way.
         wide = torch.promote_types(b.dtype, out.dtype)
         a, b = a.to(wide), b.to(wide)
@@ -255,13 +265,17 @@ class HostProgram(BoundProgram):
             out.copy_(torch.mm(a, b))
 
     def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
-        return lambda call: self._collect(step, call.bindings.view(step.src), call.bindings.view(step.dst), where)
+        def run(call: IssuedCall) -> None:
+            self._collect(step, call.bindings.view(step.src), call.bindings.view(step.dst), where)
+            for src, dst in zip(call.bindings.scale_views(step.src), call.bindings.scale_views(step.dst), strict=True):
+                self._collect(step, src, dst, where)
+
+        return run
 
     def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:
         def run(call: IssuedCall) -> None:
             assert self._wire, f"{where} on one node"
-            sends = [(call.bindings.view(send.src), send.to) for send in step.sends]
-            self._wire.exchange(sends, [(call.bindings.view(got.dst), got.source) for got in step.receives], where)
+            self._wire.exchange(*call.bindings.messages(step), where)
 
         return run
 
@@ -313,11 +327,11 @@ class HostProgram(BoundProgram):
         wire = self._wire
         if wire:
             staged = [
-                torch.empty(self._staged_shape(step, rank), dtype=self.dtype) for rank in range(self.rank_group.world_size)
+                torch.empty(self._staged_shape(step, rank, src), dtype=src.dtype) for rank in range(self.rank_group.world_size)
             ]
             wire.share(src, staged, where)
         else:
-            staged = [self._staged(step, rank) for rank in range(self.rank_group.world_size)]
+            staged = [self._staged(step, rank, src) for rank in range(self.rank_group.world_size)]
             staged[self.rank].copy_(src)
             self._barrier(where)
         mine = self.schedule.problem.shards
@@ -340,16 +354,16 @@ class HostProgram(BoundProgram):
         if not wire:
             self._barrier(where)
 
-    def _staged(self, step: Collective, rank: int) -> torch.Tensor:
-        """The shared memory into which a rank puts its source."""
-        return self.symmetric(rank, self.layout.staging, *self._staged_shape(step, rank), self.dtype)
+    def _staged(self, step: Collective, rank: int, src: torch.Tensor) -> torch.Tensor:
+        """The shared memory into which a rank puts its source, which is like this rank's."""
+        return self.symmetric(rank, self.layout.staging, *self._staged_shape(step, rank, src), src.dtype)
 
-    def _staged_shape(self, step: Collective, rank: int) -> tuple[int, int]:
+    def _staged_shape(self, step: Collective, rank: int, src: torch.Tensor) -> tuple[int, int]:
         """Of a rank's source: its own shard's rows for an all-gather, else all rows."""
         problem = self.schedule.problem
         low, high = problem.shards[rank]
         rows = high - low if step.op == "all_gather" else step.src.shape[0]
-        left, right = problem.blocks[rank] if step.op == "all_to_all_columns" else step.src.cols
+        left, right = problem.blocks[rank] if step.op == "all_to_all_columns" else (0, src.shape[1])
         return rows, right - left
 
     def _barrier(self, where: Where) -> None:

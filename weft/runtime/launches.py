@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from weft.compat.streams import Word
+from weft.core.problem import Scaling
 from weft.core.schedule import Region
 from weft.runtime.bindings import Bindings, Where
 
@@ -24,10 +25,21 @@ if TYPE_CHECKING:
     from weft.runtime.step_kernels import StepKernel
 
 
-class Matmul(Protocol):
-    """How a device multiplies: out = a @ b, or out += a @ b; a step's result may be float32 where a and b are not."""
+class Scales(NamedTuple):
+    """The scales of the FP8 operands a and b of one product, and what shares them."""
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None: ...
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: Scaling
+
+
+class Matmul(Protocol):
+    """How a device multiplies: out = a @ b, or out += a @ b; a step's result may be float32 where a and b are not. scales: of
+    FP8 operands."""
+
+    def __call__(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, scales: Scales | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

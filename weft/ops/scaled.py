@@ -1,0 +1,247 @@
+"""FP8 operands: what operators check of them and of their scales, and the one operator of torch.library for all of them.
+
+    weft::scaled_matmul(a [m, k], bs [k, n]..., scale_a, scale_bs, bias?, residual?, op, ...)  -> [out, ..., gathered, scales]
+
+op names the public operator. The scales are matrices as weft.core.problem.Scaling has them. There is no backward: FP8 tensors
+have no gradients. weft.nn and torchao have layers that quantise in the forward and in the backward (docs/fp8.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypedDict, cast
+
+import torch
+
+from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, SCALE_BLOCK, Op, Recipe, Scaling, split
+from weft.ops.common import DTYPES, FLOAT8, as_matrix, define, multiplied, shape_of
+from weft.ops.schema import SymInt
+from weft.runtime.calls import ScaledOperands
+
+_RECIPES: dict[str, dict[Literal["a", "b"], Recipe]] = {
+    "TensorWise": {"a": "tensorwise", "b": "tensorwise"},
+    "RowWise": {"a": "rowwise", "b": "rowwise"},
+    "BlockWise1x128": {"a": "blockwise"},
+    "BlockWise128x128": {"b": "blockwise"},
+}
+"""By name of torch.nn.functional.ScalingType, what it is of each operand."""
+
+
+class ScaleOptions(TypedDict, total=False):
+    """What a caller passes of FP8 operands, in the words of torch.nn.functional.scaled_mm."""
+
+    scale_a: torch.Tensor
+    scale_recipe_a: Any
+    scale_b: torch.Tensor | Sequence[torch.Tensor]
+    scale_recipe_b: Any
+    output_dtype: torch.dtype
+    use_fast_accum: bool
+
+
+class ScaleAndBias(ScaleOptions, total=False):
+    """The same, of operators that take a bias for FP8 operands alone."""
+
+    bias: torch.Tensor
+
+
+class Quantised(NamedTuple):
+    """Operands that were checked. scale_a: of the shape of a, but for its last dimension. scale_bs: a matrix for each b. bias:
+    [N], or None."""
+
+    scale_a: torch.Tensor
+    scale_bs: list[torch.Tensor]
+    recipe: Recipe
+    output_dtype: torch.dtype
+    use_fast_accum: bool
+    bias: torch.Tensor | None
+
+
+def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleAndBias | ScaleOptions) -> Quantised:
+    """The scales of FP8 operands. Raises ValueError for arguments that do not go with a and b, which check_operands has
+    passed, and TypeError for an argument that no operator has."""
+    known = ScaleAndBias.__annotations__ | ScaleOptions.__annotations__
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+        if a.dtype not in FLOAT8:
+            raise ValueError(f"{name} is for FP8 operands, and a is {a.dtype}; leave it out")
+    scale_a, several, bias = given.get("scale_a"), given.get("scale_b"), cast("ScaleAndBias", given).get("bias")
+    scales: list[Any] = list(several) if isinstance(several, (list, tuple)) else [several]
+    if scale_a is None or None in scales:
+        raise ValueError(f"a is {a.dtype}; FP8 operands come with scale_a and scale_b, float32 tensors")
+    if len(scales) != len(bs):
+        raise ValueError(f"scale_b has {len(scales)} tensors for {len(bs)} b; pass one for each")
+    fits = [_recipes("a", a, scale_a, given.get("scale_recipe_a"))]
+    fits += [_recipes("b", b, scale, given.get("scale_recipe_b")) for b, scale in zip(bs, scales, strict=True)]
+    recipe = next((recipe for recipe in RECIPES if all(recipe in some for some in fits)), None)
+    if recipe is None:
+        raise ValueError(f"scale_a is {fits[0][0]} and scale_b {fits[-1][0]}; both operands must have the same recipe")
+    for number, b in enumerate(bs):
+        _check_layout(f"b[{number}]" if len(bs) > 1 else "b", b, recipe)
+    output_dtype = given.get("output_dtype") or torch.bfloat16
+    if output_dtype not in DTYPES:
+        raise ValueError(f"output_dtype is {output_dtype}; weft writes {', '.join(DTYPES.values())}")
+    _check_bias(bias, bs, output_dtype)
+    if recipe == "tensorwise":
+        scale_a, scales = scale_a.reshape(1, 1), [scale.reshape(1, 1) for scale in scales]
+        if op in GATHERS:
+            # Rows that travel take their scale along: those of two ranks may differ.
+            recipe, scale_a = "rowwise", scale_a.expand(*a.shape[:-1], 1)
+            scales = [scale.expand(1, b.shape[1]) for scale, b in zip(scales, bs, strict=True)]
+    return Quantised(scale_a, scales, recipe, output_dtype, given.get("use_fast_accum", False), bias)
+
+
+def refuse_scales(given: ScaleAndBias, beside: str) -> None:
+    """Raises ValueError: scales are given with an option that has no FP8 operands."""
+    raise ValueError(f"{', '.join(given)} is given with {beside}, which takes no FP8 operands; leave one of them out")
+
+
+def _recipes(operand: Literal["a", "b"], matrix: torch.Tensor, scale: Any, named: Any) -> list[Recipe]:
+    """The recipes that a scale's shape may be of: of those, the one that is named, if one is. A scale that all elements share
+    is of several."""
+    name = f"scale_{operand}"
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != matrix.device:
+        what = f"{scale.dtype} on {scale.device}" if isinstance(scale, torch.Tensor) else f"a {type(scale).__name__}"
+        raise ValueError(f"{name} is {what}; it must be a float32 tensor on {matrix.device}")
+    wanted = None if named is None else _RECIPES.get(getattr(named, "name", str(named)), {}).get(operand)
+    if named is not None and wanted is None:
+        known = ", ".join(one for one, of in _RECIPES.items() if operand in of)
+        raise ValueError(f"scale_recipe_{operand} is {getattr(named, 'name', named)}; weft has {known}")
+    shapes = {recipe: _shape(operand, matrix, recipe) for recipe in ("rowwise", "blockwise")}
+    fits: list[Any] = ["tensorwise"] if scale.numel() == 1 else []
+    fits += [recipe for recipe, shape in shapes.items() if list(scale.shape) == shape]
+    if wanted is not None:
+        fits = [recipe for recipe in fits if recipe == wanted]
+    if not fits:
+        asked = "" if wanted is None else f" and its recipe {wanted}"
+        use = f"[1] tensorwise, {shapes['rowwise']} rowwise or {shapes['blockwise']} blockwise"
+        raise ValueError(f"{name} is {list(scale.shape)}{asked}; for {operand} of {list(matrix.shape)} use {use}")
+    return fits
+
+
+def _shape(operand: Literal["a", "b"], matrix: torch.Tensor, recipe: Any) -> list[int]:
+    """The shape of an operand's scales; of a, with its leading dimensions."""
+    high, wide = Scaling(recipe=recipe).scales_shape(operand, matrix.shape[0], matrix.shape[-1])
+    return [*matrix.shape[:-1], wide] if operand == "a" else [high, wide]
+
+
+def _check_layout(name: str, b: torch.Tensor, recipe: Recipe) -> None:
+    """What torch's scaled products need of b, on all devices alike."""
+    unit = SCALE_BLOCK if recipe == "blockwise" else FLOAT8_UNIT
+    if b.shape[0] % unit or not b.shape[0]:
+        raise ValueError(f"K is {b.shape[0]}; {recipe} FP8 operands need a multiple of {unit}: pad a and b with zeros")
+    if b.shape[1] % FLOAT8_UNIT:
+        raise ValueError(f"{name} has {b.shape[1]} columns; FP8 operands need a multiple of {FLOAT8_UNIT}: pad it with zeros")
+    if b.stride(0) != 1 and b.numel():
+        raise ValueError(
+            f"{name} is row-major; the columns of an FP8 b must be contiguous: pass weight.t() of a contiguous weight"
+        )
+
+
+def _check_bias(bias: Any, bs: Sequence[torch.Tensor], output_dtype: torch.dtype) -> None:
+    if bias is None:
+        return
+    if len(bs) > 1:
+        raise ValueError("bias is given with several b; add it to their results, or pass one b")
+    if not isinstance(bias, torch.Tensor) or tuple(bias.shape) != (bs[0].shape[1],):
+        raise ValueError(f"bias is {shape_of(bias)}; it must be [{bs[0].shape[1]}]")
+    if bias.dtype != output_dtype or bias.device != bs[0].device:
+        raise ValueError(f"bias is {bias.dtype} on {bias.device}; it must be {output_dtype} on {bs[0].device}")
+
+
+class _Scaled(NamedTuple):
+    """Options of weft::scaled_matmul. rows: of the whole flat M (of an all-to-all, a's). unit: flat rows that are not cut."""
+
+    op: str
+    group: str
+    rank: int
+    world_size: int
+    rows: SymInt
+    unit: SymInt
+    schedule: str
+    return_gathered: bool
+    reduce_op: str
+    recipe: str
+    output_dtype: torch.dtype
+    use_fast_accum: bool
+
+
+def _run(
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    scale_a: torch.Tensor,
+    scale_bs: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    options: _Scaled,
+) -> list[torch.Tensor]:
+    op: Any = options.op
+    names: Any = FLOAT8[a.dtype], FLOAT8[bs[0].dtype], options.recipe
+    scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=options.use_fast_accum)
+    extras = {} if bias is None else {"bias": bias[None]}
+    extras |= {} if residual is None else {"residual": residual}
+    return multiplied(
+        op,
+        a,
+        bs,
+        options.group,
+        options.schedule,
+        rows=options.rows,
+        unit=options.unit,
+        return_gathered=options.return_gathered,
+        reduce_op=options.reduce_op,
+        extras=extras,
+        scales=ScaledOperands(scale_a, scale_bs, scaling, options.output_dtype),
+    )
+
+
+def _fake(
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    scale_a: torch.Tensor,
+    scale_bs: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    options: _Scaled,
+) -> list[torch.Tensor]:
+    low, high = split(options.rows // options.unit, options.world_size)[options.rank]
+    own = (high - low) * options.unit
+    rows = {
+        "all_gather_matmul": options.rows,
+        "matmul_all_reduce": options.rows,
+        "matmul_reduce_scatter": own,
+    }.get(options.op, own * options.world_size)
+    outs = [a.new_empty(rows, b.shape[1], dtype=options.output_dtype) for b in bs]
+    gathered = [a.new_empty(rows, a.shape[1]), scale_a.new_empty(rows, scale_a.shape[1])]
+    return outs + gathered * options.return_gathered
+
+
+_scaled_matmul = define("scaled_matmul", _run, _fake)
+
+
+def scaled_matmul(
+    op: Op,
+    a: torch.Tensor,
+    bs: Sequence[torch.Tensor],
+    of: Quantised,
+    group: tuple[str, int, int],
+    schedule: str,
+    *,
+    rows: int,
+    unit: int = 1,
+    return_gathered: bool = False,
+    reduce_op: str = "sum",
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """The results of an operator with FP8 operands: its products, with of.bias, then the rows that were gathered and their
+    scales if these are asked for.
+
+    a: [m, K], and of.scale_a as its rows lie. group: its name, this rank, world_size. rows and unit are as MatmulCall has them.
+    """
+    options = _Scaled(
+        op, *group, rows, unit, schedule, return_gathered, reduce_op, of.recipe, of.output_dtype, of.use_fast_accum
+    )
+    scale_a = of.scale_a if of.scale_a.dim() == 2 else as_matrix(of.scale_a)
+    out, *others = _scaled_matmul(a, list(bs), scale_a, of.scale_bs, bias, residual, *options)
+    return [out if of.bias is None else out + of.bias, *others]
