@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from float8 import E4M3, E5M2, dequantised, quantise
+from rank_work import here
 
 import weft
 from weft import schedules
@@ -19,7 +20,7 @@ from weft.core.problem import split as parts_of
 K, N = 256, 144
 
 
-def _whole(op: Op, rows: int, seed: int, recipe: Recipe, dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
+def drawn(op: Op, rows: int, seed: int, recipe: Recipe, dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
     """Every rank's operands, alike on all ranks: drawn, quantised, and what they stand for."""
     size = dist.get_world_size()
     draw = torch.Generator().manual_seed(seed)
@@ -28,11 +29,19 @@ def _whole(op: Op, rows: int, seed: int, recipe: Recipe, dtypes: tuple[torch.dty
     for rank in range(size):
         own = height[rank] if op == "all_gather_matmul" else rows
         spread = torch.rand(own, 1, generator=draw) * 8
-        a.append(quantise(torch.randn(own, K, generator=draw) * spread, recipe, "a", dtypes[0]))
-        b.append(quantise(torch.randn(K, N, generator=draw) / 16, recipe, "b", dtypes[1]))
+        a.append(_there(quantise(torch.randn(own, K, generator=draw) * spread, recipe, "a", dtypes[0])))
+        b.append(_there(quantise(torch.randn(K, N, generator=draw) / 16, recipe, "b", dtypes[1])))
     exact_a = [dequantised(*one, recipe, "a") for one in a]
     exact_b = [dequantised(*one, recipe, "b") for one in b]
     return {"a": a, "b": b, "exact": _results(op, exact_a, exact_b, rows), "gathered": _gathered(op, exact_a, rows)}
+
+
+def _there(quantised: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """On this rank's device; b keeps its columns together."""
+    elements, scales = quantised
+    if elements.stride(-1) != 1:
+        return elements.t().to(here()).t(), scales.to(here())
+    return elements.to(here()), scales.to(here())
 
 
 def _gathered(op: Op, a: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
@@ -61,11 +70,12 @@ def _close(found: torch.Tensor, exact: torch.Tensor, what: object) -> None:
     assert ((found.double() - exact).abs() <= bound).all(), what
 
 
-def _families(op: Op, recipe: Recipe) -> None:
+def check_families(op: Op, recipe: Recipe, output_dtype: torch.dtype) -> None:
+    """Every family of an operator, of even and uneven rows."""
     rank, size = dist.get_rank(), dist.get_world_size()
     public = getattr(weft, op)
     for seed, rows in enumerate((11, 8)):
-        given = _whole(op, rows, seed, recipe, (E4M3, E4M3))
+        given = drawn(op, rows, seed, recipe, (E4M3, E4M3))
         (a, scale_a), (b, scale_b) = given["a"][rank], given["b"][rank]
         problem = Problem(
             op=op,
@@ -77,8 +87,8 @@ def _families(op: Op, recipe: Recipe) -> None:
         )
         extra = {"rows": rows} if op == "all_gather_matmul" else {}
         for name in ("auto", *(one for one in schedules.names(op) if not schedules.unfit(one, problem))):
-            out = public(a, b, schedule=name, scale_a=scale_a, scale_b=scale_b, output_dtype=torch.float32, **extra)
-            assert out.dtype == torch.float32
+            out = public(a, b, schedule=name, scale_a=scale_a, scale_b=scale_b, output_dtype=output_dtype, **extra)
+            assert out.dtype == output_dtype
             _close(out, given["exact"][rank], (op, recipe, rows, name))
 
 
@@ -86,18 +96,18 @@ def _families(op: Op, recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("op", OPS)
 def test_every_family(ranks: RankFixture, op: Op, recipe: Recipe) -> None:
-    ranks(3).run(_families, op, recipe)
+    ranks(3).run(check_families, op, recipe, torch.float32)
 
 
-def _options(op: Op) -> None:
+def check_options(op: Op) -> None:
     """Every dtype, a bias, several calls with other operands, and rows of three dimensions."""
     rank, public = dist.get_rank(), getattr(weft, op)
     for seed, (dtypes, out_dtype) in enumerate(
         [((E4M3, E4M3), None), ((E5M2, E4M3), torch.float16), ((E4M3, E5M2), torch.bfloat16), ((E4M3, E4M3), torch.float32)]
     ):
-        given = _whole(op, 6, 40 + seed, "rowwise", dtypes)
+        given = drawn(op, 6, 40 + seed, "rowwise", dtypes)
         (a, scale_a), (b, scale_b) = given["a"][rank], given["b"][rank]
-        bias = torch.randn(N, generator=torch.Generator().manual_seed(seed)).to(out_dtype or torch.bfloat16)
+        bias = torch.randn(N, generator=torch.Generator().manual_seed(seed)).to(here(), out_dtype or torch.bfloat16)
         shaped = a.view(-1, 1, K), scale_a.view(-1, 1, 1)
         out = public(shaped[0], b, scale_a=shaped[1], scale_b=scale_b, output_dtype=out_dtype, bias=bias, use_fast_accum=True)
         assert out.dtype == bias.dtype
@@ -107,12 +117,12 @@ def _options(op: Op) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("op", OPS)
 def test_dtypes_bias_and_shapes(ranks: RankFixture, op: Op) -> None:
-    ranks(2).run(_options, op)
+    ranks(2).run(check_options, op)
 
 
 def _returned(op: Op, name: str, recipe: Recipe) -> None:
     rank = dist.get_rank()
-    given = _whole(op, 10, 3, recipe, (E4M3, E4M3))
+    given = drawn(op, 10, 3, recipe, (E4M3, E4M3))
     (a, scale_a), (b, scale_b) = given["a"][rank], given["b"][rank]
     keyword = {"return_gathered": True} if op == "all_gather_matmul" else {"return_received": True}
     for schedule in ("sequential", "shard_p2p", "flag_gated:2"):
@@ -134,7 +144,7 @@ def test_rows_come_back_with_their_scales(ranks: RankFixture, op: Op, recipe: Re
 
 def _several() -> None:
     rank = dist.get_rank()
-    given = [_whole("all_gather_matmul", 8, seed, "rowwise", (E4M3, E4M3)) for seed in (5, 6)]
+    given = [drawn("all_gather_matmul", 8, seed, "rowwise", (E4M3, E4M3)) for seed in (5, 6)]
     exact_a = torch.cat([dequantised(*one, "rowwise", "a") for one in given[0]["a"]])
     a, scale_a = given[0]["a"][rank]
     bs = [one["b"][rank] for one in given]
@@ -148,10 +158,10 @@ def test_several_b_have_a_scale_each(ranks: RankFixture) -> None:
     ranks(2).run(_several)
 
 
-def _special() -> None:
+def check_special() -> None:
     """What is no number, and what is none any more once it is scaled, comes out as torch's own product has it."""
     rank = dist.get_rank()
-    given = _whole("all_gather_matmul", 8, 7, "rowwise", (E4M3, E4M3))
+    given = drawn("all_gather_matmul", 8, 7, "rowwise", (E4M3, E4M3))
     (a, scale_a), (b, scale_b) = given["a"][rank], given["b"][rank]
     a = a.clone().view(torch.uint8)
     a[0, 3] = 0x7F  # NaN
@@ -174,7 +184,7 @@ def _special() -> None:
 
 @pytest.mark.ranks
 def test_special_values_are_those_of_torch(ranks: RankFixture) -> None:
-    ranks(2).run(_special)
+    ranks(2).run(check_special)
 
 
 def _mistakes() -> None:
@@ -216,7 +226,7 @@ def test_mistakes_are_named(ranks: RankFixture) -> None:
 
 def _compiled() -> None:
     rank = dist.get_rank()
-    given = _whole("all_gather_matmul", 8, 9, "rowwise", (E4M3, E4M3))
+    given = drawn("all_gather_matmul", 8, 9, "rowwise", (E4M3, E4M3))
     (a, scale_a), (b, scale_b) = given["a"][rank], given["b"][rank]
 
     def call(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
@@ -234,7 +244,7 @@ def test_torch_compile(ranks: RankFixture) -> None:
 def _row_counts() -> None:
     """Row counts past the first few are padded to a bucket, and their scales with them."""
     for rows in range(2, 26, 2):
-        given = _whole("all_gather_matmul", rows, rows, "blockwise", (E4M3, E4M3))
+        given = drawn("all_gather_matmul", rows, rows, "blockwise", (E4M3, E4M3))
         (a, scale_a), (b, scale_b) = given["a"][dist.get_rank()], given["b"][dist.get_rank()]
         out = weft.all_gather_matmul(a, b, scale_a=scale_a, scale_b=scale_b, output_dtype=torch.float32)
         _close(out, given["exact"][dist.get_rank()], rows)
