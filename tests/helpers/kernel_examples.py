@@ -30,7 +30,7 @@ from weft.kernels import (
 )
 from weft.kernels import update as update_kernels
 from weft.kernels import words as words_kernel
-from weft.kernels.shapes import TileShape, shapes_for
+from weft.kernels.shapes import TileShape, promotes, shapes_for
 
 SCALINGS = (
     Scaling(recipe="tensorwise", use_fast_accum=True),
@@ -101,7 +101,7 @@ def scaled_example(
     blocks: TileShape, gpu: Capabilities, scaling: Scaling, *, out_tma: bool = True, inner: bool = False, plain: bool = False
 ) -> Example:
     """The same for FP8 operands with scales of any strides. plain: tiles only multiply, and are stored in `out`."""
-    promoted = scaling.recipe == "blockwise" or not scaling.use_fast_accum
+    promoted = promotes(gpu, scaling)
     variant = gemm_example(blocks, gpu, out_tma=out_tma, inner=inner).constants["V"]
     variant = variant._replace(
         B_TRANSPOSED=True, RECIPE=scaling.recipe, PROMOTED=promoted, PAIRS=promoted and blocks.pairs, DIVIDE_BY=1

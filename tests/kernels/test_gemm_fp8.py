@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -309,6 +310,9 @@ def test_shapes_of_fp8() -> None:
             assert all(blocks.shared_bytes(blocks.stages, tma=True) <= H200.shared_bytes for blocks in found)
             assert all(SCALE_BLOCK % blocks.n == 0 for blocks in found) or recipe != "blockwise"
             assert shapes_for(old, scaling) == ()
+            exact = shapes_for(dataclasses.replace(H200, exact_fp8=True), scaling)
+            assert not any(blocks.pairs for blocks in exact)
+            assert exact == FP8_SHAPES or recipe == "blockwise"
             interpreted = blocks_for(step, torch.device("cpu"), machine, scaling)
             assert (interpreted.k, interpreted.itemsize) == (SCALE_BLOCK, 1)
 

@@ -46,13 +46,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.compat.device import capabilities
 from weft.core.capabilities import Capabilities
-from weft.core.problem import SCALE_BLOCK, Recipe
+from weft.core.problem import SCALE_BLOCK, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.far import Far, far_places
 from weft.kernels.gemm_kernel import Pointers, Variant, gemm_kernel
 from weft.kernels.launch import Launcher
 from weft.kernels.scaled import FLOAT8_DTYPES, Scales, scales_of
-from weft.kernels.shapes import TileShape, whole_tiles
+from weft.kernels.shapes import TileShape, promotes, whole_tiles
 from weft.triton.flags import asynchronous, table
 
 _MOST_SOURCES = 3
@@ -252,15 +252,14 @@ def gemm(
     """
     blocks = plan.blocks
     transposed = scales is not None or b.stride(1) != 1
-    recipe = scales[2] if scales is not None else ""
-    promoted = scales is not None and (recipe == "blockwise" or not use_fast_accum)
+    gpu, recipe = capabilities(out.device), scales[2] if scales is not None else ""
+    promoted = recipe != "" and promotes(gpu, Scaling(recipe=recipe, use_fast_accum=use_fast_accum))
     within = blocks.k == SCALE_BLOCK and SCALE_BLOCK % blocks.n == 0
     assert recipe != "blockwise" or within, f"{blocks}: its tiles lie across blocks of scales"
     scales_argument = scales_of(*scales) if scales is not None else None
     a_shape, b_shape = [blocks.m, blocks.k], [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
     first = TensorDescriptor.from_tensor(sources[0], a_shape)
     out_stride, align = out.stride(0), math.gcd(16, out.data_ptr(), out.stride(0) * out.element_size())
-    gpu = capabilities(out.device)
     staged = blocks.shared_bytes(blocks.stages, tma=False) + blocks.m * blocks.n * out.element_size() <= gpu.shared_bytes
     out_tma = align == 16 and staged and (not plan.addressed or plan.far is not None)
     row_tiles = plan.rows.shape[0]

@@ -72,6 +72,8 @@ PROMOTED_SHAPES = (
 sum and two products. Larger tiles leave no room for them."""
 _FEWEST_STAGES = 2
 """With one, no load would run ahead of the products."""
+_SINGLE_STAGES = 5
+"""Of PROMOTED_SHAPES that take one step over K a turn."""
 _FEW_ROWS = 4096
 """Up to here, which row tiles take turns may matter; with more, a chunk has groups enough of its own."""
 _ITEMSIZE = 2
@@ -110,7 +112,7 @@ def shapes_for(gpu: Capabilities, scaling: Scaling | None = None) -> tuple[TileS
     """The shapes for 16-bit operands, or for FP8 ones of this scaling, that fit a GPU, with as many stages as its shared memory
     holds; none where matrix units do not take the operands. Every GPU with TMA has matrix units for FP8."""
     fitting = []
-    for blocks in _candidates(scaling) if gpu.matrix_16bit and (scaling is None or gpu.tma) else ():
+    for blocks in _candidates(gpu, scaling) if gpu.matrix_16bit and (scaling is None or gpu.tma) else ():
         stages = blocks.stages
         while stages >= _FEWEST_STAGES and blocks.shared_bytes(stages, tma=gpu.tma) > gpu.shared_bytes:
             stages -= 1
@@ -119,10 +121,20 @@ def shapes_for(gpu: Capabilities, scaling: Scaling | None = None) -> tuple[TileS
     return tuple(fitting)
 
 
-def _candidates(scaling: Scaling | None) -> tuple[TileShape, ...]:
+def promotes(gpu: Capabilities, scaling: Scaling) -> bool:
+    """Whether products of each 128 of K are added in float32, by CUDA cores: where each has a scale of its own, and where
+    matrix units would round too much."""
+    return scaling.recipe == "blockwise" or not (scaling.use_fast_accum or gpu.exact_fp8)
+
+
+def _candidates(gpu: Capabilities, scaling: Scaling | None) -> tuple[TileShape, ...]:
     if scaling is None:
         return SHAPES
-    return PROMOTED_SHAPES if scaling.recipe == "blockwise" or not scaling.use_fast_accum else FP8_SHAPES
+    if not promotes(gpu, scaling):
+        return FP8_SHAPES
+    # Where matrix units add up in a memory of their own, no product waits in registers, and one step a turn will do.
+    single = {"pairs": False, "stages": _SINGLE_STAGES} if gpu.exact_fp8 else {}
+    return tuple(dataclasses.replace(blocks, **single) for blocks in PROMOTED_SHAPES)
 
 
 def tiles_of(part: Part, blocks: TileShape) -> int:
