@@ -16,7 +16,7 @@ import faulthandler
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from cases import CASES, Case
@@ -98,7 +98,7 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
     return found
 
 
-def replays(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def replays(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         work()
@@ -110,9 +110,9 @@ def replays(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def measure(case: Case, shapes: bool) -> dict[str, float]:
-    """Median time of each method, in us."""
-    graphs = {name: replays(work) for name, work in methods(case, shapes).items()}
+def medians(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """The median time of each method, in us."""
+    graphs = {name: replays(work) for name, work in works.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for round_ in range(ROUNDS + WARM_UP):
         for name, graph in graphs.items():
@@ -135,7 +135,7 @@ def main() -> None:
     ratios: dict[str, list[float]] = {"kernel": [], "gated": [], "counted": [], "sliced": []}
     for case in CASES:
         faulthandler.dump_traceback_later(60, exit=True)
-        us = measure(case, arguments.shapes)
+        us = medians(methods(case, arguments.shapes))
         for name, values in ratios.items():
             values.append(us["cublas"] / us[name])
         print(f"{case.op:22} {case.name:18}", *(f"{name} {value:.0f} us" for name, value in us.items()), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from weft.core.capabilities import Capabilities
 from weft.core.experts import FARTHEST, REFUSED
-from weft.core.problem import Op, Problem, split
+from weft.core.problem import Op, Problem, Scaling, split
 from weft.kernels import (
     all_reduce,
     exchange,
@@ -24,12 +25,18 @@ from weft.kernels import (
     ragged_rows,
     reduce,
     runs,
+    scaled,
     segments,
 )
 from weft.kernels import update as update_kernels
 from weft.kernels import words as words_kernel
-from weft.kernels.shapes import TileShape, shapes_for
+from weft.kernels.shapes import TileShape, promotes, shapes_for
 
+SCALINGS = (
+    Scaling(recipe="tensorwise", use_fast_accum=True),
+    Scaling(recipe="rowwise", a="float8_e5m2"),
+    Scaling(recipe="blockwise", b="float8_e5m2"),
+)
 _NUMBERS, _ADDRESSES = "*i32", "*i64"
 Types = dict[str, str | tuple[str | None, ...]]
 
@@ -90,12 +97,35 @@ def gemm_example(blocks: TileShape, gpu: Capabilities, *, out_tma: bool = True, 
     return gemm_variant(blocks, variant)
 
 
-def gemm_variant(blocks: TileShape, variant: gemm_kernel.Variant) -> Example:
-    """A variant of the GEMM kernel for bfloat16, with blocks of this shape."""
+def scaled_example(
+    blocks: TileShape, gpu: Capabilities, scaling: Scaling, *, out_tma: bool = True, inner: bool = False, plain: bool = False
+) -> Example:
+    """The same for FP8 operands with scales of any strides. plain: tiles only multiply, and are stored in `out`."""
+    promoted = promotes(gpu, scaling)
+    variant = gemm_example(blocks, gpu, out_tma=out_tma, inner=inner).constants["V"]
+    variant = variant._replace(
+        B_TRANSPOSED=True, RECIPE=scaling.recipe, PROMOTED=promoted, PAIRS=promoted and blocks.pairs, DIVIDE_BY=1
+    )
+    if plain:
+        less = dict.fromkeys(("GATED", "COUNTED", "ADDRESSED", "ADDS", "TWO_SOURCES", "HALVES"), False)
+        variant = variant._replace(**less)
+    types: dict[str, str] = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
+    one = gemm_variant(blocks, variant, types[scaling.a], types[scaling.b])
+    names = scaled.Scales._fields
+    given = scaled.Scales(**{name: "*fp32" if name in ("a0", "a1", "b") else "i32" for name in names})
+    constants = {name: value for name, value in one.constants.items() if name != "scales"}
+    return dataclasses.replace(
+        one, constants=constants, types={**one.types, "scales": given}, words=f"{one.words}, {scaling}{', plain' * plain}"
+    )
+
+
+def gemm_variant(blocks: TileShape, variant: gemm_kernel.Variant, a: str = "bf16", b: str = "bf16") -> Example:
+    """A variant of the GEMM kernel, with blocks of this shape. a, b: their element types; that of the result is bfloat16."""
     half = blocks.n // 2 if blocks.halves else blocks.n
-    types: Types = dict.fromkeys(("a0_desc", "a1_desc"), _tile(blocks.m, blocks.k))
+    types: Types = dict.fromkeys(("a0_desc", "a1_desc"), _tile(blocks.m, blocks.k, of=a))
     for name, width in (("", blocks.n), ("_half", half)):
-        types[f"b{name}_desc"] = _tile(width, blocks.k) if variant.B_TRANSPOSED else _tile(blocks.k, width)
+        shape = (width, blocks.k) if variant.B_TRANSPOSED else (blocks.k, width)
+        types[f"b{name}_desc"] = _tile(*shape, of=b)
         types[f"adds{name}_desc"] = _tile(blocks.m, width)
         stored = _tile(*([1] * variant.ADDRESSED), blocks.m, width) if variant.OUT_TMA else "*bf16"
         types |= {f"out{name}_desc": stored, f"far{name}_desc": stored if variant.ADDRESSED else "*bf16"}
@@ -112,7 +142,7 @@ def gemm_variant(blocks: TileShape, variant: gemm_kernel.Variant) -> Example:
     return Example(
         kernel=gemm_kernel.gemm_kernel,
         words=f"{blocks.m} x {blocks.n}{', slices of K' * variant.INNER}",
-        constants={"V": variant},
+        constants={"V": variant, "scales": None},
         types=types | {"out_ptr": "*bf16"},
         multiples=("N", "K", "out_stride"),
         warps=blocks.warps,
@@ -120,14 +150,18 @@ def gemm_variant(blocks: TileShape, variant: gemm_kernel.Variant) -> Example:
     )
 
 
-def _tile(*shape: int) -> str:
-    return f"tensordesc<bf16{list(shape)}>"
+def _tile(*shape: int, of: str = "bf16") -> str:
+    return f"tensordesc<{of}{list(shape)}>"
 
 
 def _gemms(gpu: Capabilities) -> Iterator[Example]:
     shapes = shapes_for(gpu)
     yield gemm_example(shapes[0], gpu)
     yield gemm_example(shapes[-1], gpu, inner=True)
+    for scaling in SCALINGS:
+        for blocks in shapes_for(gpu, scaling):
+            yield scaled_example(blocks, gpu, scaling)
+            yield scaled_example(blocks, gpu, scaling, inner=True, plain=True)
 
 
 def _all_reduces(gpu: Capabilities) -> Iterator[Example]:

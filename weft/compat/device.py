@@ -73,6 +73,7 @@ def of_properties(found: Any) -> Capabilities:
         shared_bytes=getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block,
         matrix_16bit=not nvidia or found.major >= 8,
         tma=nvidia and found.major >= 9,
+        exact_fp8=nvidia and found.major >= 10,
         warp=found.warp_size,
     )
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """One GPU. sms: streaming multiprocessors, or compute units. shared_bytes: the most shared memory that one block may ask
-    for. tma: tensor descriptors are loaded and stored asynchronously, by hardware. warp: threads in a warp."""
+    for. tma: tensor descriptors are loaded and stored asynchronously, by hardware. exact_fp8: matrix units sum products of FP8
+    operands in float32; those of Hopper keep some 14 bits. warp: threads in a warp."""
 
     sms: int
     shared_bytes: int
     matrix_16bit: bool = True
     tma: bool
+    exact_fp8: bool = False
     warp: int = 32
 
 

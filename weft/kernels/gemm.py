@@ -46,11 +46,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.compat.device import capabilities
 from weft.core.capabilities import Capabilities
+from weft.core.problem import SCALE_BLOCK, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.far import Far, far_places
 from weft.kernels.gemm_kernel import Pointers, Variant, gemm_kernel
 from weft.kernels.launch import Launcher
-from weft.kernels.shapes import TileShape, whole_tiles
+from weft.kernels.scaled import FLOAT8_DTYPES, Scales, scales_of
+from weft.kernels.shapes import TileShape, promotes, whole_tiles
 from weft.triton.flags import asynchronous, table
 
 _MOST_SOURCES = 3
@@ -101,11 +103,16 @@ class Tables:
 
 
 def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether TMA can load the operands: 16-bit elements, one unit stride, rows that start at multiples of 16 bytes."""
-    if a.element_size() != 2 or min(a.numel(), b.numel()) == 0 or a.stride(1) != 1 or 1 not in b.stride():
+    """Whether TMA can load the operands: 16-bit elements, one unit stride, rows that start at multiples of 16 bytes. Of FP8
+    ones, too, if each column of b is contiguous, as matrix units take them."""
+    fp8 = a.dtype in FLOAT8_DTYPES
+    if fp8 != (b.dtype in FLOAT8_DTYPES) or not (fp8 or a.element_size() == 2) or min(a.numel(), b.numel()) == 0:
         return False
-    lead = b.stride(0) if b.stride(1) == 1 else b.stride(1)
-    return all(n > 0 and n % 8 == 0 for n in (a.stride(0), lead)) and all(t.data_ptr() % 16 == 0 for t in (a, b))
+    if a.stride(1) != 1 or 1 not in b.stride()[: 1 if fp8 else 2]:
+        return False
+    lead = b.stride(1) if fp8 or b.stride(1) != 1 else b.stride(0)
+    strides = (n * a.element_size() for n in (a.stride(0), lead))
+    return all(n > 0 and n % 16 == 0 for n in strides) and all(t.data_ptr() % 16 == 0 for t in (a, b))
 
 
 def in_order(step: Gemm) -> bool:
@@ -227,6 +234,8 @@ def gemm(
     tries: int = 1 << 24,
     sms: int = 1,
     adds: torch.Tensor | None = None,
+    scales: tuple[tuple[torch.Tensor, ...], torch.Tensor, Recipe] | None = None,
+    use_fast_accum: bool = False,
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
@@ -234,16 +243,25 @@ def gemm(
 
     sources: one or two tensors [rows, K] that parts read a from. b: [K, N], either stride 1. out: [rows, N], or any tensor
     of the result's dtype and width if all parts are stored by address. adds: [rows, N], where parts find what they add.
+    scales: of FP8 operands, whose b has stride (1, ...): those of each source, those of b, and their recipe; float32, of the
+    shapes that weft.core.problem.Scaling names, with any strides. A row's scales are those of the same row of its source.
+    use_fast_accum: tensor cores may sum FP8 products alone, which rounds more on Hopper; not with blockwise scales.
     status: int32 [2]; [gate + 1, value seen] after a wait ended without its flag. silent:
     neither wait nor count. sms: blocks. launched_by: what made earlier launches on this device with the same plan. stream:
     default, torch's current one.
     """
     blocks = plan.blocks
-    transposed = b.stride(1) != 1
+    transposed = scales is not None or b.stride(1) != 1
+    gpu, recipe = capabilities(out.device), scales[2] if scales is not None else ""
+    promoted = recipe != "" and promotes(gpu, Scaling(recipe=recipe, use_fast_accum=use_fast_accum))
+    within = blocks.k == SCALE_BLOCK and SCALE_BLOCK % blocks.n == 0
+    assert recipe != "blockwise" or within, f"{blocks}: its tiles lie across blocks of scales"
+    scales_argument = scales_of(*scales) if scales is not None else None
     a_shape, b_shape = [blocks.m, blocks.k], [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
     first = TensorDescriptor.from_tensor(sources[0], a_shape)
     out_stride, align = out.stride(0), math.gcd(16, out.data_ptr(), out.stride(0) * out.element_size())
-    out_tma = align == 16 and (not plan.addressed or plan.far is not None)
+    staged = blocks.shared_bytes(blocks.stages, tma=False) + blocks.m * blocks.n * out.element_size() <= gpu.shared_bytes
+    out_tma = align == 16 and staged and (not plan.addressed or plan.far is not None)
     row_tiles = plan.rows.shape[0]
     tiles = row_tiles * -(-b.shape[1] // blocks.n)
     # Interpreted blocks run one after the other: one that waits would keep back another, for whose tile a peer waits.
@@ -260,6 +278,7 @@ def gemm(
         out,
         *(_both(adds, [blocks.m, blocks.n], half, halves) if plan.adding and adds is not None else (out, out)),
         Pointers(plan.adds, plan.rows, plan.slices, plan.outs, plan.gates, needs, plan.counts, status),
+        scales_argument,
         *(count_by, tries, _publish_at(plan, b.shape[0])),
         *(whole, row_tiles, plan.early),
         *(b.shape[1], b.shape[0], out_stride),
@@ -279,15 +298,27 @@ def gemm(
         ASYNCHRONOUS=asynchronous(out.device),
         ALIGN_BYTES=math.gcd(plan.align_bytes, align),
         ADDS=plan.adding,
-        ADD_STAGES=_add_stages(blocks, out_tma, capabilities(out.device)),
+        ADD_STAGES=_add_stages(blocks, out_tma, gpu, out.element_size()),
         DIVIDE_BY=plan.divide_by,
         HALVES=halves,
+        RECIPE=recipe,
+        PROMOTED=promoted,
+        PAIRS=promoted and blocks.pairs,
     )
     (launched_by or launcher())(
         at_once,
         arguments,
         {"V": variant},
-        key=(b.shape, out_stride, out.data_ptr() % 16, transposed, len(sources), halves, out_tma),
+        key=(
+            b.shape,
+            out_stride,
+            out.data_ptr() % 16,
+            transposed,
+            len(sources),
+            halves,
+            out_tma,
+            *_specialised(scales_argument),
+        ),
         stream=stream,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
@@ -302,9 +333,15 @@ def _publish_at(plan: Tables, inner: int) -> int:
     return steps // 2 if plan.at_peers else min(_PUBLISH_STEPS, steps - 1)
 
 
-def _add_stages(blocks: TileShape, out_tma: bool, gpu: Capabilities) -> int:
-    """One more than the sources in flight, which lie in shared memory beside a tile that is being stored."""
-    tile_bytes = blocks.m * blocks.n * 2
+def _specialised(scales: Scales | None) -> tuple[int, ...]:
+    """What a kernel is compiled for of its scales."""
+    return tuple(one.data_ptr() % 16 if isinstance(one, torch.Tensor) else one for one in scales or ())
+
+
+def _add_stages(blocks: TileShape, out_tma: bool, gpu: Capabilities, itemsize: int = 2) -> int:
+    """One more than the sources in flight, which lie in shared memory beside a tile that is being stored. itemsize: bytes of an
+    element of both."""
+    tile_bytes = blocks.m * blocks.n * itemsize
     return 1 + min(_MOST_SOURCES, (gpu.shared_bytes - tile_bytes * out_tma) // tile_bytes)
 
 

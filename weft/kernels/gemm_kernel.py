@@ -3,12 +3,20 @@
 gemm_kernel    whole tiles, then halves of those that are left
 _tile          one of them: wait, multiply, add, store          _put        a whole one by TMA, also at peers
 place_of       which tile comes next                            _publish    add to the flag of its part
+_multiply      its product, summed by matrix units              _promote    in float32, for FP8 operands (weft.kernels.scaled)
 
 A block publishes a tile `publish_at` steps into the multiplication of its next one (weft.kernels.gemm says when), or at once if
 there is no next one. By then the stores by TMA have normally completed, here or at a peer, so that `_publish` does not stall:
 
     tile 0: load, dot ... -> store ..........> written
     tile 1:                  load, dot, dot ... -> publish tile 0 -> dot ... -> store
+
+Hopper's tensor cores add up products of FP8 operands with some 14 bits. So where sums are to be exact, or each block of K has
+scales, each step of 128 is a product of its own, which CUDA cores scale and add in float32. Two steps take turns (PAIRS), so
+that tensor cores run meanwhile:
+
+    tensor cores    even step        odd step       |  even step
+    CUDA cores      (wait)      +odd  +even, loads  |  (wait)      +odd ...
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from weft.kernels.scaled import block_scale, operand, scale_rows, scaled
 from weft.triton.flags import wait_gates
 
 ROW_FIELDS, SLICE_FIELDS, OUT_FIELDS, ADD_FIELDS = map(tl.constexpr, (7, 3, 2, 5))
@@ -25,7 +34,11 @@ ROW_FIELDS, SLICE_FIELDS, OUT_FIELDS, ADD_FIELDS = map(tl.constexpr, (7, 3, 2, 5
 
 
 class Variant(NamedTuple):
-    """What the kernel is compiled for: its constexpr argument V."""
+    """What the kernel is compiled for: its constexpr argument V.
+
+    RECIPE: of the scales of FP8 operands; empty if operands are none. PROMOTED: each step over K is added in float32 to the sum
+    of those before. PAIRS: by two steps a turn.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
@@ -44,6 +57,9 @@ class Variant(NamedTuple):
     ADD_STAGES: int
     DIVIDE_BY: int
     HALVES: bool
+    RECIPE: str = ""
+    PROMOTED: bool = False
+    PAIRS: bool = False
 
 
 class Pointers(NamedTuple):
@@ -111,17 +127,76 @@ def _publish(flag, by, ASYNCHRONOUS: tl.constexpr):
 
 
 @triton.jit
+def _product(a_desc, b_desc, acc, a_row, k, col, V: tl.constexpr):
+    """The sum `acc` and the product of one step over K: rows of a from a_row on, columns of a from k on, columns of b from col
+    on."""
+    a = operand(a_desc.load([a_row, k]))
+    if V.B_TRANSPOSED:
+        return tl.dot(a, operand(b_desc.load([col, k])).T, acc)
+    else:  # noqa: RET505 - one of the two is compiled
+        return tl.dot(a, operand(b_desc.load([k, col])), acc)
+
+
+@triton.jit
 def _multiply(a_desc, b_desc, acc, a_row, col, first, last, unpublished, V: tl.constexpr):
     """A tile and its product over steps [first, last) of K: rows from a_row on, columns from col on."""
     for step in range(first, last):
         if V.COUNTED:  # noqa: SIM102 - a constexpr, then a value of the device
             if (step == unpublished.step) & (unpublished.flag != 0):
                 _publish(unpublished.flag, unpublished.by, V.ASYNCHRONOUS)
-        a = a_desc.load([a_row, step * V.BLOCK_K])
-        if V.B_TRANSPOSED:
-            acc = tl.dot(a, b_desc.load([col, step * V.BLOCK_K]).T, acc)
-        else:
-            acc = tl.dot(a, b_desc.load([step * V.BLOCK_K, col]), acc)
+        acc = _product(a_desc, b_desc, acc, a_row, step * V.BLOCK_K, col, V)
+    return acc
+
+
+@triton.jit
+def _plus(acc, product, factor, V: tl.constexpr):
+    """A sum, and the product of one step over K times the scale of each of its rows, if it has one."""
+    if V.RECIPE == "blockwise":
+        acc += product * factor[:, None]
+    else:
+        acc += product
+    return acc
+
+
+@triton.jit
+def _before_next(acc, V: tl.constexpr):
+    """A tile that compilers compute before the next product is issued. Else they add the product of the step before after it,
+    which then needs registers of its own, and ptxas waits for each instruction of a product by itself."""
+    if V.ASYNCHRONOUS:
+        acc = tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, False, 1)
+    return acc
+
+
+@triton.jit
+def _factor(scales, rows, step, last, col, V: tl.constexpr):
+    """What each row of a step's product is multiplied by, with blockwise scales. The step is a block of K."""
+    factor = tl.full((V.BLOCK_M,), 0, tl.float32)
+    if V.RECIPE == "blockwise":
+        factor = block_scale(scales, rows, step, last, col)
+    return factor
+
+
+@triton.jit
+def _promote(
+    a_desc, b_desc, acc, a_row, col, first, last, K, scales, rows, unpublished, BLOCK_N: tl.constexpr, V: tl.constexpr
+):  # fmt: skip
+    """As _multiply, where each step's product is scaled and added in float32."""
+    none = tl.full((V.BLOCK_M, BLOCK_N), 0, tl.float32)
+    odd, odd_factor = none, tl.full((V.BLOCK_M,), 0, tl.float32)
+    for step in range(first, last, 1 + V.PAIRS):
+        if V.COUNTED:  # noqa: SIM102 - a constexpr, then a value of the device
+            if (step <= unpublished.step) & (unpublished.step < tl.minimum(step + 1 + V.PAIRS, last)) & (unpublished.flag != 0):
+                _publish(unpublished.flag, unpublished.by, V.ASYNCHRONOUS)
+        factor = _factor(scales, rows, step, last, col, V)
+        product = _product(a_desc, b_desc, none, a_row, step * V.BLOCK_K, col, V)
+        if V.PAIRS:
+            acc = _before_next(_plus(acc, odd, odd_factor, V), V)
+            odd_factor = _factor(scales, rows, step + 1, last, col, V)
+            # An odd step past the last one loads what lies behind K, which is zeros.
+            odd = _product(a_desc, b_desc, none, a_row, tl.where(step + 1 < last, (step + 1) * V.BLOCK_K, K), col, V)
+        acc = _plus(acc, product, factor, V)
+    if V.PAIRS:
+        acc = _plus(acc, odd, odd_factor, V)
     return acc
 
 
@@ -188,7 +263,8 @@ def _place_late(tile, row_tiles, early, col_tiles, GROUP: tl.constexpr, ADDS: tl
 
 @triton.jit
 def _tile(
-    row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, unpublished, BLOCK_N: tl.constexpr, V: tl.constexpr
+    row_tile, col, descs, out_ptr, out_stride, N, K, tables, scales, tries, unpublished,
+    BLOCK_N: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Wait, multiply, add and store: the tile of a row tile whose first column is `col`; on the way, publish the one before."""
     fields = tables.rows + ROW_FIELDS * row_tile
@@ -203,16 +279,27 @@ def _tile(
         if tl.load(fields) == 1:
             a_desc = descs.a1
     acc = tl.full((V.BLOCK_M, BLOCK_N), 0, tl.float32)
+    rows = None
+    if V.RECIPE != "":
+        rows = scale_rows(scales, tl.load(fields) == 1, a_row, valid, V.BLOCK_M)
     if V.INNER:
         done = 0
         for number in range(tl.load(fields + 4), tl.load(fields + 5)):
             piece = tables.slices + SLICE_FIELDS * number
             end = tl.load(piece)
             _wait(piece + 1, tables, tries, V.ASYNCHRONOUS)
-            acc = _multiply(a_desc, descs.b, acc, a_row, col, done, end, unpublished, V)
+            if V.PROMOTED:
+                acc = _promote(a_desc, descs.b, acc, a_row, col, done, end, K, scales, rows, unpublished, BLOCK_N, V)
+            else:
+                acc = _multiply(a_desc, descs.b, acc, a_row, col, done, end, unpublished, V)
             done = end
+    elif V.PROMOTED:
+        steps = tl.cdiv(K, V.BLOCK_K)
+        acc = _promote(a_desc, descs.b, acc, a_row, col, 0, steps, K, scales, rows, unpublished, BLOCK_N, V)
     else:
         acc = _multiply(a_desc, descs.b, acc, a_row, col, 0, tl.cdiv(K, V.BLOCK_K), unpublished, V)
+    if (V.RECIPE == "tensorwise") or (V.RECIPE == "rowwise"):
+        acc = scaled(acc, scales, rows, col, N, BLOCK_N)
     if V.ADDS:
         late = tables.adds + ADD_FIELDS * row_tile
         if V.GATED:
@@ -239,11 +326,13 @@ def _flag(row_tile, tables):
 @triton.jit(do_not_specialize=["count_by", "tries", "publish_at"])
 def gemm_kernel(
     a0_desc, a1_desc, b_desc, b_half_desc, out_desc, out_half_desc, far_desc, far_half_desc, out_ptr,
-    adds_desc, adds_half_desc, tables, count_by, tries, publish_at, whole, row_tiles, early, N, K, out_stride, V: tl.constexpr,
+    adds_desc, adds_half_desc, tables, scales, count_by, tries, publish_at, whole, row_tiles, early, N, K, out_stride,
+    V: tl.constexpr,
 ):  # fmt: skip
     """Tiles up to `whole` as they are, then, with HALVES, the left and the right half of each that is left.
 
-    tables: Pointers. count_by: what a tile adds to its flag. publish_at: Unpublished.step. V: a Variant.
+    tables: Pointers. scales: Scales of FP8 operands, or None. count_by: what a tile adds to its flag. publish_at:
+    Unpublished.step. V: a Variant.
     """
     block, blocks = tl.program_id(0), tl.num_programs(0)
     col_tiles = tl.cdiv(N, V.BLOCK_N)
@@ -252,7 +341,7 @@ def gemm_kernel(
     for tile in range(block, whole, blocks):
         row_tile, col_tile = _place_late(tile, row_tiles, early, col_tiles, V.GROUP, V.ADDS)
         col, unpublished = col_tile * V.BLOCK_N, Unpublished(flag, by, publish_at)
-        _tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, unpublished, V.BLOCK_N, V)
+        _tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, scales, tries, unpublished, V.BLOCK_N, V)
         if V.COUNTED:
             flag = _flag(row_tile, tables)
     if V.HALVES:
@@ -262,7 +351,7 @@ def gemm_kernel(
             row_tile, col_tile = _place_late(tile // 2, row_tiles, early, col_tiles, V.GROUP, V.ADDS)
             col, unpublished = col_tile * V.BLOCK_N + tile % 2 * HALF, Unpublished(flag, by, publish_at)
             if col < N:
-                _tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, tries, unpublished, HALF, V)
+                _tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, scales, tries, unpublished, HALF, V)
             elif V.COUNTED:
                 _publish(flag, by, V.ASYNCHRONOUS)
             if V.COUNTED:

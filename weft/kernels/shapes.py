@@ -6,14 +6,43 @@ import torch
 
 from weft.compat.device import capabilities
 from weft.core.machine import Machine
+from weft.core.problem import SCALE_BLOCK, Scaling
 from weft.core.schedule import Gemm
-from weft.perf.shapes import SHAPES, TileShape, push_sms, shape_of, shapes_for, tiles_of, whole_tiles
+from weft.perf.shapes import (
+    FP8_SHAPES,
+    PROMOTED_SHAPES,
+    SHAPES,
+    TileShape,
+    promotes,
+    push_sms,
+    shape_of,
+    shapes_for,
+    tiles_of,
+    whole_tiles,
+)
 
-__all__ = ["INTERPRETED", "SHAPES", "TileShape", "blocks_for", "push_sms", "shapes_for", "tiles_of", "whole_tiles"]
+__all__ = [
+    "FP8_SHAPES",
+    "INTERPRETED",
+    "INTERPRETED_FP8",
+    "PROMOTED_SHAPES",
+    "SHAPES",
+    "TileShape",
+    "blocks_for",
+    "promotes",
+    "push_sms",
+    "shapes_for",
+    "tiles_of",
+    "whole_tiles",
+]
 INTERPRETED = TileShape(m=32, n=32, k=32, warps=4, stages=1, halves=True)
 """What the interpreter runs, element by element."""
+INTERPRETED_FP8 = TileShape(m=32, n=32, k=SCALE_BLOCK, warps=4, stages=1, halves=True, pairs=True, itemsize=1)
+"""The same for FP8 operands, whose scales may be those of blocks of K."""
 
 
-def blocks_for(step: Gemm, device: torch.device, machine: Machine) -> TileShape:
-    """The tile shape for a step. machine: the profile that all ranks have."""
-    return shape_of(step, capabilities(device), machine) if device.type == "cuda" else INTERPRETED
+def blocks_for(step: Gemm, device: torch.device, machine: Machine, scaling: Scaling | None = None) -> TileShape:
+    """The tile shape for a step. machine: the profile that all ranks have. scaling: of FP8 operands."""
+    if device.type == "cuda":
+        return shape_of(step, capabilities(device), machine, scaling)
+    return INTERPRETED if scaling is None else INTERPRETED_FP8

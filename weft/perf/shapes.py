@@ -24,14 +24,15 @@ import numpy as np
 
 from weft.core.capabilities import Capabilities
 from weft.core.machine import Machine
-from weft.core.problem import Problem
+from weft.core.problem import Problem, Scaling
 from weft.core.schedule import Gemm, Part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileShape:
     """Tile shape, and how a block runs. group: row tiles that take turns on the same columns. halves: whether tiles that fill
-    no more than half of the last wave are cut in two, left and right."""
+    no more than half of the last wave are cut in two, left and right. pairs: whether a turn of the loop over K takes two steps
+    of it, so that a stage holds two. itemsize: bytes of an operand's element."""
 
     m: int
     n: int
@@ -40,10 +41,13 @@ class TileShape:
     stages: int
     group: int = 8
     halves: bool = False
+    pairs: bool = False
+    itemsize: int = 2
 
     def shared_bytes(self, stages: int, *, tma: bool) -> int:
-        """Shared memory of a block with so many stages of operands. Hardware stores a tile of the result from there, too."""
-        return (stages * (self.m + self.n) * self.k + tma * self.m * self.n) * _ITEMSIZE
+        """Shared memory of a block with so many stages of operands. Hardware stores a tile of the result, which has 16-bit
+        elements, from there, too."""
+        return stages * (1 + self.pairs) * (self.m + self.n) * self.k * self.itemsize + tma * self.m * self.n * _ITEMSIZE
 
 
 SHAPES = (
@@ -53,13 +57,30 @@ SHAPES = (
     TileShape(m=64, n=128, k=64, warps=4, stages=5),
 )
 """The shapes that kernels are launched with, the best for large sizes first."""
+FP8_SHAPES = (
+    TileShape(m=128, n=256, k=128, warps=8, stages=3, halves=True, itemsize=1),
+    TileShape(m=128, n=128, k=128, warps=8, stages=5, itemsize=1),
+    TileShape(m=64, n=256, k=128, warps=4, stages=4, itemsize=1),
+    TileShape(m=64, n=128, k=128, warps=4, stages=5, itemsize=1),
+)
+"""The same for FP8 operands whose products are summed by tensor cores alone."""
+PROMOTED_SHAPES = (
+    TileShape(m=128, n=128, k=128, warps=8, stages=3, pairs=True, itemsize=1),
+    TileShape(m=64, n=128, k=128, warps=4, stages=4, pairs=True, itemsize=1),
+)
+"""The same for FP8 operands whose products of each 128 of K are added in float32. Three tiles of float32 lie in registers: the
+sum and two products. Larger tiles leave no room for them."""
 _FEWEST_STAGES = 2
 """With one, no load would run ahead of the products."""
+_SINGLE_STAGES = 5
+"""Of PROMOTED_SHAPES that take one step over K a turn."""
 _FEW_ROWS = 4096
 """Up to here, which row tiles take turns may matter; with more, a chunk has groups enough of its own."""
 _ITEMSIZE = 2
 _DTYPE = "bfloat16"
 """What kernels multiply: a choice is made by its peak, which is float16's, too."""
+_FP8_SPEED = 2
+"""The peak of FP8 operands, over that of 16-bit ones, on every GPU whose matrix units take both."""
 
 
 EXCHANGED_BYTES = 16
@@ -87,17 +108,33 @@ def push_sms(machine: Machine, sms: int, *, alone: bool) -> int:
 
 
 @lru_cache(maxsize=64)
-def shapes_for(gpu: Capabilities) -> tuple[TileShape, ...]:
-    """Those of SHAPES that fit a GPU, with as many stages as its shared memory holds; none where matrix units take no 16-bit
-    types."""
+def shapes_for(gpu: Capabilities, scaling: Scaling | None = None) -> tuple[TileShape, ...]:
+    """The shapes for 16-bit operands, or for FP8 ones of this scaling, that fit a GPU, with as many stages as its shared memory
+    holds; none where matrix units do not take the operands. Every GPU with TMA has matrix units for FP8."""
     fitting = []
-    for blocks in SHAPES if gpu.matrix_16bit else ():
+    for blocks in _candidates(gpu, scaling) if gpu.matrix_16bit and (scaling is None or gpu.tma) else ():
         stages = blocks.stages
         while stages >= _FEWEST_STAGES and blocks.shared_bytes(stages, tma=gpu.tma) > gpu.shared_bytes:
             stages -= 1
         if stages >= _FEWEST_STAGES:
             fitting.append(dataclasses.replace(blocks, stages=stages))
     return tuple(fitting)
+
+
+def promotes(gpu: Capabilities, scaling: Scaling) -> bool:
+    """Whether products of each 128 of K are added in float32, by CUDA cores: where each has a scale of its own, and where
+    matrix units would round too much."""
+    return scaling.recipe == "blockwise" or not (scaling.use_fast_accum or gpu.exact_fp8)
+
+
+def _candidates(gpu: Capabilities, scaling: Scaling | None) -> tuple[TileShape, ...]:
+    if scaling is None:
+        return SHAPES
+    if not promotes(gpu, scaling):
+        return FP8_SHAPES
+    # Where matrix units add up in a memory of their own, no product waits in registers, and one step a turn will do.
+    single = {"pairs": False, "stages": _SINGLE_STAGES} if gpu.exact_fp8 else {}
+    return tuple(dataclasses.replace(blocks, **single) for blocks in PROMOTED_SHAPES)
 
 
 def tiles_of(part: Part, blocks: TileShape) -> int:
@@ -113,8 +150,8 @@ def whole_tiles(tiles: int, at_once: int, blocks: TileShape) -> int:
     return tiles - last if blocks.halves and 2 * last <= at_once else tiles
 
 
-def shape_of(step: Gemm, gpu: Capabilities, machine: Machine) -> TileShape:
-    """The tile shape for a step, on a GPU that some shapes fit. machine: whose numbers order them."""
+def shape_of(step: Gemm, gpu: Capabilities, machine: Machine, scaling: Scaling | None = None) -> TileShape:
+    """The tile shape for a step, on a GPU that some shapes fit. machine: whose numbers order them. scaling: of FP8 operands."""
     parts = tuple(
         Arriving(
             *part.out.shape,
@@ -124,7 +161,7 @@ def shape_of(step: Gemm, gpu: Capabilities, machine: Machine) -> TileShape:
         )
         for part in step.parts
     )
-    return best_shape(parts, gpu, machine, stored=by_hardware(step))
+    return best_shape(parts, gpu, machine, stored=by_hardware(step), scaling=scaling)
 
 
 class Arriving(NamedTuple):
@@ -138,14 +175,17 @@ class Arriving(NamedTuple):
     away: bool = False
 
 
-def best_shape(parts: tuple[Arriving, ...], gpu: Capabilities, machine: Machine, *, stored: bool) -> TileShape:
-    """The tile shape for a step of these parts. stored: by hardware."""
-    numbers = _numbers(machine, gpu.sms)
+def best_shape(
+    parts: tuple[Arriving, ...], gpu: Capabilities, machine: Machine, *, stored: bool, scaling: Scaling | None = None
+) -> TileShape:
+    """The tile shape for a step of these parts. stored: by hardware. scaling: of FP8 operands."""
+    numbers = _numbers(machine, gpu.sms, fp8=scaling is not None)
+    choices = shapes_for(gpu, scaling)
     if any(part.gated for part in parts):
-        return _gated_blocks(parts, gpu, numbers, stored)
+        return _gated_blocks(parts, choices, numbers, stored)
     if any(part.away for part in parts):
-        return min(shapes_for(gpu), key=lambda blocks: _sent_us(parts, blocks, numbers))
-    return min(shapes_for(gpu), key=lambda blocks: _waves_us(parts, blocks, numbers, stored=stored))
+        return min(choices, key=lambda blocks: _sent_us(parts, blocks, numbers))
+    return min(choices, key=lambda blocks: _waves_us(parts, blocks, numbers, stored=stored))
 
 
 def by_hardware(step: Gemm) -> bool:
@@ -155,7 +195,8 @@ def by_hardware(step: Gemm) -> bool:
 
 class _Numbers(NamedTuple):
     """What a choice depends on of a Machine, for a GPU of so many SMs. stored_rates: of tiles that hardware stores.
-    copy_us: of a copy and its flag. Rates are in bytes/us, those of tiles by (rows, columns) in operations/us."""
+    copy_us: of a copy and its flag. itemsize: bytes of an operand's element. Rates are in bytes/us, those of tiles by (rows,
+    columns) in operations/us."""
 
     sms: int
     rates: tuple[tuple[tuple[int, int], float], ...]
@@ -170,6 +211,7 @@ class _Numbers(NamedTuple):
     memory: float
     kept_bytes: float
     push_sms: int
+    itemsize: int
 
     def step_us(self, blocks: TileShape, *, stored: bool = False) -> float:
         """A column of a, in a tile."""
@@ -179,9 +221,9 @@ class _Numbers(NamedTuple):
         return self.step_us(blocks, stored=stored) * k + self.tile_us
 
 
-def _numbers(machine: Machine, sms: int) -> _Numbers:
+def _numbers(machine: Machine, sms: int, *, fp8: bool = False) -> _Numbers:
     gpu, copies, stores = machine.gpu, machine.copies, machine.stores
-    flop_per_us = gpu.flag_efficiency * machine.tflops(_DTYPE) * 1e6 / gpu.sms
+    flop_per_us = gpu.flag_efficiency * machine.tflops(_DTYPE) * (_FP8_SPEED if fp8 else 1) * 1e6 / gpu.sms
     shapes = [(blocks.m, blocks.n) for blocks in SHAPES]
     pushing = push_sms(machine, sms, alone=False)
     return _Numbers(
@@ -198,6 +240,7 @@ def _numbers(machine: Machine, sms: int) -> _Numbers:
         memory=1e3 * gpu.hbm_gbps,
         kept_bytes=machine.kernels.l2_share * gpu.l2_bytes,
         push_sms=pushing,
+        itemsize=1 if fp8 else _ITEMSIZE,
     )
 
 
@@ -230,11 +273,9 @@ def _sent_us(parts: Sequence[Arriving], blocks: TileShape, numbers: _Numbers) ->
 
 
 @lru_cache(maxsize=1024)
-def _gated_blocks(parts: tuple[Arriving, ...], gpu: Capabilities, numbers: _Numbers, stored: bool) -> TileShape:
+def _gated_blocks(parts: tuple[Arriving, ...], shapes: tuple[TileShape, ...], numbers: _Numbers, stored: bool) -> TileShape:
     few = sum(part.rows for part in parts) <= _FEW_ROWS
-    choices = [
-        dataclasses.replace(blocks, group=group) for blocks in shapes_for(gpu) for group in ((8, 4, 2, 1) if few else (8,))
-    ]
+    choices = [dataclasses.replace(blocks, group=group) for blocks in shapes for group in ((8, 4, 2, 1) if few else (8,))]
     return min(choices, key=lambda blocks: _gated_us(parts, blocks, numbers, stored=stored))
 
 
@@ -259,7 +300,7 @@ def _gated_us(parts: tuple[Arriving, ...], blocks: TileShape, numbers: _Numbers,
     if cut:
         ready = _ready(parts, arrivals, half_us)
     _advance(free, at, np.repeat(ready[cut], 2), 2 * len(cut), inner * half_us + numbers.half_tile * numbers.tile_us)
-    b_bytes = columns * inner * _ITEMSIZE
+    b_bytes = columns * inner * numbers.itemsize
     passes = -(-sum(row_tiles) // blocks.group) if b_bytes > numbers.kept_bytes else 1
     return max(float(free.max()), passes * b_bytes / numbers.memory)
 
@@ -321,7 +362,7 @@ def _chunk_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> tuple[tup
     now = 0.0
     found: list[tuple[float, ...]] = []
     for part in parts:
-        now += (numbers.copy_us + part.rows * part.ends[-1] * _ITEMSIZE / numbers.copied) if part.gated else 0.0
+        now += (numbers.copy_us + part.rows * part.ends[-1] * numbers.itemsize / numbers.copied) if part.gated else 0.0
         found.append((now if part.gated else 0.0,))
     return tuple(found)
 
@@ -335,6 +376,6 @@ def _slice_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> tuple[tup
         for part, arrives in zip(parts, found, strict=True):
             if part.gated and number < len(part.ends):
                 low = part.ends[number - 1] if number else 0
-                now += part.rows * (part.ends[number] - low) * _ITEMSIZE / numbers.stored
+                now += part.rows * (part.ends[number] - low) * numbers.itemsize / numbers.stored
                 arrives[number] = now
     return tuple(tuple(arrives) for arrives in found)

@@ -1,0 +1,107 @@
+"""Scales of the GEMM kernel's FP8 operands: what the host passes, and how a tile reads them (weft.kernels.gemm launches it).
+
+scales_of      the kernel's argument, from tensors            operand      a tile of FP8, as tl.dot takes it
+scale_rows     where a tile's rows have their scales          block_scale  of each row, in one block of K
+scaled         a sum times the scales of its rows and columns
+
+    tensorwise, rowwise    out = (sum over K of a b) * scale_a * scale_b      once, on the float32 sum
+    blockwise              out = sum over blocks of K of (the block's sum of a b) * (scale_a * scale_b)
+
+A tensorwise scale is a rowwise one whose strides are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.core.problem import FLOAT8, SCALE_BLOCK
+
+FLOAT8_DTYPES = tuple(getattr(torch, name) for name in FLOAT8)
+_BLOCK = tl.constexpr(SCALE_BLOCK)
+
+
+class Scales(NamedTuple):
+    """a0, a1, b: the scales of both sources of a, and of b, float32. The strides, in elements: from one row of a to the next,
+    from one block of a's columns to the next; from one block of b's rows to the next, and from one column of b, or block of
+    columns, to the next. Strides that the recipe has no use for are 0."""
+
+    a0: Any
+    a1: Any
+    b: Any
+    a0_row: Any
+    a0_block: Any
+    a1_row: Any
+    a1_block: Any
+    b_block: Any
+    b_col: Any
+
+
+class RowScales(NamedTuple):
+    """Of a tile: pointers to the first scale of each of its rows, whether a row has one, and the stride from one block of K to
+    the next."""
+
+    pointers: Any
+    mask: Any
+    block: Any
+
+
+def scales_of(scale_a: Sequence[torch.Tensor], scale_b: torch.Tensor, recipe: str) -> Scales:
+    """scale_a: of each source. Shapes as in weft.core.problem.Scaling; any strides."""
+    first, last = scale_a[0], scale_a[-1]
+    if recipe == "tensorwise":
+        return Scales(first, last, scale_b, 0, 0, 0, 0, 0, 0)
+    if recipe == "rowwise":
+        return Scales(first, last, scale_b, first.stride(0), 0, last.stride(0), 0, 0, scale_b.stride(1))
+    return Scales(first, last, scale_b, *first.stride(), *last.stride(), *scale_b.stride())
+
+
+if triton.knobs.runtime.interpret:
+
+    def operand(tile: Any) -> Any:
+        """Interpreted: a tile of FP8 as float32, in which products are exact, and sums are rounded as numpy rounds them: more
+        exactly than tensor cores do. The interpreter's own conversions know no NaN of float8_e4m3fn and no infinity."""
+        if not tile.dtype.is_fp8():
+            return tile
+        bits = tile.to(tl.uint8, bitcast=True)
+        if tile.dtype.is_fp8e5():
+            return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), tile.to(tl.float32))
+
+else:
+
+    @triton.jit
+    def operand(tile):
+        """On GPUs a tile as it is: matrix units multiply FP8."""
+        return tile
+
+
+@triton.jit
+def scale_rows(scales, second, first, valid, ROWS: tl.constexpr):
+    """The RowScales of `valid` rows of a from row `first` on. second: whether they are rows of the second source."""
+    rows = tl.arange(0, ROWS)
+    stride = tl.where(second, scales.a1_row, scales.a0_row)
+    block = tl.where(second, scales.a1_block, scales.a0_block)
+    base_ptr = tl.where(second, scales.a1, scales.a0) + first.to(tl.int64) * stride
+    return RowScales(base_ptr + rows * stride, rows < valid, block)
+
+
+@triton.jit
+def block_scale(scales, rows, block, end, col):
+    """Of each row, its scale in a block of K times that of the block of b that has column `col`; 0 from block `end` on."""
+    of_b = tl.load(scales.b + block * scales.b_block + (col // _BLOCK) * scales.b_col, mask=block < end, other=0)
+    of_a = tl.load(rows.pointers + block * rows.block, mask=rows.mask & (block < end), other=0)
+    return of_a * of_b
+
+
+@triton.jit
+def scaled(acc, scales, rows, col, N, COLS: tl.constexpr):
+    """A tile's sums times the scales of its rows, and of its columns from `col` on."""
+    cols = col + tl.arange(0, COLS)
+    of_b = tl.load(scales.b + cols * scales.b_col, mask=cols < N, other=0)
+    of_a = tl.load(rows.pointers, mask=rows.mask, other=0)
+    return acc * of_a[:, None] * of_b[None, :]
