@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from float8 import E4M3, E5M2, dequantised, quantise
+from rank_pools import interpreted_ranks
 from rank_work import here
 
 import weft
 from weft import schedules
 from weft.core.problem import GATHERS, OPS, RECIPES, Op, Problem, Recipe, Scaling
 from weft.core.problem import split as parts_of
+from weft.runtime.ranks import Ranks
 
 K, N = 256, 144
 
@@ -97,6 +99,35 @@ def check_families(op: Op, recipe: Recipe, output_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_every_family(ranks: RankFixture, op: Op, recipe: Recipe) -> None:
     ranks(3).run(check_families, op, recipe, torch.float32)
+
+
+interpreted = interpreted_ranks([2])
+
+
+def _as_kernels(op: Op, recipe: Recipe, output_dtype: torch.dtype) -> int:
+    """How often weft's GEMM kernel ran in all families."""
+    from weft.runtime import fused
+
+    launches, launch = 0, fused.FusedGemm.launch
+
+    def counted(self: fused.FusedGemm, *arguments: Any, **options: Any) -> None:
+        nonlocal launches
+        launches += 1
+        launch(self, *arguments, **options)
+
+    fused.FusedGemm.launch = counted  # type: ignore[method-assign]
+    try:
+        check_families(op, recipe, output_dtype)
+    finally:
+        fused.FusedGemm.launch = launch  # type: ignore[method-assign]
+    return launches
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "matmul_all_reduce"])
+def test_every_family_as_kernels(interpreted: Ranks, op: Op, recipe: Recipe) -> None:
+    output_dtype = torch.float32 if recipe == "rowwise" else torch.float16
+    assert min(interpreted.run(_as_kernels, op, recipe, output_dtype)) > 0
 
 
 def check_options(op: Op) -> None:

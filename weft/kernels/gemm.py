@@ -115,6 +115,12 @@ def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(n > 0 and n % 16 == 0 for n in strides) and all(t.data_ptr() % 16 == 0 for t in (a, b))
 
 
+def loads(matrix: torch.Tensor) -> bool:
+    """Whether TMA can load tiles of a matrix: contiguous rows that start at multiples of 16 bytes."""
+    pitch_bytes = matrix.stride(0) * matrix.element_size()
+    return matrix.numel() > 0 and matrix.stride(1) == 1 and pitch_bytes % 16 == matrix.data_ptr() % 16 == 0
+
+
 def in_order(step: Gemm) -> bool:
     """Whether the kernel's order of tiles keeps to the order of parts where one may wait for another: those that add are last,
     and of the others, as of those, none that waits within the call comes after one that counts."""

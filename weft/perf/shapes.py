@@ -18,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -133,7 +133,7 @@ def _candidates(gpu: Capabilities, scaling: Scaling | None) -> tuple[TileShape, 
     if not promotes(gpu, scaling):
         return FP8_SHAPES
     # Where matrix units add up in a memory of their own, no product waits in registers, and one step a turn will do.
-    single = {"pairs": False, "stages": _SINGLE_STAGES} if gpu.exact_fp8 else {}
+    single: dict[str, Any] = {"pairs": False, "stages": _SINGLE_STAGES} if gpu.exact_fp8 else {}
     return tuple(dataclasses.replace(blocks, **single) for blocks in PROMOTED_SHAPES)
 
 

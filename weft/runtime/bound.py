@@ -163,9 +163,9 @@ class BoundProgram(ABC):
             return space.runs_lookups(self.dtype)
         if isinstance(problem, CollectiveProblem):
             return problem.sums and space.runs_lookups(self.dtype)
-        if problem.scaling is not None and (isinstance(step, Gemm) or moves_operand(step, self.schedule)):
+        if moves_operand(step, self.schedule):
             return False
-        return space.runs_kernels(self.dtype)
+        return space.runs_kernels(self.dtype, problem.scaling if isinstance(step, Gemm) else None)
 
     def dtype_of(self, buffer: str) -> torch.dtype:
         """The dtype of a buffer's elements."""

@@ -20,6 +20,7 @@ from weft.compat.comm_streams import comm_stream, current_lane_priority, give_ba
 from weft.compat.device import capabilities, idle
 from weft.compat.streams import Driver, Word, raw_stream
 from weft.core.logs import LOGGER, warn_once
+from weft.core.problem import Scaling
 from weft.perf.shapes import shapes_for
 from weft.runtime.agreed_profile import agreed_profile
 from weft.runtime.network import CudaWire
@@ -97,11 +98,11 @@ class CudaSpace:
             rank_group, self._index, driver=self.driver, tickets=self.tickets, releaser=self.releaser, wire=self.wire
         )
 
-    def runs_kernels(self, dtype: torch.dtype) -> bool:
-        """Whether fused steps of this dtype run as kernels: of 16 bits, where a tile fits the GPU."""
-        if dtype not in (torch.bfloat16, torch.float16):
+    def runs_kernels(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
+        """Whether fused steps of this dtype run as kernels: of 16 bits, or of FP8 operands, where a tile fits the GPU."""
+        if dtype not in (torch.bfloat16, torch.float16) and scaling is None:
             return False
-        fits = bool(shapes_for(self.capabilities))
+        fits = bool(shapes_for(self.capabilities, scaling))
         if not fits:
             warn_once(f"no tile of weft's matmul kernels fits {self.device}: steps run part by part, by torch's operations")
         return fits

@@ -7,17 +7,18 @@ alone, or whose slices of K end within a step of its loop, multiplies part by pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from weft.core.machine import Machine
-from weft.core.problem import CollectiveProblem
+from weft.core.problem import CollectiveProblem, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, advances
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
-from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables, whole_slices
+from weft.kernels.gemm import Tables, fits, gemm, in_order, loads, pitch, tables, whole_slices
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
 from weft.kernels.shapes import TileShape, blocks_for, tiles_of
 from weft.runtime.bindings import Bindings, Where
@@ -45,7 +46,8 @@ def kernel_of(program: BoundProgram, where: Where, step: Gemm) -> FusedGemm | No
     """The kernel of a GEMM, if it runs as one."""
     if not is_fused(step):
         return None
-    return FusedGemm(step, where, program.device, program.machine, program, program.buffers_of("output"))
+    scaling = program.schedule.problem.scaling
+    return FusedGemm(step, where, program.device, program.machine, program, program.buffers_of("output"), scaling)
 
 
 def kernel_of_sum(program: BoundProgram, where: Where, step: Reduce) -> StepKernel | None:
@@ -63,7 +65,7 @@ def signal_values(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, in
     """How far a GEMM raises the flags that it counts: by a tile each time."""
     if not is_fused(step):
         return {}
-    blocks = blocks_for(step, program.device, program.machine)
+    blocks = blocks_for(step, program.device, program.machine, program.schedule.problem.scaling)
     return {part.count: tiles_of(part, blocks) for part in step.parts if part.count is not None}
 
 
@@ -127,11 +129,12 @@ class FusedGemm(GatedKernel):
         machine: Machine,
         flags: BoundProgram,
         outputs: Collection[str] = (),
+        scaling: Scaling | None = None,
     ) -> None:
         super().__init__(where, device)
         self._device, self._flags = device, flags
         self.step: Gemm = step
-        self._blocks = blocks_for(step, device, machine)
+        self._blocks, self._scaling = blocks_for(step, device, machine, scaling), scaling
         self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
         stored = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts[::-1]))
         given = [key for key in stored if key[0] in outputs and key[1] == where.rank]
@@ -181,7 +184,7 @@ class FusedGemm(GatedKernel):
         if len(bs) > 1 and self._counts:
             # The tiles of each b would be counted by a launch of their own, each of its own number of columns.
             return f"it counts tiles for one b, and there are {len(bs)}"
-        if not self._adds_fit(adds, bs):
+        if adds and not (len(adds) == len(bs) == 1 and loads(adds[0]) and adds[0].dtype == outs[0].dtype):
             return "it cannot load what it adds"
         return "" if self._outs_fit(outs, bs) else "its results differ in dtype or row stride, or there are several b"
 
@@ -195,10 +198,6 @@ class FusedGemm(GatedKernel):
 
     def _out_keys(self) -> list[tuple[str, int]]:
         return list(dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)]))
-
-    def _adds_fit(self, adds: list[torch.Tensor], bs: list[torch.Tensor]) -> bool:
-        """Sources of one buffer, beside one b."""
-        return not adds or (len(adds) == len(bs) == 1 and fits(adds[0], bs[0]) and adds[0].dtype == bs[0].dtype)
 
     def _outs_fit(self, outs: list[torch.Tensor], bs: list[torch.Tensor]) -> bool:
         """Results of one dtype and row stride, where some are stored by address."""
@@ -216,7 +215,8 @@ class FusedGemm(GatedKernel):
         sources = tuple(self._whole(bindings, key) for key in self._buffers)
         adds = self._whole(bindings, self._adds[0]) if self._adds else None
         outs = [out for out, _ in bindings.tensors[self._out] if out.shape[1]]
-        for (b, _), out in zip(bindings.pieces(self.step.b), outs, strict=True):
+        scaled = repeat(None) if self._scaling is None else self._scales(bindings, self._scaling)
+        for (b, _), out, scales in zip(bindings.pieces(self.step.b), outs, scaled, strict=False):
             gemm(
                 sources,
                 b,
@@ -227,9 +227,16 @@ class FusedGemm(GatedKernel):
                 tries=tries,
                 sms=sms,
                 adds=adds,
+                scales=scales,
+                use_fast_accum=self._scaling is not None and self._scaling.use_fast_accum,
                 launched_by=self._launcher,
                 stream=stream,
             )
+
+    def _scales(self, bindings: Bindings, scaling: Scaling) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor, Recipe]]:
+        """For each piece of b, the scales of all sources of a, its own, and their recipe."""
+        of_a = tuple(bindings.scales[key][0] for key in self._buffers)
+        return ((of_a, of_b, scaling.recipe) for of_b in bindings.scale_views(self.step.b))
 
     def _whole(self, bindings: Bindings, key: tuple[str, int]) -> torch.Tensor:
         ((matrix, _),) = bindings.tensors[key]

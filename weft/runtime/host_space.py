@@ -12,6 +12,7 @@ import torch
 
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import HostAllocation, HostHeap
+from weft.core.problem import Scaling
 from weft.runtime.host_wire import HostWire
 from weft.runtime.nearest import nearest_profile
 
@@ -67,9 +68,11 @@ class HostSpace:
         self._scratch: dict[str, torch.Tensor] = {}
         self._threads: dict[str, LaneThread] = {}
 
-    def runs_kernels(self, dtype: torch.dtype) -> bool:
-        """Under Triton's interpreter: then fused steps run as the kernels that GPUs run. It has no bfloat16 matmul."""
-        return os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.float16
+    def runs_kernels(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
+        """Under Triton's interpreter: then fused steps run as the kernels that GPUs run. It has no bfloat16 matmul. Products of
+        FP8 operands may be float32."""
+        fits = dtype == torch.float16 or (scaling is not None and dtype == torch.float32)
+        return os.environ.get("TRITON_INTERPRET") == "1" and fits
 
     def fuses(self, dtype: torch.dtype) -> bool:
         return self.runs_kernels(dtype)
