@@ -24,7 +24,7 @@ import numpy as np
 
 from weft.core.capabilities import Capabilities
 from weft.core.machine import Machine
-from weft.core.problem import Problem
+from weft.core.problem import RATE_ITEMSIZE, Problem
 from weft.core.schedule import Gemm, Part
 
 
@@ -58,8 +58,9 @@ _FEWEST_STAGES = 2
 _FEW_ROWS = 4096
 """Up to here, which row tiles take turns may matter; with more, a chunk has groups enough of its own."""
 _ITEMSIZE = 2
+"""Of the tiles of the result."""
 _DTYPE = "bfloat16"
-"""What kernels multiply: a choice is made by its peak, which is float16's, too."""
+"""What kernels multiply where they are not told: a choice is made by its peak, which is float16's, too."""
 
 
 EXCHANGED_BYTES = 16
@@ -113,8 +114,9 @@ def whole_tiles(tiles: int, at_once: int, blocks: TileShape) -> int:
     return tiles - last if blocks.halves and 2 * last <= at_once else tiles
 
 
-def shape_of(step: Gemm, gpu: Capabilities, machine: Machine) -> TileShape:
-    """The tile shape for a step, on a GPU that some shapes fit. machine: whose numbers order them."""
+def shape_of(step: Gemm, gpu: Capabilities, machine: Machine, dtype: str = _DTYPE) -> TileShape:
+    """The tile shape for a step, on a GPU that some shapes fit. machine: whose numbers order them. dtype: of the operands, as
+    the machine's rates are named."""
     parts = tuple(
         Arriving(
             *part.out.shape,
@@ -124,7 +126,7 @@ def shape_of(step: Gemm, gpu: Capabilities, machine: Machine) -> TileShape:
         )
         for part in step.parts
     )
-    return best_shape(parts, gpu, machine, stored=by_hardware(step))
+    return best_shape(parts, gpu, machine, dtype, stored=by_hardware(step))
 
 
 class Arriving(NamedTuple):
@@ -138,9 +140,11 @@ class Arriving(NamedTuple):
     away: bool = False
 
 
-def best_shape(parts: tuple[Arriving, ...], gpu: Capabilities, machine: Machine, *, stored: bool) -> TileShape:
-    """The tile shape for a step of these parts. stored: by hardware."""
-    numbers = _numbers(machine, gpu.sms)
+def best_shape(
+    parts: tuple[Arriving, ...], gpu: Capabilities, machine: Machine, dtype: str = _DTYPE, *, stored: bool
+) -> TileShape:
+    """The tile shape for a step of these parts. dtype: as `shape_of` has it. stored: by hardware."""
+    numbers = _numbers(machine, gpu.sms, dtype)
     if any(part.gated for part in parts):
         return _gated_blocks(parts, gpu, numbers, stored)
     if any(part.away for part in parts):
@@ -155,9 +159,11 @@ def by_hardware(step: Gemm) -> bool:
 
 class _Numbers(NamedTuple):
     """What a choice depends on of a Machine, for a GPU of so many SMs. stored_rates: of tiles that hardware stores.
-    copy_us: of a copy and its flag. Rates are in bytes/us, those of tiles by (rows, columns) in operations/us."""
+    itemsize: of the operands. copy_us: of a copy and its flag. Rates are in bytes/us, those of tiles by (rows, columns) in
+    operations/us."""
 
     sms: int
+    itemsize: int
     rates: tuple[tuple[tuple[int, int], float], ...]
     stored_rates: tuple[tuple[tuple[int, int], float], ...]
     tile_us: float
@@ -179,13 +185,14 @@ class _Numbers(NamedTuple):
         return self.step_us(blocks, stored=stored) * k + self.tile_us
 
 
-def _numbers(machine: Machine, sms: int) -> _Numbers:
+def _numbers(machine: Machine, sms: int, dtype: str = _DTYPE) -> _Numbers:
     gpu, copies, stores = machine.gpu, machine.copies, machine.stores
-    flop_per_us = gpu.flag_efficiency * machine.tflops(_DTYPE) * 1e6 / gpu.sms
+    flop_per_us = gpu.flag_efficiency * machine.tflops(dtype) * 1e6 / gpu.sms
     shapes = [(blocks.m, blocks.n) for blocks in SHAPES]
     pushing = push_sms(machine, sms, alone=False)
     return _Numbers(
         sms=sms,
+        itemsize=RATE_ITEMSIZE[dtype],
         rates=tuple((shape, flop_per_us * gpu.kernel_efficiency(*shape)) for shape in shapes),
         stored_rates=tuple((shape, flop_per_us * gpu.kernel_efficiency(*shape, stored=True)) for shape in shapes),
         tile_us=gpu.tile_us,
@@ -259,7 +266,7 @@ def _gated_us(parts: tuple[Arriving, ...], blocks: TileShape, numbers: _Numbers,
     if cut:
         ready = _ready(parts, arrivals, half_us)
     _advance(free, at, np.repeat(ready[cut], 2), 2 * len(cut), inner * half_us + numbers.half_tile * numbers.tile_us)
-    b_bytes = columns * inner * _ITEMSIZE
+    b_bytes = columns * inner * numbers.itemsize
     passes = -(-sum(row_tiles) // blocks.group) if b_bytes > numbers.kept_bytes else 1
     return max(float(free.max()), passes * b_bytes / numbers.memory)
 
@@ -321,7 +328,7 @@ def _chunk_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> tuple[tup
     now = 0.0
     found: list[tuple[float, ...]] = []
     for part in parts:
-        now += (numbers.copy_us + part.rows * part.ends[-1] * _ITEMSIZE / numbers.copied) if part.gated else 0.0
+        now += (numbers.copy_us + part.rows * part.ends[-1] * numbers.itemsize / numbers.copied) if part.gated else 0.0
         found.append((now if part.gated else 0.0,))
     return tuple(found)
 
@@ -335,6 +342,6 @@ def _slice_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> tuple[tup
         for part, arrives in zip(parts, found, strict=True):
             if part.gated and number < len(part.ends):
                 low = part.ends[number - 1] if number else 0
-                now += part.rows * (part.ends[number] - low) * _ITEMSIZE / numbers.stored
+                now += part.rows * (part.ends[number] - low) * numbers.itemsize / numbers.stored
                 arrives[number] = now
     return tuple(tuple(arrives) for arrives in found)
