@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.cli.progress import progress_bar
-from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, FLOAT8, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op, Scaling
+from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, FLOAT8, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op, Problem, Scaling
 from weft.planner.models import Model, Site, decode_sites, load_model, sites
 
 CPU_RANKS = 4
@@ -54,6 +54,14 @@ def choose_elements(dtype: str, recipe: str | None, out_dtype: str | None) -> tu
         if given is not None:
             raise ValueError(f"{name} is {given!r}, which is for FP8 operands; leave it out, or use --dtype {FLOAT8[0]}")
     return choose_dtype(dtype), None
+
+
+def problem_of(site: Site, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
+    """The site's problem. Raises ValueError that names the site."""
+    try:
+        return site.problem(tokens, ranks, dtype, scaling)
+    except ValueError as error:
+        raise ValueError(f"{error}, at {site.name}") from None
 
 
 def choose_schedule(schedule: str, sites: Sequence[Site]) -> tuple[str | None, int | None]:

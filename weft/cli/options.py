@@ -46,8 +46,8 @@ RECIPE = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="What shares a scale of FP8 operands: tensorwise, rowwise or blockwise. Default: rowwise. Where rows travel before "
-        "they are multiplied, tensorwise becomes rowwise.",
+        help="What shares a scale of FP8 operands: tensorwise, rowwise or blockwise. Default: rowwise. "
+        "Where rows travel before they are multiplied, tensorwise becomes rowwise.",
     ),
 ]
 OUT_DTYPE = Annotated[str | None, typer.Option(metavar="NAME", help="Of the result of FP8 operands. Default: bfloat16.")]

@@ -80,7 +80,7 @@ def command(
     with progress_bar() as progress:
         for at, site_ in enumerate(sites):
             progress(f"planning {site_.name}", at, len(sites))
-            problem = site_.problem(tokens, ranks, result, scaling)
+            problem = choices.problem_of(site_, tokens, ranks, result, scaling)
             plans.append((site_.name, plan(problem, target, only=only, chunks=chunks)))
         if why:
             reasons = _reasons(target, plans, progress)

@@ -407,8 +407,8 @@ class Machine:
         the profile has none."""
         if dtype not in self.gpu.tflops:
             raise ValueError(
-                f"machine {self.name} has no matrix rate for {dtype}, but for {', '.join(self.gpu.tflops)}: use one of these, "
-                f"or add gpu.tflops.{dtype} and its source to the machine's file"
+                f"dtype is {dtype!r}; machine {self.name} has rates for {', '.join(self.gpu.tflops)}: use one of these, or add "
+                f"gpu.tflops.{dtype} and its source to the machine's file"
             )
         return self.gpu.tflops[dtype]
 

@@ -39,7 +39,8 @@ class LookupSite(Site):
     dims: tuple[int, ...]
 
     def problem(self, tokens: int, world_size: int, dtype: DType, scaling: Scaling | None = None) -> Problem:
-        """A batch of `tokens` samples, the tables spread over all ranks. Raises ValueError for FP8, and as LookupProblem does."""
+        """A batch of `tokens` samples, the tables spread over all ranks. Raises ValueError as LookupProblem does, and for
+        FP8."""
         if scaling is not None:
             raise ValueError(f"dtype is {scaling.a!r}; {self.name} looks up rows of tables, use {', '.join(ITEMSIZE)}")
         dims = tuple(self.dims[low:high] for low, high in split(len(self.dims), world_size))
