@@ -128,7 +128,9 @@ def test_schedules_and_plans_are_read_back(recipe: Recipe) -> None:
 
 def test_problems_of_other_operands_are_others() -> None:
     scalings = (None, ROWWISE, BLOCKWISE, Scaling(a="float8_e5m2"), Scaling(use_fast_accum=True))
-    assert len({codec.dumps(llama_70b("all_gather_matmul", scaling)) for scaling in scalings}) == len(scalings)
+    problems = [llama_70b("all_gather_matmul", scaling) for scaling in scalings]
+    assert len({codec.dumps(problem) for problem in problems}) == len(scalings)
+    assert [codec.loads(Problem, codec.dumps(problem)) for problem in problems] == problems
 
 
 def test_a_machine_without_the_rate_says_what_would_work() -> None:
