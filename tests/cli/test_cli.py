@@ -23,7 +23,7 @@ from weft.cli.profile import unit
 from weft.core import codec
 from weft.core.errors import RankMismatch, WeftError
 from weft.core.machine import load, names
-from weft.core.problem import Problem
+from weft.core.problem import Problem, Scaling
 from weft.core.span import Span
 from weft.planner.models import Model, Site, preset_names, sites
 from weft.planner.values import Candidate, Plan
@@ -258,6 +258,14 @@ def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: N
         (["plan", "llama3-8b", "--json", "--why"], ["--json is '--why'", "- for standard output"]),
         (["run", "llama3-8b", "--schedule", "flag_gated_2d:4"], ["'flag_gated_2d'", "--op all_gather_matmul"]),
         (["plan", "llama3-8b", "--schedule", "flag_gated_2d"], ["'flag_gated_2d'", "matmul_reduce_scatter has sequential"]),
+        (["plan", "llama3-8b", "--dtype", "float8"], ["dtype is 'float8'", "float8_e4m3fn"]),
+        (["plan", "llama3-8b", "--recipe", "rowwise"], ["--recipe is 'rowwise'", "--dtype float8_e4m3fn"]),
+        (["plan", "llama3-8b", "--out-dtype", "float16"], ["--out-dtype is 'float16'"]),
+        (["plan", "llama3-8b", "--dtype", "float8_e4m3fn", "--recipe", "no"], ["'no'", "tensorwise, rowwise, blockwise"]),
+        (["plan", "llama3-8b", "--dtype", "float8_e4m3fn", "--machine", "a100x8"], ["a100x8", "gpu.tflops.float8"]),
+        (["plan", "t-nlg", "--dtype", "float8_e4m3fn"], ["a multiple of 16", "attention QKV"]),
+        (["plan", "dlrm-mlperf", "--dtype", "float8_e4m3fn"], ["'float8_e4m3fn'", "embedding tables"]),
+        (["run", "llama3-8b", "--dtype", "float8_e4m3fn"], ["'float8_e4m3fn'", "bfloat16, float16, float32"]),
         (["schedules", "nope"], ["'nope'", *NAMES]),
         (["schedules", "flag_gated_2d", "--op", "matmul_reduce_scatter"], ["all_gather_matmul"]),
     ],
@@ -328,6 +336,19 @@ def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
     assert [site["site"] for site in data["sites"][:3]] == ["attention QKV", "attention out", "expert dispatch + gate/up"]
     plan = codec.load(Plan, data["sites"][0]["plan"])
     assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["sites"][0]["schedule"])
+
+
+def test_a_model_is_planned_in_fp8(weft: Weft, planner: None) -> None:
+    """Scales of whole operands are those of rows where rows travel."""
+    options = ("--dtype", "float8_e5m2", "--recipe", "tensorwise", "--out-dtype", "float16")
+    status, out, _ = weft("plan", "llama3-8b", *options, "--json", "-")
+    problems = [codec.load(Plan, site["plan"]).problem for site in json.loads(out)["sites"]]
+    assert status == 0
+    assert {problem.dtype for problem in problems} == {"float16"}
+    recipes = {"all_gather_matmul": "rowwise", "matmul_reduce_scatter": "tensorwise"}
+    assert [problem.scaling for problem in problems] == [Scaling(a="float8_e5m2", recipe=recipes[p.op]) for p in problems]
+    out = weft("plan", "llama3-8b", "--dtype", "float8_e4m3fn")[1]
+    assert "8192 tokens, float8_e4m3fn by float8_e4m3fn, rowwise, to bfloat16" in out
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,17 +23,19 @@ from weft.core.problem import (
     COLUMN_OPS,
     LOOKUP_OPS,
     OPS,
+    SCALE_BLOCK,
     CollectiveProblem,
     ColumnProblem,
     LookupProblem,
     Op,
     Problem,
+    Scaling,
 )
 from weft.perf.engine import run
 from weft.perf.ranking import ROWS, best, choice, estimates, ranked
 from weft.planner import heuristic
 from weft.runtime.choose import MEASURED, contenders
-from weft.schedules import FAMILIES, build, check_op, parse, spec, specs
+from weft.schedules import FAMILIES, build, check_op, parse, spec, specs, unfit
 from weft.schedules.alike import alike
 
 DRAWN = 60
@@ -41,15 +44,18 @@ H200, MI300X = load("h200x8"), load("mi300x8")
 SIDES = (1024, 1536, 2048, 3584, 4096, 5120, 8192, 14336)
 
 
-def drawn(random_: random.Random, world_size: int) -> Iterator[Problem]:
-    """Problems without end, the operators in turn."""
+def drawn(random_: random.Random, world_size: int, *, scaled: bool) -> Iterator[Problem]:
+    """Problems without end, the operators in turn. scaled: some have FP8 operands."""
     while True:
         for op in OPS:
             rows = world_size * round(2 ** random_.uniform(5, 12))
             if op == "matmul_all_reduce":
                 rows = round(2 ** random_.uniform(3, 9))
             n, k = random_.choice(SIDES), random_.choice(SIDES)
-            yield Problem(op=op, m=rows, n=n, k=k, world_size=world_size)
+            yield (problem := Problem(op=op, m=rows, n=n, k=k, world_size=world_size))
+            if scaled:
+                blocks = k % (world_size * SCALE_BLOCK) == 0 and random_.random() < 0.5
+                yield replace(problem, scaling=Scaling(recipe="blockwise" if blocks else "rowwise"))
         for _ in LOOKUP_OPS:
             dims = ((random_.choice((64, 128)),) * random_.randint(2, 8),) * world_size
             yield LookupProblem.of(batch=round(2 ** random_.uniform(9, 15)), dims=dims, pooling=random_.choice((1, 8, 20)))
@@ -63,10 +69,12 @@ def drawn(random_: random.Random, world_size: int) -> Iterator[Problem]:
 @pytest.mark.parametrize("machine", ["h200x8", "mi300x8", "a100x8"])
 def test_ranking_and_engine_agree_on_drawn_problems(machine: str) -> None:
     where, off = load(machine), []
+    scaled = "float8" in where.gpu.tflops
     for world_size in (2, 4, 8):
         random_ = random.Random(f"{machine} {world_size}")
-        for problem, _ in zip(drawn(random_, world_size), range(DRAWN), strict=False):
-            spec = random_.choice(specs(problem))
+        for problem, _ in zip(drawn(random_, world_size, scaled=scaled), range((1 + scaled) * DRAWN), strict=False):
+            fitting = [spec for spec in specs(replace(problem, scaling=None)) if not unfit(parse(spec)[0], problem)]
+            spec = random_.choice(fitting)
             us = run(build(problem, *parse(spec), fan_out=where.fans_out), where).total_us
             off.append((abs(estimates(problem, where, [spec])[spec] / us - 1), f"{spec} {problem}"))
     off.sort()

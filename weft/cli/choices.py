@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.cli.progress import progress_bar
-from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
+from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, FLOAT8, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op, Problem, Scaling
 from weft.planner.models import Model, Site, decode_sites, load_model, sites
 
 CPU_RANKS = 4
@@ -42,6 +42,26 @@ def choose_dtype(dtype: str) -> DType:
     if dtype not in ITEMSIZE:
         raise ValueError(f"dtype is {dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
     return typing.cast(DType, dtype)
+
+
+def choose_elements(dtype: str, recipe: str | None, out_dtype: str | None) -> tuple[DType, Scaling | None]:
+    """The dtype of the result, and the scaling of operands where `dtype`, a's, is FP8."""
+    if dtype in FLOAT8:
+        return choose_dtype(out_dtype or "bfloat16"), Scaling(a=dtype, recipe=recipe or "rowwise")  # type: ignore[arg-type]
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"dtype is {dtype!r}; use {', '.join((*ITEMSIZE, *FLOAT8))}")
+    for name, given in (("--recipe", recipe), ("--out-dtype", out_dtype)):
+        if given is not None:
+            raise ValueError(f"{name} is {given!r}, which is for FP8 operands; leave it out, or use --dtype {FLOAT8[0]}")
+    return choose_dtype(dtype), None
+
+
+def problem_of(site: Site, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
+    """The site's problem. Raises ValueError that names the site."""
+    try:
+        return site.problem(tokens, ranks, dtype, scaling)
+    except ValueError as error:
+        raise ValueError(f"{error}, at {site.name}") from None
 
 
 def choose_schedule(schedule: str, sites: Sequence[Site]) -> tuple[str | None, int | None]:

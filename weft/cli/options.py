@@ -34,3 +34,20 @@ JSON = Annotated[
     ),
 ]
 DTYPE = Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16 or float32.")]
+OPERAND_DTYPE = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="bfloat16, float16 or float32. Or float8_e4m3fn or float8_e5m2: of a, where b is float8_e4m3fn.",
+    ),
+]
+RECIPE = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What shares a scale of FP8 operands: tensorwise, rowwise or blockwise. Default: rowwise. "
+        "Where rows travel before they are multiplied, tensorwise becomes rowwise.",
+    ),
+]
+OUT_DTYPE = Annotated[str | None, typer.Option(metavar="NAME", help="Of the result of FP8 operands. Default: bfloat16.")]

@@ -41,7 +41,9 @@ def command(
     ] = options.DEFAULT_MACHINE_TOKENS,
     op: options.OP = None,
     schedule: options.SCHEDULE = "auto",
-    dtype: options.DTYPE = "bfloat16",
+    dtype: options.OPERAND_DTYPE = "bfloat16",
+    recipe: options.RECIPE = None,
+    out_dtype: options.OUT_DTYPE = None,
     site: Annotated[str | None, typer.Option(metavar="NAME", help="Only this site, as the tables name it.")] = None,
     changes: Annotated[
         list[str] | None,
@@ -68,7 +70,7 @@ def command(
     output.require_file(save, "--save")
     output.require_file(trace, "--trace")
     only, chunks = choices.choose_schedule(schedule, sites)
-    kind = choices.choose_dtype(dtype)
+    result, scaling = choices.choose_elements(dtype, recipe, out_dtype)
     target = machine_with(machine, changes or [])
     ranks = tp or target.world_size
     _check_heads(sizes, tp)
@@ -78,7 +80,8 @@ def command(
     with progress_bar() as progress:
         for at, site_ in enumerate(sites):
             progress(f"planning {site_.name}", at, len(sites))
-            plans.append((site_.name, plan(site_.problem(tokens, ranks, kind), target, only=only, chunks=chunks)))
+            problem = choices.problem_of(site_, tokens, ranks, result, scaling)
+            plans.append((site_.name, plan(problem, target, only=only, chunks=chunks)))
         if why:
             reasons = _reasons(target, plans, progress)
     written = _write(target, plans, save, trace)  # before anything is shown: a reader of that may go away
@@ -86,7 +89,8 @@ def command(
         if output.write_json(json, output.as_json(_as_data(sizes, target, plans, reasons))):
             return
         written.append(json)
-    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans, reasons)
+    dtypes = result if scaling is None else f"{scaling}, to {result}"
+    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {dtypes}", plans, reasons)
     for path in written:
         print(f"wrote {path}")
 

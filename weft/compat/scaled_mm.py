@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 OUT_DTYPES = {
@@ -12,11 +10,15 @@ OUT_DTYPES = {
     "blockwise": (torch.bfloat16,),
 }
 """By recipe, the dtypes of results that torch has kernels for."""
+_ALIGN_BYTES = 16
+"""Of scales that cuBLAS reads."""
 
 
 def takes(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, recipe: str) -> bool:
-    """Whether torch has a kernel for the product: of a result of this dtype, and rowwise and blockwise of a b of
-    float8_e4m3fn."""
+    """Whether torch has a kernel for the product: of a result of this dtype; rowwise and blockwise, of a b of float8_e4m3fn.
+    Blockwise only where four scales lie together along M and along K: how torch wants them otherwise depends on its version."""
+    if recipe == "blockwise" and (a.shape[0] % 4 or a.shape[1] % 512):
+        return False
     return out.dtype in OUT_DTYPES[recipe] and (recipe == "tensorwise" or b.dtype == torch.float8_e4m3fn)
 
 
@@ -33,27 +35,8 @@ def scaled_mm(
     """out = (a * scale_a) @ (b * scale_b). a: [M, K], rows contiguous. b: [K, N], columns contiguous. Scales are as
     weft.core.problem.Scaling has them."""
     if recipe == "blockwise":
-        # cuBLAS reads the scales of a column of blocks together, and those of b with padding to four.
-        scale_a, scale_b = scale_a.t().contiguous().t(), _in_fours(scale_b)
+        # cuBLAS reads the scales of a column of blocks together. It has no fast accumulation.
+        scale_a, scale_b = scale_a.t().contiguous().t(), scale_b.t().contiguous().t()
         use_fast_accum = False
+    scale_a, scale_b = (one if one.data_ptr() % _ALIGN_BYTES == 0 else one.clone() for one in (scale_a, scale_b))
     torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=use_fast_accum, out=out)
-
-
-def unscaled_mm(a: torch.Tensor, b: torch.Tensor, *, use_fast_accum: bool) -> torch.Tensor:
-    """a @ b in float32."""
-    one = _one(a.device)
-    product: torch.Tensor = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=use_fast_accum)
-    return product
-
-
-def _in_fours(scales: torch.Tensor) -> torch.Tensor:
-    """[K / 128, N / 128] with columns that are a multiple of four elements apart."""
-    high, wide = scales.shape
-    padded = scales.new_empty(wide, -(-high // 4) * 4)
-    padded[:, :high].copy_(scales.t())
-    return padded[:, :high].t()
-
-
-@functools.cache
-def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, device=device)

@@ -66,7 +66,8 @@ def _between(known: Mapping[int, float], at: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """sms: streaming multiprocessors or compute units. tflops: dense matrix peak by dtype. tiles: what its GEMMs may use.
+    """sms: streaming multiprocessors or compute units. tflops: dense matrix peak by dtype; of FP8 operands, where the GPU
+    multiplies them, as float8, and as float8_blockwise with scales within K. tiles: what its GEMMs may use.
 
     half_tile: time of a tile that is half as wide, over a whole one's; 0.5 at best, since its rows of a are loaded all the
     same. cut_k: no part of K is shorter where the vendor's GEMM cuts K. gather_share: rate of gathering rows, over the memory's
@@ -402,9 +403,13 @@ class Machine:
                 raise ValueError(f"sources.{path} is empty; say where the number is from")
 
     def tflops(self, dtype: str) -> float:
-        """Matrix peak for `dtype`. Raises ValueError if the profile has none."""
+        """Matrix peak for `dtype`, or for FP8 operands by the name of their rate (`Problem.rate_name`). Raises ValueError if
+        the profile has none."""
         if dtype not in self.gpu.tflops:
-            raise ValueError(f"dtype is {dtype!r}; machine {self.name} has rates for {', '.join(self.gpu.tflops)}")
+            raise ValueError(
+                f"dtype is {dtype!r}; machine {self.name} has rates for {', '.join(self.gpu.tflops)}: use one of these, or add "
+                f"gpu.tflops.{dtype} and its source to the machine's file"
+            )
         return self.gpu.tflops[dtype]
 
     def what_if(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Machine:

@@ -85,6 +85,8 @@ FLOAT8: tuple[Float8, ...] = ("float8_e4m3fn", "float8_e5m2")
 """Dtypes of operands that come with scales. Of two of them, one is float8_e4m3fn at least, as in torch."""
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
+RATE_ITEMSIZE: dict[str, int] = {**ITEMSIZE, "float8": 1, "float8_blockwise": 1}
+"""Bytes of an operand's element, by the name of the matrix rate that a machine has for it."""
 SCALE_BLOCK = 128
 """Elements of K, and of N, that share a scale of the blockwise recipe."""
 FLOAT8_UNIT = 16
@@ -151,6 +153,11 @@ class Scaling:
         """The shape of the scales of an operand of so many rows and columns."""
         (_, height), (_, width) = self.scales_of(operand, (0, rows), (0, cols))
         return height, width
+
+    @property
+    def rate_name(self) -> str:
+        """The name of the matrix rate of such operands in a machine's gpu.tflops."""
+        return "float8_blockwise" if self.recipe == "blockwise" else "float8"
 
     def __str__(self) -> str:
         return f"{self.a} by {self.b}, {self.recipe}{', fast accumulation' * self.use_fast_accum}"
@@ -255,6 +262,12 @@ class Problem:
     def operand_itemsize(self) -> int:
         """Bytes of one element of a and b, without their scales."""
         return 1 if self.scaling is not None else self.itemsize
+
+    @property
+    def rate_name(self) -> str:
+        """The name of the matrix rate, in a machine's gpu.tflops, at which a and b are multiplied: dtype, or of FP8 operands
+        float8, and float8_blockwise where sums are scaled within K."""
+        return self.dtype if self.scaling is None else self.scaling.rate_name
 
     def itemsize_of(self, buffer: str) -> int:
         """Bytes of one element of a buffer that is neither float32 in any case nor of FP8."""

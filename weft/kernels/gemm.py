@@ -46,13 +46,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.compat.device import capabilities
 from weft.core.capabilities import Capabilities
+from weft.core.machine import Machine
 from weft.core.problem import SCALE_BLOCK, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.far import Far, far_places
 from weft.kernels.gemm_kernel import Pointers, Variant, gemm_kernel
 from weft.kernels.launch import Launcher
 from weft.kernels.scaled import FLOAT8_DTYPES, Scales, scales_of
-from weft.kernels.shapes import TileShape, promotes, whole_tiles
+from weft.kernels.shapes import TileShape, blocks_for, promotes, whole_tiles
 from weft.triton.flags import asynchronous, table
 
 _MOST_SOURCES = 3
@@ -329,6 +330,38 @@ def gemm(
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
+
+
+class PlainGemm:
+    """A product of FP8 operands by the kernel, of one size (M, N, K): nothing waits, counts or adds. The tables that it reads
+    are made here, which no capture takes."""
+
+    def __init__(self, size: tuple[int, int, int], device: torch.device, machine: Machine, scaling: Scaling) -> None:
+        m, n, k = size
+        part = Part(Region("a", 0, (0, m), (0, k)), Region("out", 0, (0, m), (0, n)))
+        step = Gemm(Region("b", 0, (0, k), (0, n)), (part,))
+        self._plan = tables(
+            step,
+            device=device,
+            source=lambda _: 0,
+            gate_address=lambda _: 0,
+            count_address=lambda _: 0,
+            stored_at=None,
+            need=lambda _: 0,
+            blocks=blocks_for(step, device, machine, scaling),
+        )
+        self._status = torch.zeros(2, dtype=torch.int32, device=device)
+        self._sms, self._launcher = capabilities(device).sms, launcher()
+
+    def multiply(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, of: Scaling
+    ) -> None:
+        """out = a @ b on torch's current stream. Shapes as `gemm` has them."""
+        scales, fast = ((scale_a,), scale_b, of.recipe), of.use_fast_accum
+        gemm(
+            (a,), b, out, self._plan, self._status,
+            sms=self._sms, scales=scales, use_fast_accum=fast, launched_by=self._launcher,
+        )  # fmt: skip
 
 
 def _publish_at(plan: Tables, inner: int) -> int:

@@ -187,10 +187,11 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
     problem, machine, (k, n) = world.schedule.problem, world.machine, step.b.shape
     rows, sms = tuple(group.rows for group in groups), world.free_sms[rank]
     plain, kernel = all(is_plain(part, rank) for part in step.parts), _streams(world, rank, step)
-    out_itemsize = 4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else None
+    out_itemsize = 4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else problem.itemsize
     late = tuple(region_bytes(world.schedule, part.a) for part in step.parts if _arrives(part))
-    shape = None if plain or not machine.gpu.kernel_tiles else shape_of(step, replace(H200, sms=machine.gpu.sms), machine)
-    stored = by_hardware(step)
+    shape, stored, dtype = None, by_hardware(step), problem.rate_name
+    if machine.gpu.kernel_tiles and not plain:
+        shape = shape_of(step, replace(H200, sms=machine.gpu.sms), machine, problem.scaling)
     key = rows, n, k, sms, step.accumulate, out_itemsize, plain, kernel and kernel.hops, shape, stored, late
     if key not in world.costs:
         if kernel:
@@ -201,14 +202,23 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
                 rows=rows,
                 n=n,
                 k=k,
-                dtype=problem.dtype,
+                dtype=dtype,
                 sms=sms,
                 accumulate=step.accumulate,
                 out_itemsize=out_itemsize,
             )
         else:
             world.costs[key] = kernel_cost(
-                machine, rows=rows, n=n, k=k, dtype=problem.dtype, shape=shape, sms=sms, stored=stored, late_bytes=late
+                machine,
+                rows=rows,
+                n=n,
+                k=k,
+                dtype=dtype,
+                shape=shape,
+                out_itemsize=problem.itemsize,
+                sms=sms,
+                stored=stored,
+                late_bytes=late,
             )
     return world.costs[key]
 

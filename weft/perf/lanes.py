@@ -57,7 +57,7 @@ class Rank:
         where it adds to them."""
         key = rows, inner or self.inner, columns or self.columns, sums
         if key not in self._vendor:
-            dtype, out = self.problem.dtype, 4 if sums else None
+            dtype, out = self.problem.rate_name, 4 if sums else self.problem.itemsize
             self._vendor[key] = gemm_cost(
                 self.machine, rows=(rows,), n=key[2], k=key[1], dtype=dtype, accumulate=sums == 2, out_itemsize=out
             )
@@ -75,17 +75,19 @@ class Rank:
             stored = not counts and not any(part.away for part in parts)
             shape = None
             if gpu.kernel_tiles:
-                shape = best_shape(key[0], dataclasses.replace(H200, sms=gpu.sms), self.machine, stored=stored)
+                gpu_like, scaling = dataclasses.replace(H200, sms=gpu.sms), self.problem.scaling
+                shape = best_shape(key[0], gpu_like, self.machine, stored=stored, scaling=scaling)
             self._kernels[key] = kernel_cost(
                 self.machine,
                 rows=tuple(part.rows for part in parts),
                 n=self.columns,
                 k=self.inner,
-                dtype=self.problem.dtype,
+                dtype=self.problem.rate_name,
                 shape=shape,
+                out_itemsize=self.problem.itemsize,
                 sms=sms,
                 stored=stored,
-                late_bytes=tuple(part.rows * self.inner * self.problem.itemsize for part in parts if part.gated),
+                late_bytes=tuple(part.rows * self.problem.row_bytes(self.inner) for part in parts if part.gated),
             )
         return self._kernels[key]
 

@@ -156,7 +156,7 @@ def estimates(problem: Problem, machine: Machine, named: Iterable[str]) -> dict[
     """The estimates in us of these schedules, by spec, as `schedule=` takes them. Raises ValueError as `ranked` does."""
     machine.require_for(problem)
     if problem.op not in COLLECTIVE_OPS:
-        machine.tflops(problem.dtype)
+        machine.tflops(problem.rate_name)
     if not problem.m or not problem.n:
         return dict.fromkeys(named, 0.0)
     rank = Rank(problem, machine)
@@ -294,16 +294,16 @@ def _multiply_as_it_comes(lane: ComputeLane, brought: _Brought, *, columns: bool
 
 def _step(rank: Rank, row: Row, size: int, index: int, count: int, *, gathers: bool) -> tuple[GemmCost, float]:
     """The matmul of one step of so many, and what is staged around it."""
-    itemsize = rank.problem.itemsize
+    row_bytes = rank.problem.row_bytes
     if row.kernels == "slice" and gathers:
-        rows, sums = rank.rows * size * itemsize, 2 if index else 1
-        staged = staged_us(rank.machine, rows=2, row_bytes=rows, outs=1, out_bytes=0.0)
+        whole, sums = rank.rows * row_bytes(size), 2 if index else 1
+        staged = staged_us(rank.machine, rows=2, row_bytes=whole, outs=1, out_bytes=0.0)
         return rank.vendor(rank.rows, inner=size, sums=sums), staged
     if row.kernels == "slice":
         return rank.vendor(rank.rows, columns=size), 0.0
     pieces = rank.ranks if row.joined else rank.ranks - 1
     runs = pieces if count > 1 else 1 if row.joined else min(2, pieces)
-    a, out = (pieces * size * extent * itemsize for extent in (rank.inner, rank.columns))
+    a, out = pieces * size * row_bytes(rank.inner), pieces * size * rank.columns * rank.problem.itemsize
     # Gathered pieces lie by step, so that those of all ranks are one run; without the own one they are two on most ranks.
     rows = runs if not gathers else 1 if row.joined else min(2, pieces)
     return rank.vendor(pieces * size), staged_us(rank.machine, rows=rows, row_bytes=a, outs=runs, out_bytes=out)

@@ -24,7 +24,7 @@ import numpy as np
 
 from weft.core.capabilities import Capabilities
 from weft.core.machine import Machine
-from weft.core.problem import Problem, Scaling
+from weft.core.problem import RATE_ITEMSIZE, Problem, Scaling
 from weft.core.schedule import Gemm, Part
 
 
@@ -77,10 +77,9 @@ _SINGLE_STAGES = 5
 _FEW_ROWS = 4096
 """Up to here, which row tiles take turns may matter; with more, a chunk has groups enough of its own."""
 _ITEMSIZE = 2
+"""Of the tiles of the result."""
 _DTYPE = "bfloat16"
-"""What kernels multiply: a choice is made by its peak, which is float16's, too."""
-_FP8_SPEED = 2
-"""The peak of FP8 operands, over that of 16-bit ones, on every GPU whose matrix units take both."""
+"""What kernels multiply but for FP8: a choice is made by its peak, which is float16's, too."""
 
 
 EXCHANGED_BYTES = 16
@@ -179,7 +178,7 @@ def best_shape(
     parts: tuple[Arriving, ...], gpu: Capabilities, machine: Machine, *, stored: bool, scaling: Scaling | None = None
 ) -> TileShape:
     """The tile shape for a step of these parts. stored: by hardware. scaling: of FP8 operands."""
-    numbers = _numbers(machine, gpu.sms, fp8=scaling is not None)
+    numbers = _numbers(machine, gpu.sms, _DTYPE if scaling is None else scaling.rate_name)
     choices = shapes_for(gpu, scaling)
     if any(part.gated for part in parts):
         return _gated_blocks(parts, choices, numbers, stored)
@@ -199,6 +198,7 @@ class _Numbers(NamedTuple):
     columns) in operations/us."""
 
     sms: int
+    itemsize: int
     rates: tuple[tuple[tuple[int, int], float], ...]
     stored_rates: tuple[tuple[tuple[int, int], float], ...]
     tile_us: float
@@ -211,7 +211,6 @@ class _Numbers(NamedTuple):
     memory: float
     kept_bytes: float
     push_sms: int
-    itemsize: int
 
     def step_us(self, blocks: TileShape, *, stored: bool = False) -> float:
         """A column of a, in a tile."""
@@ -221,13 +220,14 @@ class _Numbers(NamedTuple):
         return self.step_us(blocks, stored=stored) * k + self.tile_us
 
 
-def _numbers(machine: Machine, sms: int, *, fp8: bool = False) -> _Numbers:
+def _numbers(machine: Machine, sms: int, rate: str = _DTYPE) -> _Numbers:
     gpu, copies, stores = machine.gpu, machine.copies, machine.stores
-    flop_per_us = gpu.flag_efficiency * machine.tflops(_DTYPE) * (_FP8_SPEED if fp8 else 1) * 1e6 / gpu.sms
+    flop_per_us = gpu.flag_efficiency * machine.tflops(rate) * 1e6 / gpu.sms
     shapes = [(blocks.m, blocks.n) for blocks in SHAPES]
     pushing = push_sms(machine, sms, alone=False)
     return _Numbers(
         sms=sms,
+        itemsize=RATE_ITEMSIZE[rate],
         rates=tuple((shape, flop_per_us * gpu.kernel_efficiency(*shape)) for shape in shapes),
         stored_rates=tuple((shape, flop_per_us * gpu.kernel_efficiency(*shape, stored=True)) for shape in shapes),
         tile_us=gpu.tile_us,
@@ -240,7 +240,6 @@ def _numbers(machine: Machine, sms: int, *, fp8: bool = False) -> _Numbers:
         memory=1e3 * gpu.hbm_gbps,
         kept_bytes=machine.kernels.l2_share * gpu.l2_bytes,
         push_sms=pushing,
-        itemsize=1 if fp8 else _ITEMSIZE,
     )
 
 

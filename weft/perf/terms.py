@@ -20,7 +20,7 @@ import numpy as np
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.machine import AlphaBeta, Machine, Table, Tile
-from weft.core.problem import ITEMSIZE, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem
+from weft.core.problem import RATE_ITEMSIZE, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem
 from weft.core.schedule import LaneKind, Schedule
 from weft.perf.shapes import TileShape, streamed_tile, whole_tiles
 
@@ -100,16 +100,19 @@ def gemm_cost(
     """The fastest tiling of one kernel over groups of `rows` that share no tile. tiles: what it may use, if not the GPU's.
 
     One group after the other sweeps over B's columns: where the last-level cache does not hold B, it is read by each group that
-    has a wave of its own. sms: how many it may use (default: all). accumulate: out is read and added to. flags: it waits,
-    counts or stores to peers. shape: of weft's own kernel, whose row tiles sweep over B in groups of `shape.group`.
-    apart: further sweeps of row tiles that started too late to find in the cache what those before them have read.
+    has a wave of its own. dtype: of the operands, as the machine's rates are named. out_itemsize: of the result's elements
+    (default: of the operands', 2 at least). sms: how many it may use (default: all). accumulate: out is read and added to.
+    flags: it waits, counts or stores to peers. shape: of weft's own kernel, whose row tiles sweep over B in groups of
+    `shape.group`. apart: further sweeps of row tiles that started too late to find in the cache what those before them have
+    read. Scales of FP8 operands are not counted: of the blockwise recipe they add 3% to the bytes of a, else less.
     """
     sms = machine.gpu.sms if sms is None else sms
-    itemsize = ITEMSIZE[dtype]
-    out_itemsize = out_itemsize or itemsize
+    itemsize = RATE_ITEMSIZE[dtype]
+    rounded_itemsize = max(itemsize, 2)
+    out_itemsize = out_itemsize or rounded_itemsize
     total = sum(rows)
     traffic = itemsize * total * k + out_itemsize * total * n * (2 if accumulate else 1)
-    extra = (2 * out_itemsize - itemsize) if accumulate else 0
+    extra = (2 * out_itemsize - rounded_itemsize) if accumulate else 0
     gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
     splits = [cuts for cuts in CUTS if cuts == 1 or (k >= cuts * gpu.cut_k and not (flags or tiles))]
     tiles = tiles or ((gpu.kernel_tiles or gpu.tiles) if flags else gpu.vendor_tiles)
@@ -133,6 +136,7 @@ def kernel_cost(
     k: int,
     dtype: str,
     shape: TileShape | None,
+    out_itemsize: int | None = None,
     sms: int | None = None,
     stored: bool = False,
     late_bytes: Iterable[float] = (),
@@ -147,7 +151,19 @@ def kernel_cost(
     apart = sum(min(1.0, (copies.copy_us + size / (copies.gbps * 1e3)) / kept_us) for size in late_bytes)
     efficiency = gpu.kernel_efficiency(shape.m, shape.n, stored=stored) if shape else 0.0
     tiles = (Tile(rows=shape.m, cols=shape.n, efficiency=efficiency),) if shape else ()
-    return gemm_cost(machine, rows=rows, n=n, k=k, dtype=dtype, sms=sms, flags=True, tiles=tiles, shape=shape, apart=apart)
+    return gemm_cost(
+        machine,
+        rows=rows,
+        n=n,
+        k=k,
+        dtype=dtype,
+        sms=sms,
+        out_itemsize=out_itemsize,
+        flags=True,
+        tiles=tiles,
+        shape=shape,
+        apart=apart,
+    )
 
 
 def streamed_cost(machine: Machine, problem: Problem, hops: int) -> GemmCost:
@@ -157,12 +173,12 @@ def streamed_cost(machine: Machine, problem: Problem, hops: int) -> GemmCost:
     gpu, kernels, size = machine.gpu, machine.kernels, problem.world_size
     pieces, width = (1, problem.n) if hops == 1 else (1 << (size - 1).bit_length(), -(-problem.n // size))
     rows, cols = streamed_tile(problem, width, pieces, problem.product_rows(0), gpu.sms)
-    full_us = 2 * rows * cols / (machine.tflops(problem.dtype) * 1e6 / gpu.sms * kernels.streamed)
+    full_us = 2 * rows * cols / (machine.tflops(problem.rate_name) * 1e6 / gpu.sms * kernels.streamed)
     tile = Tile(rows=rows, cols=cols, efficiency=kernels.streamed * min(1.0, full_us / kernels.row_us))
     inner = max(problem.inner(rank) for rank in range(size)) if problem.b_sizes else problem.inner(0)
-    height = problem.product_rows(0)
-    cost = gemm_cost(machine, rows=(height,), n=problem.n, k=inner, dtype=problem.dtype, tiles=(tile,))
-    row_tiles, a_bytes = -(-height // rows), height * inner * problem.itemsize
+    height, dtype = problem.product_rows(0), problem.rate_name
+    cost = gemm_cost(machine, rows=(height,), n=problem.n, k=inner, dtype=dtype, out_itemsize=problem.itemsize, tiles=(tile,))
+    row_tiles, a_bytes = -(-height // rows), height * inner * problem.operand_itemsize
     sweeps = math.ceil(sum(cost.tiles) / row_tiles / max(1, cost.sms // row_tiles)) if a_bytes > gpu.l2_bytes else 1
     waves = max(1, -(-sum(cost.tiles) // cost.sms))
     return replace(cost, memory_us=cost.memory_us + hbm_us(machine, (sweeps - 1) * a_bytes) / waves)
@@ -230,14 +246,15 @@ def hbm_us(machine: Machine, traffic: float) -> float:
     return traffic / (machine.gpu.hbm_gbps * 1e3)
 
 
-def gemm_us(machine: Machine, m: int, n: int, k: int, dtype: str) -> float:
-    """One vendor GEMM of m x n x k, launch included; 0 if it has no elements.
+def gemm_us(machine: Machine, m: int, n: int, k: int, dtype: str, out_itemsize: int | None = None) -> float:
+    """One vendor GEMM of m x n x k, launch included; 0 if it has no elements. dtype, out_itemsize: as `gemm_cost` has them.
 
     Raises ValueError if the machine has no rate for `dtype`.
     """
     if not m or not n:
         return 0.0
-    return machine.launch_us + machine.gpu.paced_us(gemm_cost(machine, rows=(m,), n=n, k=k, dtype=dtype).busy_us)
+    cost = gemm_cost(machine, rows=(m,), n=n, k=k, dtype=dtype, out_itemsize=out_itemsize)
+    return machine.launch_us + machine.gpu.paced_us(cost.busy_us)
 
 
 def local_copy_us(machine: Machine, size: int) -> float:
@@ -366,7 +383,7 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
     sizes = {(problem.product_rows(rank), problem.columns(rank), problem.inner(rank)) for rank in ranks}
     if isinstance(problem, ColumnProblem) and problem.sends_columns:
         sizes = {(problem.m, problem.n, problem.k)}  # before columns for each rank are laid together
-    return max(gemm_us(machine, m, n, k, problem.dtype) for m, n, k in sizes)
+    return max(gemm_us(machine, m, n, k, problem.rate_name, problem.itemsize) for m, n, k in sizes)
 
 
 def alone_us(problem: ConcurrentProblem, machine: Machine) -> tuple[float, ...]:
@@ -423,4 +440,4 @@ def warm(machine: Machine, problem: Problem) -> Machine:
 
 def _touched_bytes(problem: Problem, rank: int) -> int:
     rows, cols, inner = problem.product_rows(rank), problem.columns(rank), problem.inner(rank)
-    return problem.itemsize * (rows * inner + inner * cols + rows * cols)
+    return problem.operand_itemsize * (rows * inner + inner * cols) + problem.itemsize * rows * cols

@@ -55,7 +55,7 @@ def plan(
     machine = as_machine(machine)
     machine.require_for(problem)
     if not isinstance(problem, (CollectiveProblem, ConcurrentProblem)):
-        machine.tflops(problem.dtype)
+        machine.tflops(problem.rate_name)
     found = _estimates(problem, machine, only, chunks) if schedules is None else {}
     considered = _considered(problem, machine, schedules, found, only, chunks)
     options, best = _predict(considered, machine)

@@ -1,7 +1,7 @@
 """Static sizes of a problem that losses are held against. FiCCO (arXiv 2512.10236) chooses by the first three.
 
     op_to_byte       2 rows cols inner / traffic, in operations a byte
-    traffic_mib      (rows inner + inner cols + rows cols) elements, in MiB
+    traffic_mib      (rows inner + inner cols) elements of operands, and rows cols of the result, in MiB
     m_over_k         M / K of the whole problem
     balance          the matmul's time at the machine's peak / the time of what a rank sends at its links' rate
     shard_rows       M / world_size: what chunks cut
@@ -35,8 +35,8 @@ class Sizes(NamedTuple):
 
     @property
     def traffic_bytes(self) -> int:
-        elements = self.rows * self.inner + self.inner * self.cols + self.rows * self.cols
-        return elements * self.problem.itemsize
+        operands, result = self.rows * self.inner + self.inner * self.cols, self.rows * self.cols
+        return operands * self.problem.operand_itemsize + result * self.problem.itemsize
 
     @property
     def sent_us(self) -> float:
@@ -61,7 +61,7 @@ FEATURES: dict[Feature, Callable[[Sizes], float]] = {
     "op_to_byte": lambda s: s.flops / s.traffic_bytes,
     "traffic_mib": lambda s: s.traffic_bytes / (1 << 20),
     "m_over_k": lambda s: s.problem.m / s.problem.k,
-    "balance": lambda s: s.flops / (s.machine.tflops(s.problem.dtype) * 1e6) / s.sent_us,
+    "balance": lambda s: s.flops / (s.machine.tflops(s.problem.rate_name) * 1e6) / s.sent_us,
     "shard_rows": lambda s: s.problem.m / s.problem.world_size,
 }
 """See the module's text. For problems on two ranks or more with a result that is not empty."""

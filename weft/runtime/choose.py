@@ -110,8 +110,8 @@ def _profile(problem: Problem, device: torch.device) -> Machine | None:
     try:
         profile.require_for(problem)
         if problem.op not in COLLECTIVE_OPS:
-            lacks = f"the machine profile says nothing of {problem.dtype}"
-            profile.tflops(problem.dtype)
+            lacks = f"the machine profile says nothing of {problem.rate_name}"
+            profile.tflops(problem.rate_name)
     except ValueError as error:
         warn_once(f"{lacks} ({error}): sequential")
         return None

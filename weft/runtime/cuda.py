@@ -139,7 +139,7 @@ class CudaProgram(BoundProgram):
         sends = any(isinstance(step, SendReceive) for _, _, step in mine)
         self._replayable = not self.collectives and not sends and self.ragged is None
         multiplies = {lane.name for lane, _, step in mine if isinstance(step, Gemm)}
-        self.products = {lane: Products(space.device) for lane in multiplies}
+        self.products = {lane: Products(space.device, space.machine) for lane in multiplies}
         kernels = self.kernels.values()
         pushes = any(isinstance(kernel.where.step, Push) for kernel in kernels)
         alone = not any(isinstance(kernel.where.step, Gemm) for kernel in kernels)

@@ -55,7 +55,7 @@ from weft.runtime.host_rows import HostRows
 from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
 from weft.runtime.launches import FlagOperations, IssuedCall, Launch, Scales
 from weft.runtime.peer_waits import may_wait_for
-from weft.runtime.scaled_products import multiply_scaled
+from weft.runtime.scaled_products import multiply_dequantised
 from weft.runtime.step_kernels import StepKernel
 
 WAIT_DONE = 1 << 30
@@ -252,7 +252,7 @@ class HostProgram(BoundProgram):
     ) -> None:
         """out = a @ b, or out += a @ b."""
         if scales is not None:
-            multiply_scaled(a, b, out, scales)
+            multiply_dequantised(a, b, out, scales)
             return
         # A float32 result is not rounded to the dtype of the operands on the way.
         wide = torch.promote_types(b.dtype, out.dtype)

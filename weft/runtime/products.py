@@ -29,8 +29,9 @@ from weft.compat.cublas import matmul_settings, needs_torch
 from weft.compat.cublaslt import ALIGN_BYTES, Algorithm, CublasProduct, Library, library, supports
 from weft.compat.streams import raw_stream
 from weft.core.logs import warn_once
+from weft.core.machine import Machine
 from weft.runtime.launches import Scales
-from weft.runtime.scaled_products import multiply_scaled
+from weft.runtime.scaled_products import ScaledProducts
 
 WORKSPACE = 128 << 10
 """Bytes a lane. More gain nothing: 1.0715 over all products measured, instead of 1.0725."""
@@ -91,12 +92,14 @@ def settings() -> tuple[object, ...]:
 
 
 class Products:
-    """The products of one lane of one program, which never run at once: they share a workspace."""
+    """The products of one lane of one program, which never run at once: they share a workspace. machine: the GPU's profile,
+    by default the nearest."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, machine: Machine | None = None) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._library = _library(self._index)
         self._workspace = torch.empty(WORKSPACE if self._library else 0, dtype=torch.uint8, device=device)
+        self._scaled = ScaledProducts(device, machine)
         self._known: dict[Hashable, _Chosen] = {}
         """What has been used here stays, whatever the process remembers: calls and graphs of a program have the same bits."""
 
@@ -113,7 +116,7 @@ class Products:
         """out = a @ b, or out += a @ b, on torch's current stream. times: now is the time to look for the fastest way. scales:
         of FP8 operands, whose products are torch's."""
         if scales is not None:
-            multiply_scaled(a, b, out, scales)
+            self._scaled.multiply(a, b, out, scales)
             return
         if self._library is None or needs_torch(a.dtype):
             by_torch(a, b, out, accumulate=accumulate)

@@ -1,19 +1,25 @@
-"""Products of FP8 operands by torch: out = (a * scales of a) @ (b * scales of b).
+"""Products of FP8 operands: out = (a * scales of a) @ (b * scales of b), of one lane of one program.
 
-On GPUs these are torch's scaled products, which are cuBLAS's and CUTLASS's. Where torch has none for the dtypes, the elements
-are multiplied in float32 first, and then scaled; blockwise they are dequantised. On CPUs the operands are dequantised, and
-multiplied in float32.
+On GPUs these are torch's scaled products, which are cuBLAS's and CUTLASS's. Where torch has none for the dtypes or the sizes,
+weft's GEMM kernel multiplies. On CPUs, and on GPUs without matrix units for FP8, the operands are dequantised and multiplied in
+float32.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from weft.compat.scaled_mm import scaled_mm, takes, unscaled_mm
+from weft.compat.device import capabilities
+from weft.compat.scaled_mm import scaled_mm, takes
+from weft.core.machine import Machine
 from weft.core.problem import SCALE_BLOCK, Scaling
 from weft.runtime.launches import Scales
+from weft.runtime.nearest import nearest_profile
+
+if TYPE_CHECKING:
+    from weft.kernels.gemm import PlainGemm
 
 
 def dequantised(matrix: torch.Tensor, scales: torch.Tensor, scaling: Scaling, operand: Literal["a", "b"]) -> torch.Tensor:
@@ -25,13 +31,41 @@ def dequantised(matrix: torch.Tensor, scales: torch.Tensor, scaling: Scaling, op
     return matrix.float() * scales
 
 
-def multiply_scaled(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: Scales) -> None:
-    """out = a @ b, of FP8 operands. On a GPU on torch's current stream."""
-    scaling = scales.scaling
-    if a.is_cuda and takes(a, b, out, scaling.recipe):
-        scaled_mm(a, b, scales.a, scales.b, out, recipe=scaling.recipe, use_fast_accum=scaling.use_fast_accum)
-    elif a.is_cuda and scaling.recipe != "blockwise":
-        product = unscaled_mm(a, b, use_fast_accum=scaling.use_fast_accum)
-        out.copy_(product.mul_(scales.a).mul_(scales.b))
-    else:
-        out.copy_(dequantised(a, scales.a, scaling, "a") @ dequantised(b, scales.b, scaling, "b"))
+def multiply_dequantised(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: Scales) -> None:
+    """out = a @ b in float32, on any device."""
+    out.copy_(dequantised(a, scales.a, scales.scaling, "a") @ dequantised(b, scales.b, scales.scaling, "b"))
+
+
+class ScaledProducts:
+    """Those of a GPU. machine: the profile that tile shapes are chosen by, by default the nearest."""
+
+    def __init__(self, device: torch.device, machine: Machine | None = None) -> None:
+        self._device, self._machine = device, machine
+        self._kernels: dict[tuple[int, int, int], PlainGemm | None] = {}
+        """By M, N and K. Graphs keep addresses of their tables: they live as long as the program."""
+
+    def multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: Scales) -> None:
+        """out = a @ b on torch's current stream."""
+        scaling = scales.scaling
+        if takes(a, b, out, scaling.recipe):
+            scaled_mm(a, b, scales.a, scales.b, out, recipe=scaling.recipe, use_fast_accum=scaling.use_fast_accum)
+            return
+        kernel = self._kernel(a, b, scaling)
+        if kernel is None:
+            multiply_dequantised(a, b, out, scales)
+        else:
+            kernel.multiply(a, b, out, scales.a, scales.b, scaling)
+
+    def _kernel(self, a: torch.Tensor, b: torch.Tensor, scaling: Scaling) -> PlainGemm | None:
+        """None where the GPU has no matrix units for FP8, or TMA cannot load the operands."""
+        from weft.kernels.gemm import PlainGemm, fits  # needs Triton
+        from weft.kernels.shapes import shapes_for
+
+        if not fits(a, b):
+            return None
+        size = a.shape[0], b.shape[1], a.shape[1]
+        if size not in self._kernels:
+            found = shapes_for(capabilities(self._device), scaling)
+            machine = self._machine or nearest_profile(self._device)
+            self._kernels[size] = PlainGemm(size, self._device, machine, scaling) if found else None
+        return self._kernels[size]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from weft.core.problem import EXCHANGES, DType, LookupProblem, Op, Problem, split
+from weft.core.problem import EXCHANGES, GATHERS, ITEMSIZE, DType, LookupProblem, Op, Problem, Scaling, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +20,13 @@ class Site:
     visits: int = 1
     layers: int = 0
 
-    def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
-        """The site's Problem for so many tokens, over all ranks. Raises ValueError as Problem does."""
+    def problem(self, tokens: int, world_size: int, dtype: DType, scaling: Scaling | None = None) -> Problem:
+        """The site's Problem for so many tokens, over all ranks. scaling: of FP8 operands; rowwise in place of tensorwise where
+        rows travel before they are multiplied. Raises ValueError as Problem does."""
         rows = -(-tokens * self.visits // world_size) if self.op in EXCHANGES else tokens
-        return Problem(op=self.op, m=rows, n=self.n, k=self.k, world_size=world_size, dtype=dtype)
+        if scaling is not None and scaling.recipe == "tensorwise" and self.op in GATHERS:
+            scaling = replace(scaling, recipe="rowwise")
+        return Problem(op=self.op, m=rows, n=self.n, k=self.k, world_size=world_size, dtype=dtype, scaling=scaling)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.op} N={self.n} K={self.k}"
@@ -35,8 +38,11 @@ class LookupSite(Site):
 
     dims: tuple[int, ...]
 
-    def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
-        """A batch of `tokens` samples, the tables spread over all ranks. Raises ValueError as LookupProblem does."""
+    def problem(self, tokens: int, world_size: int, dtype: DType, scaling: Scaling | None = None) -> Problem:
+        """A batch of `tokens` samples, the tables spread over all ranks. Raises ValueError as LookupProblem does, and for
+        FP8."""
+        if scaling is not None:
+            raise ValueError(f"dtype is {scaling.a!r}; {self.name} looks up rows of tables, use {', '.join(ITEMSIZE)}")
         dims = tuple(self.dims[low:high] for low, high in split(len(self.dims), world_size))
         return LookupProblem.of(batch=tokens, dims=dims, pooling=self.k, dtype=dtype)
 
