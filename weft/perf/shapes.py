@@ -132,9 +132,10 @@ def _candidates(gpu: Capabilities, scaling: Scaling | None) -> tuple[TileShape, 
         return SHAPES
     if not promotes(gpu, scaling):
         return FP8_SHAPES
-    # Where matrix units add up in a memory of their own, no product waits in registers, and one step a turn will do.
-    single = {"pairs": False, "stages": _SINGLE_STAGES} if gpu.exact_fp8 else {}
-    return tuple(dataclasses.replace(blocks, **single) for blocks in PROMOTED_SHAPES)
+    if not gpu.exact_fp8:
+        return PROMOTED_SHAPES
+    # Blackwell's matrix units have a memory for their sums. Two steps a turn spare nothing there, and Triton cannot pipeline them.
+    return tuple(dataclasses.replace(blocks, pairs=False, stages=_SINGLE_STAGES) for blocks in PROMOTED_SHAPES)
 
 
 def tiles_of(part: Part, blocks: TileShape) -> int:
