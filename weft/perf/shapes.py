@@ -134,7 +134,7 @@ def _candidates(gpu: Capabilities, scaling: Scaling | None) -> tuple[TileShape, 
         return FP8_SHAPES
     if not gpu.exact_fp8:
         return PROMOTED_SHAPES
-    # Blackwell's matrix units have a memory for their sums. Two steps a turn spare nothing there, and Triton cannot pipeline them.
+    # Blackwell's matrix units have a memory for their sums: two steps a turn spare nothing, and Triton cannot pipeline them.
     return tuple(dataclasses.replace(blocks, pairs=False, stages=_SINGLE_STAGES) for blocks in PROMOTED_SHAPES)
 
 
