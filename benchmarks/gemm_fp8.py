@@ -161,7 +161,7 @@ def dense(size: Sequence[int], tried: Sequence[Candidate]) -> dict[str, Callable
     }
     for one in tried:
         kernels[one.text] = product.kernel(EXACT if one.exact else FAST, one.blocks, per_sm=one.per_sm)
-    product.check(kernels, product.scaled_mm(product.row_scales, False))
+    product.check(kernels, product.scaled_mm(product.row_scales, True))
     single = product.one, product.one
     return {
         "cublas_tensor": lambda: product.scaled_mm(single, False),

@@ -1,7 +1,7 @@
 """Triton kernels for steps that are more than a matmul, and for what lies around them.
 
 gemm.py  gemm_kernel.py                      one GEMM whose tiles wait, add, count, or go to peers: launcher, device code
-shapes.py  far.py                            its tile shapes; tiles at peers under one descriptor
+shapes.py  far.py  scaled.py                 its tile shapes; tiles at peers under one descriptor; scales of FP8 operands
 all_reduce.py  mailbox.py                    few rows multiplied, exchanged and summed in one launch; tiles as words
 exchange.py  segments.py                     grouped GEMMs whose rows go all to all: launchers, who sends what where
 ragged.py  ragged_rows.py                    their device code: GEMMs, and rows on their way
