@@ -247,9 +247,7 @@ def _converts_nowhere(a: torch.Tensor) -> bool:
     """Whether a is on a GPU that has no conversion to FP8."""
     if not a.is_cuda or capabilities(a.device).tma:
         return False
-    warn_once(
-        f"{a.device} has no instruction that converts to FP8: rows are quantised before they are sent, and not on their way"
-    )
+    warn_once(f"{a.device} cannot convert to FP8: rows are quantised before they are sent, and not on their way")
     return True
 
 
