@@ -74,11 +74,23 @@ class Bindings:
 
     def _scales_of(self, scales: torch.Tensor, region: Region, cols: Span1D) -> torch.Tensor:
         """Of the columns of one matrix."""
+        rows, blocks = self._scale_places(region, cols)
+        return scales[slice(*rows), slice(*blocks)]
+
+    def _scale_places(self, region: Region, cols: Span1D) -> tuple[Span1D, Span1D]:
         operand = self.buffers[region.buffer].operand
         assert operand, f"{region} is not of FP8"
         assert self.scaling is not None, "the problem has no scaling"
-        rows, blocks = self.scaling.scales_of(operand, region.rows, cols)
-        return scales[slice(*rows), slice(*blocks)]
+        return self.scaling.scales_of(operand, region.rows, cols)
+
+    def scale_region(self, region: Region) -> Region:
+        """Where the scales of a region lie in the one matrix of its buffer's scales."""
+        return Region(region.buffer, region.rank, *self._scale_places(region, region.cols))
+
+    def scales_at(self, region: Region) -> torch.Tensor:
+        """Scales where `scale_region` says that they lie."""
+        (matrix,) = self.scales[region.buffer, region.rank]
+        return matrix[slice(*region.rows), slice(*region.cols)]
 
     def messages(self, step: SendReceive) -> tuple[Messages, Messages]:
         """What a step sends and receives, with the rank at each one's other end."""

@@ -166,9 +166,8 @@ class BoundProgram(ABC):
             return problem.sums and space.runs_lookups(self.dtype)
         if isinstance(step, Push) and quantises(step, self.schedule):
             return space.quantises
-        if moves_operand(step, self.schedule):
-            return False
-        return space.runs_kernels(self.dtype, problem.scaling if isinstance(step, Gemm) else None)
+        # Where tiles of a GEMM wait on SMs, what they wait for runs on SMs that are kept for it.
+        return space.runs_kernels(self.dtype, problem.scaling if isinstance(step, (Gemm, Push)) else None)
 
     def dtype_of(self, buffer: str) -> torch.dtype:
         """The dtype of a buffer's elements."""
@@ -372,11 +371,6 @@ def with_fused_steps(space: HostSpace | CudaSpace, schedule: Schedule) -> Schedu
     fused = [step for _, _, _, step in schedule if isinstance(step, FusedCollective)]
     lacks = any(not fuses or (scaled and step.multiplies) for step in fused)
     return spelled_out(schedule).schedule if lacks else schedule
-
-
-def moves_operand(step: Step, schedule: Schedule) -> bool:
-    """Whether a step moves FP8 elements, and their scales."""
-    return isinstance(step, Push) and bool(schedule.buffer[step.source[0]].operand)
 
 
 def flag_writers(schedule: Schedule) -> dict[Flag, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,35 +29,39 @@ def signal_values(program: BoundProgram, rank: int, step: Push) -> dict[Flag, in
     """How far a push raises its flags: by a tile each time."""
     if quantises(step, program.schedule):
         return {part.count: tiles_of_rows(part.dst) for part in step.parts}
-    itemsize = program.dtype.itemsize
+    itemsize = program.dtype_of(step.source[0]).itemsize
     return {part.count: tiles_of_copy(part.dst, itemsize=itemsize, device=program.device) for part in step.parts}
 
 
 class FusedPush(StepKernel):
-    """One Push of one rank as a kernel, ready to launch call after call."""
+    """One Push of one rank as a kernel, ready to launch call after call. Scales of FP8 elements are pushed by a launch of their
+    own before that of the elements, whose flags so say that both have arrived."""
 
     def __init__(self, step: Push, where: Where, device: torch.device, flags: BoundProgram) -> None:
         super().__init__(where)
         self._step, self._device, self._flags = step, device, flags
         self._source = step.source
         self._launcher = launcher()
-        self._tables: dict[tuple[int, ...], PushTables] = {}
+        self._tables: dict[tuple[int, ...], list[PushTables]] = {}
 
     def lay_out(self, bindings: Bindings) -> None:
         self.laid_out(bindings)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        base, plan = self.laid_out(bindings)
-        push(plan, sms=sms, silent=silent, src_base=base, launched_by=self._launcher, stream=stream)
+        for base, plan in self.laid_out(bindings):
+            push(plan, sms=sms, silent=silent, src_base=base, launched_by=self._launcher, stream=stream)
 
-    def laid_out(self, bindings: Bindings) -> tuple[int, PushTables]:
-        """What source addresses count from, and the tables. Makes them where a call's rows lie otherwise than before."""
+    def laid_out(self, bindings: Bindings) -> list[tuple[int, PushTables]]:
+        """What source addresses count from, and the tables, for each launch. Makes the tables where a call's rows lie otherwise
+        than before."""
         ((source, _),) = bindings.tensors[self._source]
-        base = source.data_ptr() & ~15
+        sources = [*bindings.scales.get(self._source, ()), source]
+        bases = [one.data_ptr() & ~15 for one in sources]
         # Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), the tables are made anew.
         targets = dict.fromkeys((part.dst.buffer, part.dst.rank) for part in self._step.parts)
         pitches = (stride if rows > 1 else 0 for rows, stride in zip(source.shape, source.stride(), strict=True))
-        key = (source.data_ptr() & 15, *pitches, *(bindings.tensors[t][0][0].data_ptr() for t in targets))
+        places = (bindings.tensors[target][0][0].data_ptr() for target in targets)
+        key = (*(one.data_ptr() & 15 for one in sources), *pitches, *places)
         if key not in self._tables:
             if source.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -64,24 +69,30 @@ class FusedPush(StepKernel):
                     "lie so before capturing a graph"
                 )
             # Kept as long as the program: a graph may hold any of them.
-            self._tables[key] = self._lay_out(bindings, base)
-        return base, self._tables[key]
+            self._tables[key] = self._lay_out(bindings, bases)
+        return list(zip(bases, self._tables[key], strict=True))
 
-    def _lay_out(self, bindings: Bindings, base: int) -> PushTables:
+    def _lay_out(self, bindings: Bindings, bases: list[int]) -> list[PushTables]:
+        """The tables of each launch: that of the scales, if there are any, and that of the elements, which counts."""
+        copies: list[tuple[Region, Region, Flag | None]] = [(part.src, part.dst, part.count) for part in self._step.parts]
+        elements = self._tables_of(bindings.view, copies, bases[-1])
+        if len(bases) == 1:
+            return [elements]
+        of_scales = [(bindings.scale_region(src), bindings.scale_region(dst), None) for src, dst, _ in copies]
+        return [self._tables_of(bindings.scales_at, of_scales, bases[0]), elements]
+
+    def _tables_of(
+        self, view: Callable[[Region], torch.Tensor], copies: Sequence[tuple[Region, Region, Flag | None]], base: int
+    ) -> PushTables:
         def address(region: Region) -> int:
-            found = bindings.view(region).data_ptr()
+            found = view(region).data_ptr()
             return found - base if (region.buffer, region.rank) == self._source else found
 
-        def stride(region: Region) -> int:
-            view = bindings.view(region)
-            return view.stride(0) * view.element_size()
-
-        ((source, _),) = bindings.tensors[self._source]
         return push_tables(
-            [(part.src, part.dst, part.count) for part in self._step.parts],
+            copies,
             device=self._device,
-            itemsize=source.element_size(),
+            itemsize=view(copies[0][0]).element_size(),
             address=address,
-            stride=stride,
+            stride=lambda region: view(region).stride(0) * view(region).element_size(),
             count_address=self._flags.count_address,
         )
