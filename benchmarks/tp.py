@@ -231,7 +231,8 @@ def chosen(site: Site) -> str | None:
         together("auto", site.overlapped("auto"))
     except Failed:
         return None
-    return weft.choices(group)[-1].spec
+    scalings = ((choice.problem.scaling, choice.spec) for choice in weft.choices(group)[::-1])
+    return next(spec for scaling, spec in scalings if not (scaling and scaling.quantises))
 
 
 def measured(case: Case, found: Sequence[Way], arguments: argparse.Namespace) -> list[dict[str, Any]]:

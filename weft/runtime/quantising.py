@@ -19,6 +19,8 @@ class QuantisingPush(StepKernel):
     def __init__(self, step: Push, where: Where, program: BoundProgram) -> None:
         super().__init__(where)
         self._step, self._program, self._launcher = step, program, launcher()
+        self._alone = where.lane == "compute"
+        """Whether nothing runs beside it, so that it has all SMs."""
         self._targets = list(dict.fromkeys((part.dst.buffer, part.dst.rank) for part in step.parts))
         self._tables: tuple[tuple[int, ...], QuantiseTables] | None = None
 
@@ -28,6 +30,8 @@ class QuantisingPush(StepKernel):
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         ((source, _),) = bindings.tensors[self._step.source]
         plan = self._laid_out(bindings)
+        if self._alone:
+            sms = self._program.blocks
         quantise(plan, source, sms=sms, silent=silent, launched_by=self._launcher, stream=stream)
 
     def _laid_out(self, bindings: Bindings) -> QuantiseTables:
