@@ -147,7 +147,7 @@ class Product:
         for work in works.values():
             self.out.fill_(torch.nan)
             work()
-            torch.testing.assert_close(self.out, expected, rtol=3e-2, atol=3e-2 * math.sqrt(self.k))
+            torch.testing.assert_close(self.out, expected, rtol=3e-2, atol=8e-2 * math.sqrt(self.k))
         assert self.status.tolist() == [0, 0]
 
 
