@@ -13,9 +13,9 @@ Traps: as benchmarks/gemm.py.
     python benchmarks/gemm_fp8.py --shapes 128,256,128,8,3,8 128,128,128,8,3,8,pairs 64,128,128,4,3,8,exact,twice
 
 A shape is m,n,k,warps,stages,group of a tile, and any of these words. exact: sums in float32, as blockwise scales always have
-them. pairs: exact, by two steps over K a turn, of which a stage holds both. halves: half tiles in the last wave. split: tiles
-of the result are stored as two halves. twice: two blocks on each SM, which compete for its registers and shared memory. Shapes
-of more than 128 columns are left out where scales are blockwise.
+them. pairs: exact, by two steps over K a turn, of which a stage holds both. halves: half tiles in the last wave. twice: two
+blocks on each SM, which compete for its registers and shared memory. Shapes of more than 128 columns are left out where scales
+are blockwise.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BLOCKWISE_SIZES = (
 )
 """M, N and K."""
 PARTS = 8
-WORDS = ("exact", "pairs", "halves", "split", "twice")
+WORDS = ("exact", "pairs", "halves", "twice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def candidate(text: str) -> Candidate:
         raise argparse.ArgumentTypeError(f"{text!r} is not m,n,k,warps,stages,group and any of {', '.join(WORDS)}")
     m, n, k, warps, stages, group = map(int, fields[:6])
     blocks = TileShape(m=m, n=n, k=k, warps=warps, stages=stages, group=group, itemsize=1)
-    blocks = replace(blocks, pairs="pairs" in words, halves="halves" in words, split="split" in words)
+    blocks = replace(blocks, pairs="pairs" in words, halves="halves" in words)
     return Candidate(text=text, blocks=blocks, exact=bool(words & {"exact", "pairs"}), per_sm=1 + ("twice" in words))
 
 

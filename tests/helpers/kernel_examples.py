@@ -106,12 +106,7 @@ def scaled_example(
     promoted = promotes(gpu, scaling)
     variant = gemm_example(blocks, gpu, out_tma=out_tma, inner=inner).constants["V"]
     variant = variant._replace(
-        B_TRANSPOSED=True,
-        RECIPE=scaling.recipe,
-        PROMOTED=promoted,
-        PAIRS=promoted and blocks.pairs,
-        SPLIT=blocks.split,
-        DIVIDE_BY=1,
+        B_TRANSPOSED=True, RECIPE=scaling.recipe, PROMOTED=promoted, PAIRS=promoted and blocks.pairs, DIVIDE_BY=1
     )
     if plain:
         less = dict.fromkeys(("GATED", "COUNTED", "ADDRESSED", "ADDS", "TWO_SOURCES", "HALVES"), False)

@@ -267,8 +267,7 @@ def gemm(
     a_shape, b_shape = [blocks.m, blocks.k], [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
     first = TensorDescriptor.from_tensor(sources[0], a_shape)
     out_stride, align = out.stride(0), math.gcd(16, out.data_ptr(), out.stride(0) * out.element_size())
-    stored_bytes = blocks.m * blocks.n * out.element_size() // (1 + blocks.split)
-    staged = blocks.shared_bytes(blocks.stages, tma=False) + stored_bytes <= gpu.shared_bytes
+    staged = blocks.shared_bytes(blocks.stages, tma=False) + blocks.m * blocks.n * out.element_size() <= gpu.shared_bytes
     out_tma = align == 16 and staged and (not plan.addressed or plan.far is not None)
     row_tiles = plan.rows.shape[0]
     tiles = row_tiles * -(-b.shape[1] // blocks.n)
@@ -282,7 +281,7 @@ def gemm(
         first,
         TensorDescriptor.from_tensor(sources[1], a_shape) if len(sources) > 1 else first,
         *_both(b.t() if transposed else b, b_shape, [half[1], blocks.k] if transposed else [blocks.k, half[1]], halves),
-        *_stores(out, plan, half, halves or blocks.split, out_tma),
+        *_stores(out, plan, half, halves, out_tma),
         out,
         *(_both(adds, [blocks.m, blocks.n], half, halves) if plan.adding and adds is not None else (out, out)),
         Pointers(plan.adds, plan.rows, plan.slices, plan.outs, plan.gates, needs, plan.counts, status),
@@ -312,7 +311,6 @@ def gemm(
         RECIPE=recipe,
         PROMOTED=promoted,
         PAIRS=promoted and blocks.pairs,
-        SPLIT=blocks.split,
     )
     (launched_by or launcher())(
         at_once,

@@ -37,8 +37,7 @@ class Variant(NamedTuple):
     """What the kernel is compiled for: its constexpr argument V.
 
     RECIPE: of the scales of FP8 operands; empty if operands are none. PROMOTED: each step over K is added in float32 to the sum
-    of those before. PAIRS: by two steps a turn. SPLIT: a tile of BLOCK_N columns is stored by TMA as two halves, one after the
-    other, which need half of the shared memory.
+    of those before. PAIRS: by two steps a turn.
     """
 
     BLOCK_M: int
@@ -61,7 +60,6 @@ class Variant(NamedTuple):
     RECIPE: str = ""
     PROMOTED: bool = False
     PAIRS: bool = False
-    SPLIT: bool = False
 
 
 class Pointers(NamedTuple):
@@ -249,19 +247,7 @@ def _base(address_ptr, out_ptr, out_row, out_stride, ADDRESSED: tl.constexpr, AL
 
 @triton.jit
 def _put(descs, place_ptr, out_row, col, result, BLOCK_N: tl.constexpr, V: tl.constexpr):
-    """Store a whole tile by TMA, as one piece or as two."""
-    if V.SPLIT and BLOCK_N == V.BLOCK_N:
-        HALF: tl.constexpr = BLOCK_N // 2
-        left, right = result.reshape(V.BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-        _put_piece(descs, place_ptr, out_row, col, left, HALF, V)
-        _put_piece(descs, place_ptr, out_row, col + HALF, right, HALF, V)
-    else:
-        _put_piece(descs, place_ptr, out_row, col, result, BLOCK_N, V)
-
-
-@triton.jit
-def _put_piece(descs, place_ptr, out_row, col, result, BLOCK_N: tl.constexpr, V: tl.constexpr):
-    """In out, or elsewhere if it has a place there (weft.kernels.far)."""
+    """Store a whole tile by TMA: in out, or elsewhere if it has a place there (weft.kernels.far)."""
     if V.ADDRESSED:
         far = tl.load(place_ptr + 1).to(tl.int32)
         # One store for both, which has one buffer in shared memory.
@@ -361,8 +347,6 @@ def gemm_kernel(
     block, blocks = tl.program_id(0), tl.num_programs(0)
     col_tiles = tl.cdiv(N, V.BLOCK_N)
     descs = Descriptors(a0_desc, a1_desc, b_desc, out_desc, far_desc, adds_desc)
-    if V.SPLIT:
-        descs = Descriptors(a0_desc, a1_desc, b_desc, out_half_desc, far_half_desc, adds_desc)
     flag, by = tl.full((), 0, tl.int64), count_by
     for tile in range(block, whole, blocks):
         row_tile, col_tile = _place_late(tile, row_tiles, early, col_tiles, V.GROUP, V.ADDS)

@@ -37,7 +37,7 @@ __all__ = [
 ]
 INTERPRETED = TileShape(m=32, n=32, k=32, warps=4, stages=1, halves=True)
 """What the interpreter runs, element by element."""
-INTERPRETED_FP8 = TileShape(m=32, n=32, k=SCALE_BLOCK, warps=4, stages=1, halves=True, pairs=True, split=True, itemsize=1)
+INTERPRETED_FP8 = TileShape(m=32, n=32, k=SCALE_BLOCK, warps=4, stages=1, halves=True, pairs=True, itemsize=1)
 """The same for FP8 operands, whose scales may be those of blocks of K."""
 
 

@@ -32,8 +32,7 @@ from weft.core.schedule import Gemm, Part
 class TileShape:
     """Tile shape, and how a block runs. group: row tiles that take turns on the same columns. halves: whether tiles that fill
     no more than half of the last wave are cut in two, left and right. pairs: whether a turn of the loop over K takes two steps
-    of it, so that a stage holds two. split: whether a tile of the result is stored as two halves, one after the other.
-    itemsize: bytes of an operand's element."""
+    of it, so that a stage holds two. itemsize: bytes of an operand's element."""
 
     m: int
     n: int
@@ -43,14 +42,12 @@ class TileShape:
     group: int = 8
     halves: bool = False
     pairs: bool = False
-    split: bool = False
     itemsize: int = 2
 
     def shared_bytes(self, stages: int, *, tma: bool) -> int:
         """Shared memory of a block with so many stages of operands. Hardware stores a tile of the result, which has 16-bit
         elements, from there, too."""
-        stored = tma * self.m * self.n * _ITEMSIZE // (1 + self.split)
-        return stages * (1 + self.pairs) * (self.m + self.n) * self.k * self.itemsize + stored
+        return stages * (1 + self.pairs) * (self.m + self.n) * self.k * self.itemsize + tma * self.m * self.n * _ITEMSIZE
 
 
 SHAPES = (
@@ -61,7 +58,7 @@ SHAPES = (
 )
 """The shapes that kernels are launched with, the best for large sizes first."""
 FP8_SHAPES = (
-    TileShape(m=128, n=256, k=128, warps=8, stages=4, halves=True, split=True, itemsize=1),
+    TileShape(m=128, n=256, k=128, warps=8, stages=3, halves=True, itemsize=1),
     TileShape(m=128, n=128, k=128, warps=8, stages=5, itemsize=1),
     TileShape(m=64, n=128, k=128, warps=4, stages=5, itemsize=1),
 )
