@@ -107,8 +107,10 @@ class CudaSpace:
             warn_once(f"no tile of weft's matmul kernels fits {self.device}: steps run part by part, by torch's operations")
         return fits
 
-    def fuses(self, dtype: torch.dtype) -> bool:
-        return self.capabilities.matrix_16bit
+    def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
+        """Whether the kernel that exchanges runs here. scaling: of FP8 operands that it multiplies: every GPU with TMA has
+        matrix units for those."""
+        return self.capabilities.matrix_16bit and (scaling is None or self.capabilities.tma)
 
     @property
     def blocks(self) -> int:

@@ -74,8 +74,8 @@ class HostSpace:
         fits = dtype == torch.float16 or (scaling is not None and dtype == torch.float32)
         return os.environ.get("TRITON_INTERPRET") == "1" and fits
 
-    def fuses(self, dtype: torch.dtype) -> bool:
-        return self.runs_kernels(dtype)
+    def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
+        return self.runs_kernels(dtype, scaling)
 
     @property
     def blocks(self) -> int:
