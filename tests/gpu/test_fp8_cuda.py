@@ -9,6 +9,7 @@ from float8 import E4M3
 from on_gpus import NEEDS_TWO, SIZES, alarm, late
 from rank_pools import ranks_on_gpus
 from test_fp8 import check_families, check_options, check_special, drawn
+from test_fp8_quantised import TRAVELS, check_quantised
 
 import weft
 from weft.core.problem import OPS, RECIPES, Op, Recipe
@@ -79,3 +80,18 @@ def _graphs(recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_graphs_take_new_elements_and_scales(pool: Ranks, recipe: Recipe) -> None:
     pool.run(_graphs, recipe)
+
+
+@alarm(90)
+def _quantised(op: Op, recipe: Recipe, dtype: torch.dtype) -> None:
+    for call in range(4):
+        late(call)
+        check_quantised(op, recipe, dtype)
+    weft.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("op", TRAVELS)
+def test_rows_are_quantised_on_their_way(pool: Ranks, op: Op, recipe: Recipe, dtype: torch.dtype) -> None:
+    pool.run(_quantised, op, recipe, dtype)

@@ -266,7 +266,10 @@ def _mistakes() -> None:
     good: dict[str, Any] = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
     scaling = torch.nn.functional.ScalingType
     for change, words in [
-        ({"scale_b": None}, "a is torch.float8_e4m3fn; FP8 operands come with scale_a and scale_b, float32 tensors"),
+        (
+            {"scale_b": None},
+            "FP8 operands come with scale_a and scale_b, float32 tensors",
+        ),
         ({"scale_a": scale_a[:3]}, r"scale_a is \[3, 1\]; for a of \[4, 256\] use \[1\] tensorwise, \[4, 1\] rowwise"),
         ({"scale_b": scale_b.t()}, r"scale_b is \[144, 1\]; for b of \[256, 144\] use"),
         ({"scale_a": scale_a.double()}, "scale_a is torch.float64 on cpu; it must be a float32 tensor on cpu"),

@@ -230,11 +230,13 @@ class Compiler:
         is_kernel = step.src.rank == step.dst.rank and self.lane.kind != "blocks"
         return Op(_WORK, -1, 0, (self.action(_COPY, (read,), write),), is_kernel)
 
-    def alike(self, src: Region, dst: Region) -> None:
-        """One can be copied to the other."""
+    def alike(self, src: Region, dst: Region, *, pushed: bool = False) -> None:
+        """One can be copied to the other. pushed: by a Push, which may quantise whole rows."""
         if src.shape != dst.shape:
             self.fail(f"{src} has shape {src.shape}, {dst} has {dst.shape}; a copy needs them equal")
-        one, other = self.buffers[src.buffer], self.buffers[dst.buffer]
+        one, other, scaling = self.buffers[src.buffer], self.buffers[dst.buffer], self.problem.scaling
+        if pushed and scaling is not None and scaling.quantises and other.operand and not (one.operand or one.float32):
+            return
         if one.operand != other.operand or (not self.all_wide and one.float32 != other.float32):
             self.fail(f"{src} and {dst} differ in dtype; a copy moves bytes, a reduce rounds")
 
@@ -251,7 +253,7 @@ class Compiler:
     def store(self, part: Store, source: tuple[str, int]) -> Action:
         src, dst = part.src, part.dst
         read, write = self.access(src, remote=False), self.access(dst, write=True)
-        self.alike(src, dst)
+        self.alike(src, dst, pushed=True)
         if not src.size:
             self.fail(f"{src} has no element, so that nothing would advance {part.count}; signal it by a step of its own")
         if (src.buffer, src.rank) != source:

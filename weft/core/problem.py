@@ -89,6 +89,8 @@ RATE_ITEMSIZE: dict[str, int] = {**ITEMSIZE, "float8": 1, "float8_blockwise": 1}
 """Bytes of an operand's element, by the name of the matrix rate that a machine has for it."""
 SCALE_BLOCK = 128
 """Elements of K, and of N, that share a scale of the blockwise recipe."""
+LEAST_MAGNITUDE = 1e-12
+"""What a row or a block counts at least when its scale is computed, as in torchao: zeros have a scale above 0."""
 FLOAT8_UNIT = 16
 """K and N of FP8 operands are multiples of it, as torch's scaled products need them."""
 
@@ -120,14 +122,18 @@ class Scaling:
         rowwise      a row of a: [M, 1]      a column of b: [1, N]
         blockwise    1 x 128: [M, K / 128]   128 x 128: [K / 128, N / 128], the last block of N may be narrower
 
-    use_fast_accum: whether tensor cores may add up with fewer bits, as torch has it.
-    Raises ValueError for a name that is none of these, and for two operands of float8_e5m2.
+    use_fast_accum: whether tensor cores may add up with fewer bits, as torch has it. quantises: whether the caller's a is of
+    the problem's dtype, and becomes FP8 on its way: the scale of a row, or of a block, is its largest magnitude over the
+    largest of FP8.
+    Raises ValueError for a name that is none of these, for two operands of float8_e5m2, and for a tensorwise scale of an a that
+    is quantised, which no rank knows.
     """
 
     a: Float8 = "float8_e4m3fn"
     b: Float8 = "float8_e4m3fn"
     recipe: Recipe = "rowwise"
     use_fast_accum: bool = False
+    quantises: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("a", FLOAT8), ("b", FLOAT8), ("recipe", RECIPES)):
@@ -135,6 +141,8 @@ class Scaling:
                 raise ValueError(f"{name} of the scaling is {getattr(self, name)!r}; use one of {', '.join(known)}")
         if self.a == self.b == "float8_e5m2":
             raise ValueError("a and b are both float8_e5m2; one of them must be float8_e4m3fn")
+        if self.quantises and self.recipe == "tensorwise":
+            raise ValueError("recipe is tensorwise, and a is quantised on its way; use rowwise or blockwise")
 
     def scales_of(self, operand: Literal["a", "b"], rows: Span1D, cols: Span1D) -> tuple[Span1D, Span1D]:
         """Where the scales of a rectangle of an operand lie in the matrix of its scales: their rows and columns.
@@ -160,7 +168,8 @@ class Scaling:
         return "float8_blockwise" if self.recipe == "blockwise" else "float8"
 
     def __str__(self) -> str:
-        return f"{self.a} by {self.b}, {self.recipe}{', fast accumulation' * self.use_fast_accum}"
+        flags = ", fast accumulation" * self.use_fast_accum + ", a quantised on its way" * self.quantises
+        return f"{self.a} by {self.b}, {self.recipe}{flags}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +246,8 @@ class Problem:
             )
         if scaling.recipe == "tensorwise" and self.op in GATHERS:
             raise ValueError("scaling is tensorwise; where rows of a travel, each takes its scale along: use rowwise")
+        if scaling.quantises and self.op not in GATHERS:
+            raise ValueError(f"scaling quantises a on its way; in {self.op} no rows of a travel: quantise a first")
         unit = SCALE_BLOCK if scaling.recipe == "blockwise" else FLOAT8_UNIT
         for rank in range(self.world_size):
             inner, columns = self.inner(rank), self.columns(rank)

@@ -139,6 +139,9 @@ class Push:
 
     Nothing orders the parts: the flag of one says that its own copy has arrived, and whatever came before the Push in its lane,
     and nothing of the other parts. The kernel counts tiles, so each flag is this part's alone.
+
+    Where the problem's scaling quantises a, the destinations may be of FP8 and the source not: whole rows are quantised on
+    their way, once for all destinations, and their scales are stored beside them.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -688,6 +691,11 @@ def collective_numbers(step: Step) -> tuple[int, ...]:
 def places_of(kind: type[T], lanes: Iterable[Lane]) -> Iterator[tuple[Lane, int, T]]:
     """The steps of one type, lane by lane: each with its lane and its position there."""
     return ((lane, at, step) for lane in lanes for at, step in enumerate(lane.steps) if isinstance(step, kind))
+
+
+def quantises(step: Push, schedule: Schedule) -> bool:
+    """Whether a Push makes FP8 elements and their scales of what it reads."""
+    return not schedule.buffer[step.source[0]].operand and any(schedule.buffer[one.dst.buffer].operand for one in step.parts)
 
 
 def steps_of(kind: type[T], lanes: Iterable[Lane]) -> Iterator[T]:

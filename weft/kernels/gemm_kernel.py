@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from weft.kernels.scaled import block_scale, operand, scale_rows, scaled
+from weft.kernels.scaled import column_in_block, operand, rows_in_block, scale_rows, scaled
 from weft.triton.flags import wait_gates
 
 ROW_FIELDS, SLICE_FIELDS, OUT_FIELDS, ADD_FIELDS = map(tl.constexpr, (7, 3, 2, 5))
@@ -168,11 +168,19 @@ def _before_next(acc, V: tl.constexpr):
 
 
 @triton.jit
-def _factor(scales, rows, step, last, col, V: tl.constexpr):
-    """What each row of a step's product is multiplied by, with blockwise scales. The step is a block of K."""
+def _of_rows(rows, step, last, V: tl.constexpr):
+    """The scales of the rows of a step's product, with blockwise scales. The step is a block of K."""
     factor = tl.full((V.BLOCK_M,), 0, tl.float32)
     if V.RECIPE == "blockwise":
-        factor = block_scale(scales, rows, step, last, col)
+        factor = rows_in_block(rows, step, last)
+    return factor
+
+
+@triton.jit
+def _with_column(factor, scales, step, last, col, V: tl.constexpr):
+    """What each row of a step's product is multiplied by: its own scale, and that of the block of b."""
+    if V.RECIPE == "blockwise":
+        factor *= column_in_block(scales, step, last, col)
     return factor
 
 
@@ -187,14 +195,16 @@ def _promote(
         if V.COUNTED:  # noqa: SIM102 - a constexpr, then a value of the device
             if (step <= unpublished.step) & (unpublished.step < tl.minimum(step + 1 + V.PAIRS, last)) & (unpublished.flag != 0):
                 _publish(unpublished.flag, unpublished.by, V.ASYNCHRONOUS)
-        factor = _factor(scales, rows, step, last, col, V)
+        factor = _of_rows(rows, step, last, V)
         product = _product(a_desc, b_desc, none, a_row, step * V.BLOCK_K, col, V)
         if V.PAIRS:
             acc = _before_next(_plus(acc, odd, odd_factor, V), V)
-            odd_factor = _factor(scales, rows, step + 1, last, col, V)
+            odd_factor = _with_column(_of_rows(rows, step + 1, last, V), scales, step + 1, last, col, V)
             # An odd step past the last one loads what lies behind K, which is zeros.
             odd = _product(a_desc, b_desc, none, a_row, tl.where(step + 1 < last, (step + 1) * V.BLOCK_K, K), col, V)
-        acc = _plus(acc, product, factor, V)
+        # The scale of b is loaded behind the odd product: before it, the compiler would scale the even one there, while tensor
+        # cores wait.
+        acc = _plus(acc, product, _with_column(factor, scales, step, last, col, V), V)
     if V.PAIRS:
         acc = _plus(acc, odd, odd_factor, V)
     return acc

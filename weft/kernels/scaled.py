@@ -1,9 +1,9 @@
 """Scales of a kernel's FP8 operands: what the host passes, and how a tile reads them (weft.kernels.gemm, all_reduce).
 
-scales_of      the kernel's argument, from tensors            operand       a tile of FP8, as tl.dot takes it
-specialised    what a kernel is compiled for of it            scaled        a sum times the scales of its rows and columns
-scale_rows     where a tile's rows have their scales          block_scale   of each row, in one block of K
-                                                              block_scales  of each element, in one block of K
+scales_of      the kernel's argument, from tensors            operand      a tile of FP8, as tl.dot takes it
+specialised    what a kernel is compiled for of it            scaled       a sum times the scales of its rows and columns
+scale_rows     where a tile's rows have their scales          block_scales of each element, in one block of K
+rows_in_block, column_in_block    the scales of one block of K
 
     tensorwise, rowwise    out = (sum over K of a b) * scale_a * scale_b      once, on the float32 sum
     blockwise              out = sum over blocks of K of (the block's sum of a b) * (scale_a * scale_b)
@@ -97,11 +97,15 @@ def scale_rows(scales, second, first, valid, ROWS: tl.constexpr):
 
 
 @triton.jit
-def block_scale(scales, rows, block, end, col):
-    """Of each row, its scale in a block of K times that of the block of b that has column `col`; 0 from block `end` on."""
-    of_b = tl.load(scales.b + block * scales.b_block + (col // _BLOCK) * scales.b_col, mask=block < end, other=0)
-    of_a = tl.load(rows.pointers + block * rows.block, mask=rows.mask & (block < end), other=0)
-    return of_a * of_b
+def rows_in_block(rows, block, end):
+    """Of each row, its scale in a block of K; 0 from block `end` on."""
+    return tl.load(rows.pointers + block * rows.block, mask=rows.mask & (block < end), other=0)
+
+
+@triton.jit
+def column_in_block(scales, block, end, col):
+    """The scale of the block of b that has column `col`, in a block of K; 0 from block `end` on."""
+    return tl.load(scales.b + block * scales.b_block + (col // _BLOCK) * scales.b_col, mask=block < end, other=0)
 
 
 @triton.jit

@@ -17,7 +17,10 @@ from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, SCALE_BLOCK, Op, Re
 from weft.ops.common import DTYPES, FLOAT8, as_matrix, define, multiplied, shape_of
 from weft.ops.schema import SymInt
 from weft.runtime.calls import ScaledOperands
+from weft.runtime.scaled_products import quantise
 
+QUANTISED = torch.float8_e4m3fn
+"""What an a of 16 or 32 bits becomes."""
 _RECIPES: dict[str, dict[Literal["a", "b"], Recipe]] = {
     "TensorWise": {"a": "tensorwise", "b": "tensorwise"},
     "RowWise": {"a": "rowwise", "b": "rowwise"},
@@ -45,15 +48,21 @@ class ScaleAndBias(ScaleOptions, total=False):
 
 
 class Quantised(NamedTuple):
-    """Operands that were checked. scale_a: of the shape of a, but for its last dimension. scale_bs: a matrix for each b. bias:
-    [N], or None."""
+    """Operands that were checked. scale_a: of the shape of a, but for its last dimension; None for an a that is yet to be
+    quantised. scale_bs: a matrix for each b. bias: [N], or None."""
 
-    scale_a: torch.Tensor
+    scale_a: torch.Tensor | None
     scale_bs: list[torch.Tensor]
     recipe: Recipe
     output_dtype: torch.dtype
     use_fast_accum: bool
     bias: torch.Tensor | None
+
+    def moved(self, dim: int) -> Quantised:
+        """The same, for an a whose dimension `dim` comes first."""
+        if self.scale_a is None or self.recipe == "tensorwise":
+            return self
+        return self._replace(scale_a=self.scale_a.movedim(dim, 0))
 
 
 def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleAndBias | ScaleOptions) -> Quantised:
@@ -63,30 +72,34 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
     for name in given:
         if name not in known:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
-        if a.dtype not in FLOAT8:
+        if bs[0].dtype not in FLOAT8:
             raise ValueError(f"{name} is for FP8 operands, and a is {a.dtype}; leave it out")
     scale_a, several, bias = given.get("scale_a"), given.get("scale_b"), cast("ScaleAndBias", given).get("bias")
     scales: list[Any] = list(several) if isinstance(several, (list, tuple)) else [several]
-    if scale_a is None or None in scales:
-        raise ValueError(f"a is {a.dtype}; FP8 operands come with scale_a and scale_b, float32 tensors")
+    if None in scales or (scale_a is None) == (a.dtype in FLOAT8):
+        needs = "scale_a and scale_b, float32 tensors" if a.dtype in FLOAT8 else "scale_b alone: a has none yet"
+        raise ValueError(f"a is {a.dtype} and b {bs[0].dtype}; FP8 operands come with {needs}")
     if len(scales) != len(bs):
         raise ValueError(f"scale_b has {len(scales)} tensors for {len(bs)} b; pass one for each")
-    fits = [_recipes("a", a, scale_a, given.get("scale_recipe_a"))]
+    fits = [_given_recipe(given.get("scale_recipe_a"))] if scale_a is None else []
+    fits += [] if scale_a is None else [_recipes("a", a, scale_a, given.get("scale_recipe_a"))]
     fits += [_recipes("b", b, scale, given.get("scale_recipe_b")) for b, scale in zip(bs, scales, strict=True)]
     recipe = next((recipe for recipe in RECIPES if all(recipe in some for some in fits)), None)
     if recipe is None:
         raise ValueError(f"scale_a is {fits[0][0]} and scale_b {fits[-1][0]}; both operands must have the same recipe")
     for number, b in enumerate(bs):
         _check_layout(f"b[{number}]" if len(bs) > 1 else "b", b, recipe)
-    output_dtype = given.get("output_dtype") or torch.bfloat16
+    output_dtype = given.get("output_dtype") or (torch.bfloat16 if a.dtype in FLOAT8 else a.dtype)
     if output_dtype not in DTYPES:
         raise ValueError(f"output_dtype is {output_dtype}; weft writes {', '.join(DTYPES.values())}")
+    if scale_a is None and output_dtype != a.dtype:
+        raise ValueError(f"output_dtype is {output_dtype}; for an a that is quantised it must be a's, {a.dtype}")
     _check_bias(bias, bs, output_dtype)
     if recipe == "tensorwise":
-        scale_a, scales = scale_a.reshape(1, 1), [scale.reshape(1, 1) for scale in scales]
-        if op in GATHERS:
+        scale_a, scales = scale_a and scale_a.reshape(1, 1), [scale.reshape(1, 1) for scale in scales]
+        if op in GATHERS or scale_a is None:
             # Rows that travel take their scale along: those of two ranks may differ.
-            recipe, scale_a = "rowwise", scale_a.expand(*a.shape[:-1], 1)
+            recipe, scale_a = "rowwise", scale_a and scale_a.expand(*a.shape[:-1], 1)
             scales = [scale.expand(1, b.shape[1]) for scale, b in zip(scales, bs, strict=True)]
     return Quantised(scale_a, scales, recipe, output_dtype, given.get("use_fast_accum", False), bias)
 
@@ -117,6 +130,16 @@ def _recipes(operand: Literal["a", "b"], matrix: torch.Tensor, scale: Any, named
         use = f"[1] tensorwise, {shapes['rowwise']} rowwise or {shapes['blockwise']} blockwise"
         raise ValueError(f"{name} is {list(scale.shape)}{asked}; for {operand} of {list(matrix.shape)} use {use}")
     return fits
+
+
+def _given_recipe(named: Any) -> list[Recipe]:
+    """The recipes that an a which is quantised may have: the one that is named, or any."""
+    if named is None:
+        return list(RECIPES)
+    found = _RECIPES.get(getattr(named, "name", str(named)), {}).get("a")
+    if found not in ("rowwise", "blockwise"):
+        raise ValueError(f"scale_recipe_a is {getattr(named, 'name', named)}; a is quantised by RowWise or BlockWise1x128")
+    return [found]
 
 
 def _shape(operand: Literal["a", "b"], matrix: torch.Tensor, recipe: Any) -> list[int]:
@@ -169,15 +192,15 @@ class _Scaled(NamedTuple):
 def _run(
     a: torch.Tensor,
     bs: list[torch.Tensor],
-    scale_a: torch.Tensor,
+    scale_a: torch.Tensor | None,
     scale_bs: list[torch.Tensor],
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     options: _Scaled,
 ) -> list[torch.Tensor]:
     op: Any = options.op
-    names: Any = FLOAT8[a.dtype], FLOAT8[bs[0].dtype], options.recipe
-    scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=options.use_fast_accum)
+    names: Any = FLOAT8.get(a.dtype, FLOAT8[QUANTISED]), FLOAT8[bs[0].dtype], options.recipe
+    scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=options.use_fast_accum, quantises=scale_a is None)
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
     return multiplied(
@@ -198,7 +221,7 @@ def _run(
 def _fake(
     a: torch.Tensor,
     bs: list[torch.Tensor],
-    scale_a: torch.Tensor,
+    scale_a: torch.Tensor | None,
     scale_bs: list[torch.Tensor],
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
@@ -212,8 +235,19 @@ def _fake(
         "matmul_reduce_scatter": own,
     }.get(options.op, own * options.world_size)
     outs = [a.new_empty(rows, b.shape[1], dtype=options.output_dtype) for b in bs]
-    gathered = [a.new_empty(rows, a.shape[1]), scale_a.new_empty(rows, scale_a.shape[1])]
+    width = 1 if options.recipe == "rowwise" else a.shape[1] // SCALE_BLOCK
+    elements = a.dtype if a.dtype in FLOAT8 else QUANTISED
+    gathered = [a.new_empty(rows, a.shape[1], dtype=elements), a.new_empty(rows, width, dtype=torch.float32)]
     return outs + gathered * options.return_gathered
+
+
+def _quantised_here(a: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix as FP8, of which no rows travel, and its scales."""
+    scaling = Scaling(recipe=recipe)
+    elements = torch.empty_like(a, dtype=QUANTISED, memory_format=torch.contiguous_format)
+    scales = a.new_empty(scaling.scales_shape("a", *a.shape), dtype=torch.float32)
+    quantise(a, elements, scales, scaling)
+    return elements, scales
 
 
 _scaled_matmul = define("scaled_matmul", _run, _fake)
@@ -242,6 +276,10 @@ def scaled_matmul(
     options = _Scaled(
         op, *group, rows, unit, schedule, return_gathered, reduce_op, of.recipe, of.output_dtype, of.use_fast_accum
     )
-    scale_a = of.scale_a if of.scale_a.dim() == 2 else as_matrix(of.scale_a)
+    scale_a = of.scale_a
+    if scale_a is None and op not in GATHERS:
+        a, scale_a = _quantised_here(a, of.recipe)
+    elif scale_a is not None and scale_a.dim() > 2:
+        scale_a = as_matrix(scale_a)
     out, *others = _scaled_matmul(a, list(bs), scale_a, of.scale_bs, bias, residual, *options)
     return [out if of.bias is None else out + of.bias, *others]

@@ -146,6 +146,8 @@ def all_gather_matmul(
         output_dtype: bfloat16 (default), float16 or float32.
         use_fast_accum: as torch has it.
 
+    An a of another dtype, given without scale_a, is quantised on its way to the other ranks (rowwise, or 1x128 for a blockwise
+    b) to float8_e4m3fn, with the largest magnitude over 448 as scale; the result has a's dtype.
     b's columns must be contiguous (weight.t()), K a multiple of 16, or of 128 blockwise, and n of 16. Rows take
     their scales along, so that tensorwise scales of ranks may differ: these become rowwise. There is no backward.
 
@@ -168,7 +170,7 @@ def all_gather_matmul(
         flat = _all_gather_matmul(as_matrix(moved), bs, name, total * unit, max(unit, 1), spec, gathered, keep)
     else:
         sizes: dict[str, Any] = {"rows": total * unit, "unit": max(unit, 1), "return_gathered": return_gathered}
-        own = scaled._replace(scale_a=scaled.scale_a.movedim(dim, 0))
+        own = scaled.moved(dim)
         flat = scaled_matmul("all_gather_matmul", as_matrix(moved), bs, own, (name, rank, world_size), spec, **sizes)
     results = [as_tensor(one, total, moved, dim) for one in flat]
     out = results[0] if isinstance(b, torch.Tensor) else results[: len(bs)]
@@ -285,7 +287,7 @@ def matmul_reduce_scatter(
     if scaled is None:
         out: torch.Tensor = _matmul_reduce_scatter(flat, b, name, rank, world_size, unit, spec, op)
     else:
-        own = scaled if scaled.recipe == "tensorwise" else scaled._replace(scale_a=scaled.scale_a.movedim(dim, 0))
+        own = scaled.moved(dim)
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "reduce_op": op}
         (out,) = scaled_matmul("matmul_reduce_scatter", flat, [b], own, (name, rank, world_size), spec, **sizes)
     low, high = split(moved.shape[0], world_size)[rank]

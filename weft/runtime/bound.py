@@ -29,6 +29,7 @@ from weft.core.schedule import (
     Step,
     Wait,
     advances,
+    quantises,
     regions,
     segments,
 )
@@ -163,6 +164,8 @@ class BoundProgram(ABC):
             return space.runs_lookups(self.dtype)
         if isinstance(problem, CollectiveProblem):
             return problem.sums and space.runs_lookups(self.dtype)
+        if isinstance(step, Push) and quantises(step, self.schedule):
+            return space.quantises
         if moves_operand(step, self.schedule):
             return False
         return space.runs_kernels(self.dtype, problem.scaling if isinstance(step, Gemm) else None)

@@ -118,7 +118,7 @@ def pad(call: MatmulCall, rows: int, rank: int, world_size: int) -> MatmulCall:
     high = rows if call.op == "matmul_all_reduce" else rows // world_size
     extras = {name: _spread(tensor, sizes, high) if name == "residual" else tensor for name, tensor in call.extras.items()}
     scales = call.scales
-    if scales is not None and scales.scaling.recipe != "tensorwise":
+    if scales is not None and scales.a is not None and scales.scaling.recipe != "tensorwise":
         scales = scales._replace(a=_spread(scales.a, sizes, high))
     return replace(call, a=_spread(call.a, sizes, high), rows=rows, extras=extras, scales=scales)
 

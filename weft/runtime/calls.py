@@ -125,9 +125,10 @@ class Call(ABC):
 
 
 class ScaledOperands(NamedTuple):
-    """What a call with FP8 operands has beside them. a, bs: matrices of float32 scales, of a and of each b."""
+    """What a call with FP8 operands has beside them. a, bs: matrices of float32 scales, of a, which has none if it is quantised
+    on its way, and of each b."""
 
-    a: torch.Tensor
+    a: torch.Tensor | None
     bs: Sequence[torch.Tensor]
     scaling: Scaling
     output_dtype: torch.dtype
@@ -135,14 +136,14 @@ class ScaledOperands(NamedTuple):
     @property
     def key(self) -> tuple[object, ...]:
         """What calls alike have in common."""
-        return self.scaling, self.output_dtype, self.a.shape, *[one.shape for one in self.bs]
+        return self.scaling, self.output_dtype, *[one.shape for one in self.bs]
 
     def describe(self) -> str:
         """What every rank must have in common, a line each."""
         scaling = self.scaling
         return (
             f"dtype of b: {scaling.b}\nscale recipe: {scaling.recipe}\nuse_fast_accum: {scaling.use_fast_accum}\n"
-            f"output_dtype: {self.output_dtype}\n"
+            f"output_dtype: {self.output_dtype}\na is quantised: {scaling.quantises}\n"
         )
 
 
@@ -166,7 +167,9 @@ class MatmulCall(Call):
         for name, tensor in self.extras.items():
             found[name] = (tensor,)
         if self.scales is not None:
-            found[scales_name("a")], found[scales_name("b")] = (self.scales.a,), self.scales.bs
+            if self.scales.a is not None:
+                found[scales_name("a")] = (self.scales.a,)
+            found[scales_name("b")] = self.scales.bs
         return found
 
     @property

@@ -107,6 +107,11 @@ class CudaSpace:
             warn_once(f"no tile of weft's matmul kernels fits {self.device}: steps run part by part, by torch's operations")
         return fits
 
+    @property
+    def quantises(self) -> bool:
+        """Whether rows are quantised by a kernel on their way."""
+        return True
+
     def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
         """Whether the kernel that exchanges runs here. scaling: of FP8 operands that it multiplies: every GPU with TMA has
         matrix units for those."""

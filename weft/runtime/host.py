@@ -34,7 +34,7 @@ from weft.comm.symmetric_heap import HostAllocation
 from weft.compat.streams import Word
 from weft.compat.tensors import multiplies
 from weft.core.errors import PeerLost, WaitTimeout
-from weft.core.problem import RaggedProblem
+from weft.core.problem import RaggedProblem, Scaling
 from weft.core.schedule import (
     Collective,
     Flag,
@@ -55,7 +55,7 @@ from weft.runtime.host_rows import HostRows
 from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
 from weft.runtime.launches import FlagOperations, IssuedCall, Launch, Scales
 from weft.runtime.peer_waits import may_wait_for
-from weft.runtime.scaled_products import multiply_dequantised
+from weft.runtime.scaled_products import multiply_dequantised, quantise
 from weft.runtime.step_kernels import StepKernel
 
 WAIT_DONE = 1 << 30
@@ -236,6 +236,10 @@ class HostProgram(BoundProgram):
         return self._bound[1]
 
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
+        scaling, becomes = self.schedule.problem.scaling, self.schedule.buffer[dst.buffer].operand
+        if scaling is not None and becomes and not self.schedule.buffer[src.buffer].operand:
+            return partial(_quantise, src, dst, scaling)
+
         def run(bindings: Bindings, stream: int) -> None:
             if bindings.scaling is not None:
                 for there, here in zip(bindings.scale_views(dst), bindings.scale_views(src), strict=True):
@@ -413,6 +417,10 @@ class HostProgram(BoundProgram):
             raise
         except BaseException as error:
             raise self.rank_group.fail(error) from None
+
+
+def _quantise(src: Region, dst: Region, scaling: Scaling, bindings: Bindings, stream: int) -> None:
+    quantise(bindings.view(src), bindings.view(dst), bindings.scale_views(dst)[0], scaling)
 
 
 class HostFlags:

@@ -74,6 +74,11 @@ class HostSpace:
         fits = dtype == torch.float16 or (scaling is not None and dtype == torch.float32)
         return os.environ.get("TRITON_INTERPRET") == "1" and fits
 
+    @property
+    def quantises(self) -> bool:
+        """Whether rows are quantised by a kernel on their way."""
+        return os.environ.get("TRITON_INTERPRET") == "1"
+
     def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
         return self.runs_kernels(dtype, scaling)
 

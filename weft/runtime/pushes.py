@@ -6,22 +6,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.core.schedule import Flag, Push, Region
+from weft.core.schedule import Flag, Push, Region, quantises
 from weft.kernels.push import PushTables, launcher, push, push_tables, tiles_of_copy
+from weft.kernels.quantise import tiles_of_rows
 from weft.runtime.bindings import Bindings, Where
+from weft.runtime.quantising import QuantisingPush
 from weft.runtime.step_kernels import StepKernel
 
 if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
 
 
-def kernel_of(program: BoundProgram, where: Where, step: Push) -> FusedPush:
+def kernel_of(program: BoundProgram, where: Where, step: Push) -> StepKernel:
     """The kernel of a push."""
+    if quantises(step, program.schedule):
+        return QuantisingPush(step, where, program)
     return FusedPush(step, where, program.device, program)
 
 
 def signal_values(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:
     """How far a push raises its flags: by a tile each time."""
+    if quantises(step, program.schedule):
+        return {part.count: tiles_of_rows(part.dst) for part in step.parts}
     itemsize = program.dtype.itemsize
     return {part.count: tiles_of_copy(part.dst, itemsize=itemsize, device=program.device) for part in step.parts}
 

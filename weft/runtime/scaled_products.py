@@ -14,7 +14,7 @@ import torch
 from weft.compat.device import capabilities
 from weft.compat.scaled_mm import scaled_mm, takes
 from weft.core.machine import Machine
-from weft.core.problem import SCALE_BLOCK, Scaling
+from weft.core.problem import LEAST_MAGNITUDE, SCALE_BLOCK, Scaling
 from weft.runtime.launches import Scales
 from weft.runtime.nearest import nearest_profile
 
@@ -29,6 +29,16 @@ def dequantised(matrix: torch.Tensor, scales: torch.Tensor, scaling: Scaling, op
             scales = scales.repeat_interleave(SCALE_BLOCK, 0)[: matrix.shape[0]]
         scales = scales.repeat_interleave(SCALE_BLOCK, 1)[:, : matrix.shape[1]]
     return matrix.float() * scales
+
+
+def quantise(matrix: torch.Tensor, elements: torch.Tensor, scales: torch.Tensor, scaling: Scaling) -> None:
+    """Write a matrix as FP8 elements and their scales, rowwise or by blocks of 128 columns: a scale is the largest magnitude
+    that it is for, at least LEAST_MAGNITUDE, over the largest of the elements' dtype."""
+    rows, most = matrix.float(), torch.finfo(elements.dtype).max
+    blocks = rows.view(matrix.shape[0], scales.shape[1], matrix.shape[1] // scales.shape[1])
+    magnitudes = blocks.abs().amax(-1).clamp(min=LEAST_MAGNITUDE)
+    scales.copy_(magnitudes / most)
+    elements.copy_((blocks / scales[..., None]).clamp(-most, most).view_as(rows))
 
 
 def multiply_dequantised(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: Scales) -> None:

@@ -223,6 +223,8 @@ IN_ORDER = ("sequential", "sequential_stores")
 """The families that overlap nothing: they compute, and exchange before or after that."""
 CUT_COLUMNS = ("uniform_fused_2d", "flag_gated_2d")
 """The families that cut columns of a or of b."""
+QUANTISING = ("sequential", "sequential_stores", "direct_store")
+"""The families whose kernels may quantise the rows of a that they send."""
 MOST_CHUNKS = 512
 """Pieces a shard. With 256 a schedule of 8 ranks has 29,000 steps, and its proof takes 6 s; the time grows with the square."""
 
@@ -274,6 +276,8 @@ def unfit(name: str, problem: Problem) -> str:
         return f"schedule is {name!r}, which loads from and stores to all ranks; on nodes of {problem.nodes} ranks, use {fit}"
     if problem.scaling is not None and name in CUT_COLUMNS:
         return f"schedule is {name!r}, which cuts columns of FP8 operands, whose elements share scales; use a schedule of rows"
+    if problem.scaling is not None and problem.scaling.quantises and name not in QUANTISING:
+        return f"schedule is {name!r}, which sends rows as they are; a is quantised on its way by {', '.join(QUANTISING)}"
     if name == "node_slices" and problem.op == "matmul_all_reduce" and len(set(problem.nodes)) > 1:
         return f"schedule is {name!r}, whose all-reduce needs nodes of one size, not of {problem.nodes}; use sequential"
     return ""

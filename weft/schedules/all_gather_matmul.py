@@ -3,6 +3,7 @@
 Buffers of rank r
     a         input      m_r x K    its shard
     b         input      K x n_r
+    quantised local      m_r x K    a as FP8, of an a that is quantised before the vendor gathers it
     a_full    symmetric  M x K      where peers' rows land; peers write it, rank r reads it
     out       output     M x n_r
     gathered  output     M x K      only with return_gathered
@@ -51,6 +52,8 @@ class _Gather(Builder):
         self.buffer("b", "input", k, self.columns, operand="b")
         self.buffer("a_full", "symmetric", m, k, operand="a")
         self.buffer("out", "output", m, self.columns)
+        if self.quantises:
+            self.buffer("quantised", "local", self.owned, k, operand="a")
         if self.problem.return_gathered:
             self.buffer("gathered", "output", m, k, operand="a")
 
@@ -75,7 +78,8 @@ class _Gather(Builder):
         return self.region("a", piece.shard, (piece.rows[0] - base, piece.rows[1] - base))
 
     def part(self, rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
-        src = self.own(piece) if piece.shard == rank and not self.staged else self.landing(rank, piece)
+        as_given = piece.shard == rank and not (self.staged or self.quantises)
+        src = self.own(piece) if as_given else self.landing(rank, piece)
         return Part(src, self.region("out", rank, piece.rows), gates)
 
     def own_shard(self, rank: int) -> list[Part]:
@@ -84,8 +88,12 @@ class _Gather(Builder):
         return [Part(self.region("a", rank), self.region("out", rank, rows))] if rows[1] > rows[0] else []
 
     def gated(self, rank: int, pieces: Iterable[Piece]) -> None:
-        """One GEMM of the own shard and of these pieces, each of which waits until it has arrived."""
-        self.gemm(rank, self.own_shard(rank) + [self.part(rank, p, (Wait(self.arrived(rank, p)),)) for p in pieces])
+        """One GEMM of the own shard and of these pieces, each of which waits until it has arrived. Own rows that are quantised
+        on their way arrive as others do."""
+        awaited, own = [*pieces], self.own_shard(rank)
+        if self.quantises:
+            awaited, own = [*self.pieces[rank], *awaited], []
+        self.gemm(rank, own + [self.part(rank, p, (Wait(self.arrived(rank, p)),)) for p in awaited])
 
     def gemm_of(self, rank: int, pieces: Sequence[Piece]) -> None:
         """Wait for pieces, given in the order of their arrival; then multiply them in the order of their rows, which so lie in
@@ -134,9 +142,10 @@ class _Gather(Builder):
     def _copy_gathered(self, rank: int) -> None:
         for shard, pieces in enumerate(self.pieces):
             rows = self.problem.shards[shard]
-            src = self.region("a", rank) if shard == rank else self.region("a_full", rank, rows)
+            as_given = shard == rank and not self.quantises
+            src = self.region("a", rank) if as_given else self.region("a_full", rank, rows)
             found = [(src, rows)] if pieces else []
-            if self.staged and shard != rank:
+            if self.staged and not as_given:
                 found = [(self.landing(rank, piece), piece.rows) for piece in pieces]
             for src, rows in found:
                 self.add(rank, "compute", Copy(src, self.region("gathered", rank, rows)))
@@ -146,7 +155,7 @@ def sequential(asked: Request) -> Schedule:
     """Vendor all-gather, then one GEMM."""
     s = _Gather(asked)
     for rank in s.each:
-        s.add(rank, "compute", Collective("all_gather", s.region("a", rank), s.region("a_full", rank)))
+        s.add(rank, "compute", Collective("all_gather", s.quantised(rank), s.region("a_full", rank)))
         if s.problem.return_gathered:
             s.add(rank, "compute", Copy(s.region("a_full", rank), s.region("gathered", rank)))
         s.gemm(rank, [Part(s.region("a_full", rank), s.region("out", rank))])
@@ -210,7 +219,7 @@ def gated(asked: Request, *, blocks: bool) -> Schedule:
     blocks: communication blocks bring the chunks, not copy engines.
     """
     s = _Gather(asked)
-    s.push_all(lane="blocks" if blocks else None)
+    s.push_all(lane="blocks" if blocks else None, stage_own=s.quantises)
     for rank in s.each:
         s.gated(rank, s.by_chunk(s.peers(rank)))
     return s.finish()

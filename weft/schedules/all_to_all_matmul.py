@@ -3,6 +3,7 @@
 Buffers of rank r (m_r rows of each rank's a are r's)
     a     input      M x K       rows by destination
     b     input      K x N
+    quantised local  M x K       a as FP8, of an a that is quantised before the vendor exchanges it
     recv  symmetric  p*m_r x K   where peers' rows land, in the order of ranks; peers write it, rank r reads it
     out   output     p*m_r x N
     gathered  output p*m_r x K   only with return_gathered
@@ -40,6 +41,8 @@ class Dispatch(AllToAllBuilder):
     def __init__(self, asked: Request) -> None:
         super().__init__(asked)
         self.buffer("recv", "symmetric", self.arriving, self.problem.k, operand="a")
+        if self.quantises:
+            self.buffer("quantised", "local", self.problem.m, self.problem.k, operand="a")
         if self.problem.return_gathered:
             self.buffer("gathered", "output", self.arriving, self.problem.k, operand="a")
 
@@ -54,9 +57,11 @@ class Dispatch(AllToAllBuilder):
         return Part(self.arrival("recv", src_rank, piece), self.arrival("out", src_rank, piece), gates)
 
     def gated(self, rank: int) -> None:
-        """One GEMM of the own rows, and of those of the peers, which wait until they have arrived."""
-        remote = [self.part(src_rank, p, (Wait(self.arrived(src_rank, p)),)) for src_rank, p in self.remote(rank)]
-        self.gemm(rank, self.own_shard(rank) + remote)
+        """One GEMM of the own rows, and of those of the peers, which wait until they have arrived. Own rows that are quantised
+        on their way arrive as others do."""
+        own = [(rank, piece) for piece in self.pieces[rank]] if self.quantises else []
+        awaited = [self.part(src, p, (Wait(self.arrived(src, p)),)) for src, p in (*own, *self.remote(rank))]
+        self.gemm(rank, awaited if own else self.own_shard(rank) + awaited)
 
     def push(self, rank: int, *, lane: str | None = None, stage_own: bool = False) -> None:
         """Send all pieces, chunk by chunk; at any time no two ranks send to the same one. lane: as for `send`. stage_own: the
@@ -69,6 +74,9 @@ class Dispatch(AllToAllBuilder):
 
     def copy_gathered(self, rank: int) -> None:
         """Hand over what arrived. The own rows from a: not every schedule has them in recv."""
+        if self.quantises:
+            self.add(rank, "compute", Copy(self.region("recv", rank), self.region("gathered", rank)))
+            return
         own = self.problem.arrivals(rank, rank)
         mine = Copy(self.region("a", rank, self.problem.shards[rank]), self.region("gathered", rank, own))
         around = ((0, own[0]), (own[1], self.problem.out_rows(rank)))
@@ -87,7 +95,7 @@ class Dispatch(AllToAllBuilder):
         """The vendor's collective, then one GEMM of what has arrived."""
         for rank in self.each:
             arriving = self.region("gathered" if self.problem.return_gathered else "recv", rank)
-            self.add(rank, "compute", Collective(op, self.region("a", rank), arriving))
+            self.add(rank, "compute", Collective(op, self.quantised(rank), arriving))
             self.gemm(rank, [Part(arriving, self.region("out", rank))])
         return self.done()
 
@@ -125,7 +133,7 @@ def gated(asked: Request, *, blocks: bool) -> Schedule:
     pieces, not copy engines."""
     s = Dispatch(asked)
     for rank in s.each:
-        s.push(rank, lane="blocks" if blocks else None)
+        s.push(rank, lane="blocks" if blocks else None, stage_own=s.quantises)
         s.gated(rank)
     return s.finish()
 

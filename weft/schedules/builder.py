@@ -103,6 +103,11 @@ class Builder:
         self._lanes: list[dict[str, list[Step]]] = [{} for _ in self.each]
 
     @property
+    def quantises(self) -> bool:
+        """Whether a becomes FP8 on its way, so that own rows, too, are multiplied as they land."""
+        return self.problem.scaling is not None and self.problem.scaling.quantises
+
+    @property
     def each(self) -> range:
         """All ranks."""
         return range(self.world_size)
@@ -143,7 +148,7 @@ class Builder:
         """rows, cols: on each rank; one number where it is the same on all. operand: what it holds rows of, which are FP8 if
         the problem's operands are."""
         height, width = ([size] * self.world_size if isinstance(size, int) else size for size in (rows, cols))
-        scaled = operand if self.problem.scaling is not None else ""
+        scaled = operand if self.problem.scaling is not None and not (name == "a" and self.quantises) else ""
         self._buffers[name] = Buffer(name, kind, tuple(height), tuple(width), float32, scaled)
 
     def region(self, name: str, rank: int, rows: Span1D | None = None, cols: Span1D | None = None) -> Region:
@@ -230,6 +235,16 @@ class Builder:
     def carried(self, rank: int) -> list[int]:
         """The ranks of other nodes whose shards `rank` stands for."""
         return [other for other in self.far(rank) if self.carrier(self.problem.node_of[rank], other) == rank]
+
+    def quantised(self, rank: int) -> Region:
+        """All rows of a, quantised on the compute lane; a itself where they are FP8, or nothing is."""
+        a = self.region("a", rank)
+        if not self.quantises:
+            return a
+        quantised, done = self.region("quantised", rank), Flag("quantised", rank)
+        if a.size:
+            self.add(rank, "compute", Push((Store(a, quantised, done),)), Wait(done))
+        return quantised
 
     def send_receive(
         self, rank: int, sends: list[Send], receives: list[Receive], *, after: list[Flag], then: Flag | None

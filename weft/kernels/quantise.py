@@ -1,0 +1,208 @@
+"""Quantises rows and stores them where they belong, in one kernel: the Push of a problem whose scaling quantises a.
+
+    _quantise_kernel   persistent blocks; tiles of ROWS rows, each read from HBM once
+    quantise()         its launcher; QuantiseTables  what the copies mean to the kernel, computed once
+
+A tile has destinations: every rank that its rows go to, this one included. A block finds the scales of its rows (rowwise: in a
+pass over K, after which they lie in the cache), divides, rounds, and stores elements and scales at each destination. Then it
+adds one to the flag of each: a part of the Push is there when its flag has reached the number of its tiles.
+
+    block 0: tile 0   largest magnitudes -> scales -> FP8 -> store here, at rank 1, ... -> barrier -> count 1 at each (release)
+    block 1: tile 1   ...                                     ~> peer: flag has grown by all tiles: the part is there
+
+Order is that of weft.kernels.push: all stores of a tile come before the block's barrier, that before the release of each flag.
+The result has the same bits as weft.runtime.scaled_products.quantise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.core.problem import LEAST_MAGNITUDE, SCALE_BLOCK, Scaling
+from weft.core.schedule import Flag, Region, Store
+from weft.kernels.launch import Launcher
+from weft.triton.flags import table
+
+ROWS = 4
+"""Of a tile."""
+_TILE_FIELDS, _PLACE_FIELDS = 4, 3
+_COLUMNS, _WARPS = 2048, 8
+_LEAST = tl.constexpr(LEAST_MAGNITUDE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantiseTables:
+    """Copies as the kernel reads them, on the device.
+
+    tiles: for each tile: its first row in the source, how many rows it has, and its places [first, last). places: for each
+    destination of a tile: the addresses of its first element, of its first scale, and of its flag. pitches: elements from row
+    to row of the elements, and of the scales, at every destination. count: tiles. blockwise: whether each block of SCALE_BLOCK
+    columns has a scale, not each row. dtype: of FP8.
+    """
+
+    tiles: torch.Tensor
+    places: torch.Tensor
+    count: int
+    columns: int
+    pitches: tuple[int, int]
+    blockwise: bool
+    dtype: torch.dtype
+
+
+def tiles_of_rows(region: Region) -> int:
+    """Tiles of a copy of this shape: how far its flag grows in a call."""
+    return -(-region.shape[0] // ROWS)
+
+
+def quantise_tables(
+    parts: Sequence[Store],
+    *,
+    scaling: Scaling,
+    device: torch.device,
+    elements: Callable[[Region], torch.Tensor],
+    scales: Callable[[Region], torch.Tensor],
+    count_address: Callable[[Flag], int],
+) -> QuantiseTables:
+    """Lay the parts of a Push out for the kernel. elements, scales: those of a destination. Parts of the same rows share
+    tiles."""
+    tiles: list[tuple[int, int, int, int]] = []
+    places: list[tuple[int, int, int]] = []
+    pitches = set[tuple[int, int]]()
+    for src, same in groupby(sorted(parts, key=lambda part: part.src.rows), key=lambda part: part.src):
+        targets = [(elements(part.dst), scales(part.dst), count_address(part.count)) for part in same]
+        pitches |= {(data.stride(0), of.stride(0)) for data, of, _ in targets if data.shape[0] > 1}
+        for at in range(0, src.shape[0], ROWS):
+            tiles.append((src.rows[0] + at, min(ROWS, src.shape[0] - at), len(places), len(places) + len(targets)))
+            places += [(data[at:].data_ptr(), of[at:].data_ptr(), flag) for data, of, flag in targets]
+    assert len(pitches) < 2, f"destinations differ in the distance from row to row: {pitches}"
+    columns = parts[0].src.shape[1]
+    width = scaling.scales_shape("a", 1, columns)[1]
+    return QuantiseTables(
+        tiles=table(tiles, torch.int64, device),
+        places=table(places, torch.int64, device),
+        count=len(tiles),
+        columns=columns,
+        pitches=next(iter(pitches), (columns, width)),
+        blockwise=scaling.recipe == "blockwise",
+        dtype=getattr(torch, scaling.a),
+    )
+
+
+def launcher() -> Launcher:
+    """For `quantise`, call after call."""
+    return Launcher(_quantise_kernel)
+
+
+def quantise(
+    plan: QuantiseTables,
+    source: torch.Tensor,
+    *,
+    sms: int,
+    silent: bool = False,
+    launched_by: Launcher | None = None,
+    stream: int | None = None,
+) -> None:
+    """Make the copies that `plan` says, and count. source: [rows, columns], rows contiguous. sms: blocks. silent: do not count,
+    for a rehearsal. launched_by, stream: as for weft.kernels.gemm.gemm."""
+    if not plan.count:
+        return
+    constants = {
+        "COLUMNS": min(_COLUMNS, triton.next_power_of_2(plan.columns)),
+        "BLOCK": SCALE_BLOCK if plan.blockwise else 0,
+        "ROWS": ROWS,
+        "E5M2": plan.dtype == torch.float8_e5m2,
+        "MOST": torch.finfo(plan.dtype).max,
+    }
+    (launched_by or launcher())(
+        min(sms, plan.count),
+        (source, plan.tiles, plan.places, source.stride(0), plan.columns, *plan.pitches, int(not silent), plan.count),
+        constants,
+        key=(source.dtype, source.data_ptr() % 16, source.stride(0) % 16, plan.columns, plan.pitches),
+        stream=stream,
+        num_warps=_WARPS,
+    )
+
+
+if triton.knobs.runtime.interpret:
+
+    def _rounded(values: Any, E5M2: Any) -> Any:
+        """Interpreted: values rounded to numbers that FP8 has, to even where two are as near. The interpreter's own conversion
+        loses the carry into the exponent."""
+        digits, least = (4, 2.0**-14) if E5M2 else (8, 2.0**-6)
+        power = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        step = tl.maximum(power, least) / digits
+        even = 1.5 * 2.0**23  # a float32 of this size has no fraction
+        return ((values / step + even) - even) * step
+
+else:
+
+    @triton.jit
+    def _rounded(values, E5M2: tl.constexpr):
+        """On GPUs values as they are: the conversion rounds."""
+        return values
+
+
+@triton.jit
+def _elements(values, E5M2: tl.constexpr):
+    """Values within the range of FP8, rounded to it, as bytes."""
+    if E5M2:
+        return _rounded(values, E5M2).to(tl.float8e5).to(tl.int8, bitcast=True)
+    else:  # noqa: RET505 - one of the two is compiled
+        return _rounded(values, E5M2).to(tl.float8e4nv).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def _quantise_kernel(
+    source_ptr, tiles_ptr, places_ptr, stride, columns, pitch, scale_pitch, count_by, tiles,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, E5M2: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, ROWS)[:, None]
+    lane = tl.arange(0, COLUMNS)[None, :]
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        fields = tiles_ptr + 4 * tile
+        first, rows = tl.load(fields), tl.load(fields + 1)
+        begin, end = tl.load(fields + 2).to(tl.int32), tl.load(fields + 3).to(tl.int32)
+        base_ptr = source_ptr + (first + row) * stride
+        scale = tl.full((ROWS, 1), 0, tl.float32)
+        if BLOCK == 0:
+            for at in range(0, columns, COLUMNS):
+                col = at + lane
+                some = tl.load(base_ptr + col, mask=(row < rows) & (col < columns), other=0).to(tl.float32)
+                scale = tl.maximum(scale, tl.max(tl.abs(some), 1, keep_dims=True))
+            scale = tl.div_rn(tl.maximum(scale, _LEAST), MOST)
+            for place in range(begin, end):
+                scales_ptr = tl.load(places_ptr + 3 * place + 1).to(tl.pointer_type(tl.float32))
+                tl.store(scales_ptr + row * scale_pitch, scale, mask=row < rows)
+        for at in range(0, columns, COLUMNS):
+            col = at + lane
+            inside = (row < rows) & (col < columns)
+            some = tl.load(base_ptr + col, mask=inside, other=0).to(tl.float32)
+            if BLOCK == 0:
+                scaled = tl.div_rn(some, tl.broadcast_to(scale, (ROWS, COLUMNS)))
+            else:
+                blocks = some.reshape(ROWS, COLUMNS // BLOCK, BLOCK)
+                factor = tl.div_rn(tl.maximum(tl.max(tl.abs(blocks), 2), _LEAST), MOST)
+                scaled = tl.div_rn(blocks, tl.broadcast_to(factor[:, :, None], (ROWS, COLUMNS // BLOCK, BLOCK)))
+                scaled = scaled.reshape(ROWS, COLUMNS)
+                block = at // BLOCK + tl.arange(0, COLUMNS // BLOCK)[None, :]
+                for place in range(begin, end):
+                    scales_ptr = tl.load(places_ptr + 3 * place + 1).to(tl.pointer_type(tl.float32))
+                    kept = (row < rows) & (block * BLOCK < columns)
+                    tl.store(scales_ptr + row * scale_pitch + block, factor, mask=kept)
+            data = _elements(tl.clamp(scaled, -MOST, MOST), E5M2)
+            for place in range(begin, end):
+                there_ptr = tl.load(places_ptr + 3 * place).to(tl.pointer_type(tl.int8))
+                tl.store(tl.multiple_of(there_ptr, 16) + row * pitch + col, data, mask=inside)
+        # All stores of the tile before the releases that publish them.
+        tl.debug_barrier()
+        if count_by != 0:
+            for place in range(begin, end):
+                flag_ptr = tl.load(places_ptr + 3 * place + 2).to(tl.pointer_type(tl.int32))
+                tl.atomic_add(flag_ptr, count_by, sem="release", scope="sys")

@@ -1,0 +1,49 @@
+"""A Push that quantises, as one kernel (weft.kernels.quantise), which adds to the flag of each part tile by tile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.core.schedule import Push
+from weft.kernels.quantise import QuantiseTables, launcher, quantise, quantise_tables
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.step_kernels import StepKernel
+
+if TYPE_CHECKING:
+    from weft.runtime.bound import BoundProgram
+
+
+class QuantisingPush(StepKernel):
+    """One Push of one rank, ready to launch call after call."""
+
+    def __init__(self, step: Push, where: Where, program: BoundProgram) -> None:
+        super().__init__(where)
+        self._step, self._program, self._launcher = step, program, launcher()
+        self._targets = list(dict.fromkeys((part.dst.buffer, part.dst.rank) for part in step.parts))
+        self._tables: tuple[tuple[int, ...], QuantiseTables] | None = None
+
+    def lay_out(self, bindings: Bindings) -> None:
+        self._laid_out(bindings)
+
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        ((source, _),) = bindings.tensors[self._step.source]
+        plan = self._laid_out(bindings)
+        quantise(plan, source, sms=sms, silent=silent, launched_by=self._launcher, stream=stream)
+
+    def _laid_out(self, bindings: Bindings) -> QuantiseTables:
+        """The tables. Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), they are made anew."""
+        moved = tuple(bindings.tensors[key][0][0].data_ptr() for key in self._targets)
+        if self._tables is None or self._tables[0] != moved:
+            assert bindings.scaling is not None, f"{self.where}: the problem has no scaling"
+            self._tables = (
+                moved,
+                quantise_tables(
+                    self._step.parts,
+                    scaling=bindings.scaling,
+                    device=self._program.device,
+                    elements=bindings.view,
+                    scales=lambda region: bindings.scale_views(region)[0],
+                    count_address=self._program.count_address,
+                ),
+            )
+        return self._tables[1]
