@@ -143,4 +143,4 @@ def test_tiles_under_way_fit_shared_memory(rows: int, world_size: int, dtype: st
             tile = plan(problem, 0, split(n, world_size), hops="one" if one_hop else "two", **options).tiling
             assert tile.stages >= 2
             assert (tile.m + tile.n) * tile.k * problem.operand_itemsize * tile.stages <= SHARED_BYTES, tile
-            assert scaling is None or scaling.recipe != "blockwise" or tile.k == SCALE_BLOCK
+            assert scaling is None or scaling.recipe != "blockwise" or tile.k % SCALE_BLOCK == 0

@@ -58,8 +58,6 @@ from weft.triton.flags import table
 COPIES = 3
 _SHARED_BYTES = 180 << 10
 """For tiles that are on their way, where a block may have as much."""
-_STAGES = 6
-"""Tiles of a and b that are on their way at most."""
 _EXCHANGING = 4
 """Blocks an SM of a kernel that only exchanges. On 4 x H200, 128 x 8192: 12.0 us in all, with one block of 128 rows 12.8."""
 _ELEMENTS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
@@ -90,12 +88,9 @@ def tiling(
         least = pieces * EXCHANGED_BYTES // problem.itemsize
         return Tiling(m=16 if height <= 16 else 32, n=max(64, least), k=1, warps=4, stages=1)
     rows, cols = streamed_tile(problem, width, pieces, height, sms)
-    small, itemsize = rows * cols <= 4096, problem.operand_itemsize
-    inner, most = (128 if small else 64) * 2 // itemsize, _STAGES
-    if small and problem.scaling is not None and problem.scaling.recipe == "blockwise":
-        # A step has one block of scales. With half of the bytes a step, twice the steps are under way.
-        inner, most = SCALE_BLOCK, most * inner // SCALE_BLOCK
-    stages = min(most, min(_SHARED_BYTES, capabilities(device).shared_bytes) // ((rows + cols) * inner * itemsize))
+    itemsize = problem.operand_itemsize
+    inner = (128 if rows * cols <= 4096 else 64) * 2 // itemsize
+    stages = min(6, min(_SHARED_BYTES, capabilities(device).shared_bytes) // ((rows + cols) * inner * itemsize))
     return Tiling(m=rows, n=cols, k=inner, warps=4 if rows < 128 else 8, stages=stages)
 
 
@@ -286,6 +281,7 @@ def _constants(layout: AllReducePlan, bias: bool, residual: bool, gpu: Capabilit
         "MULTIPLY": layout.multiply,
         "RECIPE": "" if scaling is None else scaling.recipe,
         "PROMOTED": scaling is not None and promotes(gpu, scaling),
+        "PARTS": 1 if scaling is None else -(-shape.k // SCALE_BLOCK),
         "BIAS": bias,
         "RESIDUAL": residual,
         "BLOCK_M": shape.m,
@@ -310,15 +306,17 @@ def _spread(tile, owner, share, extent, COUNT: tl.constexpr, PIECE: tl.constexpr
 @triton.jit
 def _product(
     a_ptr, b_ptr, scales, rows, cols, there, m, k, stride_am, stride_bk, stride_bn,
-    RECIPE: tl.constexpr, PROMOTED: tl.constexpr,
+    RECIPE: tl.constexpr, PROMOTED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of a @ b in float32; zero where it lies beyond the matrices. there: which columns do not.
 
-    RECIPE, of FP8 factors, says what their scales are; empty if they are none. PROMOTED: each step over K is a product of its
-    own, which is added in float32, as weft.kernels.gemm_kernel does. With blockwise scales a step lies in one block of K.
+    RECIPE, of FP8 factors, says what their scales are; empty if they are none. A step over K has PARTS, and with blockwise
+    scales each part lies in one block of K. PROMOTED: each part is a product of its own, which is added in float32, as
+    weft.kernels.gemm_kernel does.
     """
-    inner = tl.arange(0, BLOCK_K)
+    INNER: tl.constexpr = BLOCK_K // PARTS
+    inner = tl.arange(0, INNER)
     a_ptrs = a_ptr + rows[:, None].to(tl.int64) * stride_am + inner[None, :]
     b_ptrs = b_ptr + inner[:, None].to(tl.int64) * stride_bk + cols[None, :].to(tl.int64) * stride_bn
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -326,18 +324,19 @@ def _product(
     if RECIPE != "":
         row_scales = RowScales(scales.a0 + rows.to(tl.int64) * scales.a0_row, rows < m, scales.a0_block)
     for first in tl.range(0, k, BLOCK_K, num_stages=STAGES):
-        left = inner < k - first
-        a = tl.load(a_ptrs, mask=(rows < m)[:, None] & left[None, :], other=0.0)
-        b = tl.load(b_ptrs, mask=left[:, None] & there[None, :], other=0.0)
-        if PROMOTED:
-            product = tl.dot(operand(a), operand(b), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-            if RECIPE == "blockwise":
-                product *= block_scales(scales, row_scales, first, cols, there)
-            total += product
-        else:
-            total = tl.dot(operand(a), operand(b), total, input_precision="ieee")
-        a_ptrs += BLOCK_K
-        b_ptrs += tl.cast(stride_bk, tl.int64) * BLOCK_K
+        for part in tl.static_range(PARTS):
+            left = inner < k - first - part * INNER
+            a = tl.load(a_ptrs, mask=(rows < m)[:, None] & left[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=left[:, None] & there[None, :], other=0.0)
+            if PROMOTED:
+                product = tl.dot(operand(a), operand(b), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                if RECIPE == "blockwise":
+                    product *= block_scales(scales, row_scales, first + part * INNER, k, cols, there)
+                total += product
+            else:
+                total = tl.dot(operand(a), operand(b), total, input_precision="ieee")
+            a_ptrs += INNER
+            b_ptrs += tl.cast(stride_bk, tl.int64) * INNER
     if (RECIPE == "tensorwise") or (RECIPE == "rowwise"):
         total = scaled(total, scales, row_scales, cols, there)
     return total
@@ -349,7 +348,8 @@ def _all_reduce_kernel(
     m, n, k, stride_am, stride_bk, stride_bn, share, tiles, rank, tries, live,
     ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
     TWO_HOPS: tl.constexpr, SCATTER: tl.constexpr, DIVIDE_BY: tl.constexpr,
-    MULTIPLY: tl.constexpr, RECIPE: tl.constexpr, PROMOTED: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    MULTIPLY: tl.constexpr, RECIPE: tl.constexpr, PROMOTED: tl.constexpr, PARTS: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -372,7 +372,7 @@ def _all_reduce_kernel(
         mask = valid[:, None] & there[None, :]
         if MULTIPLY:
             total = _product(
-                a_ptr, b_ptr, scales, rows, cols, there, m, k, stride_am, stride_bk, stride_bn, RECIPE, PROMOTED,
+                a_ptr, b_ptr, scales, rows, cols, there, m, k, stride_am, stride_bk, stride_bn, RECIPE, PROMOTED, PARTS,
                 BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         else:

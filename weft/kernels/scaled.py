@@ -109,12 +109,12 @@ def column_in_block(scales, block, end, col):
 
 
 @triton.jit
-def block_scales(scales, rows, k, cols, there):
-    """Of each element of a tile, the scale of its row in the block of K that has column k of a, times that of the block of b
-    that has its column. there: which of the columns exist."""
-    block = k // _BLOCK
-    of_b = tl.load(scales.b + block * scales.b_block + (cols // _BLOCK) * scales.b_col, mask=there, other=0)
-    of_a = tl.load(rows.pointers + block * rows.block, mask=rows.mask, other=0)
+def block_scales(scales, rows, first, k, cols, there):
+    """Of each element of a tile, the scale of its row in the block of K that begins with column `first` of a, times that of the
+    block of b that has its column; 0 from column k on. there: which of the tile's columns exist."""
+    block, inside = first // _BLOCK, first < k
+    of_b = tl.load(scales.b + block * scales.b_block + (cols // _BLOCK) * scales.b_col, mask=there & inside, other=0)
+    of_a = tl.load(rows.pointers + block * rows.block, mask=rows.mask & inside, other=0)
     return of_a[:, None] * of_b[None, :]
 
 
