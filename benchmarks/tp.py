@@ -4,11 +4,14 @@ Protocol: measure.py's; bf16, normal data; results are compared with sequential'
 same run: sequential (torch.mm and NCCL's collective), NCCL alone, cuBLAS alone, the sequential program by torch.compile
 (torch_compile), PyTorch's asynchronous tensor parallelism (async_tp: symm_mem.fused_*). NCCL, alone and in sequential, is the
 fastest of its ways (collectives.py), by case and mode. ideal = the larger of NCCL alone and cuBLAS alone. overlapped = the
-best of the schedules that are named; auto = weft's own choice. Traps: multicast stays off, so async TP is always asked for
+best of the schedules that are named; auto = weft's own choice. Of FP8 operands, which have rowwise scales and fast
+accumulation, cuBLAS alone is the faster of rowwise and tensorwise products, and quantised compares an a of bfloat16 that weft
+quantises on its way with a compiled quantisation before sequential. Traps: multicast stays off, so async TP is always asked for
 the gathered a: without that it may take multimem kernels for small M; each case gives its memory back; registered buffers are
 used in place, which favours NCCL; host time of weft includes that ranks meet at each call, that of the others does not.
 
     torchrun --nproc-per-node 4 benchmarks/tp.py --json benchmarks/results/tp.jsonl
+    torchrun --nproc-per-node 2 benchmarks/tp.py --dtype float8_e4m3fn --json benchmarks/results/tp_fp8.jsonl
     torchrun --nproc-per-node 4 benchmarks/tp.py --cases M=512 --ops matmul_reduce_scatter --specs direct_store:1,flag_gated:2
 """
 
@@ -34,6 +37,7 @@ from weft.core.problem import Problem
 
 ROUNDS = 11
 REPEAT, REPEAT_LONG = 4, 2
+FLOAT8 = torch.float8_e4m3fn
 LONG_FLOPS = 8e11
 """A rank's matmul of about 1 ms: fewer calls are enough."""
 SPECS = {
@@ -127,6 +131,98 @@ class Site:
         return lambda: weft.matmul_reduce_scatter(self.a, self.b, schedule=spec)
 
 
+class Float8Site(Site):
+    """The same with operands of float8_e4m3fn, rowwise scales and fast accumulation. NCCL gathers rows, then their scales."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.given = self.a
+        self.a, self.scale_a = self._quantised(self.a)
+        rows, scales = self._quantised(self.b.t().contiguous())
+        self.b, self.scale_b = rows.t(), scales.t()
+        self.scales = self.scale_a.new_empty(problem.m, 1) if self.gather else self.scale_a
+
+    @staticmethod
+    def _quantised(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = matrix.abs().amax(1, keepdim=True).float() / torch.finfo(FLOAT8).max
+        return (matrix.float() / scales).to(FLOAT8), scales
+
+    def works(self, found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
+        works = super().works(found, specs)
+        del works["torch_compile"]
+        works["computation tensorwise"] = self._tensorwise
+        if self.gather:
+            quantise = torch.compile(self._quantised, dynamic=False, fullgraph=True)
+            after, call = (
+                works["sequential default"],
+                partial(weft.all_gather_matmul, scale_b=self.scale_b, use_fast_accum=True),
+            )
+            works["quantised sequential"] = lambda: (quantise(self.given), after())[1]
+            works["quantised auto"] = lambda: call(self.given, self.b)
+        return works
+
+    def _multiply(self, a: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        scales = self.scales, self.scale_b
+        return torch._scaled_mm(a, self.b, *scales, out_dtype=out.dtype, use_fast_accum=True, out=out)
+
+    def _tensorwise(self) -> torch.Tensor:
+        a = self.a if not self.gather else self.a.new_empty(self.problem.m, self.a.shape[1])
+        one = self.scale_a[:1]
+        return torch._scaled_mm(a, self.b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True, out=self.product)
+
+    def _gathers(self, way: Way) -> dict[str, Work]:
+        shard = way.shard(self.a.shape[0], self.a.shape[1] // 2).view(torch.uint8).copy_(self.a.view(torch.uint8))
+        whole = way.whole(self.problem.m, self.a.shape[1] // 2).view(torch.uint8)
+
+        def gather() -> None:
+            way.all_gather(whole, shard)
+            dist.all_gather_into_tensor(self.scales, self.scale_a)
+
+        def sequential() -> torch.Tensor:
+            gather()
+            return self._multiply(whole.view(FLOAT8), self.product)
+
+        works: dict[str, Work] = {f"sequential {way.name}": sequential, f"communication {way.name}": gather}
+        if way.name == "default":
+            works["computation"] = lambda: self._multiply(whole.view(FLOAT8), self.product)
+        return works
+
+    def _scatters(self, way: Way) -> dict[str, Work]:
+        shard = way.shard(self.shard_rows, self.b.shape[1])
+        whole = way.whole(*self.product.shape)
+
+        def sequential() -> torch.Tensor:
+            return way.reduce_scatter(shard, self._multiply(self.a, whole))
+
+        works: dict[str, Work] = {f"sequential {way.name}": sequential}
+        works[f"communication {way.name}"] = lambda: way.reduce_scatter(shard, whole)
+        if way.name == "default":
+            works["computation"] = lambda: self._multiply(self.a, whole)
+        return works
+
+    def _async_tp(self) -> torch.Tensor:
+        group = dist.group.WORLD
+        assert group is not None
+        ops, name = torch.ops.symm_mem, group.group_name
+        if self.gather:
+            scales, dtypes = [self.scale_b], [torch.bfloat16]
+            call = ops.fused_all_gather_scaled_matmul
+            outs: list[torch.Tensor] = call(self.a, [self.b], self.scale_a, scales, 0, name, [None], [None], dtypes, [True])[1]
+            return outs[0]
+        shape = [self.problem.m, self.b.shape[1]]
+        scatter = partial(ops.fused_scaled_matmul_reduce_scatter, out_dtype=torch.bfloat16, use_fast_accum=True)
+        out: torch.Tensor = scatter(self.a, self.b, self.scale_a, self.scale_b, "sum", 0, 0, name, shape)
+        return out
+
+    def overlapped(self, spec: str) -> Work:
+        call = weft.all_gather_matmul if self.gather else weft.matmul_reduce_scatter
+        scales: dict[str, Any] = {"scale_a": self.scale_a, "scale_b": self.scale_b, "use_fast_accum": True}
+        return lambda: call(self.a, self.b, schedule=spec, **scales)
+
+
+SITES = {"bfloat16": Site, "float8_e4m3fn": Float8Site}
+
+
 def chosen(site: Site) -> str | None:
     """What "auto" stands for at this site, after a call of it."""
     group = dist.group.WORLD
@@ -144,13 +240,15 @@ def measured(case: Case, found: Sequence[Way], arguments: argparse.Namespace) ->
     problem = case.problem(dist.get_world_size())
     asked = arguments.specs.split(",") if arguments.specs else SPECS[problem.op]
     specs = [spec for spec in asked if spec.partition(":")[0] in schedules.names(problem.op)]
-    site = Site(problem)
+    if arguments.dtype != "bfloat16":
+        specs = [spec for spec in specs if spec.partition(":")[0] not in schedules.CUT_COLUMNS]
+    site = SITES[arguments.dtype](problem)
     works = site.works(found, specs)
     expected = together("sequential default", works["sequential default"])
     times, missing = trial(
         works,
         arguments.modes.split(","),
-        check=check_of(expected.float(), apart=("communication", "computation")),  # type: ignore[attr-defined]
+        check=check_of(expected.float(), apart=("communication", "computation", "quantised")),  # type: ignore[attr-defined]
         needed=("sequential default", "communication default", "computation"),
         rounds=arguments.rounds,
         repeat=REPEAT if problem.flops < LONG_FLOPS else REPEAT_LONG,
@@ -158,7 +256,7 @@ def measured(case: Case, found: Sequence[Way], arguments: argparse.Namespace) ->
     name = chosen(site) if "auto" not in missing else None
     lines = []
     for mode, us in times.items():
-        line = row(bench="tp", op=problem.op, case=case.name, dtype=problem.dtype, mode=mode, arguments=arguments)
+        line = row(bench="tp", op=problem.op, case=case.name, dtype=arguments.dtype, mode=mode, arguments=arguments)
         lines.append(line | figures(us, mode, [spec for spec in specs if spec in us], name) | {"missing": missing})
     return lines
 
@@ -168,23 +266,25 @@ def figures(times: Mapping[str, Times], mode: str, specs: Sequence[str], name: s
     us = {method: t.us for method, t in times.items()}
     nccl = {
         way: {f"{what}_us": us[f"{what} {way}"] for what in ("communication", "sequential") if f"{what} {way}" in us}
-        for way in dict.fromkeys(method.split()[1] for method in us if " " in method)
+        for way in dict.fromkeys(method.split()[1] for method in us if method.startswith("sequential "))
     }
     sequential = min((method for method in us if method.startswith("sequential ")), key=lambda method: us[method])
     communication_us = min(found["communication_us"] for found in nccl.values() if "communication_us" in found)
     best = min(specs, key=lambda spec: us[spec], default=None)
+    computation_us = min(us[method] for method in us if method.startswith("computation"))
     line = {
         "schedule": best,
         "sequential_us": us[sequential],
         "communication_us": communication_us,
-        "computation_us": us["computation"],
-        "ideal_us": max(communication_us, us["computation"]),
+        "computation_us": computation_us,
+        "ideal_us": max(communication_us, computation_us),
         "overlapped_us": us[best] if best else None,
         "auto_us": us.get("auto"),
         "chosen": name,
         "nccl": nccl,
         "candidates": {spec: us[spec] for spec in specs},
         "peers": {peer: us[peer] for peer in ("async_tp", "torch_compile") if peer in us},
+        "quantised": {method.split()[1]: us[method] for method in us if method.startswith("quantised ")},
     }
     if mode == "eager":
         hosts: dict[str, str | None] = {"sequential": sequential, "overlapped": best}
@@ -216,6 +316,7 @@ def main() -> None:
     options.add_argument("--cases", default="", help="only cases whose name contains one of these, with commas")
     options.add_argument("--ops", default=",".join(SPECS), help="only these operators (%(default)s)")
     options.add_argument("--specs", default="", help="schedules to try beside auto, each where its operator has it")
+    options.add_argument("--dtype", choices=SITES, default="bfloat16", help="of the operands (%(default)s)")
     options.add_argument("--nccl", default=",".join(REGISTERED), help="NCCL's ways beside the default (%(default)s)")
     arguments = options.parse_args()
     cases = chosen_cases(arguments)

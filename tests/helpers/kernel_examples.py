@@ -21,6 +21,7 @@ from weft.kernels import (
     gemm_kernel,
     lookup,
     push,
+    quantise,
     ragged,
     ragged_rows,
     reduce,
@@ -69,6 +70,7 @@ def examples(module: str, gpu: Capabilities) -> Iterator[Example]:
         "lookup": _lookup,
         "update": _update,
         "push": _push,
+        "quantise": _quantise,
         "reduce": _reduce,
         "runs": _runs,
         "words": _words,
@@ -314,6 +316,13 @@ def _push(_: Capabilities) -> Iterator[Example]:
     units = push._TILE_BYTES // 16
     constants = {"UNITS": units, "ROUND": units, "LANES": 2, "UNIT_BYTES": 16, "ELEMENT": tl.int64, "RUNS": False}
     yield _typed(push._push_kernel, "*i64 i64", constants | {"FIELDS": push._FIELDS}, warps=push._WARPS)
+
+
+def _quantise(_: Capabilities) -> Iterator[Example]:
+    types = "*bf16 *i64 *i64 i32 i32 i32 i32"
+    constants = {"COLUMNS": quantise._COLUMNS, "ROWS": quantise.ROWS, "E5M2": False, "MOST": 448.0}
+    for block in (0, 128):
+        yield _typed(quantise._quantise_kernel, types, constants | {"BLOCK": block}, "stride", warps=quantise._WARPS)
 
 
 def _reduce(_: Capabilities) -> Iterator[Example]:

@@ -8,6 +8,7 @@ ragged.py  ragged_rows.py                    their device code: GEMMs, and rows 
 experts.py                                   what lies around experts' matmuls
 lookup.py  update.py  places.py              bags of embedding tables, their backward, and in which order it sums
 reduce.py  runs.py                           sums of partial results, and of contiguous elements of all ranks
-push.py  words.py                            copies by stores from some SMs; flags raised and lowered on a compute lane
+push.py  quantise.py                         copies by stores from some SMs, as they are or quantised to FP8 on their way
+words.py                                     flags raised and lowered on a compute lane
 launch.py  targets.py                        launches that bind nothing again; the GPUs that all of these compile for
 """

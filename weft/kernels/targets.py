@@ -26,11 +26,13 @@ TARGETS = {
     "sm_100": Target(gpus="B200", backend="cuda", arch=100, warp=32, binary="cubin"),
     "gfx942": Target(gpus="MI300X", backend="hip", arch="gfx942", warp=64, binary="hsaco"),
 }
-NOT_COMPILED: dict[tuple[str, str], str] = {}
+NOT_COMPILED: dict[tuple[str, str], str] = {
+    ("quantise", "sm_80"): "these GPUs have no instruction that converts to float8_e4m3fn"
+}
 """Why the kernels of a module are not compiled for a target: {(module, target): reason}."""
 MODULES = (
     *("gemm_kernel", "all_reduce", "ragged", "ragged_rows", "segments", "experts"),
-    *("lookup", "update", "push", "reduce", "runs", "words"),
+    *("lookup", "update", "push", "quantise", "reduce", "runs", "words"),
 )
 """Those of this room that hold kernels."""
 

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, TypedDict, cast
 
 import torch
 
+from weft.compat.device import capabilities
+from weft.core.logs import warn_once
 from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, SCALE_BLOCK, Op, Recipe, Scaling, split
 from weft.ops.common import DTYPES, FLOAT8, as_matrix, define, multiplied, shape_of
 from weft.ops.schema import SymInt
@@ -241,6 +243,14 @@ def _fake(
     return outs + gathered * options.return_gathered
 
 
+def _converts_nowhere(a: torch.Tensor) -> bool:
+    """Whether a is on a GPU that has no conversion to FP8."""
+    if not a.is_cuda or capabilities(a.device).tma:
+        return False
+    warn_once(f"{a.device} cannot convert to FP8: rows are quantised before they are sent, and not on their way")
+    return True
+
+
 def quantised_here(a: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix as FP8, of which no rows travel, and its scales."""
     scaling = Scaling(recipe=recipe)
@@ -277,7 +287,7 @@ def scaled_matmul(
         op, *group, rows, unit, schedule, return_gathered, reduce_op, of.recipe, of.output_dtype, of.use_fast_accum
     )
     scale_a = of.scale_a
-    if scale_a is None and op not in GATHERS:
+    if scale_a is None and (op not in GATHERS or _converts_nowhere(a)):
         a, scale_a = quantised_here(a, of.recipe)
     elif scale_a is not None and scale_a.dim() > 2:
         scale_a = as_matrix(scale_a)

@@ -109,8 +109,8 @@ class CudaSpace:
 
     @property
     def quantises(self) -> bool:
-        """Whether rows are quantised by a kernel on their way."""
-        return True
+        """Whether rows are quantised by a kernel on their way: GPUs with TMA convert to FP8."""
+        return self.capabilities.tma
 
     def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
         """Whether the kernel that exchanges runs here. scaling: of FP8 operands that it multiplies: every GPU with TMA has

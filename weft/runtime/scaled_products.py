@@ -39,7 +39,8 @@ def quantise(matrix: torch.Tensor, elements: torch.Tensor, scales: torch.Tensor,
     rows, most = matrix.float(), torch.finfo(elements.dtype).max
     blocks = rows.view(matrix.shape[0], scales.shape[1], matrix.shape[1] // scales.shape[1])
     magnitudes = blocks.abs().amax(-1).clamp(min=LEAST_MAGNITUDE)
-    scales.copy_(magnitudes / most)
+    # By a tensor, because torch's division by a number multiplies by its inverse on GPUs.
+    torch.div(magnitudes, torch.full_like(magnitudes, most), out=scales)
     elements.copy_((blocks / scales[..., None]).clamp(-most, most).view_as(rows))
 
 
