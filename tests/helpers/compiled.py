@@ -48,12 +48,9 @@ def for_a_gpu(
 
 def all_reduce_for_a_gpu(kernel: Any, layout: Any) -> Any:
     """The kernel of weft.kernels.all_reduce, by a plan of its, without addends."""
-    words = {"boxes_ptr": "*i64", "epochs_ptr": "*i64", "status_ptr": "*i64", "abort_ptr": "*i32"}
-    types = {name: "*bf16" for name in kernel._all_reduce_kernel.arg_names if name.endswith("_ptr")} | words
-    return for_a_gpu(
-        kernel._all_reduce_kernel,
-        {**kernel._constants(layout, False, False), "stride_bk": 1},
-        types,
-        multiples=("n", "k", "stride_am", "stride_bn"),
-        warps=layout.tiling.warps,
-    )
+    from kernel_examples import all_reduce_example
+
+    from weft.core.capabilities import H200
+
+    one = all_reduce_example(layout, H200)
+    return for_a_gpu(one.kernel, one.constants, one.types, multiples=one.multiples, warps=one.warps)

@@ -39,6 +39,8 @@ SCALINGS = (
     Scaling(recipe="blockwise", b="float8_e5m2"),
 )
 _NUMBERS, _ADDRESSES = "*i32", "*i64"
+_FLOAT8 = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
+_SCALES = scaled.Scales(**{name: "*fp32" if name in ("a0", "a1", "b") else "i32" for name in scaled.Scales._fields})
 Types = dict[str, str | tuple[str | None, ...]]
 
 
@@ -111,13 +113,10 @@ def scaled_example(
     if plain:
         less = dict.fromkeys(("GATED", "COUNTED", "ADDRESSED", "ADDS", "TWO_SOURCES", "HALVES"), False)
         variant = variant._replace(**less)
-    types: dict[str, str] = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
-    one = gemm_variant(blocks, variant, types[scaling.a], types[scaling.b])
-    names = scaled.Scales._fields
-    given = scaled.Scales(**{name: "*fp32" if name in ("a0", "a1", "b") else "i32" for name in names})
+    one = gemm_variant(blocks, variant, _FLOAT8[scaling.a], _FLOAT8[scaling.b])
     constants = {name: value for name, value in one.constants.items() if name != "scales"}
     return dataclasses.replace(
-        one, constants=constants, types={**one.types, "scales": given}, words=f"{one.words}, {scaling}{', plain' * plain}"
+        one, constants=constants, types={**one.types, "scales": _SCALES}, words=f"{one.words}, {scaling}{', plain' * plain}"
     )
 
 
@@ -172,15 +171,37 @@ def _all_reduces(gpu: Capabilities) -> Iterator[Example]:
         op: Op = "matmul_reduce_scatter" if way == "scatter" else "matmul_all_reduce"
         problem = Problem(op=op, m=rows, n=8192, k=4 * 3584, world_size=4)
         owned = problem.shards if way == "scatter" else split(8192, 4)
-        layout = all_reduce.plan(problem, 0, owned, hops=way, multiply=multiply, device=torch.device("cuda"), sms=gpu.sms)
-        kernel, warps = all_reduce._all_reduce_kernel, layout.tiling.warps
-        types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")} | {"abort_ptr": "*i32"}
-        types |= dict.fromkeys(("boxes_ptr", "epochs_ptr", "status_ptr"), "*i64")
-        constants = {**all_reduce._constants(layout, False, False, gpu.warp), "stride_bk": 1}
-        multiples = ("n", "k", "stride_am", "stride_bn")
-        yield Example(
-            kernel=kernel, words=f"{way}, {rows} rows", constants=constants, types=types, multiples=multiples, warps=warps
-        )
+        for scaling in (None, *(SCALINGS if gpu.tma and multiply else ())):
+            layout = all_reduce.plan(
+                dataclasses.replace(problem, scaling=scaling),
+                0,
+                owned,
+                hops=way,
+                multiply=multiply,
+                device=torch.device("cuda"),
+                sms=gpu.sms,
+            )
+            yield all_reduce_example(layout, gpu)
+
+
+def all_reduce_example(layout: all_reduce.AllReducePlan, gpu: Capabilities) -> Example:
+    """The kernel that exchanges, by a plan of its, without addends; of FP8 factors, with scales of any strides."""
+    kernel, scaling = all_reduce._all_reduce_kernel, layout.problem.scaling if layout.multiply else None
+    types: Types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")} | {"abort_ptr": "*i32"}
+    types |= dict.fromkeys(("boxes_ptr", "epochs_ptr", "status_ptr"), "*i64")
+    constants: dict[str, Any] = {**all_reduce._constants(layout, False, False, gpu), "stride_bk": 1}
+    if scaling is None:
+        constants["scales"] = None
+    else:
+        types |= {"a_ptr": f"*{_FLOAT8[scaling.a]}", "b_ptr": f"*{_FLOAT8[scaling.b]}", "scales": _SCALES}
+    return Example(
+        kernel=kernel,
+        words=f"{layout.hops}, {layout.problem.m} rows{f', {scaling}' if scaling else ''}",
+        constants=constants,
+        types=types,
+        multiples=("n", "k", "stride_am", "stride_bn"),
+        warps=layout.tiling.warps,
+    )
 
 
 def _shared(element: str) -> exchange.Shared:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rank_pools import Pool, interpreting
 from rank_work import bound, whole
 
-from weft.core.problem import Problem, split
+from weft.core.problem import SCALE_BLOCK, Problem, Scaling, split
 from weft.runtime.ranks import Ranks
 
 Tile = tuple[int, int, int]
@@ -128,15 +128,19 @@ def test_a_call_that_gave_up_leaves_no_number(interpreted: Callable[[int], Ranks
 @pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128, 2048])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tiles_under_way_fit_shared_memory(rows: int, world_size: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "scaling"),
+    [("bfloat16", None), ("float32", None), ("bfloat16", Scaling()), ("float32", Scaling(recipe="blockwise"))],
+)
+def test_tiles_under_way_fit_shared_memory(rows: int, world_size: int, dtype: str, scaling: Scaling | None) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from weft.kernels.all_reduce import plan
 
     for n in (1024, 4096, 8192, 16384, 53248):
-        problem = Problem(op="matmul_all_reduce", m=rows, n=n, k=n, world_size=world_size, dtype=dtype)
+        problem = Problem(op="matmul_all_reduce", m=rows, n=n, k=n, world_size=world_size, dtype=dtype, scaling=scaling)
         options: dict[str, Any] = {"multiply": True, "device": torch.device("cuda"), "sms": 132}
         for one_hop in (True, False):
             tile = plan(problem, 0, split(n, world_size), hops="one" if one_hop else "two", **options).tiling
             assert tile.stages >= 2
-            assert (tile.m + tile.n) * tile.k * problem.itemsize * tile.stages <= SHARED_BYTES, tile
+            assert (tile.m + tile.n) * tile.k * problem.operand_itemsize * tile.stages <= SHARED_BYTES, tile
+            assert scaling is None or scaling.recipe != "blockwise" or tile.k % SCALE_BLOCK == 0

@@ -21,7 +21,7 @@ import weft
 from weft.checker import ScheduleError, check
 from weft.core.errors import WaitTimeout
 from weft.core.fused_collective import spelled_out
-from weft.core.problem import Problem, split
+from weft.core.problem import RECIPES, Problem, Recipe, Scaling, split
 from weft.core.schedule import (
     Buffer,
     Copy,
@@ -237,12 +237,25 @@ def test_accesses_are_16_bytes_wide_on_a_gpu(rows: int, one_hop: bool) -> None:
     assert ".sys" not in text
 
 
-def _compiled_for_a_gpu(rows: int, one_hop: bool) -> str:
+@pytest.mark.usefixtures("on_an_h200")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("rows", "one_hop"), [(1, True), (128, False)])
+def test_fp8_on_a_gpu(rows: int, one_hop: bool, recipe: Recipe) -> None:
+    """Operands come 16 bytes at a time, ahead of the products; few rows are multiplied exactly, as float16."""
+    text = _compiled_for_a_gpu(rows, one_hop, Scaling(recipe=recipe))
+    assert "cp.async.cg.shared.global" in text
+    assert not re.findall(r"ld\.global\.\w*b8", text)
+    few, many = ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3")
+    assert (few in text, many in text) == (rows == 1, rows > 1)
+    assert set(re.findall(r"st\.global\.(\w+)", text)) == {"v4", "b64"}
+
+
+def _compiled_for_a_gpu(rows: int, one_hop: bool, scaling: Scaling | None = None) -> str:
     """PTX of the kernel for a decode step of 4 ranks. Needs no GPU."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from weft.kernels import all_reduce as kernel
 
-    problem = Problem(op="matmul_all_reduce", m=rows, n=8192, k=4 * 3584, world_size=4)
+    problem = Problem(op="matmul_all_reduce", m=rows, n=8192, k=4 * 3584, world_size=4, scaling=scaling)
     options: dict[str, Any] = {
         "hops": "one" if one_hop else "two",
         "multiply": True,

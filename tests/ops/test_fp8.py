@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -15,7 +16,7 @@ from rank_work import here
 
 import weft
 from weft import schedules
-from weft.core.problem import GATHERS, OPS, RECIPES, Op, Problem, Recipe, Scaling
+from weft.core.problem import GATHERS, OPS, RECIPES, REDUCTIONS, Op, Problem, Recipe, Scaling
 from weft.core.problem import split as parts_of
 from weft.runtime.ranks import Ranks
 
@@ -105,30 +106,70 @@ def test_every_family(ranks: RankFixture, op: Op, recipe: Recipe) -> None:
 interpreted = interpreted_ranks([2])
 
 
-def _as_kernels(op: Op, recipe: Recipe, output_dtype: torch.dtype) -> int:
-    """How often weft's GEMM kernel ran in all families."""
-    from weft.runtime import fused
+def _as_kernels(op: Op, recipe: Recipe, output_dtype: torch.dtype) -> tuple[int, int]:
+    """How often weft's GEMM kernel ran in all families, and the kernel that multiplies, exchanges and sums."""
+    from weft.runtime.fused import FusedGemm
+    from weft.runtime.fused_collective import FusedCollectiveKernel
 
-    launches, launch = 0, fused.FusedGemm.launch
+    kinds: tuple[Any, ...] = FusedGemm, FusedCollectiveKernel
+    launches, launch = [0, 0], [kind.launch for kind in kinds]
 
-    def counted(self: fused.FusedGemm, *arguments: Any, **options: Any) -> None:
-        nonlocal launches
-        launches += 1
-        launch(self, *arguments, **options)
+    def counted(which: int, self: Any, *arguments: Any, **options: Any) -> None:
+        launches[which] += which == 0 or self.step.multiplies
+        launch[which](self, *arguments, **options)
 
-    fused.FusedGemm.launch = counted  # type: ignore[method-assign]
+    for which, kind in enumerate(kinds):
+        kind.launch = functools.partialmethod(functools.partial(counted, which))
     try:
         check_families(op, recipe, output_dtype)
     finally:
-        fused.FusedGemm.launch = launch  # type: ignore[method-assign]
-    return launches
+        for kind, one in zip(kinds, launch, strict=True):
+            kind.launch = one
+    return launches[0], launches[1]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("op", [op for op in OPS if op != "matmul_all_reduce"])
+@pytest.mark.parametrize("op", OPS)
 def test_every_family_as_kernels(interpreted: Ranks, op: Op, recipe: Recipe) -> None:
     output_dtype = torch.float32 if recipe == "rowwise" else torch.float16
-    assert min(interpreted.run(_as_kernels, op, recipe, output_dtype)) > 0
+    for gemms, exchanges in interpreted.run(_as_kernels, op, recipe, output_dtype):
+        assert gemms > 0 or op == "matmul_all_reduce"
+        assert (exchanges > 0) == (op in REDUCTIONS)
+
+
+def _special_rows(recipe: Recipe) -> None:
+    """On rank 0 a row of zeros, one with a scale of 0, and rows with a NaN or whose scale is one, next to rows of numbers."""
+    rank, rows = dist.get_rank(), 6
+    given = drawn("matmul_all_reduce", rows, 11, recipe, (E4M3, E4M3))
+    (a, scale_a), (b, scale_b) = given["a"][rank], given["b"][rank]
+    exact = given["exact"][rank].clone()
+    changed, scales = a.clone().view(torch.uint8), scale_a.clone()
+    if rank == 0:
+        changed[0], changed[1, 3] = 0, 0x7F  # zeros, NaN
+        scales[2], scales[3] = 0.0, math.nan
+    others = sum(dequantised(*each, recipe, "a") @ dequantised(*by, recipe, "b") for each, by in _pairs(given)[1:])
+    exact[[0, 2]] = others[[0, 2]]  # type: ignore[index]
+    for name in ("one_shot", "two_shot"):
+        out = weft.matmul_all_reduce(
+            changed.view(E4M3), b, schedule=name, scale_a=scales, scale_b=scale_b, output_dtype=torch.float16
+        )
+        numbers = [0, 2, 4, 5]
+        assert out[[1, 3]].isnan().all()
+        _close(out[numbers], exact[numbers], (name, recipe))
+        zeros = weft.matmul_all_reduce(
+            torch.zeros_like(a), b, schedule=name, scale_a=scales.nan_to_num(), scale_b=scale_b, output_dtype=torch.float16
+        )
+        assert torch.equal(zeros, torch.zeros_like(zeros))
+
+
+def _pairs(given: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """By rank, its a and its b with their scales."""
+    return list(zip(given["a"], given["b"], strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_special_rows_in_one_kernel(interpreted: Ranks, recipe: Recipe) -> None:
+    interpreted.run(_special_rows, recipe)
 
 
 def check_options(op: Op) -> None:

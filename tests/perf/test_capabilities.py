@@ -16,6 +16,7 @@ from weft.compat.device import capabilities
 from weft.core import capabilities as known
 from weft.core import machine
 from weft.core.machine import codec
+from weft.core.problem import Scaling
 from weft.ops.collective import default_sms
 from weft.perf.shapes import SHAPES, push_sms, shapes_for
 from weft.runtime import nearest
@@ -54,6 +55,7 @@ def test_kernels_run_where_a_tile_fits(found: Any, runs: bool) -> None:
     assert CudaSpace.runs_kernels(space, torch.bfloat16) is runs
     assert CudaSpace.fuses(space, torch.bfloat16) is runs
     assert not CudaSpace.runs_kernels(space, torch.float32)
+    assert CudaSpace.fuses(space, torch.bfloat16, Scaling()) is (found is devices.H200)
 
 
 def test_pushes_leave_an_sm_of_a_small_gpu() -> None:

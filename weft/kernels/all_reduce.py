@@ -29,6 +29,9 @@ Sums are in float32 in the order of ranks, the own partial tile among them as it
 each rank. Each wait ends after `tries` looks, or once `abort` is set; status then says which region was late, and its sum is
 NaN, here and wherever it is sent: half a sum would pass for a result.
 
+FP8 factors are multiplied by their scales in float32 before their product is rounded to the words that travel. The product of
+few rows takes as long as b takes to come from memory: with FP8 that is half of it.
+
 Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; WIDTH words a row of a tile, PART of a piece, which has HEIGHT
 rows; a share is what an owner has, of columns, or of rows (SCATTER).
 """
@@ -44,10 +47,12 @@ import triton
 import triton.language as tl
 
 from weft.compat.device import capabilities
-from weft.core.problem import Problem, Span1D
+from weft.core.capabilities import Capabilities
+from weft.core.problem import SCALE_BLOCK, Problem, Span1D
 from weft.kernels.launch import Launcher
 from weft.kernels.mailbox import as_words, clear, place, received
-from weft.perf.shapes import EXCHANGED_BYTES, streamed_tile
+from weft.kernels.scaled import RowScales, block_scales, operand, scaled, scales_of, specialised
+from weft.perf.shapes import EXCHANGED_BYTES, promotes, streamed_tile
 from weft.triton.flags import table
 
 COPIES = 3
@@ -74,16 +79,18 @@ def tiling(
 ) -> Tiling:
     """The shape that weft.perf.shapes chooses. width: columns of each of the pieces that a tile has. height: rows of all
     tiles, M if not given. Steps of 128 along K where they fit: 8192 x 8192 at 64 rows takes 37.4 us with them, and 40.5 with
-    steps of 64 (torch.mm: 37.8). Without a product, small tiles: several blocks an SM hide each other's trips."""
+    steps of 64 (torch.mm: 37.8). FP8 takes steps of as many bytes. Without a product, small tiles: several blocks an SM hide
+    each other's trips."""
     height = problem.m if height is None else height
     if device.type != "cuda":
-        return Tiling(m=16, n=16, k=16, warps=4, stages=1)
+        return Tiling(m=16, n=16, k=16 if problem.scaling is None else SCALE_BLOCK, warps=4, stages=1)
     if not multiply:
         least = pieces * EXCHANGED_BYTES // problem.itemsize
         return Tiling(m=16 if height <= 16 else 32, n=max(64, least), k=1, warps=4, stages=1)
     rows, cols = streamed_tile(problem, width, pieces, height, sms)
-    inner = (128 if rows * cols <= 4096 else 64) * 2 // problem.itemsize
-    stages = min(6, min(_SHARED_BYTES, capabilities(device).shared_bytes) // ((rows + cols) * inner * problem.itemsize))
+    itemsize = problem.operand_itemsize
+    inner = (128 if rows * cols <= 4096 else 64) * 2 // itemsize
+    stages = min(6, min(_SHARED_BYTES, capabilities(device).shared_bytes) // ((rows + cols) * inner * itemsize))
     return Tiling(m=rows, n=cols, k=inner, warps=4 if rows < 128 else 8, stages=stages)
 
 
@@ -210,13 +217,15 @@ def all_reduce(
     residual: torch.Tensor | None,
     live: bool,
     tries: int,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
     """One call: out [M, N], or this rank's rows of it, = the sum over ranks of a @ b, or of `partial`, and the addends.
 
     factors: a [M, k] whose rows' elements are adjacent, b [k, N] of any strides. partial: [M, N], whose rows' elements are
-    adjacent. bias [1, N], residual [M, N] and out are without gaps. live: exchange and count; else nothing is sent or waited
+    adjacent. bias [1, N], residual [M, N] and out are without gaps. scales: of FP8 factors a and b, float32, of the shapes that
+    weft.core.problem.Scaling names, with any strides. live: exchange and count; else nothing is sent or waited
     for (a rehearsal), and out means nothing. launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     assert (factors is not None) == layout.multiply, "factors, or a partial result"
@@ -225,10 +234,14 @@ def all_reduce(
     a, b = factors if factors is not None else (partial, out)
     assert a is not None, "factors, or a partial result"
     assert a.stride(1) == 1 or a.shape[1] < 2, "the elements of a row are adjacent"
+    scales_argument = None
+    if layout.multiply and problem.scaling is not None:
+        assert scales is not None, "FP8 factors have scales"
+        scales_argument = scales_of(scales[:1], scales[1], problem.scaling.recipe)
     pointers = [a, b, *(t if t is not None else out for t in (bias, residual)), out]
     sizes = (problem.m, problem.n, a.shape[1], a.stride(0), b.stride(0), b.stride(1))
-    constants = _constants(layout, bias is not None, residual is not None, capabilities(out.device).warp)
-    key = (sizes, tuple(t.data_ptr() % 16 for t in pointers))
+    constants = _constants(layout, bias is not None, residual is not None, capabilities(out.device))
+    key = (sizes, *(t.data_ptr() % 16 for t in pointers), *specialised(scales_argument))
     (launched_by or launcher())(
         memory.epochs.numel(),
         (
@@ -237,6 +250,7 @@ def all_reduce(
             memory.epochs,
             memory.abort,
             memory.status,
+            scales_argument,
             *sizes,
             layout.share,
             layout.count,
@@ -251,8 +265,9 @@ def all_reduce(
     )
 
 
-def _constants(layout: AllReducePlan, bias: bool, residual: bool, warp: int = 32) -> dict[str, object]:
+def _constants(layout: AllReducePlan, bias: bool, residual: bool, gpu: Capabilities) -> dict[str, object]:
     shape, problem, scatter = layout.tiling, layout.problem, layout.hops == "scatter"
+    scaling = problem.scaling if layout.multiply else None
     assert not (scatter and (bias or residual)), "a reduce-scatter adds nothing"
     return {
         "ELEMENT": _ELEMENTS[layout.problem.dtype],
@@ -264,13 +279,16 @@ def _constants(layout: AllReducePlan, bias: bool, residual: bool, warp: int = 32
         "SCATTER": scatter,
         "DIVIDE_BY": problem.world_size if problem.reduce_op == "avg" else 1,
         "MULTIPLY": layout.multiply,
+        "RECIPE": "" if scaling is None else scaling.recipe,
+        "PROMOTED": scaling is not None and promotes(gpu, scaling),
+        "PARTS": 1 if scaling is None else -(-shape.k // SCALE_BLOCK),
         "BIAS": bias,
         "RESIDUAL": residual,
         "BLOCK_M": shape.m,
         "BLOCK_N": shape.n,
         "BLOCK_K": shape.k,
         "STAGES": shape.stages,
-        "THREADS": warp * shape.warps,
+        "THREADS": gpu.warp * shape.warps,
         "ALIGN": math.gcd(16, problem.n, *([shape.n] if scatter else [layout.share, shape.n // layout.pieces])),
     }
 
@@ -287,31 +305,51 @@ def _spread(tile, owner, share, extent, COUNT: tl.constexpr, PIECE: tl.constexpr
 
 @triton.jit
 def _product(
-    a_ptr, b_ptr, rows, cols, there, m, k, stride_am, stride_bk, stride_bn,
+    a_ptr, b_ptr, scales, rows, cols, there, m, k, stride_am, stride_bk, stride_bn,
+    RECIPE: tl.constexpr, PROMOTED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a @ b in float32; zero where it lies beyond the matrices. there: which columns do not."""
-    inner = tl.arange(0, BLOCK_K)
+    """A tile of a @ b in float32; zero where it lies beyond the matrices. there: which columns do not.
+
+    RECIPE, of FP8 factors, says what their scales are; empty if they are none. A step over K has PARTS, and with blockwise
+    scales each part lies in one block of K. PROMOTED: each part is a product of its own, which is added in float32, as
+    weft.kernels.gemm_kernel does.
+    """
+    INNER: tl.constexpr = BLOCK_K // PARTS
+    inner = tl.arange(0, INNER)
     a_ptrs = a_ptr + rows[:, None].to(tl.int64) * stride_am + inner[None, :]
     b_ptrs = b_ptr + inner[:, None].to(tl.int64) * stride_bk + cols[None, :].to(tl.int64) * stride_bn
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    row_scales = None
+    if RECIPE != "":
+        row_scales = RowScales(scales.a0 + rows.to(tl.int64) * scales.a0_row, rows < m, scales.a0_block)
     for first in tl.range(0, k, BLOCK_K, num_stages=STAGES):
-        left = inner < k - first
-        a = tl.load(a_ptrs, mask=(rows < m)[:, None] & left[None, :], other=0.0)
-        b = tl.load(b_ptrs, mask=left[:, None] & there[None, :], other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-        a_ptrs += BLOCK_K
-        b_ptrs += tl.cast(stride_bk, tl.int64) * BLOCK_K
+        for part in tl.static_range(PARTS):
+            left = inner < k - first - part * INNER
+            a = tl.load(a_ptrs, mask=(rows < m)[:, None] & left[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=left[:, None] & there[None, :], other=0.0)
+            if PROMOTED:
+                product = tl.dot(operand(a), operand(b), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+                if RECIPE == "blockwise":
+                    product *= block_scales(scales, row_scales, first + part * INNER, k, cols, there)
+                total += product
+            else:
+                total = tl.dot(operand(a), operand(b), total, input_precision="ieee")
+            a_ptrs += INNER
+            b_ptrs += tl.cast(stride_bk, tl.int64) * INNER
+    if (RECIPE == "tensorwise") or (RECIPE == "rowwise"):
+        total = scaled(total, scales, row_scales, cols, there)
     return total
 
 
 @triton.jit(do_not_specialize=["m", "share", "tiles", "rank", "tries", "live"])
 def _all_reduce_kernel(
-    a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr,
+    a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr, scales,
     m, n, k, stride_am, stride_bk, stride_bn, share, tiles, rank, tries, live,
     ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
     TWO_HOPS: tl.constexpr, SCATTER: tl.constexpr, DIVIDE_BY: tl.constexpr,
-    MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    MULTIPLY: tl.constexpr, RECIPE: tl.constexpr, PROMOTED: tl.constexpr, PARTS: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -334,8 +372,9 @@ def _all_reduce_kernel(
         mask = valid[:, None] & there[None, :]
         if MULTIPLY:
             total = _product(
-                a_ptr, b_ptr, rows, cols, there, m, k, stride_am, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
-            )
+                a_ptr, b_ptr, scales, rows, cols, there, m, k, stride_am, stride_bk, stride_bn, RECIPE, PROMOTED, PARTS,
+                BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
         else:
             total = tl.load(a_ptr + rows[:, None].to(tl.int64) * stride_am + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         # Before the branch: for sm_100, Triton 3.6 compiles no tensor-core product that is read only within one.

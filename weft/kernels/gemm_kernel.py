@@ -309,7 +309,8 @@ def _tile(
     else:
         acc = _multiply(a_desc, descs.b, acc, a_row, col, 0, tl.cdiv(K, V.BLOCK_K), unpublished, V)
     if (V.RECIPE == "tensorwise") or (V.RECIPE == "rowwise"):
-        acc = scaled(acc, scales, rows, col, N, BLOCK_N)
+        cols = col + tl.arange(0, BLOCK_N)
+        acc = scaled(acc, scales, rows, cols, cols < N)
     if V.ADDS:
         late = tables.adds + ADD_FIELDS * row_tile
         if V.GATED:

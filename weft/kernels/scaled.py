@@ -1,7 +1,8 @@
-"""Scales of the GEMM kernel's FP8 operands: what the host passes, and how a tile reads them (weft.kernels.gemm launches it).
+"""Scales of a kernel's FP8 operands: what the host passes, and how a tile reads them (weft.kernels.gemm, all_reduce).
 
 scales_of      the kernel's argument, from tensors            operand      a tile of FP8, as tl.dot takes it
-scale_rows     where a tile's rows have their scales          scaled       a sum times the scales of its rows and columns
+specialised    what a kernel is compiled for of it            scaled       a sum times the scales of its rows and columns
+scale_rows     where a tile's rows have their scales          block_scales of each element, in one block of K
 rows_in_block, column_in_block    the scales of one block of K
 
     tensorwise, rowwise    out = (sum over K of a b) * scale_a * scale_b      once, on the float32 sum
@@ -60,6 +61,11 @@ def scales_of(scale_a: Sequence[torch.Tensor], scale_b: torch.Tensor, recipe: st
     return Scales(first, last, scale_b, *first.stride(), *last.stride(), *scale_b.stride())
 
 
+def specialised(scales: Scales | None) -> tuple[int, ...]:
+    """What a kernel is compiled for of its scales."""
+    return tuple(one.data_ptr() % 16 if isinstance(one, torch.Tensor) else one for one in scales or ())
+
+
 if triton.knobs.runtime.interpret:
 
     def operand(tile: Any) -> Any:
@@ -103,9 +109,18 @@ def column_in_block(scales, block, end, col):
 
 
 @triton.jit
-def scaled(acc, scales, rows, col, N, COLS: tl.constexpr):
-    """A tile's sums times the scales of its rows, and of its columns from `col` on."""
-    cols = col + tl.arange(0, COLS)
-    of_b = tl.load(scales.b + cols * scales.b_col, mask=cols < N, other=0)
+def block_scales(scales, rows, first, k, cols, there):
+    """Of each element of a tile, the scale of its row in the block of K that begins with column `first` of a, times that of the
+    block of b that has its column; 0 from column k on. there: which of the tile's columns exist."""
+    block, inside = first // _BLOCK, first < k
+    of_b = tl.load(scales.b + block * scales.b_block + (cols // _BLOCK) * scales.b_col, mask=there & inside, other=0)
+    of_a = tl.load(rows.pointers + block * rows.block, mask=rows.mask & inside, other=0)
+    return of_a[:, None] * of_b[None, :]
+
+
+@triton.jit
+def scaled(acc, scales, rows, cols, there):
+    """A tile's sums times the scales of its rows, and of its columns. there: which of the columns exist."""
+    of_b = tl.load(scales.b + cols * scales.b_col, mask=there, other=0)
     of_a = tl.load(rows.pointers, mask=rows.mask, other=0)
     return acc * of_a[:, None] * of_b[None, :]

@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.models.linear import ColumnLinear, Distributor, RowLinear, Tokens, to_columns, to_row, why_not_linear
 from weft.models.products import How
+from weft.models.quantised import kind_of, why_not_quantised
 from weft.models.replicas import derived, never, replicate
 
 _LORA = ("peft.tuners.lora.layer", "Linear")
@@ -42,7 +43,8 @@ def base_of(module: nn.Module) -> nn.Module:
 def why_not_adapted(module: nn.Module, *, row: bool, ranks: int) -> str:
     """Why weft cannot shard a module as a linear, or as a LoRA layer around one; empty if it can. row: as a row linear."""
     if not is_lora(module):
-        return why_not_linear(module)
+        kind = kind_of(module)
+        return why_not_linear(module) if kind is None else why_not_quantised(module, kind)
     lora, base = cast(Any, module), base_of(module)
     if "forward" in module.__dict__:
         return "its forward was put on the module itself"

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.models.adapters import added_late, base_of, why_not_adapted
 from weft.models.linear import ColumnLinear, RowLinear
+from weft.models.quantised import kind_of
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def why_not_block(child: nn.Module, block: Block | None, config: Any, ranks: int
             why = "it is one module in several places"
         if why:
             return f"{name}: {why}"
+    if len({kind_of(base_of(child.get_submodule(name))) for name in block.columns}) > 1:
+        return f"of {', '.join(block.columns)} some are of FP8, and some are not"
     if hasattr(child, "head_dim"):
         for name in ("num_attention_heads", "num_key_value_heads"):
             if getattr(config, name) % ranks:

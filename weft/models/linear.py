@@ -37,7 +37,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.problem import split
+from weft.models import quantised
 from weft.models.products import How, columns, ops_of_columns, ops_of_rows, rows
+from weft.models.quantised import QuantisedWeight, kind_of
 from weft.models.sites import LayerCalls
 
 Tensor = torch.Tensor
@@ -121,12 +123,13 @@ class SharedInputLinears:
             )
 
     def _products(self, x: Tensor, members: Sequence[ColumnLinear], total: int | None) -> list[Tensor]:
-        weights = [local(member.weight) for member in members]
+        weights: list[Any] = [operand(member) for member in members]
         biases = [None if member.bias is None else local(member.bias) for member in members]
         self.tokens.check()
         group = group_of(members[0].weight)
         self.ran.note(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
-        return columns(x, weights, biases, group, self.how, dim=self.tokens.dim, total=total)
+        multiply = quantised.columns if isinstance(weights[0], QuantisedWeight) else columns
+        return multiply(x, weights, biases, group, self.how, dim=self.tokens.dim, total=total)
 
 
 class ColumnLinear(nn.Linear):
@@ -151,7 +154,9 @@ class RowLinear(nn.Linear):
         tokens.check()
         scatter = tokens.total is not None
         self._weft_ran.note(ops_of_rows(scatter), rows_of(input, 0, None))
-        return rows(input, local(self.weight), bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)
+        weight: Any = operand(self)
+        multiply = quantised.rows if isinstance(weight, QuantisedWeight) else rows
+        return multiply(input, weight, bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)
 
 
 def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
@@ -177,6 +182,12 @@ def rows_of(x: Tensor, dim: int, total: int | None) -> int:
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter."""
     return cast(DTensor, parameter).to_local()
+
+
+def operand(linear: nn.Linear) -> Tensor | QuantisedWeight:
+    """This rank's part of a sharded linear's weight, with its scales if it is of FP8."""
+    weight, kind = local(linear.weight), linear.__dict__.get("_weft_kind")
+    return weight if kind is None else QuantisedWeight(weight, local(linear.get_parameter(kind.scales)), kind.recipe)
 
 
 def group_of(parameter: Tensor) -> dist.ProcessGroup:
@@ -208,7 +219,7 @@ class Distributor:
         if isinstance(parameter, DTensor):
             raise ValueError("a parameter is a DTensor already; apply weft's styles once, and before fully_shard")
         if id(parameter) not in self._done:
-            spread = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=self.src_data_rank)
+            spread = self._distributed(parameter.detach(), placement)
             self.adopt(parameter, nn.Parameter(spread, requires_grad=parameter.requires_grad))
         known = self._done[id(parameter)][1]
         if cast(DTensor, known).placements != (placement,):
@@ -217,6 +228,14 @@ class Distributor:
                 f"{cast(DTensor, known).placements[0]!r}; give each a parameter of its own"
             )
         return known
+
+    def _distributed(self, whole: Tensor, placement: Placement) -> DTensor:
+        # Not all backends of torch.distributed move FP8: it goes as bytes.
+        moved = whole.view(torch.uint8) if whole.is_floating_point() and whole.itemsize == 1 else whole
+        spread = distribute_tensor(moved, self.mesh, [placement], src_data_rank=self.src_data_rank)
+        if moved is whole:
+            return spread
+        return as_dtensor(spread.to_local().view(whole.dtype), self.mesh, placement, tuple(whole.shape))
 
     def adopt(self, parameter: Tensor, spread: nn.Parameter) -> None:
         """Somebody else has spread this one."""
@@ -244,6 +263,11 @@ def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor)
 
 
 def _spread(linear: nn.Linear, distribute: Distributor, weight: Placement, bias: Placement) -> None:
+    kind = kind_of(linear)
+    if kind is not None:
+        scales = linear.get_parameter(kind.scales)
+        linear.register_parameter(kind.scales, distribute(scales, kind.placement(scales, weight)))
+        linear.__dict__["_weft_kind"] = kind
     linear.register_parameter("weight", distribute(linear.weight, weight))
     if linear.bias is not None:
         linear.register_parameter("bias", distribute(linear.bias, bias))

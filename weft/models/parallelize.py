@@ -47,6 +47,7 @@ from weft.models.layouts import ColumnsOut
 from weft.models.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
 from weft.models.moves import CutIfMany, evenly, noting_tokens, placed
 from weft.models.products import How
+from weft.models.quantised import check_sizes, kind_of
 from weft.models.replicas import (
     ParameterReaders,
     always,
@@ -94,9 +95,11 @@ def parallelize(
 
     The result is called like the original, with the same arguments on all ranks of the mesh, and returns the same on each,
     whole; but hidden_states of layers, if asked for, are this rank's tokens, attentions and past_key_values this rank's heads.
-    With dropout, ranks need the same seed: what runs whole is to be the same on each. Parameters become DTensors under their
-    old names. weft.overlap_report(model) says what is overlapped. Raises ValueError for another model or mesh, or if nothing
-    can be sharded, or `experts` refuses a block; the model is as it was then.
+    Linears that transformers keeps in FP8 (its FP8Linear and CompressedTensorsFP8Linear) stay in FP8, for inference; their
+    weights and scales are cut together. With dropout, ranks need the same seed: what runs whole is to be the same on each.
+    Parameters become DTensors under their old names. weft.overlap_report(model) says what is overlapped. Raises ValueError for
+    another model or mesh, or if nothing can be sharded, a linear of FP8 would be cut within a block of scales, or `experts`
+    refuses a block; the model is as it was then.
     """
     decoder = _checked_decoder(model, mesh)
     if not isinstance(few_tokens, int) or isinstance(few_tokens, bool) or few_tokens < 0:
@@ -201,7 +204,19 @@ class _Within:
         if all(reasons):
             first = f"{self.names[next(iter(found))]} runs whole on every rank: {reasons[0]}" if reasons else "it has no layers"
             raise ValueError(f"model: no block can be sharded over {self.mesh.size()} ranks; {first}")
+        for child, name in found.items():
+            block = blocks.get(name)
+            if block is not None and not whole.get(child):
+                self._check_sizes(child, block)
         return {module: why for module, why in whole.items() if why}
+
+    def _check_sizes(self, child: nn.Module, block: Block) -> None:
+        """Raises ValueError for a linear of FP8 that the mesh's ranks cannot share."""
+        for name in (*block.columns, block.row):
+            linear = child.get_submodule(name)
+            kind = kind_of(linear)
+            if kind is not None:
+                check_sizes(self.names[linear], linear, kind, row=name == block.row, ranks=self.mesh.size())
 
     def _takes(self, name: str, child: nn.Module) -> bool:
         """Whether a block is for the style of experts."""

@@ -14,6 +14,7 @@ Each file has its operators from the public function to the backward; common.py 
     ragged_all_to_all.py      the same two with splits
     embedding.py              embedding_bag_all_to_all; its arguments in embedding_arguments.py, optimizers.py for its backward
     column_parallel.py        linears of a replicated input, for weft.models; replicated.py has such tensors' gradients
+    quantised_linears.py      the same with FP8 weights, for inference
     experts.py                what lies around the matmuls of experts, for weft.models
     collective.py             a collective alone, for weft.collectives
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from weft.ops import collective, column_parallel, experts  # noqa: F401 - saved graphs find these operators, too
+from weft.ops import collective, column_parallel, experts, quantised_linears  # noqa: F401 - saved graphs find these operators, too
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
 from weft.ops.common import group_of

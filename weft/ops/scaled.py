@@ -251,7 +251,7 @@ def _converts_nowhere(a: torch.Tensor) -> bool:
     return True
 
 
-def _quantised_here(a: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised_here(a: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix as FP8, of which no rows travel, and its scales."""
     scaling = Scaling(recipe=recipe)
     elements = torch.empty_like(a, dtype=QUANTISED, memory_format=torch.contiguous_format)
@@ -288,7 +288,7 @@ def scaled_matmul(
     )
     scale_a = of.scale_a
     if scale_a is None and (op not in GATHERS or _converts_nowhere(a)):
-        a, scale_a = _quantised_here(a, of.recipe)
+        a, scale_a = quantised_here(a, of.recipe)
     elif scale_a is not None and scale_a.dim() > 2:
         scale_a = as_matrix(scale_a)
     out, *others = _scaled_matmul(a, list(bs), scale_a, of.scale_bs, bias, residual, *options)

@@ -365,12 +365,11 @@ class BoundProgram(ABC):
 
 
 def with_fused_steps(space: HostSpace | CudaSpace, schedule: Schedule) -> Schedule:
-    """The schedule, with each FusedCollective spelled out where the device has no kernel for one of them: none multiplies FP8
-    operands."""
-    fuses, scaled = space.fuses(DTYPES[schedule.problem.dtype]), schedule.problem.scaling is not None
+    """The schedule, with each FusedCollective spelled out where the device has no kernel for one of them."""
+    dtype, scaling = DTYPES[schedule.problem.dtype], schedule.problem.scaling
     fused = [step for _, _, _, step in schedule if isinstance(step, FusedCollective)]
-    lacks = any(not fuses or (scaled and step.multiplies) for step in fused)
-    return spelled_out(schedule).schedule if lacks else schedule
+    runs = all(space.fuses(dtype, scaling if step.multiplies else None) for step in fused)
+    return schedule if runs else spelled_out(schedule).schedule
 
 
 def flag_writers(schedule: Schedule) -> dict[Flag, str]:

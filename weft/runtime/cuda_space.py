@@ -112,8 +112,10 @@ class CudaSpace:
         """Whether rows are quantised by a kernel on their way: GPUs with TMA convert to FP8."""
         return self.capabilities.tma
 
-    def fuses(self, dtype: torch.dtype) -> bool:
-        return self.capabilities.matrix_16bit
+    def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
+        """Whether the kernel that exchanges runs here. scaling: of FP8 operands that it multiplies: every GPU with TMA has
+        matrix units for those."""
+        return self.capabilities.matrix_16bit and (scaling is None or self.capabilities.tma)
 
     @property
     def blocks(self) -> int:

@@ -81,6 +81,7 @@ class FusedCollectiveKernel(StepKernel):
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         step = self.step
         given = [bindings.view(region) for region in step.factors]
+        scales = [view for region in step.factors for view in bindings.scale_views(region)]
         added = {region.buffer: bindings.view(region) for region in step.addends}
         all_reduce(
             self.plan,
@@ -92,6 +93,7 @@ class FusedCollectiveKernel(StepKernel):
             residual=added.get("residual"),
             live=not silent,
             tries=tries,
+            scales=(scales[0], scales[1]) if scales else None,
             launched_by=self._launcher,
             stream=stream,
         )

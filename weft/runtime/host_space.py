@@ -79,8 +79,8 @@ class HostSpace:
         """Whether rows are quantised by a kernel on their way."""
         return os.environ.get("TRITON_INTERPRET") == "1"
 
-    def fuses(self, dtype: torch.dtype) -> bool:
-        return self.runs_kernels(dtype)
+    def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
+        return self.runs_kernels(dtype, scaling)
 
     @property
     def blocks(self) -> int:
