@@ -34,6 +34,8 @@ CASES = ((3584, 8192), (1024, 8192), (6656, 16384), (8192, 8192))
 """K and N of each rank."""
 BATCHES = (1, 8, 32, 64, 128)
 SPECS = ("one_shot", "two_shot", "sequential", "sequential_stores")
+FLOAT8 = ("one_shot", "two_shot", "sequential_stores", "auto")
+"""Schedules of FP8 operands."""
 TORCH = ("one_shot", "two_shot")
 """PyTorch's symmetric-memory all-reduces."""
 
@@ -58,7 +60,7 @@ class Site:
         works |= {f"mm + {way.name}": self._nccl(way) for way in found}
         works |= {f"mm + torch {kind}": self._torch(kind) for kind in TORCH}
         works["mm + torch.compile"] = compiled(self.problem.op, self.a, self.b)
-        return works | {spec: self._weft(spec) for spec in specs}
+        return works | {spec: self._weft(spec) for spec in specs} | {f"float8 {spec}": self._float8(spec) for spec in FLOAT8}
 
     def _nccl(self, way: Way) -> Work:
         whole = way.whole(self.problem.m, self.problem.n)
@@ -86,6 +88,18 @@ class Site:
 
     def _weft(self, spec: str) -> Work:
         return lambda: weft.matmul_all_reduce(self.a, self.b, schedule=spec)
+
+    def _float8(self, spec: str) -> Work:
+        """The same of operands of float8_e4m3fn with rowwise scales."""
+        (a, scale_a), (b, scale_b) = quantised(self.a), quantised(self.b.t())
+        scales: dict[str, Any] = {"scale_a": scale_a, "scale_b": scale_b.t(), "use_fast_accum": True}
+        return lambda: weft.matmul_all_reduce(a, b.t(), schedule=spec, **scales)
+
+
+def quantised(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as float8_e4m3fn, and their scales."""
+    scales = matrix.abs().amax(1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max
+    return (matrix.float() / scales).to(torch.float8_e4m3fn), scales
 
 
 def jobs(
@@ -116,14 +130,15 @@ def measured(
     compare = close_to(expected.float())  # type: ignore[attr-defined]
 
     def check(name: str, result: object) -> None:
-        if name != "mm":
+        if name != "mm" and not name.startswith("float8"):
             compare(name, result)  # type: ignore[arg-type]
 
     needed = ("mm", "mm + default")
     times, missing = trial(
         works, arguments.modes.split(","), check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT
     )
-    chosen = weft.choices()[-1].spec if weft.choices() else None
+    plain = [choice.spec for choice in weft.choices() if choice.problem.scaling is None]
+    chosen = plain[-1] if plain else None
     name = _name(inner, columns, batch)
     lines = []
     for mode, us in times.items():
@@ -137,6 +152,7 @@ def figures(times: Mapping[str, Times], mode: str, specs: Sequence[str]) -> dict
     us = {method: t.us for method, t in times.items()}
     peers = {name.removeprefix("mm + "): us[name] for name in us if name.startswith("mm + ")}
     candidates = {spec: us[spec] for spec in specs if spec in us and spec != "auto"}
+    float8 = {spec: us[f"float8 {spec}"] for spec in FLOAT8 if f"float8 {spec}" in us}
     best, rival = min(candidates, key=candidates.__getitem__, default=None), min(peers, key=peers.__getitem__)
     line = {
         "schedule": best,
@@ -149,6 +165,7 @@ def figures(times: Mapping[str, Times], mode: str, specs: Sequence[str]) -> dict
         "best": rival,
         "best_us": peers[rival],
         "candidates": candidates,
+        "float8": float8,
         "peers": peers,
     }
     if mode == "eager":
@@ -161,8 +178,9 @@ def sentence(line: Mapping[str, Any]) -> str:
     ours = " ".join(f"{spec}={us:.1f}" for spec, us in line["candidates"].items())
     peers = " ".join(f"{name}={us:.1f}" for name, us in line["peers"].items())
     auto = "" if line["auto_us"] is None else f" auto={line['auto_us']:.1f} ({line['chosen']})"
+    narrow = " ".join(f"{spec}={us:.1f}" for spec, us in line["float8"].items())
     ratios = " ".join(f"{_over(line, key):.2f}x over {key.removesuffix('_us')}" for key in ("sequential_us", "best_us"))
-    return f"{line['case']:22} {line['mode']:5} mm {line['computation_us']:.1f} | {ours}{auto} | mm + {peers} | {ratios}"
+    return f"{line['case']:22} {line['mode']:5} mm {line['computation_us']:.1f} | {ours}{auto} | float8 {narrow} | mm + {peers} | {ratios}"
 
 
 def _over(line: Mapping[str, Any], key: str) -> float:
