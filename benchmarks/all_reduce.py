@@ -180,7 +180,8 @@ def sentence(line: Mapping[str, Any]) -> str:
     auto = "" if line["auto_us"] is None else f" auto={line['auto_us']:.1f} ({line['chosen']})"
     narrow = " ".join(f"{spec}={us:.1f}" for spec, us in line["float8"].items())
     ratios = " ".join(f"{_over(line, key):.2f}x over {key.removesuffix('_us')}" for key in ("sequential_us", "best_us"))
-    return f"{line['case']:22} {line['mode']:5} mm {line['computation_us']:.1f} | {ours}{auto} | float8 {narrow} | mm + {peers} | {ratios}"
+    bfloat16 = f"mm {line['computation_us']:.1f} | {ours}{auto} | mm + {peers}"
+    return f"{line['case']:22} {line['mode']:5} {bfloat16} | float8 {narrow} | {ratios}"
 
 
 def _over(line: Mapping[str, Any], key: str) -> float:
