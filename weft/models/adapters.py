@@ -42,7 +42,7 @@ def base_of(module: nn.Module) -> nn.Module:
 def why_not_adapted(module: nn.Module, *, row: bool, ranks: int) -> str:
     """Why weft cannot shard a module as a linear, or as a LoRA layer around one; empty if it can. row: as a row linear."""
     if not is_lora(module):
-        return why_not_linear(module)
+        return why_not_linear(module, row=row, ranks=ranks)
     lora, base = cast(Any, module), base_of(module)
     if "forward" in module.__dict__:
         return "its forward was put on the module itself"

@@ -66,7 +66,7 @@ class ColwiseParallel(style.ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)
-        why = why_not_linear(module) or _why_not_tokens("input_layouts", self.input_layouts[0])
+        why = why_not_linear(module, ranks=device_mesh.size()) or _why_not_tokens("input_layouts", self.input_layouts[0])
         if why:
             note(module, CommunicatingLayer(reason=f"torch's ColwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
@@ -99,7 +99,8 @@ class RowwiseParallel(style.RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)
-        why = why_not_linear(module) or _why_not_tokens("output_layouts", self.output_layouts[0])
+        why = why_not_linear(module, row=True, ranks=device_mesh.size())
+        why = why or _why_not_tokens("output_layouts", self.output_layouts[0])
         if why:
             note(module, CommunicatingLayer(reason=f"torch's RowwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
@@ -147,7 +148,9 @@ class SharedInput(style.ParallelStyle):
         require_one_dimension(device_mesh)
         children = dict(module.named_children())
         for name in self.linears:
-            why = why_not_linear(children[name]) if name in children else f"{type(module).__name__} has no child of that name"
+            why = f"{type(module).__name__} has no child of that name"
+            if name in children:
+                why = why_not_linear(children[name], ranks=device_mesh.size())
             if why:
                 raise ValueError(f"linears names {name!r}, but {why}")
         shared = share_input(
