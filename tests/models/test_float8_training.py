@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import inductor_work
 import pytest
 import torch
 import torch.distributed as dist
@@ -154,10 +155,8 @@ def _gather_bytes(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 def _torchaos() -> dict[str, Any]:
     from torch.distributed.tensor.parallel import SequenceParallel
-    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
-    FLOAT8_OPS_TABLE[torch.ops._c10d_functional.all_gather_into_tensor.default] = _gather_bytes
     return {
         "norm": SequenceParallel(),
         "inner": PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
@@ -188,7 +187,14 @@ def _trained(styles: dict[str, Any], steps: int) -> list[float]:
 
 
 def _both_trainings(steps: int) -> tuple[list[float], list[float]]:
-    return _trained(plan(Shard(1), shared=True, keep=True), steps), _trained(_torchaos(), steps)
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    by_itself, FLOAT8_OPS_TABLE[gather] = FLOAT8_OPS_TABLE[gather], _gather_bytes
+    try:
+        return _trained(plan(Shard(1), shared=True, keep=True), steps), _trained(_torchaos(), steps)
+    finally:
+        FLOAT8_OPS_TABLE[gather] = by_itself
 
 
 def test_training_is_as_with_torchaos_styles(ranks: RankFixture) -> None:
@@ -307,3 +313,32 @@ def _mistakes() -> None:
 
 def test_mistakes_are_named(ranks: RankFixture) -> None:
     ranks(2).run(_mistakes)
+
+
+def _compiled_torchaos() -> tuple[list[str], list[str]]:
+    """torchao's styles, compiled: weft's pass finds their gathers and reductions of FP8."""
+    model, alone = model_of("tensorwise"), model_of("tensorwise")
+    for one in (model, alone):
+        one.inner.down.register_parameter("bias", None)
+    parallelize_module(model, mesh(), _torchaos())
+    x = torch.randn(3, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+    overlap = weft.CompilePass()
+    torch._dynamo.reset()
+    got = torch.compile(model, backend=inductor_work.eager(overlap))(x.chunk(dist.get_world_size(), 1)[dist.get_rank()])
+    wanted = alone(x)
+    got.square().sum().backward()
+    wanted.square().sum().backward()
+    assert distance(got, wanted.chunk(dist.get_world_size(), 1)[dist.get_rank()]) < 0.01
+    for name, parameter in model.named_parameters():
+        # torchao sums what it has cast to FP8 for the gradient of a bias.
+        bound = 0.06 if name.endswith("bias") else 0.01
+        assert distance(whole(parameter.grad), alone.get_parameter(name).grad) < bound, name
+    found = [site.operators[0] for site in overlap.sites if site.operators]
+    return found, [site.reason for site in overlap.sites if not site.operators and "'max'" not in site.reason]
+
+
+def test_the_compile_pass_finds_torchaos_gathers(ranks: RankFixture) -> None:
+    for found, reasons in ranks(2).run(_compiled_torchaos):
+        assert found == ["all_gather_matmul", "matmul_reduce_scatter", "all_gather_matmul"]
+        # The gradient of what gate and up share.
+        assert reasons == ["reduce_scatter_tensor: a sum of FP8 products is reduced, which have scales of their own"]
