@@ -13,6 +13,7 @@ from conftest import RankFixture
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.models.linear import as_dtensor
@@ -270,7 +271,7 @@ def _compiled(recipe: str) -> None:
     grads = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     model.zero_grad()
     torch._dynamo.reset()
-    got = torch.compile(model, backend="aot_eager")(x)
+    got = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
     got.square().sum().backward()
     assert distance(got, wanted) < 0.01
     for name, parameter in model.named_parameters():
@@ -280,6 +281,51 @@ def _compiled(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torch_compile(ranks: RankFixture, recipe: str) -> None:
     ranks(2).run(_compiled, recipe)
+
+
+def _in_bfloat16() -> None:
+    """Under autocast, and recomputed in the backward."""
+    model, exact = parallelize_module(model_of("rowwise"), mesh(), plan(Shard(1), shared=True, keep=True)), model_of()
+    x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+    part = x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = checkpoint(model.inner, part, use_reentrant=False)
+    got.float().square().sum().backward()
+    exact.inner(x).square().sum().backward()
+    assert got.dtype == torch.bfloat16
+    for name, parameter in model.inner.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert distance(whole(parameter.grad), exact.inner.get_parameter(name).grad) < 0.1, name
+
+
+def test_autocast_and_checkpoints(ranks: RankFixture) -> None:
+    ranks(2).run(_in_bfloat16)
+
+
+def _llama() -> None:
+    """weft.parallelize shards converted linears as it does others."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2}
+    losses, grads = [], []
+    for kind in ("exact", "alone", "sharded"):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes))
+        if kind != "exact":
+            model.model = converted(model.model, "tensorwise")
+        if kind == "sharded":
+            model = weft.parallelize(model, mesh(), few_tokens=0)
+        tokens = torch.randint(0, 64, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+        losses.append(model(input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+        grads.append({name: whole(parameter.grad) for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(losses[2], losses[1], rtol=1e-3, atol=0)
+    for name, exact in grads[0].items():
+        as_close(grads[2][name], grads[1][name], exact, name)
+
+
+def test_a_decoder(ranks: RankFixture) -> None:
+    ranks(2).run(_llama)
 
 
 def _mistakes() -> None:

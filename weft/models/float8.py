@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,7 +41,6 @@ from torchao.float8.float8_training_tensor import (
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
 from weft.core.problem import FLOAT8_UNIT, split
-from weft.models.linear import ColumnLinear, RowLinear
 from weft.models.products import How, in_one_dtype
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.common import FLOAT8, no_columns
@@ -51,12 +51,10 @@ INPUT, WEIGHT, GRAD_OUTPUT = GemmInputRole.INPUT, GemmInputRole.WEIGHT, GemmInpu
 TENSORWISE = ScalingGranularity.TENSORWISE
 
 
-class Float8ColumnLinear(ColumnLinear, Float8Linear):  # type: ignore[misc]
-    """A Float8Linear whose outputs are sharded."""
-
-
-class Float8RowLinear(RowLinear, Float8Linear):  # type: ignore[misc]
-    """A Float8Linear whose inputs are sharded."""
+@cache
+def of_float8(kind: type[Any]) -> type[Any]:
+    """A class like `kind`, a linear with a sharded weight, of Float8Linears: torchao knows them by that."""
+    return type(f"Float8{kind.__name__}", (kind, Float8Linear), {})
 
 
 class _Operand(NamedTuple):

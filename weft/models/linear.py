@@ -1,7 +1,7 @@
 """Linears that call weft's operators: torch's own, of another class, with sharded weights.
 
 A module becomes one by its class alone, so that names, hooks, parameters and checkpoints stay what they are. torchao's
-Float8Linear becomes one of the classes in weft/models/float8.py, which derive from these and multiply in FP8.
+Float8Linear becomes one of a class that derives from one of these, and multiplies in FP8 (weft/models/float8.py).
 
     ColumnLinear         weight Shard(0), bias Shard(0)      outputs are this rank's columns, of all tokens
     RowLinear            weight Shard(1), bias Replicate     inputs are this rank's columns of all tokens
@@ -259,8 +259,7 @@ def _of_float8(linears: Sequence[nn.Linear], how: How, kind: type[nn.Linear]) ->
         )
     from weft.models import float8  # it imports torchao, which is optional
 
-    found = float8.Float8ColumnLinear if kind is ColumnLinear else float8.Float8RowLinear
-    return replace(how, float8=float8.products_of(linears)), found
+    return replace(how, float8=float8.products_of(linears)), float8.of_float8(cast(Any, kind))
 
 
 def is_float8(module: nn.Module) -> bool:

@@ -12,6 +12,17 @@
 
 With other layouts, and for modules that are no plain nn.Linear, torch's own style is applied and the reason is noted;
 weft.overlap_report(model) lists it.
+
+Linears that torchao.float8.convert_to_float8_training has converted are multiplied in FP8, in the backward too, as their
+Float8LinearConfig says. Apply these styles in the place of torchao's, which cast the input of a module as well:
+
+    Float8ColwiseParallel           ColwiseParallel
+    Float8RowwiseParallel           RowwiseParallel
+    PrepareFloat8ModuleInput        SharedInput, on the module whose linears share an input
+
+Sizes must be multiples of 16: inputs and outputs of a rank's part of a weight, and the tokens of a training step. Linears of
+other sizes stay unconverted with module_filter_fn. Raises ValueError for them, and for pad_inner_dim=True and casts of the
+input, the weight or grad_output that are disabled. With emulate=True only the local products are emulated.
 """
 
 from __future__ import annotations

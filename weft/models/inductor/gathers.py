@@ -38,7 +38,7 @@ from weft.models.inductor.graph import (
     shape,
     value,
 )
-from weft.models.inductor.scaled import SCALED, Scales, bias_of, scales_of, write_gather
+from weft.models.inductor.scaled import SCALED, ProductScales, bias_of, scales_of, write_gather
 from weft.ops.common import DTYPES, FLOAT8
 
 START = c10d.all_gather_into_tensor.default
@@ -56,7 +56,7 @@ class GatheredMatmul:
     node: Node
     b: Node
     bias: Node | None
-    scales: Scales | None
+    scales: ProductScales | None
 
     @property
     def factors(self) -> list[Node]:

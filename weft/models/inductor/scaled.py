@@ -25,7 +25,7 @@ SCALED = aten._scaled_mm.default
 
 
 @dataclass(frozen=True)
-class Scales:
+class ProductScales:
     """What a product's factors are multiplied with: nodes. output_dtype, use_fast_accum: as _scaled_mm has them."""
 
     a: Node
@@ -34,13 +34,13 @@ class Scales:
     output_dtype: torch.dtype
     use_fast_accum: bool
 
-    def like(self, other: Scales) -> bool:
+    def like(self, other: ProductScales) -> bool:
         """Whether one call of weft's operator can compute both products, as far as their scales are concerned."""
         mine = self.recipe, self.output_dtype, self.use_fast_accum
         return mine == (other.recipe, other.output_dtype, other.use_fast_accum)
 
 
-def scales_of(product: Node) -> Scales | None:
+def scales_of(product: Node) -> ProductScales | None:
     """The scales of an aten._scaled_mm; None for another product. Raises Refused for options that weft does not have."""
     if product.target is not SCALED:
         return None
@@ -62,7 +62,7 @@ def scales_of(product: Node) -> Scales | None:
         recipe = "rowwise"
     else:
         raise Refused(f"the scales are {shape(scale_a)} and {shape(scale_b)}; weft overlaps tensorwise and rowwise ones")
-    return Scales(scale_a, scale_b, recipe, value(product).dtype, bool(argument(product, 7, "use_fast_accum", False)))
+    return ProductScales(scale_a, scale_b, recipe, value(product).dtype, bool(argument(product, 7, "use_fast_accum", False)))
 
 
 def bias_of(product: Node) -> Node | None:
@@ -76,7 +76,7 @@ def write_gather(
     rows: Node,
     bs: Sequence[Node],
     scale_rows: Node | None,
-    scales: Sequence[Scales],
+    scales: Sequence[ProductScales],
     group: str,
     schedule: str,
     *,
@@ -99,7 +99,7 @@ def write_gather(
 
 
 def write_reduction(
-    write: Writer, op: Op, a: Node, b: Node, scale_a: Node, scales: Scales, group: str, schedule: str, reduce: str
+    write: Writer, op: Op, a: Node, b: Node, scale_a: Node, scales: ProductScales, group: str, schedule: str, reduce: str
 ) -> Node:
     """matmul_reduce_scatter or matmul_all_reduce of a [M, k] and b [k, N]: its only result. scale_a: as the rows of a lie."""
     scale_b = scales.b
@@ -118,7 +118,7 @@ def _write(
     bs: Sequence[Node],
     scale_a: Node,
     scale_bs: Sequence[Node],
-    like: Scales,
+    like: ProductScales,
     recipe: Recipe,
     group: str,
     schedule: str,
