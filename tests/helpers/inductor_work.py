@@ -72,6 +72,53 @@ def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.addmm(b / dist.get_world_size(), x.reshape(-1, 8), w).view(4, 6, 5)
 
 
+def _float8(x: torch.Tensor) -> torch.Tensor:
+    """[.., 8] -> [.., 32], in FP8."""
+    return torch.cat([x, x * 2, x / 4, -x], -1).to(torch.float8_e4m3fn)
+
+
+def _columns8(w: torch.Tensor) -> torch.Tensor:
+    """[8, 5] -> [32, 16], in FP8, its columns contiguous."""
+    return _float8(torch.cat([w, w, w, w[:, :1]], 1).t().contiguous()).t()
+
+
+def _tensorwise(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    scale_a, scale_b = torch.full((), 0.5), torch.full((), 0.25)
+    out = torch._scaled_mm(a.reshape(-1, a.shape[-1]), b, scale_a, scale_b, out_dtype=torch.float32, use_fast_accum=True)
+    return out.view(*a.shape[:-1], b.shape[1])
+
+
+def _row_scales(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax(-1, keepdim=True)
+
+
+def _rowwise(a: torch.Tensor, scale_a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    scale_b = torch.arange(1, 17, dtype=torch.float32)[None] / 8
+    out = torch._scaled_mm(a.reshape(-1, a.shape[-1]), b, scale_a.reshape(-1, 1), scale_b, out_dtype=torch.bfloat16)
+    return out.view(*a.shape[:-1], b.shape[1])
+
+
+def _gather8(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """By bytes, as gloo has no FP8."""
+    return gather(_float8(x).view(torch.uint8), dim).view(torch.float8_e4m3fn)
+
+
+def _several8(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gathered elements are needed for another product, too, as for a weight's gradient."""
+    whole_x = _gather8(x, 1)
+    return _tensorwise(whole_x, _columns8(w)), _tensorwise(whole_x, _columns8(w * 2)), whole_x.float().sum(-1)
+
+
+def _rowwise8(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    whole_x, scales = _gather8(x, 1), gather(_row_scales(x), 1)
+    return _rowwise(whole_x, scales, _columns8(w)), _rowwise(whole_x, scales, _columns8(w * 2))
+
+
+def _bias8(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    one, bias = x.new_ones(()), torch.ones(16, dtype=torch.bfloat16)
+    return torch._scaled_mm(_float8(x[0]), _columns8(w), one, one, bias, out_dtype=torch.bfloat16)
+
+
 def _mean_of_pairs(x: torch.Tensor) -> torch.Tensor:
     return x[:, 0::2] + x[:, 1::2]
 
@@ -159,6 +206,10 @@ GATHERS = [
     Case("waited for twice", _waited_for_twice, ("all_gather_matmul",)),
     Case("viewed as it lay", _viewed, ("all_gather_matmul",)),
     Case("cast behind a view, and used", _cast_behind_a_view, ("all_gather_matmul",)),
+    Case("FP8", lambda x, w, b: _tensorwise(_gather8(x[0], 0), _columns8(w)), ("all_gather_matmul",)),
+    Case("FP8, the first of three", lambda x, w, b: _tensorwise(_gather8(x, 0), _columns8(w)), ("all_gather_matmul",)),
+    Case("FP8, several, and the gathered", _several8, ("all_gather_matmul",)),
+    Case("FP8 with a scale for each row", _rowwise8, ("all_gather_matmul",)),
     Case("cast to fewer bits", lambda x, w, b: gather(x, 1).bfloat16() @ w.bfloat16(), ("all_gather_matmul",)),
 ]
 SCATTERS = [
@@ -174,6 +225,20 @@ SCATTERS = [
         ("matmul_reduce_scatter", "matmul_reduce_scatter"),
     ),
     Case("all-reduced", lambda x, w, b: reduced(x @ w), ("matmul_all_reduce",)),
+    Case("FP8 scattered", lambda x, w, b: scatter(_tensorwise(_float8(x), _columns8(w)), 1), ("matmul_reduce_scatter",)),
+    Case(
+        "FP8 scattered, with a scale for each row",
+        lambda x, w, b: scatter(_rowwise(_float8(x), _row_scales(x), _columns8(w)), 1),
+        ("matmul_reduce_scatter",),
+    ),
+    Case("FP8 all-reduced", lambda x, w, b: reduced(_tensorwise(_float8(x), _columns8(w))), ("matmul_all_reduce",)),
+    Case(
+        "FP8 reductions that stay two",
+        lambda x, w, b: (lambda i, j: scatter(_tensorwise(i, j), 1) + scatter(_tensorwise(j.t(), j), 0)[:3])(
+            _float8(x), _columns8(w)
+        ),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
     Case(
         "of what was reduced",
         lambda x, w, b: reduced(reduced(x[0] @ w) @ w.t()),
@@ -246,6 +311,13 @@ ALONE = [
     Case("something added", lambda x, w, b: scatter(x @ w + x[..., :5]), reason="no matmul makes what is reduced"),
     Case("a bias of its own", lambda x, w, b: scatter(torch.addmm(b, x[0], w)), reason="adds a bias of each rank's own"),
     Case("one bias for all columns", lambda x, w, b: reduced(_linear(x, w, b[:1])), reason="adds a bias of 1 to 5 columns"),
+    Case("FP8 and a bias", lambda x, w, b: scatter(_bias8(x, w)), reason="adds a bias of each rank's own"),
+    Case(
+        "FP8 with scales that are not gathered",
+        lambda x, w, b: _rowwise(_gather8(x, 0), torch.ones(48), _columns8(w)),
+        reason="the scales of rows are not gathered",
+    ),
+    Case("bytes", lambda x, w, b: gather(_float8(x).view(torch.uint8)), reason="goes to another graph"),
     Case("pairs", lambda x, w, b: scatter(_mean_of_pairs(x @ w)), reason="no matmul makes what is reduced"),
 ]
 

@@ -157,25 +157,6 @@ def test_with_inductor(ranks: RankFixture) -> None:
     ranks(2).run(_inductor)
 
 
-def _scaled() -> list[str]:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def work(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        one, small = torch.ones(()), torch.float8_e4m3fn
-        product = torch._scaled_mm(x.to(small), w.to(small).t(), one, one, out_dtype=torch.bfloat16)
-        return inductor_work.scatter(product)
-
-    overlap = weft.CompilePass()
-    overlap(make_fx(work, tracing_mode="fake")(torch.ones(32, 16), torch.ones(16, 16)).graph)
-    return [site.reason for site in overlap.sites]
-
-
-def test_scaled_matmuls_are_left_alone(ranks: RankFixture) -> None:
-    assert ranks(2).run(_scaled)[0] == [
-        "reduce_scatter_tensor: scaled_mm multiplies with scales, which weft's operators do not take"
-    ]
-
-
 def _moved() -> list[str]:
     """DTensor's own all-to-all, from one sharded dimension to another, before a matmul; torch has it on GPUs alone."""
     from torch.fx.experimental.proxy_tensor import make_fx

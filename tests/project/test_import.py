@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-HEAVY = ["torch", "triton", "numpy", "simpy", "plotly", "rich", "typer", "atomicshm", "cuda", "multiprocessing"]
+HEAVY = ["torch", "triton", "numpy", "simpy", "plotly", "rich", "typer", "atomicshm", "cuda", "multiprocessing", "torchao"]
 
 LOADS = f"""
 import json, sys

@@ -48,8 +48,9 @@ PACKAGES: dict[str, set[str]] = {
 }
 """Packages beside the standard library that may be imported from this room on."""
 OPTIONAL = {f"weft.planner.models.{name}": {"torch", "transformers"} for name in ("config", "modules")}
+OPTIONAL["weft.models.float8"] = {"torchao"}
 """Modules that may import packages which their room may not: inside functions, and only where they are installed. A config of a
-model is read with the modules that transformers builds from it."""
+model is read with the modules that transformers builds from it. weft.models.float8 is itself imported inside functions."""
 
 
 KNOWN_CIRCLES = [["weft.core.machine", "weft.core.what_if"]]

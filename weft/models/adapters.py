@@ -44,7 +44,7 @@ def why_not_adapted(module: nn.Module, *, row: bool, ranks: int) -> str:
     """Why weft cannot shard a module as a linear, or as a LoRA layer around one; empty if it can. row: as a row linear."""
     if not is_lora(module):
         kind = kind_of(module)
-        return why_not_linear(module) if kind is None else why_not_quantised(module, kind)
+        return why_not_linear(module, row=row, ranks=ranks) if kind is None else why_not_quantised(module, kind)
     lora, base = cast(Any, module), base_of(module)
     if "forward" in module.__dict__:
         return "its forward was put on the module itself"

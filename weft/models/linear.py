@@ -1,6 +1,7 @@
 """Linears that call weft's operators: torch's own, of another class, with sharded weights.
 
-A module becomes one by its class alone, so that names, hooks, parameters and checkpoints stay what they are.
+A module becomes one by its class alone, so that names, hooks, parameters and checkpoints stay what they are. torchao's
+Float8Linear becomes one of a class that derives from one of these, and multiplies in FP8 (weft/models/float8.py).
 
     ColumnLinear         weight Shard(0), bias Shard(0)      outputs are this rank's columns, of all tokens
     RowLinear            weight Shard(1), bias Replicate     inputs are this rank's columns of all tokens
@@ -24,8 +25,9 @@ Where somebody else may read the parent's input, a hook or an adapter, it is gat
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
@@ -243,10 +245,11 @@ class Distributor:
 
 
 def to_columns(linears: Sequence[nn.Linear], tokens: Tokens, how: How, distribute: Distributor) -> SharedInputLinears:
-    """Make these linears ColumnLinears that share their input."""
+    """Make these linears ColumnLinears that share their input. Raises ValueError if only some of them are Float8Linears."""
+    how, kind = _of_float8(linears, how, ColumnLinear)
     for linear in linears:
         _spread(linear, distribute, Shard(0), Shard(0))
-        linear.__class__ = ColumnLinear
+        linear.__class__ = kind
     shared = SharedInputLinears(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, how=how)
     for member in shared.members:
         member._weft_shared = shared
@@ -255,11 +258,33 @@ def to_columns(linears: Sequence[nn.Linear], tokens: Tokens, how: How, distribut
 
 def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> LayerCalls:
     """Make a linear a RowLinear; where it writes down what it runs."""
+    how, kind = _of_float8([linear], how, RowLinear)
     _spread(linear, distribute, Shard(1), Replicate())
-    linear.__class__ = RowLinear
+    linear.__class__ = kind
     row = cast(RowLinear, linear)
     row._weft_tokens, row._weft_how, row._weft_ran = tokens, how, LayerCalls()
     return row._weft_ran
+
+
+def _of_float8(linears: Sequence[nn.Linear], how: How, kind: type[nn.Linear]) -> tuple[How, type[nn.Linear]]:
+    """How these linears multiply, and the class that they get."""
+    converted = [is_float8(linear) for linear in linears]
+    if not any(converted):
+        return replace(how, float8=None), kind
+    if not all(converted):
+        raise ValueError(
+            "only some of the linears that share an input are Float8Linears; convert all of them to FP8 or none "
+            "(module_filter_fn), or give each weft.ColwiseParallel"
+        )
+    from weft.models import float8  # it imports torchao, which is optional
+
+    return replace(how, float8=float8.products_of(linears)), float8.of_float8(cast(Any, kind))
+
+
+def is_float8(module: nn.Module) -> bool:
+    """Whether a module is torchao's Float8Linear."""
+    torchao = sys.modules.get("torchao.float8.float8_linear")
+    return torchao is not None and type(module) is torchao.Float8Linear
 
 
 def _spread(linear: nn.Linear, distribute: Distributor, weight: Placement, bias: Placement) -> None:
@@ -273,11 +298,13 @@ def _spread(linear: nn.Linear, distribute: Distributor, weight: Placement, bias:
         linear.register_parameter("bias", distribute(linear.bias, bias))
 
 
-def why_not_linear(module: nn.Module) -> str:
-    """Why weft cannot take a module for a linear; empty if it can. Raises ValueError for one that it has taken already."""
+def why_not_linear(module: nn.Module, *, row: bool = False, ranks: int = 1) -> str:
+    """Why weft cannot take a module for a linear; empty if it can. row: as a row linear. Raises ValueError for one that it has
+    taken already, and for a Float8Linear with options or sizes that weft's FP8 products do not have."""
     if isinstance(module, ColumnLinear | RowLinear):
         raise ValueError("a linear is sharded by weft already; name it once, in SharedInput or with a style of its own")
-    if type(module) is not nn.Linear:
+    converted = is_float8(module)
+    if type(module) is not nn.Linear and not converted:
         name = type(module).__name__ if type(module).__name__ != "Linear" else f"{type(module).__module__}.Linear"
         return f"{name} is no torch.nn.Linear (a wrapped or quantised one computes by itself)"
     if "forward" in module.__dict__:
@@ -285,10 +312,15 @@ def why_not_linear(module: nn.Module) -> str:
     if "weight" not in module._parameters:
         return f"its weight is made of {', '.join(module._parameters)} at each call (weight_norm, pruning)"
     for name, parameter in module.named_parameters():
-        if type(parameter) is not nn.Parameter or parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        plain = converted or type(parameter) is nn.Parameter
+        if not plain or parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return (
                 f"its {name} is a {type(parameter).__name__} of {parameter.dtype}; weft multiplies float32, bfloat16, float16"
             )
+    if converted:
+        from weft.models import float8
+
+        float8.check(module, row=row, ranks=ranks)
     return ""
 
 

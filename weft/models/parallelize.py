@@ -197,7 +197,7 @@ class _Within:
         }
         whole[embedding] = _why_not_embedding(embedding)
         if head is not None:
-            whole[head] = why_not_linear(head)
+            whole[head] = why_not_linear(head, ranks=self.mesh.size())
         asked = self._wanted({child: blocks.get(name) for child, name in found.items()}, embedding, head, whole)
         whole |= whole_by_sharing(model, asked)
         reasons = [whole.get(child, "") for child in found]

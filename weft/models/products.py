@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,21 @@ from weft.ops.replicated import with_summed_gradient
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from weft.runtime.choose import MODES
 
+if TYPE_CHECKING:
+    from weft.models.float8 import Float8Products
+
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class How:
     """schedule: as the operators take it; an operator without that family has its own best. keep_gathered: keep a column side's
-    gathered input for the weights' gradient, as torch's styles do; else it is gathered again."""
+    gathered input for the weights' gradient, as torch's styles do; else it is gathered again. float8: of linears that torchao
+    converted for FP8 training, their casts and products."""
 
     schedule: str = "auto"
     keep_gathered: bool = True
+    float8: Float8Products | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, str):
@@ -61,19 +67,10 @@ def columns(
 ) -> list[Tensor]:
     """x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each. total: M, where x has this rank's part of them
     as torch.chunk cuts it; None where x is whole."""
-    x, *weights = in_one_dtype(x, weights)
-    if total is None:
-        outs = _of_whole(x, weights, group, how)
+    if how.float8 is not None:
+        outs = how.float8.columns(x, weights, group, how, dim=dim, total=total)
     else:
-        outs = all_gather_matmul(
-            x,
-            [weight.t() for weight in weights],
-            group,
-            schedule=how.of("all_gather_matmul"),
-            gather_dim=dim,
-            rows=total,
-            keep_gathered=how.keep_gathered,
-        )
+        outs = _columns(*in_one_dtype(x, weights), group=group, how=how, dim=dim, total=total)
     return [out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True)]
 
 
@@ -82,14 +79,34 @@ def rows(
 ) -> Tensor:
     """The sum over ranks of x @ weight^T, plus bias. scatter: this rank's part of the tokens along `dim`, [.., m, .., N]; else
     all of them."""
-    x, weight = in_one_dtype(x, [weight])
-    bias = None if bias is None else bias.to(x.dtype)
-    if not scatter:
-        matrix = x[None] if x.dim() == 1 else x
-        out = matmul_all_reduce(matrix, weight.t(), group, schedule=how.of("matmul_all_reduce"), bias=bias)
-        return out[0] if x.dim() == 1 else out
-    out = matmul_reduce_scatter(x, weight.t(), group, schedule=how.of("matmul_reduce_scatter"), scatter_dim=dim)
-    return out if bias is None else out + with_summed_gradient(bias, group.group_name)
+    if how.float8 is not None:
+        out = how.float8.rows(x, weight, group, how, dim=dim, scatter=scatter)
+    else:
+        x, weight = in_one_dtype(x, [weight])
+        if not scatter:
+            bias = None if bias is None else bias.to(x.dtype)
+            matrix = x[None] if x.dim() == 1 else x
+            out = matmul_all_reduce(matrix, weight.t(), group, schedule=how.of("matmul_all_reduce"), bias=bias)
+            return out[0] if x.dim() == 1 else out
+        out = matmul_reduce_scatter(x, weight.t(), group, schedule=how.of("matmul_reduce_scatter"), scatter_dim=dim)
+    if bias is None:
+        return out
+    bias = bias.to(out.dtype)
+    return out + (with_summed_gradient(bias, group.group_name) if scatter else bias)
+
+
+def _columns(x: Tensor, *weights: Tensor, group: dist.ProcessGroup, how: How, dim: int, total: int | None) -> list[Tensor]:
+    if total is None:
+        return _of_whole(x, weights, group, how)
+    return all_gather_matmul(
+        x,
+        [weight.t() for weight in weights],
+        group,
+        schedule=how.of("all_gather_matmul"),
+        gather_dim=dim,
+        rows=total,
+        keep_gathered=how.keep_gathered,
+    )
 
 
 def ops_of_columns(x: Tensor, total: int | None) -> tuple[Op, ...]:

@@ -12,6 +12,17 @@
 
 With other layouts, and for modules that are no plain nn.Linear, torch's own style is applied and the reason is noted;
 weft.overlap_report(model) lists it.
+
+Linears that torchao.float8.convert_to_float8_training has converted are multiplied in FP8, in the backward too, as their
+Float8LinearConfig says. Apply these styles in the place of torchao's, which cast the input of a module as well:
+
+    Float8ColwiseParallel           ColwiseParallel
+    Float8RowwiseParallel           RowwiseParallel
+    PrepareFloat8ModuleInput        SharedInput, on the module whose linears share an input
+
+Sizes must be multiples of 16: inputs and outputs of a rank's part of a weight, and the tokens of a training step. Linears of
+other sizes stay unconverted with module_filter_fn. Raises ValueError for them, and for pad_inner_dim=True and casts of the
+input, the weight or grad_output that are disabled. With emulate=True only the local products are emulated.
 """
 
 from __future__ import annotations
@@ -66,7 +77,7 @@ class ColwiseParallel(style.ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)
-        why = why_not_linear(module) or _why_not_tokens("input_layouts", self.input_layouts[0])
+        why = why_not_linear(module, ranks=device_mesh.size()) or _why_not_tokens("input_layouts", self.input_layouts[0])
         if why:
             note(module, CommunicatingLayer(reason=f"torch's ColwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
@@ -99,7 +110,8 @@ class RowwiseParallel(style.RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)
-        why = why_not_linear(module) or _why_not_tokens("output_layouts", self.output_layouts[0])
+        why = why_not_linear(module, row=True, ranks=device_mesh.size())
+        why = why or _why_not_tokens("output_layouts", self.output_layouts[0])
         if why:
             note(module, CommunicatingLayer(reason=f"torch's RowwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
@@ -147,7 +159,9 @@ class SharedInput(style.ParallelStyle):
         require_one_dimension(device_mesh)
         children = dict(module.named_children())
         for name in self.linears:
-            why = why_not_linear(children[name]) if name in children else f"{type(module).__name__} has no child of that name"
+            why = f"{type(module).__name__} has no child of that name"
+            if name in children:
+                why = why_not_linear(children[name], ranks=device_mesh.size())
             if why:
                 raise ValueError(f"linears names {name!r}, but {why}")
         shared = share_input(

@@ -14,7 +14,7 @@ import torch
 from weft.core.problem import Recipe, Scaling
 from weft.ops.common import FLOAT8, define
 from weft.ops.scaled import QUANTISED, quantised_here
-from weft.runtime.launches import Scales
+from weft.runtime.launches import FactorScales
 from weft.runtime.scaled_products import products_on
 
 Tensor = torch.Tensor
@@ -31,7 +31,7 @@ def _run(x: Tensor, weights: Sequence[Tensor], scale_bs: Sequence[Tensor], recip
     scaling = Scaling(a=FLOAT8[QUANTISED], b=FLOAT8[weights[0].dtype], recipe=recipe)  # type: ignore[arg-type]
     outs = [x.new_empty(elements.shape[0], weight.shape[0]) for weight in weights]
     for weight, scale_b, out in zip(weights, scale_bs, outs, strict=True):
-        products_on(x.device)(elements, weight.t(), out, Scales(scale_a, scale_b, scaling))
+        products_on(x.device)(elements, weight.t(), out, FactorScales(scale_a, scale_b, scaling))
     return [out.view(*x.shape[:-1], out.shape[1]) for out in outs]
 
 

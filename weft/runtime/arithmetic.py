@@ -14,7 +14,7 @@ import torch
 from weft.core.problem import Scaling, Span1D
 from weft.core.schedule import Gemm, Part, Region, Sum, runs
 from weft.runtime.bindings import Bindings
-from weft.runtime.launches import IssuedCall, Matmul, Scales
+from weft.runtime.launches import FactorScales, IssuedCall, Matmul
 
 
 def groups(parts: Sequence[Part]) -> list[list[Part]]:
@@ -63,7 +63,7 @@ class Product:
                 self._scatter(a, b, views, matmul, scales)
 
     def _scatter(
-        self, a: torch.Tensor, b: torch.Tensor, views: Sequence[torch.Tensor], matmul: Matmul, scales: Scales | None
+        self, a: torch.Tensor, b: torch.Tensor, views: Sequence[torch.Tensor], matmul: Matmul, scales: FactorScales | None
     ) -> None:
         heights = [view.shape[0] for view in views]
         if self._step.accumulate:
@@ -116,11 +116,11 @@ def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul
         bindings.view(_columns(part.out, cols)).copy_(total)
 
 
-def _scales(bindings: Bindings, scaling: Scaling, rows: Sequence[Region], b: Region) -> Iterator[Scales]:
+def _scales(bindings: Bindings, scaling: Scaling, rows: Sequence[Region], b: Region) -> Iterator[FactorScales]:
     """The scales of a product of these rows of a and each piece of b."""
     found = [scales for run in rows for scales in bindings.scale_views(run)]
     of_a = found[0] if len(found) == 1 or scaling.recipe == "tensorwise" else torch.cat(found)
-    return (Scales(of_a, of_b, scaling) for of_b in bindings.scale_views(b))
+    return (FactorScales(of_a, of_b, scaling) for of_b in bindings.scale_views(b))
 
 
 def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:

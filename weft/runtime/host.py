@@ -53,7 +53,7 @@ from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import BoundProgram, Inputs, Outputs
 from weft.runtime.host_rows import HostRows
 from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
-from weft.runtime.launches import FlagOperations, IssuedCall, Launch, Scales
+from weft.runtime.launches import FactorScales, FlagOperations, IssuedCall, Launch
 from weft.runtime.peer_waits import may_wait_for
 from weft.runtime.scaled_products import multiply_dequantised, quantise
 from weft.runtime.step_kernels import StepKernel
@@ -252,7 +252,7 @@ class HostProgram(BoundProgram):
         return run
 
     def multiply(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, scales: Scales | None = None
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, scales: FactorScales | None = None
     ) -> None:
         """out = a @ b, or out += a @ b."""
         if scales is not None:

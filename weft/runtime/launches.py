@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weft.runtime.step_kernels import StepKernel
 
 
-class Scales(NamedTuple):
+class FactorScales(NamedTuple):
     """The scales of the FP8 operands a and b of one product, and what shares them."""
 
     a: torch.Tensor
@@ -38,7 +38,7 @@ class Matmul(Protocol):
     FP8 operands."""
 
     def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, scales: Scales | None = None
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, scales: FactorScales | None = None
     ) -> None: ...
 
 

@@ -30,7 +30,7 @@ from weft.compat.cublaslt import ALIGN_BYTES, Algorithm, CublasProduct, Library,
 from weft.compat.streams import raw_stream
 from weft.core.logs import warn_once
 from weft.core.machine import Machine
-from weft.runtime.launches import Scales
+from weft.runtime.launches import FactorScales
 from weft.runtime.scaled_products import ScaledProducts
 
 WORKSPACE = 128 << 10
@@ -111,7 +111,7 @@ class Products:
         *,
         accumulate: bool,
         times: bool,
-        scales: Scales | None = None,
+        scales: FactorScales | None = None,
     ) -> None:
         """out = a @ b, or out += a @ b, on torch's current stream. times: now is the time to look for the fastest way. scales:
         of FP8 operands, whose products are torch's."""

@@ -17,7 +17,7 @@ from weft.compat.device import capabilities
 from weft.compat.scaled_mm import scaled_mm, takes
 from weft.core.machine import Machine
 from weft.core.problem import LEAST_MAGNITUDE, SCALE_BLOCK, Scaling
-from weft.runtime.launches import Scales
+from weft.runtime.launches import FactorScales
 from weft.runtime.nearest import nearest_profile
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def quantise(matrix: torch.Tensor, elements: torch.Tensor, scales: torch.Tensor,
     elements.copy_((blocks / scales[..., None]).clamp(-most, most).view_as(rows))
 
 
-def multiply_dequantised(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: Scales) -> None:
+def multiply_dequantised(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: FactorScales) -> None:
     """out = a @ b in float32, on any device."""
     out.copy_(dequantised(a, scales.a, scales.scaling, "a") @ dequantised(b, scales.b, scales.scaling, "b"))
 
 
 @cache
-def products_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scales], None]:
+def products_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FactorScales], None]:
     """What multiplies FP8 operands outside of a program: out = a @ b, of (a, b, out, scales)."""
     return ScaledProducts(device).multiply if device.type == "cuda" else multiply_dequantised
 
@@ -63,7 +63,7 @@ class ScaledProducts:
         self._kernels: dict[tuple[int, int, int], PlainGemm | None] = {}
         """By M, N and K. Graphs keep addresses of their tables: they live as long as the program."""
 
-    def multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: Scales) -> None:
+    def multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: FactorScales) -> None:
         """out = a @ b on torch's current stream."""
         scaling = scales.scaling
         if takes(a, b, out, scaling.recipe):

@@ -48,11 +48,12 @@ class CompilePass(CustomGraphPass):
         a matmul, then all_reduce                       matmul_all_reduce
 
     schedule: as the operators take it, a name or "auto"; or one for each operator, by its name. operators: the ones to put in.
+    The matmuls may be aten._scaled_mm, of FP8 with tensorwise or rowwise scales; a scale that is gathered travels with its row.
     Of a bias that is divided by the number of ranks before a reduction, as DTensor divides a RowwiseParallel linear's, the mean
     of all ranks' is made, a reduction of one row.
 
-    What is left alone, with a reason: other uses of a collective, a last dimension that is gathered or scattered, scaled_mm and
-    bmm, symbolic shapes, a product that is needed or cast before its reduction. A linear's bias is added after the product,
+    What is left alone, with a reason: other uses of a collective, a last dimension that is gathered or scattered, bmm,
+    symbolic shapes, a product that is needed or cast before its reduction. A linear's bias is added after the product,
     which rounds once more.
 
     All ranks must compile the same model with the same values here. Raises ValueError for an unknown operator or schedule.
@@ -91,7 +92,8 @@ class CompilePass(CustomGraphPass):
         """Rewrite one graph in place."""
         self.graphs += 1
         share_waits(graph)
-        for start in [node for node in graph.nodes if node.target is gathers.START]:
+        starts = [node for node in graph.nodes if node.target is gathers.START]
+        for start in [node for node in starts if not gathers.carries_scales(node)]:
             self._gather(graph, start)
         self._scatters(graph, [node for node in graph.nodes if node.target in scatters.OPERATORS])
         for node in graph.nodes:

@@ -18,7 +18,7 @@ from torch._guards import detect_fake_mode
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.fx import Graph, Node
 
-from weft.ops.common import DTYPES
+from weft.ops.common import DTYPES, FLOAT8
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -38,7 +38,9 @@ RESHAPES = frozenset(
 """Operators whose result has the elements of their first argument, in their order."""
 SPLITS = frozenset((aten.split.Tensor, aten.split_with_sizes.default))
 CASTS = frozenset((aten._to_copy.default, torch.ops.prims.convert_element_type.default))
-_SHARED = RESHAPES - {aten.clone.default} | SPLITS | CASTS | {aten.cat.default, aten.slice.Tensor, operator.getitem}
+_SHARED = (
+    RESHAPES - {aten.clone.default} | SPLITS | CASTS | {aten.cat.default, aten.slice.Tensor, aten.view.dtype, operator.getitem}
+)
 """What follows a wait and makes the same of the same; a clone is another tensor on purpose."""
 
 
@@ -60,10 +62,10 @@ def value(node: Node) -> torch.Tensor:
     return found
 
 
-def check_value(node: Node) -> None:
-    """Raises Refused for what no operator of weft takes."""
+def check_value(node: Node, *, scaled: bool = False) -> None:
+    """Raises Refused for what no operator of weft takes. scaled: whether it may be FP8, which may travel as bytes."""
     found = value(node)
-    if found.dtype not in DTYPES:
+    if found.dtype not in DTYPES and not (scaled and found.dtype in (*FLOAT8, torch.uint8)):
         raise Refused(f"{found.dtype} travels; weft takes {', '.join(DTYPES.values())}")
     if found.dim() < 2:
         raise Refused(f"a tensor of {found.dim()} dimensions travels; weft takes matrices, and tensors of more dimensions")
@@ -132,7 +134,8 @@ def _node(found: object) -> Node:
 
 @dataclass(frozen=True)
 class Laid:
-    """cat(split(source, dim), into), or of slices: `count` parts of equal extent. nodes: what lies between source and cat."""
+    """cat(split(source, dim), into), or of slices: `count` parts of equal extent, which may be viewed as bytes. nodes: what
+    lies between source and cat."""
 
     source: Node
     dim: int
@@ -143,18 +146,20 @@ class Laid:
 
 def laid_anew(whole: Node) -> Laid | None:
     """How a node lays a tensor's parts beside each other along another dimension. None if it is something else."""
-    parts = whole.args[0] if whole.target is aten.cat.default else None
-    if not isinstance(parts, list | tuple) or len(parts) < 2 or not all(isinstance(part, Node) for part in parts):
+    given = whole.args[0] if whole.target is aten.cat.default else None
+    if not isinstance(given, list | tuple) or len(given) < 2 or not all(isinstance(part, Node) for part in given):
         return None
+    views = [_node(part) for part in given if _node(part).target is aten.view.dtype]
+    parts = [_node(view.args[0]) for view in views] or [_node(part) for part in given]
     cut = _cut(parts)
-    if cut is None:
+    if cut is None or (views and len(views) != len(given)):
         return None
     source, dim, between = cut
     extents = [part.meta["val"].shape[dim] for part in parts]
     if len(set(extents)) != 1 or extents[0] * len(parts) != source.meta["val"].shape[dim]:
         return None
     into = _dimension(whole, argument(whole, 1, "dim", 0))
-    return Laid(source, dim, into, len(parts), (*between, *parts))
+    return Laid(source, dim, into, len(parts), (*between, *parts, *views))
 
 
 def _cut(parts: Sequence[Node]) -> tuple[Node, int, list[Node]] | None:

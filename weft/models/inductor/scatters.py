@@ -10,6 +10,8 @@ which torch's tensor parallelism leaves in a backward: one reduction is then lef
 
 A bias, mm(a, b) + bias / world_size, is how DTensor writes one that all ranks share: it is added once, after the reduction.
 Nothing in a graph says that they do, so that what is added is the mean of all ranks': one row more is reduced.
+
+A single product may be an aten._scaled_mm, of FP8 factors.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ from weft.models.inductor.graph import (
     value,
     valued_alike,
 )
+from weft.models.inductor.scaled import SCALED, bias_of, scales_of, write_reduction
 
+_MATMULS = (aten.mm.default, aten.addmm.default, SCALED)
 OPERATORS: dict[object, Op] = {
     c10d.reduce_scatter_tensor.default: "matmul_reduce_scatter",
     c10d.all_reduce.default: "matmul_all_reduce",
@@ -56,11 +60,11 @@ class Term:
 
     @property
     def a(self) -> Node:
-        return cast(Node, self.node.args[-2])
+        return cast(Node, self.node.args[0 if self.node.target is SCALED else -2])
 
     @property
     def b(self) -> Node:
-        return cast(Node, self.node.args[-1])
+        return cast(Node, self.node.args[1 if self.node.target is SCALED else -1])
 
     @property
     def bias(self) -> Node | None:
@@ -141,7 +145,7 @@ def _way_to_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
     them before their wait either, as a graph does that saves them."""
     alike = (one.op, one.group, one.reduce, one.dim, one.extents) == (two.op, two.group, two.reduce, two.dim, two.extents)
     alike = alike and value(one.end).dtype == value(two.end).dtype
-    if not alike or any(term.bias for site in (one, two) for term in site.terms):
+    if not alike or any(term.bias or term.node.target is SCALED for site in (one, two) for term in site.terms):
         return None
     mine, others = _only_use(one.end), same_elements(two.end)
     if mine is None or _only_use(two.end) is None or not _plain_sum(mine[0]):
@@ -231,14 +235,18 @@ def _sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[T
         nodes += more
     if any(term.bias for term in found):
         raise Refused("a sum of products with a bias is reduced")
+    if any(term.node.target is SCALED for term in found):
+        raise Refused("a sum of FP8 products is reduced, which have scales of their own")
     return tuple(found), nodes
 
 
 def _term(root: Node, extents: Sequence[int]) -> Term:
-    if root.target not in (aten.mm.default, aten.addmm.default):
+    if root.target not in _MATMULS:
         if root.op == "placeholder":
             raise Refused(f"what is reduced was made in {OTHER_GRAPH}")
         raise Refused(_REASONS.get(root.target, f"no matmul makes what is reduced: {root.target} does"))
+    if scales_of(root) and bias_of(root):
+        raise Refused("the matmul adds a bias of each rank's own")
     term = Term(root)
     value(term.a)  # Refused where its extents are not known, those that are summed over
     if shape(root)[-1] != extents[-1]:
@@ -251,7 +259,6 @@ def _term(root: Node, extents: Sequence[int]) -> Term:
 
 
 _REASONS: dict[object, str] = {
-    aten._scaled_mm.default: "scaled_mm multiplies with scales, which weft's operators do not take",
     aten.bmm.default: "bmm multiplies a batch of matrices, each with a b of its own",
 }
 
@@ -274,13 +281,19 @@ def rewrite(graph: Graph, site: Scatter, schedule: str) -> None:
         if bias is not None:
             bias = _mean(write, bias, site.group, size)
         a, b = _factors(write, site.terms)
-        if site.dim is None:
+        scales = scales_of(site.terms[0].node)
+        if site.dim is not None:
+            a = _rows(write, a, site)
+        if scales is not None:
+            by_row = site.dim is not None and scales.recipe == "rowwise"
+            scale_a = _rows(write, scales.a, site) if by_row else scales.a
+            out = write_reduction(write, site.op, a, b, scale_a, scales, site.group, schedule, site.reduce)
+        elif site.dim is None:
             out = write(torch.ops.weft.matmul_all_reduce.default, a, b, bias, None, site.group, schedule)
         else:
-            spread = write.reshape(a, [*site.extents[:-1], shape(a)[1]])
-            a = write.to_front(spread, site.dim)
             arguments = (a, b, site.group, rank, size, 1, schedule, site.reduce)
             out = write(torch.ops.weft.matmul_reduce_scatter.default, *arguments)
+        if site.dim is not None:
             own = [extent // size if d == site.dim else extent for d, extent in enumerate(site.extents)]
             out = write.from_front(out, site.dim, own)
             out = out if bias is None else write(aten.add.Tensor, out, bias)
@@ -290,6 +303,11 @@ def rewrite(graph: Graph, site: Scatter, schedule: str) -> None:
     site.end.replace_all_uses_with(out)
     site.starts[-1].replace_all_uses_with(out, lambda user: user is not site.end)
     erase_unused(site.nodes)
+
+
+def _rows(write: Writer, matrix: Node, site: Scatter) -> Node:
+    """A matrix [M, columns], with the rows of what is scattered in the order of ranks."""
+    return write.to_front(write.reshape(matrix, [*site.extents[:-1], shape(matrix)[1]]), site.dim or 0)
 
 
 def _mean(write: Writer, bias: Node, group: str, size: int) -> Node:

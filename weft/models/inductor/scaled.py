@@ -1,0 +1,132 @@
+"""aten._scaled_mm, FP8 factors with scales, in a graph: what of it weft::scaled_matmul computes, and how that is written.
+
+    scale of the first factor     of the second     recipe
+    one element                   one element       tensorwise
+    [rows, 1]                     [1, columns]      rowwise
+
+Rows that are gathered take their scales along. A tensorwise scale is there already: it goes to the columns instead, and the
+rows travel with ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from weft.core.problem import FLOAT8_UNIT, Op, Recipe
+from weft.models.inductor.graph import Refused, Writer, argument, aten, place_in, shape, value
+from weft.ops.common import DTYPES, FLOAT8
+
+SCALED = aten._scaled_mm.default
+
+
+@dataclass(frozen=True)
+class ProductScales:
+    """What a product's factors are multiplied with: nodes. output_dtype, use_fast_accum: as _scaled_mm has them."""
+
+    a: Node
+    b: Node
+    recipe: Recipe
+    output_dtype: torch.dtype
+    use_fast_accum: bool
+
+    def like(self, other: ProductScales) -> bool:
+        """Whether one call of weft's operator can compute both products, as far as their scales are concerned."""
+        mine = self.recipe, self.output_dtype, self.use_fast_accum
+        return mine == (other.recipe, other.output_dtype, other.use_fast_accum)
+
+
+def scales_of(product: Node) -> ProductScales | None:
+    """The scales of an aten._scaled_mm; None for another product. Raises Refused for options that weft does not have."""
+    if product.target is not SCALED:
+        return None
+    a, b, scale_a, scale_b = (argument(product, at, name) for at, name in enumerate(("self", "mat2", "scale_a", "scale_b")))
+    if argument(product, 5, "scale_result") is not None:
+        raise Refused("the matmul has a scale for its result")
+    if {value(a).dtype, value(b).dtype} - FLOAT8.keys() or value(product).dtype not in DTYPES:
+        dtypes = f"{value(a).dtype} and {value(b).dtype} to {value(product).dtype}"
+        raise Refused(
+            f"the matmul is of {dtypes}; weft multiplies {', '.join(FLOAT8.values())} to {', '.join(DTYPES.values())}"
+        )
+    (k, n), stride = shape(b), value(b).stride()
+    if k % FLOAT8_UNIT or n % FLOAT8_UNIT or stride[0] != 1:
+        raise Refused(f"the second factor {[k, n]} lies as {list(stride)}; FP8 needs columns in one piece, and multiples of 16")
+    sizes = value(scale_a).numel(), value(scale_b).numel()
+    if sizes == (1, 1):
+        recipe: Recipe = "tensorwise"
+    elif (shape(scale_a), shape(scale_b)) == ([shape(a)[0], 1], [1, n]):
+        recipe = "rowwise"
+    else:
+        raise Refused(f"the scales are {shape(scale_a)} and {shape(scale_b)}; weft overlaps tensorwise and rowwise ones")
+    return ProductScales(scale_a, scale_b, recipe, value(product).dtype, bool(argument(product, 7, "use_fast_accum", False)))
+
+
+def bias_of(product: Node) -> Node | None:
+    """What an aten._scaled_mm adds."""
+    found = argument(product, 4, "bias")
+    return found if isinstance(found, Node) else None
+
+
+def write_gather(
+    write: Writer,
+    rows: Node,
+    bs: Sequence[Node],
+    scale_rows: Node | None,
+    scales: Sequence[ProductScales],
+    group: str,
+    schedule: str,
+    *,
+    keep: bool,
+) -> Node:
+    """all_gather_matmul of this rank's rows [m, K]. scale_rows: [m, 1]; None for tensorwise scales."""
+    columns = []
+    for b, one in zip(bs, scales, strict=True):
+        if scale_rows is not None:
+            columns.append(one.b)
+            continue
+        both = write(aten.mul.Tensor, write.reshape(one.a, [1, 1]), write.reshape(one.b, [1, 1]))
+        columns.append(write(aten.expand.default, both, [1, shape(b)[1]]))
+    if scale_rows is None:
+        scale_rows = write(aten.new_ones.default, scales[0].a, [shape(rows)[0], 1])
+    total = shape(rows)[0] * place_in(group)[1]
+    return _write(
+        write, "all_gather_matmul", rows, bs, scale_rows, columns, scales[0], "rowwise", group, schedule, rows=total, keep=keep
+    )
+
+
+def write_reduction(
+    write: Writer, op: Op, a: Node, b: Node, scale_a: Node, scales: ProductScales, group: str, schedule: str, reduce: str
+) -> Node:
+    """matmul_reduce_scatter or matmul_all_reduce of a [M, k] and b [k, N]: its only result. scale_a: as the rows of a lie."""
+    scale_b = scales.b
+    if scales.recipe == "tensorwise":
+        scale_a, scale_b = write.reshape(scale_a, [1, 1]), write.reshape(scale_b, [1, 1])
+    found = _write(
+        write, op, a, [b], scale_a, [scale_b], scales, scales.recipe, group, schedule, rows=shape(a)[0], reduce=reduce
+    )
+    return write.items(found)[0]
+
+
+def _write(
+    write: Writer,
+    op: Op,
+    a: Node,
+    bs: Sequence[Node],
+    scale_a: Node,
+    scale_bs: Sequence[Node],
+    like: ProductScales,
+    recipe: Recipe,
+    group: str,
+    schedule: str,
+    *,
+    rows: int,
+    keep: bool = False,
+    reduce: str = "sum",
+) -> Node:
+    factors: tuple[Any, ...] = (a, list(bs), scale_a, list(scale_bs), None, None)
+    sizes = (op, group, *place_in(group), rows, 1, schedule, keep, reduce, recipe, like.output_dtype, like.use_fast_accum)
+    return write(torch.ops.weft.scaled_matmul.default, *factors, *sizes)
