@@ -300,6 +300,19 @@ def test_mistakes_are_named(ranks: RankFixture) -> None:
     ranks(1).run(_mistakes)
 
 
+def _zero_scale() -> None:
+    a, scale_a = quantise(torch.randn(4, K), "tensorwise", "a")
+    b, scale_b = quantise(torch.randn(K, N), "tensorwise", "b")
+    for op in ("all_gather_matmul", "matmul_all_reduce"):
+        out = getattr(weft, op)(a, b, scale_a=torch.zeros_like(scale_a), scale_b=scale_b)
+        assert not out.any(), op
+
+
+@pytest.mark.ranks
+def test_a_tensorwise_scale_may_be_zero(ranks: RankFixture) -> None:
+    ranks(1).run(_zero_scale)
+
+
 def _compiled() -> None:
     rank = dist.get_rank()
     given = drawn("all_gather_matmul", 8, 9, "rowwise", (E4M3, E4M3))

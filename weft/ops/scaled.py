@@ -78,7 +78,7 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
             raise ValueError(f"{name} is for FP8 operands, and a is {a.dtype}; leave it out")
     scale_a, several, bias = given.get("scale_a"), given.get("scale_b"), cast("ScaleAndBias", given).get("bias")
     scales: list[Any] = list(several) if isinstance(several, (list, tuple)) else [several]
-    if None in scales or (scale_a is None) == (a.dtype in FLOAT8):
+    if any(scale is None for scale in scales) or (scale_a is None) == (a.dtype in FLOAT8):
         needs = "scale_a and scale_b, float32 tensors" if a.dtype in FLOAT8 else "scale_b alone: a has none yet"
         raise ValueError(f"a is {a.dtype} and b {bs[0].dtype}; FP8 operands come with {needs}")
     if len(scales) != len(bs):
@@ -98,10 +98,11 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
         raise ValueError(f"output_dtype is {output_dtype}; for an a that is quantised it must be a's, {a.dtype}")
     _check_bias(bias, bs, output_dtype)
     if recipe == "tensorwise":
-        scale_a, scales = scale_a and scale_a.reshape(1, 1), [scale.reshape(1, 1) for scale in scales]
+        scale_a = None if scale_a is None else scale_a.reshape(1, 1)
+        scales = [scale.reshape(1, 1) for scale in scales]
         if op in GATHERS or scale_a is None:
             # Rows that travel take their scale along: those of two ranks may differ.
-            recipe, scale_a = "rowwise", scale_a and scale_a.expand(*a.shape[:-1], 1)
+            recipe, scale_a = "rowwise", None if scale_a is None else scale_a.expand(*a.shape[:-1], 1)
             scales = [scale.expand(1, b.shape[1]) for scale, b in zip(scales, bs, strict=True)]
     return Quantised(scale_a, scales, recipe, output_dtype, given.get("use_fast_accum", False), bias)
 
