@@ -225,6 +225,8 @@ def _cut(problem: RaggedProblem, kind: int, rows: int, capacity: int, rank: int)
 
 def _check_kernels(problem: RaggedProblem, dtype: torch.dtype) -> None:
     """What the kernels need beside what every call does; the same on every rank. Raises ValueError."""
+    if problem.scaling is not None:
+        raise ValueError(f"a is {problem.scaling.a}; with splits, FP8 operands are for CPUs")
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"a is {dtype}; with splits on GPUs, use bfloat16 or float16")
     for name, extent, of in (("K", problem.k, 8), ("N", problem.n * (2 if problem.gated else 1), 16 if problem.gated else 8)):
