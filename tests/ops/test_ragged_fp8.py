@@ -11,11 +11,13 @@ import torch.distributed as dist
 from conftest import RankFixture
 from float8 import E4M3, E5M2, dequantised, quantise
 from ragged_work import counts_of, padded, room_for
+from rank_pools import interpreted_ranks
 from rank_work import here
 
 import weft
 from weft.core.problem import RECIPES, Recipe
 from weft.ops.ragged_all_to_all import ragged_gated
+from weft.runtime.ranks import Ranks
 from weft.schedules import ragged
 
 pytestmark = pytest.mark.ranks
@@ -200,3 +202,19 @@ def _compiled() -> None:
 
 def test_torch_compile(ranks: RankFixture) -> None:
     ranks(2).run(_compiled)
+
+
+interpreted = interpreted_ranks([2], slow=[3])
+
+
+def _as_kernels(recipe: Recipe) -> None:
+    """Every family, with segments that share tiles, experts of several tiles, and none; then other dtypes."""
+    for seed, (pattern, most) in enumerate((("random", 9), ("empty_experts", 45), ("nothing", 9))):
+        for schedule in ragged.FAMILIES:
+            check_both(Case(counts_of(pattern, 2, seed, most), recipe, seed=seed), schedule, torch.float16)
+    check_both(Case(counts_of("one_to_all", 1, 7), recipe, (E5M2, E4M3)), "auto", torch.float16)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_family_as_kernels(interpreted: Ranks, recipe: Recipe) -> None:
+    interpreted.run(_as_kernels, recipe)

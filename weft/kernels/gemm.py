@@ -52,7 +52,7 @@ from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.far import Far, far_places
 from weft.kernels.gemm_kernel import Pointers, Variant, gemm_kernel
 from weft.kernels.launch import Launcher
-from weft.kernels.scaled import FLOAT8_DTYPES, Scales, scales_of
+from weft.kernels.scaled import FLOAT8_DTYPES, scales_of, specialised
 from weft.kernels.shapes import TileShape, blocks_for, promotes, whole_tiles
 from weft.triton.flags import asynchronous, table
 
@@ -324,7 +324,7 @@ def gemm(
             len(sources),
             halves,
             out_tma,
-            *_specialised(scales_argument),
+            *specialised(scales_argument),
         ),
         stream=stream,
         num_warps=blocks.warps,
@@ -370,11 +370,6 @@ def _publish_at(plan: Tables, inner: int) -> int:
     there are fewer."""
     steps = -(-inner // plan.blocks.k)
     return steps // 2 if plan.at_peers else min(_PUBLISH_STEPS, steps - 1)
-
-
-def _specialised(scales: Scales | None) -> tuple[int, ...]:
-    """What a kernel is compiled for of its scales."""
-    return tuple(one.data_ptr() % 16 if isinstance(one, torch.Tensor) else one for one in scales or ())
 
 
 def _add_stages(blocks: TileShape, out_tma: bool, gpu: Capabilities, itemsize: int = 2) -> int:

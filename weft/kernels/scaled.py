@@ -1,8 +1,8 @@
-"""Scales of the GEMM kernel's FP8 operands: what the host passes, and how a tile reads them (weft.kernels.gemm launches it).
+"""Scales of FP8 operands of weft's GEMM kernels: what the host passes, and how a tile reads them.
 
 scales_of      the kernel's argument, from tensors            operand      a tile of FP8, as tl.dot takes it
 scale_rows     where a tile's rows have their scales          block_scale  of each row, in one block of K
-scaled         a sum times the scales of its rows and columns
+scaled         a sum times the scales of its rows and columns            scales_of_expert    where each expert has a b
 
     tensorwise, rowwise    out = (sum over K of a b) * scale_a * scale_b      once, on the float32 sum
     blockwise              out = sum over blocks of K of (the block's sum of a b) * (scale_a * scale_b)
@@ -60,6 +60,11 @@ def scales_of(scale_a: Sequence[torch.Tensor], scale_b: torch.Tensor, recipe: st
     return Scales(first, last, scale_b, *first.stride(), *last.stride(), *scale_b.stride())
 
 
+def specialised(scales: Scales | None) -> tuple[int, ...]:
+    """What a kernel is compiled for of its scales."""
+    return tuple(one.data_ptr() % 16 if isinstance(one, torch.Tensor) else one for one in scales or ())
+
+
 if triton.knobs.runtime.interpret:
 
     def operand(tile: Any) -> Any:
@@ -78,6 +83,22 @@ else:
     def operand(tile):
         """On GPUs a tile as it is: matrix units multiply FP8."""
         return tile
+
+
+@triton.jit
+def scales_of_expert(scales, expert, pitch):
+    """The scales where b is that of an expert. pitch: from one expert's first scale to the next's, in elements."""
+    return Scales(
+        scales.a0,
+        scales.a1,
+        scales.b + expert.to(tl.int64) * pitch,
+        scales.a0_row,
+        scales.a0_block,
+        scales.a1_row,
+        scales.a1_block,
+        scales.b_block,
+        scales.b_col,
+    )
 
 
 @triton.jit

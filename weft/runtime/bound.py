@@ -156,7 +156,7 @@ class BoundProgram(ABC):
         """Whether steps of this type may run as kernels here. The same on every rank."""
         problem, space = self.schedule.problem, self._space
         if isinstance(problem, RaggedProblem):
-            return space.device.type == "cuda" or space.runs_kernels(self.dtype, problem.scaling)
+            return space.device.type == "cuda" or space.runs_kernels(self.dtype)
         if isinstance(step, (Wait, FusedCollective)):
             return isinstance(step, FusedCollective)
         if isinstance(step, Lookup):
