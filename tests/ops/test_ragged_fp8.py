@@ -208,13 +208,13 @@ interpreted = interpreted_ranks([2], slow=[3])
 
 
 def _as_kernels(recipe: Recipe) -> None:
-    """Every family, with segments that share tiles, experts of several tiles, and none; then other dtypes."""
-    for seed, (pattern, most) in enumerate((("random", 9), ("empty_experts", 45), ("nothing", 9))):
-        for schedule in ragged.FAMILIES:
-            check_both(Case(counts_of(pattern, 2, seed, most), recipe, seed=seed), schedule, torch.float16)
-    check_both(Case(counts_of("one_to_all", 1, 7), recipe, (E5M2, E4M3)), "auto", torch.float16)
+    """Segments that share tiles, an expert without rows, several tiles of one; then no rows, and other dtypes."""
+    check_both(Case(counts_of("random", 2, 1), recipe), "sequential", torch.float16)
+    check_both(Case(counts_of("empty_experts", 2, 2, most=45), recipe), "fused", torch.float16)
+    check_both(Case(counts_of("one_to_all", 1, 3), recipe, (E5M2, E4M3)), "fused", torch.float16)
+    check_both(Case(counts_of("nothing", 1, 4), recipe), "fused", torch.float16)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_every_family_as_kernels(interpreted: Ranks, recipe: Recipe) -> None:
     interpreted.run(_as_kernels, recipe)

@@ -104,8 +104,7 @@ class Shape:
             found = INTERPRETED if self.scaling is None else INTERPRETED_FP8
         else:
             found = _tallest(self.max_rows // self.experts, capabilities(self.device), self.scaling)
-        # Both tiles of a gated step are multiplied in one turn, whose stages hold no second step.
-        return replace(found, n=found.n // 2, stages=found.stages * (1 + found.pairs)) if self.gated else found
+        return gated_shape(found) if self.gated else found
 
     @property
     def move(self) -> tuple[int, int]:
@@ -448,7 +447,8 @@ class RaggedExchange:
 
     def _pushed(self, scale_a: torch.Tensor | None) -> CopiedScales | None:
         """Where the scales of rows lie that are pushed, and where they land."""
-        return None if scale_a is None else CopiedScales(scale_a, scale_a.shape[1], self.landed_scales)
+        landed = self.landed_scales
+        return None if scale_a is None or landed is None else CopiedScales(scale_a, scale_a.shape[1], *landed)
 
     def pull(self, step: int, out: torch.Tensor) -> None:
         """What peers have made for this rank to out. step: its number in the orders."""
@@ -492,6 +492,11 @@ class RaggedExchange:
             COPY_ALIGN=_COPY_BYTES if scales else _ALIGN,
             SCALES=min(_MOST_SCALES, triton.next_power_of_2(scales)),
         )
+
+
+def gated_shape(blocks: TileShape) -> TileShape:
+    """That of both tiles which a block makes at once. A turn of its loop takes one step over K, where `blocks` may take two."""
+    return replace(blocks, n=blocks.n // 2, stages=blocks.stages * (1 + blocks.pairs))
 
 
 def _tallest(rows: int, gpu: Capabilities, scaling: Scaling | None) -> TileShape:

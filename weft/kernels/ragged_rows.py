@@ -62,12 +62,13 @@ class Moving(NamedTuple):
 
 
 class CopiedScales(NamedTuple):
-    """Scales of FP8 rows that are copied, float32: where they are read, as many columns as each row has, and where they are
-    stored."""
+    """Scales of FP8 rows that are copied, float32. source: where they are read. width: how many a row has. target: where they
+    are stored here; peers: int64 [world_size], the addresses of that on each rank, if rows go there."""
 
     source: Any
     width: Any
     target: Any
+    peers: Any = None
 
 
 @triton.jit
@@ -156,7 +157,7 @@ def fill_below(out_ptr, first, max_rows, N, unit, stride, times, fill, M: tl.con
 @triton.jit
 def push_rows(block, blocks, a_ptr, landing, scales, arrived, tables, rank, K, keep_own, M: tl.constexpr):
     """Rows of a to where they land, unit by unit, each with a signal. Of the own rows, those that share a tile with others; all
-    if keep_own. scales: CopiedScales to a tensor that every rank has, where rows are FP8."""
+    if keep_own. scales: CopiedScales of FP8 rows."""
     for unit in range(block, tl.load(tables.moves + MOVE_FIELDS * (M.Q - 1)), blocks):
         fields, within = move_of(tables.moves, unit, M.Q)
         at = within * M.ROWS
@@ -172,7 +173,7 @@ def push_rows(block, blocks, a_ptr, landing, scales, arrived, tables, rank, K, k
         if (peer != rank) | shared | (keep_own != 0):
             copy_rows(a_ptr, here, landing_ptr, there, rows, K, M)
             if M.SCALES > 0:
-                target_ptr = peer_pointer(scales.target.local, scales.target.peers, peer)
+                target_ptr = peer_pointer(scales.target, scales.peers, peer)
                 copy_scales(scales.source, here, target_ptr, there, rows, scales.width, 0.0, M)
         word = tl.load(fields + 6)
         if word >= 0:
