@@ -289,7 +289,7 @@ def _layout(_: Capabilities) -> Iterator[Example]:
     yield Example(kernel=segments.layout_kernel, types=types, constants={"S": sizes}, warps=8)
 
 
-def _experts(_: Capabilities) -> Iterator[Example]:
+def _experts(gpu: Capabilities) -> Iterator[Example]:
     columns, top, counts = {"COLS": experts._COLS}, {"TOP": 2}, {"COUNTS": 8}
     for name, types, constants in (
         ("_spread_kernel", "*bf16 *i64 *bf16", top),
@@ -299,6 +299,10 @@ def _experts(_: Capabilities) -> Iterator[Example]:
         ("_swiglu_backward_kernel", "*bf16 *bf16 *i32 *bf16", counts),
     ):
         yield _typed(getattr(experts, name), types, constants | columns, "width", warps=experts._WARPS)
+    if gpu.tma:  # which GPUs with FP8 have
+        blocks = {"COUNTED": True, "LARGEST": 448.0, "LEAST": 1e-12, "BLOCK": 128}
+        types = "*bf16 *i32 *fp8e4nv *fp32"
+        yield _typed(experts._quantise_kernel, types, counts | blocks | columns, "width", warps=experts._WARPS)
     indices = {"SIZE": experts._INDICES}
     refused = {"REFUSED": REFUSED, "FARTHEST": FARTHEST}
     yield _typed(experts._count_kernel, "*i64 *i64", refused | indices, warps=experts._WARPS)

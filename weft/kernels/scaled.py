@@ -1,6 +1,7 @@
 """Scales of FP8 operands of weft's GEMM kernels: what the host passes, and how a tile reads them.
 
 scales_of      the kernel's argument, from tensors            operand      a tile of FP8, as tl.dot takes it
+rounded        float32 as FP8
 scale_rows     where a tile's rows have their scales          block_scale  of each row, in one block of K
 scaled         a sum times the scales of its rows and columns            scales_of_expert    where each expert has a b
 
@@ -77,12 +78,25 @@ if triton.knobs.runtime.interpret:
             return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), tile.to(tl.float32))
 
+    def rounded(tile: Any) -> Any:
+        """Interpreted: numbers of float32, up to 448, as float8_e4m3fn. They are rounded before, since the interpreter's own
+        conversion loses what a rounded mantissa carries."""
+        bits = tile.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+        small = (tile + 1.5 * 2**14) - 1.5 * 2**14
+        return tl.where(tl.abs(tile) < 2**-6, small, normal).to(tl.float8e4nv)
+
 else:
 
     @triton.jit
     def operand(tile):
         """On GPUs a tile as it is: matrix units multiply FP8."""
         return tile
+
+    @triton.jit
+    def rounded(tile):
+        """Numbers of float32, up to 448, as float8_e4m3fn."""
+        return tile.to(tl.float8e4nv)
 
 
 @triton.jit
