@@ -131,7 +131,7 @@ def check_patterns(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_family(ranks: RankFixture, world_size: int, recipe: Recipe) -> None:
     ranks(world_size).run(check_patterns, recipe)
 

@@ -57,9 +57,9 @@ MOST_SEGMENTS = 256
 _ALIGN = 8
 """Elements of 16 bits that are accessed at once: widths and row strides are multiples of it."""
 _COPY_BYTES = 16
-"""Of FP8 rows that are copied, what is accessed at once."""
+"""Bytes of an FP8 row that are accessed at once."""
 _MOST_SCALES = 64
-"""Of a row, that a block copies at once."""
+"""Scales of an FP8 row that a block copies at once."""
 _PULL_SMS = (4, 12)
 """At least, so that one slow peer does not hold up all; at most, so that most SMs multiply."""
 _STAGES = 4
@@ -354,7 +354,7 @@ class RaggedExchange:
         scales: RaggedScales | None = None,
     ) -> None:
         """out = what arrives @ b, by expert, gated or not; zeros below. step: its number in the orders. a: [rows, K],
-        contiguous. keep_own: all own rows are pushed, too."""
+        contiguous. keep_own: all own rows are pushed, too. scales: of FP8 operands."""
         blocks = self.shape.blocks
         a_block = [blocks.m, blocks.k]
         first = (
@@ -374,7 +374,7 @@ class RaggedExchange:
         self, step: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, scales: RaggedScales | None = None
     ) -> None:
         """out = what arrives of all ranks' a @ b, by expert; zeros below. step: its number in the orders. a: [rows, K],
-        contiguous, of at most a_rows."""
+        contiguous, of at most a_rows. scales: of FP8 operands."""
         blocks = self.shape.blocks
         first = (
             TensorDescriptor.from_tensor(a, [blocks.m, blocks.k]),
@@ -471,7 +471,7 @@ class RaggedExchange:
             *(self._landing().local, _as_moved(out), copied, self.arrived.local, tables),
             *(self.tries, shape.k, shape.max_rows),
         )
-        key = (tables.gates.shape[1], *_alignments(out))
+        key = (tables.gates.shape[1], *_alignments(out, *([] if scales is None else [scales])))
         self._collect(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
 
     def _moving(self, tables: StepTables) -> Moving:

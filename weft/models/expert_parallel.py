@@ -20,7 +20,7 @@ from weft.models.experts import Activation, ExpertLimits, Experts, Routing, expe
 from weft.models.linear import require_one_dimension
 from weft.models.products import in_one_dtype
 from weft.models.sites import CommunicatingLayer, LayerCalls, note
-from weft.ops.experts import Float8Rows, quantised_weights, swiglu
+from weft.ops.experts import Float8Operand, quantised_weights, swiglu
 
 _STACKED = ("gate_up_proj", "down_proj")
 """In one order on all ranks: each is a collective."""
@@ -135,9 +135,9 @@ class _Float8Weights:
     """The FP8 copies of a layer's weights, each made of what the weight is now."""
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[tuple[int, ...], Float8Rows]] = {}
+        self._made: dict[str, tuple[tuple[int, ...], Float8Operand]] = {}
 
-    def of(self, name: str, weight: DTensor, b: torch.Tensor) -> Float8Rows:
+    def of(self, name: str, weight: DTensor, b: torch.Tensor) -> Float8Operand:
         """Of a weight. b: this rank's part of it, as [experts, K, N]."""
         # A change in place counts in the DTensor, or in its part, by whichever of them it was made.
         versions = (-1 if one.is_inference() else one._version for one in (weight, b))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.core.experts import refused_index
-from weft.ops.experts import Float8Rows, experts_quantise, experts_route, experts_spread, experts_total, swiglu
+from weft.ops.experts import Float8Operand, experts_quantise, experts_route, experts_spread, experts_total, swiglu
 from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, ragged_gated, rows_of_ranks
 from weft.ops.scaled import ScaleAndBias
 
@@ -113,8 +113,8 @@ def float8_experts_apart(
     x: torch.Tensor,
     routing: Routing,
     weights: torch.Tensor,
-    into: Float8Rows,
-    out: Float8Rows,
+    into: Float8Operand,
+    out: Float8Operand,
     act: Activation,
     group: dist.ProcessGroup,
     limits: ExpertLimits,

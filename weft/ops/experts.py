@@ -255,20 +255,20 @@ _LEAST = 1e-12
 """What counts as the largest element of 128 that are smaller, as in torchao: no scale is 0."""
 
 
-class Float8Rows(NamedTuple):
-    """elements: float8_e4m3fn. scales: float32, by blocks as weft.core.problem.Scaling has them."""
+class Float8Operand(NamedTuple):
+    """A quantised operand. elements: float8_e4m3fn. scales: float32, of the blockwise recipe (weft.core.problem.Scaling)."""
 
     elements: torch.Tensor
     scales: torch.Tensor
 
 
-def experts_quantise(rows: torch.Tensor, counts: torch.Tensor | None = None) -> Float8Rows:
+def experts_quantise(rows: torch.Tensor, counts: torch.Tensor | None = None) -> Float8Operand:
     """rows [rows, K] as FP8, with a scale for each 128 columns of a row: the largest of their absolute values by 448, as in
     DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). counts: their sum says how many rows there are; of the others the result is
     anything. Raises ValueError where K is no multiple of 128."""
     if rows.shape[1] % SCALE_BLOCK:
         raise ValueError(f"rows have {rows.shape[1]} columns; blockwise FP8 needs a multiple of {SCALE_BLOCK}")
-    return Float8Rows(*_experts_quantise(rows, counts))
+    return Float8Operand(*_experts_quantise(rows, counts))
 
 
 def _quantise(rows: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,7 +291,7 @@ _experts_quantise = define(
 )
 
 
-def quantised_weights(b: torch.Tensor) -> Float8Rows:
+def quantised_weights(b: torch.Tensor) -> Float8Operand:
     """b [experts, K, N] as FP8, with a scale for each 128 x 128 elements: [experts, K / 128, N / 128]. Columns are contiguous.
     Raises ValueError where K or N is no multiple of 128."""
     _, k, n = b.shape
@@ -299,7 +299,8 @@ def quantised_weights(b: torch.Tensor) -> Float8Rows:
         raise ValueError(f"experts' weights are {k} x {n}; blockwise FP8 needs multiples of {SCALE_BLOCK}")
     found = [_quantised_weight(weight) for weight in b.detach().mT]
     elements = torch.stack([elements.view(torch.uint8) for elements, _ in found]).view(_FLOAT8)
-    return Float8Rows(elements.mT, torch.stack([scales for _, scales in found]).mT)
+    # Calls on GPUs copy scales that are not contiguous.
+    return Float8Operand(elements.mT, torch.stack([scales for _, scales in found]).mT.contiguous())
 
 
 def _quantised_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
