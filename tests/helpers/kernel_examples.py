@@ -38,6 +38,8 @@ SCALINGS = (
     Scaling(recipe="rowwise", a="float8_e5m2"),
     Scaling(recipe="blockwise", b="float8_e5m2"),
 )
+_FLOAT8: dict[str, str] = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
+_SCALES = scaled.Scales(**{name: "*fp32" if name in ("a0", "a1", "b") else "i32" for name in scaled.Scales._fields})
 _NUMBERS, _ADDRESSES = "*i32", "*i64"
 _FLOAT8 = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
 _SCALES = scaled.Scales(**{name: "*fp32" if name in ("a0", "a1", "b") else "i32" for name in scaled.Scales._fields})
@@ -209,8 +211,14 @@ def _shared(element: str) -> exchange.Shared:
     return exchange.Shared(element, _ADDRESSES)
 
 
-def _moving(rows: int) -> ragged_rows.Moving:
-    return ragged_rows.Moving(W=8, E=4, Q=32, GATES=1, ROWS=64, COLS=256, STAGES=4, ALIGN=8, TILE_ROWS=rows)
+def _moving(rows: int, scales: int = 0) -> ragged_rows.Moving:
+    """scales: of each row, if it is FP8."""
+    more = {"COLS": 512, "COPY_ALIGN": 16} if scales else {"COLS": 256, "COPY_ALIGN": 8}
+    return ragged_rows.Moving(W=8, E=4, Q=32, GATES=1, ROWS=64, STAGES=4, ALIGN=8, TILE_ROWS=rows, SCALES=scales, **more)
+
+
+def _copied_scales(*, peers: bool) -> ragged_rows.CopiedScales:
+    return ragged_rows.CopiedScales("*fp32", "i32", "*fp32", _ADDRESSES if peers else None)
 
 
 def _step_tables(*names: str) -> ragged_rows.StepTables:
@@ -219,18 +227,27 @@ def _step_tables(*names: str) -> ragged_rows.StepTables:
 
 
 def ragged_example(
-    name: str, blocks: TileShape, gpu: Capabilities, *, transposed: bool = False, gated: bool = False
+    name: str,
+    blocks: TileShape,
+    gpu: Capabilities,
+    *,
+    transposed: bool = False,
+    gated: bool = False,
+    scaling: Scaling | None = None,
 ) -> Example:
     """A kernel of weft.kernels.ragged, by name."""
+    a, b, moved = "bf16", "bf16", "*bf16"
+    if scaling is not None:
+        a, b, moved, transposed = _FLOAT8[scaling.a], _FLOAT8[scaling.b], "*u8", True
     whole, tile, b_tile = (blocks.m, blocks.n), (blocks.m, blocks.k), (blocks.k, blocks.n)
     types: Types = {
         "out_desc": _tile(*whole),
         "product_desc": _tile(*whole),
-        "a_desc": _tile(*tile),
-        "landing_desc": _tile(*tile),
+        "a_desc": _tile(*tile, of=a),
+        "landing_desc": _tile(*tile, of=a),
     }
-    types |= {"b_desc": _tile(1, *(b_tile[::-1] if transposed else b_tile))}
-    types |= dict.fromkeys(("a_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("landing", "product"), _shared("*bf16"))
+    types |= {"b_desc": _tile(1, *(b_tile[::-1] if transposed else b_tile), of=b)}
+    types |= {"a_ptr": moved, "out_ptr": "*bf16", "landing": _shared(moved), "product": _shared("*bf16")}
     types |= {"arrived": _shared("*i32"), "tables": _step_tables(*ragged_rows.StepTables._fields)}
     product = ragged.GroupedProduct(
         BLOCK_M=blocks.m,
@@ -241,14 +258,25 @@ def ragged_example(
         GATED=gated,
         ASYNCHRONOUS=gpu.tma,
     )
-    constants = {"M": _moving(blocks.m), "P": product}
+    none = dict.fromkeys(("scales", "scales_pitch") + ("pushed_scales",) * (name == "dispatch_kernel"))
+    constants, words = {"M": _moving(blocks.m), "P": product} | none, ""
+    if scaling is not None:
+        promoted, words = promotes(gpu, scaling), f"{scaling}{', gated' * gated}"
+        product = product._replace(RECIPE=scaling.recipe, PROMOTED=promoted, PAIRS=promoted and blocks.pairs)
+        constants = {"M": _moving(blocks.m, 64 if scaling.recipe == "blockwise" else 1), "P": product}
+        types |= {"scales": _SCALES, "pushed_scales": _copied_scales(peers=True)}
     kernel = getattr(ragged, name)
-    return Example(kernel=kernel, constants=constants, types=types, warps=blocks.warps, stages=blocks.stages)
+    return Example(kernel=kernel, constants=constants, types=types, warps=blocks.warps, stages=blocks.stages, words=words)
 
 
 def _ragged(gpu: Capabilities) -> Iterator[Example]:
     for name in ("dispatch_kernel", "combine_kernel"):
         yield ragged_example(name, shapes_for(gpu)[0], gpu)
+        for scaling in (*SCALINGS[1:], Scaling(recipe="rowwise", use_fast_accum=True)) if gpu.tma else ():
+            for gated in (False,) + (True,) * (name == "dispatch_kernel"):
+                blocks = shapes_for(gpu, scaling)[0]
+                blocks = exchange.gated_shape(blocks) if gated else blocks
+                yield ragged_example(name, blocks, gpu, gated=gated, scaling=scaling)
 
 
 def _typed(kernel: Any, types: str, constants: Mapping[str, Any], *multiples: str, warps: int) -> Example:
@@ -258,13 +286,19 @@ def _typed(kernel: Any, types: str, constants: Mapping[str, Any], *multiples: st
 
 
 def _rows(_: Capabilities) -> Iterator[Example]:
-    constants = {"M": _moving(128)}
+    constants: dict[str, Any] = {"M": _moving(128)}
+    none = {"scales": None}
     rows, arrived, pointer = _shared("*bf16"), _shared("*i32"), "*bf16"
     tables = _step_tables("parts", "tiles", "gates", "turns", "goals", "notes")
     types: Types = {"landing_ptr": pointer, "out_ptr": pointer, "tables": tables}
-    yield Example(kernel=ragged_rows.collect_kernel, types=types, constants=constants, warps=8)
+    yield Example(kernel=ragged_rows.collect_kernel, types=types, constants=constants | none, warps=8)
+    types = types | {"landing_ptr": "*u8", "out_ptr": "*u8", "scales": _copied_scales(peers=False)}
+    yield Example(kernel=ragged_rows.collect_kernel, types=types, constants={"M": _moving(128, 64)}, warps=8, words="FP8")
     types = {"a_ptr": pointer, "landing": rows, "arrived": arrived, "tables": _step_tables("groups", "moves")}
-    yield Example(kernel=ragged_rows.push_kernel, types=types, constants=constants, warps=8)
+    yield Example(kernel=ragged_rows.push_kernel, types=types, constants=constants | none, warps=8)
+    scaled_rows = {"M": _moving(128, 64)}
+    types |= {"a_ptr": "*u8", "landing": _shared("*u8"), "scales": _copied_scales(peers=True)}
+    yield Example(kernel=ragged_rows.push_kernel, types=types, constants=scaled_rows, warps=8, words="FP8")
     tables = _step_tables("moves", "gates", "turn", "goals", "notes")
     types = {"out_ptr": pointer, "product": rows, "tables": tables}
     yield Example(kernel=ragged_rows.pull_kernel, types=types, constants=constants, warps=8)
@@ -281,7 +315,7 @@ def _layout(_: Capabilities) -> Iterator[Example]:
     yield Example(kernel=segments.layout_kernel, types=types, constants={"S": sizes}, warps=8)
 
 
-def _experts(_: Capabilities) -> Iterator[Example]:
+def _experts(gpu: Capabilities) -> Iterator[Example]:
     columns, top, counts = {"COLS": experts._COLS}, {"TOP": 2}, {"COUNTS": 8}
     for name, types, constants in (
         ("_spread_kernel", "*bf16 *i64 *bf16", top),
@@ -291,6 +325,10 @@ def _experts(_: Capabilities) -> Iterator[Example]:
         ("_swiglu_backward_kernel", "*bf16 *bf16 *i32 *bf16", counts),
     ):
         yield _typed(getattr(experts, name), types, constants | columns, "width", warps=experts._WARPS)
+    if gpu.tma:  # which GPUs with FP8 have
+        blocks = {"COUNTED": True, "LARGEST": 448.0, "LEAST": 1e-12, "BLOCK": 128}
+        types = "*bf16 *i32 *fp8e4nv *fp32"
+        yield _typed(experts._quantise_kernel, types, counts | blocks | columns, "width", warps=experts._WARPS)
     indices = {"SIZE": experts._INDICES}
     refused = {"REFUSED": REFUSED, "FARTHEST": FARTHEST}
     yield _typed(experts._count_kernel, "*i64 *i64", refused | indices, warps=experts._WARPS)
@@ -320,7 +358,7 @@ def _push(_: Capabilities) -> Iterator[Example]:
 
 def _quantise(_: Capabilities) -> Iterator[Example]:
     types = "*bf16 *i64 *i64 i32 i32 i32 i32"
-    constants = {"COLUMNS": quantise._COLUMNS, "ROWS": quantise.ROWS, "E5M2": False, "MOST": 448.0}
+    constants = {"COLUMNS": quantise._COLUMNS, "ROWS": quantise.ROWS, "MOST": 448.0}
     for block in (0, 128):
         yield _typed(quantise._quantise_kernel, types, constants | {"BLOCK": block}, "stride", warps=quantise._WARPS)
 

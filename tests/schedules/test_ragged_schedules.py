@@ -11,7 +11,7 @@ import pytest
 
 from weft.checker import ScheduleError, check
 from weft.core import codec
-from weft.core.problem import RAGGED_OPS, Problem, RaggedProblem
+from weft.core.problem import RAGGED_OPS, Problem, RaggedProblem, Scaling
 from weft.core.schedule import (
     Copy,
     Flag,
@@ -42,7 +42,7 @@ KINDS: list[dict[str, Any]] = [
 BOTH = [(kind, name) for kind in KINDS for name in ragged.FAMILIES]
 
 
-def problem_of(kind: dict[str, Any], world_size: int = 2, experts: int = 2, **sizes: int) -> RaggedProblem:
+def problem_of(kind: dict[str, Any], world_size: int = 2, experts: int = 2, **sizes: Any) -> RaggedProblem:
     return RaggedProblem(**{"m": 6, "n": 8, "k": 8, "capacity": 5, **sizes}, world_size=world_size, experts=experts, **kind)
 
 
@@ -55,6 +55,34 @@ def test_families_are_proved_print_and_round_trip(kind: dict[str, Any], name: st
     drawn = timeline(schedule, width=200)
     assert "grouped gemm" in drawn
     assert "never" not in drawn
+
+
+@pytest.mark.parametrize(("kind", "name"), BOTH)
+def test_families_of_fp8_rows(kind: dict[str, Any], name: str) -> None:
+    """FP8 rows travel with their scales, and their products are of the problem's dtype."""
+    problem = problem_of(kind | {"scaling": Scaling(recipe="blockwise")}, n=256, k=256)
+    schedule = ragged.build(problem, name)
+    check(schedule)
+    assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
+    assert {one.name for one in schedule.buffers if one.operand == "a"} == {one.name for one in schedule.buffers} - {
+        "out",
+        "product",
+    }
+    for buffer in ("a", "landing", "received", "out"):
+        if buffer in schedule.buffer:
+            other = replace(schedule.buffer[buffer], operand="" if schedule.buffer[buffer].operand else "a")
+            with pytest.raises(ScheduleError, match=r"FP8 elements|operand"):
+                check(replace(schedule, buffers=tuple(other if one.name == buffer else one for one in schedule.buffers)))
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"scaling": Scaling(recipe="tensorwise")}, "each row of a has a scale of its own: use rowwise"),
+    ({"scaling": Scaling(recipe="blockwise"), "k": 64}, "K is 64 on rank 0; blockwise FP8 operands need a multiple of 128"),
+    ({"scaling": Scaling(recipe="blockwise"), "n": 192, "gated": True}, "N is 384, in halves of 192 columns"),
+])  # fmt: skip
+def test_fp8_problems_that_cannot_be(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        problem_of(KINDS[0], **({"n": 256, "k": 256} | change))
 
 
 def test_an_unknown_family_is_refused() -> None:
@@ -84,6 +112,15 @@ def test_more_work_is_predicted_to_take_longer(op: str, family: str) -> None:
     assert predicted(op, family, capacity=4096) < whole
     assert predicted(op, family, k=2048) < whole
     assert predicted(op, family, m=2048) < whole, "rows that do not fit at the receiver are not moved"
+
+
+@pytest.mark.parametrize("family", ["sequential", "fused"])
+@pytest.mark.parametrize("op", RAGGED_OPS)
+def test_fp8_is_predicted_to_be_faster(op: str, family: str) -> None:
+    """Of a dispatch half of the bytes travel; of a combine products alone are faster."""
+    scaled = {recipe: predicted(op, family, scaling=Scaling(recipe=recipe)) for recipe in ("rowwise", "blockwise")}  # type: ignore[arg-type]
+    assert scaled["rowwise"] <= scaled["blockwise"] < predicted(op, family)
+    assert scaled["blockwise"] > 0.5 * predicted(op, family)
 
 
 def test_no_rank_is_predicted_apart_where_all_have_as_much() -> None:

@@ -128,6 +128,7 @@ class RaggedCompiler(Compiler):
         wanted = (have, have) if isinstance(part, SegmentCopy) else (self.ragged.k, self.ragged.n)
         if (have, wide) != wanted:
             self.fail(f"{source} has {have} columns and {target} has {wide}; it needs {wanted[0]} and {wanted[1]}")
+        self.check_operands(part, source, target)
         if self.rank not in (source.rank, target.rank):
             self.fail("neither side is on the rank that runs it")
         if isinstance(part, SegmentProduct):
@@ -136,6 +137,20 @@ class RaggedCompiler(Compiler):
                 self.fail(f"the expert of {source} is not on rank {self.rank}")
         if self.buffers[target.buffer].kind == "input":
             self.fail(f"it writes {target}, an input")
+
+    def check_operands(self, part: SegmentCopy | SegmentProduct, source: Segment, target: Segment) -> None:
+        """FP8 rows keep their scales where they are copied, and are multiplied; products are of the problem's dtype."""
+        read, written = (self.buffers[side.buffer].operand for side in (source, target))
+        if isinstance(part, SegmentCopy):
+            if read != written:
+                self.fail(f"of {source} and {target} one holds FP8 elements with scales, and the other does not")
+            return
+        scaled = self.ragged.scaling is not None
+        if bool(read) != scaled or written:
+            needs = "FP8 elements and their scales" if scaled else "the problem's dtype"
+            self.fail(
+                f"it multiplies {source}, which must be of {needs}, and writes {target}, which must be of the problem's dtype"
+            )
 
     def words(self, access: Access) -> str:
         """A segment, the counts of a rank, or a whole buffer."""

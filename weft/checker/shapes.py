@@ -49,10 +49,10 @@ def check_buffers(schedule: Schedule) -> None:
 
 
 def _operand_fault(buffer: Buffer, problem: Problem) -> str:
-    """What is wrong with a buffer's operand: the caller's a, b and gathered rows are FP8 where the problem has scaling, and
-    nothing is where it has none."""
+    """What is wrong with a buffer's operand: the caller's a, b and gathered or received rows are FP8 where the problem has
+    scaling, and nothing is where it has none."""
     scaling = problem.scaling
-    given = {"a": "" if scaling and scaling.quantises else "a", "b": "b", "gathered": "a"}.get(buffer.name, "")
+    given = {"a": "" if scaling and scaling.quantises else "a", "b": "b", "gathered": "a", "received": "a"}.get(buffer.name, "")
     wanted = given if scaling is not None and buffer.kind in ("input", "output") else buffer.operand
     if problem.scaling is None and buffer.operand:
         return f"has operand {buffer.operand!r}, but the problem has no scaling; leave it out"

@@ -73,8 +73,11 @@ AVERAGES: Ops = ("matmul_reduce_scatter", "reduce_scatter", "all_reduce")
 GATHERS: Ops = ("all_gather_matmul", "all_to_all_matmul", "all_to_all_columns_matmul")
 """Those that may average what they sum; that hand back what they have received and multiplied."""
 Addend = Literal["bias", "residual"]
-SCALED_OPS: Ops = OPS
+SCALED_OPS: Ops = (*OPS, *RAGGED_OPS)
 """Those whose operands may be FP8, with scales."""
+ROWWISE_OPS: Ops = ("all_gather_matmul", "all_to_all_matmul", *RAGGED_OPS)
+"""Those of them in which each row of an FP8 a has scales of its own, since rows of several ranks are multiplied together, or
+rows are multiplied by several b: a tensorwise scale becomes a rowwise one."""
 ADDENDS: tuple[Addend, ...] = ("bias", "residual")
 """What matmul_all_reduce adds to its sum, alike on every rank: a row, added to each, and a matrix."""
 ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -141,8 +144,8 @@ class Scaling:
                 raise ValueError(f"{name} of the scaling is {getattr(self, name)!r}; use one of {', '.join(known)}")
         if self.a == self.b == "float8_e5m2":
             raise ValueError("a and b are both float8_e5m2; one of them must be float8_e4m3fn")
-        if self.quantises and self.recipe == "tensorwise":
-            raise ValueError("recipe is tensorwise, and a is quantised on its way; use rowwise or blockwise")
+        if self.quantises and (self.recipe == "tensorwise" or self.a != "float8_e4m3fn"):
+            raise ValueError(f"a is quantised on its way, {self.recipe} to {self.a}; use float8_e4m3fn, rowwise or blockwise")
 
     def scales_of(self, operand: Literal["a", "b"], rows: Span1D, cols: Span1D) -> tuple[Span1D, Span1D]:
         """Where the scales of a rectangle of an operand lie in the matrix of its scales: their rows and columns.
@@ -244,8 +247,8 @@ class Problem:
             raise ValueError(
                 f"scaling is {scaling}; {self.op} takes no FP8 operands, those that do are {', '.join(SCALED_OPS)}"
             )
-        if scaling.recipe == "tensorwise" and self.op in GATHERS:
-            raise ValueError("scaling is tensorwise; where rows of a travel, each takes its scale along: use rowwise")
+        if scaling.recipe == "tensorwise" and self.op in ROWWISE_OPS:
+            raise ValueError(f"scaling is tensorwise; in {self.op} each row of a has a scale of its own: use rowwise")
         if scaling.quantises and self.op not in GATHERS:
             raise ValueError(f"scaling quantises a on its way; in {self.op} no rows of a travel: quantise a first")
         unit = SCALE_BLOCK if scaling.recipe == "blockwise" else FLOAT8_UNIT
@@ -380,8 +383,11 @@ class Problem:
     def __str__(self) -> str:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
         flags += "".join(f" +{name}" for name in self.addends) + _on_nodes(self.nodes)
-        dtypes = self.dtype if self.scaling is None else f"{self.scaling}, to {self.dtype},"
-        return f"{self.op} M={self.m} N={self.n} K={self.k} {dtypes} world_size={self.world_size}{flags}"
+        return f"{self.op} M={self.m} N={self.n} K={self.k} {self._dtypes} world_size={self.world_size}{flags}"
+
+    @property
+    def _dtypes(self) -> str:
+        return self.dtype if self.scaling is None else f"{self.scaling}, to {self.dtype},"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -622,7 +628,8 @@ class RaggedProblem(Problem):
     m: max_rows, the most rows that may arrive at a rank. capacity: the most rows that a rank's a may have. experts: on each
     rank; expert e of a rank has a b of its own, k by n. gated: the result is silu(left half) * right half of a product of 2 n
     columns. return_received: a dispatch hands back the rows that it multiplies, too. limit: the settings that m follows from,
-    as errors name them; "" where the caller has passed max_rows. world_size, dtype: as in Problem.
+    as errors name them; "" where the caller has passed max_rows. world_size, dtype, scaling: as in Problem; rows that travel
+    before they are multiplied take their scales along.
 
     A segment is the rows that rank src sends to rank dst for one expert. Their number may be any, 0 included. A buffer holds
     whole segments, one after the other without gaps, so that a segment begins at the sum of the counts of all segments before
@@ -652,6 +659,14 @@ class RaggedProblem(Problem):
                 raise ValueError(f"{name} is True; {self.op} has no such option, use False")
         if self.row_multiple != 1 or self.nodes:
             raise ValueError(f"row_multiple is {self.row_multiple}, nodes {self.nodes}; {self.op} has neither, leave them out")
+
+    def _check_scaling(self, scaling: Scaling) -> None:
+        super()._check_scaling(scaling)
+        if self.gated and scaling.recipe == "blockwise" and self.n % SCALE_BLOCK:
+            raise ValueError(
+                f"N is {2 * self.n}, in halves of {self.n} columns; blockwise FP8 operands of a gated product need halves of a "
+                f"multiple of {SCALE_BLOCK}"
+            )
 
     def _check_sizes(self) -> None:
         raise ValueError(f"b_sizes is {self.b_sizes}; {self.op} has no sharded b, use ()")
@@ -704,7 +719,7 @@ class RaggedProblem(Problem):
     def __str__(self) -> str:
         sizes = f"max_rows={self.m} N={self.n} K={self.k} experts={self.experts} capacity={self.capacity}"
         flags = " gated" * self.gated + " +received" * self.return_received
-        return f"{self.op} {sizes} {self.dtype} world_size={self.world_size}{flags}"
+        return f"{self.op} {sizes} {self._dtypes} world_size={self.world_size}{flags}"
 
 
 def _whole_numbers(name: str, rows: Any) -> tuple[tuple[int, ...], ...]:

@@ -25,9 +25,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.compat.device import capabilities
 from weft.core.capabilities import Capabilities
 from weft.core.machine import Machine
+from weft.core.problem import Scaling
 from weft.kernels.launch import Launcher
 from weft.kernels.ragged import GroupedProduct, combine_kernel, dispatch_kernel
-from weft.kernels.ragged_rows import Moving, StepTables, await_kernel, collect_kernel, pull_kernel, push_kernel
+from weft.kernels.ragged_rows import (
+    CopiedScales,
+    Moving,
+    StepTables,
+    await_kernel,
+    collect_kernel,
+    pull_kernel,
+    push_kernel,
+)
+from weft.kernels.scaled import scales_of, specialised
 from weft.kernels.segments import (
     FAULT_FIELDS,
     GROUP_FIELDS,
@@ -39,13 +49,17 @@ from weft.kernels.segments import (
     LayoutTables,
     layout_kernel,
 )
-from weft.kernels.shapes import INTERPRETED, TileShape, push_sms, shapes_for
+from weft.kernels.shapes import INTERPRETED, INTERPRETED_FP8, TileShape, promotes, push_sms, shapes_for
 from weft.triton.flags import asynchronous
 
 MOST_SEGMENTS = 256
 """World size times experts: the layout compares each of a rank's segments with each."""
 _ALIGN = 8
 """Elements of 16 bits that are accessed at once: widths and row strides are multiples of it."""
+_COPY_BYTES = 16
+"""Bytes of an FP8 row that are accessed at once."""
+_MOST_SCALES = 64
+"""Scales of an FP8 row that a block copies at once."""
 _PULL_SMS = (4, 12)
 """At least, so that one slow peer does not hold up all; at most, so that most SMs multiply."""
 _STAGES = 4
@@ -56,7 +70,8 @@ _TURN_WORDS = 2
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """Of an exchange; the same on every rank but for rank. max_rows: that may arrive. a_rows: of a at most, for a combine. n:
-    of what is stored. gated: b has 2 n columns, of which a dispatch makes silu(left half) * right half."""
+    of what is stored. dtype: of results. gated: b has 2 n columns, of which a dispatch makes silu(left half) * right half.
+    scaling: of FP8 operands."""
 
     rank: int
     world_size: int
@@ -68,6 +83,7 @@ class Shape:
     dtype: torch.dtype
     dispatch: bool
     gated: bool = False
+    scaling: Scaling | None = None
     device: torch.device = field(compare=False)
     machine: Machine = field(compare=False)
 
@@ -85,15 +101,16 @@ class Shape:
     def blocks(self) -> TileShape:
         """The tile shape: lower where experts have few rows; the same on every rank."""
         if self.device.type != "cuda":
-            found = INTERPRETED
+            found = INTERPRETED if self.scaling is None else INTERPRETED_FP8
         else:
-            found = _tallest(self.max_rows // self.experts, capabilities(self.device))
-        return replace(found, n=found.n // 2) if self.gated else found
+            found = _tallest(self.max_rows // self.experts, capabilities(self.device), self.scaling)
+        return gated_shape(found) if self.gated else found
 
     @property
     def move(self) -> tuple[int, int]:
         """Rows and columns that a block moves at once."""
-        return (64, 256) if self.device.type == "cuda" else (16, 64)
+        rows, cols = (64, 256) if self.device.type == "cuda" else (16, 64)
+        return rows, cols * (1 + (self.dispatch and self.scaling is not None))
 
     @property
     def movers(self) -> int:
@@ -105,7 +122,8 @@ class Shape:
             return push_sms(machine, capabilities(self.device).sms, alone=False)
         efficiency = machine.gpu.flag_efficiency * machine.gpu.kernel_efficiency(blocks.m, blocks.n)
         # A product's element takes 2 k operations and has 2 bytes.
-        per_us = efficiency * machine.tflops("bfloat16") * 1e6 / self.k * (self.world_size - 1) / self.world_size
+        rate = machine.tflops("bfloat16" if self.scaling is None else self.scaling.rate_name)
+        per_us = efficiency * rate * 1e6 / self.k * (self.world_size - 1) / self.world_size
         least, most = _PULL_SMS
         return min(most, max(least, math.ceil(1.5 * per_us / (1e3 * machine.kernels.pull_gbps))))
 
@@ -157,6 +175,13 @@ class Shared(NamedTuple):
     peers: torch.Tensor
 
 
+class RaggedScales(NamedTuple):
+    """The scales of FP8 operands in one call, float32: of a [rows, .], contiguous, and of b [experts, ., .]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
 class RaggedExchange:
     """What one operator of one shape keeps on a device between calls, and its kernels.
 
@@ -178,6 +203,7 @@ class RaggedExchange:
 
         self.counts, self.told, self.arrived = map(shared, _word_counts(shape))
         self.rows: Shared | None = None
+        self.landed_scales: Shared | None = None
         self._row_addresses: list[int] = []
 
         def words(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -272,12 +298,17 @@ class RaggedExchange:
             found[part.expert * self.shape.world_size + part.other] = part.signals
         return found
 
-    def lay_out(self, rows: Sequence[torch.Tensor]) -> None:
-        """rows: by rank, where rows land (dispatch), or products wait (combine), contiguous."""
+    def lay_out(self, rows: Sequence[torch.Tensor], scales: Sequence[torch.Tensor] = ()) -> None:
+        """rows: by rank, where rows land (dispatch), or products wait (combine), contiguous. scales: by rank, where those
+        of FP8 rows land."""
         addresses = [each.data_ptr() for each in rows]
         if addresses != self._row_addresses:
-            peers = torch.tensor(addresses, dtype=torch.int64, device=self.shape.device)
-            self.rows, self._row_addresses = Shared(rows[self.shape.rank], peers), addresses
+            self.rows, self._row_addresses = self._shared(rows), addresses
+            self.landed_scales = self._shared(scales) if scales else None
+
+    def _shared(self, by_rank: Sequence[torch.Tensor]) -> Shared:
+        peers = torch.tensor([each.data_ptr() for each in by_rank], dtype=torch.int64, device=self.shape.device)
+        return Shared(by_rank[self.shape.rank], peers)
 
     @property
     def _laid(self) -> Shared:
@@ -308,9 +339,22 @@ class RaggedExchange:
         # Each segment is compared with each, in registers.
         self._layout(1, arguments, {"S": sizes}, key=key, num_warps=max(8, shape.segments // 8))
 
-    def dispatch(self, step: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, keep_own: bool = False) -> None:
+    def _landing(self) -> Shared:
+        """Where rows land, those of FP8 as bytes."""
+        return Shared(_as_moved(self._laid.local), self._laid.peers)
+
+    def dispatch(
+        self,
+        step: int,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        keep_own: bool = False,
+        scales: RaggedScales | None = None,
+    ) -> None:
         """out = what arrives @ b, by expert, gated or not; zeros below. step: its number in the orders. a: [rows, K],
-        contiguous. keep_own: all own rows are pushed, too."""
+        contiguous. keep_own: all own rows are pushed, too. scales: of FP8 operands."""
         blocks = self.shape.blocks
         a_block = [blocks.m, blocks.k]
         first = (
@@ -318,22 +362,26 @@ class RaggedExchange:
             TensorDescriptor.from_tensor(self._laid.local, a_block),
             _b_descriptor(b, blocks),
             _descriptor(out, blocks),
-            a,
+            _as_moved(a),
+            self._pushed(None if scales is None else scales.a),
         )
-        self._grouped(self._dispatch, step, first, (int(keep_own),), a, b, out)
+        landed = [] if self.landed_scales is None else [self.landed_scales.local]
+        self._grouped(self._dispatch, step, first, (int(keep_own),), a, b, out, self._landing(), scales, landed)
         if not self.shape.n:  # without columns there is no tile, and none that waits
             self.await_words(self.steps[step].waits)
 
-    def combine(self, step: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    def combine(
+        self, step: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, scales: RaggedScales | None = None
+    ) -> None:
         """out = what arrives of all ranks' a @ b, by expert; zeros below. step: its number in the orders. a: [rows, K],
-        contiguous, of at most a_rows."""
+        contiguous, of at most a_rows. scales: of FP8 operands."""
         blocks = self.shape.blocks
         first = (
             TensorDescriptor.from_tensor(a, [blocks.m, blocks.k]),
             _b_descriptor(b, blocks),
             _descriptor(self._laid.local, blocks),
         )
-        self._grouped(self._combine, step, first, (), a, b, out)
+        self._grouped(self._combine, step, first, (), a, b, out, self._laid, scales, [])
 
     def _movers(self, step: int) -> int:
         """How many blocks of a step that multiplies copy."""
@@ -348,12 +396,21 @@ class RaggedExchange:
         a: torch.Tensor,
         b: torch.Tensor,
         out: torch.Tensor,
+        rows: Shared,
+        scales: RaggedScales | None,
+        landed: Sequence[torch.Tensor],
     ) -> None:
-        """Launch a kernel that multiplies. first, last: the arguments that the other one does not take in the same order."""
+        """Launch a kernel that multiplies. first, last: the arguments that the other one does not take in the same order. rows:
+        where rows land, or products wait. landed: the scales of rows that have."""
         shape, blocks, movers, tables = self.shape, self.shape.blocks, self._movers(step), self.steps[step].both
+        scaling, read, pitch = shape.scaling, None, None
+        if scales is not None and scaling is not None:
+            read, pitch = scales_of((scales.a, *landed), scales.b[0], scaling.recipe), scales.b.stride(0)
+        promoted = scaling is not None and promotes(capabilities(out.device), scaling)
         arguments = (
             *first,
-            *(out, self._laid, self.arrived, tables, self.tries, shape.rank, shape.n, shape.k, shape.max_rows, movers),
+            *(out, rows, self.arrived, tables, read, pitch),
+            *(self.tries, shape.rank, shape.n, shape.k, shape.max_rows, movers),
             *last,
         )
         product = GroupedProduct(
@@ -364,21 +421,34 @@ class RaggedExchange:
             B_TRANSPOSED=bool(b.numel()) and _transposed(b),
             GATED=shape.gated,
             ASYNCHRONOUS=asynchronous(out.device),
+            RECIPE="" if scaling is None else scaling.recipe,
+            PROMOTED=promoted,
+            PAIRS=promoted and blocks.pairs,
         )
         launcher(
             max(self.sms, movers + 1),
             arguments,
             {"M": self._moving(tables), "P": product},
-            key=(b.stride(), tables.gates.shape[1], *_alignments(a, b, out)),
+            key=(b.stride(), tables.gates.shape[1], *_alignments(a, b, out), pitch, *specialised(read)),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
 
-    def push(self, step: int, a: torch.Tensor, *, keep_own: bool) -> None:
-        """Rows of a to where they land. step: its number in the orders. keep_own: of the own rows, all."""
-        tables = self.steps[step].copies
-        arguments = (a, self._laid, self.arrived, tables, self.shape.rank, self.shape.k, int(keep_own))
-        self._push(self.sms, arguments, {"M": self._moving(tables)}, key=_alignments(a), num_warps=8)
+    def push(self, step: int, a: torch.Tensor, *, keep_own: bool, scale_a: torch.Tensor | None = None) -> None:
+        """Rows of a to where they land. step: its number in the orders. keep_own: of the own rows, all. scale_a: of FP8 rows,
+        contiguous."""
+        tables, pushed = self.steps[step].copies, self._pushed(scale_a)
+        arguments = (
+            *(_as_moved(a), self._landing(), pushed, self.arrived, tables),
+            *(self.shape.rank, self.shape.k, int(keep_own)),
+        )
+        key = (*_alignments(a), scale_a is not None and scale_a.data_ptr() % 16)
+        self._push(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
+
+    def _pushed(self, scale_a: torch.Tensor | None) -> CopiedScales | None:
+        """Where the scales of rows lie that are pushed, and where they land."""
+        landed = self.landed_scales
+        return None if scale_a is None or landed is None else CopiedScales(scale_a, scale_a.shape[1], *landed)
 
     def pull(self, step: int, out: torch.Tensor) -> None:
         """What peers have made for this rank to out. step: its number in the orders."""
@@ -392,16 +462,23 @@ class RaggedExchange:
         arguments = (words, words.numel(), self.arrived.local, self.goals, self.notes, self.tries)
         self._await(1, arguments, {}, key=(), num_warps=1)
 
-    def collect(self, step: int, out: torch.Tensor) -> None:
-        """out = what a dispatch has brought; zeros below. step: its number in the orders."""
-        shape, tables = self.shape, self.steps[step].collected
-        arguments = (self._laid.local, out, self.arrived.local, tables, self.tries, shape.k, shape.max_rows)
-        key = (tables.gates.shape[1], *_alignments(out))
+    def collect(self, step: int, out: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        """out = what a dispatch has brought, and scales = those of FP8 rows; zeros below. step: its number in the orders."""
+        shape, tables, copied = self.shape, self.steps[step].collected, None
+        if scales is not None and self.landed_scales is not None:
+            copied = CopiedScales(self.landed_scales.local, scales.shape[1], scales)
+        arguments = (
+            *(self._landing().local, _as_moved(out), copied, self.arrived.local, tables),
+            *(self.tries, shape.k, shape.max_rows),
+        )
+        key = (tables.gates.shape[1], *_alignments(out, *([] if scales is None else [scales])))
         self._collect(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
 
     def _moving(self, tables: StepTables) -> Moving:
         """How a kernel that reads these tables moves rows."""
-        shape, (rows, cols) = self.shape, self.shape.move
+        shape, (rows, cols), scales = self.shape, self.shape.move, 0
+        if shape.dispatch and shape.scaling is not None:
+            scales = shape.scaling.scales_shape("a", 1, shape.k)[1]
         return Moving(
             W=shape.world_size,
             E=shape.experts,
@@ -412,12 +489,19 @@ class RaggedExchange:
             STAGES=_STAGES,
             ALIGN=_ALIGN,
             TILE_ROWS=shape.blocks.m,
+            COPY_ALIGN=_COPY_BYTES if scales else _ALIGN,
+            SCALES=min(_MOST_SCALES, triton.next_power_of_2(scales)),
         )
 
 
-def _tallest(rows: int, gpu: Capabilities) -> TileShape:
+def gated_shape(blocks: TileShape) -> TileShape:
+    """That of both tiles which a block makes at once. A turn of its loop takes one step over K, where `blocks` may take two."""
+    return replace(blocks, n=blocks.n // 2, stages=blocks.stages * (1 + blocks.pairs))
+
+
+def _tallest(rows: int, gpu: Capabilities, scaling: Scaling | None) -> TileShape:
     """The best shape that fits a GPU and is no taller than an expert's rows; the best of the lowest where all are taller."""
-    fitting = shapes_for(gpu)
+    fitting = shapes_for(gpu, scaling)
     low = min(blocks.m for blocks in fitting)
     return next(blocks for blocks in fitting if blocks.m <= max(rows, low))
 
@@ -432,6 +516,11 @@ def _word_counts(shape: Shape) -> tuple[int, int, int]:
 def word_bytes(shape: Shape) -> int:
     """The symmetric memory that a RaggedExchange needs beside where rows land."""
     return 4 * sum(_word_counts(shape))
+
+
+def _as_moved(rows: torch.Tensor) -> torch.Tensor:
+    """Rows as kernels copy them: those of FP8 as bytes."""
+    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
 
 
 def _alignments(*tensors: torch.Tensor) -> tuple[int, ...]:

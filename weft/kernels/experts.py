@@ -5,6 +5,7 @@
     spread()   x [T, H]                to rows by expert [T k, H]          rows[place[t, j]] = x[t]
     total()    rows by expert          to [T, H]                           sum over j of weights[t, j] * rows[place[t, j]]
     swiglu()   [rows, 2 F]             to [rows, F]                        silu(left half) * right half, for the rows there are
+    quantise() [rows, K]               to FP8 [rows, K], scales            largest of 128 columns / 448, for the rows there are
 
 and their gradients. place: [T, k] int64, each token's rows among the T k rows, or -1 for no row, of which nothing is stored,
 read or added. Sums are in float32, over j in order, and rounded once; nothing but whole numbers is added atomically, so that
@@ -19,6 +20,8 @@ import triton
 import triton.language as tl
 
 from weft.core.experts import FARTHEST, REFUSED
+from weft.core.problem import SCALE_BLOCK
+from weft.kernels.scaled import rounded
 
 _COLS = 2048
 _WARPS = 8
@@ -155,6 +158,26 @@ def _swiglu_backward_kernel(grad_ptr, hidden_ptr, counts_ptr, out_ptr, count, wi
         tl.store(out_ptr + width + col, (grad * gate * part).to(out_ptr.dtype.element_ty), col < width)
 
 
+@triton.jit
+def _quantise_kernel(
+    rows_ptr, counts_ptr, out_ptr, scales_ptr, count, width,
+    COUNTED: tl.constexpr, COUNTS: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    there = width
+    if COUNTED:
+        there = _columns_there(counts_ptr, count, row, width, COUNTS)
+    for first in range(0, there, COLS):
+        col = first + tl.arange(0, COLS)
+        blocks = tl.load(rows_ptr + row * width + col, col < there, 0).to(tl.float32).reshape(COLS // BLOCK, BLOCK)
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(blocks), 1), LEAST), LARGEST)
+        found = tl.div_rn(blocks, tl.broadcast_to(scale[:, None], (COLS // BLOCK, BLOCK))).reshape(COLS)
+        tl.store(out_ptr + row * width + col, rounded(found), col < there)
+        block = first // BLOCK + tl.arange(0, COLS // BLOCK)
+        tl.store(scales_ptr + row * (width // BLOCK) + block, scale, block < there // BLOCK)
+
+
 def count(index: torch.Tensor, experts: int, last: int) -> torch.Tensor:
     """index: [T, k]. Returns int64 [experts + 1]: rows of each, then the least index below -1 or past `last`, plus REFUSED."""
     words = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
@@ -231,6 +254,25 @@ def swiglu_backward(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tens
         sources = grad.contiguous(), hidden.contiguous(), counts.contiguous()
         _swiglu_backward_kernel[(rows,)](*sources, out, counts.numel(), width, **_by_columns(grad), **_counting(counts))
     return out
+
+
+def quantise(
+    rows: torch.Tensor, counts: torch.Tensor | None, largest: float, least: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows: [rows, K], K a multiple of 128. counts: as for swiglu; without them all rows are there. Every 128 columns are
+    divided by their scale: the largest of them, but at least `least`, by `largest`. Returns float8_e4m3fn [rows, K] and
+    float32 [rows, K / 128]; of rows that are not there, anything."""
+    height, width = rows.shape
+    out = torch.empty(height, width, dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty(height, width // SCALE_BLOCK, dtype=torch.float32, device=rows.device)
+    if out.numel():
+        counted = rows if counts is None else counts.contiguous()
+        constants = {"COUNTED": counts is not None, "LARGEST": largest, "LEAST": least, "BLOCK": SCALE_BLOCK}
+        constants |= _counting(counted) if counts is not None else {"COUNTS": 1}
+        _quantise_kernel[(height,)](
+            rows.contiguous(), counted, out, scales, counted.numel(), width, **constants, **_by_columns(out)
+        )
+    return out, scales
 
 
 def _by_columns(like: torch.Tensor) -> dict[str, int]:

@@ -3,7 +3,7 @@
 gemm_kernel    whole tiles, then halves of those that are left
 _tile          one of them: wait, multiply, add, store          _put        a whole one by TMA, also at peers
 place_of       which tile comes next                            _publish    add to the flag of its part
-_multiply      its product, summed by matrix units              _promote    in float32, for FP8 operands (weft.kernels.scaled)
+_multiply      its product, summed by matrix units              promote     in float32, for FP8 operands (weft.kernels.scaled)
 
 A block publishes a tile `publish_at` steps into the multiplication of its next one (weft.kernels.gemm says when), or at once if
 there is no next one. By then the stores by TMA have normally completed, here or at a peer, so that `_publish` does not stall:
@@ -127,14 +127,22 @@ def _publish(flag, by, ASYNCHRONOUS: tl.constexpr):
 
 
 @triton.jit
-def _product(a_desc, b_desc, acc, a_row, k, col, V: tl.constexpr):
+def load_b(b_desc, expert, k, col, V: tl.constexpr):
+    """BLOCK_K x columns of b, from row k and column col on. expert: whose, of a b of three dimensions; else None."""
+    if expert is None:
+        tile = b_desc.load([col, k]).T if V.B_TRANSPOSED else b_desc.load([k, col])
+    elif V.B_TRANSPOSED:
+        tile = b_desc.load([expert, col, k]).reshape(V.BLOCK_N, V.BLOCK_K).T
+    else:
+        tile = b_desc.load([expert, k, col]).reshape(V.BLOCK_K, V.BLOCK_N)
+    return operand(tile)
+
+
+@triton.jit
+def _product(a_desc, b_desc, acc, a_row, k, expert, col, V: tl.constexpr):
     """The sum `acc` and the product of one step over K: rows of a from a_row on, columns of a from k on, columns of b from col
     on."""
-    a = operand(a_desc.load([a_row, k]))
-    if V.B_TRANSPOSED:
-        return tl.dot(a, operand(b_desc.load([col, k])).T, acc)
-    else:  # noqa: RET505 - one of the two is compiled
-        return tl.dot(a, operand(b_desc.load([k, col])), acc)
+    return tl.dot(operand(a_desc.load([a_row, k])), load_b(b_desc, expert, k, col, V), acc)
 
 
 @triton.jit
@@ -144,12 +152,12 @@ def _multiply(a_desc, b_desc, acc, a_row, col, first, last, unpublished, V: tl.c
         if V.COUNTED:  # noqa: SIM102 - a constexpr, then a value of the device
             if (step == unpublished.step) & (unpublished.flag != 0):
                 _publish(unpublished.flag, unpublished.by, V.ASYNCHRONOUS)
-        acc = _product(a_desc, b_desc, acc, a_row, step * V.BLOCK_K, col, V)
+        acc = _product(a_desc, b_desc, acc, a_row, step * V.BLOCK_K, None, col, V)
     return acc
 
 
 @triton.jit
-def _plus(acc, product, factor, V: tl.constexpr):
+def plus(acc, product, factor, V: tl.constexpr):
     """A sum, and the product of one step over K times the scale of each of its rows, if it has one."""
     if V.RECIPE == "blockwise":
         acc += product * factor[:, None]
@@ -159,7 +167,7 @@ def _plus(acc, product, factor, V: tl.constexpr):
 
 
 @triton.jit
-def _before_next(acc, V: tl.constexpr):
+def before_next(acc, V: tl.constexpr):
     """A tile that compilers compute before the next product is issued. Else they add the product of the step before after it,
     which then needs registers of its own, and ptxas waits for each instruction of a product by itself."""
     if V.ASYNCHRONOUS:
@@ -168,7 +176,7 @@ def _before_next(acc, V: tl.constexpr):
 
 
 @triton.jit
-def _of_rows(rows, step, last, V: tl.constexpr):
+def of_rows(rows, step, last, V: tl.constexpr):
     """The scales of the rows of a step's product, with blockwise scales. The step is a block of K."""
     factor = tl.full((V.BLOCK_M,), 0, tl.float32)
     if V.RECIPE == "blockwise":
@@ -177,7 +185,7 @@ def _of_rows(rows, step, last, V: tl.constexpr):
 
 
 @triton.jit
-def _with_column(factor, scales, step, last, col, V: tl.constexpr):
+def with_column(factor, scales, step, last, col, V: tl.constexpr):
     """What each row of a step's product is multiplied by: its own scale, and that of the block of b."""
     if V.RECIPE == "blockwise":
         factor *= column_in_block(scales, step, last, col)
@@ -185,28 +193,36 @@ def _with_column(factor, scales, step, last, col, V: tl.constexpr):
 
 
 @triton.jit
-def _promote(
-    a_desc, b_desc, acc, a_row, col, first, last, K, scales, rows, unpublished, BLOCK_N: tl.constexpr, V: tl.constexpr
+def factor_of(scales, rows, step, last, col, V: tl.constexpr):
+    """What each row of a step's product is multiplied by, with blockwise scales."""
+    return with_column(of_rows(rows, step, last, V), scales, step, last, col, V)
+
+
+@triton.jit
+def promote(
+    a_desc, b_desc, acc, a_row, expert, col, first, last, K, scales, rows, unpublished,
+    BLOCK_N: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """As _multiply, where each step's product is scaled and added in float32."""
+    """As _multiply, where each step's product is scaled and added in float32. expert: as for load_b."""
     none = tl.full((V.BLOCK_M, BLOCK_N), 0, tl.float32)
     odd, odd_factor = none, tl.full((V.BLOCK_M,), 0, tl.float32)
     for step in range(first, last, 1 + V.PAIRS):
         if V.COUNTED:  # noqa: SIM102 - a constexpr, then a value of the device
             if (step <= unpublished.step) & (unpublished.step < tl.minimum(step + 1 + V.PAIRS, last)) & (unpublished.flag != 0):
                 _publish(unpublished.flag, unpublished.by, V.ASYNCHRONOUS)
-        factor = _of_rows(rows, step, last, V)
-        product = _product(a_desc, b_desc, none, a_row, step * V.BLOCK_K, col, V)
+        factor = of_rows(rows, step, last, V)
+        product = _product(a_desc, b_desc, none, a_row, step * V.BLOCK_K, expert, col, V)
         if V.PAIRS:
-            acc = _before_next(_plus(acc, odd, odd_factor, V), V)
-            odd_factor = _with_column(_of_rows(rows, step + 1, last, V), scales, step + 1, last, col, V)
+            acc = before_next(plus(acc, odd, odd_factor, V), V)
+            odd_factor = factor_of(scales, rows, step + 1, last, col, V)
             # An odd step past the last one loads what lies behind K, which is zeros.
-            odd = _product(a_desc, b_desc, none, a_row, tl.where(step + 1 < last, (step + 1) * V.BLOCK_K, K), col, V)
+            k = tl.where(step + 1 < last, (step + 1) * V.BLOCK_K, K)
+            odd = _product(a_desc, b_desc, none, a_row, k, expert, col, V)
         # The scale of b is loaded behind the odd product: before it, the compiler would scale the even one there, while tensor
         # cores wait.
-        acc = _plus(acc, product, _with_column(factor, scales, step, last, col, V), V)
+        acc = plus(acc, product, with_column(factor, scales, step, last, col, V), V)
     if V.PAIRS:
-        acc = _plus(acc, odd, odd_factor, V)
+        acc = plus(acc, odd, odd_factor, V)
     return acc
 
 
@@ -299,13 +315,13 @@ def _tile(
             end = tl.load(piece)
             _wait(piece + 1, tables, tries, V.ASYNCHRONOUS)
             if V.PROMOTED:
-                acc = _promote(a_desc, descs.b, acc, a_row, col, done, end, K, scales, rows, unpublished, BLOCK_N, V)
+                acc = promote(a_desc, descs.b, acc, a_row, None, col, done, end, K, scales, rows, unpublished, BLOCK_N, V)
             else:
                 acc = _multiply(a_desc, descs.b, acc, a_row, col, done, end, unpublished, V)
             done = end
     elif V.PROMOTED:
         steps = tl.cdiv(K, V.BLOCK_K)
-        acc = _promote(a_desc, descs.b, acc, a_row, col, 0, steps, K, scales, rows, unpublished, BLOCK_N, V)
+        acc = promote(a_desc, descs.b, acc, a_row, None, col, 0, steps, K, scales, rows, unpublished, BLOCK_N, V)
     else:
         acc = _multiply(a_desc, descs.b, acc, a_row, col, 0, tl.cdiv(K, V.BLOCK_K), unpublished, V)
     if (V.RECIPE == "tensorwise") or (V.RECIPE == "rowwise"):

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 import triton
@@ -28,6 +27,7 @@ import triton.language as tl
 from weft.core.problem import LEAST_MAGNITUDE, SCALE_BLOCK, Scaling
 from weft.core.schedule import Flag, Region, Store
 from weft.kernels.launch import Launcher
+from weft.kernels.scaled import rounded
 from weft.triton.flags import table
 
 ROWS = 4
@@ -44,7 +44,7 @@ class QuantiseTables:
     tiles: for each tile: its first row in the source, how many rows it has, and its places [first, last). places: for each
     destination of a tile: the addresses of its first element, of its first scale, and of its flag. pitches: elements from row
     to row of the elements, and of the scales, at every destination. count: tiles. blockwise: whether each block of SCALE_BLOCK
-    columns has a scale, not each row. dtype: of FP8.
+    columns has a scale, not each row.
     """
 
     tiles: torch.Tensor
@@ -53,7 +53,6 @@ class QuantiseTables:
     columns: int
     pitches: tuple[int, int]
     blockwise: bool
-    dtype: torch.dtype
 
 
 def tiles_of_rows(region: Region) -> int:
@@ -91,7 +90,6 @@ def quantise_tables(
         columns=columns,
         pitches=next(iter(pitches), (columns, width)),
         blockwise=scaling.recipe == "blockwise",
-        dtype=getattr(torch, scaling.a),
     )
 
 
@@ -117,8 +115,7 @@ def quantise(
         "COLUMNS": min(_COLUMNS, triton.next_power_of_2(plan.columns)),
         "BLOCK": SCALE_BLOCK if plan.blockwise else 0,
         "ROWS": ROWS,
-        "E5M2": plan.dtype == torch.float8_e5m2,
-        "MOST": torch.finfo(plan.dtype).max,
+        "MOST": torch.finfo(torch.float8_e4m3fn).max,
     }
     (launched_by or launcher())(
         min(sms, plan.count),
@@ -130,38 +127,10 @@ def quantise(
     )
 
 
-if triton.knobs.runtime.interpret:
-
-    def _rounded(values: Any, E5M2: Any) -> Any:
-        """Interpreted: values rounded to numbers that FP8 has, to even where two are as near. The interpreter's own conversion
-        loses the carry into the exponent."""
-        digits, least = (4, 2.0**-14) if E5M2 else (8, 2.0**-6)
-        power = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        step = tl.maximum(power, least) / digits
-        even = 1.5 * 2.0**23  # a float32 of this size has no fraction
-        return ((values / step + even) - even) * step
-
-else:
-
-    @triton.jit
-    def _rounded(values, E5M2: tl.constexpr):
-        """On GPUs values as they are: the conversion rounds."""
-        return values
-
-
-@triton.jit
-def _elements(values, E5M2: tl.constexpr):
-    """Values within the range of FP8, rounded to it, as bytes."""
-    if E5M2:
-        return _rounded(values, E5M2).to(tl.float8e5).to(tl.int8, bitcast=True)
-    else:  # noqa: RET505 - one of the two is compiled
-        return _rounded(values, E5M2).to(tl.float8e4nv).to(tl.int8, bitcast=True)
-
-
 @triton.jit
 def _quantise_kernel(
     source_ptr, tiles_ptr, places_ptr, stride, columns, pitch, scale_pitch, count_by, tiles,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, E5M2: tl.constexpr, MOST: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, COLUMNS)[None, :]
@@ -196,7 +165,7 @@ def _quantise_kernel(
                     scales_ptr = tl.load(places_ptr + 3 * place + 1).to(tl.pointer_type(tl.float32))
                     kept = (row < rows) & (block * BLOCK < columns)
                     tl.store(scales_ptr + row * scale_pitch + block, factor, mask=kept)
-            data = _elements(tl.clamp(scaled, -MOST, MOST), E5M2)
+            data = rounded(tl.clamp(scaled, -MOST, MOST)).to(tl.int8, bitcast=True)
             for place in range(begin, end):
                 there_ptr = tl.load(places_ptr + 3 * place).to(tl.pointer_type(tl.int8))
                 tl.store(tl.multiple_of(there_ptr, 16) + row * pitch + col, data, mask=inside)

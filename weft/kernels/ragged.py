@@ -31,7 +31,8 @@ and all that follows, is NaN: the error is raised by a later call only.
 
 b has three dimensions, expert by expert; both of its last two may be the contiguous one. A gated dispatch multiplies by 2 N
 columns and stores silu(left half) * right half: a block makes both tiles, and what is not stored is not read again (3 x 235 MB
-of a Mixtral layer's 8192 rows). Legend: N of what is stored, K of each GEMM.
+of a Mixtral layer's 8192 rows). FP8 rows travel with their scales, under the same flags, and are multiplied as the GEMM kernel
+multiplies them (weft.kernels.gemm_kernel). Legend: N of what is stored, K of each GEMM.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from weft.kernels.gemm_kernel import place_of
+from weft.kernels.gemm_kernel import before_next, factor_of, load_b, place_of, plus, promote
 from weft.kernels.ragged_rows import (
     await_rows,
     fill_below,
@@ -52,12 +53,15 @@ from weft.kernels.ragged_rows import (
     push_rows,
     store_rows,
 )
+from weft.kernels.scaled import operand, scale_rows, scaled, scales_of_expert
 from weft.kernels.segments import PART_FIELDS, TILE_FIELDS, tile_of
 from weft.triton.flags import descriptors_too
 
 
 class GroupedProduct(NamedTuple):
-    """What a kernel that multiplies is compiled for: its constexpr argument P. Its tiles have BLOCK_M rows as those of M."""
+    """What a kernel that multiplies is compiled for: its constexpr argument P. Its tiles have BLOCK_M rows as those of M.
+    RECIPE, PROMOTED, PAIRS: as in weft.kernels.gemm_kernel.Variant. COUNTED: whether a tile is published while the next one is
+    multiplied, which none is."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -66,48 +70,83 @@ class GroupedProduct(NamedTuple):
     B_TRANSPOSED: bool
     GATED: bool
     ASYNCHRONOUS: bool
+    RECIPE: str = ""
+    PROMOTED: bool = False
+    PAIRS: bool = False
+    COUNTED: bool = False
 
 
 @triton.jit
-def _multiply(a_desc, b_desc, row, expert, col, K, P: tl.constexpr):
-    """One tile in float32, by the expert's b."""
+def _multiply(a_desc, b_desc, row, expert, col, N, K, scales, rows, P: tl.constexpr):
+    """One tile in float32, by the expert's b. scales, rows: of FP8 operands, those of the expert, and of the tile's rows."""
     acc = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
-    for step in range(tl.cdiv(K, P.BLOCK_K)):
-        k = step * P.BLOCK_K
-        acc = tl.dot(a_desc.load([row, k]), _load_b(b_desc, expert, k, col, P), acc)
+    if P.PROMOTED:
+        steps = tl.cdiv(K, P.BLOCK_K)
+        acc = promote(a_desc, b_desc, acc, row, expert, col, 0, steps, K, scales, rows, None, P.BLOCK_N, P)
+    else:
+        for step in range(tl.cdiv(K, P.BLOCK_K)):
+            k = step * P.BLOCK_K
+            acc = tl.dot(operand(a_desc.load([row, k])), load_b(b_desc, expert, k, col, P), acc)
+    if P.RECIPE == "rowwise":
+        cols = col + tl.arange(0, P.BLOCK_N)
+        acc = scaled(acc, scales, rows, cols, cols < N)
     return acc
 
 
 @triton.jit
-def _multiply_gated(a_desc, b_desc, row, expert, col, N, K, P: tl.constexpr):
-    """silu of one tile, times the one N columns further right, in float32."""
+def _multiply_gated(a_desc, b_desc, row, expert, col, N, K, scales, rows, P: tl.constexpr):
+    """silu of one tile, times the one N columns further right, in float32. scales, rows: as for _multiply."""
     gate = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
     up = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
-    for step in range(tl.cdiv(K, P.BLOCK_K)):
-        k = step * P.BLOCK_K
-        a = a_desc.load([row, k])
-        gate = tl.dot(a, _load_b(b_desc, expert, k, col, P), gate)
-        up = tl.dot(a, _load_b(b_desc, expert, k, N + col, P), up)
+    if P.PROMOTED:
+        gate, up = _promote_gated(a_desc, b_desc, gate, up, row, expert, col, N, K, scales, rows, P)
+    else:
+        for step in range(tl.cdiv(K, P.BLOCK_K)):
+            k = step * P.BLOCK_K
+            a = operand(a_desc.load([row, k]))
+            gate = tl.dot(a, load_b(b_desc, expert, k, col, P), gate)
+            up = tl.dot(a, load_b(b_desc, expert, k, N + col, P), up)
+    if P.RECIPE == "rowwise":
+        cols = col + tl.arange(0, P.BLOCK_N)
+        gate = scaled(gate, scales, rows, cols, cols < N)
+        up = scaled(up, scales, rows, N + cols, cols < N)
     return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit
-def _load_b(b_desc, expert, k, col, P: tl.constexpr):
-    """BLOCK_K x BLOCK_N of an expert's b."""
-    if P.B_TRANSPOSED:
-        return b_desc.load([expert, col, k]).reshape(P.BLOCK_N, P.BLOCK_K).T
-    else:  # noqa: RET505 - one of the two is compiled
-        return b_desc.load([expert, k, col]).reshape(P.BLOCK_K, P.BLOCK_N)
+def _promote_gated(a_desc, b_desc, gate, up, row, expert, col, N, K, scales, rows, P: tl.constexpr):
+    """Both sums, where each step's products are scaled and added in float32. With PAIRS a step's product for `up` is added in
+    the next step, while tensor cores multiply for `gate`."""
+    none = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
+    late, late_factor = none, tl.full((P.BLOCK_M,), 0, tl.float32)
+    steps = tl.cdiv(K, P.BLOCK_K)
+    for step in range(steps):
+        k = step * P.BLOCK_K
+        a = operand(a_desc.load([row, k]))
+        factor = factor_of(scales, rows, step, steps, col, P)
+        product = tl.dot(a, load_b(b_desc, expert, k, col, P), none)
+        if P.PAIRS:
+            up = before_next(plus(up, late, late_factor, P), P)
+        late_factor = factor_of(scales, rows, step, steps, N + col, P)
+        late = tl.dot(a, load_b(b_desc, expert, k, N + col, P), none)
+        gate = plus(gate, product, factor, P)
+        if not P.PAIRS:
+            up = plus(up, late, late_factor, P)
+    if P.PAIRS:
+        up = plus(up, late, late_factor, P)
+    return gate, up
 
 
 @triton.jit(do_not_specialize=["tries", "rank", "movers", "keep_own"])
 def dispatch_kernel(
-    a_desc, landing_desc, b_desc, out_desc, a_ptr, out_ptr, landing, arrived, tables,
+    a_desc, landing_desc, b_desc, out_desc, a_ptr, pushed_scales, out_ptr, landing, arrived, tables, scales, scales_pitch,
     tries, rank, N, K, max_rows, movers, keep_own, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
+    """pushed_scales: CopiedScales of FP8 rows. scales, scales_pitch: Scales of FP8 operands, and in elements, how far those of
+    an expert's b are from the next one's."""
     block, blocks = tl.program_id(0) - movers, tl.num_programs(0)
     if block < 0:
-        push_rows(block + movers, movers, a_ptr, landing, arrived, tables, rank, K, keep_own, M)
+        push_rows(block + movers, movers, a_ptr, landing, pushed_scales, arrived, tables, rank, K, keep_own, M)
     row_tiles, col_tiles = tl.load(tables.tiles + TILE_FIELDS * (M.Q - 1)), tl.cdiv(N, P.BLOCK_N)
     tiles = row_tiles * col_tiles
     # The first tiles are each block's own, which costs nothing; the last rounds are drawn.
@@ -128,17 +167,21 @@ def dispatch_kernel(
         part = tables.parts + PART_FIELDS * (expert * M.W + rank)
         first = tl.load(part)
         src_row, src_desc = row, landing_desc
-        if (first <= row) & (first + tl.load(part + 1) >= row + valid):
+        is_own = (first <= row) & (first + tl.load(part + 1) >= row + valid)
+        if is_own:
             src_row, src_desc = tl.load(part + 2) + row - first, a_desc
         else:
             known, came = await_rows(row, valid, expert, known, came, arrived.local, tables, tries, M)
             if P.ASYNCHRONOUS:
                 came = descriptors_too(came)
-        col = col_tile * P.BLOCK_N
+        col, rows, its_scales = col_tile * P.BLOCK_N, None, None
+        if P.RECIPE != "":
+            rows = scale_rows(scales, is_own == 0, src_row, valid, P.BLOCK_M)
+            its_scales = scales_of_expert(scales, expert, scales_pitch)
         if P.GATED:
-            acc = _multiply_gated(src_desc, b_desc, src_row, expert, col, N, K, P)
+            acc = _multiply_gated(src_desc, b_desc, src_row, expert, col, N, K, its_scales, rows, P)
         else:
-            acc = _multiply(src_desc, b_desc, src_row, expert, col, K, P)
+            acc = _multiply(src_desc, b_desc, src_row, expert, col, N, K, its_scales, rows, P)
         acc += fill_of(came)
         if valid == P.BLOCK_M:
             out_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
@@ -153,9 +196,10 @@ def dispatch_kernel(
 
 @triton.jit(do_not_specialize=["tries", "rank", "movers"])
 def combine_kernel(
-    a_desc, b_desc, product_desc, out_ptr, product, arrived, tables,
+    a_desc, b_desc, product_desc, out_ptr, product, arrived, tables, scales, scales_pitch,
     tries, rank, N, K, max_rows, movers, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
+    """scales, scales_pitch: as for dispatch_kernel."""
     block, blocks = tl.program_id(0), tl.num_programs(0) - movers
     pulls, fill = 1, fill_of(in_time(tables.notes))
     if block < blocks:
@@ -173,8 +217,11 @@ def combine_kernel(
             unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, M)
             row_tile, col_tile = place_of(tile, row_tiles, col_tiles, P.GROUP)
             expert, row, valid = tile_of(tables.tiles, row_tile, M.Q, M.TILE_ROWS, False)
-            col = col_tile * P.BLOCK_N
-            acc = _multiply(a_desc, b_desc, row, expert, col, K, P)
+            col, rows, its_scales = col_tile * P.BLOCK_N, None, None
+            if P.RECIPE != "":
+                rows = scale_rows(scales, False, row, valid, P.BLOCK_M)
+                its_scales = scales_of_expert(scales, expert, scales_pitch)
+            acc = _multiply(a_desc, b_desc, row, expert, col, N, K, its_scales, rows, P)
             publish_rows(last_expert, last_row, last_rows, arrived, tables, M.W, P.ASYNCHRONOUS)
             last_expert, last_row, last_rows = expert, row, valid
             own = tables.parts + PART_FIELDS * (expert * M.W + rank)

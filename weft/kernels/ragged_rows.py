@@ -3,6 +3,7 @@
     push_rows   pull_rows         units of segments, by a step's table of moves (weft.kernels.segments)
     await_rows  publish_rows      the segments that a tile has rows of
     copy_rows   store_rows   fill_rows   fill_below
+    copy_scales fill_scales       the scales of FP8 rows
     push_kernel pull_kernel       a step that only pushes, or pulls
     collect_kernel                what has landed, to where the caller has it; zeros below it
     await_kernel                  one block: flags that a lane waits for
@@ -43,7 +44,9 @@ class StepTables(NamedTuple):
 
 class Moving(NamedTuple):
     """What a kernel that moves rows is compiled for: its constexpr argument M. ROWS, COLS: what a block moves at once, with
-    STAGES - 1 loads under way. ALIGN: elements that are accessed at once. TILE_ROWS: of a product's tile."""
+    STAGES - 1 loads under way. ALIGN, COPY_ALIGN: elements that are accessed at once, of results, and of rows that are copied.
+    TILE_ROWS: of a product's tile. SCALES: columns of scales that a block copies at once; 0 where rows are not FP8, which are
+    copied as bytes."""
 
     W: int
     E: int
@@ -54,6 +57,18 @@ class Moving(NamedTuple):
     STAGES: int
     ALIGN: int
     TILE_ROWS: int
+    COPY_ALIGN: int
+    SCALES: int = 0
+
+
+class CopiedScales(NamedTuple):
+    """Scales of FP8 rows that are copied, float32. source: where they are read. width: how many a row has. target: where they
+    are stored here; peers: int64 [world_size], the addresses of that on each rank, if rows go there."""
+
+    source: Any
+    width: Any
+    target: Any
+    peers: Any = None
 
 
 @triton.jit
@@ -65,7 +80,30 @@ def copy_rows(src_ptr, src_row, dst_ptr, dst_row, valid, width, M: tl.constexpr)
     for col in tl.range(0, width, M.COLS, num_stages=M.STAGES):
         cols = col + tl.arange(0, M.COLS)[None, :]
         there = (rows < valid) & (cols < width)
-        put(dst_ptr, rows * width + cols, get(src_ptr, rows * width + cols, there, 0, M.ALIGN), there, M.ALIGN)
+        put(dst_ptr, rows * width + cols, get(src_ptr, rows * width + cols, there, 0, M.COPY_ALIGN), there, M.COPY_ALIGN)
+
+
+@triton.jit
+def copy_scales(src_ptr, src_row, dst_ptr, dst_row, valid, width, plus, M: tl.constexpr):
+    """The scales of up to ROWS rows, as copy_rows. plus: what is added to each."""
+    src_ptr += src_row.to(tl.int64) * width
+    dst_ptr += dst_row.to(tl.int64) * width
+    rows = tl.arange(0, M.ROWS)[:, None]
+    for col in range(0, width, M.SCALES):
+        cols = col + tl.arange(0, M.SCALES)[None, :]
+        there = (rows < valid) & (cols < width)
+        put(dst_ptr, rows * width + cols, get(src_ptr, rows * width + cols, there) + plus, there)
+
+
+@triton.jit
+def fill_scales(dst_ptr, row, valid, width, fill, M: tl.constexpr):
+    """The scales of up to ROWS rows, all with one value."""
+    rows = tl.arange(0, M.ROWS)[:, None]
+    for col in range(0, width, M.SCALES):
+        cols = col + tl.arange(0, M.SCALES)[None, :]
+        there = (rows < valid) & (cols < width)
+        first_ptr = dst_ptr + row.to(tl.int64) * width
+        put(first_ptr, rows * width + cols, tl.full((M.ROWS, M.SCALES), 0, tl.float32) + fill, there)
 
 
 @triton.jit
@@ -117,9 +155,9 @@ def fill_below(out_ptr, first, max_rows, N, unit, stride, times, fill, M: tl.con
 
 
 @triton.jit
-def push_rows(block, blocks, a_ptr, landing, arrived, tables, rank, K, keep_own, M: tl.constexpr):
+def push_rows(block, blocks, a_ptr, landing, scales, arrived, tables, rank, K, keep_own, M: tl.constexpr):
     """Rows of a to where they land, unit by unit, each with a signal. Of the own rows, those that share a tile with others; all
-    if keep_own."""
+    if keep_own. scales: CopiedScales of FP8 rows."""
     for unit in range(block, tl.load(tables.moves + MOVE_FIELDS * (M.Q - 1)), blocks):
         fields, within = move_of(tables.moves, unit, M.Q)
         at = within * M.ROWS
@@ -134,6 +172,9 @@ def push_rows(block, blocks, a_ptr, landing, arrived, tables, rank, K, keep_own,
         shared = (first < there - at) | (tl.minimum(last, top + tl.load(group + 1)) > there + rows)
         if (peer != rank) | shared | (keep_own != 0):
             copy_rows(a_ptr, here, landing_ptr, there, rows, K, M)
+            if M.SCALES > 0:
+                target_ptr = peer_pointer(scales.target, scales.peers, peer)
+                copy_scales(scales.source, here, target_ptr, there, rows, scales.width, 0.0, M)
         word = tl.load(fields + 6)
         if word >= 0:
             signal(peer_pointer(arrived.local, arrived.peers, peer) + word)
@@ -199,8 +240,8 @@ def publish_rows(expert, row, valid, arrived, tables, W: tl.constexpr, ASYNCHRON
 
 
 @triton.jit(do_not_specialize=["tries", "rank"])
-def push_kernel(a_ptr, landing, arrived, tables, rank, K, keep_own, M: tl.constexpr):
-    push_rows(tl.program_id(0), tl.num_programs(0), a_ptr, landing, arrived, tables, rank, K, keep_own, M)
+def push_kernel(a_ptr, landing, scales, arrived, tables, rank, K, keep_own, M: tl.constexpr):
+    push_rows(tl.program_id(0), tl.num_programs(0), a_ptr, landing, scales, arrived, tables, rank, K, keep_own, M)
 
 
 @triton.jit(do_not_specialize=["tries"])
@@ -217,7 +258,8 @@ def await_kernel(words_ptr, count, arrived_ptr, goals_ptr, notes_ptr, tries):
 
 
 @triton.jit(do_not_specialize=["tries"])
-def collect_kernel(landing_ptr, out_ptr, arrived_ptr, tables, tries, width, max_rows, M: tl.constexpr):
+def collect_kernel(landing_ptr, out_ptr, scales, arrived_ptr, tables, tries, width, max_rows, M: tl.constexpr):
+    """scales: CopiedScales of FP8 rows. Of rows that have not come in time, the scales are NaN."""
     block, blocks = tl.program_id(0), tl.num_programs(0)
     known, came = tl.full((), 0, tl.int64), in_time(tables.notes)
     for row_tile in range(block, tl.load(tables.tiles + TILE_FIELDS * (M.Q - 1)), blocks):
@@ -228,7 +270,12 @@ def collect_kernel(landing_ptr, out_ptr, arrived_ptr, tables, tries, width, max_
                 copy_rows(landing_ptr, row + at, out_ptr, row + at, valid - at, width, M)
             else:
                 fill_rows(out_ptr, row + at, valid - at, width, float("nan"), M)
+            if M.SCALES > 0:
+                copy_scales(scales.source, row + at, scales.target, row + at, valid - at, scales.width, fill_of(came), M)
     below = tl.load(tables.turns)
     units = tl.cdiv(max_rows - below, M.ROWS) * tl.cdiv(width, M.COLS)
     times = tl.cdiv(units - block, blocks)
     fill_below(out_ptr, below, max_rows, width, block, blocks, times, fill_of(came), M)
+    if M.SCALES > 0:
+        for at in range(block * M.ROWS, max_rows - below, blocks * M.ROWS):
+            fill_scales(scales.target, below + at, max_rows - below - at, scales.width, fill_of(came), M)

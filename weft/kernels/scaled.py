@@ -1,8 +1,9 @@
-"""Scales of a kernel's FP8 operands: what the host passes, and how a tile reads them (weft.kernels.gemm, all_reduce).
+"""Scales of FP8 operands of weft's GEMM kernels: what the host passes, and how a tile reads them.
 
 scales_of      the kernel's argument, from tensors            operand      a tile of FP8, as tl.dot takes it
 specialised    what a kernel is compiled for of it            scaled       a sum times the scales of its rows and columns
 scale_rows     where a tile's rows have their scales          block_scales of each element, in one block of K
+rounded        float32 as FP8                                 scales_of_expert    where each expert has a b
 rows_in_block, column_in_block    the scales of one block of K
 
     tensorwise, rowwise    out = (sum over K of a b) * scale_a * scale_b      once, on the float32 sum
@@ -78,12 +79,41 @@ if triton.knobs.runtime.interpret:
             return (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), tile.to(tl.float32))
 
+    def rounded(tile: Any) -> Any:
+        """Interpreted: numbers of float32, up to 448, as float8_e4m3fn. They are rounded before, since the interpreter's own
+        conversion loses what a rounded mantissa carries."""
+        bits = tile.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+        small = (tile + 1.5 * 2**14) - 1.5 * 2**14
+        return tl.where(tl.abs(tile) < 2**-6, small, normal).to(tl.float8e4nv)
+
 else:
 
     @triton.jit
     def operand(tile):
         """On GPUs a tile as it is: matrix units multiply FP8."""
         return tile
+
+    @triton.jit
+    def rounded(tile):
+        """Numbers of float32, up to 448, as float8_e4m3fn."""
+        return tile.to(tl.float8e4nv)
+
+
+@triton.jit
+def scales_of_expert(scales, expert, pitch):
+    """The scales where b is that of an expert. pitch: from one expert's first scale to the next's, in elements."""
+    return Scales(
+        scales.a0,
+        scales.a1,
+        scales.b + expert.to(tl.int64) * pitch,
+        scales.a0_row,
+        scales.a0_block,
+        scales.a1_row,
+        scales.a1_block,
+        scales.b_block,
+        scales.b_col,
+    )
 
 
 @triton.jit

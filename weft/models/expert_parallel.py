@@ -8,7 +8,7 @@ DTensors.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from weft.models.experts import Activation, ExpertLimits, Experts, Routing, experts_apart
+from weft.models.experts import Activation, ExpertLimits, Experts, Routing, experts_apart, float8_experts_apart
 from weft.models.linear import require_one_dimension
 from weft.models.products import in_one_dtype
 from weft.models.sites import CommunicatingLayer, LayerCalls, note
-from weft.ops.experts import swiglu
+from weft.ops.experts import Float8Operand, quantised_weights, swiglu
 
 _STACKED = ("gate_up_proj", "down_proj")
 """In one order on all ranks: each is a collective."""
@@ -50,16 +50,26 @@ class ExpertParallel(ParallelStyle):
     max_tokens: the most tokens that a rank will have. Memory is for so many in every call, and no call asks the other ranks.
     More are a ValueError. None: in each forward ranks exchange their numbers of tokens on the host.
 
+    float8: "blockwise" multiplies float8_e4m3fn, for inference: tokens are quantised by 128 columns before they travel, which
+    halves what is dispatched, and weights by 128 x 128, as in DeepSeek-V3. Results come home in the tokens' dtype. Parameters
+    keep their dtype; their FP8 copy is made in the first forward, and again when they have changed. A forward that gradients
+    are asked of is a ValueError: use torch.no_grad(). H and F must be multiples of 128. None: in the tokens' dtype.
+
     Operators: all_to_all_matmul and matmul_all_to_all with splits on the device; on GPUs they take bfloat16 and float16. Raises
     ValueError for modules that have no such experts, and for a number of experts that ranks do not divide.
     """
 
-    def __init__(self, *, capacity: float | None = None, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, *, capacity: float | None = None, max_tokens: int | None = None, float8: Literal["blockwise"] | None = None
+    ) -> None:
         super().__init__()
         if capacity is not None and not (isinstance(capacity, (int, float)) and 0 < capacity < float("inf")):
             raise ValueError(f"capacity is {capacity!r}; it must be above 0, or None for all that ranks can send")
         if max_tokens is not None and not (type(max_tokens) is int and max_tokens > 0):
             raise ValueError(f"max_tokens is {max_tokens!r}; it must be a whole number above 0, or None for any number")
+        if float8 not in (None, "blockwise"):
+            raise ValueError(f"float8 is {float8!r}; it must be 'blockwise', or None")
+        self.float8 = float8
         self.limits = ExpertLimits(capacity=capacity, max_tokens=max_tokens)
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -81,6 +91,7 @@ class ExpertParallel(ParallelStyle):
             weight = distribute_tensor(getattr(experts, name), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
         experts.__dict__["_weft_limits"] = self.limits
+        experts.__dict__["_weft_float8"] = None if self.float8 is None else _Float8Weights()
         experts.__class__ = _apart(cast(Any, type(experts)))
         ran = experts.__dict__["_weft_ran"] = LayerCalls()
         note(experts, CommunicatingLayer(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
@@ -97,11 +108,43 @@ class _Apart(nn.Module):
             into, out = into.transpose(1, 2), out.transpose(1, 2)
         # The decorator of transformers' experts sets has_bias, and their code skips an index of num_experts.
         routing = Routing(top_k_index, cast(int, self.num_experts), skips_last=hasattr(self, "has_bias"))
-        hidden_states, into, out = in_one_dtype(hidden_states, (into, out))
-        group, limits = weights[0].device_mesh.get_group(), self.__dict__["_weft_limits"]
-        found = experts_apart(hidden_states, routing, top_k_weights, into, out, _activation(self), group, limits)
+        group, limits, float8 = weights[0].device_mesh.get_group(), self.__dict__["_weft_limits"], self.__dict__["_weft_float8"]
+        act = _activation(self)
+        if float8 is None:
+            hidden_states, into, out = in_one_dtype(hidden_states, (into, out))
+            found = experts_apart(hidden_states, routing, top_k_weights, into, out, act, group, limits)
+        else:
+            _refuse_gradients(hidden_states, into, out)
+            (hidden_states,) = in_one_dtype(hidden_states, ())
+            into, out = float8.of("into", weights[0], into), float8.of("out", weights[1], out)
+            found = float8_experts_apart(hidden_states, routing, top_k_weights, into, out, act, group, limits)
         self.__dict__["_weft_ran"].note(_OPERATORS, routing.order.shape[0])
         return found
+
+
+def _refuse_gradients(*tensors: torch.Tensor) -> None:
+    """Raises ValueError where a gradient of one of these is asked for."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            'ExpertParallel(float8="blockwise") has no gradients, and some are asked for: call the model under '
+            "torch.no_grad(), or leave float8 out"
+        )
+
+
+class _Float8Weights:
+    """The FP8 copies of a layer's weights, each made of what the weight is now."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[tuple[int, ...], Float8Operand]] = {}
+
+    def of(self, name: str, weight: DTensor, b: torch.Tensor) -> Float8Operand:
+        """Of a weight. b: this rank's part of it, as [experts, K, N]."""
+        # A change in place counts in the DTensor, or in its part, by whichever of them it was made.
+        versions = (-1 if one.is_inference() else one._version for one in (weight, b))
+        state, found = (b.data_ptr(), *versions), self._made.get(name)
+        if found is None or found[0] != state:
+            found = self._made[name] = state, quantised_weights(b)
+        return found[1]
 
 
 def _activation(experts: nn.Module) -> Activation:

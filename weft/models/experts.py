@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.core.experts import refused_index
-from weft.ops.experts import experts_route, experts_spread, experts_total, swiglu
+from weft.ops.experts import Float8Operand, experts_quantise, experts_route, experts_spread, experts_total, swiglu
 from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, ragged_gated, rows_of_ranks
+from weft.ops.scaled import ScaleAndBias
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From [rows, 2 F], what both halves of the first weight make, to [rows, F]. The second argument's sum is how many of the rows
@@ -105,6 +106,35 @@ def experts_apart(
         )
         middle = act(hidden, arrived)
     home, _ = ragged_combine(middle, out, group, arrived, sent, a_rows=most, limit=limits.text)
+    return routing.gather(home, weights)
+
+
+def float8_experts_apart(
+    x: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor,
+    into: Float8Operand,
+    out: Float8Operand,
+    act: Activation,
+    group: dist.ProcessGroup,
+    limits: ExpertLimits,
+) -> torch.Tensor:
+    """experts_apart where experts multiply FP8, without gradients. into, out: what quantised_weights makes of [e, H, 2 F] and
+    [e, F, H]. Tokens are quantised before they travel, and go with their scales; results come home in the dtype of x."""
+    sent, most = limits.rows(routing, group)
+    splits, (elements, scales) = routing.counts.view(group.size(), -1), experts_quantise(x)
+    rows = routing.spread(elements.view(torch.uint8)).view(elements.dtype)
+    given: ScaleAndBias = {"scale_a": routing.spread(scales), "scale_b": into.scales, "output_dtype": x.dtype}
+    if act is swiglu:
+        middle, arrived = ragged_gated(rows, into.elements, group, splits, most, a_rows=sent, limit=limits.text, scales=given)
+    else:
+        hidden, arrived, *_ = ragged_dispatch(
+            rows, into.elements, group, splits, most, return_received=False, a_rows=sent, limit=limits.text, scales=given
+        )
+        middle = act(hidden, arrived)
+    elements, scales = experts_quantise(middle, arrived)
+    given = {"scale_a": scales, "scale_b": out.scales, "output_dtype": x.dtype}
+    home, _ = ragged_combine(elements, out.elements, group, arrived, sent, a_rows=most, limit=limits.text, scales=given)
     return routing.gather(home, weights)
 
 

@@ -64,7 +64,14 @@ def matmul_all_to_all(
 
 @overload
 def matmul_all_to_all(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, splits: torch.Tensor, max_rows: int
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    splits: torch.Tensor,
+    max_rows: int,
+    **scales: Unpack[ScaleAndBias],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -96,8 +103,8 @@ def matmul_all_to_all(
         splits: how many rows go where, in numbers that only the device knows; see below.
         max_rows: with splits: the most rows that may arrive, on all ranks the same.
 
-    FP8: a and b, and scale_a, scale_b and the options that follow them, as for matmul_reduce_scatter; neither with splits nor
-    with split_dim=-1.
+    FP8: a and b, and scale_a, scale_b and the options that follow them, as for matmul_reduce_scatter; with splits see below.
+    Not with split_dim=-1.
 
     Returns out [world_size * m, ..., N]: the rows for this rank from every rank, in the order of ranks. Raises as
     all_gather_matmul does.
@@ -113,6 +120,9 @@ def matmul_all_to_all(
     and N multiples of 8; a has no more rows than max_rows, or than any rank's a in the first call with these sizes, which
     decides how much room there is for products.
 
+    FP8 with splits: scale_b has experts first, as b: rowwise [experts, 1, N], blockwise [experts, K / 128, N / 128], tensorwise
+    [1] or [experts, 1, 1]. There is no bias. Results are of output_dtype, and so is what travels.
+
     **split_dim=-1** cuts the product's columns instead, and needs a multiple of world_size of them: part d goes to rank d.
 
     Returns out [world_size * M, ..., n]: those columns, for the rows of every rank. So Ulysses' attention goes from parts of
@@ -124,10 +134,10 @@ def matmul_all_to_all(
     Source: fused computation-collectives (arXiv 2305.06942); see docs/schedules.md, and docs/kernels.md for splits.
     """
     columns = _is_columns("split_dim", split_dim, splits)
-    if scales and (splits is not None or columns):
-        refuse_scales(scales, "splits" if splits is not None else "split_dim=-1")
+    if scales and columns:
+        refuse_scales(scales, "split_dim=-1")
     if splits is not None:
-        return ragged_combine(a, b, group, splits, max_rows, schedule=schedule)
+        return ragged_combine(a, b, group, splits, max_rows, schedule=schedule, scales=scales)
     refuse_max_rows(max_rows)
     if columns:
         return columns_to_ranks(a, b, group, schedule)
@@ -211,9 +221,11 @@ def all_to_all_matmul(
     b: torch.Tensor,
     group: dist.ProcessGroup | None = None,
     *,
+    schedule: str | Schedule = "auto",
     splits: torch.Tensor,
     max_rows: int,
     return_received: bool = False,
+    **scales: Unpack[ScaleAndBias],
 ) -> tuple[torch.Tensor, ...]: ...
 
 
@@ -246,8 +258,8 @@ def all_to_all_matmul(
         max_rows: with splits: the most rows that may arrive, on all ranks the same.
         return_received: also return the rows that were multiplied.
 
-    FP8: a and b, and scale_a, scale_b and the options that follow them, as for all_gather_matmul; neither with splits nor with
-    gather_dim=-1.
+    FP8: a and b, and scale_a, scale_b and the options that follow them, as for all_gather_matmul; with splits see below. Not
+    with gather_dim=-1.
 
     Returns out [world_size * m, ..., N]: for the rows that this rank has from every rank, in the order of ranks; with
     return_received, (that, received [world_size * m, ..., K]), and of FP8 the scales of these rows. Raises as
@@ -258,7 +270,8 @@ def all_to_all_matmul(
     lies by this rank's experts, then by the rank that it comes from.
 
     Returns (out [max_rows, N], counts int32 [experts, world_size], or [world_size]; with return_received the rows [max_rows,
-    K]). counts are the splits of the matmul_all_to_all that takes the rows home, to the places that they came from:
+    K], and of FP8 their scales). FP8 rows travel as they are, with their scales, which is about half of the bytes. counts are
+    the splits of the matmul_all_to_all that takes the rows home, to the places that they came from:
 
         hidden, counts = all_to_all_matmul(tokens, up, splits=splits, max_rows=capacity)
         home, _ = matmul_all_to_all(act(hidden), down, splits=counts, max_rows=len(tokens))
@@ -277,10 +290,11 @@ def all_to_all_matmul(
     docs/kernels.md for splits.
     """
     columns = _is_columns("gather_dim", gather_dim, splits)
-    if scales and (splits is not None or columns):
-        refuse_scales(scales, "splits" if splits is not None else "gather_dim=-1")
+    if scales and columns:
+        refuse_scales(scales, "gather_dim=-1")
     if splits is not None:
-        return ragged_dispatch(a, b, group, splits, max_rows, return_received=return_received, schedule=schedule)
+        options: dict[str, Any] = {"return_received": return_received, "schedule": schedule, "scales": scales}
+        return ragged_dispatch(a, b, group, splits, max_rows, **options)
     refuse_max_rows(max_rows)
     if columns:
         return columns_from_ranks(a, b, group, schedule, return_received=return_received)

@@ -4,6 +4,7 @@
     weft::experts_spread(x [T, H], place [T, k])             -> [T k, H]     rows[place[t, j]] = x[t]
     weft::experts_total(rows [T k, H], place, weights?)      -> [T, H]       sums over j of weights[t, j] * rows[place[t, j]]
     weft::swiglu(hidden [rows, 2 F], counts)                 -> [rows, F]    silu(left half) * right half; zeros below counts
+    weft::experts_quantise(rows [rows, K], counts?)          -> [rows, K] float8_e4m3fn, scales [rows, K / 128]; no backward
 
 place is -1 for what names no expert. Each result is computed in float32 (float64 in float64) and rounded once. On CPUs torch
 computes the same; under Triton's interpreter the kernels run there. The gradient of experts_spread is experts_total without
@@ -13,14 +14,16 @@ weights, and the other way round.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from weft.core.experts import FARTHEST, REFUSED
+from weft.core.problem import SCALE_BLOCK
 from weft.ops.common import define
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
+"""The last is that of FP8 rows, which are spread as bytes."""
 
 
 def _by_kernels(x: torch.Tensor) -> bool:
@@ -242,6 +245,70 @@ def _gated_gradient(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tens
 
 
 _swiglu_backward = define("swiglu_backward", _gated_gradient, lambda grad, hidden, counts: torch.empty_like(hidden))
+
+
+# experts_quantise
+
+_FLOAT8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FLOAT8).max
+_LEAST = 1e-12
+"""What counts as the largest element of 128 that are smaller, as in torchao: no scale is 0."""
+
+
+class Float8Operand(NamedTuple):
+    """A quantised operand. elements: float8_e4m3fn. scales: float32, of the blockwise recipe (weft.core.problem.Scaling)."""
+
+    elements: torch.Tensor
+    scales: torch.Tensor
+
+
+def experts_quantise(rows: torch.Tensor, counts: torch.Tensor | None = None) -> Float8Operand:
+    """rows [rows, K] as FP8, with a scale for each 128 columns of a row: the largest of their absolute values by 448, as in
+    DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). counts: their sum says how many rows there are; of the others the result is
+    anything. Raises ValueError where K is no multiple of 128."""
+    if rows.shape[1] % SCALE_BLOCK:
+        raise ValueError(f"rows have {rows.shape[1]} columns; blockwise FP8 needs a multiple of {SCALE_BLOCK}")
+    return Float8Operand(*_experts_quantise(rows, counts))
+
+
+def _quantise(rows: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if _by_kernels(rows):
+        from weft.kernels import experts
+
+        return experts.quantise(rows, counts, _LARGEST, _LEAST)
+    blocks = rows.float().view(rows.shape[0], rows.shape[1] // SCALE_BLOCK, SCALE_BLOCK)
+    scales = blocks.abs().amax(2).clamp(min=_LEAST) / _LARGEST
+    return (blocks / scales[..., None]).to(_FLOAT8).view(rows.shape), scales
+
+
+_experts_quantise = define(
+    "experts_quantise",
+    _quantise,
+    lambda rows, counts: (
+        torch.empty_like(rows, dtype=_FLOAT8),
+        rows.new_empty(rows.shape[0], rows.shape[1] // SCALE_BLOCK, dtype=torch.float32),
+    ),
+)
+
+
+def quantised_weights(b: torch.Tensor) -> Float8Operand:
+    """b [experts, K, N] as FP8, with a scale for each 128 x 128 elements: [experts, K / 128, N / 128]. Columns are contiguous.
+    Raises ValueError where K or N is no multiple of 128."""
+    _, k, n = b.shape
+    if k % SCALE_BLOCK or n % SCALE_BLOCK:
+        raise ValueError(f"experts' weights are {k} x {n}; blockwise FP8 needs multiples of {SCALE_BLOCK}")
+    found = [_quantised_weight(weight) for weight in b.detach().mT]
+    elements = torch.stack([elements.view(torch.uint8) for elements, _ in found]).view(_FLOAT8)
+    # Calls on GPUs copy scales that are not contiguous.
+    return Float8Operand(elements.mT, torch.stack([scales for _, scales in found]).mT.contiguous())
+
+
+def _quantised_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight: [N, K]."""
+    high, wide = (extent // SCALE_BLOCK for extent in weight.shape)
+    blocks = weight.float().reshape(high, SCALE_BLOCK, wide, SCALE_BLOCK)
+    scales = blocks.abs().amax((1, 3)).clamp(min=_LEAST) / _LARGEST
+    return (blocks / scales[:, None, :, None]).to(_FLOAT8).view(weight.shape), scales
 
 
 def _counted(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

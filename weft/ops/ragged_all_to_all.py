@@ -5,6 +5,9 @@
                                                                                       rows [max_rows, K] if asked for
     weft::ragged_all_to_all_gated(a [rows, K], b [E, K, 2 F], splits [W, E], ...)  -> out [max_rows, F], counts [E, W]:
                                                       silu(left half) * right half of that product; no backward
+    weft::ragged_scaled_matmul(a, b, scale_a [rows, s], scale_b [E, ., .], splits, ...)
+                                                   -> out, counts, then rows and their scales if asked for: any of these three
+                                                      for FP8 operands; no backward
 
 E experts of this rank, W ranks. The counts of the one are the splits of the other, and the backward of each is the other one,
 which takes every row back:
@@ -29,10 +32,13 @@ import torch
 import torch.distributed as dist
 
 from weft.compat.tensors import grouped_mm
-from weft.core.problem import Op
+from weft.core.problem import Op, Scaling
 from weft.core.schedule import Schedule
-from weft.ops.common import check_operands, define, group_of, no_columns, shape_of
+from weft.ops.common import FLOAT8, check_operands, define, group_of, no_columns, shape_of
+from weft.ops.scaled import ScaleAndBias, quantised, quantised_here
 from weft.ops.schema import SymInt
+from weft.runtime.bindings import scales_name
+from weft.runtime.calls import ScaledOperands
 from weft.runtime.choose import MODES
 from weft.runtime.groups import GROUPS
 from weft.runtime.ragged import RaggedCall
@@ -40,6 +46,8 @@ from weft.schedules import ragged
 
 _DISPATCH: Op = "ragged_all_to_all_matmul"
 _COMBINE: Op = "ragged_matmul_all_to_all"
+_UNSCALED: ScaleAndBias = {}
+"""What callers of operands that are not FP8 pass."""
 
 
 class _Ragged(NamedTuple):
@@ -97,13 +105,18 @@ def ragged_combine(
     a_rows: int | None = None,
     limit: str = "",
     schedule: str | Schedule = "auto",
+    scales: ScaleAndBias = _UNSCALED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """matmul_all_to_all with splits. a_rows, limit: as for _Ragged."""
+    """matmul_all_to_all with splits. a_rows, limit: as for _Ragged. scales: what the caller passes of FP8 operands."""
     spec = _spec(schedule)
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=True)
     by_expert, rows = splits.reshape(experts, world_size), _capacity(max_rows)
-    out, counts = _ragged_matmul_all_to_all(a, _grouped(b), by_expert, name, world_size, rows, a_rows, limit, spec)
+    options = (name, world_size, rows, a_rows, limit, spec)
+    if scales or a.dtype in FLOAT8:
+        out, counts = _scaled(_COMBINE, a, b, by_expert, scales, options)
+    else:
+        out, counts = _ragged_matmul_all_to_all(a, _grouped(b), by_expert, *options)
     return out, counts if b.dim() == 3 else counts.flatten()
 
 
@@ -150,14 +163,18 @@ def ragged_dispatch(
     a_rows: int | None = None,
     limit: str = "",
     schedule: str | Schedule = "auto",
+    scales: ScaleAndBias = _UNSCALED,
 ) -> tuple[torch.Tensor, ...]:
-    """all_to_all_matmul with splits. a_rows, limit: as for _Ragged."""
+    """all_to_all_matmul with splits. a_rows, limit: as for _Ragged. scales: what the caller passes of FP8 operands."""
     spec = _spec(schedule)
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=False)
     by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
-    options = (name, world_size, rows, a_rows, limit, spec, return_received)
-    results = _ragged_all_to_all_matmul(a, _grouped(b), by_rank, *options)
+    options = (name, world_size, rows, a_rows, limit, spec)
+    if scales or a.dtype in FLOAT8:
+        results = _scaled(_DISPATCH, a, b, by_rank, scales, options, return_received=return_received)
+    else:
+        results = _ragged_all_to_all_matmul(a, _grouped(b), by_rank, *options, return_received)
     out, counts, *received = results
     return (out, counts if b.dim() == 3 else counts.flatten(), *received)
 
@@ -224,16 +241,21 @@ def ragged_gated(
     *,
     a_rows: int | None = None,
     limit: str = "",
+    scales: ScaleAndBias = _UNSCALED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """silu(left half) * right half of all_to_all_matmul(a, b, splits=splits), which is computed in float32 and never stored.
-    b: [experts, K, 2 F]. a_rows, limit: as for _Ragged. Returns ([max_rows, F], counts). Without gradients. Raises ValueError
-    for an odd N."""
+    b: [experts, K, 2 F]. a_rows, limit: as for _Ragged. scales: of FP8 operands; of blockwise ones F is a multiple of 128.
+    Returns ([max_rows, F], counts). Without gradients. Raises ValueError for an odd N."""
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=False)
     if b.dim() != 3 or b.shape[2] % 2:
         raise ValueError(f"b is {shape_of(b)}; to be gated it must be [experts, K, 2 F]")
     by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
-    out, counts = _ragged_all_to_all_gated(a, b, by_rank, name, world_size, rows, a_rows, limit, "auto")
+    options = (name, world_size, rows, a_rows, limit, "auto")
+    if scales or a.dtype in FLOAT8:
+        out, counts = _scaled(_DISPATCH, a, b, by_rank, scales, options, gated=True)
+    else:
+        out, counts = _ragged_all_to_all_gated(a, b, by_rank, *options)
     return out, counts
 
 
@@ -247,6 +269,83 @@ def _gated_fake(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options:
 
 
 _ragged_all_to_all_gated = define("ragged_all_to_all_gated", _gated, _gated_fake)
+
+
+# FP8 operands.
+
+
+class _Scaled(NamedTuple):
+    """Options of calls with FP8 operands. op: one of both exchanges. return_received, gated: of a dispatch."""
+
+    op: str
+    return_received: bool
+    gated: bool
+    recipe: str
+    output_dtype: torch.dtype
+    use_fast_accum: bool
+
+
+def _scaled(
+    op: Op,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    splits: torch.Tensor,
+    scales: ScaleAndBias,
+    options: tuple[str, int, int, int | None, str, str],
+    *,
+    return_received: bool = False,
+    gated: bool = False,
+) -> list[torch.Tensor]:
+    """The call, once its scales are checked. options: the fields of _Ragged."""
+    if "bias" in scales:
+        raise ValueError("bias is given with splits; add it to the rows that arrive")
+    of = quantised(op, a, [b], scales)
+    scale_a = of.scale_a
+    if scale_a is None:
+        a, scale_a = quantised_here(a, of.recipe)
+    how = (op, return_received, gated, of.recipe, of.output_dtype, of.use_fast_accum)
+    results: list[torch.Tensor] = _ragged_scaled_matmul(
+        a, _grouped(b), scale_a, _grouped(of.scale_bs[0]), splits, *options, *how
+    )
+    return results
+
+
+def _run_scaled(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    splits: torch.Tensor,
+    options: _Ragged,
+    how: _Scaled,
+) -> list[torch.Tensor]:
+    op: Any = how.op
+    names: Any = FLOAT8[a.dtype], FLOAT8[b.dtype], how.recipe
+    scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=how.use_fast_accum)
+    call = _call(op, a, b, splits, options, return_received=how.return_received, gated=how.gated)
+    call.scales = ScaledOperands(scale_a, [scale_b], scaling, how.output_dtype)
+    found = GROUPS.run(options.group, call)
+    received = [*found["received"], *found[scales_name("received")]] if how.return_received else []
+    return [found["out"][0], found["counts"][0], *received]
+
+
+def _fake_scaled(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    splits: torch.Tensor,
+    options: _Ragged,
+    how: _Scaled,
+) -> list[torch.Tensor]:
+    experts, _, n = b.shape
+    extents = (experts, options.world_size) if how.op == _DISPATCH else (options.world_size, experts)
+    out = a.new_empty(options.max_rows, n // 2 if how.gated else n, dtype=how.output_dtype)
+    received = [a.new_empty(options.max_rows, a.shape[1]), scale_a.new_empty(options.max_rows, scale_a.shape[1])]
+    return [out, a.new_empty(extents, dtype=torch.int32), *received * how.return_received]
+
+
+_ragged_scaled_matmul = define("ragged_scaled_matmul", _run_scaled, _fake_scaled)
 
 
 # What they share.
@@ -305,7 +404,7 @@ def _check(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, world_size: i
     """The number of experts."""
     if not isinstance(b, torch.Tensor) or b.dim() not in (2, 3) or (b.dim() == 3 and not b.shape[0]):
         raise ValueError(f"b is {shape_of(b)}; with splits it must be a matrix, or [experts, K, N] with an expert or more")
-    check_operands(a, [_grouped(b)[0]])
+    check_operands(a, [_grouped(b)[0]], scaled=True)
     if a.dim() != 2:
         raise ValueError(f"a is {shape_of(a)}; with splits it must be a matrix")
     experts = b.shape[0] if b.dim() == 3 else 1

@@ -1,9 +1,10 @@
-"""FP8 operands: what operators check of them and of their scales, and the one operator of torch.library for all of them.
+"""FP8 operands: what operators check of them and of their scales, and the operator of torch.library that they share.
 
     weft::scaled_matmul(a [m, k], bs [k, n]..., scale_a, scale_bs, bias?, residual?, op, ...)  -> [out, ..., gathered, scales]
 
-op names the public operator. The scales are matrices as weft.core.problem.Scaling has them. There is no backward: FP8 tensors
-have no gradients. weft.nn and torchao have layers that quantise in the forward and in the backward (docs/fp8.md).
+op names the public operator. Calls with splits have another one (weft.ops.ragged_all_to_all). The scales are matrices as
+weft.core.problem.Scaling has them. There is no backward: FP8 tensors have no gradients. weft.nn and torchao have layers that
+quantise in the forward and in the backward (docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from weft.compat.device import capabilities
 from weft.core.logs import warn_once
-from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, SCALE_BLOCK, Op, Recipe, Scaling, split
+from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, ROWWISE_OPS, SCALE_BLOCK, Op, Recipe, Scaling, split
 from weft.ops.common import DTYPES, FLOAT8, as_matrix, define, multiplied, shape_of
 from weft.ops.schema import SymInt
 from weft.runtime.calls import ScaledOperands
@@ -51,7 +52,7 @@ class ScaleAndBias(ScaleOptions, total=False):
 
 class Quantised(NamedTuple):
     """Operands that were checked. scale_a: of the shape of a, but for its last dimension; None for an a that is yet to be
-    quantised. scale_bs: a matrix for each b. bias: [N], or None."""
+    quantised. scale_bs: a matrix for each b, or one for each expert of it. bias: [N], or None."""
 
     scale_a: torch.Tensor | None
     scale_bs: list[torch.Tensor]
@@ -73,7 +74,7 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
     known = ScaleAndBias.__annotations__ | ScaleOptions.__annotations__
     for name in given:
         if name not in known:
-            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+            raise TypeError(f"{op.removeprefix('ragged_')}() got an unexpected keyword argument {name!r}")
         if bs[0].dtype not in FLOAT8:
             raise ValueError(f"{name} is for FP8 operands, and a is {a.dtype}; leave it out")
     scale_a, several, bias = given.get("scale_a"), given.get("scale_b"), cast("ScaleAndBias", given).get("bias")
@@ -99,11 +100,11 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
     _check_bias(bias, bs, output_dtype)
     if recipe == "tensorwise":
         scale_a = None if scale_a is None else scale_a.reshape(1, 1)
-        scales = [scale.reshape(1, 1) for scale in scales]
-        if op in GATHERS or scale_a is None:
+        scales = [scale.reshape(-1, 1, 1) if scale.dim() == 3 else scale.reshape(1, 1) for scale in scales]
+        if op in ROWWISE_OPS or scale_a is None:
             # Rows that travel take their scale along: those of two ranks may differ.
             recipe, scale_a = "rowwise", None if scale_a is None else scale_a.expand(*a.shape[:-1], 1)
-            scales = [scale.expand(1, b.shape[1]) for scale, b in zip(scales, bs, strict=True)]
+            scales = [scale.expand(*b.shape[:-2], 1, b.shape[-1]) for scale, b in zip(scales, bs, strict=True)]
     return Quantised(scale_a, scales, recipe, output_dtype, given.get("use_fast_accum", False), bias)
 
 
@@ -124,7 +125,8 @@ def _recipes(operand: Literal["a", "b"], matrix: torch.Tensor, scale: Any, named
         known = ", ".join(one for one, of in _RECIPES.items() if operand in of)
         raise ValueError(f"scale_recipe_{operand} is {getattr(named, 'name', named)}; weft has {known}")
     shapes = {recipe: _shape(operand, matrix, recipe) for recipe in ("rowwise", "blockwise")}
-    fits: list[Any] = ["tensorwise"] if scale.numel() == 1 else []
+    by_expert = operand == "b" and list(scale.shape) == [*matrix.shape[:-2], 1, 1]
+    fits: list[Any] = ["tensorwise"] if scale.numel() == 1 or by_expert else []
     fits += [recipe for recipe, shape in shapes.items() if list(scale.shape) == shape]
     if wanted is not None:
         fits = [recipe for recipe in fits if recipe == wanted]
@@ -146,21 +148,21 @@ def _given_recipe(named: Any) -> list[Recipe]:
 
 
 def _shape(operand: Literal["a", "b"], matrix: torch.Tensor, recipe: Any) -> list[int]:
-    """The shape of an operand's scales; of a, with its leading dimensions."""
-    high, wide = Scaling(recipe=recipe).scales_shape(operand, matrix.shape[0], matrix.shape[-1])
-    return [*matrix.shape[:-1], wide] if operand == "a" else [high, wide]
+    """The shape of an operand's scales, with its leading dimensions."""
+    high, wide = Scaling(recipe=recipe).scales_shape(operand, matrix.shape[-2], matrix.shape[-1])
+    return [*matrix.shape[:-1], wide] if operand == "a" else [*matrix.shape[:-2], high, wide]
 
 
 def _check_layout(name: str, b: torch.Tensor, recipe: Recipe) -> None:
     """What torch's scaled products need of b, on all devices alike."""
-    unit = SCALE_BLOCK if recipe == "blockwise" else FLOAT8_UNIT
-    if b.shape[0] % unit or not b.shape[0]:
-        raise ValueError(f"K is {b.shape[0]}; {recipe} FP8 operands need a multiple of {unit}: pad a and b with zeros")
-    if b.shape[1] % FLOAT8_UNIT:
-        raise ValueError(f"{name} has {b.shape[1]} columns; FP8 operands need a multiple of {FLOAT8_UNIT}: pad it with zeros")
-    if b.stride(0) != 1 and b.numel():
+    unit, (k, n) = SCALE_BLOCK if recipe == "blockwise" else FLOAT8_UNIT, b.shape[-2:]
+    if k % unit or not k:
+        raise ValueError(f"K is {k}; {recipe} FP8 operands need a multiple of {unit}: pad a and b with zeros")
+    if n % FLOAT8_UNIT:
+        raise ValueError(f"{name} has {n} columns; FP8 operands need a multiple of {FLOAT8_UNIT}: pad it with zeros")
+    if b.stride(-2) != 1 and b.numel():
         raise ValueError(
-            f"{name} is row-major; the columns of an FP8 b must be contiguous: pass weight.t() of a contiguous weight"
+            f"{name} is row-major; the columns of an FP8 b must be contiguous: pass weight.mT of a contiguous weight"
         )
 
 

@@ -83,8 +83,9 @@ def _copy(world: World, rank: int, parts: Sequence[SegmentCopy], sms: int) -> Pr
 
 def _bytes(world: World, segment: Segment) -> int:
     problem = _problem(world)
-    cols = world.schedule.buffer[segment.buffer].cols[segment.rank]
-    return even_rows(problem)[segment.name] * cols * problem.itemsize
+    buffer = world.schedule.buffer[segment.buffer]
+    cols = buffer.cols[segment.rank]
+    return even_rows(problem)[segment.name] * (problem.row_bytes(cols) if buffer.operand else cols * problem.itemsize)
 
 
 def _multiply(world: World, rank: int, step: GroupedGemm) -> Process:
@@ -121,9 +122,18 @@ def _cost(world: World, rank: int, experts: Sequence[Sequence[SegmentProduct]], 
     problem = _problem(world)
     rows = tuple(sum(even_rows(problem)[product.a.name] for product in products) for products in experts)
     n = 2 * problem.n if problem.gated else problem.n
-    cost = gemm_cost(world.machine, rows=rows, n=n, k=problem.k, dtype=problem.dtype, sms=sms, flags=True)
+    cost = gemm_cost(
+        world.machine,
+        rows=rows,
+        n=n,
+        k=problem.k,
+        dtype=problem.rate_name,
+        sms=sms,
+        out_itemsize=problem.itemsize,
+        flags=True,
+    )
     waves = max(1, -(-sum(cost.tiles) // cost.sms))
-    others = max(0, sum(map(bool, rows)) - 1) * problem.k * n * problem.itemsize
+    others = max(0, sum(map(bool, rows)) - 1) * problem.k * n * problem.operand_itemsize
     return replace(cost, memory_us=cost.memory_us + hbm_us(world.machine, others) / waves)
 
 

@@ -30,10 +30,12 @@ def groups(parts: Sequence[Part]) -> list[list[Part]]:
     return found
 
 
-def multiply_gated(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, matmul: Matmul) -> None:
-    """out = silu(left half) * right half of a @ b, which is made in float32."""
+def multiply_gated(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, matmul: Matmul, scales: FactorScales | None = None
+) -> None:
+    """out = silu(left half) * right half of a @ b, which is made in float32. scales: of FP8 operands."""
     product = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
-    matmul(a, b, product, accumulate=False)
+    matmul(a, b, product, accumulate=False, scales=scales)
     gate, up = product.chunk(2, -1)
     out.copy_(torch.nn.functional.silu(gate) * up)
 

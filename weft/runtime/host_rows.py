@@ -11,8 +11,8 @@ from weft.core.experts import refused_index
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import Segment, SegmentCopy, SegmentProduct
 from weft.runtime.arithmetic import multiply_gated
-from weft.runtime.bindings import Bindings
-from weft.runtime.launches import Matmul
+from weft.runtime.bindings import Bindings, scales_name
+from weft.runtime.launches import FactorScales, Matmul
 
 Name = tuple[int, int, int]
 """A segment: src, dst, expert."""
@@ -57,14 +57,17 @@ class HostRows:
         """Copy a segment, or multiply it."""
         assert self._rows is not None, "the checker lets no step come before the counts"
         if isinstance(part, SegmentCopy):
-            self._rows.of(part.dst).copy_(self._rows.of(part.src))
+            for there, here in zip(self._rows.moved(part.dst), self._rows.moved(part.src), strict=True):
+                there.copy_(here)
             return
-        (b,) = bindings.loose["b"]
-        rows, out = self._rows.of(part.a), self._rows.of(part.out)
+        (b,), expert = bindings.loose["b"], part.a.expert
+        (out,), (rows, *of_rows), scales = self._rows.moved(part.out), self._rows.moved(part.a), None
+        if self._problem.scaling is not None:
+            scales = FactorScales(of_rows[0], bindings.loose[scales_name("b")][0][expert], self._problem.scaling)
         if self._problem.gated:
-            multiply_gated(rows, b[part.a.expert], out, matmul)
+            multiply_gated(rows, b[expert], out, matmul, scales)
         else:
-            matmul(rows, b[part.a.expert], out, accumulate=False)
+            matmul(rows, b[expert], out, accumulate=False, scales=scales)
 
     def close(self) -> None:
         self._heap.free(self._memory)
@@ -90,12 +93,16 @@ class RowsOfCall:
         unbounded = self._problem.places(counted, rows, room=sum(counted.values()))
         return [sum(unbounded[name][2] for name in self._problem.received_order(rank)) for rank in range(len(rows))]
 
-    def of(self, segment: Segment) -> torch.Tensor:
-        """The rows of a segment in a buffer."""
+    def moved(self, segment: Segment) -> list[torch.Tensor]:
+        """The rows of a segment in a buffer, and of FP8 ones their scales."""
         sent_at, landed_at, rows = self._places[segment.name]
         first = sent_at if segment.buffer in ("a", "product") else landed_at
-        ((whole, _),) = self._bindings.tensors[segment.buffer, segment.rank]
-        return whole[first : first + rows]
+        return [whole[first : first + rows] for whole in self._whole(segment.buffer, segment.rank)]
+
+    def _whole(self, buffer: str, rank: int) -> list[torch.Tensor]:
+        """A buffer, and of FP8 rows their scales."""
+        ((matrix, _),) = self._bindings.tensors[buffer, rank]
+        return [matrix, *self._bindings.scales.get((buffer, rank), ())]
 
     def finish(self) -> None:
         """Write the counts of what arrives here, and zeros in the rows of the results that no segment has."""
@@ -104,8 +111,8 @@ class RowsOfCall:
         counts.copy_(torch.tensor(rows, dtype=torch.int32).view_as(counts))
         for buffer in ("out", "received"):
             if (buffer, self._rank) in self._bindings.tensors:
-                ((whole, _),) = self._bindings.tensors[buffer, self._rank]
-                whole[sum(rows) :].zero_()
+                for whole in self._whole(buffer, self._rank):
+                    whole[sum(rows) :].zero_()
 
 
 def _wrong(problem: RaggedProblem, counts: Sequence[Sequence[int]], rows: Sequence[int], arriving: Sequence[int]) -> str:

@@ -15,8 +15,9 @@ import torch
 
 from weft.core.problem import DType, Problem, RaggedProblem
 from weft.core.version import __version__
+from weft.runtime.bindings import scales_name
 from weft.runtime.bound import Inputs
-from weft.runtime.calls import Call
+from weft.runtime.calls import Call, ScaledOperands
 
 _COLUMNS = 8
 
@@ -25,7 +26,8 @@ _COLUMNS = 8
 class RaggedCall(Call):
     """a: [rows, K]. b: [experts, K, N]. splits: by (expert, dst_rank) for a combine, (dst_rank, expert) for a dispatch. gated:
     a dispatch gives silu(left half) * right half of its product, N / 2 columns. a_rows: the most rows that the a of any rank
-    has, on all ranks the same; None if that is not known. limit: as in RaggedProblem."""
+    has, on all ranks the same; None if that is not known. limit: as in RaggedProblem. scales: of FP8 operands; those of b are
+    one tensor, whose first dimension is the experts."""
 
     schedule: str = "auto"
     a: torch.Tensor
@@ -36,10 +38,15 @@ class RaggedCall(Call):
     gated: bool = False
     a_rows: int | None = None
     limit: str = ""
+    scales: ScaledOperands | None = None
 
     @property
     def inputs(self) -> Inputs:
-        return {"a": (self.a,), "b": (self.b,), "splits": (self.splits,)}
+        found: dict[str, Sequence[torch.Tensor]] = {"a": (self.a,), "b": (self.b,), "splits": (self.splits,)}
+        if self.scales is not None:
+            assert self.scales.a is not None, "rows with splits are quantised before the call"
+            found[scales_name("a")], found[scales_name("b")] = (self.scales.a,), self.scales.bs
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +65,8 @@ class RaggedCall(Call):
     def key(self) -> tuple[object, ...]:
         """Without the rows of a, which change from call to call, and on each rank for itself."""
         sizes = (self.max_rows, self._products, self.limit, self.b.shape)
-        return (self.op, self.gated, self.return_received, sizes, self.a.dtype, self.a.get_device(), self.schedule)
+        scaled = None if self.scales is None else (self.scales.scaling, self.scales.output_dtype)
+        return (self.op, self.gated, self.return_received, sizes, self.a.dtype, self.a.get_device(), self.schedule, scaled)
 
     def describe(self) -> str:
         experts, k, n = self.b.shape
@@ -73,6 +81,7 @@ class RaggedCall(Call):
             f"N: {n}",
             f"{'gradient of experts' if self.limit else 'return_received'}: {self.return_received}",
             f"dtype: {self.a.dtype}",
+            *([] if self.scales is None else self.scales.describe().splitlines()),
             f"device: {self.a.device.type}",
             f"schedule: {self.schedule}",
             f"weft: {__version__}",
@@ -93,7 +102,8 @@ class RaggedCall(Call):
         max_rows. Of a dispatch no more rows can arrive than max_rows at each rank, however many a has."""
         experts, k, n = self.b.shape
         capacity = self._products or _rounded(max(9 * max(shares) // 8, self.max_rows))
-        dtype: DType = str(self.a.dtype).removeprefix("torch.")  # type: ignore[assignment]
+        result = self.a.dtype if self.scales is None else self.scales.output_dtype
+        dtype: DType = str(result).removeprefix("torch.")  # type: ignore[assignment]
         return RaggedProblem(
             op=self.op,
             m=self.max_rows,
@@ -106,6 +116,7 @@ class RaggedCall(Call):
             gated=self.gated,
             return_received=self.return_received,
             limit=self.limit,
+            scaling=None if self.scales is None else self.scales.scaling,
         )
 
     @property

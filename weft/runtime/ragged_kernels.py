@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.compat.device import capabilities
 from weft.compat.streams import Word
 from weft.core.errors import WaitTimeout
 from weft.core.machine import Machine
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import GroupedGemm, Schedule, SegmentCopies, ShareCounts, Step, Wait
-from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, Shape, word_bytes
+from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, RaggedScales, Shape, word_bytes
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
-from weft.runtime.bindings import Bindings, Where
+from weft.kernels.shapes import shapes_for
+from weft.runtime.bindings import Bindings, Where, scales_name
 from weft.runtime.host_rows import below_zero, no_room
 from weft.runtime.ragged_steps import RankOrders
 from weft.runtime.step_kernels import StepKernel
@@ -86,7 +88,7 @@ class RaggedKernels:
     ) -> None:
         problem = schedule.problem
         assert isinstance(problem, RaggedProblem), f"{problem} has no segments"
-        _check_kernels(problem, dtype)
+        _check_kernels(problem, dtype, device)
         self._problem, self._rank, self._plan = problem, rank, RankOrders(schedule, rank)
         shape = Shape(
             rank=rank,
@@ -99,6 +101,7 @@ class RaggedKernels:
             dtype=dtype,
             dispatch=problem.dispatches,
             gated=problem.gated,
+            scaling=problem.scaling,
             device=device,
             machine=machine,
         )
@@ -145,11 +148,18 @@ class RaggedKernels:
     def _multiply(self, step: GroupedGemm, at: int, bindings: Bindings) -> None:
         a, out, (b,) = self._matrix("a", bindings), self._matrix("out", bindings), bindings.loose["b"]
         self._lay_out(bindings)
+        number, a, b, scales = self._plan.steps[at], _aligned(a), _unit_stride(b), self._scales(bindings)
         if self._problem.dispatches:
-            keep_own = self._problem.return_received
-            self.exchange.dispatch(self._plan.steps[at], _aligned(a), _unit_stride(b), out, keep_own=keep_own)
+            self.exchange.dispatch(number, a, b, out, keep_own=self._problem.return_received, scales=scales)
         else:
-            self.exchange.combine(self._plan.steps[at], _aligned(a), _unit_stride(b), out)
+            self.exchange.combine(number, a, b, out, scales=scales)
+
+    def _scales(self, bindings: Bindings) -> RaggedScales | None:
+        """Those of FP8 operands."""
+        if self._problem.scaling is None:
+            return None
+        (of_a,), (of_b,) = bindings.scales["a", self._rank], bindings.loose[scales_name("b")]
+        return RaggedScales(_aligned(of_a), of_b)
 
     def _copy(self, step: SegmentCopies, at: int, bindings: Bindings) -> None:
         number = self._plan.steps[at]
@@ -157,14 +167,19 @@ class RaggedKernels:
         if not self._problem.dispatches:
             self.exchange.pull(number, self._matrix("out", bindings))
         elif step.parts[0].dst.buffer == "received":
-            self.exchange.collect(number, self._matrix("received", bindings))
+            of_rows = bindings.scales.get(("received", self._rank))
+            self.exchange.collect(number, self._matrix("received", bindings), of_rows[0] if of_rows else None)
         else:
-            self.exchange.push(number, _aligned(self._matrix("a", bindings)), keep_own=self._problem.return_received)
+            a, scales = _aligned(self._matrix("a", bindings)), self._scales(bindings)
+            scale_a = None if scales is None else scales.a
+            self.exchange.push(number, a, keep_own=self._problem.return_received, scale_a=scale_a)
 
     def _lay_out(self, bindings: Bindings) -> None:
         """Where rows land, or products wait, on every rank: on CPUs that may have moved since the last call."""
         name = "landing" if self._problem.dispatches else "product"
-        self.exchange.lay_out([bindings.tensors[name, rank][0][0] for rank in range(self._problem.world_size)])
+        ranks = range(self._problem.world_size)
+        scales = [scale for rank in ranks for scale in bindings.scales.get((name, rank), ())]
+        self.exchange.lay_out([bindings.tensors[name, rank][0][0] for rank in ranks], scales)
 
     def raise_cut(self) -> None:
         """Raise the ValueError of splits that are wrong, if a call has noted that: every rank notes the same."""
@@ -223,10 +238,13 @@ def _cut(problem: RaggedProblem, kind: int, rows: int, capacity: int, rank: int)
     return no_room(problem, rows, f"at rank {rank} in an earlier call")
 
 
-def _check_kernels(problem: RaggedProblem, dtype: torch.dtype) -> None:
+def _check_kernels(problem: RaggedProblem, dtype: torch.dtype, device: torch.device) -> None:
     """What the kernels need beside what every call does; the same on every rank. Raises ValueError."""
     if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"a is {dtype}; with splits on GPUs, use bfloat16 or float16")
+        name = "a" if problem.scaling is None else "output_dtype"
+        raise ValueError(f"{name} is {dtype}; with splits on GPUs, use bfloat16 or float16")
+    if problem.scaling is not None and device.type == "cuda" and not shapes_for(capabilities(device), problem.scaling):
+        raise ValueError(f"a is {problem.scaling.a}; with splits, {device} needs matrix units for FP8, which it has not")
     for name, extent, of in (("K", problem.k, 8), ("N", problem.n * (2 if problem.gated else 1), 16 if problem.gated else 8)):
         if extent % of:
             raise ValueError(f"{name} is {extent}; with splits on GPUs it must be a multiple of {of}")
@@ -246,9 +264,13 @@ def _aligned(a: torch.Tensor) -> torch.Tensor:
 
 
 def _unit_stride(b: torch.Tensor) -> torch.Tensor:
-    """With one of the last two dimensions contiguous, and all else at multiples of 16 bytes."""
+    """With one of the last two dimensions contiguous, of FP8 the rows', and all else at multiples of 16 bytes."""
     if b.shape[0] == 1:
         b = b[0][None]  # how far one expert is from the next may be anything then, which contiguous() leaves
-    apart, *strides = b.stride()
-    fits = 1 in strides and all(s == 1 or (s > 0 and s % 8 == 0) for s in strides) and apart > 0 and apart % 8 == 0
-    return b if fits and b.data_ptr() % 16 == 0 else b.clone(memory_format=torch.contiguous_format)
+    (apart, *strides), unit = b.stride(), 16 // b.element_size()
+    fits = 1 in strides and all(s == 1 or (s > 0 and s % unit == 0) for s in strides) and apart > 0 and apart % unit == 0
+    if fits and b.data_ptr() % 16 == 0:
+        return b
+    by_columns = b.element_size() == 1
+    copied = (b.mT if by_columns else b).clone(memory_format=torch.contiguous_format)
+    return copied.mT if by_columns else copied

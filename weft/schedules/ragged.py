@@ -6,6 +6,7 @@ Buffers of rank r: each holds segments (src, dst, expert) one after the other, w
     product   symmetric  capacity x N   what others take from here, by sent_order (combine)
     out       output     max_rows x N   by received_order
     received  output     max_rows x K   the rows that were multiplied, by received_order (dispatch, if asked for)
+Where a is FP8, a, landing and received hold rows and their scales, which travel together.
 
 Flags of rank r (who advances ~> who waits)
     counted[s]@r   s ~> r: the counts of s are here, and s has ended the call before
@@ -28,6 +29,8 @@ r pushes after it has the counts of p for this call, which p shares once it has 
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import (
@@ -62,20 +65,20 @@ def build(problem: RaggedProblem, name: str = "fused") -> Schedule:
 
 
 def _buffers(problem: RaggedProblem) -> tuple[Buffer, ...]:
-    each = (1,) * problem.world_size
+    operand: Literal["", "a"] = "a" if problem.scaling is not None else ""
 
     def sized(rows: int, cols: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return tuple(rows * one for one in each), tuple(cols * one for one in each)
+        return (rows,) * problem.world_size, (cols,) * problem.world_size
 
     buffers = [
-        Buffer("a", "input", *sized(problem.capacity, problem.k)),
+        Buffer("a", "input", *sized(problem.capacity, problem.k), operand=operand),
         Buffer("out", "output", *sized(problem.m, problem.n)),
     ]
     if not problem.dispatches:
         return (*buffers, Buffer("product", "symmetric", *sized(problem.capacity, problem.n)))
-    buffers.append(Buffer("landing", "symmetric", *sized(problem.m, problem.k)))
+    buffers.append(Buffer("landing", "symmetric", *sized(problem.m, problem.k), operand=operand))
     if problem.return_received:
-        buffers.append(Buffer("received", "output", *sized(problem.m, problem.k)))
+        buffers.append(Buffer("received", "output", *sized(problem.m, problem.k), operand=operand))
     return tuple(buffers)
 
 
