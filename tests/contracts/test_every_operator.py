@@ -196,7 +196,9 @@ FLAGS = {"return_gathered", "keep_gathered", "return_received", "async_op", "che
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_every_argument_has_a_mistake(name: str) -> None:
-    assert MISTAKES[name][1].keys() | FLAGS >= inspect.signature(_public()[name]).parameters.keys()
+    """But for the scales of FP8 operands, whose mistakes have tests of their own."""
+    parameters = inspect.signature(_public()[name]).parameters.keys() - {"scales"}
+    assert MISTAKES[name][1].keys() | FLAGS >= parameters
 
 
 def _mistakes(name: str) -> list[str]:

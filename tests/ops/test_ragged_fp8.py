@@ -142,7 +142,7 @@ def _mistakes() -> None:
     good: dict[str, Any] = {"a": a, "b": b, **scales, "splits": case.counts[0], "max_rows": 40}
     wide = torch.ones(2, K // 128, N // 128)
     for change, words in [
-        ({"scale_b": None}, "a is torch.float8_e4m3fn; FP8 operands come with scale_a and scale_b"),
+        ({"scale_b": None}, "FP8 operands come with scale_a and scale_b"),
         ({"scale_b": scales["scale_b"][0]}, r"scale_b is \[1, 256\]; for b of \[2, 256, 256\] use .*\[2, 1, 256\] rowwise"),
         ({"scale_b": wide}, "scale_a is rowwise and scale_b blockwise; both operands must have the same recipe"),
         ({"b": b.view(torch.uint8).contiguous().view(E4M3)}, "b is row-major; the columns of an FP8 b must be contiguous"),

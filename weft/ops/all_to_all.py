@@ -46,7 +46,7 @@ from weft.ops.common import (
     spec_of,
 )
 from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows
-from weft.ops.scaled import ScaleAndBias, quantised, refuse_scales, scaled_matmul
+from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_scales, scaled_matmul
 from weft.ops.schema import SymInt
 
 
@@ -211,8 +211,20 @@ def all_to_all_matmul(
     schedule: str | Schedule = "auto",
     gather_dim: Literal[0, -1] = 0,
     return_received: Literal[True],
-    **scales: Unpack[ScaleAndBias],
-) -> tuple[torch.Tensor, ...]: ...
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def all_to_all_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    gather_dim: Literal[0, -1] = 0,
+    return_received: bool = False,
+    **scales: Unpack[ScalesAndBias],
+) -> Any: ...
 
 
 @overload

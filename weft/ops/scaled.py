@@ -10,7 +10,7 @@ quantise in the forward and in the backward (docs/fp8.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, cast
+from typing import Any, Literal, NamedTuple, Required, TypedDict, cast
 
 import torch
 
@@ -48,6 +48,12 @@ class ScaleAndBias(ScaleOptions, total=False):
     """The same, of operators that take a bias for FP8 operands alone."""
 
     bias: torch.Tensor
+
+
+class ScalesAndBias(ScaleAndBias):
+    """The same, of a call that has FP8 operands."""
+
+    scale_b: Required[torch.Tensor | Sequence[torch.Tensor]]  # type: ignore[misc]
 
 
 class Quantised(NamedTuple):

@@ -41,7 +41,7 @@ from weft.ops.common import (
     rows_per_entry,
     spec_of,
 )
-from weft.ops.scaled import ScaleAndBias, quantised, scaled_matmul
+from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, scaled_matmul
 from weft.ops.schema import SymInt
 
 
@@ -56,7 +56,6 @@ def all_gather_matmul(
     gather_dim: int = 0,
     rows: int | None = None,
     keep_gathered: bool = False,
-    **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor: ...
 
 
@@ -71,8 +70,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     rows: int | None = None,
     keep_gathered: bool = False,
-    **scales: Unpack[ScaleAndBias],
-) -> tuple[torch.Tensor, ...]: ...
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @overload
@@ -86,7 +84,6 @@ def all_gather_matmul(
     gather_dim: int = 0,
     rows: int | None = None,
     keep_gathered: bool = False,
-    **scales: Unpack[ScaleAndBias],
 ) -> list[torch.Tensor]: ...
 
 
@@ -101,8 +98,22 @@ def all_gather_matmul(
     gather_dim: int = 0,
     rows: int | None = None,
     keep_gathered: bool = False,
-    **scales: Unpack[ScaleAndBias],
-) -> tuple[Any, ...]: ...
+) -> tuple[list[torch.Tensor], torch.Tensor]: ...
+
+
+@overload
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    return_gathered: bool = False,
+    gather_dim: int = 0,
+    rows: int | None = None,
+    keep_gathered: bool = False,
+    **scales: Unpack[ScalesAndBias],
+) -> Any: ...
 
 
 @heard
