@@ -44,10 +44,12 @@ def test_the_result_follows_from_the_arguments(tmp_path: Path) -> None:
 
 
 def test_overloads_take_what_the_operator_takes() -> None:
+    """The scales of FP8 operands are taken by the last one alone."""
+
     def shape(function: object) -> list[tuple[str, object]]:
         return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
 
     found = get_overloads(ops.all_gather_matmul)
-    assert len(found) == 4
-    for each in found:
-        assert shape(each) == shape(ops.all_gather_matmul)
+    assert len(found) == 5
+    whole = shape(ops.all_gather_matmul)
+    assert [shape(each) for each in found] == [whole[:-1]] * 4 + [whole]
