@@ -102,6 +102,7 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "across_nodes": checked(150, "nodes"),
         "kernels": checked(240, "triton", "kernels", "products"),
         "mixed": checked(240, "mixed"),
+        "fp8": checked(400, "fp8", "fp8_layers"),
         "products": Part(runs=(Run(words=(str(HERE / "products.py"),), visible="0"),), limit_s=90),
         "tp": one("tp.py", 150, "--rounds", "7"),
         "all_reduce": one("fused.py", 120, "--only", "all_reduce"),

@@ -112,7 +112,7 @@ CALLS = {
 
 
 _MOVES: dict[str, tuple[Any, str]] = {
-    "dispatch": (RowsOfCall, "of"),
+    "dispatch": (RowsOfCall, "moved"),
     "backward": (HostWire, "begin"),
     "concurrent": (dist, "all_reduce"),
     "averaged": (dist, "all_reduce"),

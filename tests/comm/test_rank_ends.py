@@ -223,7 +223,7 @@ def _raises_between_exchanges() -> tuple[str, float]:
     splits = torch.tensor([2, 2])
     weft.matmul_all_to_all(A, B, splits=splits, max_rows=8)
     if dist.get_rank() == 0:
-        RowsOfCall.of = _out_of_memory  # type: ignore[method-assign]
+        RowsOfCall.moved = _out_of_memory  # type: ignore[method-assign]
     began = time.monotonic()
     with pytest.raises((MemoryError, PeerLost)) as caught:
         weft.matmul_all_to_all(A, B, splits=splits, max_rows=8)

@@ -26,8 +26,9 @@ def region(name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Region:
     return Region(name, 0, rows, cols)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, scales: object = None) -> None:
     assert not accumulate
+    assert scales is None
     out.copy_(a.to(out.dtype) @ b.to(out.dtype))
 
 

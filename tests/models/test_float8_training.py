@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_work import here
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -67,7 +68,7 @@ def converted(model: nn.Module, recipe: str, **options: Any) -> nn.Module:
 
 
 def mesh() -> Any:
-    return dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    return dist.init_device_mesh(here().type, (dist.get_world_size(),))
 
 
 def plan(layout: Any, *, shared: bool, keep: bool) -> dict[str, Any]:
@@ -167,15 +168,15 @@ def _torchaos() -> dict[str, Any]:
     }
 
 
-def _trained(styles: dict[str, Any], steps: int) -> list[float]:
+def _trained(styles: dict[str, Any], steps: int, recipe: str) -> list[float]:
     """The losses of so many steps, in which the model learns to give what another one gives."""
     torch.manual_seed(1)
-    teacher = Model()
-    model = parallelize_module(model_of("tensorwise"), mesh(), styles)
+    teacher = Model().to(here())
+    model = parallelize_module(model_of(recipe).to(here()), mesh(), styles)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     draw, losses = torch.Generator().manual_seed(2), []
     for _ in range(steps):
-        x = torch.randn(2, TOKENS, WIDTH, generator=draw)
+        x = torch.randn(2, TOKENS, WIDTH, generator=draw).to(here())
         part, wanted = (one.chunk(dist.get_world_size(), 1)[dist.get_rank()] for one in (x, teacher(x).detach()))
         loss = (model(part) - wanted).square().mean()
         loss.backward()
@@ -187,19 +188,20 @@ def _trained(styles: dict[str, Any], steps: int) -> list[float]:
     return (total / dist.get_world_size()).tolist()  # type: ignore[no-any-return]
 
 
-def _both_trainings(steps: int) -> tuple[list[float], list[float]]:
+def both_trainings(steps: int, recipe: str = "tensorwise") -> tuple[list[float], list[float]]:
+    """The losses with weft's styles, and with torchao's."""
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
     gather = torch.ops._c10d_functional.all_gather_into_tensor.default
     by_itself, FLOAT8_OPS_TABLE[gather] = FLOAT8_OPS_TABLE[gather], _gather_bytes
     try:
-        return _trained(plan(Shard(1), shared=True, keep=True), steps), _trained(_torchaos(), steps)
+        return _trained(plan(Shard(1), shared=True, keep=True), steps, recipe), _trained(_torchaos(), steps, recipe)
     finally:
         FLOAT8_OPS_TABLE[gather] = by_itself
 
 
 def test_training_is_as_with_torchaos_styles(ranks: RankFixture) -> None:
-    found, wanted = map(torch.tensor, ranks(2).run(_both_trainings, 200)[0])
+    found, wanted = map(torch.tensor, ranks(2).run(both_trainings, 200)[0])
     assert wanted[-20:].mean() < 0.5 * wanted[0]
     torch.testing.assert_close(found, wanted, rtol=0.03, atol=0)
 

@@ -48,6 +48,9 @@ class FakeProgram:
     def runs_as_kernel(self, step: object) -> bool:
         return isinstance(step, (Gemm, Push))
 
+    def dtype_of(self, buffer: str) -> torch.dtype:
+        return self.dtype
+
     def signal_value(self, flag: Flag) -> int:
         return self._signal_values.get(flag, 1)
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from weft.comm.symmetric_heap import SymmetricPlace
-from weft.core.problem import CollectiveProblem
+from weft.core.problem import ITEMSIZE, CollectiveProblem
 from weft.core.version import __version__
 from weft.runtime.bound import DTYPES, Inputs, Outputs
 from weft.runtime.calls import Call
@@ -22,7 +22,7 @@ GEMM waits for SMs: on 4 x H200, beside GEMMs of 1080 us, an all_gather of 512 M
 _MOST_TRIED_BYTES = 1 << 30
 _OF_FREE = 8
 """A GPU gives at most this part of its free memory: `auto` binds several schedules at once."""
-_SUMMED = {dtype: name for name, dtype in DTYPES.items() if dtype.is_floating_point}
+_SUMMED = {DTYPES[name]: name for name in ITEMSIZE}
 MOST_ELEMENTS = 1 << 30
 """Of a tensor that is summed: the kernel counts them in 32 bits."""
 
