@@ -15,7 +15,7 @@ import weft
 from weft import schedules
 from weft.checker import ScheduleError
 from weft.core.machine import load
-from weft.core.problem import OPS, Problem
+from weft.core.problem import GATHERS, OPS, RECIPES, Problem, Recipe, Scaling
 from weft.core.span import Kind, Span
 from weft.planner import plan
 from weft.planner.models import Model
@@ -65,6 +65,16 @@ def test_a_wrong_element_is_found(ranks: RankFixture, op: Any, harm: float) -> N
         measured = ranks(2).run(_measure, problem, spec, harm)
         allowed = tolerance(schedules.build(problem, *schedules.parse(spec)))
         assert (max(m.max_error for m in measured) <= allowed) == (harm == 0.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("harm", [0.0, float("nan")])
+def test_a_wrong_element_is_found_in_fp8(ranks: RankFixture, recipe: Recipe, harm: float) -> None:
+    for op in (op for op in OPS if recipe != "tensorwise" or op not in GATHERS):
+        problem = Problem(op=op, m=40, n=288, k=512, world_size=2, scaling=Scaling(recipe=recipe))
+        measured = ranks(2).run(_measure, problem, "sequential", harm)
+        allowed = tolerance(schedules.build(problem, "sequential"))
+        assert (max(m.max_error for m in measured) <= allowed) == (harm == 0.0), op
 
 
 def _calls_of_a_site(problem: Problem, spec: str) -> tuple[list[tuple[str, bool]], Measured]:

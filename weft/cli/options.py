@@ -33,7 +33,6 @@ JSON = Annotated[
         "--json", metavar="FILE", help="Write all results, as JSON; - writes them to standard output, and nothing else."
     ),
 ]
-DTYPE = Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16 or float32.")]
 OPERAND_DTYPE = Annotated[
     str,
     typer.Option(

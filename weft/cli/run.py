@@ -41,7 +41,9 @@ def command(
         int | None,
         typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens to run. Default: 256 on the CPU, 8192 on cuda."),
     ] = None,
-    dtype: options.DTYPE = "bfloat16",
+    dtype: options.OPERAND_DTYPE = "bfloat16",
+    recipe: options.RECIPE = None,
+    out_dtype: options.OUT_DTYPE = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the random inputs.")] = 0,
     json: options.JSON = None,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
@@ -53,7 +55,7 @@ def command(
     from weft.core.machine import load
 
     sizes, sites = choices.choose_sites(model, op)
-    dtype = choices.choose_dtype(dtype)
+    result, scaling = choices.choose_elements(dtype, recipe, out_dtype)
     choices.choose_schedule(schedule, sites)
     target = load(machine)
     read = {"MODEL": config_path(model), "--machine": choices.machine_file(machine)}
@@ -79,7 +81,8 @@ def command(
             machine=target,
             machine_ranks=target.world_size,
             machine_tokens=machine_tokens,
-            dtype=dtype,
+            dtype=result,
+            scaling=scaling,
             seed=seed,
             progress=progress,
         )

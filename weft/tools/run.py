@@ -29,13 +29,13 @@ from weft import schedules
 from weft.checker import check
 from weft.comm.membership import cut
 from weft.core.machine import Machine
-from weft.core.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, LookupProblem, Problem
+from weft.core.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, LookupProblem, Problem, Scaling
 from weft.core.schedule import Schedule
 from weft.core.span import Span
 from weft.planner import plan
 from weft.planner.models import Model, decode_sites, sites
 from weft.planner.values import Plan
-from weft.runtime.calls import Call, MatmulCall
+from weft.runtime.calls import Call, MatmulCall, ScaledOperands
 from weft.runtime.choose import fans_out
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import Ranks
@@ -43,8 +43,9 @@ from weft.runtime.trial import Choice
 from weft.runtime.versions import versions
 from weft.tools.results import LayerRun, Run, Speeds
 from weft.tools.run_lookups import LookupInputs
+from weft.tools.run_scaled import ScaledInputs
 
-Given = tuple[torch.Tensor, torch.Tensor] | LookupInputs
+Given = tuple[torch.Tensor, torch.Tensor] | ScaledInputs | LookupInputs
 """One rank's inputs of a layer."""
 Progress = Callable[[str, int, int], None]
 ROUNDS = {"cpu": 3, "cuda": 20}
@@ -65,13 +66,14 @@ def run_model(
     dtype: str,
     seed: int,
     progress: Progress,
+    scaling: Scaling | None = None,
 ) -> Run:
     """Predict, prove, run and check the communicating layers of `model` on `ranks` processes of this machine.
 
     device: "cpu" or "cuda". op: only layers of this operator. schedule: "auto" or as schedules.parse takes it.
     machine, machine_ranks, machine_tokens: what is predicted; CPU ranks run the schedules that "auto" is there, with the copy
     lanes of that machine. GPUs choose by what they measure, and have lanes of their own; only they are timed.
-    progress(what, done, total) is called as work goes on.
+    progress(what, done, total) is called as work goes on. scaling: of FP8 operands; dtype is then that of results.
     Raises ValueError for what cannot be run, RankFailed if a rank is lost.
     """
     _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
@@ -85,9 +87,9 @@ def run_model(
     with Ranks(ranks if chosen else 0, device=device) as pool:
         for index, site in enumerate(chosen):
             progress(f"{site.name}: predicting on {machine.name}", 2 * index, 2 * len(chosen))
-            there = _predict(site.problem(machine_tokens, machine_ranks, element), schedule, machine)
+            there = _predict(site.problem(machine_tokens, machine_ranks, element, scaling), schedule, machine)
             _proved(there.problem, there.chosen.spec, machine.fans_out)
-            problem = replace(site.problem(tokens, ranks, element), nodes=cut(ranks))
+            problem = replace(site.problem(tokens, ranks, element, scaling), nodes=cut(ranks))
             spec = _choose(problem, schedule, there, machine, device)
             if spec != "auto":
                 _proved(problem, spec, bool(like))
@@ -101,7 +103,7 @@ def run_model(
         device=device,
         world_size=ranks,
         tokens=tokens,
-        dtype=dtype,
+        dtype=dtype if scaling is None else f"{scaling}, to {dtype}",
         seed=seed,
         machine=machine.name,
         machine_words=machine.words,
@@ -231,14 +233,15 @@ def _round(problem: Problem, spec: str, given: Given, on: torch.device) -> Round
 
 
 def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> Given:
-    """This rank's a and b, normally distributed, b scaled so that results are of order one; or its tables and bags."""
+    """This rank's a and b, normally distributed, b scaled so that results are of order one, and quantised where operands are
+    FP8; or its tables and bags."""
     if isinstance(problem, LookupProblem):
         return LookupInputs.draw(problem, rank, seed, on)
     generator = torch.Generator(device=on).manual_seed((seed * 1009 + rank) % 2**62)
     dtype = getattr(torch, problem.dtype)
-    a = torch.randn(problem.a_rows(rank), problem.inner(rank), generator=generator, device=on).to(dtype)
+    a = torch.randn(problem.a_rows(rank), problem.inner(rank), generator=generator, device=on)
     b = torch.randn(problem.inner(rank), problem.columns(rank), generator=generator, device=on) * problem.k**-0.5
-    return a, b.to(dtype)
+    return (a.to(dtype), b.to(dtype)) if problem.scaling is None else ScaledInputs.of(a, b, problem.scaling)
 
 
 def _run(problem: Problem, spec: str, given: Given, spans: list[Span] | None = None) -> torch.Tensor:
@@ -248,8 +251,11 @@ def _run(problem: Problem, spec: str, given: Given, spans: list[Span] | None = N
 def _call(problem: Problem, spec: str, given: Given, spans: list[Span] | None) -> Call:
     if isinstance(given, LookupInputs):
         return given.call(spec, spans)
-    a, b = given
-    return MatmulCall(op=problem.op, a=a, bs=[b], rows=problem.m, row_multiple=1, schedule=spec, spans=spans)
+    a, b, *scales = given
+    scaled = None
+    if problem.scaling is not None:
+        scaled = ScaledOperands(scales[0], [scales[1]], problem.scaling, getattr(torch, problem.dtype))
+    return MatmulCall(op=problem.op, a=a, bs=[b], rows=problem.m, row_multiple=1, schedule=spec, spans=spans, scales=scaled)
 
 
 def _timed(work: Callable[[], object], on: torch.device) -> float:
@@ -280,7 +286,7 @@ def _error(problem: Problem, given: Given, out: torch.Tensor, rank: int) -> floa
     """Largest difference from the sequential program in float32, relative to the reference's largest element."""
     if isinstance(given, LookupInputs):
         return given.error(out, rank)
-    a, b = given
+    a, b = given.dequantised(cast(Scaling, problem.scaling)) if isinstance(given, ScaledInputs) else given
     if problem.op == "all_gather_matmul":
         full = _gathered(problem, a).float()
         rows = slice(0, problem.m)
