@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,20 @@ from torch.nn.functional import embedding_bag
 
 import weft
 from weft import collectives
-from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, EXCHANGES, LOOKUP_OPS, OPS, split
+from weft.core.problem import (
+    COLLECTIVE_OPS,
+    COLUMN_OPS,
+    EXCHANGES,
+    FLOAT8_UNIT,
+    LOOKUP_OPS,
+    OPS,
+    SCALE_BLOCK,
+    Recipe,
+    Scaling,
+    split,
+)
 from weft.schedules import names
+from weft.tools.run_scaled import ScaledInputs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Layout = Literal["plain", "transposed", "padded", "strided"]
@@ -28,12 +40,15 @@ EVERY = [(op, name) for op in (*OPS, *COLUMN_OPS, *COLLECTIVE_OPS, *LOOKUP_OPS) 
 Work = tuple[Callable[[], torch.Tensor], torch.Tensor]
 """A call, and what it must return, in float64."""
 _BAG = 3
+_FP8_UNIT = 2.0**-13
+"""To which tensor cores add up products of FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """entries: of a leading dimension beside the rows, for all_gather_matmul and matmul_reduce_scatter; dim: which of the two
-    is gathered or scattered, counted as their `gather_dim` and `scatter_dim` are. Such calls have entries * m rows in all."""
+    is gathered or scattered, counted as their `gather_dim` and `scatter_dim` are. Such calls have entries * m rows in all.
+    recipe: of FP8 operands; every rank then has an a and a b of its own, with a column-major b, and dtype is the result's."""
 
     op: str
     schedule: str
@@ -45,10 +60,12 @@ class Case:
     b: Layout = "plain"
     entries: int = 1
     dim: int = 0
+    recipe: Recipe | None = None
 
     def __str__(self) -> str:
         shape = f"{self.m}x{self.n}x{self.k}" + (f", {self.entries} entries, dim {self.dim}" if self.entries > 1 else "")
-        return f"{self.op} {self.schedule} {shape} {self.dtype} a {self.a} b {self.b}"
+        scaled = f" of FP8 {self.recipe}" if self.recipe else ""
+        return f"{self.op} {self.schedule} {shape} {self.dtype}{scaled} a {self.a} b {self.b}"
 
 
 class Wrong(AssertionError):
@@ -66,6 +83,8 @@ def check(case: Case, out: torch.Tensor, expected: torch.Tensor, ranks: int) -> 
         raise Wrong(f"{case}: {out.dtype} {list(out.shape)}, not {case.dtype} {list(expected.shape)}")
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     unit = torch.finfo(DTYPES[case.dtype]).eps / 2
+    if case.recipe:
+        unit = max(unit, _FP8_UNIT)
     # Partial sums may be larger than what they add up to, and each is rounded.
     allowed = 2 * max(scale, case.k**0.5) * ((1 + 2 * ranks) * unit + 4 * case.k**0.5 * torch.finfo(torch.float32).eps)
     error = float((out.double() - expected).abs().max()) if expected.numel() else 0.0
@@ -97,6 +116,8 @@ class Drawn:
 
     def work(self) -> Work:
         op = self.case.op
+        if self.case.recipe:
+            return self._scaled(self.case.recipe)
         if op in COLLECTIVE_OPS:
             return self._collective()
         if op in LOOKUP_OPS:
@@ -173,6 +194,37 @@ class Drawn:
         expected = torch.cat([x[rows] for x, _ in pairs]).double() @ pairs[self.rank][1].double()
         return lambda: weft.all_to_all_matmul(mine, right, self.group, schedule=case.schedule), expected
 
+    def _scaled(self, recipe: Recipe) -> Work:
+        """FP8 operands, quantised on each rank. The result is linear in the scales of a."""
+        case, scaling = self.case, Scaling(recipe=recipe)
+        cuts = [slice(*cut) for cut in split(case.m, self.size)]
+        heights = [cut.stop - cut.start if case.op == "all_gather_matmul" else case.m for cut in cuts]
+        drawn = [
+            (
+                torch.randn(height, case.k, generator=self._generator),
+                torch.randn(case.k, case.n, generator=self._generator),
+            )
+            for height in heights
+        ]
+        given = [ScaledInputs.of(a, b, scaling) for a, b in drawn]
+        exact = [tuple(one.double() for one in each.dequantised(scaling)) for each in given]
+        mine = given[self.rank]
+        a, b = laid(mine.a, case.a).to(self.on), mine.b.t().to(self.on).t()
+        scale_a, scale_b = mine.scale_a.to(self.on), mine.scale_b.to(self.on)
+        self.linear = [scale_a]
+        products = [x @ y for x, y in exact]
+        expected = {
+            "all_gather_matmul": lambda: torch.cat([x for x, _ in exact]) @ exact[self.rank][1],
+            "matmul_reduce_scatter": lambda: torch.stack(products).sum(0)[cuts[self.rank]],
+            "matmul_all_reduce": lambda: torch.stack(products).sum(0),
+            "matmul_all_to_all": lambda: torch.cat([one[cuts[self.rank]] for one in products]),
+            "all_to_all_matmul": lambda: torch.cat([x[cuts[self.rank]] for x, _ in exact]) @ exact[self.rank][1],
+        }[case.op]()
+        options: dict[str, Any] = {"rows": case.m} if case.op == "all_gather_matmul" else {}
+        options |= {"schedule": case.schedule, "output_dtype": DTYPES[case.dtype]}
+        call = getattr(weft, case.op)
+        return lambda: call(a, b, self.group, scale_a=scale_a, scale_b=scale_b, **options), expected.to(self.on)
+
     def _columns_exchanged(self) -> Work:
         """What is cut is cut evenly: see `even`."""
         case, pairs = self.case, self._pairs()
@@ -228,9 +280,12 @@ class Drawn:
 
 
 def even(case: Case, ranks: int) -> Case:
-    """The case with extents that its operator takes: those of columns that are exchanged are cut evenly, and no table is
-    without columns."""
+    """The case with extents that its operator takes: those of columns that are exchanged are cut evenly, no table is
+    without columns, and FP8 operands have the multiples that they need."""
     if case.op in LOOKUP_OPS:
         return replace(case, n=max(1, case.n))
+    if case.recipe:
+        unit = SCALE_BLOCK if case.recipe == "blockwise" else FLOAT8_UNIT
+        return replace(case, n=-(-max(1, case.n) // FLOAT8_UNIT) * FLOAT8_UNIT, k=-(-case.k // unit) * unit, entries=1)
     cut = {"matmul_all_to_all_columns": "n", "all_to_all_columns_matmul": "mk"}.get(case.op, "")
     return replace(case, **{extent: -(-getattr(case, extent) // ranks) * ranks for extent in cut})

@@ -35,7 +35,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,10 +45,11 @@ import torch.distributed as dist
 from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, Wrong, even
 from checked_options import appended, count
 
+from weft.core.problem import OPS, RECIPES
 from weft.runtime import products
 from weft.runtime.ranks import Ranks
 from weft.runtime.versions import versions
-from weft.schedules import FAMILIES, spec
+from weft.schedules import CUT_COLUMNS, FAMILIES, spec
 
 Way = Literal["eager", "stream", "graph"]
 WAYS: dict[str, tuple[Way, ...]] = {"cpu": ("eager",), "cuda": ("eager", "stream", "graph")}
@@ -114,14 +115,12 @@ def drawn(fuzz: Fuzz, number: int, world_size: int) -> Trial:
         entries=generator.choice((1, 1, 2, 3)),
         dim=generator.randrange(2),
     )
-    ways = WAYS[fuzz.device]
-    return Trial(
-        number=number,
-        case=even(case, world_size),
-        ways=tuple(generator.sample(ways, len(ways))),
-        second=generator.random() < 0.3,
-        seed=generator.randrange(1 << 30),
-    )
+    ways, second, seed = WAYS[fuzz.device], generator.random() < 0.3, generator.randrange(1 << 30)
+    order = tuple(generator.sample(ways, len(ways)))
+    # Drawn last, so that trials of other dtypes stay as they were.
+    if op in OPS and name not in CUT_COLUMNS and generator.random() < 0.3:
+        case = replace(case, recipe=generator.choice(RECIPES))
+    return Trial(number=number, case=even(case, world_size), ways=order, second=second, seed=seed)
 
 
 def _extent(generator: random.Random, device: str, least: int) -> int:

@@ -9,7 +9,7 @@ from float8 import E4M3
 from on_gpus import NEEDS_TWO, SIZES, alarm, late
 from rank_pools import ranks_on_gpus
 from test_fp8 import check_families, check_options, check_special, drawn
-from test_fp8_quantised import TRAVELS, check_quantised
+from test_fp8_quantised import TRAVELS, check_no_numbers, check_quantised
 
 import weft
 from weft.core.problem import OPS, RECIPES, Op, Recipe
@@ -80,6 +80,11 @@ def _graphs(recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_graphs_take_new_elements_and_scales(pool: Ranks, recipe: Recipe) -> None:
     pool.run(_graphs, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_what_is_no_number_stays_so(pool: Ranks, recipe: Recipe) -> None:
+    pool.run(check_no_numbers, recipe)
 
 
 @alarm(90)

@@ -77,6 +77,35 @@ def check_quantised(op: Op, recipe: Recipe, dtype: torch.dtype) -> None:
             torch.testing.assert_close(out.double(), product, rtol=2e-2, atol=2e-2 * float(product.abs().max()), msg=str(what))
 
 
+def check_no_numbers(recipe: Recipe) -> None:
+    """NaN and infinity are not lost on the way."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    a = torch.randn(6, K, generator=torch.Generator().manual_seed(rank))
+    a[1, 200], a[3, 5], a[3, 6] = torch.nan, torch.inf, -torch.inf
+    a = a.to(here(), torch.float16)
+    elements, scale_b = quantise(torch.ones(K, N), recipe, "b")
+    wanted, of_rows = _elements(a, recipe)
+    options: dict[str, Any] = {"scale_b": scale_b.to(here()), "return_gathered": True}
+    for name in ("sequential", "sequential_stores", "direct_store:2"):
+        out, rows, scales = weft.all_gather_matmul(a, elements.t().to(here()).t(), schedule=name, **options)
+        assert out.shape[0] == 6 * size
+        mine = slice(6 * rank, 6 * rank + 6)
+        assert torch.equal(scales[mine].nan_to_num(-1.0), of_rows.nan_to_num(-1.0)), name
+        assert torch.equal(rows[mine].float().nan_to_num(1000.0), wanted.float().nan_to_num(1000.0)), name
+        assert out[mine][1].isnan().all(), name
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_what_is_no_number_stays_so(ranks: RankFixture, recipe: Recipe) -> None:
+    ranks(2).run(check_no_numbers, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_what_is_no_number_stays_so_in_the_kernel(interpreted: Ranks, recipe: Recipe) -> None:
+    interpreted.run(check_no_numbers, recipe)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 @pytest.mark.parametrize("op", TRAVELS)
@@ -132,6 +161,7 @@ def _mistakes() -> None:
     good: dict[str, Any] = {"a": torch.randn(4, K).bfloat16(), "b": b, "scale_b": scale_b}
     for change, words in [
         ({"scale_a": torch.ones(4, 1)}, "FP8 operands come with scale_b alone: a has none yet"),
+        ({"a": torch.randn(4, K, requires_grad=True)}, "a requires a gradient, and operators with FP8 operands have none"),
         ({"scale_b": None}, "FP8 operands come with scale_b alone: a has none yet"),
         ({"output_dtype": torch.float32}, "output_dtype is torch.float32; for an a that is quantised it must be a's"),
         ({"scale_recipe_a": scaling.TensorWise}, "scale_recipe_a is TensorWise; a is quantised by RowWise or BlockWise1x128"),
@@ -140,6 +170,9 @@ def _mistakes() -> None:
         given = good | change
         with pytest.raises(ValueError, match=words):
             weft.all_gather_matmul(given.pop("a"), given.pop("b"), **given)
+    residual = torch.zeros(4, N, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(ValueError, match="residual requires a gradient"):
+        weft.matmul_all_reduce(good["a"], b, scale_b=scale_b, residual=residual)
 
 
 @pytest.mark.ranks

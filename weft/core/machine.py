@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 
 from weft.core import codec
 from weft.core.errors import require
-from weft.core.problem import Problem
+from weft.core.problem import Problem, Scaling
 
 Topology = Literal["switch", "mesh", "ring", "pcie"]
 MAY_BE_ZERO = frozenset({"stores.stall", "links.latency_us", "network.latency_us"})
@@ -67,7 +67,8 @@ def _between(known: Mapping[int, float], at: int) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """sms: streaming multiprocessors or compute units. tflops: dense matrix peak by dtype; of FP8 operands, where the GPU
-    multiplies them, as float8, and as float8_blockwise with scales within K. tiles: what its GEMMs may use.
+    multiplies them, as float8, and as float8_blockwise with scales within K; and of weft's GEMM kernel, where it is slower, as
+    float8_kernel, and as float8_promoted where it adds each 128 of K in float32. tiles: what its GEMMs may use.
 
     half_tile: time of a tile that is half as wide, over a whole one's; 0.5 at best, since its rows of a are loaded all the
     same. cut_k: no part of K is shorter where the vendor's GEMM cuts K. gather_share: rate of gathering rows, over the memory's
@@ -411,6 +412,12 @@ class Machine:
                 f"gpu.tflops.{dtype} and its source to the machine's file"
             )
         return self.gpu.tflops[dtype]
+
+    def kernel_rate(self, scaling: Scaling | None, dtype: str) -> str:
+        """The name of the rate at which weft's GEMM kernel multiplies operands of a dtype, or of FP8."""
+        if scaling is None:
+            return dtype
+        return scaling.kernel_rate_name if scaling.kernel_rate_name in self.gpu.tflops else scaling.rate_name
 
     def what_if(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Machine:
         """This machine with other numbers, and with what goes along with them: see weft.core.what_if.

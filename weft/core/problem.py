@@ -88,7 +88,7 @@ FLOAT8: tuple[Float8, ...] = ("float8_e4m3fn", "float8_e5m2")
 """Dtypes of operands that come with scales. Of two of them, one is float8_e4m3fn at least, as in torch."""
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
-RATE_ITEMSIZE: dict[str, int] = {**ITEMSIZE, "float8": 1, "float8_blockwise": 1}
+RATE_ITEMSIZE: dict[str, int] = {**ITEMSIZE, "float8": 1, "float8_blockwise": 1, "float8_kernel": 1, "float8_promoted": 1}
 """Bytes of an operand's element, by the name of the matrix rate that a machine has for it."""
 SCALE_BLOCK = 128
 """Elements of K, and of N, that share a scale of the blockwise recipe."""
@@ -169,6 +169,11 @@ class Scaling:
     def rate_name(self) -> str:
         """The name of the matrix rate of such operands in a machine's gpu.tflops."""
         return "float8_blockwise" if self.recipe == "blockwise" else "float8"
+
+    @property
+    def kernel_rate_name(self) -> str:
+        """The same for weft's GEMM kernel, where the machine has one: it is slower where it adds each 128 of K in float32."""
+        return "float8_kernel" if self.use_fast_accum and self.recipe != "blockwise" else "float8_promoted"
 
     def __str__(self) -> str:
         flags = ", fast accumulation" * self.use_fast_accum + ", a quantised on its way" * self.quantises

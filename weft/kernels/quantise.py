@@ -32,7 +32,8 @@ from weft.triton.flags import table
 
 ROWS = 4
 """Of a tile."""
-_TILE_FIELDS, _PLACE_FIELDS = 4, 3
+TILE_FIELDS, PLACE_FIELDS = map(tl.constexpr, (4, 3))
+"""Columns of the tables tiles and places of QuantiseTables."""
 _COLUMNS, _WARPS = 2048, 8
 _LEAST = tl.constexpr(LEAST_MAGNITUDE)
 
@@ -128,6 +129,13 @@ def quantise(
 
 
 @triton.jit
+def _largest(values, AXIS: tl.constexpr):
+    """The largest magnitude along an axis; NaN where one of them is."""
+    bad = tl.max((values != values).to(tl.int32), AXIS)
+    return tl.where(bad > 0, float("nan"), tl.max(tl.abs(values), AXIS))
+
+
+@triton.jit
 def _quantise_kernel(
     source_ptr, tiles_ptr, places_ptr, stride, columns, pitch, scale_pitch, count_by, tiles,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
@@ -135,7 +143,7 @@ def _quantise_kernel(
     row = tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, COLUMNS)[None, :]
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        fields = tiles_ptr + 4 * tile
+        fields = tiles_ptr + TILE_FIELDS * tile
         first, rows = tl.load(fields), tl.load(fields + 1)
         begin, end = tl.load(fields + 2).to(tl.int32), tl.load(fields + 3).to(tl.int32)
         base_ptr = source_ptr + (first + row) * stride
@@ -144,10 +152,10 @@ def _quantise_kernel(
             for at in range(0, columns, COLUMNS):
                 col = at + lane
                 some = tl.load(base_ptr + col, mask=(row < rows) & (col < columns), other=0).to(tl.float32)
-                scale = tl.maximum(scale, tl.max(tl.abs(some), 1, keep_dims=True))
-            scale = tl.div_rn(tl.maximum(scale, _LEAST), MOST)
+                scale = tl.maximum(scale, _largest(some, 1)[:, None], propagate_nan=tl.PropagateNan.ALL)
+            scale = tl.div_rn(tl.maximum(scale, _LEAST, propagate_nan=tl.PropagateNan.ALL), MOST)
             for place in range(begin, end):
-                scales_ptr = tl.load(places_ptr + 3 * place + 1).to(tl.pointer_type(tl.float32))
+                scales_ptr = tl.load(places_ptr + PLACE_FIELDS * place + 1).to(tl.pointer_type(tl.float32))
                 tl.store(scales_ptr + row * scale_pitch, scale, mask=row < rows)
         for at in range(0, columns, COLUMNS):
             col = at + lane
@@ -157,21 +165,22 @@ def _quantise_kernel(
                 scaled = tl.div_rn(some, tl.broadcast_to(scale, (ROWS, COLUMNS)))
             else:
                 blocks = some.reshape(ROWS, COLUMNS // BLOCK, BLOCK)
-                factor = tl.div_rn(tl.maximum(tl.max(tl.abs(blocks), 2), _LEAST), MOST)
+                factor = tl.div_rn(tl.maximum(_largest(blocks, 2), _LEAST, propagate_nan=tl.PropagateNan.ALL), MOST)
                 scaled = tl.div_rn(blocks, tl.broadcast_to(factor[:, :, None], (ROWS, COLUMNS // BLOCK, BLOCK)))
                 scaled = scaled.reshape(ROWS, COLUMNS)
                 block = at // BLOCK + tl.arange(0, COLUMNS // BLOCK)[None, :]
                 for place in range(begin, end):
-                    scales_ptr = tl.load(places_ptr + 3 * place + 1).to(tl.pointer_type(tl.float32))
+                    scales_ptr = tl.load(places_ptr + PLACE_FIELDS * place + 1).to(tl.pointer_type(tl.float32))
                     kept = (row < rows) & (block * BLOCK < columns)
                     tl.store(scales_ptr + row * scale_pitch + block, factor, mask=kept)
             data = rounded(tl.clamp(scaled, -MOST, MOST)).to(tl.int8, bitcast=True)
+            data = tl.where(scaled != scaled, 0x7F, data).to(tl.int8)
             for place in range(begin, end):
-                there_ptr = tl.load(places_ptr + 3 * place).to(tl.pointer_type(tl.int8))
+                there_ptr = tl.load(places_ptr + PLACE_FIELDS * place).to(tl.pointer_type(tl.int8))
                 tl.store(tl.multiple_of(there_ptr, 16) + row * pitch + col, data, mask=inside)
         # All stores of the tile before the releases that publish them.
         tl.debug_barrier()
         if count_by != 0:
             for place in range(begin, end):
-                flag_ptr = tl.load(places_ptr + 3 * place + 2).to(tl.pointer_type(tl.int32))
+                flag_ptr = tl.load(places_ptr + PLACE_FIELDS * place + 2).to(tl.pointer_type(tl.int32))
                 tl.atomic_add(flag_ptr, count_by, sem="release", scope="sys")

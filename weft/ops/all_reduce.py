@@ -24,7 +24,7 @@ import torch.distributed as dist
 from weft.core.schedule import Schedule
 from weft.ops.common import FLOAT8, as_matrix, check_operands, check_own, define, group_of, heard, multiplied, shape_of, spec_of
 from weft.ops.replicated import with_summed_double_gradient
-from weft.ops.scaled import ScaleOptions, quantised, scaled_matmul
+from weft.ops.scaled import ScaleOptions, quantised, refuse_gradients, scaled_matmul
 
 
 @heard
@@ -66,6 +66,8 @@ def matmul_all_reduce(
     """
     check_operands(a, [b], scaled=True)
     scaled = quantised("matmul_all_reduce", a, [b], scales) if scales or a.dtype in FLOAT8 else None
+    if scaled is not None:
+        refuse_gradients(bias=bias, residual=residual)
     shape = (*a.shape[:-1], b.shape[1])
     dtype = a.dtype if scaled is None else scaled.output_dtype
     _check_addend("bias", bias, (b.shape[1],), a, dtype)

@@ -2,9 +2,8 @@
 
     weft::scaled_matmul(a [m, k], bs [k, n]..., scale_a, scale_bs, bias?, residual?, op, ...)  -> [out, ..., gathered, scales]
 
-op names the public operator. Calls with splits have another one (weft.ops.ragged_all_to_all). The scales are matrices as
-weft.core.problem.Scaling has them. There is no backward: FP8 tensors have no gradients. weft.nn and torchao have layers that
-quantise in the forward and in the backward (docs/fp8.md).
+op names the public operator. The scales are matrices as weft.core.problem.Scaling has them. There is no backward: what requires
+a gradient is refused. weft.models.float8 has layers that quantise in the forward and in the backward (docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -83,6 +82,7 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
             raise TypeError(f"{op.removeprefix('ragged_')}() got an unexpected keyword argument {name!r}")
         if bs[0].dtype not in FLOAT8:
             raise ValueError(f"{name} is for FP8 operands, and a is {a.dtype}; leave it out")
+    refuse_gradients(a=a, scale_a=given.get("scale_a"))
     scale_a, several, bias = given.get("scale_a"), given.get("scale_b"), cast("ScaleAndBias", given).get("bias")
     scales: list[Any] = list(several) if isinstance(several, (list, tuple)) else [several]
     if any(scale is None for scale in scales) or (scale_a is None) == (a.dtype in FLOAT8):
@@ -112,6 +112,16 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
             recipe, scale_a = "rowwise", None if scale_a is None else scale_a.expand(*a.shape[:-1], 1)
             scales = [scale.expand(*b.shape[:-2], 1, b.shape[-1]) for scale, b in zip(scales, bs, strict=True)]
     return Quantised(scale_a, scales, recipe, output_dtype, given.get("use_fast_accum", False), bias)
+
+
+def refuse_gradients(**tensors: Any) -> None:
+    """Raises ValueError for a tensor that requires a gradient, which FP8 operators do not compute."""
+    for name, tensor in tensors.items():
+        if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise ValueError(
+                f"{name} requires a gradient, and operators with FP8 operands have none; call them under torch.no_grad(), or "
+                "train with torchao's Float8Linear under weft's styles"
+            )
 
 
 def refuse_scales(given: ScaleAndBias, beside: str) -> None:

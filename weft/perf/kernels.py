@@ -213,7 +213,7 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
                 rows=rows,
                 n=n,
                 k=k,
-                dtype=dtype,
+                dtype=machine.kernel_rate(problem.scaling, problem.dtype),
                 shape=shape,
                 out_itemsize=problem.itemsize,
                 sms=sms,

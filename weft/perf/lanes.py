@@ -82,7 +82,7 @@ class Rank:
                 rows=tuple(part.rows for part in parts),
                 n=self.columns,
                 k=self.inner,
-                dtype=self.problem.rate_name,
+                dtype=self.machine.kernel_rate(self.problem.scaling, self.problem.dtype),
                 shape=shape,
                 out_itemsize=self.problem.itemsize,
                 sms=sms,

@@ -179,7 +179,7 @@ def best_shape(
     parts: tuple[Arriving, ...], gpu: Capabilities, machine: Machine, *, stored: bool, scaling: Scaling | None = None
 ) -> TileShape:
     """The tile shape for a step of these parts. stored: by hardware. scaling: of FP8 operands."""
-    numbers = _numbers(machine, gpu.sms, _DTYPE if scaling is None else scaling.rate_name)
+    numbers = _numbers(machine, gpu.sms, machine.kernel_rate(scaling, _DTYPE))
     choices = shapes_for(gpu, scaling)
     if any(part.gated for part in parts):
         return _gated_blocks(parts, choices, numbers, stored)

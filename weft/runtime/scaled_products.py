@@ -60,8 +60,8 @@ class ScaledProducts:
 
     def __init__(self, device: torch.device, machine: Machine | None = None) -> None:
         self._device, self._machine = device, machine
-        self._kernels: dict[tuple[int, int, int], PlainGemm | None] = {}
-        """By M, N and K. Graphs keep addresses of their tables: they live as long as the program."""
+        self._kernels: dict[tuple[int, int, int, Scaling], PlainGemm | None] = {}
+        """By M, N, K and scaling. Graphs keep addresses of their tables: they live as long as the program."""
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: FactorScales) -> None:
         """out = a @ b on torch's current stream."""
@@ -83,8 +83,9 @@ class ScaledProducts:
         if not fits(a, b):
             return None
         size = a.shape[0], b.shape[1], a.shape[1]
-        if size not in self._kernels:
+        key = (*size, scaling)
+        if key not in self._kernels:
             found = shapes_for(capabilities(self._device), scaling)
             machine = self._machine or nearest_profile(self._device)
-            self._kernels[size] = PlainGemm(size, self._device, machine, scaling) if found else None
-        return self._kernels[size]
+            self._kernels[key] = PlainGemm(size, self._device, machine, scaling) if found else None
+        return self._kernels[key]

@@ -395,13 +395,12 @@ def specs(problem: Problem, only: str | None = None) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _runs_as_priced(name: str, problem: Problem) -> bool:
-    """Whether the executor runs the steps of a family as the kernels that are priced. In float32 and FP8 weft's GEMM kernel,
-    whose tiles wait, count or store, does not run, nor does the kernel that pushes chunks: such steps go part by part."""
-    if (
-        (problem.dtype != "float32" and problem.scaling is None)
-        or problem.op in (*LOOKUP_OPS, *COLLECTIVE_OPS)
-        or name == "sequential"
-    ):
+    """Whether the executor runs the steps of a family as the kernels that are priced. In float32 weft's GEMM kernel, whose
+    tiles wait, count or store, does not run, nor does the kernel that pushes chunks: such steps go part by part. Where operands
+    are FP8 both run, whatever the dtype of the result."""
+    if problem.dtype != "float32" or problem.scaling is not None or name == "sequential":
+        return True
+    if problem.op in (*LOOKUP_OPS, *COLLECTIVE_OPS):
         return True
     lanes = list(chain(*build(problem, name, 1).ranks))
     plain = (is_plain(part, step.b.rank) for step in steps_of(Gemm, lanes) for part in step.parts)

@@ -21,7 +21,7 @@ class ScaledInputs(NamedTuple):
     @classmethod
     def of(cls, a: torch.Tensor, b: torch.Tensor, scaling: Scaling) -> ScaledInputs:
         """Matrices of float32, quantised."""
-        (rows, scale_a), (columns, scale_b) = _quantised(a, scaling, "a"), _quantised(b.t(), scaling, "b")
+        (rows, scale_a), (columns, scale_b) = _quantised(a, scaling, "a"), _quantised(b.t().contiguous(), scaling, "b")
         return cls(rows, columns.t(), scale_a, scale_b.t())
 
     def dequantised(self, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
