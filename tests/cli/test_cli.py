@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 from conftest import Weft
+from standard_error import words_without_torchao
 from tiny_models import TINY
 
 from weft.cli import choices, output
@@ -415,9 +416,7 @@ def test_help_ends_well(weft: Weft, arguments: Sequence[str]) -> None:
 def test_commands_that_do_not_run_never_import_torch(command: list[str]) -> None:
     code = "import sys; from weft.cli import main; s = main(sys.argv[1:]); sys.exit(s or ('torch' in sys.modules) * 77)"
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=100, check=False)
-    # transformers loads torchao where it is installed, and that says what it lacks.
-    said = [line for line in done.stderr.splitlines() if "torchao" not in line and "_pytree.py" not in line]
-    assert (done.returncode, said) == (0, [])
+    assert (done.returncode, words_without_torchao(done.stderr)) == (0, [])
 
 
 def test_reader_that_goes_away_is_no_traceback() -> None:
@@ -438,9 +437,7 @@ def test_a_small_model_runs_for_real(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; from weft.cli import main; sys.exit(main())", "run", str(config)]
     command += ["--ranks", "2", "--device", "cpu", "--tokens", "24", "--machine-tokens", "512", "--json", str(found)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    # transformers loads torchao where it is installed, and that says what it lacks.
-    said = [line for line in done.stderr.splitlines() if "torchao" not in line and "_pytree.py" not in line]
-    assert (done.returncode, said) == (0, [])
+    assert (done.returncode, words_without_torchao(done.stderr)) == (0, [])
     run = codec.read(Run, found)
     assert [layer.name for layer in run.layers] == ["attention QKV", "attention out", "MLP gate/up", "MLP down"]
     assert run.ok
