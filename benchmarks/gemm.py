@@ -13,23 +13,22 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from cases import CASES, Case
 from checked_options import appended
+from one_gpu import append, medians
 
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm import fits, gemm, tables
 from weft.kernels.shapes import SHAPES, TileShape, blocks_for
 from weft.runtime.nearest import nearest_profile
-from weft.runtime.versions import versions
 from weft.schedules.builder import aligned_slices
 
-ROUNDS, WARM_UP = 12, 4
+CALLS, ROUNDS = 3, 12
 
 
 def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
@@ -98,34 +97,6 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
     return found
 
 
-def replays(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            work()
-    return graph
-
-
-def medians(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """The median time of each method, in us."""
-    graphs = {name: replays(work) for name, work in works.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for round_ in range(ROUNDS + WARM_UP):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if round_ >= WARM_UP:
-                times[name].append(start.elapsed_time(end) * 1e3 / 3)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=appended, help="append a JSON line for each case")
@@ -135,28 +106,24 @@ def main() -> None:
     ratios: dict[str, list[float]] = {"kernel": [], "gated": [], "counted": [], "sliced": []}
     for case in CASES:
         faulthandler.dump_traceback_later(60, exit=True)
-        us = medians(methods(case, arguments.shapes))
+        works = methods(case, arguments.shapes)
+        us = medians({name: [work] * CALLS for name, work in works.items()}, rounds=ROUNDS)
         for name, values in ratios.items():
             values.append(us["cublas"] / us[name])
         print(f"{case.op:22} {case.name:18}", *(f"{name} {value:.0f} us" for name, value in us.items()), flush=True)
         if arguments.json:
             problem = case.problem(8)
-            line = {
-                "bench": "gemm",
-                "op": case.op,
-                "case": case.name,
-                "shape": [problem.m, problem.columns(0), problem.inner(0)],
-                "machine": torch.cuda.get_device_name(),
-                "versions": versions("cuda"),
-                "commit": arguments.commit,
-                "dtype": "bfloat16",
-                "world_size": 1,
-                "mode": "graph",
-                "us": us,
-                "samples": ROUNDS,
-            }
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(
+                arguments.json,
+                us,
+                bench="gemm",
+                op=case.op,
+                case=case.name,
+                shape=[problem.m, problem.columns(0), problem.inner(0)],
+                commit=arguments.commit,
+                dtype="bfloat16",
+                samples=ROUNDS,
+            )
     for name, values in ratios.items():
         print(f"{name}: {math.exp(statistics.fmean(map(math.log, values))):.3f} of cuBLAS (geomean of {len(values)} cases)")
 

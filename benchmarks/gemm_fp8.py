@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -32,14 +31,14 @@ from itertools import pairwise
 import torch
 from cases import CASES
 from checked_options import appended
-from gemm import ROUNDS, medians
+from gemm import CALLS, ROUNDS
+from one_gpu import append, medians
 
 from weft.core.problem import SCALE_BLOCK, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm import fits, gemm, tables
 from weft.kernels.shapes import TileShape, blocks_for
 from weft.runtime.nearest import nearest_profile
-from weft.runtime.versions import versions
 
 FAST, EXACT, BLOCKWISE = Scaling(use_fast_accum=True), Scaling(), Scaling(recipe="blockwise")
 BLOCKWISE_SIZES = (
@@ -210,26 +209,22 @@ def main() -> None:
         if arguments.only not in (None, kind):
             continue
         faulthandler.dump_traceback_later(120, exit=True)
-        us = medians({"dense": dense, "blockwise": blockwise}[kind](size, arguments.shapes))
+        works = {"dense": dense, "blockwise": blockwise}[kind](size, arguments.shapes)
+        us = medians({method: [work] * CALLS for method, work in works.items()}, rounds=ROUNDS)
         for method, share in report(name, size, us).items():
             reached.setdefault((kind, method), []).append(share)
         if arguments.json:
-            line = {
-                "bench": "gemm_fp8",
-                "kind": kind,
-                "case": name,
-                "shape": size,
-                "machine": torch.cuda.get_device_name(),
-                "versions": versions("cuda"),
-                "commit": arguments.commit,
-                "dtype": "float8_e4m3fn",
-                "world_size": 1,
-                "mode": "graph",
-                "us": us,
-                "samples": ROUNDS,
-            }
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(
+                arguments.json,
+                us,
+                bench="gemm_fp8",
+                kind=kind,
+                case=name,
+                shape=size,
+                commit=arguments.commit,
+                dtype="float8_e4m3fn",
+                samples=ROUNDS,
+            )
     for (kind, method), shares in reached.items():
         geomean = math.exp(statistics.fmean(map(math.log, shares)))
         print(f"{kind} {method}: {geomean:.3f} of cuBLAS (geomean of {len(shares)} cases)")

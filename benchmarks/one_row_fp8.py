@@ -18,24 +18,24 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from checked_options import appended
+from one_gpu import append, medians
 
 from weft.core.problem import RECIPES, Problem, Scaling, split
 from weft.kernels.all_reduce import Tiling, all_reduce, launcher, mailbox, plan
-from weft.runtime.versions import versions
 
 SIZES = ((3584, 8192), (8192, 8192), (6656, 16384), (8192, 1024), (28672, 8192))
 """N and K."""
 UNCACHED_BYTES = 1 << 30
 """Several times the L2 cache of an H200, 50 MiB."""
-ROUNDS, WARM_UP = 15, 4
+ROUNDS = 15
 TRIES = 1 << 24
 Call = Callable[[int], object]
 """The n-th call of a graph: by the n-th copy of the weight."""
@@ -127,29 +127,6 @@ def methods(row: Row, tried: Mapping[str, Tiling]) -> dict[str, Call]:
     return found
 
 
-def medians(row: Row, works: Mapping[str, Call]) -> dict[str, float]:
-    """The median time of a call by each method, in us."""
-    graphs, calls = {}, 2 * len(row.weights)
-    for name, work in works.items():
-        work(0)
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for call in range(calls):
-                work(call)
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for round_ in range(ROUNDS + WARM_UP):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if round_ >= WARM_UP:
-                times[name].append(start.elapsed_time(end) * 1e3 / calls)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=appended, help="append a JSON line for each case")
@@ -161,27 +138,25 @@ def main() -> None:
     for n, k in SIZES:
         faulthandler.dump_traceback_later(60, exit=True)
         row = Row(n, k)
-        us = medians(row, methods(row, tried))
+        calls = range(2 * len(row.weights))
+        us = medians(
+            {name: [partial(work, call) for call in calls] for name, work in methods(row, tried).items()}, rounds=ROUNDS
+        )
         for name, time in us.items():
             over.setdefault(name, []).append(us["mm"] / time)
         print(f"{n} x {k}:", *(f"{name} {time:.1f} us ({us['mm'] / time:.2f}x)" for name, time in us.items()), flush=True)
         if arguments.json:
-            line = {
-                "bench": "one_row_fp8",
-                "op": "matmul_all_reduce",
-                "case": f"{k}x{n} batch=1",
-                "shape": [1, n, k],
-                "machine": torch.cuda.get_device_name(),
-                "versions": versions("cuda"),
-                "commit": arguments.commit,
-                "dtype": "float8_e4m3fn",
-                "world_size": 1,
-                "mode": "graph",
-                "us": us,
-                "samples": ROUNDS,
-            }
-            with arguments.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(
+                arguments.json,
+                us,
+                bench="one_row_fp8",
+                op="matmul_all_reduce",
+                case=f"{k}x{n} batch=1",
+                shape=[1, n, k],
+                commit=arguments.commit,
+                dtype="float8_e4m3fn",
+                samples=ROUNDS,
+            )
     for name, ratios in over.items():
         geomean = math.exp(statistics.fmean(map(math.log, ratios)))
         print(f"{name}: {geomean:.2f}x of torch.mm in bfloat16 (geomean of {len(ratios)} sizes, worst {min(ratios):.2f}x)")

@@ -24,7 +24,7 @@ K, N = 256, 144
 
 
 def drawn(op: Op, rows: int, seed: int, recipe: Recipe, dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, Any]:
-    """Every rank's operands, alike on all ranks: drawn, quantised, and what they stand for."""
+    """Every rank's operands, the same on all ranks: drawn, quantised, and what they stand for."""
     size = dist.get_world_size()
     draw = torch.Generator().manual_seed(seed)
     height = {rank: high - low for rank, (low, high) in enumerate(parts_of(rows, size))}

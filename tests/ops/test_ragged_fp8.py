@@ -36,7 +36,7 @@ class Quantised:
 
 
 class Case:
-    """Every rank's rows and experts, alike on all ranks. counts: [src_rank, dst_rank, expert]."""
+    """Every rank's rows and experts, the same on all ranks. counts: [src_rank, dst_rank, expert]."""
 
     def __init__(self, counts: torch.Tensor, recipe: Recipe, dtypes: Dtypes = (E4M3, E4M3), seed: int = 0) -> None:
         self.counts, (self.size, _, self.experts) = counts, counts.shape

@@ -170,7 +170,7 @@ def _shape(operand: Literal["a", "b"], matrix: torch.Tensor, recipe: Any) -> lis
 
 
 def _check_layout(name: str, b: torch.Tensor, recipe: Recipe) -> None:
-    """What torch's scaled products need of b, on all devices alike."""
+    """What torch's scaled products need of b, on every kind of device."""
     unit, (k, n) = SCALE_BLOCK if recipe == "blockwise" else FLOAT8_UNIT, b.shape[-2:]
     if k % unit or not k:
         raise ValueError(f"K is {k}; {recipe} FP8 operands need a multiple of {unit}: pad a and b with zeros")

@@ -247,7 +247,7 @@ def hbm_us(machine: Machine, traffic: float) -> float:
 
 
 def gemm_us(machine: Machine, m: int, n: int, k: int, dtype: str, out_itemsize: int | None = None) -> float:
-    """One vendor GEMM of m x n x k, launch included; 0 if it has no elements. dtype, out_itemsize: as `gemm_cost` has them.
+    """One cuBLAS GEMM of m x n x k, launch included; 0 if it has no elements. dtype, out_itemsize: as `gemm_cost` has them.
 
     Raises ValueError if the machine has no rate for `dtype`.
     """

@@ -135,7 +135,7 @@ class ScaledOperands(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What calls alike have in common."""
+        """What calls that look the same have in common."""
         return self.scaling, self.output_dtype, *[one.shape for one in self.bs]
 
     def describe(self) -> str:

@@ -3,7 +3,7 @@
 Buffers of rank r
     a         input      m_r x K    its shard
     b         input      K x n_r
-    quantised local      m_r x K    a as FP8, of an a that is quantised before the vendor gathers it
+    quantised local      m_r x K    a as FP8, of an a that is quantised before torch.distributed gathers it
     a_full    symmetric  M x K      where peers' rows land; peers write it, rank r reads it
     out       output     M x n_r
     gathered  output     M x K      only with return_gathered

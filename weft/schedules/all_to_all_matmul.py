@@ -3,7 +3,7 @@
 Buffers of rank r (m_r rows of each rank's a are r's)
     a     input      M x K       rows by destination
     b     input      K x N
-    quantised local  M x K       a as FP8, of an a that is quantised before the vendor exchanges it
+    quantised local  M x K       a as FP8, of an a that is quantised before torch.distributed exchanges it
     recv  symmetric  p*m_r x K   where peers' rows land, in the order of ranks; peers write it, rank r reads it
     out   output     p*m_r x N
     gathered  output p*m_r x K   only with return_gathered
