@@ -341,7 +341,9 @@ def check(case: Case, *, reduces: int = 0) -> None:
         assert left == ["all_reduce", "wait_tensor"] * reduces, (case.name, traced.code)
     for one, other in zip(_listed(got), _listed(wanted), strict=True):
         assert one.dtype == other.dtype
-        tolerance = {"rtol": 2e-2, "atol": 2e-2} if other.dtype == torch.bfloat16 else {}
+        # Parts of ranks are rounded before they are added: the error is one of the largest, not of a sum in which they cancel.
+        rounding = torch.finfo(torch.bfloat16).eps * max(float(other.abs().max()), 2.0)
+        tolerance = {"rtol": 2e-2, "atol": rounding} if other.dtype == torch.bfloat16 else {}
         torch.testing.assert_close(one, other, **tolerance)
 
 
