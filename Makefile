@@ -17,7 +17,7 @@ endef
 # Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-slow test-all test-gpu mutate lint types docs site audit clean
+.PHONY: run test test-slow test-all test-gpu mutate lint types docs ledger site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -56,6 +56,10 @@ types: $(VENV)/.set-up-dev
 # The parts of README.md and docs/ that code writes: timelines, counts, the chart.
 docs: $(VENV)/.set-up-run
 	$(BIN)/python docs/generate.py
+
+# Where each published figure is from, and how much of the code behind it has changed since.
+ledger:
+	$(PYTHON) docs/ledger.py
 
 # The documentation as a site, in out/site: nothing is fetched when it is read.
 site: $(VENV)/.set-up-docs

@@ -12,6 +12,7 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text gains FOLDER          benchmarks/gains.py: `auto` over the fastest alternative, from a folder of results
     ```text shapes FOLDER MODE    the same, case by case
     ```text results MODE ...      measured_tables.py: operators, collectives and steps
+    ```text fp8 WHAT ...          measured_tables.py: FP8
     ```text models PART ...       model_tables.py: whole models, layers of them, profiles
     ```text t3 WHAT ...           study_tables.py: published evaluations, simulated
     ```text targets OF            which kernels compile for which GPUs (weft.kernels.targets), and why others do not
@@ -53,7 +54,7 @@ _table = text_tables.table
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/nodes.md"),
-    *("docs/kernels.md", "docs/models.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
+    *("docs/fp8.md", "docs/kernels.md", "docs/models.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
 )
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48
@@ -183,10 +184,10 @@ def accuracy(*names: str) -> str:
     """How good choices are on both halves of the measured problems, and like for like with FiCCO's paper. Losses are means."""
     scores = text_tables.benchmark("scores")
     paths = [text_tables.RESULTS / f"{name}.jsonl" for name in names]
-    return compact(scores, scores.measured(paths, machine.load("h200x8")))
+    return compact(scores, scores.measured(paths, machine.load("h200x8")), paths)
 
 
-def compact(scores: Any, found: Sequence[Any]) -> str:
+def compact(scores: Any, found: Sequence[Any], paths: Sequence[Path]) -> str:
     """A row for each operator and number of GPUs, of the half `test`; then sums, and below them how far predictions are off.
 
     Exact, within 5% and loss are of `weft.plan`; behind them is the mean loss of each other way to choose.
@@ -198,7 +199,9 @@ def compact(scores: Any, found: Sequence[Any]) -> str:
     sums = [("all of `test`", *rows.pop()[1:]), ("all of `fit`", *fit[1:]), _like_paper(scores, paper)]
     ranking, *_ = scores.scores(paper, paper)
     said = [*(f"`{part}`: {scores.errors(some)}" for part, some in parts.items()), f"among FiCCO's four: {ranking}"]
-    return "\n".join([_table([*ACCURACY_HEADS, *rows, *sums]), "", *said])
+    lines = [row for path in paths for row in text_tables.lines(path.stem)]
+    where = dict.fromkeys(f"{row['machine']}, {text_tables.date_of(row['commit'])}" for row in lines)
+    return "\n".join([_table([*ACCURACY_HEADS, *rows, *sums]), "", *said, *where])
 
 
 def _like_paper(scores: Any, paper: Sequence[Any]) -> tuple[str, ...]:
@@ -219,7 +222,9 @@ def _compared() -> tuple[Any, tuple[Any, ...]]:
 def errors(by: str) -> str:
     """How far predictions are from measurements, on every line that there is."""
     benchmark, found = _compared()
-    return _table(benchmark.rows(found, by))
+    readers = text_tables.benchmark("lines").READERS
+    days = sorted({text_tables.date_of(row["commit"]) for bench in readers for row in text_tables.lines(bench)})
+    return f"{_table(benchmark.rows(found, by))}\n\nmeasured on {', '.join(days)}"
 
 
 def compiled_for(_: str) -> str:

@@ -11,6 +11,9 @@ dma MODE           dma.jsonl: collectives alone
 resident BENCH MODE    resource_aware.jsonl or that of 2 GPUs: what residency and priority gain
 training MODE      data_parallel.jsonl: steps of a GPT
 nodes MODE         nodes.jsonl: the operators between nodes
+fp8 BENCH          tp_fp8.jsonl: the tensor-parallel cases in FP8, by operator and rows
+fp8_rows BENCH     few_rows_fp8.jsonl: few rows in FP8 over bfloat16
+fp8_kernels GEMM ROW   gemm_fp8.jsonl and one_row_fp8.jsonl: kernels alone
 gemms BENCH MODE   ficco_gemms.jsonl or that of 2 GPUs: FiCCO's sixteen GEMMs, those that fit
 products MODE      products.jsonl: a matmul by the algorithm that is fastest, and by torch's
 """
@@ -21,7 +24,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from text_tables import RESULTS, benchmark, commits, lines, source, table, versions
+from text_tables import RESULTS, benchmark, commits, date_of, lines, source, table, versions
 
 from weft.core.machine import load
 
@@ -38,13 +41,21 @@ def _measured(
 
 
 OTHERS = {"2 x NVIDIA H100": RESULTS / "h100x2", "4 x NVIDIA H200": RESULTS}
+"""By machine, the folder of its results."""
 
 
 def gains(folder: str) -> str:
     """Ratios of times, by operator and size; those of other machines, which are of older versions; and what was measured."""
-    some = [row for path in sorted((RESULTS / folder).glob("*.jsonl")) for row in lines(f"{folder}/{path.stem}")]
-    where = dict.fromkeys(f"{row['machine']}, {versions(row)}" for row in some)
-    return "\n".join([table(benchmark("gains").table(RESULTS / folder, OTHERS)), "", *where])
+    made = benchmark("gains")
+    days: dict[str, set[str]] = {}
+    for where, machine in {RESULTS / folder: "", **{path: machine for machine, path in OTHERS.items()}}.items():
+        for name in sorted({group.file for group in made.GROUPS}):
+            bench = str((where / name).relative_to(RESULTS))
+            for row in lines(bench) if (where / f"{name}.jsonl").exists() else ():
+                if row["machine"].startswith(machine):
+                    days.setdefault(f"{row['machine']}, {versions(row)}", set()).add(date_of(row["commit"]))
+    measured = [f"{where}, {' and '.join(sorted(some))}" for where, some in days.items()]
+    return "\n".join([table(made.table(RESULTS / folder, OTHERS)), "", *measured])
 
 
 def shapes(folder: str, mode: str) -> str:
@@ -216,7 +227,59 @@ def _products(cases: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     return (str(len(cases)), str(others), *(f"{x:.2f}x" for x in (statistics.geometric_mean(gains), min(gains), max(gains))))
 
 
+def fp8(bench: str) -> str:
+    """Means by operator and rows."""
+    rows: list[tuple[str, ...]] = [("operator, rows", "cases", "of ideal", "over sequential", "worst", "over PyTorch")]
+    cases = lines(bench)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in cases:
+        size = int(row["case"].rpartition("=")[2])
+        groups.setdefault(f"{row['op']}, M {'>= 8192' if size >= 8192 else f'= {size}'}", []).append(row)
+    for name, some in sorted(groups.items(), key=lambda item: (item[1][0]["op"], -len(item[1]))):
+        rows.append((name, *_fp8(some)))
+    return table([*rows, ("all", *_fp8(cases))]) + source(cases)
+
+
+def _fp8(cases: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    over = [row["sequential_us"] / row["auto_us"] for row in cases]
+    ideal = statistics.geometric_mean(row["ideal_us"] / row["auto_us"] for row in cases)
+    peer = statistics.geometric_mean(row["peers"]["async_tp"] / row["auto_us"] for row in cases)
+    return (str(len(cases)), f"{ideal:.3f}", f"{statistics.geometric_mean(over):.2f}x", f"{min(over):.3f}x", f"{peer:.2f}x")
+
+
+def fp8_rows(bench: str) -> str:
+    """`auto` in FP8 over `auto` in bfloat16, by rows."""
+    cases = lines(bench)
+    gains: dict[str, list[float]] = {}
+    for row in cases:
+        gains.setdefault(row["case"].rpartition("=")[2], []).append(row["auto_us"] / row["float8"]["auto"])
+    gains["all"] = [gain for some in gains.values() for gain in some]
+    found = [
+        (rows, str(len(some)), f"{statistics.geometric_mean(some):.2f}x", f"{min(some):.2f}x") for rows, some in gains.items()
+    ]
+    return table([("rows", "cases", "over bfloat16", "worst"), *found]) + source(cases)
+
+
+def fp8_kernels(gemm: str, row: str) -> str:
+    """Relative speed: the baseline's time over the kernel's, geometric means."""
+    rows: list[tuple[str, ...]] = [("cases", "kernel", "cases", "relative speed")]
+    for kind, names in {"dense": ("fast", "gated", "exact"), "blockwise": ("kernel", "gated")}.items():
+        cases = [one["us"] for one in lines(gemm) if one["kind"] == kind]
+        for name in names:
+            speeds = [min(us for method, us in one.items() if method.startswith("cublas")) / one[name] for one in cases]
+            rows.append((kind, name, str(len(speeds)), f"{statistics.geometric_mean(speeds):.2f}"))
+    single = [one["us"] for one in lines(row)]
+    for name in ("tensorwise", "rowwise", "rowwise product", "blockwise"):
+        rows.append(
+            ("one row", name, str(len(single)), f"{statistics.geometric_mean(us['mm'] / us[name] for us in single):.2f}")
+        )
+    return table(rows) + "".join(source([one | {"op": bench} for one in lines(bench)]) for bench in (gemm, row))
+
+
 MAKERS: dict[str, Callable[..., str]] = {
+    "fp8": fp8,
+    "fp8_rows": fp8_rows,
+    "fp8_kernels": fp8_kernels,
     "gains": gains,
     "shapes": shapes,
     "results": results,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ RESULTS = BENCHMARKS / "results"
 
 
 def lines(bench: str) -> list[dict[str, Any]]:
-    """All cases of benchmarks/results/BENCH.jsonl."""
+    """All cases of benchmarks/results/BENCH.jsonl. Raises FileNotFoundError for a file that is not there."""
     text = (RESULTS / f"{bench}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
@@ -49,8 +51,27 @@ def versions(row: dict[str, Any]) -> str:
 
 
 def commits(rows: Sequence[dict[str, Any]]) -> str:
-    """Of which commits cases are."""
-    return f"commit{'s' * (len({row['commit'] for row in rows}) > 1)} {_by(rows, 'commit')}"
+    """Of which commits cases are, and of which days these are."""
+    days = sorted({date_of(row["commit"]) for row in rows})
+    return f"commit{'s' * (len({row['commit'] for row in rows}) > 1)} {_by(rows, 'commit')}, {' and '.join(days)}"
+
+
+@functools.cache
+def date_of(commit: str) -> str:
+    """The day of a commit that HEAD follows from. Raises ValueError for any other."""
+    try:
+        git("merge-base", "--is-ancestor", commit, "HEAD")
+    except ValueError:
+        raise ValueError(f"commit {commit!r} is not in the history; fetch all of it, or measure again") from None
+    return git("log", "-1", "--format=%as", commit)
+
+
+def git(*words: str) -> str:
+    """What git prints. Raises ValueError where it fails."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(done.stderr.strip() or f"git {words[0]} failed")
+    return done.stdout.strip()
 
 
 def _by(rows: Sequence[dict[str, Any]], field: str) -> str:

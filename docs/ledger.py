@@ -1,0 +1,314 @@
+"""Prints the ledger: where each published figure is from, and how much of the code behind it has changed since.
+
+    python docs/ledger.py        all entries, or what is wrong with them; `make ledger` runs it
+    python docs/ledger.py --short    what is wrong alone
+
+Published figures are of two kinds. Generated tables (docs/generate.py) are made from result lines, so the ledger takes the
+files of a table and checks the lines. Figures in running text stand in docs/ledger.toml, an entry for each passage: a
+[[measured]] entry names the result lines that the figure is computed from, or the generated table that it repeats, and the
+ledger computes it again; a [[stated]] entry says what else the number is, such as a setting or a paper's figure.
+
+It is an error if
+    a number with a unit of time, rate, share or ratio is in no entry;
+    an entry's words are not in its document, or its figure is not what the lines give;
+    a line's commit is not in the history;
+    the code behind a line has changed in more commits since than the document allows (OLDEST), where the line is of a machine
+    that we can use (MEASURABLE);
+    a line is of another machine, and the document does not say on which day it was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+import statistics
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import text_tables
+from text_tables import RESULTS, ROOT, date_of, lines
+
+ENTRIES = Path(__file__).with_name("ledger.toml")
+OLDEST = {"README.md": 150, "docs/fp8.md": 150, "docs/peers.md": 150}
+"""By document: commits that may have changed the code behind a line since it was measured."""
+OLDEST_ELSEWHERE = 350
+MEASURABLE = re.compile(r"(1 x |2 x )?NVIDIA (H100|H200)\b|2 cores")
+"""Machines that we can use at present, as result lines name them."""
+LABORATORY = ("docs/log.md", "docs/trust.md")
+"""Notes of single days, each with its commit. Their figures are not published."""
+SIMULATED = ("docs/simulator.md",)
+"""Documents of simulations: the figures of their text are a paper's, or are in the tables beside it, which
+tests/project/test_docs.py makes again."""
+
+OPERATORS = ("weft/kernels", "weft/ops", "weft/runtime", "weft/schedules", "weft/comm")
+CONCURRENT = ("weft/overlap", "weft/runtime", "weft/comm")
+MODELS = (*OPERATORS, "weft/models")
+CODE: dict[str, Sequence[str]] = {
+    "concurrent": CONCURRENT,
+    "conccl": CONCURRENT,
+    "data_parallel": CONCURRENT,
+    "resource_aware": CONCURRENT,
+    "dlrm_step": MODELS,
+    "models": MODELS,
+    "moe": MODELS,
+    "gemm": ("weft/kernels",),
+    "gemm_fp8": ("weft/kernels",),
+    "one_row_fp8": ("weft/kernels",),
+    "products": ("weft/runtime/products.py",),
+}
+"""By benchmark, the code that its figures depend on; OPERATORS for all others."""
+TABLES: dict[str, Callable[..., Sequence[str]]] = {
+    "gains": lambda folder: [*_folder(folder), *_folder("h100x2"), *GAINS_OF_FOUR],
+    "shapes": lambda folder, mode: _folder(folder),
+    "results": lambda mode: ["tp"],
+    "fused": lambda bench, mode: [bench],
+    "paper": lambda mode: ["paper"],
+    "beside": lambda mode: ["concurrent"],
+    "conccl": lambda mode: ["conccl"],
+    "dma": lambda mode: ["dma"],
+    "resident": lambda bench, mode: [bench],
+    "training": lambda mode: ["data_parallel"],
+    "nodes": lambda mode: ["nodes"],
+    "fp8": lambda bench: [bench],
+    "fp8_rows": lambda bench: [bench],
+    "fp8_kernels": lambda gemm, row: [gemm, row],
+    "gemms": lambda bench, mode: [bench],
+    "products": lambda mode: ["products"],
+    "models": lambda part: ["models"],
+    "layers": lambda bench: [bench],
+    "accuracy": lambda *benches: list(benches),
+    "simulated": lambda by: [path.stem for path in sorted(RESULTS.glob("*.jsonl")) if path.stem in VALIDATED],
+}
+"""By the kind of a generated table of measurements: the result files that it is made of, without `.jsonl`."""
+VALIDATED = (
+    *("tp", "tp_2gpus", "all_to_all", "all_to_all_2gpus", "all_reduce", "all_reduce_2gpus", "embedding", "planner"),
+    *("ficco_gemms", "ficco_gemms_2gpus", "dma"),
+)
+"""Files whose times predictions are compared with (benchmarks/lines.py)."""
+GAINS_OF_FOUR = ("tp", "all_reduce", "all_to_all", "embedding", "moe", "models", "concurrent")
+BLOCK = re.compile(rf"^```text ({'|'.join(TABLES)}) ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+FIGURE = re.compile(
+    rf"(?<![\w.,/-]){NUMBER}(?:(?:\sto\s|\sand\s|\sor\s|,\s){NUMBER})*\s?(?:us|ms|ns|s|GB/s|TFLOP/s|x|%|times|minutes?|seconds?)"
+    r"(?![\w/]|\s\d|\s(?:NVIDIA|H100|H200|A100|B200|MI\d))"
+)
+"""A number with a unit of time, rate, share or ratio. `8192 x 4096` and `2 x H200` are none."""
+REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "geomean": statistics.geometric_mean,
+    "mean": statistics.fmean,
+    "least": min,
+    "most": max,
+    "only": lambda values: values[0] if len(values) == 1 else _not_one(values),
+}
+RANGE = ("least", "most")
+Row = Mapping[str, Any]
+
+
+class LedgerError(ValueError):
+    """What is wrong with one figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Result lines of one file, commit and machine that a document's figure is made of. touched: commits that have changed the
+    code behind them since. date: of the commit."""
+
+    document: str
+    figure: str
+    bench: str
+    commit: str
+    date: str
+    machine: str
+    baseline: str
+    touched: int
+
+    def __str__(self) -> str:
+        where = f"{self.bench}.jsonl, {self.commit} of {self.date}, {self.machine}"
+        against = f", against {self.baseline}" if self.baseline else ""
+        return f"{self.document}: {self.figure}: {where}{against}; code changed in {self.touched} commits since"
+
+
+def _folder(name: str) -> list[str]:
+    return [f"{name}/{path.stem}" for path in sorted((RESULTS / name).glob("*.jsonl"))]
+
+
+def _not_one(values: Sequence[float]) -> float:
+    raise LedgerError(f"{len(values)} lines match; name one, or a reduction")
+
+
+@functools.cache
+def touched(commit: str, bench: str) -> int:
+    code = CODE.get(bench.rpartition("/")[2].removesuffix("_2gpus"), OPERATORS)
+    return int(text_tables.git("rev-list", "--count", f"{commit}..HEAD", "--", *code))
+
+
+def sources(document: str, figure: str, bench: str, rows: Sequence[Row], baseline: str = "") -> Iterator[Source]:
+    for commit, machine in dict.fromkeys((row["commit"], row["machine"]) for row in rows):
+        yield Source(
+            document=document,
+            figure=figure,
+            bench=bench,
+            commit=commit,
+            date=date_of(commit),
+            machine=machine,
+            baseline=baseline,
+            touched=touched(commit, bench),
+        )
+
+
+def fault_of(source: Source, text: str) -> LedgerError | None:
+    """What is wrong with a line that is too old, or of a machine that we cannot use and of no day that the text names."""
+    if not MEASURABLE.match(source.machine):
+        undated = f"{source}; nobody can measure there now, so the text has to say {source.date}"
+        return LedgerError(undated) if source.date not in text else None
+    oldest = OLDEST.get(source.document, OLDEST_ELSEWHERE)
+    return LedgerError(f"{source}; {source.document} allows {oldest}") if source.touched > oldest else None
+
+
+def of_tables(document: str, text: str) -> Iterator[Source | LedgerError]:
+    """The lines behind a document's generated tables."""
+    for match in BLOCK.finditer(text):
+        kind, words, _ = match.groups()
+        for bench in TABLES[kind](*words.split()):
+            yield from checked(partial(_of_bench, document, f"`{kind} {words}`", bench), match[0])
+
+
+def _of_bench(document: str, figure: str, bench: str) -> Iterator[Source]:
+    return sources(document, figure, bench, lines(bench))
+
+
+def checked(find: Callable[[], Iterator[Source]], text: str) -> Iterator[Source | LedgerError]:
+    """What `find` gives, or what is wrong with it. text: where the figure stands."""
+    try:
+        found = list(find())
+    except ValueError as error:
+        yield LedgerError(str(error))
+        return
+    for source in found:
+        fault = fault_of(source, text)
+        yield source if fault is None else fault
+
+
+@functools.cache
+def entries() -> Mapping[str, list[dict[str, Any]]]:
+    return tomllib.loads(ENTRIES.read_text(encoding="utf-8"))
+
+
+def prose(text: str) -> str:
+    """A document without its fenced blocks and code, on as many lines, and with single spaces."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return " ".join(re.sub(r"`[^`\n]*`", "`code`", text).split())
+
+
+def of_prose(document: str, text: str) -> Iterator[Source | LedgerError]:
+    """The lines behind a document's running text. Numbers that are in no entry are errors."""
+    left = prose(text)
+    for kind, some in entries().items():
+        for entry in some:
+            if entry["document"] != document:
+                continue
+            words = " ".join(entry["text"].split())
+            if words not in left:
+                yield LedgerError(f"{document}: an entry's words are not there: {words!r}")
+                continue
+            left = left.replace(words, "")
+            if kind == "measured":
+                yield from checked(partial(measured, entry), text)
+    for match in FIGURE.finditer(left) if document not in SIMULATED else ():
+        near = left[max(0, match.start() - 60) : match.end() + 40]
+        yield LedgerError(f"{document}: {match[0]!r} is in no entry of docs/ledger.toml: ... {near} ...")
+
+
+def measured(entry: Mapping[str, Any]) -> Iterator[Source]:
+    """The lines of an entry. Raises LedgerError where they give another figure than its words have."""
+    document, words = entry["document"], entry["text"]
+    if "table" in entry:
+        _require_repeated(entry)
+        return
+    rows = [row for row in lines(entry["bench"]) if all(_holds(row, path, wanted) for path, wanted in entry["where"].items())]
+    if not rows:
+        raise LedgerError(f"{document}: no line of {entry['bench']}.jsonl is as {words!r} says")
+    values = [_value(row, entry["value"]) / (_value(row, entry["over"]) if "over" in entry else 1) for row in rows]
+    for reduction in RANGE if entry.get("reduce") == "range" else (entry.get("reduce", "only"),):
+        value = REDUCTIONS[reduction](values) * entry.get("scale", 1)
+        if not any(_rounds_to(value, figure) for figure in re.findall(NUMBER, words)):
+            raise LedgerError(f"{document}: the lines of {words!r} give {value:g}")
+    yield from sources(document, words, entry["bench"], rows, entry["baseline"])
+
+
+def _require_repeated(entry: Mapping[str, Any]) -> None:
+    """Raises LedgerError unless a generated table has the figures of an entry that names it: `table` is the table's first line,
+    `row` how the row begins. The ledger has the table's own lines already."""
+    words, row = entry["text"], ""
+    for text in documents().values():
+        for kind, arguments, table in BLOCK.findall(text):
+            if f"{kind} {arguments}" == entry["table"]:
+                row = next((line for line in table.splitlines() if line.startswith(entry["row"])), "")
+    for figure in re.findall(NUMBER, words):
+        if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", row):
+            raise LedgerError(f"{entry['document']}: {words!r}: {figure} is not in {row!r} of the table {entry['table']}")
+
+
+def _holds(row: Row, path: str, wanted: object) -> bool:
+    value = _value(row, path, number=False)
+    return re.fullmatch(wanted, value) is not None if isinstance(wanted, str) and isinstance(value, str) else value == wanted
+
+
+def _value(row: Row, path: str, *, number: bool = True) -> Any:
+    """A field of a line, by its path with dots. A path that ends with `.*` is the sum of all below it."""
+    keys = path.removesuffix(".*").split(".")
+    try:
+        value = functools.reduce(operator.getitem, keys, row)
+    except (KeyError, TypeError):
+        raise LedgerError(f"a line of {row.get('bench')} has no {path}") from None
+    if path.endswith(".*"):
+        value = sum(value.values())
+    if number and not isinstance(value, (int, float)):
+        raise LedgerError(f"{path} of a line of {row.get('bench')} is {value!r}, no number")
+    return value
+
+
+def _rounds_to(value: float, figure: str) -> bool:
+    """Whether a number is what the text says, in as many decimals as that has."""
+    decimals = len(figure.partition(".")[2])
+    return abs(value - float(figure.replace(",", ""))) <= 0.5 * 10**-decimals * (1 + 1e-9)
+
+
+@functools.cache
+def documents() -> dict[str, str]:
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    names = {str(path.relative_to(ROOT)): path for path in paths}
+    return {name: path.read_text(encoding="utf-8") for name, path in names.items() if name not in LABORATORY}
+
+
+def ledger() -> Iterator[Source | LedgerError]:
+    """Every published figure's lines, or what is wrong."""
+    for name, text in documents().items():
+        yield from of_tables(name, text)
+        yield from of_prose(name, text)
+    for entry in (entry for some in entries().values() for entry in some):
+        if entry["document"] not in documents():
+            yield LedgerError(f"there is no document {entry['document']}, which an entry is about")
+
+
+def main() -> None:
+    found = list(ledger())
+    wrong = [one for one in found if isinstance(one, LedgerError)]
+    if "--short" not in sys.argv[1:]:
+        for one in sorted({str(one) for one in found if isinstance(one, Source)}):
+            print(one)
+    for error in wrong:
+        print(f"wrong: {error}", file=sys.stderr)
+    print(f"{len(found) - len(wrong)} sources, {len(wrong)} wrong")
+    if wrong:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The ledger of published figures: every one has result lines that give it, of a commit in the history, and not too old."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import generate
+import ledger
+import pytest
+import text_tables
+
+NOT_MEASURED = {
+    *("timeline", "families", "counts", "chart", "ranked", "targets"),  # follow from code
+    *("t3", "ficco", "dlrm"),  # simulated studies
+    "traces",  # drawn from files in docs/traces
+}
+"""Kinds of generated tables that are made of no result lines."""
+LINE = {
+    "bench": "x",
+    "op": "all_gather_matmul",
+    "machine": "2 x NVIDIA H200",
+    "mode": "graph",
+    "us": {"weft": 2.0, "nccl": 3.0},
+}
+
+
+def first_commit() -> str:
+    return text_tables.git("rev-list", "--max-parents=0", "HEAD").splitlines()[0]
+
+
+def head() -> str:
+    return text_tables.git("rev-parse", "HEAD")
+
+
+class Published:
+    """A document, its entries and one file of result lines, which stand in for the project's."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch = folder, patch
+        self.entries: list[dict[str, Any]] = []
+        self.stated: list[dict[str, Any]] = []
+        patch.setattr(text_tables, "RESULTS", folder)
+        patch.setattr(ledger, "entries", lambda: {"measured": self.entries, "stated": self.stated})
+
+    def line(self, **changes: Any) -> None:
+        with (self.folder / "x.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(LINE | {"commit": head()} | changes) + "\n")
+
+    def measured(self, text: str, **changes: Any) -> None:
+        entry = {"document": "README.md", "text": text, "bench": "x", "where": {"mode": "graph"}, "baseline": "NCCL"}
+        self.entries.append(entry | {"value": "us.nccl", "over": "us.weft"} | changes)
+
+    def ledger(self, text: str) -> list[Any]:
+        self.patch.setattr(ledger, "documents", lambda: {"README.md": text})
+        return list(ledger.ledger())
+
+    def faults(self, text: str) -> list[str]:
+        return [str(one) for one in self.ledger(text) if isinstance(one, ledger.LedgerError)]
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
+    return Published(tmp_path, monkeypatch)
+
+
+def test_the_projects_own_figures() -> None:
+    found = list(ledger.ledger())
+    assert [str(one) for one in found if isinstance(one, ledger.LedgerError)] == []
+    assert len(found) > 50
+
+
+def test_each_kind_of_generated_table_is_known() -> None:
+    assert set(ledger.TABLES) | NOT_MEASURED == set(generate.MAKERS)
+
+
+def test_a_figure_that_its_lines_give(published: Published) -> None:
+    published.line()
+    published.line(mode="eager", us={"weft": 1.0, "nccl": 9.0})
+    published.measured("1.5x as fast")
+    (source,) = published.ledger("weft is 1.5x as fast.")
+    assert (source.bench, source.baseline, source.touched, source.machine) == ("x", "NCCL", 0, "2 x NVIDIA H200")
+
+
+@pytest.mark.parametrize("figure", ["3.1x", "40 us", "12%", "5 to 7 ms", "300 GB/s", "2.5 times"])
+def test_a_number_in_no_entry(published: Published, figure: str) -> None:
+    (fault,) = published.faults(f"weft takes {figure} there.")
+    assert "is in no entry" in fault
+    published.stated.append({"document": "README.md", "text": f"takes {figure}", "because": "a setting"})
+    assert published.faults(f"weft takes {figure} there.") == []
+
+
+@pytest.mark.parametrize(
+    "text", ["8192 x 4096", "on 2 x H200", "`40 us`", "version 2.11", "arXiv 2401.16677", "```text\n40 us\n```"]
+)
+def test_numbers_that_are_no_figures(published: Published, text: str) -> None:
+    assert published.faults(f"It is {text}\n" if "```" not in text else f"\n{text}\n") == []
+
+
+def test_a_figure_that_its_lines_do_not_give(published: Published) -> None:
+    published.line()
+    published.measured("1.6x as fast")
+    (fault,) = published.faults("weft is 1.6x as fast.")
+    assert "give 1.5" in fault
+
+
+def test_both_ends_of_a_range(published: Published) -> None:
+    published.line()
+    published.line(us={"weft": 1.0, "nccl": 2.0})
+    published.measured("1.5 to 2.0 times", reduce="range")
+    assert published.faults("weft is 1.5 to 2.0 times as fast") == []
+    published.line(us={"weft": 1.0, "nccl": 1.1})
+    assert "give 1.1" in published.faults("weft is 1.5 to 2.0 times as fast")[0]
+
+
+def test_words_that_left_their_document(published: Published) -> None:
+    published.line()
+    published.measured("1.5x as fast")
+    assert "are not there" in published.faults("weft is fast.")[0]
+
+
+def test_a_commit_that_is_not_in_the_history(published: Published) -> None:
+    published.line(commit="0123456789")
+    published.measured("1.5x as fast")
+    assert "not in the history" in published.faults("weft is 1.5x as fast.")[0]
+
+
+def test_a_line_that_is_too_old(published: Published) -> None:
+    published.line(commit=first_commit())
+    published.measured("1.5x as fast")
+    assert f"README.md allows {ledger.OLDEST['README.md']}" in published.faults("weft is 1.5x as fast.")[0]
+
+
+def test_a_machine_that_nobody_can_use_now(published: Published) -> None:
+    """Its lines may be of any age, but the document has to say of which day they are."""
+    commit = first_commit()
+    published.line(commit=commit, machine="8 x NVIDIA H200")
+    published.measured("1.5x as fast")
+    day = text_tables.date_of(commit)
+    assert f"has to say {day}" in published.faults("weft is 1.5x as fast.")[0]
+    assert published.faults(f"On {day} weft was 1.5x as fast.") == []
+
+
+def test_a_figure_of_a_generated_table(published: Published) -> None:
+    text = "```text shapes x graph\noperator  gain\ngather    1.50x\nscatter   1.25x\n```\n"
+    (published.folder / "x").mkdir()
+    table = {"table": "shapes x graph", "row": "gather"}
+    published.entries.append({"document": "README.md", "text": "1.50x as fast", **table})
+    assert published.faults(f"{text}\nIt is 1.50x as fast.") == []
+    published.entries[0]["row"] = "scatter"
+    assert "1.50 is not in" in published.faults(f"{text}\nIt is 1.50x as fast.")[0]
