@@ -145,7 +145,12 @@ def _as_data(
     model: Model, machine: Machine, plans: Sequence[tables.SitePlan], reasons: Mapping[str, Explanation]
 ) -> dict[str, object]:
     why = {
-        site: {"parts": dict(one.parts), "losses": codec.dump(one.signatures), "changes": one.changes}
+        site: {
+            "parts": dict(one.parts),
+            "losses": codec.dump(one.signatures),
+            "taxes": codec.dump(one.taxes),
+            "changes": one.changes,
+        }
         for site, one in reasons.items()
     }
     return {

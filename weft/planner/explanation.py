@@ -24,6 +24,7 @@ from weft.core.schedule import Schedule
 from weft.perf.ranking import estimates, heuristic
 from weft.planner.choose import plan
 from weft.planner.signature import FREE_US, Signature, signature, without_communication, without_computation
+from weft.planner.taxes import Taxes, taxes
 from weft.planner.values import Plan
 from weft.schedules import build, overlaps, parse
 
@@ -42,11 +43,12 @@ class Explanation:
     """parts: of the chosen schedule's predicted time, by name, in us; they add up to it. signatures: the losses of those that
     were simulated: first the chosen one, then the runner-up, of another family, where there is one, then the others. by_sizes:
     what the heuristic names. changes: sentences, each of what would let another family be faster, in as many chunks as are best
-    for it now."""
+    for it now. taxes: of the chosen schedule, and of the sequential program where it was simulated and is another one."""
 
     plan: Plan
     parts: Mapping[str, float]
     signatures: tuple[Signature, ...]
+    taxes: tuple[Taxes, ...]
     by_sizes: str
     changes: tuple[str, ...]
 
@@ -56,6 +58,7 @@ class Explanation:
         if self.parts:
             lines.insert(1, f"Predicted {self.plan.chosen.predicted_us:.0f} us: {named}.")
         changes = self.changes or (NOTHING,) * (len({one.spec.partition(":")[0] for one in self.signatures}) > 1)
+        lines += map(str, self.taxes)
         return "\n".join([*lines, f"By sizes alone: {self.by_sizes}.", *changes])
 
 
@@ -73,7 +76,7 @@ def explained(found: Plan, machine: Machine) -> Explanation:
     """A plan for `machine`, taken apart."""
     problem = found.problem
     if problem.world_size == 1 or not problem.m or not problem.n:
-        return Explanation(plan=found, parts={}, signatures=(), by_sizes="sequential", changes=())
+        return Explanation(plan=found, parts={}, signatures=(), taxes=(), by_sizes="sequential", changes=())
     specs = [found.chosen.spec, *_rivals(found)]
     simulated = {one.spec: one for one in reversed(found.candidates)}
     first = [spec for spec in specs if spec in simulated][:2]
@@ -81,7 +84,18 @@ def explained(found: Plan, machine: Machine) -> Explanation:
     signatures = tuple(signature(_built(problem, spec, machine), machine, simulated[spec]) for spec in shown)
     parts = _parts(signatures[0], machine)
     changes = tuple(_changes(found, specs, machine))
-    return Explanation(plan=found, parts=parts, signatures=signatures, by_sizes=heuristic(problem, machine), changes=changes)
+    paid = tuple(
+        taxes(_built(problem, one.spec, machine), machine, one)
+        for one in dict.fromkeys([signatures[0], *(one for one in signatures if one.spec == "sequential")])
+    )
+    return Explanation(
+        plan=found,
+        parts=parts,
+        signatures=signatures,
+        taxes=paid,
+        by_sizes=heuristic(problem, machine),
+        changes=changes,
+    )
 
 
 def _rivals(found: Plan) -> list[str]:
