@@ -304,8 +304,9 @@ def _step(rank: Rank, row: Row, size: int, index: int, count: int, *, gathers: b
     pieces = rank.ranks if row.joined else rank.ranks - 1
     runs = pieces if count > 1 else 1 if row.joined else min(2, pieces)
     a, out = pieces * size * row_bytes(rank.inner), pieces * size * rank.columns * rank.problem.itemsize
-    # Gathered pieces lie by step, so that those of all ranks are one run; without the own one they are two on most ranks.
-    rows = runs if not gathers else 1 if row.joined else min(2, pieces)
+    # Gathered pieces lie by step, so that those of a step are one run. Of a single step the own shard, which is left out, is in
+    # between on most ranks.
+    rows = runs if not gathers else 1 if row.joined or count > 1 else min(2, pieces)
     return rank.vendor(pieces * size), staged_us(rank.machine, rows=rows, row_bytes=a, outs=runs, out_bytes=out)
 
 
