@@ -1,22 +1,18 @@
-"""A short form of benchmarks/faults.py: random faults of ranks end with an error that names them, or with the right result."""
+"""A short form of `faults.py`: random faults of ranks end with an error that names them, or with the right result."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-from single_process_ranks import wait_for
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import faults
+import pytest
 from calls import Work
-from faults import FAULTS, Told, Trial, _wrong, drawn, judged, suffer
+from faults import FAULTS, Told, Trial, _wrong, drawn, judged, suffer, summary
+from single_process_ranks import wait_for
 
 from weft.comm import rank_group
 from weft.runtime.groups import GROUPS
@@ -126,6 +122,21 @@ def _told(error: str = "", seconds: float = 0.1, left: tuple[str, ...] = ()) -> 
 )
 def test_what_is_wrong_is_seen(fault: str, told: list[Told | None], wrong: str) -> None:
     assert _wrong(_trial(fault), told) == wrong
+
+
+def test_what_was_right_is_counted_and_what_was_not_is_written_whole() -> None:
+    right = {"fault": "kill", "ranks": 2, "device": "cpu", "verdict": "right", "op": "all_reduce", "schedule": "sequential"}
+    right |= {"errors": {"0": "PeerLost"}, "slowest_s": 0.1}
+    wrong = {**right, "verdict": "nobody noticed", "seed": 7}
+    found = list(summary([right, wrong, {**right, "op": "all_gather", "slowest_s": 0.3}, {**right, "fault": "slow"}]))
+    assert [(line["fault"], line["verdict"], line.get("trials")) for line in found] == [
+        ("kill", "nobody noticed", None),
+        ("kill", "right", 2),
+        ("slow", "right", 1),
+    ]
+    assert found[0] == wrong
+    assert found[1]["ops"] == {"all_gather": 1, "all_reduce": 1}
+    assert (found[1]["told"], found[1]["slowest_s"]) == ({"PeerLost": 2}, 0.3)
 
 
 def test_trials_are_the_same_for_the_same_seed() -> None:

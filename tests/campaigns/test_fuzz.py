@@ -1,29 +1,24 @@
 """Every operator by every family, over extents, layouts, dtypes and numbers of ranks that nobody chose: against float64.
 
 WEFT_FUZZ_EXAMPLES: how many; 10,000 take some minutes. Ranks are started once for each world size. And a short form of
-benchmarks/fuzz.py, which asks the same of GPUs, without shrinking.
+tests/campaigns/fuzz.py, which asks the same of GPUs, without shrinking.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 from contextlib import redirect_stderr
-from pathlib import Path
 
+import calls
+import fuzz
 import pytest
 import torch
 import torch.distributed as dist
+from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, even
 from conftest import RankFixture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import calls
-import fuzz
-from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, even
 
 from weft.schedules import FAMILIES, spec
 
@@ -121,14 +116,7 @@ def test_trials_follow_from_seed_and_number() -> None:
     assert {trial.second for trial in trials} == {True, False}
 
 
-def test_minutes_of_a_device_add_up(tmp_path: Path) -> None:
-    told, path = [fuzz.Told(trials=3, calls=6, seconds=seconds, findings=()) for seconds in (60.0, 90.0)], tmp_path / "lines"
-    assert fuzz.minutes(path, "cpu") == 0
-    for device, so_far in (("cpu", 1.5), ("cpu", 3.0), ("cuda", 1.5)):
-        made = fuzz.line(fuzz.Fuzz(device=device), told, fuzz.minutes(path, device))
-        assert (made["minutes"], made["minutes_so_far"]) == (1.5, so_far)
-        with path.open("a") as file:
-            file.write(json.dumps(made) + "\n")
-    assert fuzz.line(SHORT, [told[0], fuzz.Told(trials=3, calls=6, seconds=1, findings=("off",))], 0)["findings"] == [
-        "rank 1: off"
-    ]
+def test_a_line_has_the_slowest_rank_and_every_rank_s_findings() -> None:
+    told = [fuzz.Told(trials=3, calls=6, seconds=seconds, findings=found) for seconds, found in ((60, ()), (90, ("off",)))]
+    line = fuzz.line(SHORT, told)
+    assert (line["minutes"], line["findings"], line["ranks"]) == (1.5, ["rank 1: off"], 2)

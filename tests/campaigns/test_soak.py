@@ -1,20 +1,17 @@
-"""A short form of benchmarks/soak.py: mixed calls leave memory, descriptors and threads as they were."""
+"""A short form of tests/campaigns/soak.py: mixed calls leave memory, descriptors and threads as they were."""
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import RankFixture
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from calls import LAYOUTS, Case, Wrong, check, laid
-from soak import Kind, Paces, Part, Soak, Told, growth, kinds, leaks, rank_work, sequence, slowest
+from conftest import RankFixture
+from soak import Kind, Paces, Part, Soak, Told, growth, kinds, leaks, line, rank_work, sequence, slowest
 
 from weft.comm.shared_memory import SharedSegment
 
@@ -59,7 +56,9 @@ def test_growth_is_from_third_to_third() -> None:
     heights = [5.0, 9.0, 5.0, 6.0, 6.0, 7.0, 8.0, 6.0, 8.0]
     parts = [Part(calls=n, seconds=n, figures={"threads": high}) for n, high in enumerate(heights)]
     assert growth(parts) == {"threads": 3.0}
-    assert leaks([Told(parts=parts, pace={})]) == ["rank 0: threads grew by 3"]
+    told = [Told(parts=parts, pace={})]
+    assert leaks(told) == ["rank 0: threads grew by 3"]
+    assert line(SHORT, told)["figures"] == {"threads": (5.0, 3.0)}
     with pytest.raises(ValueError, match="at least 3"):
         growth(parts[:2])
 

@@ -1,7 +1,7 @@
 """Is any call right, of operators, extents, layouts, dtypes, streams and graphs that nobody chose, for as long as one likes?
 
 Trials, one after the other, the same on every rank; each is drawn from a seed and its number, by which it can be had again. A
-trial is a kind of call (benchmarks/calls.py), by any family and chunk count, in the world or in a second group of the same
+trial is a kind of call (tests/campaigns/calls.py), by any family and chunk count, in the world or in a second group of the same
 ranks, and it is called by each of these ways, in an order of its own:
 
     eager     twice: the second call finds its tensors where they lay, and GPUs replay it
@@ -13,12 +13,9 @@ each call some rank, or none, is held up for up to 2 ms: its stream, on GPUs. An
 in is multiplied in place, by -1, -1/2 and 2 in turn, so that what one of the last two calls left is wrong now. Every result
 is compared with float64. tests/campaigns/test_fuzz.py asks the same of CPUs, and shrinks what it finds.
 
-    python benchmarks/fuzz.py --minutes 10 --seed 2 --json benchmarks/results/fuzz.jsonl
-    python benchmarks/fuzz.py --device cpu --ranks 3 --minutes 1
-    python benchmarks/fuzz.py --seed 2 --first 417 --trials 1       that trial again
-
-A run's line tells its minutes, and those that the file's lines of the same device have together: an hour of GPUs may be many
-runs.
+    python tests/campaigns/fuzz.py --minutes 10 --seed 2 --json out/fuzz.jsonl
+    python tests/campaigns/fuzz.py --device cpu --ranks 3 --minutes 1
+    python tests/campaigns/fuzz.py --seed 2 --first 417 --trials 1       that trial again
 
 Traps. The extents are new in each trial, so kernels are compiled, and programs dropped and made, all the time: calls a second
 tell nothing. A trial that takes longer than ALARM_S ends the run, with every thread's stack.
@@ -26,29 +23,24 @@ tell nothing. A trial that takes longer than ALARM_S ends the run, with every th
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
-import json
 import math
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import calls
 import torch
 import torch.distributed as dist
 from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, Wrong, even
-from checked_options import appended, count
+from campaign import Options, append, count
 
 from weft.core.problem import OPS, RECIPES
 from weft.runtime import products
 from weft.runtime.ranks import Ranks
-from weft.runtime.versions import versions
 from weft.schedules import CUT_COLUMNS, FAMILIES, spec
 
 Way = Literal["eager", "stream", "graph"]
@@ -238,66 +230,39 @@ def _late(mine: bool) -> bool:
     return bool(late)
 
 
-def line(fuzz: Fuzz, told: Sequence[Told], so_far: float) -> dict[str, Any]:
-    """A run's. so_far: minutes of earlier runs on such a device."""
-    minutes = max(one.seconds for one in told) / 60
+def line(fuzz: Fuzz, told: Sequence[Told]) -> dict[str, Any]:
+    """A run's."""
     return {
         "bench": "fuzz",
         "ranks": len(told),
-        **{name: value for name, value in asdict(fuzz).items() if name not in ("seconds", "trials")},
+        **{name: getattr(fuzz, name) for name in ("seed", "first", "device")},
         "trials": told[0].trials,
         "calls": told[0].calls,
-        "minutes": round(minutes, 2),
-        "minutes_so_far": round(so_far + minutes, 2),
+        "minutes": round(max(one.seconds for one in told) / 60, 2),
         "findings": [f"rank {rank}: {what}" for rank, one in enumerate(told) for what in one.findings],
     }
 
 
-def minutes(path: Path, device: str) -> float:
-    """Of all runs of a file on such a device."""
-    texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return sum(run["minutes"] for run in map(json.loads, texts) if run["bench"] == "fuzz" and run["device"] == device)
-
-
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Options(__doc__, device="cuda")
     options.add_argument("--minutes", type=float, default=float("inf"))
     options.add_argument("--trials", type=count, default=1 << 30)
-    options.add_argument("--seed", type=int, default=1)
     options.add_argument("--first", type=int, default=0, help="the first trial's number")
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    options.add_argument("--ranks", type=int, default=0, help="default: 3; on GPUs all of them, 4 at most")
-    options.add_argument("--json", type=appended)
-    options.add_argument("--commit", default="", help="what the tree is, for the line")
     given = options.parse_args()
     if given.minutes == float("inf") and given.trials == 1 << 30:
         options.error("say --minutes or --trials")
-    if given.device == "cuda" and torch.cuda.device_count() < 2:
-        options.error(f"--device cuda needs two GPUs or more, this machine has {torch.cuda.device_count()}; use cpu")
-    ranks = given.ranks or (min(4, torch.cuda.device_count()) if given.device == "cuda" else 3)
+    ranks = options.ranks(given)
     fuzz = Fuzz(seed=given.seed, first=given.first, trials=given.trials, seconds=60 * given.minutes, device=given.device)
     with Ranks(ranks, device=given.device, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "20"}) as pool:
         told = pool.run(rank_work, fuzz, timeout_s=86_400)
-    found = line(fuzz, told, minutes(given.json, given.device) if given.json else 0.0)
-    if given.json:
-        about = {"versions": versions(given.device), "commit": given.commit}
-        with given.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found | about) + "\n")
-    for what in found["findings"][:20]:
-        print(what)
-    print(" ".join(f"{name} {found[name]}" for name in ("trials", "calls", "minutes", "minutes_so_far")), end=", ")
-    print(f"{len(found['findings'])} findings, {_families(fuzz, found, ranks)}")
+    found = line(fuzz, told)
+    append(given, [found])
+    cases = (drawn(fuzz, fuzz.first + at, ranks).case for at in range(found["trials"]))
+    seen = {(case.op, case.schedule.partition(":")[0]) for case in cases}
+    print(*found["findings"][:20], sep="\n", end="\n" if found["findings"] else "")
+    print(*(f"{name} {found[name]}" for name in ("trials", "calls", "minutes")), end=", ")
+    print(f"{len(found['findings'])} findings, {len(seen)} of {len(EVERY)} operators by family")
     raise SystemExit(bool(found["findings"]))
-
-
-def _families(fuzz: Fuzz, found: dict[str, Any], ranks: int) -> str:
-    """How many operators, by how many families, the trials had."""
-    seen = Counter(
-        (case.op, case.schedule.partition(":")[0])
-        for number in range(fuzz.first, fuzz.first + found["trials"])
-        for case in (drawn(fuzz, number, ranks).case,)
-    )
-    return f"{len(seen)} of {len(EVERY)} operators by family"
 
 
 if __name__ == "__main__":

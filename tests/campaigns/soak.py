@@ -11,8 +11,8 @@ called through once before anything is measured. Then, part by part,
 and at the end: flat, if no rank's figure of the last third of the parts is above that of the first third by more than SLACK,
 and every result was right. The exit status says so. 100,000 calls by three ranks on two cores take some 7 minutes.
 
-    python benchmarks/soak.py --calls 100000 --json benchmarks/results/soak.jsonl
-    python benchmarks/soak.py --device cuda --calls 1000000 --budget-s 75
+    python tests/campaigns/soak.py --calls 100000 --json out/soak.jsonl
+    python tests/campaigns/soak.py --device cuda --calls 1000000 --budget-s 75
 
 On GPUs each kind is captured in a CUDA graph after an eager call. A call is then a replay of one operator, one of BURST in a
 row that the host waits for; of one burst in TIMED_EVERY the first TIMED calls are timed, by GPU events. The window moves there,
@@ -27,16 +27,14 @@ for the host, 100 us and more (torch's all_reduce alone, without weft, on 2 x H2
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import gc
-import json
 import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,12 +44,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from calls import Case, even
-from checked_options import appended, count
+from campaign import Options, append, count
 
 import weft
 from weft.comm.shared_memory import PREFIX, SHM
 from weft.runtime.ranks import SHARED, Ranks
-from weft.runtime.versions import versions
 
 CHECK_EVERY = 1000
 BURST, TIMED, TIMED_EVERY = 50, 12, 4
@@ -370,45 +367,47 @@ def slowest(told: Sequence[Told]) -> tuple[str, float, float, float]:
     return max(paces, key=lambda pace: pace[3] / pace[2], default=("none", 0, 1.0, 1.0))
 
 
-def lines(soak: Soak, told: Sequence[Told], ranks: int) -> Iterator[dict[str, Any]]:
-    """A JSON line for each part, the worst rank's figures, one for all times together, and one for each kind."""
-    settings = {name: value for name, value in asdict(soak).items() if name != "budget_s"}
-    for number, part in enumerate(told[0].parts):
-        worst = {name: max(one.parts[number].figures[name] for one in told) for name in part.figures}
-        made = {"calls": part.calls, "seconds": round(part.seconds, 2)}
-        yield {"bench": "soak", "ranks": ranks, **settings, **made, **worst}
+def line(soak: Soak, told: Sequence[Told]) -> dict[str, Any]:
+    """A run's. figures: of the worst rank, the median of the first third of the parts, and by how much the last third has more.
+    over_median: of rank 0's timed calls, each over its kind's median, the 99th percentile; slowest: as `slowest` has it."""
+    settings = {name: value for name, value in asdict(soak).items() if name not in ("budget_s", "calls")}
+    grown = [growth(one.parts) for one in told]
+    third = len(told[0].parts) // 3
     timed, high = told[0].steady
-    yield {"bench": "soak", "kind": "all, each over its kind's median", "timed": timed, "p99": round(high, 3)}
-    for kind, (timed, middle, high) in told[0].pace.items():
-        yield {"bench": "soak", "kind": kind, "timed": timed, "median_us": round(middle, 1), "p99_us": round(high, 1)}
+    kind, often, middle, worst = slowest(told)
+    return {
+        "bench": "soak",
+        "ranks": len(told),
+        **settings,
+        "calls": told[0].parts[-1].calls,
+        "seconds": round(told[0].parts[-1].seconds, 2),
+        "figures": {
+            name: (
+                max(median(part.figures[name] for part in one.parts[:third]) for one in told),
+                round(max(one[name] for one in grown), 3),
+            )
+            for name in grown[0]
+        },
+        "over_median": {"timed": timed, "p99": round(high, 3)},
+        "slowest": {"kind": kind, "timed": often, "median_us": round(middle, 1), "p99_us": round(worst, 1)},
+    }
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Options(__doc__, device="cpu")
     options.add_argument("--calls", type=count, default=10_000)
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options.add_argument("--ranks", type=int, default=0, help="default: 3, or all GPUs, 4 at most; more ranks share them")
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no part is begun after so long")
-    options.add_argument("--json", type=appended)
-    options.add_argument("--commit", default="", help="what the tree is, for the lines")
     given = options.parse_args()
-    on_gpu, gpus = given.device == "cuda", torch.cuda.device_count()
-    if on_gpu and (not gpus or (gpus < 2 and not given.ranks)):
-        options.error(f"--device cuda needs two GPUs or more, or one and --ranks; this machine has {gpus}")
-    ranks = given.ranks or (min(4, gpus) if on_gpu else 3)
-    place = SHARED if on_gpu and ranks > gpus else given.device
+    ranks, on_gpu = options.ranks(given, may_share=True), given.device == "cuda"
+    place = SHARED if on_gpu and ranks > torch.cuda.device_count() else given.device
     size = {"catalogue": 64, "window": 16, "moves": 400} if on_gpu else {}
     soak = Soak(calls=given.calls, seed=given.seed, device=given.device, budget_s=given.budget_s, **size)
     with Ranks(ranks, device=place, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "30"}) as pool:
         told = pool.run(rank_work, soak, timeout_s=86_400)
-    shown = list(lines(soak, told, ranks))
-    for line in islice(shown, len(told[0].parts)):
-        print(" ".join(f"{key} {line[key]:g}" for key in ("calls", "seconds", *told[0].parts[0].figures)))
-    if given.json:
-        about = {"versions": versions(given.device), "commit": given.commit}
-        with given.json.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line | about) + "\n" for line in shown)
+    for part in told[0].parts:
+        figures = " ".join(f"{name} {value:g}" for name, value in part.figures.items())
+        print(f"rank 0, calls {part.calls} seconds {part.seconds:.2f} {figures}")
+    append(given, [line(soak, told)])
     print("p99 of all calls, each over its kind's median: " + ", ".join(f"{one.steady[1]:.2f}" for one in told) + ", by rank")
     kind, timed, middle, high = slowest(told)
     print(f"p99 over median at most {high / middle:.2f}: {kind}, {timed} timed, median {middle:.0f} us, p99 {high:.0f} us")

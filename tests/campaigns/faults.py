@@ -22,9 +22,9 @@ vendor's communicator may have been aborted), and call the operator rightly agai
 shared memory is left. Each rank looks for its own segments while it lives, and the campaign for those of the dead: so campaigns
 beside each other, with seeds of their own, do not mix.
 
-    python benchmarks/faults.py --trials 1000 --json benchmarks/results/faults.jsonl
-    python benchmarks/faults.py --device cuda --trials 100
-    python benchmarks/faults.py --only 'direct_store kill' --seed 7
+    python tests/campaigns/faults.py --trials 1000 --json out/faults.jsonl      (see `summary` for what is written)
+    python tests/campaigns/faults.py --device cuda --trials 100
+    python tests/campaigns/faults.py --only 'direct_store kill' --seed 7
 
 On GPUs a step is one that the victim's host enqueues. Traps: a rank that is stopped holds its CPU lock, if any: so results are
 compared after it goes on. A kill that comes after the victim's last step is no fault for this call; the next call is told. What
@@ -34,8 +34,6 @@ machine that is full makes ranks late.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import re
@@ -43,18 +41,19 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import calls
 import torch
 import torch.distributed as dist
 from calls import Case, Work
-from checked_options import appended, count
+from campaign import Options, append, count
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -62,8 +61,8 @@ from weft.comm.shared_memory import PREFIX, SHM
 from weft.core.errors import WeftError
 from weft.core.schedule import Collective
 from weft.runtime.groups import GROUPS
+from weft.runtime.launches import Launch
 from weft.runtime.ranks import RankFailed, Ranks
-from weft.runtime.versions import versions
 
 BOUND_S, GRACE_S = 1.0, 5.0
 FAULTS = ("kill", "stop", "late", "slow", "raise", "differ", "leave")
@@ -235,7 +234,7 @@ def suffer(trial: Trial, folder: str) -> Told:
     error = ""
     try:
         for call in range(CALLS):
-            with _fault(trial) if victim and call == 0 else _nothing():
+            with _fault(trial) if victim and call == 0 else nullcontext():
                 _right(_next(trial, victim and call == 0, call, on), on)
     except (WeftError, Planted) as told:
         error = f"{type(told).__name__}: {told}"
@@ -262,11 +261,6 @@ def _right(given: Work, on: torch.device) -> None:
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def _fault(trial: Trial) -> Iterator[None]:
     """The victim's fault, before a step of the call within."""
     if trial.fault in ("differ", "leave"):
@@ -275,34 +269,22 @@ def _fault(trial: Trial) -> Iterator[None]:
             raise Planted("left")
         yield
         return
-    originals = [(owner, name, getattr(owner, name)) for owner, name in _where_steps_run()]
     seen = [0]
 
-    def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
+    def stepping(issue: Callable[..., Any]) -> Callable[..., Any]:
         def step(*arguments: Any, **options: Any) -> Any:
             seen[0] += 1
             if seen[0] == 1 + trial.step:
                 _strike(trial.fault)
-            return original(*arguments, **options)
+            return issue(*arguments, **options)
 
         return step
 
-    for owner, name, original in originals:
-        setattr(owner, name, stepping(original))
-    try:
+    with ExitStack() as stack:
+        stack.callback(lambda: seen[0] <= trial.step and _strike(trial.fault))
+        for kind in Launch.__subclasses__():  # every step of a call passes through one
+            stack.enter_context(mock.patch.object(kind, "issue", stepping(kind.issue)))
         yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
-        if seen[0] <= trial.step:
-            _strike(trial.fault)
-
-
-def _where_steps_run() -> list[tuple[type, str]]:
-    """The methods through which every step of a call passes."""
-    from weft.runtime.launches import Launch
-
-    return [(kind, "issue") for kind in Launch.__subclasses__()]
 
 
 def _strike(fault: str) -> None:
@@ -341,14 +323,7 @@ def _new_group(folder: str, on: torch.device, rank: int, size: int) -> None:
     dist.destroy_process_group()
     store = dist.FileStore(str(Path(folder) / "again"), size)  # type: ignore[attr-defined]
     backend, options = ("cpu:gloo,cuda:nccl", {"device_id": on}) if on.type == "cuda" else ("gloo", {})
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=20),
-        **options,  # type: ignore[arg-type]
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20), **options)
 
 
 def judged(trial: Trial, suffers: Callable[[Trial, str], Told] = suffer) -> dict[str, Any]:
@@ -455,34 +430,51 @@ def _passed_on(trial: Trial, rank: int, others: Mapping[int, str]) -> bool:
     return waited and any(re.search(rf"rank {other}\b", others[rank]) for other in between)
 
 
+def summary(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What is written of trials: a line for each fault of those that were right, and each trial that was not as it is.
+
+    ops: how many trials each operator had. told: how many ranks saw each error, "" where all their calls were right.
+    """
+    right: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        if line["verdict"] == "right":
+            right.setdefault((line["fault"], line["ranks"], line["device"]), []).append(line)
+        else:
+            yield dict(line)
+    for (fault, ranks, device), some in sorted(right.items()):
+        yield {
+            "bench": "faults",
+            "fault": fault,
+            "ranks": ranks,
+            "device": device,
+            "verdict": "right",
+            "trials": len(some),
+            "ops": dict(sorted(Counter(line["op"] for line in some).items())),
+            "programs": len({(line["op"], line["schedule"]) for line in some}),
+            "told": dict(sorted(Counter(error for line in some for error in line["errors"].values()).items())),
+            "slowest_s": max(line["slowest_s"] for line in some),
+        }
+
+
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Options(__doc__, device="cpu")
     options.add_argument("--trials", type=count, default=100)
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options.add_argument("--only", default="", help="words of operator, schedule and fault that a trial must have")
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no trial is begun after so long")
-    options.add_argument("--json", type=appended)
-    options.add_argument("--commit", default="", help="what the tree is, for the lines")
-    arguments = options.parse_args()
-    verdicts: Counter[str] = Counter()
-    began = time.monotonic()
-    about = {"versions": versions(arguments.device), "commit": arguments.commit}
-    if arguments.device == "cuda" and torch.cuda.device_count() < 2:
-        options.error(f"--device cuda needs two GPUs or more, this machine has {torch.cuda.device_count()}; use cpu")
-    ranks = min(4, torch.cuda.device_count()) if arguments.device == "cuda" else 3
-    for trial in drawn(arguments.trials, arguments.seed, arguments.device, arguments.only.split(), ranks):
-        if time.monotonic() - began > arguments.budget_s:
-            break
-        line = judged(trial)
-        verdicts[f"{trial.fault}: {'right' if line['verdict'] == 'right' else 'WRONG'}"] += 1
-        if line["verdict"] != "right":
-            print(f"{trial}: {line['verdict']}", flush=True)
-        if arguments.json:
-            with arguments.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line | about) + "\n")
-    print(f"{sum(verdicts.values())} trials in {time.monotonic() - began:.0f} s: {dict(sorted(verdicts.items()))}")
-    raise SystemExit(any("WRONG" in verdict for verdict in verdicts))
+    given = options.parse_args()
+    ranks, began, lines = options.ranks(given), time.monotonic(), list[dict[str, Any]]()
+    try:
+        for trial in drawn(given.trials, given.seed, given.device, given.only.split(), ranks):
+            if time.monotonic() - began > given.budget_s:
+                break
+            lines.append(judged(trial))
+            if lines[-1]["verdict"] != "right":
+                print(f"{trial}: {lines[-1]['verdict']}", flush=True)
+    finally:  # also where the campaign is interrupted
+        append(given, summary(lines))
+    verdicts = Counter(f"{line['fault']}: {'right' if line['verdict'] == 'right' else 'WRONG'}" for line in lines)
+    print(f"{len(lines)} trials in {time.monotonic() - began:.0f} s: {dict(sorted(verdicts.items()))}")
+    raise SystemExit(any(line["verdict"] != "right" for line in lines))
 
 
 if __name__ == "__main__":

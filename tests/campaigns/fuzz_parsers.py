@@ -1,7 +1,7 @@
 """Does any file make weft do anything but read it, or refuse it with a ValueError? A fuzzer of everything that reads files.
 
-    python benchmarks/fuzz_parsers.py schedule --seconds 600        guided by coverage, if atheris is installed; else at random
-    python benchmarks/fuzz_parsers.py all --seconds 60 --random
+    python tests/campaigns/fuzz_parsers.py schedule --seconds 600    guided by coverage, if atheris is installed; else at random
+    python tests/campaigns/fuzz_parsers.py all --seconds 60 --random
 
 An input is a number of edits of a right file: a value replaced by one of another type, or by an extreme one, a key renamed,
 left out or added, a list's entries repeated or dropped; or it is plain bytes, which hardly get past the JSON parser. Whatever

@@ -14,8 +14,8 @@ that, with vector clocks:
 
 once undisturbed; with each lane of each rank delayed in turn, before each of its steps; and with random delays.
 
-    python benchmarks/races.py --json benchmarks/results/races.jsonl
-    python benchmarks/races.py --only 'matmul_all_reduce two_shot' --ranks 4 --random 50
+    python tests/campaigns/races.py --json out/races.jsonl
+    python tests/campaigns/races.py --only 'matmul_all_reduce two_shot' --ranks 4 --random 50
 
 Traps. Fused kernels are not watched, only steps that torch runs: so this runs without Triton's interpreter. Bytes are told
 apart by fours, so cases are float32.
@@ -23,8 +23,6 @@ apart by fours, so cases are float32.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from calls import Case, even
-from checked_options import appended
+from campaign import Options, append
 from recorder import CALLER, Event, Place, Recorder
 
 import weft
@@ -257,11 +255,10 @@ def _judged(ranks: int, case: Case, delay: Delay, logs: Sequence[Log]) -> dict[s
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Options(__doc__)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     options.add_argument("--random", type=int, default=2, help="runs with random delays, a case each")
     options.add_argument("--only", default="", help="words of operator and schedule that a case must have")
-    options.add_argument("--json", type=appended)
     given = options.parse_args()
     chosen = [(op, name) for op, name in calls.EVERY if set(given.only.split()) <= {op, name}]
     if not chosen:
@@ -275,9 +272,7 @@ def main() -> None:
                     if line["verdict"] != "ordered":
                         wrong += 1
                         print(f"{line['case']}, {ranks} ranks, {line['delay']}: {line['verdict']}", flush=True)
-                    if given.json:
-                        with given.json.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(line) + "\n")
+                    append(given, [line])
     print(f"{runs} runs, {accesses} accesses, {wrong} out of order, {time.monotonic() - begun:.0f} s")
     raise SystemExit(bool(wrong))
 
