@@ -1,16 +1,19 @@
-"""What campaigns share: their options, the number of ranks, and the file of JSON lines that they append to."""
+"""What campaigns share: their options, the number of ranks, the file of JSON lines, and what ranks of all of them do."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weft.runtime.versions import versions
+
+Call = Callable[[], torch.Tensor]
 
 
 class Options(argparse.ArgumentParser):
@@ -57,3 +60,23 @@ def append(given: argparse.Namespace, lines: Iterable[Mapping[str, Any]]) -> Non
         about = {"versions": versions(getattr(given, "device", "cpu")), "commit": given.commit}
         with given.json.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({**line, **about}) + "\n" for line in lines)
+
+
+def on_any_rank(mine: bool) -> bool:
+    """Whether it is so on any rank. All ranks ask at the same places."""
+    found = torch.tensor([float(mine)])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
+
+
+def captured(call: Callable[[], torch.Tensor]) -> Call:
+    """The call as a CUDA graph. It was called eagerly before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = call()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return replay

@@ -108,7 +108,8 @@ class Planted(MemoryError):
 
 def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int = 3) -> Iterator[Trial]:
     """Random trials, the same for the same seed; each has every word of `only`."""
-    every = [*calls.EVERY, *(COMPOSED if device == "cpu" else ())]
+    composed = [(op, way) for op, (_, ways) in COMPOSED.items() for way in ways]
+    every = [*calls.EVERY, *(composed if device == "cpu" else ())]
     generator, made = random.Random(seed), 0
     for number in range(1_000_000):
         op, name = generator.choice(every)
@@ -136,8 +137,8 @@ def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int =
 def work(trial: Trial, seed: int, on: torch.device, *, m: int = M) -> Work:
     """This rank's call, and its result."""
     group = _group(trial)
-    if trial.op in _COMPOSED:
-        return _COMPOSED[trial.op](trial.schedule, seed, m, group)
+    if trial.op in COMPOSED:
+        return COMPOSED[trial.op][0](trial.schedule, seed, m, group)
     case = Case(op=trial.op, schedule=trial.schedule, m=m, n=N, k=K)
     return calls.work(calls.even(case, dist.get_world_size()), seed, on, group)
 
@@ -210,16 +211,11 @@ def _hooked(way: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
     return call, torch.stack([weight.double().T @ each.double() for each in given]).mean(0)
 
 
-_COMPOSED: dict[str, Callable[[str, int, int, dist.ProcessGroup], Work]] = {
-    "splits": _with_splits,
-    "concurrent": _beside,
-    "hooks": _hooked,
+COMPOSED: dict[str, tuple[Callable[[str, int, int, dist.ProcessGroup], Work], tuple[str, ...]]] = {
+    "splits": (_with_splits, ("fused",)),
+    "concurrent": (_beside, ("sequential", "vendor", "copy_engine")),
+    "hooks": (_hooked, ("vendor", "copy_engine")),
 }
-COMPOSED = (
-    *[("splits", "fused")],
-    *[("concurrent", way) for way in ("sequential", "vendor", "copy_engine")],
-    *[("hooks", way) for way in ("vendor", "copy_engine")],
-)
 """What is more than one operator, with its ways."""
 
 
@@ -263,10 +259,10 @@ def _right(given: Work, on: torch.device) -> None:
 @contextmanager
 def _fault(trial: Trial) -> Iterator[None]:
     """The victim's fault, before a step of the call within."""
-    if trial.fault in ("differ", "leave"):
-        if trial.fault == "leave":
-            weft.close(_group(trial))
-            raise Planted("left")
+    if trial.fault == "leave":
+        weft.close(_group(trial))
+        raise Planted("left")
+    if trial.fault == "differ":
         yield
         return
     seen = [0]
@@ -288,10 +284,8 @@ def _fault(trial: Trial) -> Iterator[None]:
 
 
 def _strike(fault: str) -> None:
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     elif fault == "raise":
         raise Planted("planted")
     else:

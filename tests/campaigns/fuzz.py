@@ -36,7 +36,7 @@ import calls
 import torch
 import torch.distributed as dist
 from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, Wrong, even
-from campaign import Options, append, count
+from campaign import Options, append, captured, count, on_any_rank
 
 from weft.core.problem import OPS, RECIPES
 from weft.runtime import products
@@ -95,18 +95,11 @@ def drawn(fuzz: Fuzz, number: int, world_size: int) -> Trial:
     generator = random.Random(f"{fuzz.seed} {number}")
     op, name = generator.choice(EVERY)
     chunked = FAMILIES[name].chunked and generator.random() < 0.5
-    case = Case(
-        op=op,
-        schedule=spec(name, generator.choice((1, 2, 3, 8))) if chunked else name,
-        m=_extent(generator, fuzz.device, 0),
-        n=_extent(generator, fuzz.device, 0),
-        k=_extent(generator, fuzz.device, 1),
-        dtype=generator.choice(sorted(DTYPES)),
-        a=generator.choice(LAYOUTS),
-        b=generator.choice(LAYOUTS),
-        entries=generator.choice((1, 1, 2, 3)),
-        dim=generator.randrange(2),
-    )
+    schedule = spec(name, generator.choice((1, 2, 3, 8))) if chunked else name
+    m, n, k = (_extent(generator, fuzz.device, least) for least in (0, 0, 1))
+    dtype, a, b = (generator.choice(some) for some in (sorted(DTYPES), LAYOUTS, LAYOUTS))
+    entries, dim = generator.choice((1, 1, 2, 3)), generator.randrange(2)
+    case = Case(op=op, schedule=schedule, m=m, n=n, k=k, dtype=dtype, a=a, b=b, entries=entries, dim=dim)
     ways, second, seed = WAYS[fuzz.device], generator.random() < 0.3, generator.randrange(1 << 30)
     order = tuple(generator.sample(ways, len(ways)))
     # Drawn last, so that trials of other dtypes stay as they were.
@@ -158,14 +151,7 @@ class Called:
     def _graph(self) -> Iterator[Callable[[], torch.Tensor]]:
         """An eager call comes first: a graph can capture a call after one of the same sizes."""
         yield self.call
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = self.call()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return out
-
+        replay = captured(self.call)
         for _ in range(REPLAYS):
             yield replay
         torch.cuda.synchronize()
@@ -200,7 +186,7 @@ def rank_work(fuzz: Fuzz) -> Told:
     second = dist.new_group()
     products.FEWEST_FLOPS, products.GAIN = 0.0, math.inf
     begun, made, compared, findings = time.monotonic(), 0, 0, list[str]()
-    while made < fuzz.trials and not (made % _ASK_EVERY == 0 and _late(time.monotonic() - begun > fuzz.seconds)):
+    while made < fuzz.trials and not (made % _ASK_EVERY == 0 and on_any_rank(time.monotonic() - begun > fuzz.seconds)):
         faulthandler.dump_traceback_later(ALARM_S[fuzz.device], exit=True)
         trial = drawn(fuzz, fuzz.first + made, dist.get_world_size())
         called = Called(trial, on, second if trial.second else None)
@@ -221,13 +207,6 @@ def _said(finding: str) -> str:
     """A finding, said at once, too: what ends a run takes with it what the run was to tell at its end."""
     print(f"rank {dist.get_rank()}: {finding}", file=sys.stderr, flush=True)
     return finding
-
-
-def _late(mine: bool) -> bool:
-    """Whether any rank's time is up. All ranks are asked at the same places."""
-    late = torch.tensor([float(mine)])
-    dist.all_reduce(late, op=dist.ReduceOp.MAX)
-    return bool(late)
 
 
 def line(fuzz: Fuzz, told: Sequence[Told]) -> dict[str, Any]:

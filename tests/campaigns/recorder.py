@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,12 +75,11 @@ class Recorder:
         self._call, self._thread = -1, threading.local()
         self._bindings = Bindings()
         self._program: HostProgram | None = None
-        self._originals: dict[str, Any] = {}
+        self._patches = ExitStack()
 
     def __enter__(self) -> Recorder:
         recorder = self
-        kept = self._originals = {name: getattr(HostProgram, name) for name in ("play", "bind", "wait", "signal", "_barrier")}
-        self._issues = {kind: kind.issue for kind in Launch.__subclasses__()}
+        kept = {name: getattr(HostProgram, name) for name in ("play", "bind", "wait", "signal", "_barrier")}
 
         def play(program: HostProgram, *arguments: Any) -> None:
             recorder._begin(program)
@@ -114,18 +115,14 @@ class Recorder:
             for rank in program.rank_group.near:
                 recorder._here(Event("seen", recorder._call, flag=("meet", rank, 0), value=value))
 
-        hooks = {"play": play, "bind": bind, "wait": wait, "signal": signal, "_barrier": barrier}
-        for name, hook in hooks.items():
-            setattr(HostProgram, name, hook)
-        for kind, issue in self._issues.items():
-            kind.issue = issuing(issue)  # type: ignore[method-assign]
+        patched = mock.patch.multiple(HostProgram, play=play, bind=bind, wait=wait, signal=signal, _barrier=barrier)
+        self._patches.enter_context(patched)
+        for kind in Launch.__subclasses__():
+            self._patches.enter_context(mock.patch.object(kind, "issue", issuing(kind.issue)))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for name, original in self._originals.items():
-            setattr(HostProgram, name, original)
-        for kind, issue in self._issues.items():
-            kind.issue = issue  # type: ignore[method-assign]
+        self._patches.close()
 
     def _begin(self, program: HostProgram) -> None:
         self._call, self._program = self._call + 1, program
@@ -190,11 +187,9 @@ class Recorder:
         return Place(("own", program.rank, base), at - base, shape, stride, size)
 
     def _kept_storages(self) -> set[int]:
-        tensors = [tensor for columns in self._bindings.tensors.values() for tensor, _ in columns]
-        tensors += [
-            tensor for several in self._bindings.loose.values() for tensor in several if isinstance(tensor, torch.Tensor)
-        ]
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        bound = [tensor for columns in self._bindings.tensors.values() for tensor, _ in columns]
+        loose = [one for several in self._bindings.loose.values() for one in several if isinstance(one, torch.Tensor)]
+        return {tensor.untyped_storage().data_ptr() for tensor in (*bound, *loose)}
 
 
 def _key(flag: Flag) -> tuple[str, int, int]:
@@ -202,7 +197,7 @@ def _key(flag: Flag) -> tuple[str, int, int]:
 
 
 class _Watch(TorchDispatchMode):
-    """Tells a recorder of each operation of this thread."""
+    """Shows a recorder each operation of this thread."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

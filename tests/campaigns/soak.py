@@ -44,7 +44,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from calls import Case, even
-from campaign import Options, append, count
+from campaign import Call, Options, append, captured, count, on_any_rank
 
 import weft
 from weft.comm.shared_memory import PREFIX, SHM
@@ -63,23 +63,19 @@ _ALARM_S = {"cpu": 600, "cuda": 40}
 """A part that takes longer ends the run, with every thread's stack."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """What kinds are drawn from. On GPUs few sizes, so that kernels are compiled once for many kinds."""
-
-    m: tuple[int, ...]
-    n: tuple[int, ...]
-    k: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    layouts: tuple[calls.Layout, ...]
-
-
-DRAWN = {
-    "cpu": Drawn(m=(1, 7, 24, 65), n=(3, 18, 64), k=(6, 12, 40), dtypes=tuple(calls.DTYPES), layouts=calls.LAYOUTS),
-    "cuda": Drawn(
-        m=(12, 192, 768), n=(768,), k=(768,), dtypes=("bfloat16", "bfloat16", "float32"), layouts=("plain", "transposed")
-    ),
+_TYPES, _LAYOUTS = ("bfloat16", "bfloat16", "float32"), ("plain", "transposed")
+DRAWN: dict[str, dict[str, tuple[Any, ...]]] = {
+    "cpu": {
+        "m": (1, 7, 24, 65),
+        "n": (3, 18, 64),
+        "k": (6, 12, 40),
+        "dtype": tuple(calls.DTYPES),
+        "a": calls.LAYOUTS,
+        "b": calls.LAYOUTS,
+    },
+    "cuda": {"m": (12, 192, 768), "n": (768,), "k": (768,), "dtype": _TYPES, "a": _LAYOUTS, "b": _LAYOUTS},
 }
+"""What a kind's case is drawn from. On GPUs few sizes, so that kernels are compiled once for many kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,21 +114,10 @@ class Told:
 
 def kinds(soak: Soak, ranks: int) -> list[tuple[Case, bool]]:
     """The catalogue: cases, and whether they are the world's or the smaller group's. Every operator and family comes first."""
-    generator = random.Random(soak.seed)
-    drawn = DRAWN[soak.device]
-    found = []
+    generator, found = random.Random(soak.seed), []
     for number in range(soak.catalogue):
         op, name = calls.EVERY[number % len(calls.EVERY)]
-        case = Case(
-            op=op,
-            schedule=name,
-            m=generator.choice(drawn.m),
-            n=generator.choice(drawn.n),
-            k=generator.choice(drawn.k),
-            dtype=generator.choice(drawn.dtypes),
-            a=generator.choice(drawn.layouts),
-            b=generator.choice(drawn.layouts),
-        )
+        case = Case(op=op, schedule=name, **{key: generator.choice(some) for key, some in DRAWN[soak.device].items()})
         whole = ranks < 3 or generator.random() < 0.7
         found.append((even(case, ranks if whole else ranks - 1), whole))
     return found
@@ -157,34 +142,18 @@ class Kind:
     def __init__(self, case: Case, seed: int, on: torch.device, group: dist.ProcessGroup | None, member: bool) -> None:
         self.case, self.member = case, member
         self.ranks = dist.get_world_size(group) if member else 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.replay: Call | None = None
         if member:
             self._call, self._expected = calls.work(case, seed, on, group)
 
     def eager(self) -> torch.Tensor:
         return self._call()
 
-    def capture(self) -> None:
-        """On GPUs, after an eager call."""
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._captured = self._call()
-
-    def replay(self) -> torch.Tensor:
-        assert self._graph is not None
-        self._graph.replay()
-        return self._captured
-
     def forget(self) -> None:
         """Give the graph back."""
-        if self._graph is not None:
+        if self.replay is not None:
             torch.cuda.synchronize()
-            self._graph = None
-            del self._captured
-
-    @property
-    def captured(self) -> bool:
-        return self._graph is not None
+            self.replay = None
 
     def check(self, out: torch.Tensor) -> None:
         calls.check(self.case, out, self._expected, self.ranks)
@@ -244,7 +213,7 @@ class Rank:
         parts = []
         begun, made, per = time.monotonic(), 0, -(-self.soak.calls // self.soak.parts)
         order = sequence(self.soak, len(self.kinds))
-        while made < self.soak.calls and not self._late(begun):
+        while made < self.soak.calls and not on_any_rank(time.monotonic() - begun > self.soak.budget_s):
             faulthandler.dump_traceback_later(_ALARM_S[self.soak.device], exit=True)
             until = min(made + per, self.soak.calls)
             while made < until:
@@ -256,12 +225,6 @@ class Rank:
         weft.close()
         names = [str(kind.case) for kind in self.kinds]
         return Told(parts=parts, pace=self.paces.told(names), steady=self.paces.steady())
-
-    def _late(self, begun: float) -> bool:
-        """Whether any rank's time is up. All ranks are asked at the same places."""
-        late = torch.tensor([float(time.monotonic() - begun > self.soak.budget_s)])
-        dist.all_reduce(late, op=dist.ReduceOp.MAX)
-        return bool(late)
 
     def _through_the_catalogue(self) -> None:
         for number, kind in enumerate(self.kinds):
@@ -285,29 +248,28 @@ class Rank:
         """A burst of replays; the calls that it stands for, alike on ranks without a part in it."""
         kind = self.kinds[number]
         if kind.member:
-            if not kind.captured:
-                self._capture(number)
+            replay = kind.replay or self._capture(number)
             timed = made // BURST % TIMED_EVERY == 0
             if timed:
-                self._timed(number)
+                self._timed(number, replay)
             for _ in range(BURST - timed * TIMED):
-                out = kind.replay()
+                out = replay()
             torch.cuda.current_stream().synchronize()
             if made // CHECK_EVERY != (made + BURST) // CHECK_EVERY:
                 kind.check(out)
         return BURST
 
-    def _timed(self, number: int) -> None:
+    def _timed(self, number: int, replay: Call) -> None:
         """The first calls of a burst: each is timed, but the very first."""
         torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         for mark in self._marks:
-            self.kinds[number].replay()
+            replay()
             mark.record()
         self._marks[-1].synchronize()
         for before, after in pairwise(self._marks):
             self.paces.add(number, before.elapsed_time(after) * 1e3)
 
-    def _capture(self, number: int) -> None:
+    def _capture(self, number: int) -> Call:
         """No more graphs than the window has kinds: the oldest goes. An eager call comes first, and is checked."""
         if len(self._graphs) >= self.soak.window:
             oldest = next(iter(self._graphs))
@@ -315,8 +277,8 @@ class Rank:
             del self._graphs[oldest]
         kind = self.kinds[number]
         kind.check(kind.eager())
-        kind.capture()
-        self._graphs[number] = None
+        kind.replay, self._graphs[number] = captured(kind.eager), None
+        return kind.replay
 
     def figures(self) -> dict[str, float]:
         """What this process holds now."""
