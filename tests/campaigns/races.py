@@ -26,7 +26,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import calls
@@ -84,25 +84,21 @@ def recorded(case: Case, delay: Delay, seed: int = 1) -> Log:
     return recorder.log
 
 
-@dataclass
 class Shadow:
-    """Of each word of a stretch of memory: who wrote it last, at which of its own times; and by lane, when it last read it."""
+    """Of each word of a memory: the lane that wrote it last, the time of that lane then, and the time of each lane when it last
+    read the word."""
 
-    words: int
-    lanes: int
-    writer: np.ndarray = field(init=False)
-    written: np.ndarray = field(init=False)
-    read: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.writer = np.zeros(self.words, dtype=np.int64)
-        self.written = np.zeros(self.words, dtype=np.int64)
-        self.read = np.zeros((self.lanes, self.words), dtype=np.int64)
+    def __init__(self, lanes: int) -> None:
+        self.writer, self.written = np.zeros((2, 0), dtype=np.int64)
+        self.read = np.zeros((lanes, 0), dtype=np.int64)
 
     def grow(self, words: int) -> None:
-        more = max(0, words - self.words)
-        self.writer, self.written = np.pad(self.writer, (0, more)), np.pad(self.written, (0, more))
-        self.read, self.words = np.pad(self.read, ((0, 0), (0, more))), self.words + more
+        more = (0, max(0, words - len(self.writer)))
+        self.writer, self.written, self.read = (
+            np.pad(self.writer, more),
+            np.pad(self.written, more),
+            np.pad(self.read, ((0, 0), more)),
+        )
 
 
 class Replay:
@@ -183,7 +179,7 @@ class Replay:
 
     def _access(self, lane: Lane, event: Event, place: Place, clock: np.ndarray) -> None:
         self.accesses += 1
-        words, shadow = words_of(place), self._shadow(place)
+        words, shadow = words_of(place), self._shadows.setdefault(place.space, Shadow(len(self._events)))
         shadow.grow(int(words.max()) + 1)
         self._conform(lane, event, place, words)
         unordered = shadow.written[words] > clock[shadow.writer[words]]
@@ -198,9 +194,6 @@ class Replay:
             shadow.writer[words], shadow.written[words] = self._number[lane], clock[self._number[lane]]
         else:
             shadow.read[self._number[lane], words] = clock[self._number[lane]]
-
-    def _shadow(self, place: Place) -> Shadow:
-        return self._shadows.setdefault(place.space, Shadow(0, len(self._events)))
 
     def _conform(self, lane: Lane, event: Event, place: Place, words: np.ndarray) -> None:
         """A step may read what it says that it writes: in-place sums do."""
@@ -250,8 +243,8 @@ def _judged(ranks: int, case: Case, delay: Delay, logs: Sequence[Log]) -> dict[s
         replay.check()
     except Race as race:
         verdict = str(race)
-    line = {"bench": "races", "ranks": ranks, "case": str(case), "delay": str(delay)}
-    return {**line, "accesses": replay.accesses, "verdict": verdict}
+    ran = {"bench": "races", "ranks": ranks, "case": str(case), "delay": str(delay)}
+    return {**ran, "accesses": replay.accesses, "verdict": verdict}
 
 
 def main() -> None:
