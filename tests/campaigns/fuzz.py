@@ -1,24 +1,24 @@
-"""Is any call right, of operators, extents, layouts, dtypes, streams and graphs that nobody chose, for as long as one likes?
+"""Is every call right, for random operators, extents, layouts, dtypes, streams and graphs, for as long as one likes?
 
-Trials, one after the other, the same on every rank; each is drawn from a seed and its number, by which it can be had again. A
-trial is a kind of call (tests/campaigns/calls.py), by any family and chunk count, in the world or in a second group of the same
-ranks, and it is called by each of these ways, in an order of its own:
+Trials run one after the other, the same on every rank. A trial follows from the seed and its number, so it can be repeated. It
+is one kind of call (calls.py) by a random family and chunk count, in the world or in a second group of the same ranks. It is
+called in each of these ways, in a random order:
 
-    eager     twice: the second call finds its tensors where they lay, and GPUs replay it
+    eager     twice: the second call finds its tensors at the same addresses, and GPUs replay it
     stream    on a stream of its own; the caller's stream waits for it
     graph     captured, and replayed REPLAYS times
 
-CPUs have the first alone. On GPUs each product is by an algorithm that torch would not take, however small and slow. Before
-each call some rank, or none, is held up for up to 2 ms: its stream, on GPUs. And before each call what the result is linear
-in is multiplied in place, by -1, -1/2 and 2 in turn, so that what one of the last two calls left is wrong now. Every result
-is compared with float64. tests/campaigns/test_fuzz.py asks the same of CPUs, and shrinks what it finds.
+CPUs have the first way only. On GPUs each product runs by an algorithm that torch would not take, however small and slow it is.
+Before each call one random rank, or none, is delayed for up to 2 ms (on GPUs: its stream). Also before each call, the operand
+in which the result is linear is multiplied in place, by -1, -1/2 and 2 in turn, so a result that an earlier call left is wrong.
+Every result is compared with float64. tests/campaigns/test_fuzz.py does the same on CPUs, and shrinks what it finds.
 
     python tests/campaigns/fuzz.py --minutes 10 --seed 2 --json out/fuzz.jsonl
     python tests/campaigns/fuzz.py --device cpu --ranks 3 --minutes 1
     python tests/campaigns/fuzz.py --seed 2 --first 417 --trials 1       that trial again
 
-Traps. The extents are new in each trial, so kernels are compiled, and programs dropped and made, all the time: calls a second
-tell nothing. A trial that takes longer than ALARM_S ends the run, with every thread's stack.
+Traps: the extents are new in each trial, so kernels are compiled, and programs dropped and made, all the time; calls per second
+say nothing. A trial that takes longer than ALARM_S ends the run and prints every thread's stack.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Fuzz:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class FuzzTrial:
     """second: in the second group. seed: of the data, and of who is held up."""
 
     number: int
@@ -81,7 +81,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class FuzzReport:
     """One rank's story. calls: results that were compared. findings: what was wrong, with the trial."""
 
     trials: int
@@ -90,7 +90,7 @@ class Told:
     findings: tuple[str, ...]
 
 
-def drawn(fuzz: Fuzz, number: int, world_size: int) -> Trial:
+def drawn(fuzz: Fuzz, number: int, world_size: int) -> FuzzTrial:
     """The trial with this number, the same on every rank."""
     generator = random.Random(f"{fuzz.seed} {number}")
     op, name = generator.choice(EVERY)
@@ -105,7 +105,7 @@ def drawn(fuzz: Fuzz, number: int, world_size: int) -> Trial:
     # Drawn last, so that trials of other dtypes stay as they were.
     if op in OPS and name not in CUT_COLUMNS and generator.random() < 0.3:
         case = replace(case, recipe=generator.choice(RECIPES))
-    return Trial(number=number, case=even(case, world_size), ways=order, second=second, seed=seed)
+    return FuzzTrial(number=number, case=even(case, world_size), ways=order, second=second, seed=seed)
 
 
 def _extent(generator: random.Random, device: str, least: int) -> int:
@@ -119,7 +119,7 @@ def _extent(generator: random.Random, device: str, least: int) -> int:
 class Called:
     """A trial's call on this rank, with operands that change from call to call."""
 
-    def __init__(self, trial: Trial, on: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, trial: FuzzTrial, on: torch.device, group: dist.ProcessGroup | None) -> None:
         self.trial, self.on = trial, on
         data = Drawn(trial.case, trial.seed, on, group)
         self.call, self._expected = data.work()
@@ -180,7 +180,7 @@ class Called:
             time.sleep(seconds)
 
 
-def rank_work(fuzz: Fuzz) -> Told:
+def rank_work(fuzz: Fuzz) -> FuzzReport:
     """One rank of a run. What is wrong or refused is noted, and the next trial begun; other errors end the run."""
     on = torch.device(fuzz.device, dist.get_rank()) if fuzz.device == "cuda" else torch.device("cpu")
     second = dist.new_group()
@@ -200,7 +200,7 @@ def rank_work(fuzz: Fuzz) -> Told:
         made, compared = made + 1, compared + called.compared
         findings += called.findings
     faulthandler.cancel_dump_traceback_later()
-    return Told(trials=made, calls=compared, seconds=time.monotonic() - begun, findings=tuple(findings))
+    return FuzzReport(trials=made, calls=compared, seconds=time.monotonic() - begun, findings=tuple(findings))
 
 
 def _said(finding: str) -> str:
@@ -209,16 +209,16 @@ def _said(finding: str) -> str:
     return finding
 
 
-def line(fuzz: Fuzz, told: Sequence[Told]) -> dict[str, Any]:
+def line(fuzz: Fuzz, reports: Sequence[FuzzReport]) -> dict[str, Any]:
     """A run's."""
     return {
         "bench": "fuzz",
-        "ranks": len(told),
+        "ranks": len(reports),
         **{name: getattr(fuzz, name) for name in ("seed", "first", "device")},
-        "trials": told[0].trials,
-        "calls": told[0].calls,
-        "minutes": round(max(one.seconds for one in told) / 60, 2),
-        "findings": [f"rank {rank}: {what}" for rank, one in enumerate(told) for what in one.findings],
+        "trials": reports[0].trials,
+        "calls": reports[0].calls,
+        "minutes": round(max(one.seconds for one in reports) / 60, 2),
+        "findings": [f"rank {rank}: {what}" for rank, one in enumerate(reports) for what in one.findings],
     }
 
 
@@ -233,8 +233,8 @@ def main() -> None:
     ranks = options.ranks(given)
     fuzz = Fuzz(seed=given.seed, first=given.first, trials=given.trials, seconds=60 * given.minutes, device=given.device)
     with Ranks(ranks, device=given.device, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "20"}) as pool:
-        told = pool.run(rank_work, fuzz, timeout_s=86_400)
-    found = line(fuzz, told)
+        reports = pool.run(rank_work, fuzz, timeout_s=86_400)
+    found = line(fuzz, reports)
     append(given, [found])
     cases = (drawn(fuzz, fuzz.first + at, ranks).case for at in range(found["trials"]))
     seen = {(case.op, case.schedule.partition(":")[0]) for case in cases}

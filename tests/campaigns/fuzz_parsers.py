@@ -1,15 +1,15 @@
-"""Does any file make weft do anything but read it, or refuse it with a ValueError? A fuzzer of everything that reads files.
+"""Is every file either read by weft or refused with a ValueError? A fuzzer of everything that reads files.
 
-    python tests/campaigns/fuzz_parsers.py schedule --seconds 600    guided by coverage, if atheris is installed; else at random
+    python tests/campaigns/fuzz_parsers.py schedule --seconds 600    guided by coverage with atheris
     python tests/campaigns/fuzz_parsers.py all --seconds 60 --random
 
-An input is a number of edits of a right file: a value replaced by one of another type, or by an extreme one, a key renamed,
-left out or added, a list's entries repeated or dropped; or it is plain bytes, which hardly get past the JSON parser. Whatever
-was read is then used as its readers use it: printed, written and read again, which must give the same value; a schedule is
-checked, by the proof that stands between a file and an executor. An input that a parser takes longer than SLOW_S over is a
-finding, too: a small file must not cost much.
+An input is a right file with some edits: a value replaced by one of another type or by an extreme one, a key renamed, left out
+or added, a list's entries repeated or dropped. One input in eight is plain bytes, which hardly get past the JSON parser.
+Whatever was read is then used: it is printed, written and read again, which must give the same value. A schedule is checked,
+since that proof stands between a file and an executor. An input for which a parser takes longer than SLOW_S is a finding, too:
+a small file must not cost much.
 
-What is found is written to out/fuzz, and can be given again: --input FILE. atheris: pip install "weft[fuzz]".
+Findings are written to out/fuzz. `--input FILE` tries one of them again. To install atheris: pip install "weft[fuzz]".
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""Do lanes only ever touch what the proof says, in an order that flags really enforce, however slow any of them is?
+"""Do lanes touch only what their schedule says, in an order that flags enforce, however slow any of them is?
 
-The checker proves schedules; executors run them. Here host executors of 2 to 4 ranks call every operator by every family three
-times in a row, with new data, and tell what their lanes did (`recorder`): each operation's reads and writes, flags, waits. From
-that, with vector clocks:
+The checker proves schedules, and executors run them. Here host executors of 2 to 4 ranks call every operator by every family
+three times in a row with new data, and `recorder` records what their lanes did: each operation's reads and writes, flag stores
+and waits. The following is checked with vector clocks:
 
-    order         any two accesses to the same bytes, of which one writes, are ordered by lanes, flags, meetings of a
-                  collective, and calls of one rank. What a wait teaches is the store that it needed, not the later one that it
-                  may have found: so a race is found though it did not happen in this run. That ranks meet between calls on
-                  CPUs teaches nothing either: GPUs have no such meeting.
+    order         any two accesses to the same bytes, of which one is a write, are ordered by lanes, flags, the barriers of a
+                  collective, and the calls of one rank. A wait is ordered after the store that it needed, not after a later one
+                  that it may have found, so a race is found even if it did not happen in this run. On CPUs ranks meet between
+                  calls. That orders nothing here, because GPUs have no such meeting.
     provenance    each wait was satisfied by a store that was made
     conformance   a step touches nothing but what its schedule says that it reads and writes
-    result        right, within rounding
+    result        the result is right, within rounding
 
-once undisturbed; with each lane of each rank delayed in turn, before each of its steps; and with random delays.
+Each case runs undisturbed, then with each lane of each rank delayed in turn before each of its steps, then with random delays.
 
     python tests/campaigns/races.py --json out/races.jsonl
     python tests/campaigns/races.py --only 'matmul_all_reduce two_shot' --ranks 4 --random 50
 
-Traps. Fused kernels are not watched, only steps that torch runs: so this runs without Triton's interpreter. Bytes are told
-apart by fours, so cases are float32.
+Limits: only steps that torch runs are recorded, so this runs without Triton's interpreter and does not see fused kernels.
+Memory is followed in words of 4 bytes, so cases are float32.
 """
 
 from __future__ import annotations
@@ -185,12 +185,12 @@ class Replay:
         unordered = shadow.written[words] > clock[shadow.writer[words]]
         if unordered.any():
             other = int(shadow.writer[words][unordered][0])
-            raise Race(self._told(lane, event, f"{_named(list(self._number)[other])} has written", place))
+            raise Race(self._described(lane, event, f"{_named(list(self._number)[other])} has written", place))
         if event.kind == "write":
             ahead = shadow.read[:, words] > clock[:, None]
             if ahead.any():
                 other = int(np.argwhere(ahead)[0][0])
-                raise Race(self._told(lane, event, f"{_named(list(self._number)[other])} has read", place))
+                raise Race(self._described(lane, event, f"{_named(list(self._number)[other])} has read", place))
             shadow.writer[words], shadow.written[words] = self._number[lane], clock[self._number[lane]]
         else:
             shadow.read[self._number[lane], words] = clock[self._number[lane]]
@@ -202,9 +202,9 @@ class Replay:
             words_of(other) for other in (*writes, *(reads if event.kind == "read" else ())) if other.space == place.space
         ]
         if not np.isin(words, np.concatenate(allowed) if allowed else np.empty(0)).all():
-            raise Race(self._told(lane, event, "its schedule does not say so", place))
+            raise Race(self._described(lane, event, "its schedule does not say so", place))
 
-    def _told(self, lane: Lane, event: Event, why: str, place: Place) -> str:
+    def _described(self, lane: Lane, event: Event, why: str, place: Place) -> str:
         step = self._step[lane].text
         return f"call {event.call}: {step}: a {event.kind} of {list(place.shape)} in {place.space} at byte {place.start}: {why}"
 

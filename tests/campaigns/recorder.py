@@ -1,15 +1,15 @@
-"""What the lanes of a rank really did: every tensor operation's reads and writes, flags stored, and waits that came true.
+"""What the lanes of a rank really did: every tensor operation's reads and writes, the flags stored, and the waits that ended.
 
     with Recorder(delay) as recorder: calls of an operator on CPUs
     recorder.log      lane -> events, in the order in which that lane did them
 
-Steps are watched where their launches are issued. Within a launch, a dispatch mode of torch sees each operation on a tensor,
-and its schema says what it writes; so what is told is what ran, not what a schedule says. A flag is signalled once a call: the
-n-th signal has value n, and a wait of call n has seen n of its own call's signal, or n - 1 of that of the call before.
+Steps are recorded where their launches are issued. Within a launch, a torch dispatch mode sees each operation on a tensor, and
+the operation's schema says what it writes. So the log has what ran, not what a schedule says. A flag is signalled once per
+call: the n-th signal has value n, and a wait in call n has seen signal n of its own call, or signal n - 1 of the call before.
 
-Memory that is shared is told by its owner and the byte in its segment, a rank's own by where its storage begins. What lies in
-neither a segment nor a buffer of the call is a temporary of one step, and is not told. Beside each step stand the rectangles
-that its schedule says it touches.
+A place in shared memory is named by its owner and its byte in the segment, a place in a rank's own memory by the start of its
+storage. Memory that is in neither a segment nor a buffer of the call is a temporary of one step, and is not recorded. Each step
+also has the rectangles that its schedule says it touches.
 """
 
 from __future__ import annotations

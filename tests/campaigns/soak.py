@@ -1,28 +1,29 @@
-"""Does a job that calls operators for days keep its memory, its descriptors and its threads, and its pace?
+"""Does a job that calls operators for days keep its memory, descriptors, threads and pace?
 
-Rank processes make calls that are mixed at random, from a seed: operators, schedules, extents, dtypes, layouts, the world and a
-group of all ranks but the last. A window of kinds is in use at a time and moves on through a catalogue that is larger than what
-a group keeps (weft.runtime.programs), so that programs are dropped and made again throughout. The catalogue is
-called through once before anything is measured. Then, part by part,
+Rank processes make calls in a random order that follows from a seed: operators, schedules, extents, dtypes, layouts, in the
+world and in a group of all ranks but the last. A window of kinds is in use at a time. It moves through a catalogue that is
+larger than what a group keeps (weft.runtime.programs), so programs are dropped and made again throughout. Before anything is
+measured, each kind of the catalogue is called once. Then, at the end of each part, a rank records
 
-    resident memory, descriptors, threads, names in /dev/shm of each rank; on GPUs what torch holds, and what the driver gives
-    out; the time of every call by kind; every CHECK_EVERYth result against float64
+    its resident memory, descriptors, threads and names in /dev/shm; on GPUs also the memory that torch holds and that the
+    driver has given out. During a part every call is timed by its kind, and every CHECK_EVERYth result is compared with float64
 
-and at the end: flat, if no rank's figure of the last third of the parts is above that of the first third by more than SLACK,
-and every result was right. The exit status says so. 100,000 calls by three ranks on two cores take some 7 minutes.
+A run is flat if no rank's median figure of the last third of the parts exceeds that of the first third by more than SLACK. The
+exit status says whether it was flat and every result right. 100,000 calls by three ranks on two cores take some 7 minutes.
 
     python tests/campaigns/soak.py --calls 100000 --json out/soak.jsonl
     python tests/campaigns/soak.py --device cuda --calls 1000000 --budget-s 75
 
 On GPUs each kind is captured in a CUDA graph after an eager call. A call is then a replay of one operator, one of BURST in a
-row that the host waits for; of one burst in TIMED_EVERY the first TIMED calls are timed, by GPU events. The window moves there,
-too: graphs are dropped and captured anew.
+row that the host waits for. In one burst of TIMED_EVERY the first TIMED calls are timed by GPU events. The window moves there,
+too: graphs are dropped and captured again.
 
-Traps. Calls of one kind have the same tensors: what flows is memory of weft's, not of the test's. p99 on a busy machine tells
-of the machine. The allocator's first growth is no leak: hence thirds, not ends. A burst that is timed stands behind a kernel
-that spins until the host has enqueued it, or else times would be the host's; its first call is not timed: ranks meet in it.
-With NCCL's collectives in a graph the host gets some 17 replays ahead and no further, whatever spins: the next ones then wait
-for the host, 100 us and more (torch's all_reduce alone, without weft, on 2 x H200). So fewer are timed in a row.
+Traps. All calls of one kind have the same tensors, so memory that grows is weft's, not the test's. On a machine with other load
+p99 describes the machine. The allocator's first growth is no leak, so thirds are compared, not ends. A timed burst starts
+behind a kernel that spins until the host has enqueued the burst, since times would otherwise be the host's. Its first call is
+not timed, because ranks meet in it. With NCCL's collectives in a graph the host gets some 17 replays ahead and no further,
+whatever spins; the next ones then wait for the host, 100 us and more (torch's all_reduce alone, without weft, on 2 x H200). So
+only TIMED calls in a row are timed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _AHEAD_CYCLES = 4_000_000
 SLACK = {"rss_mib": 24.0, "descriptors": 0, "threads": 0, "segments": 0, "torch_mib": 2.0, "driver_mib": 64.0}
 """By figure: how much more the last third of the parts may have than the first."""
 LEAST_TIMED = 100
-"""Calls of a kind, for its 99th percentile to be told."""
+"""Calls of a kind, for its 99th percentile to be reported."""
 _MIB = 1 << 20
 _ALARM_S = {"cpu": 600, "cuda": 40}
 """A part that takes longer ends the run, with every thread's stack."""
@@ -103,7 +104,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class SoakReport:
     """One rank's story. pace: by kind, calls that were timed, median and 99th percentile in us. steady: of all that were
     timed, each over its kind's median, the number of calls and the 99th percentile."""
 
@@ -172,14 +173,14 @@ class Paces:
         self._us[kind, self._timed[kind] % self._KEPT] = us
         self._timed[kind] += 1
 
-    def told(self, names: Sequence[str]) -> dict[str, tuple[int, float, float]]:
+    def figures(self, names: Sequence[str]) -> dict[str, tuple[int, float, float]]:
         return {
             f"{kind} {names[kind]}": (int(self._timed[kind]), float(np.median(us)), float(np.percentile(us, 99)))
             for kind, us in self._known()
         }
 
     def steady(self) -> tuple[int, float]:
-        """As Told has it."""
+        """As SoakReport has it."""
         ratios = [us / np.median(us) for _, us in self._known()]
         return sum(map(len, ratios)), float(np.percentile(np.concatenate(ratios), 99)) if ratios else 1.0
 
@@ -208,7 +209,7 @@ class Rank:
         timed = TIMED if self.on.type == "cuda" else 0
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(timed)]
 
-    def run(self) -> Told:
+    def run(self) -> SoakReport:
         self._through_the_catalogue()
         parts = []
         begun, made, per = time.monotonic(), 0, -(-self.soak.calls // self.soak.parts)
@@ -224,7 +225,7 @@ class Rank:
             kind.forget()
         weft.close()
         names = [str(kind.case) for kind in self.kinds]
-        return Told(parts=parts, pace=self.paces.told(names), steady=self.paces.steady())
+        return SoakReport(parts=parts, pace=self.paces.figures(names), steady=self.paces.steady())
 
     def _through_the_catalogue(self) -> None:
         for number, kind in enumerate(self.kinds):
@@ -245,7 +246,7 @@ class Rank:
         return 1
 
     def _on_gpu(self, number: int, made: int) -> int:
-        """A burst of replays; the calls that it stands for, alike on ranks without a part in it."""
+        """A burst of replays; the calls that it stands for, the same number on ranks without a part in it."""
         kind = self.kinds[number]
         if kind.member:
             replay = kind.replay or self._capture(number)
@@ -296,7 +297,7 @@ class Rank:
         return found
 
 
-def rank_work(soak: Soak) -> Told:
+def rank_work(soak: Soak) -> SoakReport:
     """One rank of a soak."""
     return Rank(soak).run()
 
@@ -313,39 +314,39 @@ def growth(parts: Sequence[Part]) -> dict[str, float]:
     }
 
 
-def leaks(told: Sequence[Told]) -> list[str]:
+def leaks(reports: Sequence[SoakReport]) -> list[str]:
     """Figures that are not flat, by rank."""
     return [
         f"rank {rank}: {name} grew by {more:g}"
-        for rank, one in enumerate(told)
+        for rank, one in enumerate(reports)
         for name, more in growth(one.parts).items()
         if more > SLACK[name]
     ]
 
 
-def slowest(told: Sequence[Told]) -> tuple[str, float, float, float]:
+def slowest(reports: Sequence[SoakReport]) -> tuple[str, float, float, float]:
     """The kind whose 99th percentile is the most times its median, of those timed as often: (kind, times, median, p99)."""
-    paces = [(kind, *pace) for one in told for kind, pace in one.pace.items() if pace[0] >= LEAST_TIMED]
+    paces = [(kind, *pace) for one in reports for kind, pace in one.pace.items() if pace[0] >= LEAST_TIMED]
     return max(paces, key=lambda pace: pace[3] / pace[2], default=("none", 0, 1.0, 1.0))
 
 
-def line(soak: Soak, told: Sequence[Told]) -> dict[str, Any]:
+def line(soak: Soak, reports: Sequence[SoakReport]) -> dict[str, Any]:
     """A run's. figures: of the worst rank, the median of the first third of the parts, and by how much the last third has more.
     over_median: of rank 0's timed calls, each over its kind's median, the 99th percentile; slowest: as `slowest` has it."""
     settings = {name: value for name, value in asdict(soak).items() if name not in ("budget_s", "calls")}
-    grown = [growth(one.parts) for one in told]
-    third = len(told[0].parts) // 3
-    timed, high = told[0].steady
-    kind, often, middle, worst = slowest(told)
+    grown = [growth(one.parts) for one in reports]
+    third = len(reports[0].parts) // 3
+    timed, high = reports[0].steady
+    kind, often, middle, worst = slowest(reports)
     return {
         "bench": "soak",
-        "ranks": len(told),
+        "ranks": len(reports),
         **settings,
-        "calls": told[0].parts[-1].calls,
-        "seconds": round(told[0].parts[-1].seconds, 2),
+        "calls": reports[0].parts[-1].calls,
+        "seconds": round(reports[0].parts[-1].seconds, 2),
         "figures": {
             name: (
-                max(median(part.figures[name] for part in one.parts[:third]) for one in told),
+                max(median(part.figures[name] for part in one.parts[:third]) for one in reports),
                 round(max(one[name] for one in grown), 3),
             )
             for name in grown[0]
@@ -365,17 +366,19 @@ def main() -> None:
     size = {"catalogue": 64, "window": 16, "moves": 400} if on_gpu else {}
     soak = Soak(calls=given.calls, seed=given.seed, device=given.device, budget_s=given.budget_s, **size)
     with Ranks(ranks, device=place, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "30"}) as pool:
-        told = pool.run(rank_work, soak, timeout_s=86_400)
-    for part in told[0].parts:
+        reports = pool.run(rank_work, soak, timeout_s=86_400)
+    for part in reports[0].parts:
         figures = " ".join(f"{name} {value:g}" for name, value in part.figures.items())
         print(f"rank 0, calls {part.calls} seconds {part.seconds:.2f} {figures}")
-    append(given, [line(soak, told)])
-    print("p99 of all calls, each over its kind's median: " + ", ".join(f"{one.steady[1]:.2f}" for one in told) + ", by rank")
-    kind, timed, middle, high = slowest(told)
+    append(given, [line(soak, reports)])
+    print(
+        "p99 of all calls, each over its kind's median: " + ", ".join(f"{one.steady[1]:.2f}" for one in reports) + ", by rank"
+    )
+    kind, timed, middle, high = slowest(reports)
     print(f"p99 over median at most {high / middle:.2f}: {kind}, {timed} timed, median {middle:.0f} us, p99 {high:.0f} us")
-    ratios = [pace[2] / pace[1] for one in told for pace in one.pace.values() if pace[0] >= LEAST_TIMED]
+    ratios = [pace[2] / pace[1] for one in reports for pace in one.pace.values() if pace[0] >= LEAST_TIMED]
     print(f"p99 within 1.5 of the median for {sum(ratio <= 1.5 for ratio in ratios)} of {len(ratios)} kinds on a rank")
-    found = leaks(told)
+    found = leaks(reports)
     print("flat" if not found else "\n".join(found))
     raise SystemExit(bool(found))
 

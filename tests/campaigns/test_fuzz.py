@@ -67,11 +67,11 @@ SHORT = fuzz.Fuzz(trials=24, device="cpu", seed=5)
 
 @pytest.mark.ranks
 def test_trials_are_right_with_operands_that_change(ranks: RankFixture) -> None:
-    told = ranks(2).run(fuzz.rank_work, SHORT)
-    assert [(one.trials, one.calls, one.findings) for one in told] == [(24, 48, ())] * 2
+    reports = ranks(2).run(fuzz.rank_work, SHORT)
+    assert [(one.trials, one.calls, one.findings) for one in reports] == [(24, 48, ())] * 2
 
 
-def _stale(given: fuzz.Fuzz) -> fuzz.Told:
+def _stale(given: fuzz.Fuzz) -> fuzz.FuzzReport:
     """Every call returns what the first of its trial did."""
     work = Drawn.work
 
@@ -88,23 +88,23 @@ def _stale(given: fuzz.Fuzz) -> fuzz.Told:
     Drawn.work = remembering  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryFile("w+") as file, redirect_stderr(file):  # a real one, for faulthandler
-            told = fuzz.rank_work(given)
+            reports = fuzz.rank_work(given)
             file.seek(0)
             said = file.read()
     finally:
         Drawn.work = work  # type: ignore[method-assign]
     # At once: what ends a run takes with it what the run was to tell at its end.
-    assert said.splitlines() == [f"rank {dist.get_rank()}: {what}" for what in told.findings]
-    return told
+    assert said.splitlines() == [f"rank {dist.get_rank()}: {what}" for what in reports.findings]
+    return reports
 
 
 @pytest.mark.ranks
 def test_a_stale_result_is_found_and_the_run_goes_on(ranks: RankFixture) -> None:
-    told = ranks(2).run(_stale, SHORT)
-    assert [one.trials for one in told] == [24, 24]
-    assert all("call 2, eager" in what for one in told for what in one.findings)
+    reports = ranks(2).run(_stale, SHORT)
+    assert [one.trials for one in reports] == [24, 24]
+    assert all("call 2, eager" in what for one in reports for what in one.findings)
     # A rank whose part of a result is empty has nothing stale.
-    assert min(len(one.findings) for one in told) > 18
+    assert min(len(one.findings) for one in reports) > 18
 
 
 def test_trials_follow_from_seed_and_number() -> None:
@@ -117,6 +117,8 @@ def test_trials_follow_from_seed_and_number() -> None:
 
 
 def test_a_line_has_the_slowest_rank_and_every_rank_s_findings() -> None:
-    told = [fuzz.Told(trials=3, calls=6, seconds=seconds, findings=found) for seconds, found in ((60, ()), (90, ("off",)))]
-    line = fuzz.line(SHORT, told)
+    reports = [
+        fuzz.FuzzReport(trials=3, calls=6, seconds=seconds, findings=found) for seconds, found in ((60, ()), (90, ("off",)))
+    ]
+    line = fuzz.line(SHORT, reports)
     assert (line["minutes"], line["findings"], line["ranks"]) == (1.5, ["rank 1: off"], 2)
