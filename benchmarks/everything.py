@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
+CAMPAIGNS = HERE.parent / "tests" / "campaigns"
 LONGEST_S = 600
 """Of a hundred faults."""
 _ENDS_S = 5.0
@@ -66,7 +67,7 @@ def checked(limit_s: float, *names: str) -> Part:
 
 def faults(seed: int) -> Run:
     """25 faults of two ranks or more."""
-    return Run(words=(str(HERE / "faults.py"), "--device", "cuda", "--trials", "25", "--seed", str(seed)))
+    return Run(words=(str(CAMPAIGNS / "faults.py"), "--device", "cuda", "--trials", "25", "--seed", str(seed)))
 
 
 def campaigns(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
@@ -75,7 +76,7 @@ def campaigns(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
     sizes = [(min(4, gpus), None)] * 6 + [(2, pairs[number % len(pairs)]) for number in range(12)]
     return tuple(
         Run(
-            words=(str(HERE / "fuzz.py"), "--minutes", str(minutes), "--seed", str(seed + number), "--ranks", str(ranks)),
+            words=(str(CAMPAIGNS / "fuzz.py"), "--minutes", str(minutes), "--seed", str(seed + number), "--ranks", str(ranks)),
             visible=visible,
         )
         for number, (ranks, visible) in enumerate(sizes)
@@ -130,7 +131,7 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "transports": one("transports.py", 90),
         "dma": one("dma.py", 90),
         "nodes": one("nodes.py", 90),
-        "soak": Part(runs=(Run(words=(str(HERE / "soak.py"), "--device", "cuda", "--calls", "1000000")),), limit_s=120),
+        "soak": Part(runs=(Run(words=(str(CAMPAIGNS / "soak.py"), "--device", "cuda", "--calls", "1000000")),), limit_s=120),
         "faults": Part(runs=tuple(faults(seed + at) for at in range(4)), limit_s=LONGEST_S),
         "fuzz": Part(runs=campaigns(gpus, minutes, seed), limit_s=60 * minutes + 60, environment={"OMP_NUM_THREADS": "1"}),
     }

@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import fuzz
 import measure
 import parts
-import races
-import soak
 from measure import Failed, Job
 
 
@@ -80,23 +76,3 @@ def test_a_line_is_written_before_it_is_told(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         parts.run_jobs([job], lambda line: str(line["us"]), argparse.Namespace(json=path))
     assert json.loads(path.read_text())["case"] == "one"
-
-
-@pytest.mark.parametrize(
-    ("made", "words", "says"),
-    [
-        (races, ["--only", "nothing"], "--only 'nothing'"),
-        (soak, ["--device", "cuda"], "--device cuda"),
-        (soak, ["--calls", "0"], "--calls: '0'"),
-        (fuzz, ["--device", "cpu", "--trials", "1", "--json", "/dev/null/x"], "--json"),
-    ],
-)
-def test_a_campaign_of_nothing_is_refused(
-    made: Any, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(sys, "argv", ["campaign", *words])
-    with pytest.raises(SystemExit) as ended:
-        made.main()
-    assert ended.value.code == 2
-    assert says in capsys.readouterr().err

@@ -1,22 +1,18 @@
-"""A short form of benchmarks/faults.py: random faults of ranks end with an error that names them, or with the right result."""
+"""A short form of `faults.py`: random faults of ranks end with an error that names them, or with the right result."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-from single_process_ranks import wait_for
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import faults
+import pytest
 from calls import Work
-from faults import FAULTS, Told, Trial, _wrong, drawn, judged, suffer
+from faults import FAULTS, FaultTrial, Outcome, _wrong, drawn, judged, suffer, summary
+from single_process_ranks import wait_for
 
 from weft.comm import rank_group
 from weft.runtime.groups import GROUPS
@@ -29,7 +25,7 @@ PATIENT_S, IN_VAIN_S, SAYS_S, TOLD_WITHIN_S = 60.0, 2.0, 1.5, 15.0
 ranks more time there to say first what they wait for."""
 
 
-def _suffers(trial: Trial, folder: str) -> Told:
+def _suffers(trial: FaultTrial, folder: str) -> Outcome:
     """One rank's part. A victim that is late is that until somebody has given up."""
     strike, following = faults._strike, faults._next
     os.environ["WEFT_TIMEOUT_S"] = str(PATIENT_S)
@@ -50,8 +46,8 @@ def _suffers(trial: Trial, folder: str) -> Told:
         return suffer(trial, folder)
 
 
-def _judged(trial: Trial, suffers: Callable[[Trial, str], Told] = _suffers) -> dict[str, Any]:
-    """A trial's line. Who waits for no bound in vain is told before any ends."""
+def _judged(trial: FaultTrial, suffers: Callable[[FaultTrial, str], Outcome] = _suffers) -> dict[str, Any]:
+    """A trial's line. A rank whose wait must end in vain has a short timeout; all others have a long one."""
     bound_s, within_s = IN_VAIN_S + SAYS_S, TOLD_WITHIN_S + (IN_VAIN_S + SAYS_S) * (trial.fault in ("stop", "late"))
     with mock.patch.multiple(faults, BOUND_S=bound_s, GRACE_S=within_s - bound_s):
         line: dict[str, Any] = judged(trial, suffers)
@@ -60,7 +56,7 @@ def _judged(trial: Trial, suffers: Callable[[Trial, str], Told] = _suffers) -> d
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_told(fault: str) -> None:
+def test_a_fault_is_reported(fault: str) -> None:
     for trial in drawn(2, 11, "cpu", [fault]):
         line = _judged(trial)
         assert line["verdict"] == "right", f"{trial}: {line}"
@@ -68,7 +64,7 @@ def test_a_fault_is_told(fault: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("op", ["splits", "concurrent", "hooks", "embedding_bag_all_to_all"])
-def test_a_fault_is_told_in_what_is_more_than_one_operator_and_in_lookups(op: str) -> None:
+def test_a_fault_is_reported_in_what_is_more_than_one_operator_and_in_lookups(op: str) -> None:
     trials = list(drawn(3, 19, "cpu", [op]))
     assert any(trial.subgroup for trial in trials)
     for trial in trials:
@@ -76,7 +72,7 @@ def test_a_fault_is_told_in_what_is_more_than_one_operator_and_in_lookups(op: st
         assert line["verdict"] == "right", f"{trial}: {line}"
 
 
-def _blocks_come_late_to_their_waits(trial: Trial, folder: str) -> Told:
+def _blocks_come_late_to_their_waits(trial: FaultTrial, folder: str) -> Outcome:
     """So that the lane that waits for them is the first whose bound ends."""
     wait = HostProgram.wait
 
@@ -95,37 +91,56 @@ def _blocks_come_late_to_their_waits(trial: Trial, folder: str) -> Told:
 
 @pytest.mark.ranks
 def test_a_lane_that_waits_for_one_of_its_own_rank_names_the_rank_behind_it() -> None:
-    trial = Trial(op="all_reduce", schedule="copy_engine:1", fault="late", victim=1, step=3, seed=3)
+    trial = FaultTrial(op="all_reduce", schedule="copy_engine:1", fault="late", victim=1, step=3, seed=3)
     line = _judged(trial, _blocks_come_late_to_their_waits)
     assert line["verdict"] == "right", line
 
 
-def _trial(fault: str) -> Trial:
-    return Trial(op="all_gather_matmul", schedule="sequential", fault=fault, victim=1, step=0, seed=0)
+def _trial(fault: str) -> FaultTrial:
+    return FaultTrial(op="all_gather_matmul", schedule="sequential", fault=fault, victim=1, step=0, seed=0)
 
 
-def _told(error: str = "", seconds: float = 0.1, left: tuple[str, ...] = ()) -> Told:
-    return Told(error=error, seconds=seconds, again=True, left=left)
+def _outcome(error: str = "", seconds: float = 0.1, left: tuple[str, ...] = ()) -> Outcome:
+    return Outcome(error=error, seconds=seconds, again=True, left=left)
 
 
 @pytest.mark.parametrize(
-    ("fault", "told", "wrong"),
+    ("fault", "outcomes", "wrong"),
     [
-        ("kill", [_told("PeerLost: rank 1 (process 7) died"), None, _told("PeerLost: rank 1 (process 7) died")], ""),
-        ("kill", [_told(), None, _told()], "rank 0 was told ''"),
-        ("kill", [_told("PeerLost: rank 2 died"), None, _told()], "rank 0 was told 'PeerLost: rank 2 died'"),
-        ("kill", [None, None, _told("PeerLost: rank 1 died")], "rank 0 told nothing"),
-        ("late", [_told("WaitTimeout: rank 1 raises it"), _told(), _told("WaitTimeout: rank 0 did not arrive")], ""),
-        ("kill", [_told("PeerLost: rank 1 died"), None, _told("WaitTimeout: rank 0")], "rank 2 was told 'WaitTimeout: rank 0'"),
-        ("slow", [_told(), _told(), _told()], ""),
-        ("slow", [_told("WaitTimeout: rank 1"), _told(), _told()], "rank 0 was told 'WaitTimeout: rank 1'"),
-        ("late", [_told(seconds=7), _told(), _told()], "rank 0 took 7.0 s"),
-        ("slow", [_told(), _told(), _told(left=("weft-7-1-ab-data",))], "rank 2 left weft-7-1-ab-data"),
-        ("differ", [_told("PeerLost: rank 1 died"), _told(), _told()], "rank 0 was told 'PeerLost: rank 1 died'"),
+        ("kill", [_outcome("PeerLost: rank 1 (process 7) died"), None, _outcome("PeerLost: rank 1 (process 7) died")], ""),
+        ("kill", [_outcome(), None, _outcome()], "rank 0 got ''"),
+        ("kill", [_outcome("PeerLost: rank 2 died"), None, _outcome()], "rank 0 got 'PeerLost: rank 2 died'"),
+        ("kill", [None, None, _outcome("PeerLost: rank 1 died")], "rank 0 did not answer"),
+        ("late", [_outcome("WaitTimeout: rank 1 raises it"), _outcome(), _outcome("WaitTimeout: rank 0 did not arrive")], ""),
+        (
+            "kill",
+            [_outcome("PeerLost: rank 1 died"), None, _outcome("WaitTimeout: rank 0")],
+            "rank 2 got 'WaitTimeout: rank 0'",
+        ),
+        ("slow", [_outcome(), _outcome(), _outcome()], ""),
+        ("slow", [_outcome("WaitTimeout: rank 1"), _outcome(), _outcome()], "rank 0 got 'WaitTimeout: rank 1'"),
+        ("late", [_outcome(seconds=7), _outcome(), _outcome()], "rank 0 took 7.0 s"),
+        ("slow", [_outcome(), _outcome(), _outcome(left=("weft-7-1-ab-data",))], "rank 2 left weft-7-1-ab-data"),
+        ("differ", [_outcome("PeerLost: rank 1 died"), _outcome(), _outcome()], "rank 0 got 'PeerLost: rank 1 died'"),
     ],
 )
-def test_what_is_wrong_is_seen(fault: str, told: list[Told | None], wrong: str) -> None:
-    assert _wrong(_trial(fault), told) == wrong
+def test_what_is_wrong_is_seen(fault: str, outcomes: list[Outcome | None], wrong: str) -> None:
+    assert _wrong(_trial(fault), outcomes) == wrong
+
+
+def test_what_was_right_is_counted_and_what_was_not_is_written_whole() -> None:
+    right = {"fault": "kill", "ranks": 2, "device": "cpu", "verdict": "right", "op": "all_reduce", "schedule": "sequential"}
+    right |= {"errors": {"0": "PeerLost"}, "slowest_s": 0.1}
+    wrong = {**right, "verdict": "nobody noticed", "seed": 7}
+    found = list(summary([right, wrong, {**right, "op": "all_gather", "slowest_s": 0.3}, {**right, "fault": "slow"}]))
+    assert [(line["fault"], line["verdict"], line.get("trials")) for line in found] == [
+        ("kill", "nobody noticed", None),
+        ("kill", "right", 2),
+        ("slow", "right", 1),
+    ]
+    assert found[0] == wrong
+    assert found[1]["ops"] == {"all_gather": 1, "all_reduce": 1}
+    assert (found[1]["errors_seen"], found[1]["slowest_s"]) == ({"PeerLost": 2}, 0.3)
 
 
 def test_trials_are_the_same_for_the_same_seed() -> None:

@@ -1,29 +1,24 @@
 """Every operator by every family, over extents, layouts, dtypes and numbers of ranks that nobody chose: against float64.
 
 WEFT_FUZZ_EXAMPLES: how many; 10,000 take some minutes. Ranks are started once for each world size. And a short form of
-benchmarks/fuzz.py, which asks the same of GPUs, without shrinking.
+tests/campaigns/fuzz.py, which asks the same of GPUs, without shrinking.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 from contextlib import redirect_stderr
-from pathlib import Path
 
+import calls
+import fuzz
 import pytest
 import torch
 import torch.distributed as dist
+from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, even
 from conftest import RankFixture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import calls
-import fuzz
-from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, even
 
 from weft.schedules import FAMILIES, spec
 
@@ -72,11 +67,11 @@ SHORT = fuzz.Fuzz(trials=24, device="cpu", seed=5)
 
 @pytest.mark.ranks
 def test_trials_are_right_with_operands_that_change(ranks: RankFixture) -> None:
-    told = ranks(2).run(fuzz.rank_work, SHORT)
-    assert [(one.trials, one.calls, one.findings) for one in told] == [(24, 48, ())] * 2
+    reports = ranks(2).run(fuzz.rank_work, SHORT)
+    assert [(one.trials, one.calls, one.findings) for one in reports] == [(24, 48, ())] * 2
 
 
-def _stale(given: fuzz.Fuzz) -> fuzz.Told:
+def _stale(given: fuzz.Fuzz) -> fuzz.FuzzReport:
     """Every call returns what the first of its trial did."""
     work = Drawn.work
 
@@ -93,23 +88,23 @@ def _stale(given: fuzz.Fuzz) -> fuzz.Told:
     Drawn.work = remembering  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryFile("w+") as file, redirect_stderr(file):  # a real one, for faulthandler
-            told = fuzz.rank_work(given)
+            reports = fuzz.rank_work(given)
             file.seek(0)
             said = file.read()
     finally:
         Drawn.work = work  # type: ignore[method-assign]
     # At once: what ends a run takes with it what the run was to tell at its end.
-    assert said.splitlines() == [f"rank {dist.get_rank()}: {what}" for what in told.findings]
-    return told
+    assert said.splitlines() == [f"rank {dist.get_rank()}: {what}" for what in reports.findings]
+    return reports
 
 
 @pytest.mark.ranks
 def test_a_stale_result_is_found_and_the_run_goes_on(ranks: RankFixture) -> None:
-    told = ranks(2).run(_stale, SHORT)
-    assert [one.trials for one in told] == [24, 24]
-    assert all("call 2, eager" in what for one in told for what in one.findings)
+    reports = ranks(2).run(_stale, SHORT)
+    assert [one.trials for one in reports] == [24, 24]
+    assert all("call 2, eager" in what for one in reports for what in one.findings)
     # A rank whose part of a result is empty has nothing stale.
-    assert min(len(one.findings) for one in told) > 18
+    assert min(len(one.findings) for one in reports) > 18
 
 
 def test_trials_follow_from_seed_and_number() -> None:
@@ -121,14 +116,9 @@ def test_trials_follow_from_seed_and_number() -> None:
     assert {trial.second for trial in trials} == {True, False}
 
 
-def test_minutes_of_a_device_add_up(tmp_path: Path) -> None:
-    told, path = [fuzz.Told(trials=3, calls=6, seconds=seconds, findings=()) for seconds in (60.0, 90.0)], tmp_path / "lines"
-    assert fuzz.minutes(path, "cpu") == 0
-    for device, so_far in (("cpu", 1.5), ("cpu", 3.0), ("cuda", 1.5)):
-        made = fuzz.line(fuzz.Fuzz(device=device), told, fuzz.minutes(path, device))
-        assert (made["minutes"], made["minutes_so_far"]) == (1.5, so_far)
-        with path.open("a") as file:
-            file.write(json.dumps(made) + "\n")
-    assert fuzz.line(SHORT, [told[0], fuzz.Told(trials=3, calls=6, seconds=1, findings=("off",))], 0)["findings"] == [
-        "rank 1: off"
+def test_a_line_has_the_slowest_rank_and_every_rank_s_findings() -> None:
+    reports = [
+        fuzz.FuzzReport(trials=3, calls=6, seconds=seconds, findings=found) for seconds, found in ((60, ()), (90, ("off",)))
     ]
+    line = fuzz.line(SHORT, reports)
+    assert (line["minutes"], line["findings"], line["ranks"]) == (1.5, ["rank 1: off"], 2)

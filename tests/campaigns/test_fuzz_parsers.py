@@ -1,16 +1,13 @@
-"""A short form of benchmarks/fuzz_parsers.py: whatever a file holds, weft reads it, or refuses it with a ValueError."""
+"""A short form of tests/campaigns/fuzz_parsers.py: whatever a file holds, weft reads it, or refuses it with a ValueError."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from fuzz_parsers import Choices, Target, at_random, edited, kept, targets, text_of, tried
 
 pytestmark = pytest.mark.slow

@@ -1,18 +1,14 @@
-"""A short form of benchmarks/races.py: what the host executor's lanes do is ordered by flags, and what their schedules say."""
+"""A short form of `races.py`: what the host executor's lanes do is ordered by flags, and what their schedules say."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import RankFixture
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from calls import EVERY, Case, even
+from conftest import RankFixture
 from races import CALLS, Delay, Log, Race, Replay, recorded, systematic, words_of
 from recorder import CALLER, Event, Place, accesses
 

@@ -1,20 +1,17 @@
-"""A short form of benchmarks/soak.py: mixed calls leave memory, descriptors and threads as they were."""
+"""A short form of tests/campaigns/soak.py: mixed calls leave memory, descriptors and threads as they were."""
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import RankFixture
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from calls import LAYOUTS, Case, Wrong, check, laid
-from soak import Kind, Paces, Part, Soak, Told, growth, kinds, leaks, rank_work, sequence, slowest
+from conftest import RankFixture
+from soak import Kind, Paces, Part, Soak, SoakReport, growth, kinds, leaks, line, rank_work, sequence, slowest
 
 from weft.comm.shared_memory import SharedSegment
 
@@ -25,13 +22,13 @@ SHORT = Soak(calls=500, parts=10, catalogue=36, window=12, moves=25)
 
 @pytest.mark.ranks
 def test_calls_leave_nothing_behind(ranks: RankFixture) -> None:
-    told = ranks(2).run(rank_work, SHORT)
-    assert leaks(told) == []
-    assert [one.parts[-1].calls for one in told] == [500, 500]
-    assert all(growth(one.parts)["rss_mib"] < 2 for one in told)
+    reports = ranks(2).run(rank_work, SHORT)
+    assert leaks(reports) == []
+    assert [one.parts[-1].calls for one in reports] == [500, 500]
+    assert all(growth(one.parts)["rss_mib"] < 2 for one in reports)
 
 
-def _leaky(soak: Soak) -> Told:
+def _leaky(soak: Soak) -> SoakReport:
     """A call of every kind opens a file that nobody closes. What tests before have left is closed now, and not meanwhile."""
     gc.collect()
     eager, opened = Kind.eager, []
@@ -59,14 +56,16 @@ def test_growth_is_from_third_to_third() -> None:
     heights = [5.0, 9.0, 5.0, 6.0, 6.0, 7.0, 8.0, 6.0, 8.0]
     parts = [Part(calls=n, seconds=n, figures={"threads": high}) for n, high in enumerate(heights)]
     assert growth(parts) == {"threads": 3.0}
-    assert leaks([Told(parts=parts, pace={})]) == ["rank 0: threads grew by 3"]
+    reports = [SoakReport(parts=parts, pace={})]
+    assert leaks(reports) == ["rank 0: threads grew by 3"]
+    assert line(SHORT, reports)["figures"] == {"threads": (5.0, 3.0)}
     with pytest.raises(ValueError, match="at least 3"):
         growth(parts[:2])
 
 
 def test_the_slowest_kind_is_of_those_with_many_calls() -> None:
     pace = {"a": (500, 10.0, 30.0), "b": (500, 10.0, 50.0), "c": (5, 1.0, 90.0)}
-    assert slowest([Told(parts=[], pace=pace)]) == ("b", 500, 10.0, 50.0)
+    assert slowest([SoakReport(parts=[], pace=pace)]) == ("b", 500, 10.0, 50.0)
 
 
 def test_all_times_count_over_their_kinds_median() -> None:
@@ -80,7 +79,7 @@ def test_all_times_count_over_their_kinds_median() -> None:
     timed, high = paces.steady()
     assert timed == 200
     assert 3.0 <= high <= 5.0
-    assert paces.told(["a", "b", "c"])["2 c"][:2] == (100, 1000.0)
+    assert paces.figures(["a", "b", "c"])["2 c"][:2] == (100, 1000.0)
 
 
 def test_kinds_and_their_sequence_follow_from_the_seed() -> None:

@@ -1,42 +1,41 @@
-"""Does a job that calls operators for days keep its memory, its descriptors and its threads, and its pace?
+"""Does a job that calls operators for days keep its memory, descriptors, threads and pace?
 
-Rank processes make calls that are mixed at random, from a seed: operators, schedules, extents, dtypes, layouts, the world and a
-group of all ranks but the last. A window of kinds is in use at a time and moves on through a catalogue that is larger than what
-a group keeps (weft.runtime.programs), so that programs are dropped and made again throughout. The catalogue is
-called through once before anything is measured. Then, part by part,
+Rank processes make calls in a random order that follows from a seed: operators, schedules, extents, dtypes, layouts, in the
+world and in a group of all ranks but the last. A window of kinds is in use at a time. It moves through a catalogue that is
+larger than what a group keeps (weft.runtime.programs), so programs are dropped and made again throughout. Before anything is
+measured, each kind of the catalogue is called once. Then, at the end of each part, a rank records
 
-    resident memory, descriptors, threads, names in /dev/shm of each rank; on GPUs what torch holds, and what the driver gives
-    out; the time of every call by kind; every CHECK_EVERYth result against float64
+    its resident memory, descriptors, threads and names in /dev/shm; on GPUs also the memory that torch holds and that the
+    driver has given out. During a part every call is timed by its kind, and every CHECK_EVERYth result is compared with float64
 
-and at the end: flat, if no rank's figure of the last third of the parts is above that of the first third by more than SLACK,
-and every result was right. The exit status says so. 100,000 calls by three ranks on two cores take some 7 minutes.
+A run is flat if no rank's median figure of the last third of the parts exceeds that of the first third by more than SLACK. The
+exit status says whether it was flat and every result right. 100,000 calls by three ranks on two cores take some 7 minutes.
 
-    python benchmarks/soak.py --calls 100000 --json benchmarks/results/soak.jsonl
-    python benchmarks/soak.py --device cuda --calls 1000000 --budget-s 75
+    python tests/campaigns/soak.py --calls 100000 --json out/soak.jsonl
+    python tests/campaigns/soak.py --device cuda --calls 1000000 --budget-s 75
 
 On GPUs each kind is captured in a CUDA graph after an eager call. A call is then a replay of one operator, one of BURST in a
-row that the host waits for; of one burst in TIMED_EVERY the first TIMED calls are timed, by GPU events. The window moves there,
-too: graphs are dropped and captured anew.
+row that the host waits for. In one burst of TIMED_EVERY the first TIMED calls are timed by GPU events. The window moves there,
+too: graphs are dropped and captured again.
 
-Traps. Calls of one kind have the same tensors: what flows is memory of weft's, not of the test's. p99 on a busy machine tells
-of the machine. The allocator's first growth is no leak: hence thirds, not ends. A burst that is timed stands behind a kernel
-that spins until the host has enqueued it, or else times would be the host's; its first call is not timed: ranks meet in it.
-With NCCL's collectives in a graph the host gets some 17 replays ahead and no further, whatever spins: the next ones then wait
-for the host, 100 us and more (torch's all_reduce alone, without weft, on 2 x H200). So fewer are timed in a row.
+Traps. All calls of one kind have the same tensors, so memory that grows is weft's, not the test's. On a machine with other load
+p99 describes the machine. The allocator's first growth is no leak, so thirds are compared, not ends. A timed burst starts
+behind a kernel that spins until the host has enqueued the burst, since times would otherwise be the host's. Its first call is
+not timed, because ranks meet in it. With NCCL's collectives in a graph the host gets some 17 replays ahead and no further,
+whatever spins; the next ones then wait for the host, 100 us and more (torch's all_reduce alone, without weft, on 2 x H200). So
+only TIMED calls in a row are timed.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import gc
-import json
 import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,12 +45,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from calls import Case, even
-from checked_options import appended, count
+from campaign import Call, Options, append, captured, count, on_any_rank
 
 import weft
 from weft.comm.shared_memory import PREFIX, SHM
 from weft.runtime.ranks import SHARED, Ranks
-from weft.runtime.versions import versions
 
 CHECK_EVERY = 1000
 BURST, TIMED, TIMED_EVERY = 50, 12, 4
@@ -60,29 +58,25 @@ _AHEAD_CYCLES = 4_000_000
 SLACK = {"rss_mib": 24.0, "descriptors": 0, "threads": 0, "segments": 0, "torch_mib": 2.0, "driver_mib": 64.0}
 """By figure: how much more the last third of the parts may have than the first."""
 LEAST_TIMED = 100
-"""Calls of a kind, for its 99th percentile to be told."""
+"""Calls of a kind, for its 99th percentile to be reported."""
 _MIB = 1 << 20
 _ALARM_S = {"cpu": 600, "cuda": 40}
 """A part that takes longer ends the run, with every thread's stack."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """What kinds are drawn from. On GPUs few sizes, so that kernels are compiled once for many kinds."""
-
-    m: tuple[int, ...]
-    n: tuple[int, ...]
-    k: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    layouts: tuple[calls.Layout, ...]
-
-
-DRAWN = {
-    "cpu": Drawn(m=(1, 7, 24, 65), n=(3, 18, 64), k=(6, 12, 40), dtypes=tuple(calls.DTYPES), layouts=calls.LAYOUTS),
-    "cuda": Drawn(
-        m=(12, 192, 768), n=(768,), k=(768,), dtypes=("bfloat16", "bfloat16", "float32"), layouts=("plain", "transposed")
-    ),
+_TYPES, _LAYOUTS = ("bfloat16", "bfloat16", "float32"), ("plain", "transposed")
+DRAWN: dict[str, dict[str, tuple[Any, ...]]] = {
+    "cpu": {
+        "m": (1, 7, 24, 65),
+        "n": (3, 18, 64),
+        "k": (6, 12, 40),
+        "dtype": tuple(calls.DTYPES),
+        "a": calls.LAYOUTS,
+        "b": calls.LAYOUTS,
+    },
+    "cuda": {"m": (12, 192, 768), "n": (768,), "k": (768,), "dtype": _TYPES, "a": _LAYOUTS, "b": _LAYOUTS},
 }
+"""What a kind's case is drawn from. On GPUs few sizes, so that kernels are compiled once for many kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +104,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class SoakReport:
     """One rank's story. pace: by kind, calls that were timed, median and 99th percentile in us. steady: of all that were
     timed, each over its kind's median, the number of calls and the 99th percentile."""
 
@@ -121,21 +115,10 @@ class Told:
 
 def kinds(soak: Soak, ranks: int) -> list[tuple[Case, bool]]:
     """The catalogue: cases, and whether they are the world's or the smaller group's. Every operator and family comes first."""
-    generator = random.Random(soak.seed)
-    drawn = DRAWN[soak.device]
-    found = []
+    generator, found = random.Random(soak.seed), []
     for number in range(soak.catalogue):
         op, name = calls.EVERY[number % len(calls.EVERY)]
-        case = Case(
-            op=op,
-            schedule=name,
-            m=generator.choice(drawn.m),
-            n=generator.choice(drawn.n),
-            k=generator.choice(drawn.k),
-            dtype=generator.choice(drawn.dtypes),
-            a=generator.choice(drawn.layouts),
-            b=generator.choice(drawn.layouts),
-        )
+        case = Case(op=op, schedule=name, **{key: generator.choice(some) for key, some in DRAWN[soak.device].items()})
         whole = ranks < 3 or generator.random() < 0.7
         found.append((even(case, ranks if whole else ranks - 1), whole))
     return found
@@ -160,34 +143,18 @@ class Kind:
     def __init__(self, case: Case, seed: int, on: torch.device, group: dist.ProcessGroup | None, member: bool) -> None:
         self.case, self.member = case, member
         self.ranks = dist.get_world_size(group) if member else 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.replay: Call | None = None
         if member:
             self._call, self._expected = calls.work(case, seed, on, group)
 
     def eager(self) -> torch.Tensor:
         return self._call()
 
-    def capture(self) -> None:
-        """On GPUs, after an eager call."""
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._captured = self._call()
-
-    def replay(self) -> torch.Tensor:
-        assert self._graph is not None
-        self._graph.replay()
-        return self._captured
-
     def forget(self) -> None:
         """Give the graph back."""
-        if self._graph is not None:
+        if self.replay is not None:
             torch.cuda.synchronize()
-            self._graph = None
-            del self._captured
-
-    @property
-    def captured(self) -> bool:
-        return self._graph is not None
+            self.replay = None
 
     def check(self, out: torch.Tensor) -> None:
         calls.check(self.case, out, self._expected, self.ranks)
@@ -206,14 +173,14 @@ class Paces:
         self._us[kind, self._timed[kind] % self._KEPT] = us
         self._timed[kind] += 1
 
-    def told(self, names: Sequence[str]) -> dict[str, tuple[int, float, float]]:
+    def figures(self, names: Sequence[str]) -> dict[str, tuple[int, float, float]]:
         return {
             f"{kind} {names[kind]}": (int(self._timed[kind]), float(np.median(us)), float(np.percentile(us, 99)))
             for kind, us in self._known()
         }
 
     def steady(self) -> tuple[int, float]:
-        """As Told has it."""
+        """As SoakReport has it."""
         ratios = [us / np.median(us) for _, us in self._known()]
         return sum(map(len, ratios)), float(np.percentile(np.concatenate(ratios), 99)) if ratios else 1.0
 
@@ -242,12 +209,12 @@ class Rank:
         timed = TIMED if self.on.type == "cuda" else 0
         self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(timed)]
 
-    def run(self) -> Told:
+    def run(self) -> SoakReport:
         self._through_the_catalogue()
         parts = []
         begun, made, per = time.monotonic(), 0, -(-self.soak.calls // self.soak.parts)
         order = sequence(self.soak, len(self.kinds))
-        while made < self.soak.calls and not self._late(begun):
+        while made < self.soak.calls and not on_any_rank(time.monotonic() - begun > self.soak.budget_s):
             faulthandler.dump_traceback_later(_ALARM_S[self.soak.device], exit=True)
             until = min(made + per, self.soak.calls)
             while made < until:
@@ -258,13 +225,7 @@ class Rank:
             kind.forget()
         weft.close()
         names = [str(kind.case) for kind in self.kinds]
-        return Told(parts=parts, pace=self.paces.told(names), steady=self.paces.steady())
-
-    def _late(self, begun: float) -> bool:
-        """Whether any rank's time is up. All ranks are asked at the same places."""
-        late = torch.tensor([float(time.monotonic() - begun > self.soak.budget_s)])
-        dist.all_reduce(late, op=dist.ReduceOp.MAX)
-        return bool(late)
+        return SoakReport(parts=parts, pace=self.paces.figures(names), steady=self.paces.steady())
 
     def _through_the_catalogue(self) -> None:
         for number, kind in enumerate(self.kinds):
@@ -285,32 +246,31 @@ class Rank:
         return 1
 
     def _on_gpu(self, number: int, made: int) -> int:
-        """A burst of replays; the calls that it stands for, alike on ranks without a part in it."""
+        """A burst of replays; the calls that it stands for, the same number on ranks without a part in it."""
         kind = self.kinds[number]
         if kind.member:
-            if not kind.captured:
-                self._capture(number)
+            replay = kind.replay or self._capture(number)
             timed = made // BURST % TIMED_EVERY == 0
             if timed:
-                self._timed(number)
+                self._timed(number, replay)
             for _ in range(BURST - timed * TIMED):
-                out = kind.replay()
+                out = replay()
             torch.cuda.current_stream().synchronize()
             if made // CHECK_EVERY != (made + BURST) // CHECK_EVERY:
                 kind.check(out)
         return BURST
 
-    def _timed(self, number: int) -> None:
+    def _timed(self, number: int, replay: Call) -> None:
         """The first calls of a burst: each is timed, but the very first."""
         torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         for mark in self._marks:
-            self.kinds[number].replay()
+            replay()
             mark.record()
         self._marks[-1].synchronize()
         for before, after in pairwise(self._marks):
             self.paces.add(number, before.elapsed_time(after) * 1e3)
 
-    def _capture(self, number: int) -> None:
+    def _capture(self, number: int) -> Call:
         """No more graphs than the window has kinds: the oldest goes. An eager call comes first, and is checked."""
         if len(self._graphs) >= self.soak.window:
             oldest = next(iter(self._graphs))
@@ -318,8 +278,8 @@ class Rank:
             del self._graphs[oldest]
         kind = self.kinds[number]
         kind.check(kind.eager())
-        kind.capture()
-        self._graphs[number] = None
+        kind.replay, self._graphs[number] = captured(kind.eager), None
+        return kind.replay
 
     def figures(self) -> dict[str, float]:
         """What this process holds now."""
@@ -337,7 +297,7 @@ class Rank:
         return found
 
 
-def rank_work(soak: Soak) -> Told:
+def rank_work(soak: Soak) -> SoakReport:
     """One rank of a soak."""
     return Rank(soak).run()
 
@@ -354,67 +314,71 @@ def growth(parts: Sequence[Part]) -> dict[str, float]:
     }
 
 
-def leaks(told: Sequence[Told]) -> list[str]:
+def leaks(reports: Sequence[SoakReport]) -> list[str]:
     """Figures that are not flat, by rank."""
     return [
         f"rank {rank}: {name} grew by {more:g}"
-        for rank, one in enumerate(told)
+        for rank, one in enumerate(reports)
         for name, more in growth(one.parts).items()
         if more > SLACK[name]
     ]
 
 
-def slowest(told: Sequence[Told]) -> tuple[str, float, float, float]:
+def slowest(reports: Sequence[SoakReport]) -> tuple[str, float, float, float]:
     """The kind whose 99th percentile is the most times its median, of those timed as often: (kind, times, median, p99)."""
-    paces = [(kind, *pace) for one in told for kind, pace in one.pace.items() if pace[0] >= LEAST_TIMED]
+    paces = [(kind, *pace) for one in reports for kind, pace in one.pace.items() if pace[0] >= LEAST_TIMED]
     return max(paces, key=lambda pace: pace[3] / pace[2], default=("none", 0, 1.0, 1.0))
 
 
-def lines(soak: Soak, told: Sequence[Told], ranks: int) -> Iterator[dict[str, Any]]:
-    """A JSON line for each part, the worst rank's figures, one for all times together, and one for each kind."""
-    settings = {name: value for name, value in asdict(soak).items() if name != "budget_s"}
-    for number, part in enumerate(told[0].parts):
-        worst = {name: max(one.parts[number].figures[name] for one in told) for name in part.figures}
-        made = {"calls": part.calls, "seconds": round(part.seconds, 2)}
-        yield {"bench": "soak", "ranks": ranks, **settings, **made, **worst}
-    timed, high = told[0].steady
-    yield {"bench": "soak", "kind": "all, each over its kind's median", "timed": timed, "p99": round(high, 3)}
-    for kind, (timed, middle, high) in told[0].pace.items():
-        yield {"bench": "soak", "kind": kind, "timed": timed, "median_us": round(middle, 1), "p99_us": round(high, 1)}
+def line(soak: Soak, reports: Sequence[SoakReport]) -> dict[str, Any]:
+    """A run's. figures: of the worst rank, the median of the first third of the parts, and by how much the last third has more.
+    over_median: of rank 0's timed calls, each over its kind's median, the 99th percentile; slowest: as `slowest` has it."""
+    settings = {name: value for name, value in asdict(soak).items() if name not in ("budget_s", "calls")}
+    grown = [growth(one.parts) for one in reports]
+    third = len(reports[0].parts) // 3
+    timed, high = reports[0].steady
+    kind, often, middle, worst = slowest(reports)
+    return {
+        "bench": "soak",
+        "ranks": len(reports),
+        **settings,
+        "calls": reports[0].parts[-1].calls,
+        "seconds": round(reports[0].parts[-1].seconds, 2),
+        "figures": {
+            name: (
+                max(median(part.figures[name] for part in one.parts[:third]) for one in reports),
+                round(max(one[name] for one in grown), 3),
+            )
+            for name in grown[0]
+        },
+        "over_median": {"timed": timed, "p99": round(high, 3)},
+        "slowest": {"kind": kind, "timed": often, "median_us": round(middle, 1), "p99_us": round(worst, 1)},
+    }
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Options(__doc__, device="cpu")
     options.add_argument("--calls", type=count, default=10_000)
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options.add_argument("--ranks", type=int, default=0, help="default: 3, or all GPUs, 4 at most; more ranks share them")
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no part is begun after so long")
-    options.add_argument("--json", type=appended)
-    options.add_argument("--commit", default="", help="what the tree is, for the lines")
     given = options.parse_args()
-    on_gpu, gpus = given.device == "cuda", torch.cuda.device_count()
-    if on_gpu and (not gpus or (gpus < 2 and not given.ranks)):
-        options.error(f"--device cuda needs two GPUs or more, or one and --ranks; this machine has {gpus}")
-    ranks = given.ranks or (min(4, gpus) if on_gpu else 3)
-    place = SHARED if on_gpu and ranks > gpus else given.device
+    ranks, on_gpu = options.ranks(given, may_share=True), given.device == "cuda"
+    place = SHARED if on_gpu and ranks > torch.cuda.device_count() else given.device
     size = {"catalogue": 64, "window": 16, "moves": 400} if on_gpu else {}
     soak = Soak(calls=given.calls, seed=given.seed, device=given.device, budget_s=given.budget_s, **size)
     with Ranks(ranks, device=place, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "30"}) as pool:
-        told = pool.run(rank_work, soak, timeout_s=86_400)
-    shown = list(lines(soak, told, ranks))
-    for line in islice(shown, len(told[0].parts)):
-        print(" ".join(f"{key} {line[key]:g}" for key in ("calls", "seconds", *told[0].parts[0].figures)))
-    if given.json:
-        about = {"versions": versions(given.device), "commit": given.commit}
-        with given.json.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line | about) + "\n" for line in shown)
-    print("p99 of all calls, each over its kind's median: " + ", ".join(f"{one.steady[1]:.2f}" for one in told) + ", by rank")
-    kind, timed, middle, high = slowest(told)
+        reports = pool.run(rank_work, soak, timeout_s=86_400)
+    for part in reports[0].parts:
+        figures = " ".join(f"{name} {value:g}" for name, value in part.figures.items())
+        print(f"rank 0, calls {part.calls} seconds {part.seconds:.2f} {figures}")
+    append(given, [line(soak, reports)])
+    print(
+        "p99 of all calls, each over its kind's median: " + ", ".join(f"{one.steady[1]:.2f}" for one in reports) + ", by rank"
+    )
+    kind, timed, middle, high = slowest(reports)
     print(f"p99 over median at most {high / middle:.2f}: {kind}, {timed} timed, median {middle:.0f} us, p99 {high:.0f} us")
-    ratios = [pace[2] / pace[1] for one in told for pace in one.pace.values() if pace[0] >= LEAST_TIMED]
+    ratios = [pace[2] / pace[1] for one in reports for pace in one.pace.values() if pace[0] >= LEAST_TIMED]
     print(f"p99 within 1.5 of the median for {sum(ratio <= 1.5 for ratio in ratios)} of {len(ratios)} kinds on a rank")
-    found = leaks(told)
+    found = leaks(reports)
     print("flat" if not found else "\n".join(found))
     raise SystemExit(bool(found))
 

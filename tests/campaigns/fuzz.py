@@ -1,54 +1,46 @@
-"""Is any call right, of operators, extents, layouts, dtypes, streams and graphs that nobody chose, for as long as one likes?
+"""Is every call right, for random operators, extents, layouts, dtypes, streams and graphs, for as long as one likes?
 
-Trials, one after the other, the same on every rank; each is drawn from a seed and its number, by which it can be had again. A
-trial is a kind of call (benchmarks/calls.py), by any family and chunk count, in the world or in a second group of the same
-ranks, and it is called by each of these ways, in an order of its own:
+Trials run one after the other, the same on every rank. A trial follows from the seed and its number, so it can be repeated. It
+is one kind of call (calls.py) by a random family and chunk count, in the world or in a second group of the same ranks. It is
+called in each of these ways, in a random order:
 
-    eager     twice: the second call finds its tensors where they lay, and GPUs replay it
+    eager     twice: the second call finds its tensors at the same addresses, and GPUs replay it
     stream    on a stream of its own; the caller's stream waits for it
     graph     captured, and replayed REPLAYS times
 
-CPUs have the first alone. On GPUs each product is by an algorithm that torch would not take, however small and slow. Before
-each call some rank, or none, is held up for up to 2 ms: its stream, on GPUs. And before each call what the result is linear
-in is multiplied in place, by -1, -1/2 and 2 in turn, so that what one of the last two calls left is wrong now. Every result
-is compared with float64. tests/campaigns/test_fuzz.py asks the same of CPUs, and shrinks what it finds.
+CPUs have the first way only. On GPUs each product runs by an algorithm that torch would not take, however small and slow it is.
+Before each call one random rank, or none, is delayed for up to 2 ms (on GPUs: its stream). Also before each call, the operand
+in which the result is linear is multiplied in place, by -1, -1/2 and 2 in turn, so a result that an earlier call left is wrong.
+Every result is compared with float64. tests/campaigns/test_fuzz.py does the same on CPUs, and shrinks what it finds.
 
-    python benchmarks/fuzz.py --minutes 10 --seed 2 --json benchmarks/results/fuzz.jsonl
-    python benchmarks/fuzz.py --device cpu --ranks 3 --minutes 1
-    python benchmarks/fuzz.py --seed 2 --first 417 --trials 1       that trial again
+    python tests/campaigns/fuzz.py --minutes 10 --seed 2 --json out/fuzz.jsonl
+    python tests/campaigns/fuzz.py --device cpu --ranks 3 --minutes 1
+    python tests/campaigns/fuzz.py --seed 2 --first 417 --trials 1       that trial again
 
-A run's line tells its minutes, and those that the file's lines of the same device have together: an hour of GPUs may be many
-runs.
-
-Traps. The extents are new in each trial, so kernels are compiled, and programs dropped and made, all the time: calls a second
-tell nothing. A trial that takes longer than ALARM_S ends the run, with every thread's stack.
+Traps: the extents are new in each trial, so kernels are compiled, and programs dropped and made, all the time; calls per second
+say nothing. A trial that takes longer than ALARM_S ends the run and prints every thread's stack.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
-import json
 import math
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import calls
 import torch
 import torch.distributed as dist
 from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, Wrong, even
-from checked_options import appended, count
+from campaign import Options, append, captured, count, on_any_rank
 
 from weft.core.problem import OPS, RECIPES
 from weft.runtime import products
 from weft.runtime.ranks import Ranks
-from weft.runtime.versions import versions
 from weft.schedules import CUT_COLUMNS, FAMILIES, spec
 
 Way = Literal["eager", "stream", "graph"]
@@ -75,7 +67,7 @@ class Fuzz:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class FuzzTrial:
     """second: in the second group. seed: of the data, and of who is held up."""
 
     number: int
@@ -89,7 +81,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class FuzzReport:
     """One rank's story. calls: results that were compared. findings: what was wrong, with the trial."""
 
     trials: int
@@ -98,29 +90,22 @@ class Told:
     findings: tuple[str, ...]
 
 
-def drawn(fuzz: Fuzz, number: int, world_size: int) -> Trial:
+def drawn(fuzz: Fuzz, number: int, world_size: int) -> FuzzTrial:
     """The trial with this number, the same on every rank."""
     generator = random.Random(f"{fuzz.seed} {number}")
     op, name = generator.choice(EVERY)
     chunked = FAMILIES[name].chunked and generator.random() < 0.5
-    case = Case(
-        op=op,
-        schedule=spec(name, generator.choice((1, 2, 3, 8))) if chunked else name,
-        m=_extent(generator, fuzz.device, 0),
-        n=_extent(generator, fuzz.device, 0),
-        k=_extent(generator, fuzz.device, 1),
-        dtype=generator.choice(sorted(DTYPES)),
-        a=generator.choice(LAYOUTS),
-        b=generator.choice(LAYOUTS),
-        entries=generator.choice((1, 1, 2, 3)),
-        dim=generator.randrange(2),
-    )
+    schedule = spec(name, generator.choice((1, 2, 3, 8))) if chunked else name
+    m, n, k = (_extent(generator, fuzz.device, least) for least in (0, 0, 1))
+    dtype, a, b = (generator.choice(some) for some in (sorted(DTYPES), LAYOUTS, LAYOUTS))
+    entries, dim = generator.choice((1, 1, 2, 3)), generator.randrange(2)
+    case = Case(op=op, schedule=schedule, m=m, n=n, k=k, dtype=dtype, a=a, b=b, entries=entries, dim=dim)
     ways, second, seed = WAYS[fuzz.device], generator.random() < 0.3, generator.randrange(1 << 30)
     order = tuple(generator.sample(ways, len(ways)))
     # Drawn last, so that trials of other dtypes stay as they were.
     if op in OPS and name not in CUT_COLUMNS and generator.random() < 0.3:
         case = replace(case, recipe=generator.choice(RECIPES))
-    return Trial(number=number, case=even(case, world_size), ways=order, second=second, seed=seed)
+    return FuzzTrial(number=number, case=even(case, world_size), ways=order, second=second, seed=seed)
 
 
 def _extent(generator: random.Random, device: str, least: int) -> int:
@@ -134,7 +119,7 @@ def _extent(generator: random.Random, device: str, least: int) -> int:
 class Called:
     """A trial's call on this rank, with operands that change from call to call."""
 
-    def __init__(self, trial: Trial, on: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, trial: FuzzTrial, on: torch.device, group: dist.ProcessGroup | None) -> None:
         self.trial, self.on = trial, on
         data = Drawn(trial.case, trial.seed, on, group)
         self.call, self._expected = data.work()
@@ -166,14 +151,7 @@ class Called:
     def _graph(self) -> Iterator[Callable[[], torch.Tensor]]:
         """An eager call comes first: a graph can capture a call after one of the same sizes."""
         yield self.call
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = self.call()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return out
-
+        replay = captured(self.call)
         for _ in range(REPLAYS):
             yield replay
         torch.cuda.synchronize()
@@ -202,13 +180,13 @@ class Called:
             time.sleep(seconds)
 
 
-def rank_work(fuzz: Fuzz) -> Told:
+def rank_work(fuzz: Fuzz) -> FuzzReport:
     """One rank of a run. What is wrong or refused is noted, and the next trial begun; other errors end the run."""
     on = torch.device(fuzz.device, dist.get_rank()) if fuzz.device == "cuda" else torch.device("cpu")
     second = dist.new_group()
     products.FEWEST_FLOPS, products.GAIN = 0.0, math.inf
     begun, made, compared, findings = time.monotonic(), 0, 0, list[str]()
-    while made < fuzz.trials and not (made % _ASK_EVERY == 0 and _late(time.monotonic() - begun > fuzz.seconds)):
+    while made < fuzz.trials and not (made % _ASK_EVERY == 0 and on_any_rank(time.monotonic() - begun > fuzz.seconds)):
         faulthandler.dump_traceback_later(ALARM_S[fuzz.device], exit=True)
         trial = drawn(fuzz, fuzz.first + made, dist.get_world_size())
         called = Called(trial, on, second if trial.second else None)
@@ -222,7 +200,7 @@ def rank_work(fuzz: Fuzz) -> Told:
         made, compared = made + 1, compared + called.compared
         findings += called.findings
     faulthandler.cancel_dump_traceback_later()
-    return Told(trials=made, calls=compared, seconds=time.monotonic() - begun, findings=tuple(findings))
+    return FuzzReport(trials=made, calls=compared, seconds=time.monotonic() - begun, findings=tuple(findings))
 
 
 def _said(finding: str) -> str:
@@ -231,73 +209,39 @@ def _said(finding: str) -> str:
     return finding
 
 
-def _late(mine: bool) -> bool:
-    """Whether any rank's time is up. All ranks are asked at the same places."""
-    late = torch.tensor([float(mine)])
-    dist.all_reduce(late, op=dist.ReduceOp.MAX)
-    return bool(late)
-
-
-def line(fuzz: Fuzz, told: Sequence[Told], so_far: float) -> dict[str, Any]:
-    """A run's. so_far: minutes of earlier runs on such a device."""
-    minutes = max(one.seconds for one in told) / 60
+def line(fuzz: Fuzz, reports: Sequence[FuzzReport]) -> dict[str, Any]:
+    """A run's."""
     return {
         "bench": "fuzz",
-        "ranks": len(told),
-        **{name: value for name, value in asdict(fuzz).items() if name not in ("seconds", "trials")},
-        "trials": told[0].trials,
-        "calls": told[0].calls,
-        "minutes": round(minutes, 2),
-        "minutes_so_far": round(so_far + minutes, 2),
-        "findings": [f"rank {rank}: {what}" for rank, one in enumerate(told) for what in one.findings],
+        "ranks": len(reports),
+        **{name: getattr(fuzz, name) for name in ("seed", "first", "device")},
+        "trials": reports[0].trials,
+        "calls": reports[0].calls,
+        "minutes": round(max(one.seconds for one in reports) / 60, 2),
+        "findings": [f"rank {rank}: {what}" for rank, one in enumerate(reports) for what in one.findings],
     }
 
 
-def minutes(path: Path, device: str) -> float:
-    """Of all runs of a file on such a device."""
-    texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return sum(run["minutes"] for run in map(json.loads, texts) if run["bench"] == "fuzz" and run["device"] == device)
-
-
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Options(__doc__, device="cuda")
     options.add_argument("--minutes", type=float, default=float("inf"))
     options.add_argument("--trials", type=count, default=1 << 30)
-    options.add_argument("--seed", type=int, default=1)
     options.add_argument("--first", type=int, default=0, help="the first trial's number")
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    options.add_argument("--ranks", type=int, default=0, help="default: 3; on GPUs all of them, 4 at most")
-    options.add_argument("--json", type=appended)
-    options.add_argument("--commit", default="", help="what the tree is, for the line")
     given = options.parse_args()
     if given.minutes == float("inf") and given.trials == 1 << 30:
         options.error("say --minutes or --trials")
-    if given.device == "cuda" and torch.cuda.device_count() < 2:
-        options.error(f"--device cuda needs two GPUs or more, this machine has {torch.cuda.device_count()}; use cpu")
-    ranks = given.ranks or (min(4, torch.cuda.device_count()) if given.device == "cuda" else 3)
+    ranks = options.ranks(given)
     fuzz = Fuzz(seed=given.seed, first=given.first, trials=given.trials, seconds=60 * given.minutes, device=given.device)
     with Ranks(ranks, device=given.device, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "20"}) as pool:
-        told = pool.run(rank_work, fuzz, timeout_s=86_400)
-    found = line(fuzz, told, minutes(given.json, given.device) if given.json else 0.0)
-    if given.json:
-        about = {"versions": versions(given.device), "commit": given.commit}
-        with given.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found | about) + "\n")
-    for what in found["findings"][:20]:
-        print(what)
-    print(" ".join(f"{name} {found[name]}" for name in ("trials", "calls", "minutes", "minutes_so_far")), end=", ")
-    print(f"{len(found['findings'])} findings, {_families(fuzz, found, ranks)}")
+        reports = pool.run(rank_work, fuzz, timeout_s=86_400)
+    found = line(fuzz, reports)
+    append(given, [found])
+    cases = (drawn(fuzz, fuzz.first + at, ranks).case for at in range(found["trials"]))
+    seen = {(case.op, case.schedule.partition(":")[0]) for case in cases}
+    print(*found["findings"][:20], sep="\n", end="\n" if found["findings"] else "")
+    print(*(f"{name} {found[name]}" for name in ("trials", "calls", "minutes")), end=", ")
+    print(f"{len(found['findings'])} findings, {len(seen)} of {len(EVERY)} operators by family")
     raise SystemExit(bool(found["findings"]))
-
-
-def _families(fuzz: Fuzz, found: dict[str, Any], ranks: int) -> str:
-    """How many operators, by how many families, the trials had."""
-    seen = Counter(
-        (case.op, case.schedule.partition(":")[0])
-        for number in range(fuzz.first, fuzz.first + found["trials"])
-        for case in (drawn(fuzz, number, ranks).case,)
-    )
-    return f"{len(seen)} of {len(EVERY)} operators by family"
 
 
 if __name__ == "__main__":

@@ -1,23 +1,25 @@
-"""What the lanes of a rank really did: every tensor operation's reads and writes, flags stored, and waits that came true.
+"""What the lanes of a rank really did: every tensor operation's reads and writes, the flags stored, and the waits that ended.
 
     with Recorder(delay) as recorder: calls of an operator on CPUs
     recorder.log      lane -> events, in the order in which that lane did them
 
-Steps are watched where their launches are issued. Within a launch, a dispatch mode of torch sees each operation on a tensor,
-and its schema says what it writes; so what is told is what ran, not what a schedule says. A flag is signalled once a call: the
-n-th signal has value n, and a wait of call n has seen n of its own call's signal, or n - 1 of that of the call before.
+Steps are recorded where their launches are issued. Within a launch, a torch dispatch mode sees each operation on a tensor, and
+the operation's schema says what it writes. So the log has what ran, not what a schedule says. A flag is signalled once per
+call: the n-th signal has value n, and a wait in call n has seen signal n of its own call, or signal n - 1 of the call before.
 
-Memory that is shared is told by its owner and the byte in its segment, a rank's own by where its storage begins. What lies in
-neither a segment nor a buffer of the call is a temporary of one step, and is not told. Beside each step stand the rectangles
-that its schedule says it touches.
+A place in shared memory is named by its owner and its byte in the segment, a place in a rank's own memory by the start of its
+storage. Memory that is in neither a segment nor a buffer of the call is a temporary of one step, and is not recorded. Each step
+also has the rectangles that its schedule says it touches.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,12 +75,11 @@ class Recorder:
         self._call, self._thread = -1, threading.local()
         self._bindings = Bindings()
         self._program: HostProgram | None = None
-        self._originals: dict[str, Any] = {}
+        self._patches = ExitStack()
 
     def __enter__(self) -> Recorder:
         recorder = self
-        kept = self._originals = {name: getattr(HostProgram, name) for name in ("play", "bind", "wait", "signal", "_barrier")}
-        self._issues = {kind: kind.issue for kind in Launch.__subclasses__()}
+        kept = {name: getattr(HostProgram, name) for name in ("play", "bind", "wait", "signal", "_barrier")}
 
         def play(program: HostProgram, *arguments: Any) -> None:
             recorder._begin(program)
@@ -114,18 +115,14 @@ class Recorder:
             for rank in program.rank_group.near:
                 recorder._here(Event("seen", recorder._call, flag=("meet", rank, 0), value=value))
 
-        hooks = {"play": play, "bind": bind, "wait": wait, "signal": signal, "_barrier": barrier}
-        for name, hook in hooks.items():
-            setattr(HostProgram, name, hook)
-        for kind, issue in self._issues.items():
-            kind.issue = issuing(issue)  # type: ignore[method-assign]
+        patched = mock.patch.multiple(HostProgram, play=play, bind=bind, wait=wait, signal=signal, _barrier=barrier)
+        self._patches.enter_context(patched)
+        for kind in Launch.__subclasses__():
+            self._patches.enter_context(mock.patch.object(kind, "issue", issuing(kind.issue)))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for name, original in self._originals.items():
-            setattr(HostProgram, name, original)
-        for kind, issue in self._issues.items():
-            kind.issue = issue  # type: ignore[method-assign]
+        self._patches.close()
 
     def _begin(self, program: HostProgram) -> None:
         self._call, self._program = self._call + 1, program
@@ -190,11 +187,9 @@ class Recorder:
         return Place(("own", program.rank, base), at - base, shape, stride, size)
 
     def _kept_storages(self) -> set[int]:
-        tensors = [tensor for columns in self._bindings.tensors.values() for tensor, _ in columns]
-        tensors += [
-            tensor for several in self._bindings.loose.values() for tensor in several if isinstance(tensor, torch.Tensor)
-        ]
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        bound = [tensor for columns in self._bindings.tensors.values() for tensor, _ in columns]
+        loose = [one for several in self._bindings.loose.values() for one in several if isinstance(one, torch.Tensor)]
+        return {tensor.untyped_storage().data_ptr() for tensor in (*bound, *loose)}
 
 
 def _key(flag: Flag) -> tuple[str, int, int]:
@@ -202,7 +197,7 @@ def _key(flag: Flag) -> tuple[str, int, int]:
 
 
 class _Watch(TorchDispatchMode):
-    """Tells a recorder of each operation of this thread."""
+    """Shows a recorder each operation of this thread."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -1,41 +1,39 @@
-"""Does every failure of a rank end, soon, with an error that names it, or with the right result? A campaign of random faults.
+"""When a rank fails, does every other rank end soon, with an error that names it or with the right result?
 
-Each trial takes an operator, a schedule, a fault and a victim at random, from a seed that its line tells: new rank
-processes, three on a CPU, call the operator rightly once, and then, in the middle of the victim's next call, at a random step,
-one fault strikes. Operators are all that there are, lookups too, and on CPUs calls with `splits`, `weft.concurrent` and a
-backward pass under `weft.hooks.ddp`; every third trial on CPUs calls on a group of the same ranks. The faults:
+A seed gives each trial its operator, schedule, fault and victim. New rank processes (three on CPUs) make one right call.
+Then the victim's next call is struck by one fault before a random step. The operators are all of weft's, lookups included; on
+CPUs also calls with `splits`, `weft.concurrent` and a backward pass under `weft.hooks.ddp`. Every third trial on CPUs calls on
+a second group of the same ranks. The faults:
 
     kill     the victim is killed
-    stop     it is stopped (SIGSTOP), and goes on when the others have ended
-    late     it sleeps past the bound
-    slow     it sleeps, within the bound
+    stop     it is stopped (SIGSTOP), and continues when the others have ended
+    late     it sleeps longer than the timeout
+    slow     it sleeps, but not as long as the timeout
     raise    it raises
     differ   it calls the operator with other sizes, or with another schedule
     leave    it closes its group instead of calling
 
-Every other rank has to end its calls within the bound and 5 s: with an error that names the victim; with the right result where
-the victim is merely slow, or where this rank needed nothing more of it. (Where the victim is late, one that waits for a rank
-which itself waits for the victim may reach its bound first: then its error names that rank, and that rank's the victim.)
+Every other rank must end its calls within the timeout and 5 s: with an error that names the victim, or with the right result
+where the victim is merely slow or this rank needed nothing more from it. If the victim is late, a rank that waits for a rank
+which itself waits for the victim may time out first. Then its error names that rank, whose own error names the victim.
 
-Then all ranks that live call `weft.close()`, make a process group of their own where one was killed (on GPUs also where the
-vendor's communicator may have been aborted), and call the operator rightly again. Afterwards no process and no segment of
-shared memory is left. Each rank looks for its own segments while it lives, and the campaign for those of the dead: so campaigns
-beside each other, with seeds of their own, do not mix.
+Then all live ranks call `weft.close()`, make a new process group where one rank was killed (on GPUs also where NCCL's
+communicator may have been aborted), and make two right calls. At the end no process and no segment of shared memory may be
+left. Each rank looks for its own segments while it lives, and the campaign looks for those of dead ranks, so campaigns with
+different seeds can run at the same time.
 
-    python benchmarks/faults.py --trials 1000 --json benchmarks/results/faults.jsonl
-    python benchmarks/faults.py --device cuda --trials 100
-    python benchmarks/faults.py --only 'direct_store kill' --seed 7
+    python tests/campaigns/faults.py --trials 1000 --json out/faults.jsonl      (see `summary` for what is written)
+    python tests/campaigns/faults.py --device cuda --trials 100
+    python tests/campaigns/faults.py --only 'direct_store kill' --seed 7
 
-On GPUs a step is one that the victim's host enqueues. Traps: a rank that is stopped holds its CPU lock, if any: so results are
-compared after it goes on. A kill that comes after the victim's last step is no fault for this call; the next call is told. What
-a dead rank left is removed by whichever group starts next, that of a campaign beside this one, too. The bound is real time: a
-machine that is full makes ranks late.
+On GPUs a step is one that the victim's host enqueues. Traps: a stopped rank holds its CPU lock, if any, so results are compared
+after it continues. A kill after the victim's last step does not affect this call; the next call gets the error. What a dead
+rank left is removed by the next group that starts, which may be another campaign's. The timeout is real time: on a machine with
+other load, ranks are late.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import re
@@ -43,18 +41,19 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import calls
 import torch
 import torch.distributed as dist
 from calls import Case, Work
-from checked_options import appended, count
+from campaign import Options, append, count
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -62,8 +61,8 @@ from weft.comm.shared_memory import PREFIX, SHM
 from weft.core.errors import WeftError
 from weft.core.schedule import Collective
 from weft.runtime.groups import GROUPS
+from weft.runtime.launches import Launch
 from weft.runtime.ranks import RankFailed, Ranks
-from weft.runtime.versions import versions
 
 BOUND_S, GRACE_S = 1.0, 5.0
 FAULTS = ("kill", "stop", "late", "slow", "raise", "differ", "leave")
@@ -74,7 +73,7 @@ _SLOW_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class FaultTrial:
     """One fault. step: of the victim's call, counted from 0."""
 
     op: str
@@ -93,7 +92,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Outcome:
     """What one rank saw: the error, or nothing where all its calls were right; seconds from the fault on; whether it could go
     on afterwards; its segments of shared memory after that."""
 
@@ -107,13 +106,14 @@ class Planted(MemoryError):
     """The error of `raise`."""
 
 
-def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int = 3) -> Iterator[Trial]:
+def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int = 3) -> Iterator[FaultTrial]:
     """Random trials, the same for the same seed; each has every word of `only`."""
-    every = [*calls.EVERY, *(COMPOSED if device == "cpu" else ())]
+    composed = [(op, way) for op, (_, ways) in COMPOSED.items() for way in ways]
+    every = [*calls.EVERY, *(composed if device == "cpu" else ())]
     generator, made = random.Random(seed), 0
     for number in range(1_000_000):
         op, name = generator.choice(every)
-        trial = Trial(
+        trial = FaultTrial(
             op=op,
             schedule=name,
             fault=generator.choice(FAULTS),
@@ -134,16 +134,16 @@ def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int =
     raise ValueError(f"--only {' '.join(only)!r}: no trial is like that")
 
 
-def work(trial: Trial, seed: int, on: torch.device, *, m: int = M) -> Work:
+def work(trial: FaultTrial, seed: int, on: torch.device, *, m: int = M) -> Work:
     """This rank's call, and its result."""
     group = _group(trial)
-    if trial.op in _COMPOSED:
-        return _COMPOSED[trial.op](trial.schedule, seed, m, group)
+    if trial.op in COMPOSED:
+        return COMPOSED[trial.op][0](trial.schedule, seed, m, group)
     case = Case(op=trial.op, schedule=trial.schedule, m=m, n=N, k=K)
     return calls.work(calls.even(case, dist.get_world_size()), seed, on, group)
 
 
-def _group(trial: Trial) -> dist.ProcessGroup:
+def _group(trial: FaultTrial) -> dist.ProcessGroup:
     """The world, or a group of the same ranks. Collective at its first use in a world."""
     world = dist.group.WORLD
     assert world is not None
@@ -175,8 +175,8 @@ def _with_splits(_: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
     return call, expected
 
 
-def _beside(way: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
-    """An all_reduce beside a matmul."""
+def _concurrent(way: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
+    """An all_reduce and a matmul at the same time."""
     rank, size, draw = group.rank(), group.size(), torch.Generator().manual_seed(seed)
     given = [torch.randn(m, K, generator=draw) for _ in range(size)]
     b, summed = torch.randn(K, N, generator=draw), given[rank].clone()
@@ -211,20 +211,15 @@ def _hooked(way: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
     return call, torch.stack([weight.double().T @ each.double() for each in given]).mean(0)
 
 
-_COMPOSED: dict[str, Callable[[str, int, int, dist.ProcessGroup], Work]] = {
-    "splits": _with_splits,
-    "concurrent": _beside,
-    "hooks": _hooked,
+COMPOSED: dict[str, tuple[Callable[[str, int, int, dist.ProcessGroup], Work], tuple[str, ...]]] = {
+    "splits": (_with_splits, ("fused",)),
+    "concurrent": (_concurrent, ("sequential", "vendor", "copy_engine")),
+    "hooks": (_hooked, ("vendor", "copy_engine")),
 }
-COMPOSED = (
-    *[("splits", "fused")],
-    *[("concurrent", way) for way in ("sequential", "vendor", "copy_engine")],
-    *[("hooks", way) for way in ("vendor", "copy_engine")],
-)
 """What is more than one operator, with its ways."""
 
 
-def suffer(trial: Trial, folder: str) -> Told:
+def suffer(trial: FaultTrial, folder: str) -> Outcome:
     """One rank's part of a trial."""
     rank = dist.get_rank()
     on = torch.device(trial.device, rank) if trial.device == "cuda" else torch.device("cpu")
@@ -235,16 +230,16 @@ def suffer(trial: Trial, folder: str) -> Told:
     error = ""
     try:
         for call in range(CALLS):
-            with _fault(trial) if victim and call == 0 else _nothing():
+            with _fault(trial) if victim and call == 0 else nullcontext():
                 _right(_next(trial, victim and call == 0, call, on), on)
-    except (WeftError, Planted) as told:
-        error = f"{type(told).__name__}: {told}"
+    except (WeftError, Planted) as failed:
+        error = f"{type(failed).__name__}: {failed}"
     seconds = time.monotonic() - begun
     again = _again(trial, folder, on, takes_the_group)
-    return Told(error=error, seconds=seconds, again=again, left=_segments(os.getpid()))
+    return Outcome(error=error, seconds=seconds, again=again, left=_segments(os.getpid()))
 
 
-def _next(trial: Trial, now: bool, call: int, on: torch.device) -> Work:
+def _next(trial: FaultTrial, now: bool, call: int, on: torch.device) -> Work:
     """The call after the fault with this number; of a victim that differs, another one."""
     seed = trial.seed + 1 + call
     if now and trial.fault == "differ":
@@ -262,61 +257,42 @@ def _right(given: Work, on: torch.device) -> None:
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _fault(trial: Trial) -> Iterator[None]:
+def _fault(trial: FaultTrial) -> Iterator[None]:
     """The victim's fault, before a step of the call within."""
-    if trial.fault in ("differ", "leave"):
-        if trial.fault == "leave":
-            weft.close(_group(trial))
-            raise Planted("left")
+    if trial.fault == "leave":
+        weft.close(_group(trial))
+        raise Planted("left")
+    if trial.fault == "differ":
         yield
         return
-    originals = [(owner, name, getattr(owner, name)) for owner, name in _where_steps_run()]
     seen = [0]
 
-    def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
+    def stepping(issue: Callable[..., Any]) -> Callable[..., Any]:
         def step(*arguments: Any, **options: Any) -> Any:
             seen[0] += 1
             if seen[0] == 1 + trial.step:
                 _strike(trial.fault)
-            return original(*arguments, **options)
+            return issue(*arguments, **options)
 
         return step
 
-    for owner, name, original in originals:
-        setattr(owner, name, stepping(original))
-    try:
+    with ExitStack() as stack:
+        stack.callback(lambda: seen[0] <= trial.step and _strike(trial.fault))
+        for kind in Launch.__subclasses__():  # every step of a call passes through one
+            stack.enter_context(mock.patch.object(kind, "issue", stepping(kind.issue)))
         yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
-        if seen[0] <= trial.step:
-            _strike(trial.fault)
-
-
-def _where_steps_run() -> list[tuple[type, str]]:
-    """The methods through which every step of a call passes."""
-    from weft.runtime.launches import Launch
-
-    return [(kind, "issue") for kind in Launch.__subclasses__()]
 
 
 def _strike(fault: str) -> None:
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     elif fault == "raise":
         raise Planted("planted")
     else:
         time.sleep(BOUND_S * 2.5 if fault == "late" else _SLOW_S)
 
 
-def _again(trial: Trial, folder: str, on: torch.device, takes_the_group: bool) -> bool:
+def _again(trial: FaultTrial, folder: str, on: torch.device, takes_the_group: bool) -> bool:
     """After an error, ranks that live close, meet, and call rightly again; in a new process group, if the old one is lost."""
     size, rank = dist.get_world_size(), dist.get_rank()
     weft.close(_group(trial))
@@ -341,17 +317,10 @@ def _new_group(folder: str, on: torch.device, rank: int, size: int) -> None:
     dist.destroy_process_group()
     store = dist.FileStore(str(Path(folder) / "again"), size)  # type: ignore[attr-defined]
     backend, options = ("cpu:gloo,cuda:nccl", {"device_id": on}) if on.type == "cuda" else ("gloo", {})
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=20),
-        **options,  # type: ignore[arg-type]
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20), **options)
 
 
-def judged(trial: Trial, suffers: Callable[[Trial, str], Told] = suffer) -> dict[str, Any]:
+def judged(trial: FaultTrial, suffers: Callable[[FaultTrial, str], Outcome] = suffer) -> dict[str, Any]:
     """Run a trial: its line. verdict: "right", or what went wrong. suffers: a rank's part."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -360,22 +329,22 @@ def judged(trial: Trial, suffers: Callable[[Trial, str], Told] = suffer) -> dict
             pool.start(suffers, trial, folder)
             if trial.fault == "stop":
                 _let_go_on(pool, trial)
-            told, broken = _collected(pool, trial)
+            outcomes, broken = _collected(pool, trial)
         finally:
             pool.close(grace_s=3)
-    wrong = broken or _wrong(trial, told)
+    wrong = broken or _wrong(trial, outcomes)
     alive = [process.pid for process in pool.processes if process.is_alive()]
     left = [name for process in pool.processes if process.pid for name in _segments(process.pid)]
     if not wrong and (left or alive):
         wrong = f"left: segments {left}, processes {alive}"
     # Of what is right, a line keeps the errors' names alone.
-    errors = {rank: answer.error if wrong else answer.error.partition(":")[0] for rank, answer in enumerate(told) if answer}
+    errors = {rank: answer.error if wrong else answer.error.partition(":")[0] for rank, answer in enumerate(outcomes) if answer}
     return {
         "bench": "faults",
         **asdict(trial),
         "verdict": wrong or "right",
         "errors": errors,
-        "slowest_s": round(max((answer.seconds for answer in told if answer), default=0.0), 3),
+        "slowest_s": round(max((answer.seconds for answer in outcomes if answer), default=0.0), 3),
         "trial_s": round(time.monotonic() - began, 2),
     }
 
@@ -385,7 +354,7 @@ def _segments(pid: int) -> tuple[str, ...]:
     return tuple(path.name for path in SHM.glob(f"{PREFIX}*-{pid}-*"))
 
 
-def _let_go_on(pool: Ranks, trial: Trial) -> None:
+def _let_go_on(pool: Ranks, trial: FaultTrial) -> None:
     """Wake the victim once the others must have given up: on GPUs, by turns while they give it time to learn of that, and once
     they have let go of what waits for it there."""
     process = pool.processes[trial.victim]
@@ -404,8 +373,8 @@ def _state(pid: int | None) -> str:
         return "X"
 
 
-def _collected(pool: Ranks, trial: Trial) -> tuple[list[Told | None], str]:
-    """What each rank told, and what went wrong on the way."""
+def _collected(pool: Ranks, trial: FaultTrial) -> tuple[list[Outcome | None], str]:
+    """Each rank's outcome, and what went wrong on the way."""
     try:
         return pool.finish(timeout_s=60), ""
     except RankFailed as failed:
@@ -414,12 +383,12 @@ def _collected(pool: Ranks, trial: Trial) -> tuple[list[Told | None], str]:
         return failed.results, f"ranks failed: {failed}"
 
 
-def _wrong(trial: Trial, told: Sequence[Told | None]) -> str:
+def _wrong(trial: FaultTrial, outcomes: Sequence[Outcome | None]) -> str:
     """Why the answers of a trial are not what they must be; nothing if they are."""
-    for rank, answer in enumerate(told):
+    for rank, answer in enumerate(outcomes):
         if answer is None:
             if not (trial.fault == "kill" and rank == trial.victim):
-                return f"rank {rank} told nothing"
+                return f"rank {rank} did not answer"
             continue
         if rank != trial.victim and answer.seconds > BOUND_S + GRACE_S:
             return f"rank {rank} took {answer.seconds:.1f} s"
@@ -427,17 +396,17 @@ def _wrong(trial: Trial, told: Sequence[Told | None]) -> str:
             return f"rank {rank} could not go on"
         if answer.left:
             return f"rank {rank} left {', '.join(answer.left)}"
-    others = {rank: answer.error for rank, answer in enumerate(told) if answer and rank != trial.victim}
+    others = {rank: answer.error for rank, answer in enumerate(outcomes) if answer and rank != trial.victim}
     for rank, error in others.items():
         if not (_explains(trial, error) or _passed_on(trial, rank, others)):
-            return f"rank {rank} was told {error!r}"
+            return f"rank {rank} got {error!r}"
     if trial.fault in ("kill", "raise", "differ", "leave") and not any(others.values()):
         return "nobody noticed"
     return ""
 
 
-def _explains(trial: Trial, error: str) -> bool:
-    """Whether a rank that is not the victim may be told this; no error where its calls were right."""
+def _explains(trial: FaultTrial, error: str) -> bool:
+    """Whether a rank that is not the victim may get this error; no error where its calls were right."""
     if trial.fault == "slow":
         return not error
     if not error:
@@ -448,41 +417,58 @@ def _explains(trial: Trial, error: str) -> bool:
     return bool(re.search(named, error))
 
 
-def _passed_on(trial: Trial, rank: int, others: Mapping[int, str]) -> bool:
-    """Whether a rank waited in vain for one that itself waited, and was told so, for the victim."""
+def _passed_on(trial: FaultTrial, rank: int, others: Mapping[int, str]) -> bool:
+    """Whether a rank waited in vain for one that itself waited, and said so, for the victim."""
     between = [other for other, error in others.items() if other != rank and _explains(trial, error)]
     waited = trial.fault in ("stop", "late") and others[rank].startswith("WaitTimeout")
     return waited and any(re.search(rf"rank {other}\b", others[rank]) for other in between)
 
 
+def summary(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What is written of trials: a line for each fault of those that were right, and each trial that was not as it is.
+
+    ops: how many trials each operator had. errors_seen: how many ranks got each error, "" where all their calls were right.
+    """
+    right: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        if line["verdict"] == "right":
+            right.setdefault((line["fault"], line["ranks"], line["device"]), []).append(line)
+        else:
+            yield dict(line)
+    for (fault, ranks, device), some in sorted(right.items()):
+        yield {
+            "bench": "faults",
+            "fault": fault,
+            "ranks": ranks,
+            "device": device,
+            "verdict": "right",
+            "trials": len(some),
+            "ops": dict(sorted(Counter(line["op"] for line in some).items())),
+            "programs": len({(line["op"], line["schedule"]) for line in some}),
+            "errors_seen": dict(sorted(Counter(error for line in some for error in line["errors"].values()).items())),
+            "slowest_s": max(line["slowest_s"] for line in some),
+        }
+
+
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Options(__doc__, device="cpu")
     options.add_argument("--trials", type=count, default=100)
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options.add_argument("--only", default="", help="words of operator, schedule and fault that a trial must have")
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no trial is begun after so long")
-    options.add_argument("--json", type=appended)
-    options.add_argument("--commit", default="", help="what the tree is, for the lines")
-    arguments = options.parse_args()
-    verdicts: Counter[str] = Counter()
-    began = time.monotonic()
-    about = {"versions": versions(arguments.device), "commit": arguments.commit}
-    if arguments.device == "cuda" and torch.cuda.device_count() < 2:
-        options.error(f"--device cuda needs two GPUs or more, this machine has {torch.cuda.device_count()}; use cpu")
-    ranks = min(4, torch.cuda.device_count()) if arguments.device == "cuda" else 3
-    for trial in drawn(arguments.trials, arguments.seed, arguments.device, arguments.only.split(), ranks):
-        if time.monotonic() - began > arguments.budget_s:
-            break
-        line = judged(trial)
-        verdicts[f"{trial.fault}: {'right' if line['verdict'] == 'right' else 'WRONG'}"] += 1
-        if line["verdict"] != "right":
-            print(f"{trial}: {line['verdict']}", flush=True)
-        if arguments.json:
-            with arguments.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line | about) + "\n")
-    print(f"{sum(verdicts.values())} trials in {time.monotonic() - began:.0f} s: {dict(sorted(verdicts.items()))}")
-    raise SystemExit(any("WRONG" in verdict for verdict in verdicts))
+    given = options.parse_args()
+    ranks, began, lines = options.ranks(given), time.monotonic(), list[dict[str, Any]]()
+    try:
+        for trial in drawn(given.trials, given.seed, given.device, given.only.split(), ranks):
+            if time.monotonic() - began > given.budget_s:
+                break
+            lines.append(judged(trial))
+            if lines[-1]["verdict"] != "right":
+                print(f"{trial}: {lines[-1]['verdict']}", flush=True)
+    finally:  # also where the campaign is interrupted
+        append(given, summary(lines))
+    verdicts = Counter(f"{line['fault']}: {'right' if line['verdict'] == 'right' else 'WRONG'}" for line in lines)
+    print(f"{len(lines)} trials in {time.monotonic() - began:.0f} s: {dict(sorted(verdicts.items()))}")
+    raise SystemExit(any(line["verdict"] != "right" for line in lines))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Calls of operators that every rank can draw by itself, with what they must return: for campaigns of many calls.
+"""Calls of operators that every rank can draw by itself, with their right results, for campaigns of many calls.
 
-A Case is a call's kind: operator, schedule, extents, dtype, how its operands lie in memory. `work(case, seed, device)` gives
-this rank's call and its result, from data that are the same on all ranks for the same seed. M, N and K are as in
-`weft.Problem`, but M of a collective alone is a rank's where it gathers or is cut, so that any M fits.
+A Case is a kind of call: operator, schedule, extents, dtype, and the memory layout of the operands. `work(case, seed, device)`
+gives this rank's call and its result. All ranks draw the same data from the same seed. M, N and K are as in `weft.Problem`,
+except that M of a collective alone is one rank's part where it gathers or scatters, so that any M fits.
 """
 
 from __future__ import annotations

@@ -1,34 +1,32 @@
-"""Do lanes only ever touch what the proof says, in an order that flags really enforce, however slow any of them is?
+"""Do lanes touch only what their schedule says, in an order that flags enforce, however slow any of them is?
 
-The checker proves schedules; executors run them. Here host executors of 2 to 4 ranks call every operator by every family three
-times in a row, with new data, and tell what their lanes did (`recorder`): each operation's reads and writes, flags, waits. From
-that, with vector clocks:
+The checker proves schedules, and executors run them. Here host executors of 2 to 4 ranks call every operator by every family
+three times in a row with new data, and `recorder` records what their lanes did: each operation's reads and writes, flag stores
+and waits. The following is checked with vector clocks:
 
-    order         any two accesses to the same bytes, of which one writes, are ordered by lanes, flags, meetings of a
-                  collective, and calls of one rank. What a wait teaches is the store that it needed, not the later one that it
-                  may have found: so a race is found though it did not happen in this run. That ranks meet between calls on
-                  CPUs teaches nothing either: GPUs have no such meeting.
+    order         any two accesses to the same bytes, of which one is a write, are ordered by lanes, flags, the barriers of a
+                  collective, and the calls of one rank. A wait is ordered after the store that it needed, not after a later one
+                  that it may have found, so a race is found even if it did not happen in this run. On CPUs ranks meet between
+                  calls. That orders nothing here, because GPUs have no such meeting.
     provenance    each wait was satisfied by a store that was made
     conformance   a step touches nothing but what its schedule says that it reads and writes
-    result        right, within rounding
+    result        the result is right, within rounding
 
-once undisturbed; with each lane of each rank delayed in turn, before each of its steps; and with random delays.
+Each case runs undisturbed, then with each lane of each rank delayed in turn before each of its steps, then with random delays.
 
-    python benchmarks/races.py --json benchmarks/results/races.jsonl
-    python benchmarks/races.py --only 'matmul_all_reduce two_shot' --ranks 4 --random 50
+    python tests/campaigns/races.py --json out/races.jsonl
+    python tests/campaigns/races.py --only 'matmul_all_reduce two_shot' --ranks 4 --random 50
 
-Traps. Fused kernels are not watched, only steps that torch runs: so this runs without Triton's interpreter. Bytes are told
-apart by fours, so cases are float32.
+Limits: only steps that torch runs are recorded, so this runs without Triton's interpreter and does not see fused kernels.
+Memory is followed in words of 4 bytes, so cases are float32.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import calls
@@ -36,7 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from calls import Case, even
-from checked_options import appended
+from campaign import Options, append
 from recorder import CALLER, Event, Place, Recorder
 
 import weft
@@ -86,25 +84,21 @@ def recorded(case: Case, delay: Delay, seed: int = 1) -> Log:
     return recorder.log
 
 
-@dataclass
 class Shadow:
-    """Of each word of a stretch of memory: who wrote it last, at which of its own times; and by lane, when it last read it."""
+    """Of each word of a memory: the lane that wrote it last, the time of that lane then, and the time of each lane when it last
+    read the word."""
 
-    words: int
-    lanes: int
-    writer: np.ndarray = field(init=False)
-    written: np.ndarray = field(init=False)
-    read: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.writer = np.zeros(self.words, dtype=np.int64)
-        self.written = np.zeros(self.words, dtype=np.int64)
-        self.read = np.zeros((self.lanes, self.words), dtype=np.int64)
+    def __init__(self, lanes: int) -> None:
+        self.writer, self.written = np.zeros((2, 0), dtype=np.int64)
+        self.read = np.zeros((lanes, 0), dtype=np.int64)
 
     def grow(self, words: int) -> None:
-        more = max(0, words - self.words)
-        self.writer, self.written = np.pad(self.writer, (0, more)), np.pad(self.written, (0, more))
-        self.read, self.words = np.pad(self.read, ((0, 0), (0, more))), self.words + more
+        more = (0, max(0, words - len(self.writer)))
+        self.writer, self.written, self.read = (
+            np.pad(self.writer, more),
+            np.pad(self.written, more),
+            np.pad(self.read, ((0, 0), more)),
+        )
 
 
 class Replay:
@@ -185,24 +179,21 @@ class Replay:
 
     def _access(self, lane: Lane, event: Event, place: Place, clock: np.ndarray) -> None:
         self.accesses += 1
-        words, shadow = words_of(place), self._shadow(place)
+        words, shadow = words_of(place), self._shadows.setdefault(place.space, Shadow(len(self._events)))
         shadow.grow(int(words.max()) + 1)
         self._conform(lane, event, place, words)
         unordered = shadow.written[words] > clock[shadow.writer[words]]
         if unordered.any():
             other = int(shadow.writer[words][unordered][0])
-            raise Race(self._told(lane, event, f"{_named(list(self._number)[other])} has written", place))
+            raise Race(self._described(lane, event, f"{_named(list(self._number)[other])} has written", place))
         if event.kind == "write":
             ahead = shadow.read[:, words] > clock[:, None]
             if ahead.any():
                 other = int(np.argwhere(ahead)[0][0])
-                raise Race(self._told(lane, event, f"{_named(list(self._number)[other])} has read", place))
+                raise Race(self._described(lane, event, f"{_named(list(self._number)[other])} has read", place))
             shadow.writer[words], shadow.written[words] = self._number[lane], clock[self._number[lane]]
         else:
             shadow.read[self._number[lane], words] = clock[self._number[lane]]
-
-    def _shadow(self, place: Place) -> Shadow:
-        return self._shadows.setdefault(place.space, Shadow(0, len(self._events)))
 
     def _conform(self, lane: Lane, event: Event, place: Place, words: np.ndarray) -> None:
         """A step may read what it says that it writes: in-place sums do."""
@@ -211,9 +202,9 @@ class Replay:
             words_of(other) for other in (*writes, *(reads if event.kind == "read" else ())) if other.space == place.space
         ]
         if not np.isin(words, np.concatenate(allowed) if allowed else np.empty(0)).all():
-            raise Race(self._told(lane, event, "its schedule does not say so", place))
+            raise Race(self._described(lane, event, "its schedule does not say so", place))
 
-    def _told(self, lane: Lane, event: Event, why: str, place: Place) -> str:
+    def _described(self, lane: Lane, event: Event, why: str, place: Place) -> str:
         step = self._step[lane].text
         return f"call {event.call}: {step}: a {event.kind} of {list(place.shape)} in {place.space} at byte {place.start}: {why}"
 
@@ -252,16 +243,15 @@ def _judged(ranks: int, case: Case, delay: Delay, logs: Sequence[Log]) -> dict[s
         replay.check()
     except Race as race:
         verdict = str(race)
-    line = {"bench": "races", "ranks": ranks, "case": str(case), "delay": str(delay)}
-    return {**line, "accesses": replay.accesses, "verdict": verdict}
+    ran = {"bench": "races", "ranks": ranks, "case": str(case), "delay": str(delay)}
+    return {**ran, "accesses": replay.accesses, "verdict": verdict}
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Options(__doc__)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     options.add_argument("--random", type=int, default=2, help="runs with random delays, a case each")
     options.add_argument("--only", default="", help="words of operator and schedule that a case must have")
-    options.add_argument("--json", type=appended)
     given = options.parse_args()
     chosen = [(op, name) for op, name in calls.EVERY if set(given.only.split()) <= {op, name}]
     if not chosen:
@@ -275,9 +265,7 @@ def main() -> None:
                     if line["verdict"] != "ordered":
                         wrong += 1
                         print(f"{line['case']}, {ranks} ranks, {line['delay']}: {line['verdict']}", flush=True)
-                    if given.json:
-                        with given.json.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(line) + "\n")
+                    append(given, [line])
     print(f"{runs} runs, {accesses} accesses, {wrong} out of order, {time.monotonic() - begun:.0f} s")
     raise SystemExit(bool(wrong))
 

@@ -1,23 +1,23 @@
-"""Does any file make weft do anything but read it, or refuse it with a ValueError? A fuzzer of everything that reads files.
+"""Is every file either read by weft or refused with a ValueError? A fuzzer of everything that reads files.
 
-    python benchmarks/fuzz_parsers.py schedule --seconds 600        guided by coverage, if atheris is installed; else at random
-    python benchmarks/fuzz_parsers.py all --seconds 60 --random
+    python tests/campaigns/fuzz_parsers.py schedule --seconds 600    guided by coverage with atheris
+    python tests/campaigns/fuzz_parsers.py all --seconds 60 --random
 
-An input is a number of edits of a right file: a value replaced by one of another type, or by an extreme one, a key renamed,
-left out or added, a list's entries repeated or dropped; or it is plain bytes, which hardly get past the JSON parser. Whatever
-was read is then used as its readers use it: printed, written and read again, which must give the same value; a schedule is
-checked, by the proof that stands between a file and an executor. An input that a parser takes longer than SLOW_S over is a
-finding, too: a small file must not cost much.
+An input is a right file with some edits: a value replaced by one of another type or by an extreme one, a key renamed, left out
+or added, a list's entries repeated or dropped. One input in eight is plain bytes, which hardly get past the JSON parser.
+Whatever was read is then used: it is printed, written and read again, which must give the same value. A schedule is checked,
+since that proof stands between a file and an executor. An input for which a parser takes longer than SLOW_S is a finding, too:
+a small file must not cost much.
 
-What is found is written to out/fuzz, and can be given again: --input FILE. atheris: pip install "weft[fuzz]".
+Findings are written to out/fuzz. `--input FILE` tries one of them again. To install atheris: pip install "weft[fuzz]".
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
-import logging
 import random
 import resource
 import sys
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import weft
 from weft.core import codec
@@ -84,14 +85,8 @@ def _config(text: str) -> None:
 
 def _config_by_keys(text: str) -> None:
     """As on a machine without transformers."""
-    before = sys.modules.get("transformers")
-    sys.modules["transformers"] = None  # type: ignore[assignment]
-    try:
+    with mock.patch.dict(sys.modules, {"transformers": None}):  # type: ignore[dict-item]
         _config(text)
-    finally:
-        del sys.modules["transformers"]
-        if before is not None:
-            sys.modules["transformers"] = before
 
 
 def _kept_plan(text: str) -> None:
@@ -103,15 +98,9 @@ def _kept_plan(text: str) -> None:
         path = cache.path(key)
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         path.chmod(0o600)
-        records: list[logging.LogRecord] = []
-        handler = logging.Handler()
-        handler.emit = records.append  # type: ignore[method-assign]
-        LOGGER.addHandler(handler)
-        try:
+        with mock.patch.object(LOGGER, "handle") as logged:
             entry = cache.read(key)
-        finally:
-            LOGGER.removeHandler(handler)
-    assert (entry is None) == bool(records), "a plan that is not taken is logged, and no other"
+    assert (entry is None) == logged.called, "a plan that is not taken is logged, and no other"
     assert entry is None or entry.key == key
 
 
@@ -122,13 +111,9 @@ def _entry() -> Entry:
 
 
 def _schedules() -> Iterator[str]:
-    for op, name in (
-        ("all_gather_matmul", "flag_gated"),
-        ("matmul_reduce_scatter", "direct_store"),
-        ("matmul_all_reduce", "two_shot"),
-    ):
-        problem = Problem(op=op, m=8, n=6, k=4, world_size=2)  # type: ignore[arg-type]
-        yield codec.dumps(weft.build(problem, name, 1))
+    families = {"all_gather_matmul": "flag_gated", "matmul_reduce_scatter": "direct_store", "matmul_all_reduce": "two_shot"}
+    for op, name in families.items():
+        yield codec.dumps(weft.build(Problem(op=op, m=8, n=6, k=4, world_size=2), name, 1))  # type: ignore[arg-type]
 
 
 def _texts(folder: str) -> tuple[str, ...]:
@@ -138,12 +123,12 @@ def _texts(folder: str) -> tuple[str, ...]:
 CONFIG = {
     "model_type": "mixtral",
     "_name_or_path": "some/model",
+    "hidden_act": "silu",
+    "num_hidden_layers": 32,
     "hidden_size": 4096,
+    "intermediate_size": 14336,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "hidden_act": "silu",
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
@@ -199,25 +184,20 @@ def text_of(data: bytes, seeds: tuple[str, ...]) -> str:
 
 
 def edited(document: Any, choices: Choices) -> Any:
-    """The document with one edit at a place of its tree."""
-    places = list(_places(document, ()))
-    place = places[choices.below(len(places))]
-    return _replaced(document, place, choices, EXTREMES[choices.below(len(EXTREMES))], choices.below(6))
+    """A copy of the document with one edit at some place of its tree. All places are as likely."""
+    places = [([copy.deepcopy(document)], 0)]
+    for parent, at in places:  # grows meanwhile
+        node = parent[at]
+        places += [
+            (node, key) for key in (node if isinstance(node, dict) else range(len(node) if isinstance(node, list) else 0))
+        ]
+    parent, at = places[choices.below(len(places))]
+    parent[at] = _replaced(parent[at], choices, EXTREMES[choices.below(len(EXTREMES))], choices.below(6))
+    root, _ = places[0]
+    return root[0]
 
 
-def _places(node: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    yield path
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, child in children:
-        yield from _places(child, (*path, key))
-
-
-def _replaced(node: Any, path: tuple[Any, ...], choices: Choices, value: Any, how: int) -> Any:
-    if path:
-        inner = _replaced(node[path[0]], path[1:], choices, value, how)
-        if isinstance(node, dict):
-            return {key: inner if key == path[0] else child for key, child in node.items()}
-        return [inner if at == path[0] else child for at, child in enumerate(node)]
+def _replaced(node: Any, choices: Choices, value: Any, how: int) -> Any:
     if isinstance(node, dict) and node and how in (1, 2, 3):
         key = list(node)[choices.below(len(node))]
         rest = {name: child for name, child in node.items() if name != key}
