@@ -45,8 +45,10 @@ def made(name: str, what: str) -> str:
     if what == "headline":
         return "\n".join(line for sentence in words(done) for line in textwrap.wrap(sentence, WIDTH))
     rows = next(each.rows for each in tables(done) if each.name == what)
-    if what == "sensitivity":  # why a system is refused is a sentence, too long for a document
-        rows = [row[:-1] for row in rows]
+    if what == "sensitivity":  # why a system is refused is a sentence, too long for a document, as names of figures are
+        rows = [(*rows[0][:2], *map(str, range(1, len(rows[0]) - 2))), *(row[:-1] for row in rows[1:])]
+        figures = [f"{place}: {name}" for place, name in enumerate(done.study.headlines, start=1)]
+        return "\n".join([*figures, "", table(rows)])
     return table(rows)
 
 

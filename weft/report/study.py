@@ -41,7 +41,7 @@ def study_page(done: Done) -> str:
     sections = [
         tag("header", tag("h1", title), *verdict, facts_list([paper, *done.study.facts(done.system)])),
         _section("Published and simulated", *_published(done.figures, charts), *(_listed(found[name]) for name in FIRST)),
-        *(_section(each.title, _drawn(each, charts)) for each in done.study.charts(done.result)),
+        *(_drawn(each, charts) for each in done.study.charts(done.result)),
         *(_titled(each) for each in own),
         *swept,
         _sources(found["system"], done.system.sources),
@@ -78,20 +78,20 @@ def _published(found: Sequence[Figure], charts: Charts) -> list[Html]:
         if drawn:
             values = {"published": [f.published for f in drawn], "ours": [f.ours for f in drawn]}
             series = {name: [scale * value for value in row] for name, row in values.items()}
-            charts[chart] = columns([f"{f.name} ({f.label})" for f in drawn], series, label)
+            charts[chart] = columns([f.name for f in drawn], series, label)
             panels.append(chart_panel(chart, "Columns: published figures and ours; the table has the numbers"))
     return panels
 
 
 def _drawn(each: Chart, charts: Charts) -> Html:
-    """A chart's place; the chart itself goes to charts[name]."""
+    """A chart's section; the chart itself goes to charts[name]."""
     if isinstance(each, Timeline):
-        return timeline_panel(each.name, each.title, each.spans, {}, charts)
+        return tag("section", timeline_panel(each.name, each.title, each.spans, {}, charts))
     if isinstance(each, Points):
         charts[each.name] = _points(each.panels)
-        return chart_panel(each.name, f"Points: {each.title}; the tables have the numbers")
+        return _section(each.title, chart_panel(each.name, f"Points: {each.title}; the tables have the numbers"))
     charts[each.name] = columns(each.places, each.series, each.unit, stacked=each.stacked)
-    return chart_panel(each.name, f"Columns: {each.title}; the tables have the numbers")
+    return _section(each.title, chart_panel(each.name, f"Columns: {each.title}; the tables have the numbers"))
 
 
 def columns(places: Sequence[str], series: Mapping[str, Sequence[float]], unit: str, *, stacked: bool = False) -> Drawn:

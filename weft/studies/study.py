@@ -14,7 +14,7 @@ from weft.core import codec
 from weft.core.span import Span
 from weft.studies.profile import Progress
 from weft.studies.published import Figure, Row, Unit, figures_table, headline, labels_table, numbers_table
-from weft.studies.sweep import JointSweep, SweptRow, joint, joint_table, joint_words, one_at_a_time, swept_table
+from weft.studies.sweep import JointSweep, SweptRow, joint, joint_table, joint_words, one_at_a_time, swept_table, unmoved
 
 STUDIES: dict[str, str] = {
     "t3": "track and trigger (arXiv 2401.16677)",
@@ -74,8 +74,8 @@ class Study:
     """A published evaluation. paper: its arXiv identifier. example: a setting that --set could have.
 
     load: the shipped system, a frozen dataclass that says of each number where it is from. changed: a system with settings
-    applied, by path. facts: a system in short. run: the whole evaluation of a system. figures, tables, charts, record: of what
-    `run` gives; spans: its calls, by title.
+    applied, by path. facts: a system in short. run: the whole evaluation of a system. figures, tables, charts: of what `run`
+    gives; spans: its calls, by title.
 
     sample: the figures alone, by as few simulations as they need, for both sweeps. left_out: the figures that it does not have,
     in words. headlines: the figures that the table of the sweep of one number at a time has, by name. only: the study of some
@@ -94,7 +94,6 @@ class Study:
     tables: Callable[[Any], tuple[Table, ...]]
     charts: Callable[[Any], tuple[Chart, ...]]
     spans: Callable[[Any], dict[str, tuple[Span, ...]]]
-    record: Callable[[Any], dict[str, Any]]
     sample: Callable[[Any], tuple[Figure, ...]]
     headlines: Mapping[str, Unit]
     left_out: str = ""
@@ -136,13 +135,14 @@ def simulate(which: Study, system: Any, progress: Progress, *, sensitivity: bool
 
 
 def record(done: Done) -> dict[str, Any]:
-    """Everything that was simulated, as plain data."""
+    """Everything that was simulated, as plain data: its tables as text, and its result as the study has it."""
     return {
         "study": done.study.name,
         "system": codec.dump(done.system),
         "headline": headline(done.figures),
         "figures": [codec.dump(figure) | {"ok": figure.ok} for figure in done.figures],
-        **done.study.record(done.result),
+        "tables": {each.name: [list(row) for row in each.rows] for each in done.study.tables(done.result)},
+        "result": codec.dump(done.result),
         "sensitivity": codec.dump(done.swept),
         "joint": None if done.joint is None else codec.dump(done.joint),
     }
@@ -176,3 +176,5 @@ def words(done: Done) -> Iterator[str]:
     if done.joint is not None:
         left_out = f" {done.study.left_out}" if done.study.left_out else ""
         yield joint_words(done.joint) + left_out
+    if done.swept and (paths := unmoved(done.swept)):
+        yield f"No figure depends on {', '.join(paths)}."

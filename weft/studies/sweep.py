@@ -121,22 +121,20 @@ def _spread(drawn: Sequence[Figure]) -> Spread:
     )
 
 
+def unmoved(rows: Sequence[SweptRow]) -> tuple[str, ...]:
+    """Paths of the numbers that no figure depends on."""
+    moving = {row.path for row in rows if row.refused or row.values != rows[0].values}
+    return tuple(dict.fromkeys(row.path for row in rows if row.path is not None and row.path not in moving))
+
+
 def swept_table(rows: Sequence[SweptRow], figures: Mapping[str, Unit]) -> list[Row]:
-    """These figures by number and factor. A number that moves none of them has one row."""
-    shown: list[Row] = []
-    now = rows[0].values
-    for path, pair in _by_path(rows):
-        same = path is not None and all(not row.refused and row.values == now for row in pair)
-        for row in pair[:1] if same else pair:
+    """These figures by number and factor, for numbers that move any figure."""
+    without, shown = unmoved(rows), []
+    for row in rows:
+        if row.path not in without:
             cells = [text(row.values[name], unit) if not row.refused else "-" for name, unit in figures.items()]
-            times = "any" if same else f"{row.factor:g}"
-            shown.append((path or "as it is", times, *cells, row.refused.partition(";")[0]))
+            shown.append((row.path or "as it is", f"{row.factor:g}", *cells, row.refused.partition(";")[0]))
     return [("number", "times", *figures, "refused"), *shown]
-
-
-def _by_path(rows: Sequence[SweptRow]) -> Iterator[tuple[str | None, list[SweptRow]]]:
-    for path in dict.fromkeys(row.path for row in rows):
-        yield path, [row for row in rows if row.path == path]
 
 
 def joint_table(found: JointSweep) -> list[Row]:
@@ -150,7 +148,8 @@ def joint_table(found: JointSweep) -> list[Row]:
 
 def joint_words(found: JointSweep) -> str:
     """What the joint sweep says of all figures together."""
-    moved = f"{len(found.paths)} assumed and derived numbers moved together by up to {found.reach:.0%}"
-    predicted = "" if found.predicted is None else f", all predicted ones in {found.predicted}"
+    moved = f"When {len(found.paths)} assumed and derived numbers move together, each by up to {found.reach:.0%}"
+    predicted = "" if found.predicted is None else f", and all predicted ones in {found.predicted}"
     within = f"all {len(found.spreads)} figures are within tolerance in {found.within} of {found.draws} draws{predicted}"
-    return f"{moved}: {within}. {found.refused} more draws are no system that can be simulated."
+    refused = f" {found.refused} further draws were refused: such a system cannot be simulated." if found.refused else ""
+    return f"{moved}, {within}.{refused}"

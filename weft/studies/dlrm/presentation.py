@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from weft.core import codec
 from weft.core.span import Span
 from weft.studies.dlrm import study
 from weft.studies.dlrm.iteration import IterationRun
 from weft.studies.dlrm.paper import ITERATION, MEAN, figures, published
-from weft.studies.dlrm.study import PUBLISHED, Case, DlrmStudy, Operator, Times
+from weft.studies.dlrm.study import PUBLISHED, Case, DlrmStudy, Operator
 from weft.studies.dlrm.system import DlrmSystem, load
 from weft.studies.profile import changed_by
 from weft.studies.published import Figure, Row
@@ -123,30 +121,6 @@ def spans(done: DlrmStudy) -> dict[str, tuple[Span, ...]]:
     return {f"{PUBLISHED[0]} of {PUBLISHED[1]}, {run.way}": run.spans for run in (done.unfused, done.fused)}
 
 
-def record(done: DlrmStudy) -> dict[str, Any]:
-    """All cases; of the published one each span and event. Times in microseconds."""
-    return {
-        "published": {run.way: _run(run) for run in (done.unfused, done.fused)},
-        "cases": [_case_as_data(case) for case in done.cases],
-        "two_nodes": [{"batch": o.batch, "tables": o.tables, "pooling": o.pooling, **_times(o)} for o in done.operators],
-        "slices": [{"slices": each.slices, "us": each.ns / 1e3} for each in done.sliced],
-    }
-
-
-def _run(run: IterationRun) -> dict[str, Any]:
-    links = {" ".join(map(str, kind)): {"bytes": use.bytes, "peak_gbps": use.peak_gbps} for kind, use in run.usage.items()}
-    return {"nodes": run.nodes, "us": run.ns / 1e3, "spans": codec.dump(run.spans), "log": list(run.log), "links": links}
-
-
-def _case_as_data(case: Case) -> dict[str, Any]:
-    waits = {"unfused": case.unfused_waits_ns / 1e3, "fused": case.fused_waits_ns / 1e3}
-    return {"topology": case.topology, "nodes": case.nodes, "axes": list(case.axes), **_times(case), "waits_us": waits}
-
-
-def _times(times: Times) -> dict[str, Any]:
-    return {"us": {"unfused": times.unfused_ns / 1e3, "fused": times.fused_ns / 1e3}, "saved": times.saved}
-
-
 def sample(system: DlrmSystem) -> tuple[Figure, ...]:
     """All figures."""
     return published(study.case(system, *PUBLISHED).saved, [each.saved for each in study.two_nodes(system)])
@@ -165,7 +139,6 @@ STUDY = Study(
     tables=tables,
     charts=charts,
     spans=spans,
-    record=record,
     sample=sample,
     headlines={ITERATION: "percent", MEAN: "percent"},
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from weft.core import codec
 from weft.core.machine import Machine
 from weft.planner.models.gemms import FICCO_GEMMS, GemmCase, ficco_gemm
 from weft.planner.signature import Signature, correlations
@@ -171,21 +169,6 @@ def _points(done: FiccoStudy, loss: Callable[[Signature], float]) -> dict[str, d
     }
 
 
-def record(done: FiccoStudy) -> dict[str, Any]:
-    """Each scenario with the time and the speed-up of every schedule. Times in microseconds."""
-    return {
-        "topologies": [codec.dump(row) for row in topologies(done)],
-        "choosers": [codec.dump(row) for row in choosers(done)],
-        **{name: [_as_data(one) for one in getattr(done, name)] for name in ("mesh", "switch", "unseen")},
-        "losses": [codec.dump(found) | {name: of(found) for name, of in LOSSES.items()} for found in done.signatures],
-    }
-
-
-def _as_data(one: Scenario) -> dict[str, Any]:
-    speedup = {name: one.speedup(name) for name in one.us}
-    return {**codec.dump(one), "ideal": one.ideal, "speedup": speedup, "exact": one.exact}
-
-
 def changed(machine: Machine, settings: Mapping[str, str]) -> Machine:
     """The machine with these settings, and with what goes along with them."""
     return machine.what_if(settings)
@@ -218,7 +201,6 @@ STUDY = Study(
     tables=tables,
     charts=charts,
     spans=study.calls,
-    record=record,
     sample=lambda machine: maxima([study.estimated(machine, case) for case in FICCO_GEMMS]),
     headlines={
         "peer to peer, slower than sequential, max": "ratio",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from weft.core import codec
 from weft.core.span import Span
 from weft.studies.profile import changed_by
 from weft.studies.published import Figure, Row, geomean
@@ -152,37 +150,6 @@ def _in_turn(run: SubLayerRun, gemm_ns: int, scattered_ns: int, *, tracked: bool
     )
 
 
-def record(done: T3Study) -> dict[str, Any]:
-    """Each sub-layer with the time, speed-up and traffic of every configuration. Microseconds, and bytes of traffic."""
-    return {
-        "geomeans": {"sublayers": _geomeans(done.sublayers), "large": _geomeans(done.large)},
-        "sublayers": [_as_data(run) for run in done.sublayers],
-        "large": [_as_data(run) for run in done.large],
-        **{name: codec.dump(getattr(done, name)) for name in ("end_to_end", "large_end_to_end", "concurrent", "mapped")},
-    }
-
-
-def _geomeans(runs: Sequence[SubLayerRun]) -> dict[str, float]:
-    return {name: geomean(run.speedup(name) for run in runs) for name in CONFIGURATIONS}
-
-
-def _as_data(run: SubLayerRun) -> dict[str, Any]:
-    tracked = {
-        name: {"threshold": part.threshold, "entries": part.entries, "spilled": part.spilled, "gemm_us": part.gemm_ns / 1e3}
-        for name, part in (("t3", run.t3), ("t3_mca", run.t3_mca))
-    }
-    kernels = ("gemm", "reduce_scatter", "reduce_scatter_nmc", "all_gather")
-    return {
-        "name": run.name,
-        "world_size": run.world_size,
-        "us": {name: run.ns(name) / 1e3 for name in CONFIGURATIONS},
-        "speedup": {name: run.speedup(name) for name in CONFIGURATIONS},
-        "kernels_us": {name: getattr(run, name).ns / 1e3 for name in kernels},
-        "traffic": {name: run.traffic(name) for name in ("sequential", "t3", "t3_mca")},
-        "tracked": tracked,
-    }
-
-
 def sample(system: T3System) -> tuple[Figure, ...]:
     """All figures."""
     study.require_tiles(system)
@@ -202,7 +169,6 @@ STUDY = Study(
     tables=tables,
     charts=charts,
     spans=spans,
-    record=record,
     sample=sample,
     headlines={
         "T3, speed-up, geomean": "percent",
