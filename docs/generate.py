@@ -14,13 +14,12 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text results MODE ...      measured_tables.py: operators, collectives and steps
     ```text fp8 WHAT ...          measured_tables.py: FP8
     ```text models PART ...       model_tables.py: whole models, layers of them, profiles
-    ```text t3 WHAT ...           study_tables.py: published evaluations, simulated
+    ```text t3 WHAT               study_tables.py: published evaluations, simulated; also ficco WHAT and dlrm WHAT
     ```text targets OF            which kernels compile for which GPUs (weft.kernels.targets), and why others do not
 
-tests/project/test_docs.py holds that nothing is out of date. What takes long to make lies in files: T3's sensitivity, and
-what DLRM's study has beside its published case, in docs/t3_sensitivity.json and docs/dlrm_study.json, which
-`python docs/generate.py sensitivity` writes in half a minute; FiCCO's evaluation in docs/ficco.json, which
-`python docs/generate.py ficco` writes in two or three.
+tests/project/test_docs.py holds that nothing is out of date. What takes long to make lies in files: the sweeps of the studies,
+and FiCCO's evaluation, in docs/t3_study.json, docs/ficco_study.json and docs/dlrm_study.json. `python docs/generate.py studies`
+writes all of them in about ten minutes, `python docs/generate.py t3` (or ficco, or dlrm) one.
 """
 
 from __future__ import annotations
@@ -260,10 +259,9 @@ def rewritten(text: str) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["sensitivity"]:
-        study_tables.keep_sensitivity()
-    if sys.argv[1:] == ["ficco"]:
-        study_tables.keep_ficco()
+    names = list(study_tables.STUDIES)
+    for name in names if sys.argv[1:] == ["studies"] else [name for name in names if name in sys.argv[1:]]:
+        study_tables.keep(name)
     for name in DOCUMENTS:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

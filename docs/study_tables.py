@@ -1,141 +1,64 @@
-"""Tables of the published evaluations that `weft simulate` redoes, for generate.py.
+"""Tables of the published evaluations that `weft simulate` redoes, for generate.py: `t3 WHAT`, `ficco WHAT` and `dlrm WHAT`.
 
-t3 WHAT      figures, sublayers, mappings, sensitivity or system
-ficco WHAT   figures, choosers, scenarios, switch, topologies, losses, correlations, sensitivity or machine
-dlrm WHAT    figures, iteration, nodes, two_nodes, slices, sensitivity or system
-
-What takes long to make lies in files beside this one: `keep_sensitivity` and `keep_ficco` write them.
+WHAT is a table by its name in `weft.studies.study.tables`, or `headline`: what the study says in short. Sweeps, and FiCCO's
+evaluation, take long to make, so `keep` writes them to files beside this one.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import textwrap
+from functools import partial
+from typing import Any
 
 from text_tables import ROOT, table
 
 from weft.core import codec
-from weft.studies.dlrm import sensitivity as dlrm_sensitivity
-from weft.studies.dlrm import study as dlrm_study
-from weft.studies.dlrm import system as dlrm_system
-from weft.studies.dlrm import tables as dlrm_tables
-from weft.studies.dlrm.paper import figures as dlrm_figures
-from weft.studies.ficco import sensitivity as ficco_sensitivity
-from weft.studies.ficco import study as ficco_study
-from weft.studies.ficco import tables as ficco_tables
-from weft.studies.published import figures_table, numbers_table
-from weft.studies.t3 import sensitivity as t3_sensitivity
-from weft.studies.t3 import study as t3_study
-from weft.studies.t3 import system as t3_system
-from weft.studies.t3 import tables as t3_tables
-from weft.studies.t3.paper import figures as t3_figures
+from weft.studies.ficco.study import FiccoStudy
+from weft.studies.study import STUDIES, Done, load_study, simulate, tables, words
+from weft.studies.sweep import JointSweep, SweptRow
 
-T = TypeVar("T")
-T3_SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
-FICCO = ROOT / "docs" / "ficco.json"
-DLRM = ROOT / "docs" / "dlrm_study.json"
-Tables = dict[str, Callable[[], Sequence[Sequence[str]]]]
+STORED = {name: ROOT / "docs" / f"{name}_study.json" for name in STUDIES}
+DRAWS = 200
+WIDTH = 118
 
 
 @functools.cache
-def _t3_study() -> t3_study.T3Study:
-    """T3's whole evaluation, once for all of its tables."""
-    return t3_study.run(t3_system.load())
-
-
-def t3(what: str) -> str:
-    """A table of the simulated T3."""
-    makers: Tables = {
-        "figures": lambda: figures_table(t3_figures(_t3_study())),
-        "sublayers": lambda: t3_tables.sublayers_table((*_t3_study().sublayers, *_t3_study().large)),
-        "mappings": lambda: t3_tables.mappings_table(_t3_study()),
-        "sensitivity": lambda: t3_tables.sensitivity_table(_kept_t3()),
-        "system": lambda: numbers_table(t3_system.load()),
-    }
-    return table(makers[what]())
-
-
-def _kept_t3() -> Sequence[t3_sensitivity.T3Sensitivity]:
-    return codec.loads(tuple[t3_sensitivity.T3Sensitivity, ...], T3_SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
-
-
-def ficco(what: str) -> str:
-    """A table of the simulated FiCCO."""
-    found, rows = _kept_ficco()
-    makers: Tables = {
-        "figures": lambda: ficco_tables.figures_table(found),
-        "scenarios": lambda: ficco_tables.scenarios_table(found.mesh),
-        "switch": lambda: ficco_tables.scenarios_table(found.switch),
-        "choosers": lambda: ficco_tables.choosers_table(found),
-        "topologies": lambda: ficco_tables.topologies_table(found),
-        "losses": lambda: ficco_tables.losses_table(found),
-        "correlations": lambda: ficco_tables.correlations_table(found),
-        "sensitivity": lambda: ficco_tables.sensitivity_table(rows),
-        "machine": lambda: [row[:2] for row in ficco_tables.machine_table(found)],
-    }
-    return table(makers[what]())
-
-
-@functools.cache
-def _kept_ficco() -> tuple[ficco_study.FiccoStudy, Sequence[ficco_sensitivity.FiccoSensitivity]]:
-    """FiCCO's evaluation and what its assumed numbers do, as they were kept."""
-    data = json.loads(FICCO.read_text(encoding="utf-8"))
-    rows = codec.load(tuple[ficco_sensitivity.FiccoSensitivity, ...], data["sensitivity"])
-    return codec.load(ficco_study.FiccoStudy, data["study"]), rows
-
-
-def keep_ficco() -> None:
-    """Simulate it, and keep it."""
-    where = ficco_study.load()
-    data = {"study": ficco_study.run(where), "sensitivity": tuple(ficco_sensitivity.sensitivity(where))}
-    FICCO.write_text(codec.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-def dlrm(what: str) -> str:
-    """A table of the simulated DLRM. The published case and two nodes are made anew."""
-    system = dlrm_system.load()
-    makers: Tables = {
-        "figures": lambda: figures_table(dlrm_figures(_dlrm_study())),
-        "iteration": lambda: dlrm_tables.iteration_table(_dlrm_study().unfused, _dlrm_study().fused),
-        "nodes": lambda: dlrm_tables.cases_table(_dlrm_study().cases),
-        "two_nodes": lambda: dlrm_tables.operators_table(_dlrm_study().operators),
-        "slices": lambda: dlrm_tables.sliced_table(_dlrm_study().sliced),
-        "sensitivity": lambda: dlrm_tables.sensitivity_table(_kept_dlrm("sensitivity", dlrm_sensitivity.DlrmSensitivity)),
-        "system": lambda: numbers_table(system),
-    }
-    return table(makers[what]())
-
-
-@functools.cache
-def _dlrm_study() -> dlrm_study.DlrmStudy:
-    """DLRM's study: node counts and slices as they are kept, the rest made anew."""
-    system = dlrm_system.load()
-    unfused, fused = dlrm_study.runs(system, *dlrm_study.PUBLISHED)
-    return dlrm_study.DlrmStudy(
+def stored(name: str) -> Done:
+    """A study with its sweeps as they are stored; FiCCO's evaluation is stored, too, and the others are made anew."""
+    data: dict[str, Any] = json.loads(STORED[name].read_text(encoding="utf-8"))
+    study = load_study(name)
+    system = study.load()
+    return Done(
+        study=study,
         system=system,
-        unfused=unfused,
-        fused=fused,
-        cases=_kept_dlrm("cases", dlrm_study.Case),
-        operators=tuple(dlrm_study.two_nodes(system)),
-        sliced=_kept_dlrm("sliced", dlrm_study.SliceResult),
+        result=codec.load(FiccoStudy, data["result"]) if "result" in data else study.run(system, lambda *_: None),
+        swept=codec.load(tuple[SweptRow, ...], data["sensitivity"]),
+        joint=codec.load(JointSweep, data["joint"]),
     )
 
 
-def _kept_dlrm(name: str, kind: type[T]) -> tuple[T, ...]:
-    made: tuple[T, ...] = codec.load(tuple[kind, ...], json.loads(DLRM.read_text(encoding="utf-8"))[name])  # type: ignore[valid-type]
-    return made
+def made(name: str, what: str) -> str:
+    """One table of a study, or its headline."""
+    done = stored(name)
+    if what == "headline":
+        return "\n".join(line for sentence in words(done) for line in textwrap.wrap(sentence, WIDTH))
+    rows = next(each.rows for each in tables(done) if each.name == what)
+    if what == "sensitivity":  # why a system is refused is a sentence, too long for a document, as names of figures are
+        rows = [(*rows[0][:2], *map(str, range(1, len(rows[0]) - 2))), *(row[:-1] for row in rows[1:])]
+        figures = [f"{place}: {name}" for place, name in enumerate(done.study.headlines, start=1)]
+        return "\n".join([*figures, "", table(rows)])
+    return table(rows)
 
 
-def keep_sensitivity() -> None:
-    """Simulate what T3's and DLRM's tables take from files, and keep it."""
-    rows = tuple(t3_sensitivity.sensitivity(t3_system.load()))
-    T3_SENSITIVITY.write_text(codec.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    system = dlrm_system.load()
-    done = dlrm_study.run(system)
-    data = {"cases": done.cases, "sliced": done.sliced, "sensitivity": tuple(dlrm_sensitivity.sensitivity(system))}
-    DLRM.write_text(codec.dumps(data, indent=1) + "\n", encoding="utf-8")
+def keep(name: str) -> None:
+    """Simulate a study and its sweeps, and store them."""
+    study = load_study(name)
+    done = simulate(study, study.load(), lambda *_: None, sensitivity=True, draws=DRAWS)
+    data = {"result": done.result} if name == "ficco" else {}
+    data |= {"sensitivity": done.swept, "joint": done.joint}
+    STORED[name].write_text(codec.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-MAKERS: dict[str, Callable[[str], str]] = {"t3": t3, "ficco": ficco, "dlrm": dlrm}
+MAKERS = {name: partial(made, name) for name in STUDIES}

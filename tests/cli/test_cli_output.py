@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from weft.core.problem import Problem
 from weft.core.span import Span
 from weft.report.page import write_page
 from weft.schedules import build
+from weft.studies.study import Done, Study
 
 SITE = ["plan", "llama3-8b", "--tp", "2", "--site", "MLP down"]
 
@@ -179,15 +181,18 @@ def test_files_are_written_though_nobody_reads_the_output(
 def test_a_study_is_written_though_nobody_reads_the_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
-    def unread() -> Any:
+    def unread(done: Done) -> Any:
         raise BrokenPipeError
 
-    def write(folder: Path) -> Path:
-        return write_page("whole", folder)
-
     spans = {"one": (Span(rank=0, lane="compute", kind="gemm", name="g", start_us=0.0, end_us=1.0),)}
-    done = simulate.Done(record=unread, show=unread, write=write, calls=lambda: spans)
-    monkeypatch.setattr(simulate, "_t3", lambda *_: done)
+
+    def simulated(which: Study, system: Any, *_: Any, **__: Any) -> Done:
+        return Done(study=replace(which, spans=lambda result: spans), system=system, result=None)
+
+    monkeypatch.setattr(simulate, "simulate_study", simulated)
+    monkeypatch.setattr("weft.report.study.study_page", lambda done: "whole")
+    for name in ("show", "record"):
+        monkeypatch.setattr(simulate, name, unread)
     report, trace = tmp_path / "out", tmp_path / "trace.json"
     to = Path("-") if as_json else None
     with pytest.raises(BrokenPipeError):

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 
 from weft.cli import options, output
-from weft.cli.progress import Progress, progress_bar
-from weft.cli.simulate_schedule import Outputs, machine_with, simulate_schedule
-from weft.core.span import Span
-
-STUDIES = ("t3", "ficco", "dlrm")
-M = TypeVar("M")
-S = TypeVar("S")
-R = TypeVar("R")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """A study that was simulated: as data, on the console, as a page in a folder whose path it returns, as spans by call."""
-
-    record: Callable[[], dict[str, Any]]
-    show: Callable[[], None]
-    write: Callable[[Path], Path]
-    calls: Callable[[], dict[str, tuple[Span, ...]]] | None = None
+from weft.cli.progress import progress_bar
+from weft.cli.simulate_schedule import Outputs, simulate_schedule
+from weft.core import settings
+from weft.studies.study import STUDIES, Done, load_study, record, tables, words
+from weft.studies.study import simulate as simulate_study
 
 
 def command(
@@ -37,9 +21,8 @@ def command(
         str,
         typer.Argument(
             metavar="STUDY|FILE",
-            help="t3: track and trigger (arXiv 2401.16677). ficco: overlap finer than the shard (arXiv 2512.10236). "
-            "dlrm: DLRM at scale (arXiv 2305.06942). "
-            "A JSON file: a schedule, as weft plan --save has it.",
+            help=" ".join(f"{name}: {about}." for name, about in STUDIES.items())
+            + " A JSON file: a schedule, as weft plan --save has it.",
         ),
     ],
     machine: Annotated[
@@ -60,8 +43,17 @@ def command(
         typer.Option("--scenario", metavar="NAME", help="ficco: of its GEMMs this one, such as g5. Repeatable. Default: all."),
     ] = None,
     sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Also take each assumed number a quarter lower and higher: a minute or two.")
+        bool,
+        typer.Option(
+            "--sensitivity", help="Also take each assumed or derived number a quarter lower and higher, one at a time."
+        ),
     ] = False,
+    draws: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Also move all assumed and derived numbers together, N times, each by up to 10%. Try 200."
+        ),
+    ] = 0,
     json: options.JSON = None,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
@@ -70,150 +62,57 @@ def command(
     schedule on one machine."""
     outputs = Outputs(json=json, report=report, trace=trace)
     if study not in STUDIES and (study.endswith(".json") or os.path.isfile(study)):
-        if sensitivity or scenarios:
-            raise ValueError(f"--{'sensitivity' if sensitivity else 'scenario'} is for studies; a schedule takes --set")
+        for option, given in (("sensitivity", sensitivity), ("draws", draws), ("scenario", scenarios)):
+            if given:
+                raise ValueError(f"--{option} is for studies; a schedule takes --set")
         simulate_schedule(Path(study), machine or options.DEFAULT_MACHINE, changes or [], outputs)
         return
-    if study not in STUDIES:
-        raise ValueError(f"study is {study!r}; weft simulates {', '.join(STUDIES)}, or a schedule in a JSON file")
+    found = load_study(study)
     if machine is not None:
         raise ValueError(f"--machine is for a schedule in a JSON file, not for {study}")
-    if trace is not None and study == "dlrm":
-        raise ValueError("--trace is for t3, ficco and schedules; dlrm's timelines are in its --report")
     outputs.require({})
-    simulate = {"t3": _t3, "ficco": _ficco, "dlrm": _dlrm}[study]
-    done = simulate(changes or [], scenarios or [], sensitivity)
-    written = [] if report is None else [done.write(report)]  # before anything is shown: a reader of that may go away
-    if trace is not None and done.calls is not None:
+    if scenarios:
+        if found.only is None:
+            raise ValueError(
+                f"--scenario is {', '.join(scenarios)}; {study} has no scenarios to choose from, and is simulated whole"
+            )
+        found = found.only(scenarios)
+    system = found.changed(found.load(), dict(settings.parse(given, found.example) for given in changes or []))
+    with progress_bar() as progress:
+        done = simulate_study(found, system, progress, sensitivity=sensitivity, draws=draws)
+    write(done, outputs)
+
+
+def write(done: Done, outputs: Outputs) -> None:
+    """Write a study's page, trace and record where they are asked for, and print its tables."""
+    written = []  # before anything is shown: a reader of that may go away
+    if outputs.report is not None:
+        from weft.report.study import write_study
+
+        written.append(write_study(done, outputs.report))
+    if outputs.trace is not None:
         from weft.report.trace import write_calls
 
-        written.append(write_calls(done.calls(), trace, about=study))
-    if json is not None:
-        if output.write_json(json, output.as_json(done.record())):
+        written.append(write_calls(done.study.spans(done.result), outputs.trace, about=done.study.name))
+    if outputs.json is not None:
+        if output.write_json(outputs.json, output.as_json(record(done))):
             return
-        written.append(json)
-    done.show()
+        written.append(outputs.json)
+    show(done)
     for path in written:
         print(f"wrote {path}")
 
 
-def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
-    from weft.report.t3 import write_t3_report
-    from weft.studies.profile import changed
-    from weft.studies.t3 import sensitivity as sensitivities
-    from weft.studies.t3 import study, tables
-    from weft.studies.t3.record import calls, record
-    from weft.studies.t3.system import load
-
-    _all("t3", scenarios, "sub-layers")
-    system = _set(load(), changed, changes, "hbm.gbps=2000")
-    done, rows = _run(system, study.run, sensitivities.sensitivity if sensitivity else None)
-    return Done(
-        record=lambda: record(done, rows),
-        show=lambda: _show(tables.shown(done, rows)),
-        write=lambda folder: write_t3_report(done, rows, folder),
-        calls=lambda: calls(done),
-    )
-
-
-def _dlrm(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
-    from weft.report.dlrm import write_dlrm_report
-    from weft.studies.dlrm import sensitivity as sensitivities
-    from weft.studies.dlrm import study, tables
-    from weft.studies.dlrm.record import record
-    from weft.studies.dlrm.system import load
-    from weft.studies.profile import changed
-
-    _all("dlrm", scenarios, "fabrics")
-    system = _set(load(), changed, changes, "nodes=128")
-    done, rows = _run(system, study.run, sensitivities.sensitivity if sensitivity else None)
-    return Done(
-        record=lambda: record(done, rows),
-        show=lambda: _show(tables.shown(done, rows)),
-        write=lambda folder: write_dlrm_report(done, rows, folder),
-    )
-
-
-def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
-    from weft.planner.models.gemms import FICCO_GEMMS, ficco_gemm
-    from weft.report.ficco import write_ficco_report
-    from weft.studies.ficco import sensitivity as sensitivities
-    from weft.studies.ficco import study, tables
-    from weft.studies.ficco.paper import figures
-    from weft.studies.ficco.record import record
-
-    machine = machine_with(study.MACHINE, changes, "links.gbps=64")
-    cases = tuple(map(ficco_gemm, scenarios)) or FICCO_GEMMS
-    done, rows = _run(
-        machine,
-        lambda machine, progress: study.run(machine, cases, progress=progress),
-        partial(sensitivities.sensitivity, cases=cases) if sensitivity else None,
-    )
-
-    def show() -> None:
-        output.console().print(str(machine))
-        _print(tables.scenarios_table(done.mesh))
-        # A correlation over one or two scenarios says nothing.
-        correlations = [tables.correlations_table] if len(cases) > 2 else []
-        for made in (tables.topologies_table, *correlations, tables.choosers_table):
-            _print(made(done))
-        _print(tables.figures_table(done))
-        if done.whole:
-            _verdict([figure.ok for figure in figures(done)])
-        else:
-            output.console().print(f"FiCCO's other figures are maxima over all {len(FICCO_GEMMS)} scenarios: these are a part.")
-        if rows:
-            _print(tables.sensitivity_table(rows))
-
-    return Done(
-        record=lambda: record(done, rows),
-        show=show,
-        write=lambda folder: write_ficco_report(done, rows, folder),
-        calls=lambda: study.calls(done),
-    )
-
-
-def _set(what: M, changed: Callable[[M, str, str], M], changes: Sequence[str], example: str) -> M:
-    """What is simulated, with every --set applied."""
-    from weft.core import settings
-
-    for given in changes:
-        what = changed(what, *settings.parse(given, example))
-    return what
-
-
-def _run(
-    what: M, study: Callable[[M, Progress], S], sweep: Callable[[M, Progress], Iterable[R]] | None
-) -> tuple[S, tuple[R, ...]]:
-    """(the study, its sensitivity's rows: none without a sweep), under one progress bar."""
-    with progress_bar() as progress:
-        return study(what, progress), tuple(sweep(what, progress)) if sweep else ()
-
-
-def _all(study: str, scenarios: Sequence[str], what: str) -> None:
-    """Raises ValueError if a part of a study was asked for that is simulated whole."""
-    if scenarios:
-        raise ValueError(f"--scenario is {', '.join(scenarios)}; it is for ficco, {study} simulates all of its {what}")
-
-
-def _verdict(good: Sequence[bool]) -> None:
-    output.console().print(f"{sum(good)} of {len(good)} figures are within their tolerance.")
-
-
-def _show(parts: Iterable[str | list[tuple[str, ...]]]) -> None:
-    """Lines, and tables."""
-    for part in parts:
-        if isinstance(part, str):
-            output.console().print(part)
-        else:
-            _print(part)
-
-
-def _print(rows: Sequence[tuple[str, ...]]) -> None:
-    """A table whose first row has the heads, with a line before it."""
-    listed = output.table(*rows[0])
-    for row in rows[1:]:
-        listed.add_row(*row)
+def show(done: Done) -> None:
+    """Print the system, every table that is for the console, and what the study says in short."""
     out = output.console()
-    out.print()
-    output.print_table(out, listed)
+    out.print("; ".join(f"{name.lower()}: {value}" for name, value in done.study.facts(done.system)))
+    for each in tables(done):
+        if each.console:
+            listed = output.table(*each.rows[0])
+            for row in each.rows[1:]:
+                listed.add_row(*row)
+            out.print(f"\n{each.title}")
+            output.print_table(out, listed)
+    for sentence in words(done):
+        out.print(f"\n{sentence}")

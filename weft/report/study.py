@@ -1,59 +1,100 @@
-"""What the pages of simulated evaluations share: published figures beside ours, columns of a chart, and sources."""
+"""The page of a simulated evaluation: the published figures redrawn beside ours, each with its numbers as text.
+
+From the top: how many predicted figures are within tolerance; every published number and ours; the study's charts and tables;
+what the sweeps found; where each number of the system is from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from weft.report.charts import Figure as Chart
+from weft.report.charts import Figure as Drawn
 from weft.report.html import Html, table, tag
-from weft.report.panels import Charts, chart_panel
-from weft.report.words import count
+from weft.report.page import document, facts_list, write_page
+from weft.report.panels import Charts, chart_panel, timeline_panel
 from weft.studies.published import Figure, Unit
+from weft.studies.study import Chart, Done, Points, Table, Timeline, tables, words
 
 COLOURS = ("#8c8c8c", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999933")
 """Told apart by people who do not see all colours (Okabe and Ito; the last: Tol)."""
+FIRST = ("figures", "labels")
+"""Tables that come before the study's own."""
+SWEPT = ("sensitivity", "joint")
 
 
-def verdict(found: Sequence[Figure]) -> Html:
-    """How many published figures are reproduced, as a badge."""
-    good = sum(figure.ok for figure in found)
-    words = f"{good} of {count(len(found), 'figure')} within tolerance"
-    return tag("span", words, class_="verdict right" if good == len(found) else "verdict wrong")
+def write_study(done: Done, folder: Path) -> Path:
+    """Write `folder`/index.html; returns its path. Raises ValueError if it cannot be written."""
+    return write_page(study_page(done), folder)
 
 
-def published_section(found: Sequence[Figure], caption: str, charts: Charts) -> Html:
-    """Published figures and ours: as a table; those that are shares as charts["published"], ratios as charts["ratios"]."""
-    panels = [_compared("published", "published shares and ours", "percent", found, charts)]
-    if any(figure.unit == "ratio" for figure in found):
-        panels.append(_compared("ratios", "published ratios and ours", "ratio", found, charts))
-    rows = [(f.name, f.text(f.published), f.text(f.ours), f.text(f.tolerance), _verdict(good=f.ok)) for f in found]
-    heads = ("figure", "published", "ours", "tolerance", "")
-    return tag("section", tag("h2", "Published and simulated"), table(caption, heads, rows, words=(0, 4)), *panels)
+def study_page(done: Done) -> str:
+    """The whole page as text."""
+    charts: Charts = {}
+    found = {each.name: each for each in tables(done)}
+    own = [each for name, each in found.items() if name not in (*FIRST, *SWEPT, "system")]
+    swept = [_titled(found[name]) for name in SWEPT if name in found]
+    title = f"{done.study.title}, simulated"
+    paper = ("Paper", f"arXiv {done.study.paper}")
+    verdict = [tag("p", sentence) for sentence in words(done)]
+    sections = [
+        tag("header", tag("h1", title), *verdict, facts_list([paper, *done.study.facts(done.system)])),
+        _section("Published and simulated", *_published(done.figures, charts), *(_listed(found[name]) for name in FIRST)),
+        *(_drawn(each, charts) for each in done.study.charts(done.result)),
+        *(_titled(each) for each in own),
+        *swept,
+        _sources(found["system"], done.system.sources),
+    ]
+    return document(title, sections, charts)
 
 
-def _compared(name: str, words: str, unit: Unit, found: Sequence[Figure], charts: Charts) -> Html:
-    """Draw the figures of a unit as charts[name], published beside ours."""
-    drawn = [figure for figure in found if figure.unit == unit]
-    scale, label = (100, "%") if unit == "percent" else (1, "times")
-    columns = {
-        "published": [scale * figure.published for figure in drawn],
-        "ours": [scale * figure.ours for figure in drawn],
-    }
-    charts[name] = columns_chart([figure.name for figure in drawn], columns, label)
-    return chart_panel(name, f"Columns: {words}; the table has the numbers")
+def _section(title: str, *children: Html) -> Html:
+    return tag("section", tag("h2", title), *children)
 
 
-def _verdict(*, good: bool) -> Html:
-    return tag("span", "within" if good else "missed", class_="right" if good else "wrong")
+def _titled(each: Table) -> Html:
+    return _section(each.title, _listed(each))
 
 
-def sources(found: Mapping[str, str]) -> Html:
-    """Where each number of a system is from."""
-    rows = list(found.items())
-    return tag("footer", tag("h2", "Sources"), table("Each number of the system", ("number", "from"), rows, words=(0, 1)))
+def _listed(each: Table) -> Html:
+    return table(each.title, each.rows[0], each.rows[1:], words=each.words)
 
 
-def columns_chart(places: Sequence[str], series: Mapping[str, Sequence[float]], unit: str, *, stacked: bool = False) -> Chart:
+def _sources(system: Table, sources: Mapping[str, str]) -> Html:
+    """Each number of the system, and where it is from."""
+    rows = [(path, value, sources[path]) for path, value in system.rows[1:]]
+    return tag(
+        "footer", tag("h2", "Sources"), table("Each number of the system", ("number", "value", "from"), rows, words=(0, 2))
+    )
+
+
+def _published(found: Sequence[Figure], charts: Charts) -> list[Html]:
+    """Published figures beside ours: those that are shares as charts["published"], ratios as charts["ratios"]."""
+    units: dict[Unit, tuple[str, int, str]] = {"percent": ("published", 100, "%"), "ratio": ("ratios", 1, "times")}
+    panels = []
+    for unit, (chart, scale, label) in units.items():
+        drawn = [figure for figure in found if figure.unit == unit]
+        if drawn:
+            values = {"published": [f.published for f in drawn], "ours": [f.ours for f in drawn]}
+            series = {name: [scale * value for value in row] for name, row in values.items()}
+            charts[chart] = columns([f.name for f in drawn], series, label)
+            panels.append(chart_panel(chart, "Columns: published figures and ours; the table has the numbers"))
+    return panels
+
+
+def _drawn(each: Chart, charts: Charts) -> Html:
+    """A chart's section; the chart itself goes to charts[name]."""
+    if isinstance(each, Timeline):
+        return tag("section", timeline_panel(each.name, each.title, each.spans, {}, charts))
+    if isinstance(each, Points):
+        charts[each.name] = _points(each.panels)
+        return _section(each.title, chart_panel(each.name, f"Points: {each.title}; the tables have the numbers"))
+    charts[each.name] = columns(each.places, each.series, each.unit, stacked=each.stacked)
+    return _section(each.title, chart_panel(each.name, f"Columns: {each.title}; the tables have the numbers"))
+
+
+def columns(places: Sequence[str], series: Mapping[str, Sequence[float]], unit: str, *, stacked: bool = False) -> Drawn:
     """Columns of every series at every place, side by side or stacked. unit: of the values."""
     data = [
         {
@@ -75,3 +116,33 @@ def columns_chart(places: Sequence[str], series: Mapping[str, Sequence[float]], 
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
     }
     return {"data": data, "layout": layout, "all": None}
+
+
+def _points(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> Drawn:
+    """Panels side by side, whose horizontal axes are logarithmic; a colour for each series."""
+    width = 1 / len(panels)
+    data: list[dict[str, Any]] = []
+    axes: dict[str, Any] = {}
+    for place, (axis, series) in enumerate(panels.items()):
+        number = str(place + 1) if place else ""
+        domain = [place * width, (place + 1) * width - 0.04]
+        axes[f"xaxis{number}"] = {"type": "log", "title": {"text": axis}, "domain": domain, "anchor": f"y{number}"}
+        axes[f"yaxis{number}"] = {"anchor": f"x{number}", "gridcolor": "rgba(128, 128, 128, 0.3)"}
+        data += [
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": name,
+                "legendgroup": name,
+                "showlegend": not number,
+                "x": [float(f"{x:.4g}") for x, _ in points],
+                "y": [round(y, 4) for _, y in points],
+                "xaxis": f"x{number}",
+                "yaxis": f"y{number}",
+                "marker": {"color": colour, "size": 8},
+                "hovertemplate": f"{name} %{{y:.3g}}<extra></extra>",
+            }
+            for (name, points), colour in zip(series.items(), COLOURS[1:], strict=False)
+        ]
+    layout = {"height": 360, "margin": {"l": 40, "r": 16, "t": 16, "b": 48}, "legend": {"orientation": "h", "y": 1.1}}
+    return {"data": data, "layout": layout | axes, "all": None}

@@ -1,21 +1,18 @@
-"""Profiles: values whose every number has a path and a source, as of simulated systems; copies with one number changed, and
-what a result makes of that."""
+"""Profiles: values whose every number has a path and a source, as of simulated systems; copies with some numbers changed."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from weft.core import codec
 from weft.core.machine import LEAST, MOST, numbers
 from weft.core.settings import numbers_of, replaced
+from weft.core.what_if import RESCALED
 
-STEP = 0.25
-"""By how much `swept` takes a number lower and higher."""
 Progress = Callable[[str, int, int], None]
 """Told what is done now, how much is done, and of how much."""
-T = TypeVar("T")
 
 
 class StudyProfile(Protocol):
@@ -50,6 +47,12 @@ def assumed(profile: StudyProfile) -> tuple[str, ...]:
     return tuple(path for path, source in profile.sources.items() if source.startswith("assumed"))
 
 
+def uncertain(profile: StudyProfile) -> tuple[str, ...]:
+    """Paths of the numbers that no source gives: those assumed, and those derived from what sources give."""
+    sources = ((path, source.removeprefix(RESCALED)) for path, source in profile.sources.items())
+    return tuple(path for path, source in sources if source.startswith(("assumed", "derived")) or ", derived:" in source)
+
+
 def changed(profile: P, path: str, value: Any) -> P:
     """`profile` with one number, one row of numbers, or one field of choices replaced.
 
@@ -66,28 +69,50 @@ def changed(profile: P, path: str, value: Any) -> P:
     return replaced(profile, path, lambda before: [value] if one and isinstance(before, list) else value)
 
 
+def changed_by(profile: P, settings: Mapping[str, str]) -> P:
+    """`profile` with each setting applied in turn; see `changed`."""
+    for path, value in settings.items():
+        profile = changed(profile, path, value)
+    return profile
+
+
 def scaled(profile: P, path: str, factor: float) -> P:
-    """`profile` with the number at `path` times `factor`; whole numbers are rounded. A row's values all, but of rows that have
-    names (a GEMM's tiles) those alone that are no whole numbers."""
-    at: Any = profile
-    for key in path.split("."):
-        at = at[key] if isinstance(at, Mapping) else getattr(at, key)
-    return changed(profile, path, codec.dump(_times(at, factor)))
+    """`profile` with the number at `path` times `factor`; see `moved`."""
+    return moved(profile, {path: factor})
 
 
-def _times(value: Any, factor: float) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_times(item, factor) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        rates = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if isinstance(getattr(value, f.name), float)}
-        return dataclasses.replace(value, **{name: rate * factor for name, rate in rates.items()})
-    return round(value * factor) if isinstance(value, int) else value * factor
+def moved(profile: P, factors: Mapping[str, float], *, reach: float = 0.0) -> P:
+    """`profile` with the number at each path times its factor.
+
+    A whole number is rounded, and moves by at least 1 in the direction of its factor. reach: how far the factors may be from 1,
+    if they were drawn; a whole number then moves by the same share of its own reach, which is at least 1, and may stay. All
+    values of a row are moved; of a row of pairs or of tiles only those that are no whole numbers. Raises ValueError for a
+    profile that cannot be.
+    """
+    data = codec.dump(profile)
+    for path, factor in factors.items():
+        *parents, last = path.split(".")
+        at: Any = data
+        for key in parents:
+            at = at[key]
+        at[last] = _times(at[last], factor, reach)
+    made: P = codec.load(type(profile), data)
+    return made
 
 
-def swept(paths: Iterable[str], headline: Callable[[str | None, float], T], progress: Progress) -> Iterator[T]:
-    """headline(path, factor) of no path and 1, then of each path a STEP lower and higher."""
-    cases = [(path, factor) for path in paths for factor in (1 - STEP, 1 + STEP)]
-    yield headline(None, 1.0)
-    for done, (path, factor) in enumerate(cases):
-        progress(f"{path} times {factor:g}", done, len(cases))
-        yield headline(path, factor)
+def _times(value: Any, factor: float, reach: float) -> Any:
+    if isinstance(value, list):
+        return [_of_row(item, factor) if isinstance(item, (list, dict)) else _times(item, factor, reach) for item in value]
+    if isinstance(value, float):
+        return value * factor
+    if reach:
+        return round(value + (factor - 1) / reach * max(1.0, reach * value))
+    moved = round(value * factor)
+    return min(moved, value - 1) if factor < 1 else max(moved, value + 1) if factor > 1 else value
+
+
+def _of_row(item: Any, factor: float) -> Any:
+    """A pair of a table, or a tile: what is no whole number times the factor."""
+    if isinstance(item, dict):
+        return {name: value * factor if isinstance(value, float) else value for name, value in item.items()}
+    return [value * factor if isinstance(value, float) else value for value in item]

@@ -1,20 +1,33 @@
 """Paper: the figures that arXiv 2305.06942 (fused computation-collective operations) publishes for DLRM, and ours.
 
-No number of the DlrmSystem was set for a node count or a configuration. The tolerance of the 128 nodes is that from 17 % to 25
-%.
+No number of the DlrmSystem was set for a node count or a configuration. For 128 nodes, 17 % to 25 % is
+accepted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.studies.dlrm.study import PUBLISHED, DlrmStudy
-from weft.studies.published import Figure, percent
+from weft.studies.published import Evidence, Figure
+
+ITERATION = f"training iteration on {PUBLISHED[1]} nodes, time saved"
+MEAN = "embedding and all-to-all on two nodes, time saved, mean"
+SEEN = Evidence(
+    label="calibrated",
+    because="The assumed numbers, vendor.share above all, were chosen with these three figures in view.",
+)
 
 
 def figures(study: DlrmStudy) -> tuple[Figure, ...]:
     """Every published number that the DlrmStudy has, too."""
-    saved = [operator.saved for operator in study.operators]
+    return published(study.saved, [operator.saved for operator in study.operators])
+
+
+def published(iteration: float, operators: Sequence[float]) -> tuple[Figure, ...]:
+    """The figures, by what fusing saves of the published iteration, and of the operator alone in all cases on two nodes."""
     return (
-        percent(f"training iteration on {PUBLISHED[1]} nodes, time saved", 0.21, study.saved, 0.04),
-        percent("embedding and all-to-all on two nodes, time saved, mean", 0.31, sum(saved) / len(saved), 0.05),
-        percent("embedding and all-to-all on two nodes, time saved, max", 0.58, max(saved), 0.08),
+        SEEN.percent(ITERATION, 0.21, iteration, 0.04),
+        SEEN.percent(MEAN, 0.31, sum(operators) / len(operators), 0.05),
+        SEEN.percent("embedding and all-to-all on two nodes, time saved, max", 0.58, max(operators), 0.08),
     )

@@ -19,6 +19,7 @@ from weft.studies.t3.configurations import (
     reduce_scatter,
     run_sublayer,
 )
+from weft.studies.t3.grid import Chunks, Grid
 from weft.studies.t3.layers import PHASE, Phase, other_ns
 from weft.studies.t3.mapping import Collective, mapping
 from weft.studies.t3.system import T3System
@@ -82,8 +83,13 @@ class T3Study:
     mapped: tuple[Mapped, ...]
 
 
-def run(system: T3System, progress: Progress = lambda text, done, total: None) -> T3Study:
-    """Simulate all of it. progress: called with what comes next, how much is done, and of how much.
+def run(
+    system: T3System,
+    progress: Progress = lambda text, done, total: None,
+    mapped: Sequence[Collective] = ("direct_reduce_scatter", "all_to_all", "all_gather"),
+) -> T3Study:
+    """Simulate all of it. mapped: the other collectives. progress: called with what comes next, how much is done, and of how
+    much.
 
     Raises ValueError where the tiles of an output do not divide among its ranks, or the units are too few to share.
     """
@@ -98,8 +104,7 @@ def run(system: T3System, progress: Progress = lambda text, done, total: None) -
     progress("naive concurrency", total - 2, total)
     beside = tuple(concurrent(system, units) for units in (None, *CONCURRENT_UNITS))
     progress("other mappings", total - 1, total)
-    others: tuple[Collective, ...] = ("direct_reduce_scatter", "all_to_all", "all_gather")
-    mapped = tuple(_mapped(system, collective) for collective in others)
+    others = tuple(_mapped(system, collective) for collective in mapped)
     progress("done", total, total)
     return T3Study(
         system=system,
@@ -108,8 +113,15 @@ def run(system: T3System, progress: Progress = lambda text, done, total: None) -
         end_to_end=whole,
         large_end_to_end=whole_large,
         concurrent=beside,
-        mapped=mapped,
+        mapped=others,
     )
+
+
+def require_tiles(system: T3System) -> None:
+    """Raises ValueError where the tiles of an output do not divide among its ranks, before anything is simulated."""
+    for sublayer in (*SUBLAYERS, *LARGE_SUBLAYERS):
+        gemm = sublayer.gemm
+        Chunks(tiles=Grid(gemm, system).tiles, out_bytes=gemm.out_bytes, world_size=sublayer.world_size)
 
 
 def run_sublayers(

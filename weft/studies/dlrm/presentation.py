@@ -1,0 +1,144 @@
+"""Presentation: the DLRM study as a Study: its tables, charts, spans and record."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from weft.core.span import Span
+from weft.studies.dlrm import study
+from weft.studies.dlrm.iteration import IterationRun
+from weft.studies.dlrm.paper import ITERATION, MEAN, figures, published
+from weft.studies.dlrm.study import PUBLISHED, Case, DlrmStudy, Operator
+from weft.studies.dlrm.system import DlrmSystem, load
+from weft.studies.profile import changed_by
+from weft.studies.published import Figure, Row
+from weft.studies.study import Chart, Columns, Study, Table, Timeline
+
+PARTS = {
+    "lookup": ("lookup",),
+    "wait for pooled rows": ("wait for pooled rows",),
+    "MLPs and their steps": ("bottom", "top"),
+    "interaction": ("interaction",),
+    "repack": ("repack",),
+    "sort": ("sort",),
+    "wait for gradients": ("wait for gradients",),
+    "wait for the MLPs' gradients": ("wait for bottom", "wait for top"),
+    "update of the tables": ("update",),
+}
+"""Parts of an iteration, by how the names of their spans begin."""
+
+
+def facts(system: DlrmSystem) -> list[tuple[str, str]]:
+    """The system in short."""
+    model = system.model
+    return [
+        ("System", system.words),
+        ("Model", f"{model.tables} tables of {model.rows} x {model.dim}, {model.pooling} rows a bag"),
+        ("Batch", f"{system.batch} samples a node"),
+        ("Memory", f"{system.gpu.hbm_gbps:g} GB/s, of which gathering reaches {system.gpu.gather_share:g}"),
+        ("Link", f"{system.link.gbps:g} GB/s, {system.link.latency_ns} ns"),
+    ]
+
+
+def parts(run: IterationRun) -> dict[str, float]:
+    """How long a node's GPU does what, in ms; together they are the iteration."""
+    found = [span for span in run.spans if span.lane == "compute"]
+    return {
+        name: sum(span.duration_us for span in found if span.name.startswith(starts)) / 1e3 for name, starts in PARTS.items()
+    }
+
+
+def tables(done: DlrmStudy) -> tuple[Table, ...]:
+    """Node counts and topologies, the published iteration by its parts, two nodes, slices."""
+    topology, nodes = PUBLISHED
+    before, after = parts(done.unfused), parts(done.fused)
+    rows = [(name, f"{before[name]:.2f}", f"{after[name]:.2f}") for name in PARTS]
+    whole = ("iteration", f"{done.unfused.ns / 1e6:.2f}", f"{done.fused.ns / 1e6:.2f}")
+    sliced = [(str(each.slices), f"{each.ns / 1e6:.2f}") for each in done.sliced]
+    return (
+        Table(name="nodes", title="Iterations by topology and number of nodes", rows=cases_table(done.cases)),
+        Table(
+            name="iteration",
+            title=f"An iteration on {nodes} nodes, {topology}: {100 * done.saved:.1f} % saved",
+            rows=[("the GPU's time, ms", "unfused", "fused"), *rows, whole],
+        ),
+        Table(name="two_nodes", title="Embedding and all-to-all on two nodes, time saved", rows=_operators(done.operators)),
+        Table(name="slices", title="Slices of the published case", rows=[("slices for each peer", "fused ms"), *sliced]),
+    )
+
+
+def cases_table(cases: Iterable[Case]) -> list[Row]:
+    """Iterations by topology and number of nodes."""
+    heads = ("topology", "nodes", "axes", "unfused ms", "of it waits", "fused ms", "of it waits", "saved")
+    return [heads, *map(_case, cases)]
+
+
+def _case(case: Case) -> Row:
+    times = (case.unfused_ns, case.unfused_waits_ns, case.fused_ns, case.fused_waits_ns)
+    axes = " x ".join(map(str, case.axes))
+    return (case.topology, str(case.nodes), axes, *(f"{ns / 1e6:.1f}" for ns in times), f"{100 * case.saved:.1f} %")
+
+
+def _operators(operators: Sequence[Operator]) -> list[Row]:
+    """What fusing saves on two nodes, by pooling, for the least work, the most, and all."""
+    rows = []
+    for pooling, found in itertools.groupby(sorted(operators, key=lambda o: o.pooling), key=lambda o: o.pooling):
+        same = sorted(found, key=lambda o: o.batch * o.tables)
+        mean = sum(o.saved for o in same) / len(same)
+        rows.append((str(pooling), *(f"{100 * saved:.1f} %" for saved in (same[0].saved, same[-1].saved, mean))))
+    least, most = (f(operators, key=lambda o: o.batch * o.tables) for f in (min, max))
+    heads = (f"batch {o.batch}, {o.tables} tables" for o in (least, most))
+    return [("rows pooled", *heads, "mean of all"), *rows]
+
+
+def charts(done: DlrmStudy) -> tuple[Chart, ...]:
+    """An iteration's parts, a node's timelines, and all node counts."""
+    runs = (done.unfused, done.fused)
+    split = [parts(run) for run in runs]
+    return (
+        Columns(
+            name="iteration",
+            title="An iteration's parts, unfused and fused",
+            places=[run.way for run in runs],
+            series={part: [100 * times[part] * 1e6 / done.unfused.ns for times in split] for part in PARTS},
+            unit="% of unfused",
+            stacked=True,
+        ),
+        *(Timeline(name=f"timeline-{run.way}", title=f"A node, {run.way}", spans=run.spans) for run in runs),
+        Columns(
+            name="cases",
+            title="Time saved by number of nodes and topology",
+            places=[f"{nodes} nodes" for nodes in dict.fromkeys(case.nodes for case in done.cases)],
+            series={t: [100 * case.saved for case in done.cases if case.topology == t] for t in done.system.topologies},
+            unit="% saved",
+        ),
+    )
+
+
+def spans(done: DlrmStudy) -> dict[str, tuple[Span, ...]]:
+    """The published iteration on one node that stands for all."""
+    return {f"{PUBLISHED[0]} of {PUBLISHED[1]}, {run.way}": run.spans for run in (done.unfused, done.fused)}
+
+
+def sample(system: DlrmSystem) -> tuple[Figure, ...]:
+    """All figures."""
+    return published(study.case(system, *PUBLISHED).saved, [each.saved for each in study.two_nodes(system)])
+
+
+STUDY = Study(
+    name="dlrm",
+    title="DLRM at scale",
+    paper="2305.06942",
+    example="nodes=128",
+    load=load,
+    changed=changed_by,
+    facts=facts,
+    run=lambda system, progress: study.run(system, progress),
+    figures=figures,
+    tables=tables,
+    charts=charts,
+    spans=spans,
+    sample=sample,
+    headlines={ITERATION: "percent", MEAN: "percent"},
+)
