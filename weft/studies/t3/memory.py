@@ -88,15 +88,22 @@ class GpuMemory(Settled):
     ) -> simpy.Event:
         """Start an activity that moves `traffic` bytes by class over its units; the event is its end.
 
-        update: the classes that are near-memory updates. posted: see MemoryActivity.
+        update: the classes that are near-memory updates. posted: see MemoryActivity. Without near-memory compute the memory
+        controller reads what an update changes and writes the sum, and the update keeps its entry of the queue meanwhile: it
+        costs a write, and a read of class update_read.
         """
         done = self.env.event()
+        updated = sum(part for name, part in traffic.items() if name in update)
+        size = sum(traffic.values())
+        hbm = self.system.hbm
         self.traffic.update(traffic)
+        if self.system.mechanisms.near_memory_compute:
+            charged = size + updated * (hbm.update_cost - 1)
+        else:
+            charged = size + updated
+            self.traffic.update({"update_read": updated})
         if units <= 0:
             return done.succeed()
-        hbm = self.system.hbm
-        size = sum(traffic.values())
-        charged = sum(part * (hbm.update_cost if name in update else 1.0) for name, part in traffic.items())
         self.advance()
         weight = charged / size if size else 1.0
         self._flows.append(MemoryActivity(stream, float(units), pace, charged / hbm.gbps / units, weight, posted, done))
