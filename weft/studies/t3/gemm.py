@@ -30,8 +30,10 @@ def main_loop(memory: GpuMemory, grid: Grid, traffic: dict[str, int]) -> Process
     system = memory.system
     yield memory.env.timeout(round(memory.latency_ns()))
 
+    multiply, under_way = system.slice_ns, slices_under_way(system)
+
     def pace() -> float:
-        return 1 / max(system.slice_ns, memory.latency_ns() / slices_under_way(system))
+        return 1 / max(multiply, memory.latency_ns() / under_way)
 
     yield memory.flow("compute", grid.slices, pace, traffic)
 

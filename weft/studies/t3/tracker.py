@@ -65,7 +65,7 @@ class Tracker:
 
     def update(self, position: int, low: int, high: int) -> Counted:
         """Tiles low .. high - 1 of a chunk have been updated, each element once."""
-        threshold, wavefronts = self.threshold(position), self.system.tile.wavefronts
+        threshold, wavefronts, elements = self.threshold(position), self.system.tile.wavefronts, self.elements
         ready: tuple[list[int], list[int]] = ([], [])
         reads = writes = 0
         for tile in range(low, high):
@@ -74,7 +74,7 @@ class Tracker:
             if first:
                 self._allocate(key)
             outside = key in self._outside
-            self._counts[key] += self.elements
+            self._counts[key] += elements
             complete = self._counts[key] == threshold
             if outside:
                 reads += 0 if first else wavefronts
