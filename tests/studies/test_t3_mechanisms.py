@@ -131,6 +131,9 @@ def test_llc_bypass() -> None:
     assert done.t3_mca.ns > before.ns
     assert before.traffic["gemm_read"] < done.t3_mca.traffic["gemm_read"] <= done.gemm.traffic["gemm_read"]
     assert done.t3_mca.traffic["gemm_write"] == before.traffic["gemm_write"]
+    each = sublayer(name)
+    direct = fused(without("llc_bypass"), each.gemm, each.world_size, "compute_first", collective="direct_reduce_scatter")
+    assert before.traffic["gemm_read"] <= direct.traffic["gemm_read"] < done.t3_mca.traffic["gemm_read"]
 
 
 def test_arbiter() -> None:
