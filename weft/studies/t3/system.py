@@ -96,6 +96,8 @@ class Mechanisms:
     | arbiter | T3-MCA arbitrates round-robin, as T3 does |
     | rotation | every GPU produces the chunks in the same order |
     | tracker | nothing follows single tiles: a chunk is sent once all of it has had all updates |
+
+    Without rotation the GPUs differ, so all of them are simulated: the whole study then takes about half a minute of CPU time.
     """
 
     near_memory_compute: bool

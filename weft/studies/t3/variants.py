@@ -49,7 +49,7 @@ CLIFF: tuple[tuple[str, int], ...] = (("tile.stages", 3), ("tile.k", 64), ("hbm.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class VariantRow:
     """The headline of one system. name: what was changed, "as it is" for nothing.
 
     t3, t3_mca, ideal: speed-ups over sequential, geometric means, less 1; t3_max, t3_mca_max, ideal_max: maxima. gain: T3-MCA's
@@ -82,7 +82,7 @@ class TrackerSizeRow:
     entries: int
     spilled: float
     traffic: float
-    variant: Variant
+    variant: VariantRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,18 +115,18 @@ def ablation(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] 
     return tuple(rows)
 
 
-def update_costs(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[Variant, ...]:
+def update_costs(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[VariantRow, ...]:
     """The headline by the memory time of a near-memory update. At 2 an update takes as long as the read and the write that it
     replaces, so near-memory compute saves traffic, and no time."""
     return _changed(system, runs, sublayers, [("hbm.update_cost", cost) for cost in UPDATE_COSTS])
 
 
-def more_units(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[Variant, ...]:
+def more_units(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[VariantRow, ...]:
     """The headline as it is, and with twice the compute units: the GEMM is faster, and less of it hides communication."""
     return _changed(system, runs, sublayers, [AS_IT_IS, ("units", 2 * system.units)])
 
 
-def cliff(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[Variant, ...]:
+def cliff(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[VariantRow, ...]:
     """The headline as it is, and with each number that takes T3-MCA's gain over T3 away. See the module's text for why."""
     return _changed(system, runs, sublayers, [AS_IT_IS, *CLIFF])
 
@@ -137,7 +137,7 @@ def _runs(system: T3System, sublayers: Sequence[SubLayer], runs: Runs) -> Sequen
 
 def _changed(
     system: T3System, runs: Runs, sublayers: Sequence[SubLayer], changes: Sequence[tuple[str, Any]]
-) -> tuple[Variant, ...]:
+) -> tuple[VariantRow, ...]:
     """The headline with each of these numbers changed, one at a time."""
     rows = []
     for path, value in changes:
@@ -147,13 +147,13 @@ def _changed(
     return tuple(rows)
 
 
-def _variant(name: str, system: T3System, sublayers: Sequence[SubLayer], runs: Sequence[SubLayerRun]) -> Variant:
+def _variant(name: str, system: T3System, sublayers: Sequence[SubLayer], runs: Sequence[SubLayerRun]) -> VariantRow:
     t3, mca, ideal = ([run.speedup(kind) - 1 for run in runs] for kind in ("t3", "t3_mca", "ideal"))
     gains = {
         kind: [run.t3.ns / run.t3_mca.ns for run, each in zip(runs, sublayers, strict=True) if (each.layer == "OP") == kind]
         for kind in (True, False)
     }
-    return Variant(
+    return VariantRow(
         name=name,
         t3=_mean(t3),
         t3_max=max(t3),
