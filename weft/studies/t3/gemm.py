@@ -4,7 +4,7 @@
 
 fill: the first slice comes from memory. A slice is multiplied while the next one is fetched, so it takes as long as the longer
 of the two: with S slices in shared memory, max(multiply, latency / (S - 1)); a unit has at most `unit_gbps` * memory
-latency bytes under way, so deep or wide slices do not hide any latency. Memory's rate may bind, too: the wave's slices
+latency bytes under way, which bounds the latency that deep or wide slices hide. Memory's rate may bind, too: the wave's slices
 bring what the cache does not hold, and the lines that outputs push out of it.
 store: units have `unit_gbps` * memory latency bytes under way, so they hand outputs over at that much in a cache's latency.
 What is written to the cache leaves it with the next wave, or when the kernel ends.

@@ -97,7 +97,7 @@ class Mechanisms:
     | rotation | every GPU produces the chunks in the same order |
     | tracker | nothing follows single tiles: a chunk is sent once all of it has had all updates |
 
-    Without rotation the GPUs differ, so all of them are simulated: the whole study then takes about half a minute of CPU time.
+    Without rotation the GPUs differ, so all of them are simulated: the whole study then takes about a minute of CPU time.
     """
 
     near_memory_compute: bool
