@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from weft.core import codec
@@ -13,6 +13,7 @@ from weft.core.what_if import RESCALED
 
 Progress = Callable[[str, int, int], None]
 """Told what is done now, how much is done, and of how much."""
+_ON_OFF = {"true": True, "1": True, "false": False, "0": False}
 
 
 class StudyProfile(Protocol):
@@ -57,13 +58,17 @@ def changed(profile: P, path: str, value: Any) -> P:
     """`profile` with one number, one row of numbers, or one field of choices replaced.
 
     value: as JSON text, or as what JSON would give; one value stands for a row of one, and choices are words with commas
-    between. Raises ValueError that names the path and says which there are, or what the value must be.
+    between. Switches are true or false, and 1 and 0 stand for these. Raises ValueError that names the path and says which there
+    are, or what the value must be.
     """
     choices = [part.name for part in dataclasses.fields(profile) if part.metadata.get("about") == "choices"]  # type: ignore[arg-type]
-    known = dict.fromkeys([name for name, _ in numbers(profile)] + choices)
+    on_off = tuple(switches(profile))
+    known = dict.fromkeys([*(name for name, _ in numbers(profile)), *choices, *on_off])
     if path not in known:
         raise ValueError(f"{path!r} is no number of system {profile.name}; it has {', '.join(known)}")
-    if isinstance(value, str):
+    if path in on_off:
+        value = _ON_OFF.get(str(value).lower(), value)
+    elif isinstance(value, str):
         value = [word.strip() for word in value.split(",")] if path in choices else numbers_of(path, value)
     one = not isinstance(value, (list, tuple))
     return replaced(profile, path, lambda before: [value] if one and isinstance(before, list) else value)
@@ -74,6 +79,15 @@ def changed_by(profile: P, settings: Mapping[str, str]) -> P:
     for path, value in settings.items():
         profile = changed(profile, path, value)
     return profile
+
+
+def switches(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of the booleans of a profile."""
+    if isinstance(value, bool):
+        yield path
+    elif dataclasses.is_dataclass(value):
+        for part in dataclasses.fields(value):
+            yield from switches(getattr(value, part.name), f"{path}.{part.name}" if path else part.name)
 
 
 def scaled(profile: P, path: str, factor: float) -> P:

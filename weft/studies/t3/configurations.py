@@ -13,7 +13,8 @@ Source: T3, arXiv 2401.16677, section 5.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,7 +24,7 @@ from weft.studies.t3 import collectives, gemm
 from weft.studies.t3.fused import FusedRun
 from weft.studies.t3.gemm import Process
 from weft.studies.t3.grid import Chunks, Grid
-from weft.studies.t3.mapping import Collective, mapping
+from weft.studies.t3.mapping import Collective, mapping, unrotated
 from weft.studies.t3.memory import GpuMemory, Policy
 from weft.studies.t3.system import T3System
 from weft.studies.t3.work import LayerGemm, SubLayer
@@ -132,22 +133,40 @@ def fused(
 
     Raises ValueError where the output's tiles do not divide among world_size.
     """
-    memory = GpuMemory(simpy.Environment(), system, policy)
-    run = FusedRun(memory, Grid(work, system), mapping(collective, world_size))
-    memory.env.process(run.run())
-    memory.env.run()
-    assert not run.tracker.live, f"{run.tracker.live} entries of the tracker were never complete"
-    spills = 2 * run.tracker.spilled * system.tracker.spill_bytes
+    runs = _simulated(system, Grid(work, system), world_size, policy, collective)
+    first = runs[0]
+    traffic = Counter({"tracker": 0})
+    for run in runs:
+        traffic.update(run.memory.traffic)
+    tracked = system.mechanisms.tracker
     return Overlapped(
-        ns=max(run.gemm_ns, run.events[-1].ns),
-        traffic=dict(memory.traffic) | {"tracker": spills},
-        peak=memory.peak,
-        gemm_ns=run.gemm_ns,
-        threshold=memory.threshold if policy == "compute_first" else None,
-        entries=run.tracker.most,
-        spilled=run.tracker.spilled,
-        log=tuple(map(str, run.events)) if log else (),
+        ns=max(run.end_ns for run in runs),
+        traffic={name: size // len(runs) for name, size in traffic.items()},
+        peak=max(run.memory.peak for run in runs),
+        gemm_ns=max(run.gemm_ns for run in runs),
+        threshold=first.memory.threshold if first.memory.policy == "compute_first" else None,
+        entries=max(run.tracker.most for run in runs) if tracked else 0,
+        spilled=max(run.tracker.spilled for run in runs),
+        log=tuple(map(str, first.events)) if log else (),
     )
+
+
+def _simulated(system: T3System, grid: Grid, world_size: int, policy: Policy, collective: Collective) -> Sequence[FusedRun]:
+    """Finished runs: of one GPU that stands for all, or of all where they differ."""
+    env, switches = simpy.Environment(), system.mechanisms
+    arbitration: Policy = policy if switches.arbiter else "round_robin"
+    if switches.rotation:
+        mappings = [mapping(collective, world_size)]
+    else:
+        mappings = [unrotated(collective, world_size, rank) for rank in range(world_size)]
+    runs = [FusedRun(GpuMemory(env, system, arbitration), grid, each) for each in mappings]
+    for run in runs:
+        run.receivers = () if switches.rotation else runs
+        env.process(run.run())
+    env.run()
+    for run in runs:
+        assert not run.tracker.live, f"{run.tracker.live} entries of the tracker were never complete"
+    return runs
 
 
 def run_sublayer(system: T3System, sublayer: SubLayer) -> SubLayerRun:
@@ -158,7 +177,7 @@ def run_sublayer(system: T3System, sublayer: SubLayer) -> SubLayerRun:
         world_size=world_size,
         gemm=gemm_alone(system, work),
         reduce_scatter=reduce_scatter(system, work, world_size),
-        reduce_scatter_nmc=reduce_scatter(system, work, world_size, near_memory=True),
+        reduce_scatter_nmc=reduce_scatter(system, work, world_size, near_memory=system.mechanisms.near_memory_compute),
         all_gather=all_gather(system, work, world_size),
         t3=fused(system, work, world_size, "round_robin"),
         t3_mca=fused(system, work, world_size, "compute_first"),

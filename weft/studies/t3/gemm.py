@@ -3,7 +3,8 @@
     a wave    | fill | slice | slice | .... | slice | store |      the next wave starts where this one ends
 
 fill: the first slice comes from memory. A slice is multiplied while the next one is fetched, so it takes as long as the longer
-of the two: with S slices in shared memory, max(multiply, latency / (S - 1)). Memory's rate may bind, too: the wave's slices
+of the two: with S slices in shared memory, max(multiply, latency / (S - 1)); a unit has at most `unit_gbps` * memory
+latency bytes under way, which bounds the latency that deep or wide slices hide. Memory's rate may bind, too: the wave's slices
 bring what the cache does not hold, and the lines that outputs push out of it.
 store: units have `unit_gbps` * memory latency bytes under way, so they hand outputs over at that much in a cache's latency.
 What is written to the cache leaves it with the next wave, or when the kernel ends.
@@ -29,10 +30,18 @@ def main_loop(memory: GpuMemory, grid: Grid, traffic: dict[str, int]) -> Process
     system = memory.system
     yield memory.env.timeout(round(memory.latency_ns()))
 
+    multiply, under_way = system.slice_ns, slices_under_way(system)
+
     def pace() -> float:
-        return 1 / max(system.slice_ns, memory.latency_ns() / (system.tile.stages - 1))
+        return 1 / max(multiply, memory.latency_ns() / under_way)
 
     yield memory.flow("compute", grid.slices, pace, traffic)
+
+
+def slices_under_way(system: T3System) -> float:
+    """How many slices a unit fetches at a time: all that have room in shared memory but the one that is multiplied, and no
+    more than the bytes that a unit can have under way."""
+    return min(system.tile.stages - 1, system.unit_gbps * system.hbm.latency_ns / system.slice_bytes)
 
 
 def store_gbps(system: T3System, units: int) -> float:
@@ -51,9 +60,12 @@ def cached(memory: GpuMemory, grid: Grid, units: int) -> Process:
     yield memory.flow("compute", evicted, lambda: memory.system.hbm.gbps, {"gemm_write": evicted})
 
 
-def bypassing(memory: GpuMemory, grid: Grid, store: Callable[[range], Process]) -> Process:
-    """The GEMM on all units; outputs bypass the cache. store: takes a wave's tiles and ends when the units are free again."""
+def tracked(memory: GpuMemory, grid: Grid, store: Callable[[range], Process], enters: Callable[[range], int]) -> Process:
+    """The GEMM on all units, with outputs that go where `store` says: it takes a wave's tiles and ends when the units are free
+    again. The outputs bypass the cache if the system says so. enters: if it does not, the bytes of a wave's outputs that enter
+    the cache."""
     units = memory.system.units
-    for wave, read in zip(grid.waves(units), input_reads(grid, units, bypass=True), strict=True):
+    reads = input_reads(grid, units, bypass=memory.system.mechanisms.llc_bypass, enters=enters)
+    for wave, read in zip(grid.waves(units), reads, strict=True):
         yield from main_loop(memory, grid, {"gemm_read": read})
         yield from store(wave)

@@ -22,7 +22,7 @@ outputs, T3 section 4.3. The cache is empty when a kernel starts: GPUs write bac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from weft.studies.t3.grid import Grid
 
@@ -41,8 +41,9 @@ def kept(capacity: float, first: float, last: float) -> float:
     return min(1.0, max(0.0, (capacity - low) / (high - low)))
 
 
-def input_reads(grid: Grid, units: int, *, bypass: bool) -> tuple[int, ...]:
-    """Bytes that each wave reads from memory. bypass: outputs do not enter the cache."""
+def input_reads(grid: Grid, units: int, *, bypass: bool, enters: Callable[[range], int] | None = None) -> tuple[int, ...]:
+    """Bytes that each wave reads from memory. bypass: outputs do not enter the cache. enters: if they do, how many bytes of a
+    wave's outputs; all by default."""
     ranges = list(grid.waves(units))
     waves = [grid.panels(wave) for wave in ranges]
     last: dict[Panel, int] = {}
@@ -50,7 +51,7 @@ def input_reads(grid: Grid, units: int, *, bypass: bool) -> tuple[int, ...]:
     for now, panels in enumerate(waves):
         share: dict[int | None, float] = {None: 0.0}
         for seen in {last[panel] for panel in panels if panel in last}:
-            written = 0 if bypass else sum(map(grid.share, ranges[seen:now]))
+            written = 0 if bypass else sum(map(enters or grid.share, ranges[seen:now]))
             share[seen] = kept(grid.system.llc.bytes, *_distances(grid, waves[seen : now + 1], written))
         reads.append(round(sum(grid.panel_bytes(panel) * (1 - share[last.get(panel)]) for panel in panels)))
         last.update(dict.fromkeys(panels, now))

@@ -15,7 +15,7 @@ what arrives here over its counterpart; `lands` says in which of its own chunks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from weft.studies.t3.grid import chunk_at, position_of
@@ -61,6 +61,35 @@ def mapping(name: Collective, world_size: int) -> Mapping:
     if name not in _ROUTES:
         raise ValueError(f"collective is {name!r}; T3 fuses {', '.join(_ROUTES)}")
     return Mapping(name=name, routes=_ROUTES[name](world_size), reduces=name.endswith("reduce_scatter"))
+
+
+def unrotated(name: Collective, world_size: int, rank: int) -> Mapping:
+    """The routes of one GPU where all GPUs produce chunk c at position c. Links have the numbers of the ranks they lead to.
+
+    Positions differ in what becomes of them from rank to rank, so GPUs are not equal any more. Of a ring, chunk c starts at
+    rank c + 1, whose stores leave at once, and every other rank waits for what comes from the rank before it.
+    """
+    routes = mapping(name, world_size).routes
+    return Mapping(
+        name=name,
+        routes=tuple(_unrotated(name, routes, chunk, rank) for chunk in range(world_size)),
+        reduces=name.endswith("reduce_scatter"),
+    )
+
+
+def _unrotated(name: Collective, routes: tuple[ChunkRoute, ...], chunk: int, rank: int) -> ChunkRoute:
+    """What a rank does with a chunk is what it did with it at the position that rotation gives it; only links are renamed."""
+    world_size = len(routes)
+    route = routes[position_of(rank, chunk, world_size)]
+    if name == "all_gather":
+        others = [peer for peer in range(world_size) if peer != rank]
+        return replace(route, links=tuple(others))
+    peer = (rank + 1) % world_size if name == "ring_reduce_scatter" else chunk
+    return replace(
+        route,
+        links=(peer,) if route.links else (),
+        lands=None if route.lands is None else chunk,
+    )
 
 
 def _ring(world_size: int) -> tuple[ChunkRoute, ...]:

@@ -78,10 +78,33 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerSize:
-    """entries: wavefront tiles that it follows at a time. spill_bytes: memory that one more is kept in."""
+    """entries: wavefront tiles that it follows at a time. spill_bytes: moved by each access to a count in
+    memory, of a tile that has no entry."""
 
     entries: int
     spill_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanisms:
+    """Switches of T3's mechanisms. All are on in the shipped system; each can be switched off by itself.
+
+    | switch | when it is off |
+    | --- | --- |
+    | near_memory_compute | a near-memory update becomes a read and a write of the memory |
+    | llc_bypass | the output goes through the last-level cache, evicts inputs, and reaches the memory one wave later |
+    | arbiter | T3-MCA arbitrates round-robin, as T3 does |
+    | rotation | every GPU produces the chunks in the same order |
+    | tracker | nothing follows single tiles: a chunk is sent once all of it has had all updates |
+
+    Without rotation the GPUs differ, so all of them are simulated: the whole study then takes about a minute of CPU time.
+    """
+
+    near_memory_compute: bool
+    llc_bypass: bool
+    arbiter: bool
+    rotation: bool
+    tracker: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +129,7 @@ class T3System:
     link: Link
     tracker: TrackerSize
     dma_tiles: int
+    mechanisms: Mechanisms
     sources: Mapping[str, str]
 
     def __post_init__(self) -> None:
@@ -121,6 +145,11 @@ class T3System:
     def slice_ns(self) -> float:
         """A unit multiplies one slice of a tile."""
         return 2 * self.tile.rows * self.tile.cols * self.tile.k / (self.flops_per_clock * self.clock_ghz)
+
+    @property
+    def slice_bytes(self) -> int:
+        """A slice of a tile's two operands, in half precision."""
+        return 2 * self.tile.k * (self.tile.rows + self.tile.cols)
 
     @property
     def peak_tflops(self) -> float:

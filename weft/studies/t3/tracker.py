@@ -1,20 +1,41 @@
 """Tracker: counts the updates of each wavefront's tile, and says which tiles have had all of theirs.
 
 An entry lives from a tile's first update to its last. It counts elements: a wavefront's tile of E elements that each get u
-updates is ready at E * u. The hardware has a fixed number of entries; what does not fit is kept in memory, which costs a write
-when it is put there and a read when it is needed again (the paper sizes its tracker so that it fits, and says nothing of the
-case that it does not: this cost is assumed).
+updates is ready at E * u. The hardware has a fixed number of entries.
 
-Source: T3, arXiv 2401.16677, section 4.2.1: 256 entries, about 19 KB, beside the memory controller, off the critical path.
+A tile whose first update finds no entry is counted in memory until it is ready (it is spilled): its count is written there, is
+read at its next update, and is written again unless that was the last one. The accesses go through the memory controller and
+take memory's time; an update waits until its count has been read, so its store, or the command that it triggers, is late by the
+memory's latency. Older tiles keep their entries, since tiles are completed in the order in which they are first updated.
+
+The other choice is to stall the update until an entry is free. It deadlocks: in a ring, the peer's first chunk is updated here
+before this GPU's second chunk, so all of its tiles need entries before the GEMM, whose own stores wait behind stalled ones on
+the same links, completes the first of them. Every sub-layer of the evaluation has more wavefront tiles in a chunk, 532
+to 1,536, than the tracker has entries.
+
+Source: T3, arXiv 2401.16677, section 4.2.1: 256 entries, about 19 KB, beside the memory controller, off the critical path. The
+paper says nothing of a full tracker: the spill is assumed. 19 KB are 76 bytes for an entry, so an entry may well hold counts of
+several wavefronts of a workgroup; with four of them the tracker is one of 1,024 entries here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from weft.studies.t3.mapping import Mapping
 from weft.studies.t3.system import T3System
+
+
+class Counted(NamedTuple):
+    """What one update did. ready: ranges of tiles that are complete now; ready_in_memory: those that are once their counts have
+    been read from memory. reads, writes: of counts in memory."""
+
+    ready: list[tuple[int, int]]
+    ready_in_memory: list[tuple[int, int]]
+    reads: int
+    writes: int
 
 
 @dataclass
@@ -22,7 +43,7 @@ class Tracker:
     """Of one GPU. elements: of a wavefront's tile. Counts are by (position of the chunk, tile of it); wavefronts of a tile
     store together, so one count serves all of them, and `live` counts entries of single wavefronts.
 
-    spilled: entries that were put into memory so far; most: that lived at a time.
+    spilled: wavefronts' tiles that were counted in memory so far; most: that lived at a time, with and without an entry.
     """
 
     system: T3System
@@ -42,19 +63,26 @@ class Tracker:
         """Elements that a wavefront's tile of this chunk must see updated."""
         return self.elements * self.mapping.routes[position].updates
 
-    def update(self, position: int, low: int, high: int) -> list[tuple[int, int]]:
-        """Tiles low .. high - 1 of a chunk have been updated, each element once. Returns the ranges that are ready now."""
-        threshold = self.threshold(position)
-        ready = [tile for tile in range(low, high) if self._count((position, tile)) == threshold]
-        for tile in ready:
-            self._drop((position, tile))
-        return list(_ranges(ready))
-
-    def _count(self, tile: tuple[int, int]) -> int:
-        if tile not in self._counts:
-            self._allocate(tile)
-        self._counts[tile] += self.elements
-        return self._counts[tile]
+    def update(self, position: int, low: int, high: int) -> Counted:
+        """Tiles low .. high - 1 of a chunk have been updated, each element once."""
+        threshold, wavefronts, elements = self.threshold(position), self.system.tile.wavefronts, self.elements
+        ready: tuple[list[int], list[int]] = ([], [])
+        reads = writes = 0
+        for tile in range(low, high):
+            key = (position, tile)
+            first = key not in self._counts
+            if first:
+                self._allocate(key)
+            outside = key in self._outside
+            self._counts[key] += elements
+            complete = self._counts[key] == threshold
+            if outside:
+                reads += 0 if first else wavefronts
+                writes += 0 if complete else wavefronts
+            if complete:
+                ready[outside].append(tile)
+                self._drop(key)
+        return Counted(list(_ranges(ready[0])), list(_ranges(ready[1])), reads, writes)
 
     def _allocate(self, tile: tuple[int, int]) -> None:
         self._counts[tile] = 0
@@ -62,7 +90,7 @@ class Tracker:
         self.live += wavefronts
         self.most = max(self.most, self.live)
         held = self.live - wavefronts * len(self._outside)
-        if held > self.system.tracker.entries:
+        if self.system.mechanisms.tracker and held > self.system.tracker.entries:
             self._outside.add(tile)
             self.spilled += wavefronts
 
