@@ -14,11 +14,11 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text results MODE ...      measured_tables.py: operators, collectives and steps
     ```text fp8 WHAT ...          measured_tables.py: FP8
     ```text models PART ...       model_tables.py: whole models, layers of them, profiles
-    ```text t3 WHAT               study_tables.py: published evaluations, simulated; also ficco WHAT and dlrm WHAT
+    ```text t3 WHAT               study_tables.py: published evaluations, simulated; also ficco, dlrm and iso WHAT
     ```text targets OF            which kernels compile for which GPUs (weft.kernels.targets), and why others do not
 
 tests/project/test_docs.py holds that nothing is out of date. What takes long to make lies in files: the sweeps of the studies,
-and FiCCO's evaluation, in docs/t3_study.json, docs/ficco_study.json and docs/dlrm_study.json. `python docs/generate.py studies`
+and FiCCO's evaluation, in docs/*_study.json. `python docs/generate.py studies`
 writes all of them in about ten minutes, `python docs/generate.py t3` (or ficco, or dlrm) one.
 """
 

@@ -1,4 +1,4 @@
-"""Tables of the published evaluations that `weft simulate` redoes, for generate.py: `t3 WHAT`, `ficco WHAT` and `dlrm WHAT`.
+"""Tables of the published evaluations that `weft simulate` redoes, for generate.py: `t3 WHAT`, and so on for each study.
 
 WHAT is a table by its name in `weft.studies.study.tables`, or `headline`: what the study says in short. Sweeps, and FiCCO's
 evaluation, take long to make, so `keep` writes them to files beside this one.
@@ -16,7 +16,7 @@ from text_tables import ROOT, table
 
 from weft.core import codec
 from weft.studies.ficco.study import FiccoStudy
-from weft.studies.study import STUDIES, Done, load_study, simulate, tables, words
+from weft.studies.study import STUDIES, Done, Table, load_study, simulate, tables, words
 from weft.studies.sweep import JointSweep, SweptRow
 
 STORED = {name: ROOT / "docs" / f"{name}_study.json" for name in STUDIES}
@@ -34,6 +34,7 @@ def stored(name: str) -> Done:
         study=study,
         system=system,
         result=codec.load(FiccoStudy, data["result"]) if "result" in data else study.run(system, lambda *_: None),
+        variants=tuple(Table(**each | {"rows": [tuple(row) for row in each["rows"]]}) for each in data["variants"]),
         swept=codec.load(tuple[SweptRow, ...], data["sensitivity"]),
         joint=codec.load(JointSweep, data["joint"]),
     )
@@ -57,7 +58,8 @@ def keep(name: str) -> None:
     study = load_study(name)
     done = simulate(study, study.load(), lambda *_: None, sensitivity=True, draws=DRAWS)
     data = {"result": done.result} if name == "ficco" else {}
-    data |= {"sensitivity": done.swept, "joint": done.joint}
+    variants = [{"name": one.name, "title": one.title, "rows": one.rows, "words": one.words} for one in done.variants]
+    data |= {"variants": variants, "sensitivity": done.swept, "joint": done.joint}
     STORED[name].write_text(codec.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 

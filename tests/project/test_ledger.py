@@ -13,7 +13,7 @@ import text_tables
 
 NOT_MEASURED = {
     *("timeline", "families", "counts", "chart", "ranked", "targets"),  # follow from code
-    *("t3", "ficco", "dlrm"),  # simulated studies
+    *("t3", "ficco", "dlrm", "iso"),  # simulated studies
     "traces",  # drawn from files in docs/traces
 }
 """Kinds of generated tables that are made of no result lines."""

@@ -15,7 +15,7 @@ from weft.report.study import study_page
 from weft.studies.dlrm import study as studies
 from weft.studies.dlrm.paper import figures
 from weft.studies.dlrm.presentation import PARTS, STUDY, cases_table, parts
-from weft.studies.dlrm.study import DlrmStudy, two_nodes
+from weft.studies.dlrm.study import DlrmStudy
 from weft.studies.dlrm.system import load
 from weft.studies.profile import changed, scaled
 from weft.studies.published import headline
@@ -35,17 +35,22 @@ def study() -> DlrmStudy:
     return done
 
 
-def test_published_figures(study: DlrmStudy) -> None:
-    found = {figure.name: figure for figure in figures(study)}
+def test_published_figures_are_missed_with_one_network_for_both(study: DlrmStudy) -> None:
+    """docs/simulator.md says so: less is saved than was published, unless the unfused exchange is slower."""
+    found = figures(study)
     assert len(found) == 3
-    assert all(figure.ok for figure in found.values())
-    assert 0.17 < study.saved < 0.25
-
-
-def test_what_a_slow_vendor_does() -> None:
-    """docs/simulator.md has this number."""
+    assert all(figure.ours < figure.low for figure in found)
     slow = changed(load(), "vendor.share", 0.6)
-    assert max(operator.saved for operator in two_nodes(slow)) == pytest.approx(0.59, abs=0.005)
+    assert all(figure.ours > before.ours for figure, before in zip(STUDY.sample(slow), found, strict=True))
+
+
+def test_the_gain_is_overlap(study: DlrmStudy) -> None:
+    """Storing rows in place saves a pass over them; the rest is saved by overlap."""
+    assert study.fused.ns < study.in_place.ns < study.unfused.ns
+    assert study.unfused.ns - study.in_place.ns < 0.1 * (study.in_place.ns - study.fused.ns)
+    before, after = parts(study.unfused), parts(study.in_place)
+    assert after["repack"] == pytest.approx(before["repack"] / 2)
+    assert after["lookup"] == before["lookup"]
 
 
 def test_cases_are_all_there(study: DlrmStudy) -> None:
@@ -60,11 +65,11 @@ def test_cases_are_all_there(study: DlrmStudy) -> None:
 
 
 def test_parts_are_the_iteration(study: DlrmStudy) -> None:
-    for run in (study.unfused, study.fused):
+    for run in (study.unfused, study.in_place, study.fused):
         assert sum(parts(run).values()) == pytest.approx(run.ns / 1e6, rel=1e-6)
     before, after = parts(study.unfused), parts(study.fused)
     assert after["lookup"] == pytest.approx(before["lookup"] / 0.875, rel=1e-3)
-    assert after["wait for pooled rows"] < 0.1 * before["wait for pooled rows"]
+    assert after["wait for pooled rows"] < 0.3 * before["wait for pooled rows"]
     same = set(PARTS) - {"lookup", "wait for pooled rows", "repack"}
     assert {name: after[name] for name in same} == pytest.approx({name: before[name] for name in same}, rel=1e-2, abs=0.01)
 
@@ -72,7 +77,8 @@ def test_parts_are_the_iteration(study: DlrmStudy) -> None:
 def test_slices_help(study: DlrmStudy) -> None:
     one, many = study.sliced
     assert (one.slices, many.slices) == (1, 32)
-    assert many.ns == study.fused.ns < one.ns < study.unfused.ns
+    # With one slice nothing overlaps, and the fused kernel's lower occupancy is left.
+    assert many.ns == study.fused.ns < study.unfused.ns < one.ns
 
 
 def test_record_has_everything(study: DlrmStudy) -> None:

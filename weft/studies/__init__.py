@@ -1,1 +1,1 @@
-"""Published evaluations, simulated: T3, FiCCO and DLRM. Nothing imports this room but the command."""
+"""Published evaluations, simulated: T3, FiCCO, DLRM and ISO. Nothing imports this room but the command."""

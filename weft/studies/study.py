@@ -20,6 +20,7 @@ STUDIES: dict[str, str] = {
     "t3": "track and trigger (arXiv 2401.16677)",
     "ficco": "overlap finer than the shard (arXiv 2512.10236)",
     "dlrm": "DLRM at scale (arXiv 2305.06942)",
+    "iso": "a prompt's sequence in two halves (arXiv 2409.11155)",
 }
 """What each study is about, by the name that `weft simulate` takes."""
 
@@ -77,6 +78,8 @@ class Study:
     applied, by path. facts: a system in short. run: the whole evaluation of a system. figures, tables, charts: of what `run`
     gives; spans: its calls, by title.
 
+    variants: tables of what becomes of the result on systems that differ, which takes more simulations.
+
     sample: the figures alone, by as few simulations as they need, for both sweeps. left_out: the figures that it does not have,
     in words. headlines: the figures that the table of the sweep of one number at a time has, by name. only: the study of some
     of its scenarios, by their names, if it has any.
@@ -96,17 +99,19 @@ class Study:
     spans: Callable[[Any], dict[str, tuple[Span, ...]]]
     sample: Callable[[Any], tuple[Figure, ...]]
     headlines: Mapping[str, Unit]
+    variants: Callable[[Any, Progress], tuple[Table, ...]] = lambda result, progress: ()
     left_out: str = ""
     only: Callable[[Sequence[str]], Study] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """A study that was simulated on a system. swept, joint: empty and None unless they were asked for."""
+    """A study that was simulated on a system. variants, swept, joint: empty and None unless they were asked for."""
 
     study: Study
     system: Any
     result: Any
+    variants: tuple[Table, ...] = ()
     swept: tuple[SweptRow, ...] = ()
     joint: JointSweep | None = None
 
@@ -124,11 +129,14 @@ def load_study(name: str) -> Study:
 
 
 def simulate(which: Study, system: Any, progress: Progress, *, sensitivity: bool = False, draws: int = 0) -> Done:
-    """Run a study on a system, then the sweeps that are asked for: one number at a time, and of so many draws."""
+    """Run a study on a system, then what is asked for: with `sensitivity` its variants, and one number at a time; and so many
+    draws."""
+    result = which.run(system, progress)
     return Done(
         study=which,
         system=system,
-        result=which.run(system, progress),
+        result=result,
+        variants=which.variants(result, progress) if sensitivity else (),
         swept=tuple(one_at_a_time(system, which.sample, progress)) if sensitivity else (),
         joint=joint(system, which.sample, draws, progress) if draws else None,
     )
@@ -141,7 +149,7 @@ def record(done: Done) -> dict[str, Any]:
         "system": codec.dump(done.system),
         "headline": headline(done.figures),
         "figures": [codec.dump(figure) | {"ok": figure.ok} for figure in done.figures],
-        "tables": {each.name: [list(row) for row in each.rows] for each in done.study.tables(done.result)},
+        "tables": {each.name: [list(row) for row in each.rows] for each in (*done.study.tables(done.result), *done.variants)},
         "result": codec.dump(done.result),
         "sensitivity": codec.dump(done.swept),
         "joint": None if done.joint is None else codec.dump(done.joint),
@@ -163,6 +171,7 @@ def tables(done: Done) -> tuple[Table, ...]:
     """All tables of a study that was simulated: its own, its figures with their labels, and what the sweeps found."""
     return (
         *done.study.tables(done.result),
+        *done.variants,
         Table(name="figures", title="Published and simulated", rows=figures_table(done.figures), words=(0, 1, 5)),
         Table(name="labels", title="Labels", rows=labels_table(done.figures), words=(0, 2), console=False),
         *sweep_tables(done.study, done.swept, done.joint),

@@ -150,6 +150,9 @@ def joint_words(found: JointSweep) -> str:
     """What the joint sweep says of all figures together."""
     moved = f"When {len(found.paths)} assumed and derived numbers move together, each by up to {found.reach:.0%}"
     predicted = "" if found.predicted is None else f", and all predicted ones in {found.predicted}"
-    within = f"all {len(found.spreads)} figures are within tolerance in {found.within} of {found.draws} draws{predicted}"
+    figures = f"all {len(found.spreads)} figures are"
+    if len(found.spreads) == 1:
+        figures, predicted = "the figure is", ""
+    within = f"{figures} within tolerance in {found.within} of {found.draws} draws{predicted}"
     refused = f" {found.refused} further draws were refused: such a system cannot be simulated." if found.refused else ""
     return f"{moved}, {within}.{refused}"

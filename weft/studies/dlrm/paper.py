@@ -8,26 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.studies.dlrm.study import PUBLISHED, DlrmStudy
+from weft.studies.dlrm.study import PUBLISHED, DlrmStudy, Operator
+from weft.studies.dlrm.system import DlrmSystem
 from weft.studies.published import Evidence, Figure
 
 ITERATION = f"training iteration on {PUBLISHED[1]} nodes, time saved"
 MEAN = "embedding and all-to-all on two nodes, time saved, mean"
 SEEN = Evidence(
     label="calibrated",
-    because="The assumed numbers, vendor.share above all, were chosen with these three figures in view.",
+    because="The assumed numbers were chosen with these three figures in view.",
 )
 
 
 def figures(study: DlrmStudy) -> tuple[Figure, ...]:
     """Every published number that the DlrmStudy has, too."""
-    return published(study.saved, [operator.saved for operator in study.operators])
+    return published(study.system, study.saved, study.operators)
 
 
-def published(iteration: float, operators: Sequence[float]) -> tuple[Figure, ...]:
-    """The figures, by what fusing saves of the published iteration, and of the operator alone in all cases on two nodes."""
+def published(system: DlrmSystem, iteration: float, operators: Sequence[Operator]) -> tuple[Figure, ...]:
+    """The figures, by what fusing saves of the published iteration, and of the operator alone on two nodes.
+
+    The published sweep is over batches and tables. It does not say how many rows are pooled, so its mean is compared with ours
+    at the model's pooling, and its maximum with ours over all poolings.
+    """
+    same = [one.saved for one in operators if one.pooling == system.model.pooling]
+    most = max(one.saved for one in operators)
     return (
         SEEN.percent(ITERATION, 0.21, iteration, 0.04),
-        SEEN.percent(MEAN, 0.31, sum(operators) / len(operators), 0.05),
-        SEEN.percent("embedding and all-to-all on two nodes, time saved, max", 0.58, max(operators), 0.08),
+        SEEN.percent(MEAN, 0.31, sum(same) / len(same), 0.05),
+        SEEN.percent("embedding and all-to-all on two nodes, time saved, max", 0.58, most, 0.08),
     )

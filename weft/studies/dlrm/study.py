@@ -7,7 +7,7 @@ seconds.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weft.studies.dlrm import iteration, kernels
@@ -21,6 +21,7 @@ from weft.studies.profile import Progress
 PUBLISHED: tuple[Topology, int] = ("torus_2d", 128)
 """The case that was published."""
 SLICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ENDS: tuple[iteration.Way, ...] = ("unfused", "fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +67,11 @@ class SliceResult:
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmStudy:
-    """unfused, fused: the published case in full."""
+    """unfused, in_place, fused: the published case in full."""
 
     system: DlrmSystem
     unfused: IterationRun
+    in_place: IterationRun
     fused: IterationRun
     cases: tuple[Case, ...]
     operators: tuple[Operator, ...]
@@ -97,24 +99,34 @@ def run(system: DlrmSystem, progress: Progress = lambda text, done, total: None)
         progress(f"{topology} of {nodes}", done, total)
         cases.append(case(system, topology, nodes))
     progress("the published case", total - 3, total)
-    unfused, fused = runs(system, *PUBLISHED)
+    unfused, in_place, fused = runs(system, *PUBLISHED)
     progress("two nodes", total - 2, total)
     operators = tuple(two_nodes(system))
     progress("slices", total - 1, total)
     sliced = tuple(SliceResult(slices=slices, ns=_sliced_ns(system, slices)) for slices in SLICES)
     progress("done", total, total)
-    return DlrmStudy(system=system, unfused=unfused, fused=fused, cases=tuple(cases), operators=operators, sliced=sliced)
+    return DlrmStudy(
+        system=system,
+        unfused=unfused,
+        in_place=in_place,
+        fused=fused,
+        cases=tuple(cases),
+        operators=operators,
+        sliced=sliced,
+    )
 
 
-def runs(system: DlrmSystem, topology: Topology, nodes: int) -> tuple[IterationRun, IterationRun]:
-    """Iterations, unfused and fused."""
+def runs(
+    system: DlrmSystem, topology: Topology, nodes: int, ways: Sequence[iteration.Way] = iteration.WAYS
+) -> tuple[IterationRun, ...]:
+    """An iteration in each of these ways."""
     made = fabric(system, topology, nodes)
-    return iteration.run(system, made, "unfused"), iteration.run(system, made, "fused")
+    return tuple(iteration.run(system, made, way) for way in ways)
 
 
 def case(system: DlrmSystem, topology: Topology, nodes: int) -> Case:
     """The same, in short."""
-    unfused, fused = runs(system, topology, nodes)
+    unfused, fused = runs(system, topology, nodes, ENDS)
     return Case(
         topology=topology,
         nodes=nodes,
@@ -127,12 +139,13 @@ def case(system: DlrmSystem, topology: Topology, nodes: int) -> Case:
 
 
 def two_nodes(system: DlrmSystem) -> Iterator[Operator]:
-    """The operator alone, in all of the DlrmSystem's combinations."""
+    """The operator alone, in all of the DlrmSystem's combinations, and with as many rows pooled as in the model."""
     pair = system.pair
     link = Torus(dims=(2,), gbps=pair.gbps, latency_ns=system.link.latency_ns)
-    for batch, tables, pooling in itertools.product(pair.batches, pair.tables, pair.poolings):
+    poolings = sorted({*pair.poolings, system.model.pooling})
+    for batch, tables, pooling in itertools.product(pair.batches, pair.tables, poolings):
         bags = NodeLookups(nodes=2, batch=batch, tables=tables, width=pair.dim, pooling=pooling)
-        unfused, fused = (operator_ns(system, link, bags, way) for way in iteration.WAYS)
+        unfused, fused = (operator_ns(system, link, bags, way) for way in ENDS)
         yield Operator(batch=batch, tables=tables, pooling=pooling, unfused_ns=unfused, fused_ns=fused)
 
 

@@ -11,8 +11,9 @@ from weft.planner.signature import Signature, correlations
 from weft.planner.sizes import FEATURES, Feature, sizes
 from weft.studies.ficco import study
 from weft.studies.ficco.paper import choosers, figures, maxima, topologies
-from weft.studies.ficco.study import BESPOKE, COMPARED, FiccoStudy, Scenario
-from weft.studies.published import Figure, Row
+from weft.studies.ficco.study import BESPOKE, CHOSEN_FROM, COMPARED, FiccoStudy, Scenario
+from weft.studies.profile import Progress
+from weft.studies.published import Figure, Row, geomean
 from weft.studies.study import Chart, Columns, Points, Study, Table
 
 SIZES: dict[Feature, str] = {"op_to_byte": "operations a byte", "traffic_mib": "memory traffic, MiB", "m_over_k": "M / K"}
@@ -27,6 +28,9 @@ SHORT = {
     "flag_gated": "gated",
 }
 """The schedules of a FiccoStudy, as narrow columns name them."""
+CONCCL_CONTENTION = 1.2
+"""Collectives by copy engines reach 0.66 to 0.72 of the ideal speed-up beside GEMMs on this machine (ConCCL, arXiv 2412.14335).
+If both slow by s while both run, a pair of lengths 1 and r takes 1 + r (s - 1); with r = 3/4, s is 1.23 and 1.18."""
 LOSSES: dict[str, Callable[[Signature], float]] = {
     "GEMM DIL": lambda found: found.gemm_dil,
     "GEMM CIL": lambda found: found.gemm_cil or 1.0,
@@ -75,6 +79,26 @@ def tables(done: FiccoStudy) -> tuple[Table, ...]:
         Table(name="choosers", title="Choices for unseen scenarios, among sequential and FiCCO's four", rows=_choosers(done)),
         Table(name="losses", title="DIL and CIL of each of FiCCO's four", rows=losses_table(done), console=False),
     )
+
+
+def variants(done: FiccoStudy, progress: Progress) -> tuple[Table, ...]:
+    """What contention beyond the memory's rate does, and staging: rows that are copied together around a vendor's GEMM."""
+    machines = {
+        "as it is": done.machine,
+        "nothing is staged": replace(done.machine, stages=False),
+        f"GEMMs and copies slow each other {CONCCL_CONTENTION}x": study.contended(done.machine, CONCCL_CONTENTION),
+        "the same, nothing staged": replace(study.contended(done.machine, CONCCL_CONTENTION), stages=False),
+    }
+    rows = []
+    for at, (name, machine) in enumerate(machines.items()):
+        progress(name, at, len(machines))
+        found = [study.scenario(machine, one.case, (*CHOSEN_FROM, "shard_p2p")) for one in done.mesh]
+        best = [one.speedup(one.bespoke) for one in found]
+        gains = f"{max(best):.2f}x", f"{geomean(best):.2f}x"
+        exact = f"{sum(one.exact for one in found)} of {len(found)}"
+        rows.append((name, f"{max(one.p2p_loss for one in found):.2f}x", *gains, exact))
+    heads = ("machine", "p2p loss, max", "best of FiCCO's four, max", "geomean", "chosen exactly")
+    return (Table(name="variants", title="Contention and staging", rows=[heads, *rows]),)
 
 
 def scenarios_table(found: Iterable[Scenario]) -> list[Row]:
@@ -201,6 +225,7 @@ STUDY = Study(
     tables=tables,
     charts=charts,
     spans=study.calls,
+    variants=variants,
     sample=lambda machine: maxima([study.estimated(machine, case) for case in FICCO_GEMMS]),
     headlines={
         "peer to peer, slower than sequential, max": "ratio",

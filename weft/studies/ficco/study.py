@@ -106,6 +106,11 @@ def load() -> Machine:
     return load_machine(MACHINE)
 
 
+def contended(machine: Machine, slower: float) -> Machine:
+    """`machine`, whose GEMMs and copies each take so many times as long beside the other."""
+    return replace(machine, contention=dict.fromkeys(machine.contention, slower))
+
+
 def behind_switch(machine: Machine) -> Machine:
     """A mesh's GPUs, whose links all lead to a switch: one peer, too, gets what all of them carry. The collectives stay."""
     gbps = (machine.world_size - 1) * machine.links.gbps

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from weft.core.span import Span
-from weft.studies.profile import changed_by
+from weft.studies.profile import Progress, changed_by
 from weft.studies.published import Figure, Row, geomean
 from weft.studies.study import Chart, Columns, Study, Table
 from weft.studies.t3 import study
+from weft.studies.t3 import variants as trials
 from weft.studies.t3.configurations import CONFIGURATIONS, SubLayerRun
 from weft.studies.t3.paper import TITLES, figures
 from weft.studies.t3.study import T3Study
 from weft.studies.t3.system import T3System, load
+from weft.studies.t3.variants import VariantRow
 
 COMPARED = CONFIGURATIONS[1:]
 CLASSES = {
@@ -87,6 +89,55 @@ def _traffic(run: SubLayerRun) -> Row:
     before, after = run.traffic("sequential"), run.traffic("t3_mca")
     shares = [after[name] / before[name] for name in CLASSES]
     return (run.name, *(f"{share:.0%}" for share in (*shares, sum(after.values()) / sum(before.values()))))
+
+
+def variants(done: T3Study, progress: Progress) -> tuple[Table, ...]:
+    """What sizes of the tracker, switched-off mechanisms, costs of an update and other numbers do."""
+    system, runs = done.system, done.sublayers
+    progress("sizes of the tracker", 0, 5)
+    sizes = [
+        (
+            f"{row.entries:,}",
+            f"{row.spilled:.0%}",
+            f"{row.traffic:.2%}",
+            *_gains(row.variant.t3, row.variant.t3_max, row.variant.t3_mca, row.variant.t3_mca_max, row.variant.saved),
+        )
+        for row in trials.tracker_sizes(system, runs)
+    ]
+    progress("mechanisms switched off", 1, 5)
+    off = [(row.off or "none", *_gains(row.t3_mca, row.t3_mca_max, row.saved)) for row in trials.ablation(system, runs)]
+    progress("costs of an update", 2, 5)
+    costs = trials.update_costs(system, runs)
+    progress("more units", 3, 5)
+    units = trials.more_units(system, runs)
+    progress("the cliff", 4, 5)
+    cliff = trials.cliff(system, runs)[1:]
+    size_heads = ("entries", "tiles spilled", "of all traffic", "T3", "max", "T3-MCA", "max", "traffic saved")
+    off_heads = ("switched off", "T3-MCA", "max", "traffic saved")
+    return (
+        Table(name="tracker", title="Sizes of the tracker", rows=[size_heads, *sizes]),
+        Table(name="ablation", title="T3-MCA with a mechanism switched off", rows=[off_heads, *off]),
+        Table(name="updates", title="Memory time of a near-memory update, relative to a write", rows=_variants(costs)),
+        Table(name="other", title="Systems that differ in one number", rows=_variants((*units, *cliff))),
+    )
+
+
+def _gains(*shares: float) -> list[str]:
+    return [f"{100 * share:.1f} %" for share in shares]
+
+
+def _variants(rows: Iterable[VariantRow]) -> list[Row]:
+    """Speed-ups over sequential, and of T3-MCA over T3; what a slice's multiplication and its fetch take under each."""
+    heads = ("", "T3", "T3-MCA", "ideal", "MCA over T3", "in OP layers", "in others", "multiply ns", "fetch ns", "with MCA ns")
+    found = [
+        (
+            row.name,
+            *_gains(row.t3, row.t3_mca, row.ideal, row.gain, row.gain_op, row.gain_others),
+            *(f"{ns:.0f}" for ns in (row.multiply_ns, row.fetch_ns, row.fetch_mca_ns)),
+        )
+        for row in rows
+    ]
+    return [heads, *found]
 
 
 def charts(done: T3Study) -> tuple[Chart, ...]:
@@ -169,6 +220,7 @@ STUDY = Study(
     tables=tables,
     charts=charts,
     spans=spans,
+    variants=variants,
     sample=sample,
     headlines={
         "T3, speed-up, geomean": "percent",

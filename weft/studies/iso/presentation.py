@@ -1,0 +1,123 @@
+"""Presentation: ISO as a Study: its figure, tables, charts and spans."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from weft.core.machine import Machine
+from weft.core.machine import load as load_machine
+from weft.core.span import Span
+from weft.studies.iso import study
+from weft.studies.iso.study import MODEL, IsoStudy, LayerModel, PromptRun
+from weft.studies.profile import Progress
+from weft.studies.published import Evidence, Figure, Row
+from weft.studies.study import Chart, Columns, Study, Table
+
+SAVED = "prefill time saved on A800s, mean"
+PREDICTED = Evidence(
+    label="predicted",
+    because="No number of the machine was chosen with it in view. The paper's mean is over prompts and numbers of GPUs that we "
+    "do not know; ours is over the lengths of the table.",
+)
+SHORT = {"vendor": "plain", "vendor+priority": "priority", "vendor+priority+ctas=16": "16 blocks"}
+
+
+def facts(machine: Machine) -> list[tuple[str, str]]:
+    """The machine in short."""
+    return [
+        ("Machine", f"{machine.words}, links at {machine.links.gbps:g} GB/s"),
+        ("Model", f"{MODEL}, one decoder layer, prefill"),
+        ("GEMM peak", f"{machine.gpu.tflops['bfloat16']:g} TFLOP/s, bfloat16"),
+    ]
+
+
+def figures(done: IsoStudy) -> tuple[Figure, ...]:
+    """The one published figure that this machine has."""
+    return _saved(done.runs)
+
+
+def _saved(runs: Sequence[PromptRun]) -> tuple[Figure, ...]:
+    return (PREDICTED.percent(SAVED, 0.15, statistics.fmean(run.iso_saved for run in runs), 0.05),)
+
+
+def sample(machine: Machine) -> tuple[Figure, ...]:
+    """The same, without weft's own overlap."""
+    layer = LayerModel(machine, machine.world_size)
+    return _saved([study.prompt(layer, tokens, overlapped=False) for tokens in study.TOKENS])
+
+
+def tables(done: IsoStudy) -> tuple[Table, ...]:
+    """Prompt lengths: both halves alone, the three programs, and what they save."""
+    return (Table(name="prompts", title="A layer's prefill", rows=_prompts(done.runs), words=(9,)),)
+
+
+def variants(done: IsoStudy, progress: Progress) -> tuple[Table, ...]:
+    """The same on H200s, whose collectives slow a computation by as much as was measured."""
+    machine = load_machine("h200x8")
+    found = []
+    for at, ranks in enumerate((2, 8)):
+        progress(f"{ranks} x H200", at, 2)
+        runs = [study.prompt(LayerModel(machine, ranks), tokens) for tokens in study.TOKENS]
+        found.append(Table(name=f"h200x{ranks}", title=f"The same on {ranks} H200s", rows=_prompts(runs), words=(9,)))
+    return tuple(found)
+
+
+def _prompts(runs: Sequence[PromptRun]) -> list[Row]:
+    heads = (
+        *("tokens", "compute us", "all-reduces us", "sequential us", "ISO us", "weft us"),
+        *("ISO saves", "weft saves", "at most", "phases"),
+    )
+    return [heads, *map(_prompt, runs)]
+
+
+def _prompt(run: PromptRun) -> Row:
+    times = (run.compute_us, run.all_reduce_us, run.sequential_us, run.iso_us, run.weft_us)
+    shares = (run.iso_saved, run.weft_saved, run.bound)
+    methods = ", ".join(SHORT[name] for name in dict.fromkeys(run.methods))
+    return (str(run.tokens), *(f"{us:.0f}" for us in times), *(f"{100 * share:.1f} %" for share in shares), methods)
+
+
+def charts(done: IsoStudy) -> tuple[Chart, ...]:
+    """What each program saves, by prompt length."""
+    saved = {
+        "ISO": [100 * run.iso_saved for run in done.runs],
+        "weft's overlap": [100 * run.weft_saved for run in done.runs],
+        "at most": [100 * run.bound for run in done.runs],
+    }
+    places = [f"{run.tokens} tokens" for run in done.runs]
+    return (Columns(name="saved", title="Prefill time saved", places=places, series=saved, unit="% of sequential"),)
+
+
+def spans(done: IsoStudy) -> dict[str, tuple[Span, ...]]:
+    """Each phase of the longest prompt."""
+    return LayerModel(done.machine, done.machine.world_size).spans(done.runs[-1].tokens)
+
+
+def changed(machine: Machine, settings: Mapping[str, str]) -> Machine:
+    """The machine with these settings, and with what goes along with them."""
+    return machine.what_if(settings)
+
+
+def run(machine: Machine, progress: Progress) -> IsoStudy:
+    """All prompt lengths."""
+    return study.run(machine, progress=progress)
+
+
+STUDY = Study(
+    name="iso",
+    title="ISO",
+    paper="2409.11155",
+    example="links.gbps=270",
+    load=study.load,
+    changed=changed,
+    facts=facts,
+    run=run,
+    figures=figures,
+    tables=tables,
+    charts=charts,
+    spans=spans,
+    variants=variants,
+    sample=sample,
+    headlines={SAVED: "percent"},
+)
