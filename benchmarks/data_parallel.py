@@ -36,7 +36,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +46,7 @@ import measure
 import torch
 import torch.distributed as dist
 from measure import alarm, append, parser, release, row, say, start, stop, together
+from rows import Row
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -291,8 +292,8 @@ def settle_host() -> None:
     gc.freeze()
 
 
-def compared(name: str, arguments: Namespace) -> dict[str, Any]:
-    """All methods of one kind: a JSON line."""
+def compared(name: str, arguments: Namespace) -> Row:
+    """All methods of one kind."""
     kind = KINDS[name]
     ways = arguments.ways.split(",") if arguments.ways else kind.tried
     methods = models(kind, arguments) | ways_of(kind, arguments, name, list(ways))
@@ -306,35 +307,38 @@ def compared(name: str, arguments: Namespace) -> dict[str, Any]:
             taken, marks[method] = timed(methods[method])
             us[method].append(taken)
     case = f"gpt {arguments.layers} x {arguments.width}{'' if arguments.batch == 4 else f', batch {arguments.batch}'}"
-    made = row(bench="data_parallel", op=name, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
-    return made | figures(us, marks) | {"schedule": chosen}
+    # The median of each round's ratio: rounds differ by more than methods do.
+    gain = statistics.median(stock / auto for stock, auto in zip(us["stock"], us["auto"], strict=True))
+    phases = {method: marks[method].parts_ms() for method in ("computation", "silent", "stock", "auto")}
+    about = row(
+        bench="data_parallel",
+        op=name,
+        case=case,
+        dtype="bfloat16",
+        mode="eager",
+        times={},
+        chosen=chosen,
+        extra={"gain": gain, "phases": phases},
+        arguments=arguments,
+    )
+    return replace(about, us={method_name(method): statistics.median(rounds) for method, rounds in us.items()})
 
 
-def figures(us: dict[str, list[float]], marks: dict[str, Marks]) -> dict[str, Any]:
-    medians = {method: statistics.median(rounds) for method, rounds in us.items()}
-    peers = [method for method in us if method.startswith("stock")]
-    apart = ("computation", "silent", "auto", *peers)
-    return {
-        "sequential_us": medians.get("sequential"),
-        "computation_us": medians["computation"],
-        "silent_us": medians["silent"],
-        "overlapped_us": medians["auto"],
-        "gain": statistics.median(stock / auto for stock, auto in zip(us["stock"], us["auto"], strict=True)),
-        "candidates": {method: value for method, value in medians.items() if method not in apart},
-        "peers": {method: medians[method] for method in peers},
-        "phases": {method: marks[method].parts_ms() for method in ("computation", "silent", "stock", "auto")},
-    }
+def method_name(method: str) -> str:
+    """As a row has it: `silent` is the stock model whose collectives are left out."""
+    if method == "computation":
+        return "computation/torch"
+    return "computation/silent" if method == "silent" else f"{'peer' if method.startswith('stock') else 'weft'}/{method}"
 
 
-def sentences(line: dict[str, Any]) -> str:
-    """What a line says, in ms."""
-    times = {"computation": line["computation_us"], "silent": line["silent_us"]} | line["peers"] | line["candidates"]
-    every = " ".join(f"{method}={us / 1e3:.1f}" for method, us in (times | {"auto": line["overlapped_us"]}).items())
-    bound = line["peers"]["stock"] / line["silent_us"]
-    parts = "; ".join(f"{method} {phases}" for method, phases in line["phases"].items())
+def sentences(row: Row) -> str:
+    """What a row says, in ms."""
+    every = " ".join(f"{method}={us / 1e3:.1f}" for method, us in row.us.items())
+    bound = row.us["peer/stock"] / row.us["computation/silent"]
+    parts = "; ".join(f"{method} {phases}" for method, phases in row.extra["phases"].items())
     return (
-        f"{line['op']} {line['case']}, ms a step: {every}\n  auto took {line['schedule']}: {line['gain']:.3f}x of stock, where "
-        f"no communication at all would be {bound:.3f}x\n  (GPU, host) ms: {parts}"
+        f"{row.op} {row.case}, ms a step: {every}\n  auto took {row.chosen}: {row.extra['gain']:.3f}x of stock, where no "
+        f"communication at all would be {bound:.3f}x\n  (GPU, host) ms: {parts}"
     )
 
 

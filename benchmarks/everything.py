@@ -127,8 +127,6 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "conccl": one("beside.py", 240, "--part", "conccl"),
         "resource_aware": one("resource_aware.py", 200),
         "data_parallel": one("data_parallel.py", 240),
-        "mlp": one("mlp.py", 90),
-        "transports": one("transports.py", 90),
         "dma": one("dma.py", 90),
         "nodes": one("nodes.py", 90),
         "soak": Part(runs=(Run(words=(str(CAMPAIGNS / "soak.py"), "--device", "cuda", "--calls", "1000000")),), limit_s=120),

@@ -79,9 +79,19 @@ def main() -> None:
     first_s = {name: seconds(call) for name, call in calls.items()}
     again_s = {name: seconds(call) for name, call in calls.items()}
     held = outside_torch() - before
-    line = row(bench="first_call", op="layer", case=arguments.label, dtype="bfloat16", mode="eager", arguments=arguments)
     chosen = {str(choice.problem): choice.spec for choice in weft.choices()}
-    append(arguments.json, line | {"first_s": first_s, "again_s": again_s, "held_bytes": held, "chosen": chosen})
+    made = row(
+        bench="first_call",
+        op="layer",
+        case="llama3-8b layer",
+        dtype="bfloat16",
+        mode="eager",
+        times={},
+        state=arguments.label,
+        extra={"first_s": first_s, "again_s": again_s, "held_bytes": held, "chosen": chosen},
+        arguments=arguments,
+    )
+    append(arguments.json, made)
     for name, took in first_s.items():
         say(f"{arguments.label}: {name}: first call {took:.2f} s, second {again_s[name] * 1e3:.2f} ms")
     say(f"{arguments.label}: all four {sum(first_s.values()):.1f} s; {held / 2**20:.0f} MiB of GPU memory held")

@@ -1,6 +1,6 @@
 """What does a user gain by weft's default, over the fastest program that they have without weft, and from what?
 
-Reads the JSON lines of a folder of benchmarks/results and measures nothing. A case's gain is the time of the fastest
+Reads the rows (rows.py) of a folder of benchmarks/results and measures nothing. A case's gain is the time of the fastest
 alternative over the time of `schedule="auto"`, both from one interleaved run. The alternatives are all the programs without
 weft that the benchmark timed: the sequential program with NCCL at its best, the same by torch.compile, and PyTorch's async TP.
 
@@ -133,7 +133,7 @@ def _times(row: Row) -> tuple[str, ...]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("folder", type=Path, help="of JSON lines, such as benchmarks/results/h200x2")
+    options.add_argument("folder", type=Path, help="of rows, such as benchmarks/results/h200x2")
     options.add_argument("--shapes", choices=("graph", "eager"), help="every case of a mode in place of the means")
     given = options.parse_args()
     for line in shapes(given.folder, given.shapes) if given.shapes else table(given.folder):

@@ -99,8 +99,8 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=appended, help="append a JSON line for each case")
-    parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
+    parser.add_argument("--json", type=appended, help="append a row for each case (rows.py)")
+    parser.add_argument("--commit", default="", help="what the tree is, for the rows")
     parser.add_argument("--shapes", action="store_true", help="also each tile shape by itself")
     arguments = parser.parse_args()
     ratios: dict[str, list[float]] = {"kernel": [], "gated": [], "counted": [], "sliced": []}
@@ -119,7 +119,7 @@ def main() -> None:
                 bench="gemm",
                 op=case.op,
                 case=case.name,
-                shape=[problem.m, problem.columns(0), problem.inner(0)],
+                extra={"shape": [problem.m, problem.columns(0), problem.inner(0)]},
                 commit=arguments.commit,
                 dtype="bfloat16",
                 samples=ROUNDS,

@@ -196,8 +196,8 @@ def report(name: str, size: Sequence[int], us: dict[str, float]) -> dict[str, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=appended, help="append a JSON line for each case")
-    parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
+    parser.add_argument("--json", type=appended, help="append a row for each case (rows.py)")
+    parser.add_argument("--commit", default="", help="what the tree is, for the rows")
     parser.add_argument("--shapes", type=candidate, nargs="*", default=[], help="tile shapes to try, see above")
     parser.add_argument("--only", choices=("dense", "blockwise"), help="one of the two kinds of cases")
     arguments = parser.parse_args()
@@ -218,9 +218,9 @@ def main() -> None:
                 arguments.json,
                 us,
                 bench="gemm_fp8",
-                kind=kind,
+                op=kind,
                 case=name,
-                shape=size,
+                extra={"shape": size},
                 commit=arguments.commit,
                 dtype="float8_e4m3fn",
                 samples=ROUNDS,

@@ -100,8 +100,8 @@ def check(case: Case, found: dict[str, Callable[[], torch.Tensor]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=appended, help="append a JSON line for each case")
-    parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
+    parser.add_argument("--json", type=appended, help="append a row for each case (rows.py)")
+    parser.add_argument("--commit", default="", help="what the tree is, for the rows")
     arguments = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -120,8 +120,9 @@ def main() -> None:
                 arguments.json,
                 us,
                 bench="grouped_fp8",
+                op="grouped",
                 case=case.name,
-                shape=(case.rows, case.n, case.k, case.experts),
+                extra={"shape": [case.rows, case.n, case.k, case.experts]},
                 commit=arguments.commit,
                 dtype="float8_e4m3fn",
                 samples=ROUNDS,

@@ -1,4 +1,4 @@
-"""What residency and priority do to the time of a GEMM beside a collective: charts of resource_aware.py's JSON lines.
+"""What residency and priority do to the time of a GEMM beside a collective: charts of resource_aware.py's rows.
 
 One chart a workload and tile: an iteration's time over the sequential one's (the paper's TimeRatio) against the GEMM's blocks
 an SM, with and without communication priority, beside the plain overlap and the ideal. One HTML file that loads nothing; the
@@ -95,7 +95,7 @@ def _draw(made: go.Figure, lines: Sequence[Row], *, row: int, col: int) -> None:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("lines", type=Path, help="JSON lines of resource_aware.py")
+    options.add_argument("lines", type=Path, help="rows of resource_aware.py")
     options.add_argument("html", type=Path, help="the file to write")
     arguments = options.parse_args()
     arguments.html.parent.mkdir(parents=True, exist_ok=True)

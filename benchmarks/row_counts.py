@@ -27,12 +27,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from measure import Failed, alarm, append, parser, release, row, say, start, stop
+from rows import sentence
 
 import weft
 from weft.runtime.groups import GROUPS
@@ -100,7 +102,7 @@ def bound() -> int:
 
 
 def measured(op: str) -> dict[str, Any]:
-    """Medians of one operator's calls."""
+    """Medians of one operator's calls, as fields of a row."""
     size = dist.get_world_size()
     gather = op == "all_gather_matmul"
     k, n = (K, N // size) if gather else (N // size, K)
@@ -135,10 +137,10 @@ def measured(op: str) -> dict[str, Any]:
         found["own"].append(sample(one, lead))
         alarm()
     medians = {name: Sample(*map(statistics.median, zip(*some, strict=True))) for name, some in found.items() if some}
-    us = {name: round(median.us, 1) for name, median in medians.items()}
-    host_us = {name: round(median.host_us, 1) for name, median in medians.items()}
-    host_us["chosen"] = round(slowest_median(chosen), 1)
-    return {"rows": f"{LOW} to {HIGH}", "schedule": spec, "programs": bound(), "us": us, "host_us": host_us}
+    us = {f"weft/{name}": round(median.us, 1) for name, median in medians.items()}
+    host_us = {f"weft/{name}": round(median.host_us, 1) for name, median in medians.items()}
+    host_us["weft/chosen"] = round(slowest_median(chosen), 1)
+    return {"us": us, "host_us": host_us, "chosen": spec, "extra": {"programs": bound()}}
 
 
 def main() -> None:
@@ -153,11 +155,11 @@ def main() -> None:
             say(f"LEFT OUT {failed}", file=sys.stderr)
             left_out.append(op)
             continue
-        case = f"rows {found.pop('rows')}, N={N} K={K}"
-        line = row(bench="row_counts", op=op, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
-        append(arguments.json, line | found)
-        times = ", ".join(f"{name} {us:.0f} us, host {found['host_us'][name]:.0f}" for name, us in found["us"].items())
-        say(op, found["schedule"], times, f"chosen in {found['host_us']['chosen']:.0f} us, {found['programs']} programs")
+        case = f"rows {LOW} to {HIGH}, N={N} K={K}"
+        about = row(bench="row_counts", op=op, case=case, dtype="bfloat16", mode="eager", times={}, arguments=arguments)
+        made = replace(about, **found)
+        append(arguments.json, made)
+        say(sentence(made), f"| {made.extra['programs']} programs")
         release()
     stop(left_out)
 

@@ -20,11 +20,12 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 KINDS = ("sequential", "communication", "computation", "peer", "weft", "float8", "quantised")
 AUTO = "weft/auto"
 DEFAULTS = (AUTO, "weft/splits", "weft/compiled")
@@ -38,10 +39,10 @@ CASE = "case"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One case in one mode. problem: a problem as weft.core.codec writes it; nothing of layers and models. us: each method's time
-    of one call on the GPU, the median of the slowest rank. host_us: how long the call keeps the host busy. chosen: the schedule
-    that `weft/auto` stands for. missing: why methods were left out, by method, or `case` where all were. state: what was set up
-    before. extra: what else a reader needs, few."""
+    """One case in one mode. problem: as weft.core.codec writes one; nothing for layers and models. us: each method's time for
+    one call on the GPU, the median of the slowest rank. host_us: how long the call keeps the host busy. chosen: what
+    `weft/auto` stands for. missing: why methods were left out, by method, or by `case` where all were. state: what was set up
+    before. extra: what else a reader needs."""
 
     bench: str
     op: str
@@ -72,10 +73,15 @@ NEEDED = {one.name for one in dataclasses.fields(Row) if one.default is one.defa
 
 def read(path: Path) -> list[Row]:
     """All rows of a file. Raises ValueError that names the file and the line that cannot be read."""
+    return read_as(path, lambda row: row)
+
+
+def read_as(path: Path, make: Callable[[Row], T]) -> list[T]:
+    """What `make` makes of each row. A ValueError of it names the file and the line, too."""
     found = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            found.append(of_text(text))
+            found.append(make(of_text(text)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     return found

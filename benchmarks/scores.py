@@ -29,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from rows import CASE, Row, name_of, read
+from rows import CASE, Row, name_of, read_as
 
 from weft.core import codec
 from weft.core.machine import Machine
@@ -93,7 +93,7 @@ def ficco_specs(problem: Problem) -> tuple[str, ...]:
 
 def read_lines(path: Path) -> tuple[Line, ...]:
     """Those of benchmarks/planner.py. Raises ValueError that names the file and the line."""
-    return tuple(map(line_of, read(path)))
+    return tuple(read_as(path, line_of))
 
 
 def line_of(row: Row) -> Line:

@@ -6,12 +6,12 @@
 
 No GPU is needed; it takes some seconds. An error is |predicted / measured - 1|, bias the median of predicted / measured - 1.
 
-Protocol: only times inside CUDA graphs, since the host, which eager calls may wait for, is not simulated; of FILES, those whose
-problem is known on the host. Vendor GEMMs, lookups and collectives alone are held to their formulas (weft.perf.terms), schedules
-to the simulator. NCCL's collective is that on plain buffers. (Before 0ff3a39 `weft/sequential` of planner.jsonl and
-planner_fit.jsonl had registered ones where those were faster: up to 4 MiB a rank, by some 10 us.) Predictions are for --machine
-(default: h200x8) with as many of its GPUs as the row had. What the profile's numbers were fitted to is no test of them:
-collectives alone (`communication`) are listed, and left out of the sums.
+Protocol: rows of FILES that have a problem, which ragged cases have not: their sizes are known to the device alone. Only times
+inside CUDA graphs: the host, which eager calls may wait for, is not simulated. Vendor GEMMs, lookups and collectives alone are
+held to their formulas (weft.perf.terms), schedules to the simulator. NCCL's collective is that on plain buffers. (Before
+0ff3a39 `weft/sequential` of planner.jsonl and planner_fit.jsonl had registered ones where those were faster: up to 4 MiB a
+rank, by some 10 us.) Predictions are for --machine (default: h200x8) with as many of its GPUs as the row had. What the
+profile's numbers were fitted to is no test of them: collectives alone (`communication`) are listed, and left out of the sums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rows import AUTO, Row, read
+from rows import AUTO, Row, read_as
 from scores import percentile
 
 from weft.core import codec
@@ -78,13 +78,14 @@ class Measured:
 def measured() -> Iterator[Measured]:
     """All of them, in the order of the files. Raises ValueError that names a file and the line that it cannot read."""
     for bench in FILES:
-        for row in read(RESULTS / f"{bench}.jsonl"):
-            if row.mode == "graph" and row.problem:
-                yield from times(bench, row)
+        for found in read_as(RESULTS / f"{bench}.jsonl", lambda row, bench=bench: list(times(bench, row))):
+            yield from found
 
 
 def times(bench: str, row: Row) -> Iterator[Measured]:
     """A row's times that can be predicted."""
+    if row.mode != "graph" or not row.problem:
+        return
     whole = codec.load(Problem | LookupProblem | CollectiveProblem, row.problem)
     us = {name.removeprefix("weft/"): us for name, us in row.us.items() if name.startswith("weft/") and name != AUTO}
     us |= {spec: row.us[name] for name, spec in ALONE.items() if name in row.us}

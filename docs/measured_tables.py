@@ -99,8 +99,8 @@ def fused(bench: str, mode: str) -> str:
 
 
 def _fused(row: Row) -> tuple[str, ...]:
-    """Of lookups weft's own kernel counts as torch's do: alone it is no computation to replace, and before NCCL's exchange it is
-    the best other. Few rows are held to NCCL's default."""
+    """Of lookups weft's own kernel, followed by NCCL, counts as another program, and alone as no computation to replace. Few
+    rows are compared with NCCL's default."""
     name, us = best(row, "weft/", but=(AUTO, *OF_LOOKUPS)) or ("", math.nan)
     sequential_us = best_us(row, "sequential/default" if row.op == "matmul_all_reduce" else "sequential/") or math.nan
     others = best_us(row, "sequential/", "peer/", *(OF_LOOKUPS if row.bench == "embedding" else ()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -115,24 +114,27 @@ def test_percentiles() -> None:
 
 
 def test_a_line_comes_back(tmp_path: Path) -> None:
-    from planner import line_of
+    from planner import simulated
+    from rows import CASE, append
     from scores import read_lines
 
     problems = (line({}).problem, LookupProblem.of(batch=64, dims=((8,), (8, 8))))
     path = tmp_path / "lines.jsonl"
-    written = []
-    for problem in problems:
-        us = {"sequential": 10.0, "direct_store:1": 8.0, "communication": 3.0}
-        written.append({"machine": "by hand"} | line_of("unseen", "case", problem, us, {"shard_p2p": "failed"}))
-    path.write_text("".join(json.dumps(row) + "\n" for row in written))
-    assert [found.problem for found in read_lines(path)] == list(problems)
-    assert read_lines(path)[0].us == {"sequential": 10.0, "direct_store:1": 8.0}
-    assert (written[0]["schedule"], written[0]["overlapped_us"], written[0]["communication_us"]) == ("direct_store:1", 8.0, 3.0)
-    failed = written[0] | {"candidates": {}, "failed": "rank 1: no memory"}
-    path.write_text("".join(json.dumps(row) + "\n" for row in (*written, failed)))
-    assert [found.failed for found in read_lines(path)] == ["", "", "rank 1: no memory"]
-    path.write_text(json.dumps(written[0] | {"problem": {"op": "all_gather_matmul"}}))
-    with pytest.raises(ValueError, match=r"lines.jsonl, line 1: m is missing"):
+    written = [simulated("unseen", "h200x8", ("case", problem)) for problem in problems]
+    failed = dataclasses.replace(written[0], us={}, missing={CASE: "rank 1: no memory"})
+    for row in (*written, failed):
+        append(path, row)
+    found = read_lines(path)
+    assert [one.problem for one in found] == [*problems, problems[0]]
+    assert found[0].us["sequential"] == written[0].us["weft/sequential"]
+    assert found[0].us.keys() == {name.removeprefix("weft/") for name in written[0].us} - {
+        "computation/cublas",
+        "communication/default",
+    }
+    assert all(one.simulated for one in found)
+    assert [one.failed for one in found] == ["", "", "rank 1: no memory"]
+    append(path, dataclasses.replace(failed, problem={"op": "all_gather_matmul"}))
+    with pytest.raises(ValueError, match=r"lines.jsonl, line 4: m is missing"):
         read_lines(path)
 
 
