@@ -628,12 +628,12 @@ def ragged(world: World) -> None:
     for tokens in (512, 8192):
         torch.manual_seed(0)
         layer = moe.Layer(tokens, 1.25)
-        works = layer.works("pieces")
+        works = {name.partition("/")[2]: work for name, work in layer.works("pieces").items()}
         methods = [
             Method(
                 op="torch" if name.startswith("torch") else "experts",
                 case=f"mixtral-8x7b layer tokens={tokens}, {name}",
-                make=lambda work=works[f"{'computation' if name.startswith('torch') else 'weft'}/{name}"]: work,
+                make=lambda work=works[name]: work,
             )
             for name in wanted
         ]
@@ -807,7 +807,8 @@ def merged(part: str, commit: str, runs: Sequence[Sequence[Figure]], earlier: Ma
         if kind == "bytes":
             yield replace(row, extra={**row.extra, **spread, "bytes": middle})
         else:
-            yield replace(row, extra={**row.extra, **spread}, **{kind: {CALL: middle}})
+            times: dict[str, Any] = {kind: {CALL: middle}}
+            yield replace(row, extra={**row.extra, **spread}, **times)
 
 
 CALL = "weft/call"

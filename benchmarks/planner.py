@@ -9,9 +9,10 @@ Problems are drawn (problems.py): `unseen` to hold the planner to, `fit` to set 
 
 --collect goes on where the file ends: problems that it holds already are left out, so a run may be cut into several. No problem
 is begun after the budget. Protocol: measure.py's, mode graph; a few rows of each result are compared with sequential's; the two
-halves alone are NCCL's default and cuBLAS. What fails is in the row's `missing`, with its reason, under
-`case` where nothing of a problem can be measured. --simulate writes the same rows from the simulator, and says so in `machine`. --score (scores.py) needs no GPU. Traps: every candidate of a problem is
-bound at once (up to some 20 times its memory), so that they take turns; kernels are compiled at first use, a few seconds each.
+halves alone are NCCL's default and cuBLAS. What fails is in the row's `missing`, with its reason, under `case` where nothing of a
+problem can be measured. --simulate writes the same rows from the simulator, and says so in `machine`. --score (scores.py) needs
+no GPU. Traps: every candidate of a problem is bound at once (up to some 20 times its memory), so that they take turns; kernels
+are compiled at first use, a few seconds each.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rows import AUTO, Row, read_as
@@ -78,17 +79,18 @@ class Measured:
 def measured() -> Iterator[Measured]:
     """All of them, in the order of the files. Raises ValueError that names a file and the line that it cannot read."""
     for bench in FILES:
-        for found in read_as(RESULTS / f"{bench}.jsonl", lambda row, bench=bench: list(times(bench, row))):
+        for found in read_as(RESULTS / f"{bench}.jsonl", partial(times, bench)):
             yield from found
 
 
-def times(bench: str, row: Row) -> Iterator[Measured]:
+def times(bench: str, row: Row) -> list[Measured]:
     """A row's times that can be predicted."""
     if row.mode != "graph" or not row.problem:
-        return
+        return []
     whole = codec.load(Problem | LookupProblem | CollectiveProblem, row.problem)
     us = {name.removeprefix("weft/"): us for name, us in row.us.items() if name.startswith("weft/") and name != AUTO}
     us |= {spec: row.us[name] for name, spec in ALONE.items() if name in row.us}
+    found = []
     for name, value in us.items():
         spec, _, how = name.partition(", ")
         problem = whole
@@ -97,7 +99,8 @@ def times(bench: str, row: Row) -> Iterator[Measured]:
             if whole.sums and not how.endswith("SMs"):
                 continue
             problem = replace(whole, reachable=how == "straight", sms=int(how.split()[0]) if whole.sums else whole.sms)
-        yield Measured(bench=bench, case=row.case, problem=problem, spec=spec, us=value)
+        found.append(Measured(bench=bench, case=row.case, problem=problem, spec=spec, us=value))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
