@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from collectives import Way, compiled
-from measure import ALONE, Job, Work, check_of, each_mode, together, trial
-from rows import Row
 
 import weft
+from benchmarks.collectives import Way, compiled
+from benchmarks.measure import ALONE, Job, Work, check_of, each_mode, together, trial
+from benchmarks.rows import Row
 from weft.core.problem import Problem
 
 REPEAT = 20

@@ -22,11 +22,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from collectives import Way, compiled
-from measure import AnyProblem, Job, Work, check_of, each_mode, together, trial
-from rows import Row
 
 import weft
+from benchmarks.collectives import Way, compiled
+from benchmarks.measure import AnyProblem, Job, Work, check_of, each_mode, together, trial
+from benchmarks.rows import Row
 from weft.core.problem import Op, Problem
 
 REPEAT = 3

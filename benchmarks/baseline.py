@@ -3,10 +3,10 @@
 The script uses weft's public operators, and for kernels alone the functions of gemm.py, products.py, embedding.py and moe.py.
 So it runs unchanged before and after the internals of weft change.
 
-    python benchmarks/baseline.py --commit abc --json before.jsonl                      every GPU part, on one GPU
-    python benchmarks/baseline.py --part cpu_host,cpu_first --commit abc --json before.jsonl
-    python benchmarks/baseline.py --tree ../old --commit abc --tree . --commit def --json both.jsonl
-    python benchmarks/baseline.py --compare both.jsonl abc def
+    python -m benchmarks.baseline --commit abc --json before.jsonl                      every GPU part, on one GPU
+    python -m benchmarks.baseline --part cpu_host,cpu_first --commit abc --json before.jsonl
+    python -m benchmarks.baseline --tree ../old --commit abc --tree . --commit def --json both.jsonl
+    python -m benchmarks.baseline --compare both.jsonl abc def
 
     host        host time of an eager warm call, until Python goes on; two ranks share one GPU
     first       host time of a first call by a named schedule: build, check, bind and enqueue, without autotuning
@@ -59,9 +59,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rows import Row, read, text_of
+from benchmarks.rows import Row, read, text_of
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 BURST, LEADS, ROUNDS = 10, 3, 10
 """Calls of a method in a row, of those not counted, and rounds."""
 WARM_CALLS = 4
@@ -496,8 +496,9 @@ def memory(world: World) -> None:
 
 def graph_times(world: World, methods: Sequence[Method], dtype: str, calls: int) -> None:
     """Time on the GPU of a call in a graph of `calls`."""
-    import measure
     import torch
+
+    from benchmarks import measure
 
     def capture(method: Method) -> Thunk:
         work = method.make()
@@ -561,9 +562,9 @@ def replay1(world: World) -> None:
 
 
 def gemm(world: World) -> None:
-    import cases
-    import gemm as bench
-    from one_gpu import medians
+    from benchmarks import cases
+    from benchmarks import gemm as bench
+    from benchmarks.one_gpu import medians
 
     wanted = (
         ("all_gather_matmul", "llama3-70b M=8192"),
@@ -584,9 +585,8 @@ def gemm(world: World) -> None:
 
 
 def products(world: World) -> None:
-    import products as bench
-
     import weft
+    from benchmarks import products as bench
 
     for k, n in ((8192, 3584), (14336, 4096), (4096, 5120)):
         for m in (16, 128, 512, 2048, 8192):
@@ -602,8 +602,9 @@ def products(world: World) -> None:
 
 
 def lookup(world: World) -> None:
-    import embedding
     import torch
+
+    from benchmarks import embedding
 
     for number in (0, 1, 4):
         case = embedding.CASES[number]
@@ -621,8 +622,9 @@ def lookup(world: World) -> None:
 
 def ragged(world: World) -> None:
     """The pieces of a Mixtral layer in a world of one rank, which has all experts."""
-    import moe
     import torch
+
+    from benchmarks import moe
 
     wanted = ("spread", "dispatch", "dispatch, gated", "swiglu", "combine", "gather", "torch up", "torch down")
     for tokens in (512, 8192):
@@ -678,7 +680,6 @@ def rank(part: str, raw: Path) -> None:
     """This process is one rank of a part: figures go to `raw`, a JSON line each."""
     alarm()
     world = World(PARTS[part].device)
-    sys.path.insert(0, str(HERE))
     PARTS[part].work(world)
     import torch.distributed as dist
 
@@ -745,9 +746,11 @@ def ran(name: str, tree: Path, limit_s: float) -> tuple[list[Figure], str]:
             environment["TRITON_CACHE_DIR"] = f"{folder}/triton"
         port.close()
         raw = Path(folder) / "rows"
-        words = [sys.executable, str(tree / "benchmarks" / Path(__file__).name), "--rank-of", name, "--json", str(raw)]
+        words = [sys.executable, "-m", "benchmarks.baseline", "--rank-of", name, "--json", str(raw)]
         processes = [
-            subprocess.Popen(words, env=environment | {"RANK": str(at), "LOCAL_RANK": str(at)}, start_new_session=True)
+            subprocess.Popen(
+                words, cwd=tree, env=environment | {"RANK": str(at), "LOCAL_RANK": str(at)}, start_new_session=True
+            )
             for at in range(part.ranks)
         ]
         failed = ended(processes, limit_s)
@@ -921,7 +924,7 @@ def main() -> None:
         return
     if given.compare:
         sys.exit(0 if compared(Path(given.compare[0]), *given.compare[1:]) else 1)
-    trees = [path.resolve() for path in given.tree or [HERE.parent]]
+    trees = [path.resolve() for path in given.tree or [ROOT]]
     commits = given.commit or ["" if at == 0 else str(at) for at in range(len(trees))]
     if len(commits) != len(trees) or len(set(commits)) != len(commits):
         options.error(f"--commit is {commits}; give each of {len(trees)} trees one of its own")

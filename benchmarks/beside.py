@@ -13,8 +13,8 @@ Traps: an all_reduce adds in place, so it takes the mean, which does not grow fr
 blocks have communicators of their own, made in the trial: some 0.1 s each, not timed. In a graph two branches have no order but
 their priority.
 
-    torchrun --nproc-per-node 4 benchmarks/beside.py --part cases --json benchmarks/results/concurrent.jsonl
-    torchrun --nproc-per-node 4 benchmarks/beside.py --part conccl --modes eager
+    torchrun --nproc-per-node 4 -m benchmarks.beside --part cases --json benchmarks/results/concurrent.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.beside --part conccl --modes eager
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
-from measure import Failed, Work, WrongResult, append, each_mode, parser, release, say, start, stop, together, trial
-from rows import Row, sentence, summary
 
 import weft
+from benchmarks import measure
+from benchmarks.measure import Failed, Work, WrongResult, append, each_mode, parser, release, say, start, stop, together, trial
+from benchmarks.rows import Row, sentence, summary
 from weft.core.concurrent import ConcurrentProblem
 from weft.overlap.concurrent import ConcurrentCollective
 from weft.schedules.concurrent import candidates

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Failed, Work, say, together
 from torch.distributed import _functional_collectives as functional
+
+from benchmarks.measure import Failed, Work, say, together
 
 REGISTERED = ("symmetric", "copy_engine")
 _CTA_POLICY_ZERO = 2

@@ -23,8 +23,8 @@ Traps: a step may be bound by the host (fully_shard of many small parameters is)
 queues: on models of their own weft's vendor took 6% longer than stock, which it is. What moves nothing leaves other ranks'
 parameters as they lie in memory.
 
-    torchrun --nproc-per-node 4 benchmarks/data_parallel.py --json benchmarks/results/data_parallel.jsonl
-    torchrun --nproc-per-node 4 benchmarks/data_parallel.py --kinds fsdp --batch 16 --ways vendor+ahead=1,vendor+keep
+    torchrun --nproc-per-node 4 -m benchmarks.data_parallel --json benchmarks/results/data_parallel.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.data_parallel --kinds fsdp --batch 16 --ways vendor+ahead=1,vendor+keep
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
-from measure import alarm, append, parser, release, row, say, start, stop, together
-from rows import Row
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from benchmarks import measure
+from benchmarks.measure import alarm, append, parser, release, row, say, start, stop, together
+from benchmarks.rows import Row
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
 from weft.overlap.hooks.data_parallel import Averaging, settings

@@ -1,7 +1,7 @@
 """What does embedding_bag_all_to_all gain in DLRM: the lookup's exchange, and a training step as a whole?
 
-    torchrun --nproc-per-node 4 benchmarks/dlrm_step.py --json benchmarks/results/dlrm_step.jsonl
-    torchrun --nproc-per-node 4 benchmarks/dlrm_step.py --only step --batch 32768
+    torchrun --nproc-per-node 4 -m benchmarks.dlrm_step --json benchmarks/results/dlrm_step.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.dlrm_step --only step --batch 32768
 
 Protocol: measure.py's; float32. MLPerf's model: 26 tables of dim 128 with its pooling, bottom 512-256-128, top
 1024-1024-512-256-1, batch 65536; tables have a million rows each, and rows are drawn uniformly. The model is
@@ -26,13 +26,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from measure import ALONE, Work, close_to, parser, row, together, trial
-from parts import chosen, run_parts
-from rows import Row
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 
 import weft
+from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
+from benchmarks.parts import chosen, run_parts
+from benchmarks.rows import Row
 from weft.planner.models import load_model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

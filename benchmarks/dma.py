@@ -14,7 +14,7 @@ weft copies what arrives to the caller's tensor, as NCCL does from plain buffers
 their windows from the start. An all_reduce is in place, so that its values grow from call to call; after the first one only
 time counts.
 
-    timeout 85 torchrun --nproc-per-node 4 benchmarks/dma.py --json benchmarks/results/dma.jsonl
+    timeout 85 torchrun --nproc-per-node 4 -m benchmarks.dma --json benchmarks/results/dma.jsonl
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from collectives import REGISTERED, Way, ways
-from measure import Job, Work, WrongResult, bytes_text, close_to, each_mode, parser, start, stop, trial
-from parts import run_jobs
-from rows import Row
 
+from benchmarks.collectives import REGISTERED, Way, ways
+from benchmarks.measure import Job, Work, WrongResult, bytes_text, close_to, each_mode, parser, start, stop, trial
+from benchmarks.parts import run_jobs
+from benchmarks.rows import Row
 from weft import collectives
 from weft.core.problem import CollectiveProblem
 

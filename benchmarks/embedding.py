@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Failed, Job, Work, close_to, each_mode, together, trial
-from rows import Row
 from torch.nn.functional import embedding_bag
 
 import weft
+from benchmarks.measure import Failed, Job, Work, close_to, each_mode, together, trial
+from benchmarks.rows import Row
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Bags, Lookup, Region
 from weft.kernels import lookup as kernel

@@ -1,8 +1,8 @@
 """FiCCO's sixteen GEMMs (arXiv 2512.10236): which schedule is chosen, how much is gained, and how near is the ideal?
 
-    python benchmarks/ficco_gemms.py --machine mi300x8 --machine h200x8
-    torchrun --nproc-per-node 4 benchmarks/ficco_gemms.py --collect --json benchmarks/results/ficco_gemms.jsonl
-    python benchmarks/ficco_gemms.py --table --json benchmarks/results/ficco_gemms.jsonl
+    python -m benchmarks.ficco_gemms --machine mi300x8 --machine h200x8
+    torchrun --nproc-per-node 4 -m benchmarks.ficco_gemms --collect --json benchmarks/results/ficco_gemms.jsonl
+    python -m benchmarks.ficco_gemms --table --json benchmarks/results/ficco_gemms.jsonl
 
 The first simulates all of them on profiles, with as many ranks as those have. --collect measures those that fit on the GPUs
 there are (bytes that all candidates hold at once, and time of a call), in graphs, as benchmarks/planner.py does; it goes on
@@ -18,10 +18,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner import collect
-from rows import read
-from scores import FICCO, Line, ficco_specs, line_of
-
+from benchmarks.planner import collect
+from benchmarks.rows import read
+from benchmarks.scores import FICCO, Line, ficco_specs, line_of
 from weft.core.machine import Machine, load
 from weft.core.problem import Problem
 from weft.perf.ranking import choice, estimates

@@ -9,8 +9,8 @@ Run it twice with the same empty folders for WEFT_CACHE_DIR and TRITON_CACHE_DIR
 pays, which finds the choices and the compiled kernels of the first.
 
     export WEFT_CACHE_DIR=/tmp/plans TRITON_CACHE_DIR=/tmp/triton
-    torchrun --nproc-per-node 2 benchmarks/first_call.py --label "nothing cached" --json benchmarks/results/first_call.jsonl
-    torchrun --nproc-per-node 2 benchmarks/first_call.py --label restarted --json benchmarks/results/first_call.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.first_call --label "nothing cached" --json benchmarks/results/first_call.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.first_call --label restarted --json benchmarks/results/first_call.jsonl
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import measure
 import torch
 import torch.distributed as dist
-from measure import append, parser, row, say, start, stop
 
 import weft
+from benchmarks import measure
+from benchmarks.measure import append, parser, row, say, start, stop
 
 HIDDEN, WIDTH, HEADS, TOKENS = 4096, 14336, 6144, 8192
 

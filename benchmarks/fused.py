@@ -1,8 +1,8 @@
 """How much do the fused operators gain? All figures of all-reduce, lookups, all-to-all, and the paper's ranges.
 
-    torchrun --nproc-per-node 4 benchmarks/fused.py --json benchmarks/results/fused.jsonl
-    torchrun --nproc-per-node 4 benchmarks/fused.py --only paper --json benchmarks/results/paper.jsonl
-    torchrun --nproc-per-node 4 benchmarks/fused.py --only all_reduce --cases batch=64,batch=128 --modes graph --specs two_shot
+    torchrun --nproc-per-node 4 -m benchmarks.fused --json benchmarks/results/fused.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.fused --only paper --json benchmarks/results/paper.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.fused --only all_reduce --cases batch=64,batch=128 --modes graph --specs two_shot
 
 Each part is a module that says what it asks, its cases and its baselines: all_reduce.py, embedding.py, all_to_all.py,
 ulysses.py, paper.py.
@@ -15,18 +15,13 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import all_reduce
-import all_to_all
-import embedding
-import measure
-import paper
 import torch.distributed as dist
-import ulysses
-from collectives import REGISTERED, Way, ways
-from measure import Job, parser, start, stop
-from parts import run_jobs
-from rows import Row, summary
 
+from benchmarks import all_reduce, all_to_all, embedding, measure, paper, ulysses
+from benchmarks.collectives import REGISTERED, Way, ways
+from benchmarks.measure import Job, parser, start, stop
+from benchmarks.parts import run_jobs
+from benchmarks.rows import Row, summary
 from weft import schedules
 
 ROUNDS, ALARM_S = 9, 40

@@ -8,8 +8,8 @@ The gain over the sequential program is attributed. Weft's own programs that do 
 choice of cuBLAS algorithm, one step after the other) are timed in the same run. `kernels` is sequential over the fastest of
 these, `overlap` is that over `auto`; the two multiply to the gain over sequential. Means over cases are geometric.
 
-    python benchmarks/gains.py benchmarks/results/h200x2
-    python benchmarks/gains.py benchmarks/results/h200x2 --shapes eager
+    python -m benchmarks.gains benchmarks/results/h200x2
+    python -m benchmarks.gains benchmarks/results/h200x2 --shapes eager
 """
 
 from __future__ import annotations
@@ -20,7 +20,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rows import AUTO, UNOVERLAPPED, Row, alternative, best, best_us, default, gain, geomean, name_of, read, unoverlapped
+from benchmarks.rows import (
+    AUTO,
+    UNOVERLAPPED,
+    Row,
+    alternative,
+    best,
+    best_us,
+    default,
+    gain,
+    geomean,
+    name_of,
+    read,
+    unoverlapped,
+)
 
 NAMES = {
     "async_tp": "async TP",

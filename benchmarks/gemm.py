@@ -6,7 +6,7 @@ kernel plain; with open gates (a part for each eighth of the rows, all but the f
 open gates between eight slices of K, too, for all parts but the first. Gated ones have the plain kernel's tile shape.
 Traps: outputs and inputs are larger than the L2 cache in all but the smallest cases; the first rounds are thrown away.
 
-    python benchmarks/gemm.py --json benchmarks/results/gemm.jsonl
+    python -m benchmarks.gemm --json benchmarks/results/gemm.jsonl
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from cases import CASES, Case
-from checked_options import appended
-from one_gpu import append, medians
 
+from benchmarks.cases import CASES, Case
+from benchmarks.checked_options import appended
+from benchmarks.one_gpu import append, medians
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm import fits, gemm, tables
 from weft.kernels.shapes import SHAPES, TileShape, blocks_for

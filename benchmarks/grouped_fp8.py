@@ -9,7 +9,7 @@ bfloat16. Methods: weft.all_to_all_matmul with splits in a group of one rank (`d
 methods do without it.
 Trap: a kernel is compiled at its first call, some seconds for each.
 
-    python benchmarks/grouped_fp8.py --json benchmarks/results/grouped_fp8.jsonl
+    python -m benchmarks.grouped_fp8 --json benchmarks/results/grouped_fp8.jsonl
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from checked_options import appended
-from one_gpu import append, medians
 
 import weft
+from benchmarks.checked_options import appended
+from benchmarks.one_gpu import append, medians
 
 ROUNDS = 9
 CALLS = 4

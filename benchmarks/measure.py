@@ -29,13 +29,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import rows
 import torch
 import torch.distributed as dist
-from checked_options import appended, count, modes_of
-from rows import Row
 
 import weft
+from benchmarks import rows
+from benchmarks.checked_options import appended, count, modes_of
+from benchmarks.rows import Row
 from weft.core import codec
 from weft.core.problem import CollectiveProblem, LookupProblem, Problem
 from weft.runtime.versions import versions

@@ -16,8 +16,8 @@ of a step's collectives by NCCL, one after the other; ideal: the larger. Traps: 
 host's time, host_us says; the first run compiles, and schedules are tried, so give WEFT_CACHE_DIR a folder of its own, and run
 twice: what the first one chose is taken over, as in no other benchmark.
 
-    torchrun --nproc-per-node 4 benchmarks/models.py --part training --json benchmarks/results/models.jsonl
-    torchrun --nproc-per-node 4 benchmarks/models.py --part forward --layers 1 --methods torch,weft --profile docs/traces
+    torchrun --nproc-per-node 4 -m benchmarks.models --part training --json benchmarks/results/models.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.models --part forward --layers 1 --methods torch,weft --profile docs/traces
 
 With --profile nothing is timed: a trace of each method (and of computation) goes to that folder, and times by kind are said
 (traces.py).
@@ -31,19 +31,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
-import traces
-from decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
-from measure import ALONE, Work, close_to, parser, row, together, trial
-from parts import folder_of, profiles, run_parts
-from rows import Row
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
+from benchmarks import measure, traces
+from benchmarks.decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
+from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
+from benchmarks.parts import folder_of, profiles, run_parts
+from benchmarks.rows import Row
 
 Tensor = torch.Tensor
 ROUNDS, REPEAT = 9, 1

@@ -1,8 +1,8 @@
 """How much of a Mixtral layer's exchange do experts over ranks hide, forward and with the backward?
 
-    torchrun --nproc-per-node 4 benchmarks/moe.py --json benchmarks/results/moe.jsonl
-    torchrun --nproc-per-node 4 benchmarks/moe.py --only forward --modes eager
-    torchrun --nproc-per-node 4 benchmarks/moe.py --only pieces --modes graph
+    torchrun --nproc-per-node 4 -m benchmarks.moe --json benchmarks/results/moe.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.moe --only forward --modes eager
+    torchrun --nproc-per-node 4 -m benchmarks.moe --only pieces --modes graph
 
 Protocol: measure.py's; bf16, normal data; results and gradients are compared with torch's before anything is timed. One layer
 of Mixtral 8x7B (hidden 4096, width 14336, 8 experts, 2 of them for each token), of which each rank has its share of experts and
@@ -27,11 +27,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import traces
-from measure import ALONE, Work, close_to, parser, row, together, trial
-from parts import chosen, folder_of, profiles, run_parts
-from rows import Row
 
+from benchmarks import traces
+from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
+from benchmarks.parts import chosen, folder_of, profiles, run_parts
+from benchmarks.rows import Row
 from weft.models.experts import ExpertLimits, Routing, experts_apart, swiglu
 from weft.ops import all_to_all_matmul, matmul_all_to_all
 from weft.ops.ragged_all_to_all import ragged_gated

@@ -9,8 +9,8 @@ Traps: here the "network" is NVLink. So this says whether slices leave while the
 does not say what an adapter of 50 GB/s gives, behind which there is far more to hide. NCCL's sequential program knows of no
 nodes, and uses all links alike.
 
-    torchrun --nproc-per-node 4 benchmarks/nodes.py --json benchmarks/results/nodes.jsonl
-    torchrun --nproc-per-node 4 benchmarks/nodes.py --ops matmul_all_to_all,embedding_bag_all_to_all --modes graph
+    torchrun --nproc-per-node 4 -m benchmarks.nodes --json benchmarks/results/nodes.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.nodes --ops matmul_all_to_all,embedding_bag_all_to_all --modes graph
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-import measure
 import torch
 import torch.distributed as dist
-from embedding import Case as Bags
-from embedding import Site
-from measure import Job, Work, check_of, each_mode, parser, say, start, stop, together, trial
-from parts import run_jobs
-from rows import Row, summary
 
 import weft
+from benchmarks import measure
+from benchmarks.embedding import Case as Bags
+from benchmarks.embedding import Site
+from benchmarks.measure import Job, Work, check_of, each_mode, parser, say, start, stop, together, trial
+from benchmarks.parts import run_jobs
+from benchmarks.rows import Row, summary
 from weft import schedules
 from weft.core.problem import Op
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import rows
 import torch
-from rows import Row
 
+from benchmarks import rows
+from benchmarks.rows import Row
 from weft.runtime.versions import versions
 
 WARM_UP = 4

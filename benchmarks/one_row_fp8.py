@@ -8,8 +8,8 @@ nothing (`rowwise product`); and with operands of bfloat16. A whole call sends i
 mailbox, waits for them and stores them: what it costs above the product is an exchange without a peer.
 Traps: results of `product` mean nothing. A kernel is compiled at its first call, one or two seconds for each.
 
-    python benchmarks/one_row_fp8.py --json benchmarks/results/one_row_fp8.jsonl
-    python benchmarks/one_row_fp8.py --tilings 64,256,8,6 32,256,4,6
+    python -m benchmarks.one_row_fp8 --json benchmarks/results/one_row_fp8.jsonl
+    python -m benchmarks.one_row_fp8 --tilings 64,256,8,6 32,256,4,6
 
 A tiling is columns of a tile, its step along K, warps and stages; it is tried with rowwise scales.
 """
@@ -25,9 +25,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from checked_options import appended
-from one_gpu import append, medians
 
+from benchmarks.checked_options import appended
+from benchmarks.one_gpu import append, medians
 from weft.core.problem import RECIPES, Problem, Scaling, split
 from weft.kernels.all_reduce import Tiling, all_reduce, launcher, mailbox, plan
 

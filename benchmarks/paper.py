@@ -18,12 +18,10 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 
-import all_reduce
-import all_to_all
-import embedding
-from collectives import Way
-from measure import Job
-from rows import Row, best_us
+from benchmarks import all_reduce, all_to_all, embedding
+from benchmarks.collectives import Way
+from benchmarks.measure import Job
+from benchmarks.rows import Row, best_us
 
 SPECS = ("auto",)
 BAGS = [embedding.Case(tables=t, dim=256, pooling=70, batch=b, rows=20_000) for b in (256, 1024, 4096) for t in (64, 256)]

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import measure
 import torch.distributed as dist
-from measure import Failed, Job, append, release, say, start, stop
-from rows import Row, sentence, summary
+
+from benchmarks import measure
+from benchmarks.measure import Failed, Job, append, release, say, start, stop
+from benchmarks.rows import Row, sentence, summary
 
 T = TypeVar("T")
 

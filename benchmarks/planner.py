@@ -2,17 +2,17 @@
 
 Problems are drawn (problems.py): `unseen` to hold the planner to, `fit` to set the heuristic's thresholds by.
 
-    torchrun --nproc-per-node 4 benchmarks/planner.py --collect --budget-s 70 --json benchmarks/results/planner.jsonl
-    torchrun --nproc-per-node 4 benchmarks/planner.py --collect --set fit --json benchmarks/results/planner_fit.jsonl
-    python benchmarks/planner.py --simulate h200x8 --set fit --world-size 4 --json out/simulated.jsonl
-    python benchmarks/planner.py --score --json benchmarks/results/planner.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.planner --collect --budget-s 70 --json benchmarks/results/planner.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.planner --collect --set fit --json benchmarks/results/planner_fit.jsonl
+    python -m benchmarks.planner --simulate h200x8 --set fit --world-size 4 --json out/simulated.jsonl
+    python -m benchmarks.planner --score --json benchmarks/results/planner.jsonl
 
 --collect goes on where the file ends: problems that it holds already are left out, so a run may be cut into several. No problem
 is begun after the budget. Protocol: measure.py's, mode graph; a few rows of each result are compared with sequential's; the two
-halves alone are NCCL's default and cuBLAS. What fails is in the row's `missing`, with its reason, under `case` where nothing of a
-problem can be measured. --simulate writes the same rows from the simulator, and says so in `machine`. --score (scores.py) needs
-no GPU. Traps: every candidate of a problem is bound at once (up to some 20 times its memory), so that they take turns; kernels
-are compiled at first use, a few seconds each.
+halves alone are NCCL's default and cuBLAS. What fails is in the row's `missing`, with its reason, under `case` where nothing of
+a problem can be measured. --simulate writes the same rows from the simulator, and says so in `machine`. --score (scores.py)
+needs no GPU. Traps: every candidate of a problem is bound at once (up to some 20 times its memory), so that they take turns;
+kernels are compiled at first use, a few seconds each.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from problems import COUNT, SetName, drawn, tried
-from rows import CASE, Row, append, sentence
-from scores import measured, read_lines, report
-
+from benchmarks.problems import COUNT, SetName, drawn, tried
+from benchmarks.rows import CASE, Row, append, sentence
+from benchmarks.scores import measured, read_lines, report
 from weft.core import codec
 from weft.core.machine import load
 from weft.core.problem import LOOKUP_OPS, Problem
@@ -56,8 +55,9 @@ def collect(
 ) -> None:
     """Measure what the budget allows of cases(world_size), from --first on, a line each as soon as it is known; what the file
     holds already is left out. specs: candidates of a problem. calls: of a sample."""
-    import measure  # here, since --score and --simulate need no torch
     import torch.distributed as dist
+
+    from benchmarks import measure  # here, since --score and --simulate need no torch
 
     begun_s = time.monotonic()
     measure.ALARM_S = ALARM_S
@@ -79,8 +79,9 @@ def collect(
 
 def _collected(case: str, problem: Problem, specs: Sequence[str], calls: int, arguments: argparse.Namespace) -> bool:
     """Whether one problem could be measured. Its memory is given back either way."""
-    import measure
     import torch
+
+    from benchmarks import measure
 
     begun_s, reason = time.monotonic(), ""
     extra = {"set": arguments.set, "repeats": calls}
@@ -106,10 +107,11 @@ def _collected(case: str, problem: Problem, specs: Sequence[str], calls: int, ar
 
 def _measured(problem: Problem, specs: Sequence[str], rounds: int, calls: int) -> Any:
     """As measure.trial has it. calls: of a sample."""
-    import measure
     import torch
     import torch.distributed as dist
-    from sites import Site, checked_against
+
+    from benchmarks import measure
+    from benchmarks.sites import Site, checked_against
 
     torch.manual_seed(dist.get_rank())
     site = measure.together("tensors", partial(Site, problem))

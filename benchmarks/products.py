@@ -6,7 +6,7 @@ product, found beforehand, in a CUDA graph of several calls each, replayed in tu
 compared with float64's of some rows. Traps: a and b stay the same, so that small weights stay in the L2 cache; which is
 fastest is found by a measurement of its own, so that what is shown is no minimum over what is timed here.
 
-    python benchmarks/products.py --json benchmarks/results/products.jsonl
+    python -m benchmarks.products --json benchmarks/results/products.jsonl
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import math
 import statistics
 
 import torch
-from checked_options import appended
-from rows import Row, append, geomean
 
 import weft
+from benchmarks.checked_options import appended
+from benchmarks.rows import Row, append, geomean
 from weft.runtime.products import Products
 from weft.runtime.versions import versions
 

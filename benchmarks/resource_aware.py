@@ -26,8 +26,8 @@ took 12.6% less than plain overlap). An event before a collective fires when it 
 it starves, overlap_rate counts waiting as running, and hidden does not. All-reduces average, so that values stay finite. A
 capped kernel is the same code: its result has to be equal, bit by bit, to the uncapped one's.
 
-    torchrun --nproc-per-node 4 benchmarks/resource_aware.py --json benchmarks/results/resource_aware.jsonl
-    python benchmarks/resource_aware_plot.py benchmarks/results/resource_aware.jsonl out/resource_aware.html
+    torchrun --nproc-per-node 4 -m benchmarks.resource_aware --json benchmarks/results/resource_aware.jsonl
+    python -m benchmarks.resource_aware_plot benchmarks/results/resource_aware.jsonl out/resource_aware.html
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from measure import WrongResult, alarm, append, parser, row, say, start, stop, together
-from rows import Row
 
+from benchmarks import measure
+from benchmarks.measure import WrongResult, alarm, append, parser, row, say, start, stop, together
+from benchmarks.rows import Row
 from weft import collectives as moved
 from weft.overlap.controls import comm_stream, give_back, nccl_group, occupancy, shape
 

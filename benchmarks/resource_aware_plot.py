@@ -4,7 +4,7 @@ One chart a workload and tile: an iteration's time over the sequential one's (th
 an SM, with and without communication priority, beside the plain overlap and the ideal. One HTML file that loads nothing; the
 picture in docs/ is taken of it:
 
-    python benchmarks/resource_aware_plot.py benchmarks/results/resource_aware.jsonl out/resource_aware.html
+    python -m benchmarks.resource_aware_plot benchmarks/results/resource_aware.jsonl out/resource_aware.html
     python docs/picture.py out/resource_aware.html resource_aware docs/resource_aware.png
 """
 
@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
-import rows
 from plotly.subplots import make_subplots
-from rows import Row
+
+from benchmarks import rows
+from benchmarks.rows import Row
 
 COLOURS = {False: "#c2410c", True: "#1d4ed8"}
 WIDTH, HEIGHT = 960, 560

@@ -13,7 +13,7 @@ of the GPU.
     named    the first call of a new row count by name, which binds a program of its own
     own      the next one by name: what the copies of rows cost
 
-    torchrun --nproc-per-node 2 benchmarks/row_counts.py --json benchmarks/results/row_counts.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.row_counts --json benchmarks/results/row_counts.jsonl
 
 Protocol: medians of the slowest rank's times, of the GPU by events, of the host until Python goes on; eager. Trap: a call whose
 tensors lie where none lay is enqueued step by step.
@@ -33,10 +33,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from measure import Failed, alarm, append, parser, release, row, say, start, stop
-from rows import sentence
 
 import weft
+from benchmarks.measure import Failed, alarm, append, parser, release, row, say, start, stop
+from benchmarks.rows import sentence
 from weft.runtime.groups import GROUPS
 from weft.runtime.programs import Programs
 

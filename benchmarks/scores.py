@@ -29,8 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from rows import CASE, Row, name_of, read_as
-
+from benchmarks.rows import CASE, Row, name_of, read_as
 from weft.core import codec
 from weft.core.machine import Machine
 from weft.core.problem import LookupProblem, Problem

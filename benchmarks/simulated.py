@@ -1,8 +1,8 @@
 """How far are predictions from what was measured, on every row of benchmarks/results that the simulator can speak of?
 
-    python benchmarks/simulated.py                 the errors by operator, by family, by file, and the worst times
-    python benchmarks/simulated.py --json FILE     what was measured and what is predicted, a line each
-    python benchmarks/simulated.py --plot FILE     predicted against measured, as HTML (docs/picture.py takes the picture)
+    python -m benchmarks.simulated                 the errors by operator, by family, by file, and the worst times
+    python -m benchmarks.simulated --json FILE     what was measured and what is predicted, a line each
+    python -m benchmarks.simulated --plot FILE     predicted against measured, as HTML (docs/picture.py takes the picture)
 
 No GPU is needed; it takes some seconds. An error is |predicted / measured - 1|, bias the median of predicted / measured - 1.
 
@@ -24,9 +24,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from rows import AUTO, Row, read_as
-from scores import percentile
-
+from benchmarks.rows import AUTO, Row, read_as
+from benchmarks.scores import percentile
 from weft.core import codec
 from weft.core.machine import Machine, load
 from weft.core.problem import CollectiveProblem, LookupProblem, Problem

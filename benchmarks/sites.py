@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Check, Work
 
 import weft
+from benchmarks.measure import Check, Work
 from weft.core.problem import LookupProblem, Problem
 
 TABLE_ROWS = 100_000

@@ -10,9 +10,9 @@ multicast stays off, so async TP is always asked for the gathered a: without tha
 case gives its memory back; registered buffers are used in place, which favours NCCL; host time of weft includes that ranks meet
 at each call, that of the others does not.
 
-    torchrun --nproc-per-node 4 benchmarks/tp.py --json benchmarks/results/tp.jsonl
-    torchrun --nproc-per-node 2 benchmarks/tp.py --dtype float8_e4m3fn --json benchmarks/results/tp_fp8.jsonl
-    torchrun --nproc-per-node 4 benchmarks/tp.py --cases M=512 --ops matmul_reduce_scatter --specs direct_store:1,flag_gated:2
+    torchrun --nproc-per-node 4 -m benchmarks.tp --json benchmarks/results/tp.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.tp --dtype float8_e4m3fn --json benchmarks/results/tp_fp8.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.tp --cases M=512 --ops matmul_reduce_scatter --specs direct_store:1,flag_gated:2
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
-from cases import CASES, Case
-from collectives import REGISTERED, Way, compiled, ways
-from measure import ALONE, Failed, Job, Work, check_of, each_mode, parser, start, stop, together, trial
-from parts import run_jobs
-from rows import Row, summary
 
 import weft
+from benchmarks.cases import CASES, Case
+from benchmarks.collectives import REGISTERED, Way, compiled, ways
+from benchmarks.measure import ALONE, Failed, Job, Work, check_of, each_mode, parser, start, stop, together, trial
+from benchmarks.parts import run_jobs
+from benchmarks.rows import Row, summary
 from weft import schedules
 from weft.core.problem import Problem
 

@@ -2,7 +2,7 @@
 
 `taken` is for benchmarks, inside torchrun; from the command line, traces that lie in files are told of again:
 
-    python benchmarks/traces.py docs/traces/torch.json.gz docs/traces/weft.json.gz
+    python -m benchmarks.traces docs/traces/torch.json.gz docs/traces/weft.json.gz
 
 A trace has the GPU's side alone (kernels, copies by copy engines, named ranges), so that it is small enough to keep; names of
 kernels are cut. exposed: the time in which something communicates and nothing else runs. idle: in which nothing runs; between

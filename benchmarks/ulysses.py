@@ -17,10 +17,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from all_to_all import drawn, rows_of
-from measure import Job, Work
 
 import weft
+from benchmarks.all_to_all import drawn, rows_of
+from benchmarks.measure import Job, Work
 from weft.core.problem import Op
 
 SPECS: dict[Op, tuple[str, ...]] = {

@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import text_tables
-from rows import Row
 from text_tables import RESULTS, ROOT, benchmark, date_of, lines
+
+from benchmarks.rows import Row
 
 ENTRIES = Path(__file__).with_name("ledger.toml")
 OLDEST = {"README.md": 150, "docs/fp8.md": 150, "docs/peers.md": 150}

@@ -24,9 +24,9 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from rows import AUTO, Row, alternative, best, best_us, ideal, name_of
 from text_tables import RESULTS, benchmark, commits, date_of, lines, source, table, versions
 
+from benchmarks.rows import AUTO, Row, alternative, best, best_us, ideal, name_of
 from weft.core.machine import load
 from weft.overlap.concurrent.choice import share_of_ideal
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rows import Row, best, best_us, name_of
 from text_tables import ROOT, benchmark, lines, source, table
+
+from benchmarks.rows import Row, best, best_us, name_of
 
 NAMES = {
     "sequential/torch": "torch",

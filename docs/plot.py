@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import plotly.graph_objects as go
-from rows import gain, geomean
 from text_tables import benchmark
+
+from benchmarks.rows import gain, geomean
 
 # Two colours that stay apart for people who do not see all colours.
 COLOURS = {"graph": "#0072b2", "eager": "#e69f00"}

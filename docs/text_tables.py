@@ -12,11 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
-RESULTS = BENCHMARKS / "results"
-sys.path.append(str(BENCHMARKS))  # it is no package
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.append(str(ROOT))  # of scripts in docs, which are in no package
 
-from rows import Row, read  # noqa: E402
+from benchmarks.rows import Row, read  # noqa: E402
 
 
 def lines(bench: str) -> list[Row]:
@@ -25,8 +24,8 @@ def lines(bench: str) -> list[Row]:
 
 
 def benchmark(name: str) -> ModuleType:
-    """benchmarks/NAME.py, imported when it is needed: most of them need torch."""
-    return importlib.import_module(name)
+    """benchmarks.NAME, imported when it is needed: most of them need torch."""
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

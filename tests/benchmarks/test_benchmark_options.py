@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import measure
-import parts
-import rows
-from measure import Failed, Job
-from rows import Row
-
+from benchmarks import measure, parts, rows
+from benchmarks.measure import Failed, Job
+from benchmarks.rows import Row
 from weft.core import codec
 from weft.core.problem import Problem
 

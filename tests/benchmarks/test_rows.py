@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gains
-import rows
-from rows import Row
+from benchmarks import gains, rows
+from benchmarks.rows import Row
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 US = {

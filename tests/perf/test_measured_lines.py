@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import simulated  # noqa: E402
-from rows import read  # noqa: E402
-
-from weft.core.machine import load  # noqa: E402
+from benchmarks import simulated
+from benchmarks.rows import read
+from weft.core.machine import load
 
 
 @pytest.fixture(scope="module")
