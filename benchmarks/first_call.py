@@ -86,7 +86,6 @@ def main() -> None:
         case="llama3-8b layer",
         dtype="bfloat16",
         mode="eager",
-        times={},
         state=arguments.label,
         extra={"first_s": first_s, "again_s": again_s, "held_bytes": held, "chosen": chosen},
         arguments=arguments,

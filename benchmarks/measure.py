@@ -316,11 +316,15 @@ def row(
     dtype: str,
     mode: str,
     arguments: argparse.Namespace,
-    times: Mapping[str, Times],
+    times: Mapping[str, Times] | None = None,
     problem: AnyProblem | None = None,
     **figures: Any,
 ) -> Row:
-    """A row of what `trial` found in one mode. Host times are those of eager calls. figures: further fields of a Row."""
+    """A row of what `trial` found in one mode, with host times of eager calls. figures: further fields of a Row, or `us` and
+    `host_us` of what another clock found."""
+    if times is not None:
+        figures["us"] = {name: t.us for name, t in times.items()}
+        figures["host_us"] = {name: t.host_us for name, t in times.items()} if mode == "eager" else {}
     return Row(
         bench=bench,
         op=op,
@@ -333,8 +337,6 @@ def row(
         versions=versions("cuda"),
         commit=arguments.commit,
         samples=arguments.rounds,
-        us={name: t.us for name, t in times.items()},
-        host_us={name: t.host_us for name, t in times.items()} if mode == "eager" else {},
         **figures,
     )
 

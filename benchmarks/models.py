@@ -220,7 +220,7 @@ def measured(case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[R
         bench.annotate(arguments.methods)
         chosen = {method: works[METHODS[method]] for method in arguments.methods} | {"computation": works["computation/torch"]}
         for found in traces.profiled(chosen, part, folder_of(arguments)):
-            yield made(bench="traces", mode="eager", times={}, extra=found)
+            yield made(bench="traces", mode="eager", extra=found)
         return
     modes = arguments.modes.split(",") if arguments.modes else ["graph"] if part in ("prefill", "decode") else ["eager"]
     needed = ("sequential/torch", "computation/torch", "communication/default")

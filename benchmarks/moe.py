@@ -244,7 +244,7 @@ def measured(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
         names = {"torch, own kernels": "weft/sequential", "weft": "weft/splits", "computation": "computation/torch"}
         wanted = {title: works[name] for title, name in names.items() if name in works}
         for found in traces.profiled(wanted, part, folder_of(arguments)):
-            yield made(bench="traces", mode="eager", times={}, extra=found)
+            yield made(bench="traces", mode="eager", extra=found)
         return
     check = checks(together("torch known", works["sequential/torch known"])) if whole else lambda name, result: None
     for mode in arguments.modes.split(","):

@@ -97,7 +97,7 @@ def _collected(case: str, problem: Problem, specs: Sequence[str], calls: int, ar
     # Behind the except: what failed would hold the problem's tensors.
     if reason:
         measure.say(f"LEFT OUT {case}: {reason}", file=sys.stderr)
-        made = row(times={}, missing={CASE: reason}, arguments=arguments)
+        made = row(missing={CASE: reason}, arguments=arguments)
     else:
         measure.say(f"{sentence(made)} ({time.monotonic() - begun_s:.1f} s)")
     measure.append(arguments.json, made)

@@ -355,17 +355,8 @@ def rows_of(name: str, work: Workload, found: Mapping[Any, Times], arguments: ar
             "overlap_rate": found[point].rate,
             "hidden": (serial - found[point].us) / (serial - ideal),
         }
-        about = row(
-            bench="resource_aware",
-            op=name,
-            case=str(point),
-            dtype="float16",
-            mode="eager",
-            times={},
-            extra=extra,
-            arguments=arguments,
-        )
-        made.append(replace(about, us=us))
+        about = partial(row, bench="resource_aware", op=name, case=str(point), dtype="float16", mode="eager")
+        made.append(about(us=us, extra=extra, arguments=arguments))
     return made
 
 

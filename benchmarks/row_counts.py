@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -156,8 +155,7 @@ def main() -> None:
             left_out.append(op)
             continue
         case = f"rows {LOW} to {HIGH}, N={N} K={K}"
-        about = row(bench="row_counts", op=op, case=case, dtype="bfloat16", mode="eager", times={}, arguments=arguments)
-        made = replace(about, **found)
+        made = row(bench="row_counts", op=op, case=case, dtype="bfloat16", mode="eager", arguments=arguments, **found)
         append(arguments.json, made)
         say(sentence(made), f"| {made.extra['programs']} programs")
         release()
