@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,11 @@ def _made(job: Job) -> list[Row]:
 
 def _tp(way: collectives.Way) -> Iterator[Row]:
     for case in (cases.Case(name="x M=8", op=op, m=8, n=4, k=4) for op in ("all_gather_matmul", "matmul_reduce_scatter")):
-        yield from _made(Job(name="", run=lambda case=case: tp.measured(case, [way], GIVEN)))
+        for dtype in tp.SITES:
+            given = argparse.Namespace(**{**vars(GIVEN), "dtype": dtype})
+            found = _made(Job(name="", run=partial(tp.measured, case, [way], given)))
+            assert ("quantised/auto" in found[0].us) == (dtype != "bfloat16" and case.op == "all_gather_matmul")
+            yield from found
 
 
 def _all_reduce(way: collectives.Way) -> Iterator[Row]:
