@@ -3,8 +3,7 @@
 Protocol: measure.py's; bf16, normal data, weights as linear layers keep them (b = weight.t()). Cases: K x N of each rank, by
 batch. Baselines of the same run: torch.mm, then NCCL in each of its ways (default; symmetric kernels on registered buffers)
 or one of PyTorch's symmetric-memory all-reduces (one_shot_all_reduce, two_shot_all_reduce_), which reduce what torch.mm has
-left in symmetric memory; the same by torch.compile; and torch.mm alone. `sequential_us` is torch.mm + NCCL's default,
-`best_us` the fastest baseline of all.
+left in symmetric memory; the same by torch.compile; and torch.mm alone.
 
 Traps: multicast stays off, so PyTorch's multimem all-reduces are not among them. Calls follow each other on one weight: of what
 a cache keeps of it every method profits alike. Baselines reduce in place and in registered memory, which favours them. A
@@ -16,17 +15,18 @@ A part of benchmarks/fused.py, which runs it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from collectives import Way, compiled
-from measure import Job, Times, Work, close_to, geomean, row, together, trial
 
 import weft
+from benchmarks.collectives import Way, compiled
+from benchmarks.measure import ALONE, Job, Work, check_of, each_mode, together, trial
+from benchmarks.rows import Row
 from weft.core.problem import Problem
 
 REPEAT = 20
@@ -55,12 +55,13 @@ class Site:
         self.group = group.group_name
 
     def works(self, found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
-        """Everything that is timed, by name: baselines as `mm + NAME`."""
-        works: dict[str, Work] = {"mm": lambda: torch.mm(self.a, self.b, out=self.product)}
-        works |= {f"mm + {way.name}": self._nccl(way) for way in found}
-        works |= {f"mm + torch {kind}": self._torch(kind) for kind in TORCH}
-        works["mm + torch.compile"] = compiled(self.problem.op, self.a, self.b)
-        return works | {spec: self._weft(spec) for spec in specs} | {f"float8 {spec}": self._float8(spec) for spec in FLOAT8}
+        """Everything that is timed, by name (rows.py)."""
+        works: dict[str, Work] = {"computation/cublas": lambda: torch.mm(self.a, self.b, out=self.product)}
+        works |= {f"sequential/{way.name}": self._nccl(way) for way in found}
+        works |= {f"peer/torch {kind}": self._torch(kind) for kind in TORCH}
+        works["peer/torch_compile"] = compiled(self.problem.op, self.a, self.b)
+        works |= {f"weft/{spec}": self._weft(spec) for spec in specs}
+        return works | {f"float8/{spec}": self._float8(spec) for spec in FLOAT8}
 
     def _nccl(self, way: Way) -> Work:
         whole = way.whole(self.problem.m, self.problem.n)
@@ -119,88 +120,31 @@ def _name(inner: int, columns: int, batch: int) -> str:
 
 def measured(
     case: tuple[int, int], batch: int, specs: Sequence[str], found: Sequence[Way], arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """One case in every mode: its JSON lines."""
+) -> list[Row]:
+    """One case in every mode."""
     torch.manual_seed(dist.get_rank())
     (inner, columns), size = case, dist.get_world_size()
     problem = Problem(op="matmul_all_reduce", m=batch, n=columns, k=inner * size, world_size=size)
     site = Site(problem)
     works = site.works([way for way in found if way.runs("all_reduce")], specs)
-    expected = together("mm + default", works["mm + default"])
-    compare = close_to(expected.float())  # type: ignore[attr-defined]
-
-    def check(name: str, result: object) -> None:
-        if name != "mm" and not name.startswith("float8"):
-            compare(name, result)  # type: ignore[arg-type]
-
-    needed = ("mm", "mm + default")
+    expected = together("sequential/default", works["sequential/default"])
     times, missing = trial(
-        works, arguments.modes.split(","), check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT
+        works,
+        arguments.modes.split(","),
+        check=check_of(expected.float(), apart=(*ALONE, "float8/")),  # type: ignore[attr-defined]
+        needed=("computation/cublas", "sequential/default"),
+        rounds=arguments.rounds,
+        repeat=REPEAT,
     )
     plain = [choice.spec for choice in weft.choices() if choice.problem.scaling is None]
-    chosen = plain[-1] if plain else None
-    name = _name(inner, columns, batch)
-    lines = []
-    for mode, us in times.items():
-        line = row(bench="fused", op=problem.op, case=name, dtype=problem.dtype, mode=mode, arguments=arguments)
-        lines.append(line | figures(us, mode, specs) | {"chosen": chosen, "missing": missing})
-    return lines
-
-
-def figures(times: Mapping[str, Times], mode: str, specs: Sequence[str]) -> dict[str, Any]:
-    """What one case's times say."""
-    us = {method: t.us for method, t in times.items()}
-    peers = {name.removeprefix("mm + "): us[name] for name in us if name.startswith("mm + ")}
-    candidates = {spec: us[spec] for spec in specs if spec in us and spec != "auto"}
-    float8 = {spec: us[f"float8 {spec}"] for spec in FLOAT8 if f"float8 {spec}" in us}
-    best, rival = min(candidates, key=candidates.__getitem__, default=None), min(peers, key=peers.__getitem__)
-    line = {
-        "schedule": best,
-        "sequential_us": peers["default"],
-        "computation_us": us["mm"],
-        "communication_us": peers[rival] - us["mm"],
-        "ideal_us": us["mm"],
-        "overlapped_us": candidates[best] if best else None,
-        "auto_us": us.get("auto"),
-        "best": rival,
-        "best_us": peers[rival],
-        "candidates": candidates,
-        "float8": float8,
-        "peers": peers,
-    }
-    if mode == "eager":
-        line["host_us"] = {method: t.host_us for method, t in times.items()}
-    return line
-
-
-def sentence(line: Mapping[str, Any]) -> str:
-    """One case on one line."""
-    ours = " ".join(f"{spec}={us:.1f}" for spec, us in line["candidates"].items())
-    peers = " ".join(f"{name}={us:.1f}" for name, us in line["peers"].items())
-    auto = "" if line["auto_us"] is None else f" auto={line['auto_us']:.1f} ({line['chosen']})"
-    narrow = " ".join(f"{spec}={us:.1f}" for spec, us in line["float8"].items())
-    ratios = " ".join(f"{_over(line, key):.2f}x over {key.removesuffix('_us')}" for key in ("sequential_us", "best_us"))
-    bfloat16 = f"mm {line['computation_us']:.1f} | {ours}{auto} | mm + {peers}"
-    return f"{line['case']:22} {line['mode']:5} {bfloat16} | float8 {narrow} | {ratios}"
-
-
-def _over(line: Mapping[str, Any], key: str) -> float:
-    return float(line[key] / line["overlapped_us"]) if line["overlapped_us"] else float("nan")
-
-
-def summary(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Geometric means by mode, of small batches and of large ones, and the worst case."""
-    told = []
-    for mode in dict.fromkeys(line["mode"] for line in lines):
-        for what, low, high in (("batch 1 to 32", 1, 32), ("batch 64 and more", 64, 1 << 30)):
-            rows = [r for r in lines if r["mode"] == mode and r["overlapped_us"] and low <= _batch(r) <= high]
-            for key in ("sequential_us", "best_us"):
-                ratios = [_over(line, key) for line in rows]
-                if ratios:
-                    against = f"{key.removesuffix('_us')}: {geomean(ratios):.3f}x, worst {min(ratios):.3f}x"
-                    told.append(f"{mode}, {what}, {len(rows)} cases, over {against}")
-    return "\n".join(told)
-
-
-def _batch(line: Mapping[str, Any]) -> int:
-    return int(line["case"].rpartition("=")[2])
+    return each_mode(
+        times,
+        bench="all_reduce",
+        op=problem.op,
+        case=_name(inner, columns, batch),
+        problem=problem,
+        dtype=problem.dtype,
+        chosen=plain[-1] if plain else None,
+        missing=missing,
+        arguments=arguments,
+    )

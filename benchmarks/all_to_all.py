@@ -3,7 +3,7 @@
 Protocol: measure.py's; bf16, normal data; results are compared with sequential's before anything is timed. M k N of each rank.
 Baselines of the same run: sequential (torch.mm and NCCL's all_to_all), the same by torch.compile (torch_compile), NCCL alone,
 cuBLAS alone; NCCL is the fastest of its ways (collectives.py), by case and mode. ideal = the larger of NCCL alone and cuBLAS
-alone. overlapped = the best of the schedules that are named; auto = weft's own choice.
+alone.
 
 ragged: M rows of each rank for `experts` experts of each rank, in shares drawn anew by rank, one in four twice as large.
 Sequential is torch._grouped_mm and NCCL with splits that the host knows: a real program of this kind would wait for the device
@@ -19,15 +19,15 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from collectives import Way, compiled
-from measure import Job, Times, Work, check_of, geomean, row, together, trial
 
 import weft
-from weft.core.problem import Op
+from benchmarks.collectives import Way, compiled
+from benchmarks.measure import AnyProblem, Job, Work, check_of, each_mode, together, trial
+from benchmarks.rows import Row
+from weft.core.problem import Op, Problem
 
 REPEAT = 3
 SPECS: dict[Op, tuple[str, ...]] = {
@@ -87,22 +87,22 @@ def drawn(*extents: int) -> torch.Tensor:
 
 
 def even_works(op: Op, case: Case, found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
-    """Everything that is timed, by name: NCCL's ways as `sequential NAME` and `communication NAME`."""
+    """Everything that is timed, by name (rows.py)."""
     a, b = drawn(case.m, case.k), drawn(case.k, case.n) * case.k**-0.5
     works: dict[str, Work] = {}
     for way in (way for way in found if way.runs("all_to_all")):
         sent, landed = way.shard(case.m, case.width(op)), way.whole(case.m, case.width(op))
         product = torch.empty(case.m, case.n, device="cuda", dtype=torch.bfloat16)
         if op == "matmul_all_to_all":
-            works[f"sequential {way.name}"] = partial(_product_first, way, a, b, sent, landed)
+            works[f"sequential/{way.name}"] = partial(_product_first, way, a, b, sent, landed)
         else:
             sent.copy_(a)
-            works[f"sequential {way.name}"] = partial(_rows_first, way, sent, landed, b, product)
-        works[f"communication {way.name}"] = partial(way.all_to_all, landed, sent)
-    works["computation"] = partial(torch.mm, a, b)
-    works["torch_compile"] = compiled(op, a, b)
+            works[f"sequential/{way.name}"] = partial(_rows_first, way, sent, landed, b, product)
+        works[f"communication/{way.name}"] = partial(way.all_to_all, landed, sent)
+    works["computation/cublas"] = partial(torch.mm, a, b)
+    works["peer/torch_compile"] = compiled(op, a, b)
     call = weft.matmul_all_to_all if op == "matmul_all_to_all" else weft.all_to_all_matmul
-    return works | {spec: partial(call, a, b, schedule=spec) for spec in specs}
+    return works | {f"weft/{spec}": partial(call, a, b, schedule=spec) for spec in specs}
 
 
 def _product_first(way: Way, a: torch.Tensor, b: torch.Tensor, sent: torch.Tensor, landed: torch.Tensor) -> torch.Tensor:
@@ -154,10 +154,10 @@ class Ragged:
         travelling = drawn(self.case.m, self.case.k if self.dispatch else self.case.n)
         computed = drawn(sum(self.got) if self.dispatch else self.case.m, self.case.k)
         return {
-            "sequential default": self.sequential,
-            "communication default": lambda: self.exchange(travelling),
-            "computation": lambda: self.matmul(computed),
-            "splits": self.fused,
+            "sequential/default": self.sequential,
+            "communication/default": lambda: self.exchange(travelling),
+            "computation/cublas": lambda: self.matmul(computed),
+            "weft/splits": self.fused,
         }
 
 
@@ -177,83 +177,48 @@ def regrouped(counts: torch.Tensor) -> torch.Tensor:
     return torch.cat([pieces[i * second + j] for j in range(second) for i in range(first)]).cuda()
 
 
-def lines_of(
-    op: Op, case: Case, make: Callable[[], Mapping[str, Work]], specs: Sequence[str], arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """One case in every mode: its JSON lines. make: what is timed; called first, since it takes memory."""
+def rows_of(
+    op: Op,
+    case: object,
+    make: Callable[[], Mapping[str, Work]],
+    arguments: argparse.Namespace,
+    problem: AnyProblem | None = None,
+) -> list[Row]:
+    """One case in every mode. make: what is timed; called first, since it takes memory."""
     torch.manual_seed(dist.get_rank())
     works = make()
-    expected = together("sequential default", works["sequential default"])
+    expected = together("sequential/default", works["sequential/default"])
     times, missing = trial(
         works,
         arguments.modes.split(","),
-        check=check_of(expected.float(), apart=("communication", "computation")),  # type: ignore[attr-defined]
-        needed=("sequential default", "communication default", "computation"),
+        check=check_of(expected.float()),  # type: ignore[attr-defined]
+        needed=("sequential/default", "communication/default", "computation/cublas"),
         rounds=arguments.rounds,
         repeat=REPEAT,
     )
-    chosen = weft.choices()[-1].spec if "auto" in works and "auto" not in missing else None
-    lines = []
-    for mode, us in times.items():
-        line = row(bench="all_to_all", op=op, case=str(case), dtype="bfloat16", mode=mode, arguments=arguments)
-        told = figures(us, [spec for spec in specs if spec in us and spec != "auto"])
-        lines.append(line | told | {"chosen": chosen, "missing": missing})
-    return lines
-
-
-def figures(times: Mapping[str, Times], specs: Sequence[str]) -> dict[str, Any]:
-    """What one case's times say. A method that is missing has no figure."""
-    us = {method: t.us for method, t in times.items()}
-
-    def least(prefix: str) -> float:
-        return min(value for method, value in us.items() if method.startswith(prefix))
-
-    best = min(specs, key=lambda spec: us[spec], default=None)
-    return {
-        "schedule": best,
-        "sequential_us": least("sequential "),
-        "communication_us": least("communication "),
-        "computation_us": us["computation"],
-        "ideal_us": max(least("communication "), us["computation"]),
-        "overlapped_us": us[best] if best else None,
-        "auto_us": us.get("auto"),
-        "candidates": {spec: us[spec] for spec in specs},
-        "peers": {name: value for name, value in us.items() if " " in name or name == "torch_compile"},
-        "host_us": {name: t.host_us for name, t in times.items() if name in ("auto", "splits", "torch_compile", best)},
-    }
-
-
-def sentence(line: Mapping[str, Any]) -> str:
-    """One case on one line, as it is measured."""
-    numbers = " ".join(f"{spec}={us:.0f}" for spec, us in line["candidates"].items())
-    best_us = line["overlapped_us"]
-    share = f"{line['ideal_us'] / best_us:.2f} of ideal" if best_us else "nothing ran"
-    auto = "-" if line["auto_us"] is None else f"{line['auto_us']:.0f} ({line['chosen']})"
-    return (
-        f"{line['op']:18} {line['case']:26} {line['mode']:5} comm {line['communication_us']:.0f} comp "
-        f"{line['computation_us']:.0f} seq {line['sequential_us']:.0f} auto {auto} best {line['schedule']} ({share}) | "
-        f"{numbers}"
+    chosen = weft.choices()[-1].spec if "weft/auto" in works and "weft/auto" not in missing else None
+    return each_mode(
+        times,
+        bench="all_to_all",
+        op=op,
+        case=str(case),
+        problem=problem,
+        dtype="bfloat16",
+        chosen=chosen,
+        missing=missing,
+        arguments=arguments,
     )
 
 
 def jobs(op: Op, cases: Sequence[Case], specs: Sequence[str], found: Sequence[Way], arguments: argparse.Namespace) -> list[Job]:
-    """Cases of one operator to measure. Ragged cases have one way alone."""
+    """Cases of one operator to measure. Ragged cases have one way alone, and no problem that the host knows."""
     made = []
     for case in cases:
         make = partial(_ragged_works, op, case) if case.experts else partial(even_works, op, case, found, specs)
-        named = ("splits",) if case.experts else specs
-        made.append(Job(name=f"{op} {case}", run=partial(lines_of, op, case, make, named, arguments)))
+        problem = None if case.experts else Problem(op=op, m=case.m, n=case.n, k=case.k, world_size=dist.get_world_size())
+        made.append(Job(name=f"{op} {case}", run=partial(rows_of, op, case, make, arguments, problem)))
     return made
 
 
 def _ragged_works(op: Op, case: Case) -> dict[str, Work]:
     return Ragged(op, case).works()
-
-
-def summary(lines: Sequence[Mapping[str, Any]]) -> str:
-    """By operator, the mean share of the ideal."""
-    told = []
-    for op in SPECS:
-        shares_of = [ln["ideal_us"] / ln["overlapped_us"] for ln in lines if ln["op"] == op and ln["overlapped_us"]]
-        told.append(f"{op}: {geomean(shares_of):.2f} of the ideal over {len(shares_of)} lines")
-    return "\n".join(told)

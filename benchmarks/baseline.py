@@ -3,10 +3,10 @@
 The script uses weft's public operators, and for kernels alone the functions of gemm.py, products.py, embedding.py and moe.py.
 So it runs unchanged before and after the internals of weft change.
 
-    python benchmarks/baseline.py --commit abc --json before.jsonl                      every GPU part, on one GPU
-    python benchmarks/baseline.py --part cpu_host,cpu_first --commit abc --json before.jsonl
-    python benchmarks/baseline.py --tree ../old --commit abc --tree . --commit def --json both.jsonl
-    python benchmarks/baseline.py --compare both.jsonl abc def
+    python -m benchmarks.baseline --commit abc --json before.jsonl                      every GPU part, on one GPU
+    python -m benchmarks.baseline --part cpu_host,cpu_first --commit abc --json before.jsonl
+    python -m benchmarks.baseline --tree ../old --commit abc --tree . --commit def --json both.jsonl
+    python -m benchmarks.baseline --compare both.jsonl abc def
 
     host        host time of an eager warm call, until Python goes on; two ranks share one GPU
     first       host time of a first call by a named schedule: build, check, bind and enqueue, without autotuning
@@ -18,7 +18,7 @@ So it runs unchanged before and after the internals of weft change.
 
 Protocol: each part runs in processes of its own, under a limit, --runs times. Within a part, methods take turns round by round,
 in an order that changes each round. A sample of a rank is the time of one call, or of one replay. A run's figure is the median
-of the slowest rank. A row's value is the median over runs; `spread` has each run's figure, and the 10th and 90th percentile of
+of the slowest rank. A row's value is the median over runs; `extra` has each run's figure, and the 10th and 90th percentile of
 each run's samples. A part that fails, or is late, is named at the end, and the status is then 1; its other runs stay.
 
 Several trees take turns, part by part. A difference of a few percent counts only if both trees ran on the same machine in the
@@ -55,11 +55,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from benchmarks.rows import Row, read, text_of
+
+ROOT = Path(__file__).resolve().parents[1]
 BURST, LEADS, ROUNDS = 10, 3, 10
 """Calls of a method in a row, of those not counted, and rounds."""
 WARM_CALLS = 4
@@ -69,7 +71,7 @@ BUDGET_S, LEAST_ROUNDS = 20.0, 6
 """Of a part's rounds: no round is begun after that, but so many are."""
 _ALARM_S = 75
 _TOLERANCE = 0.03
-Row = dict[str, Any]
+Figure = dict[str, Any]
 Thunk = Callable[[], object]
 
 
@@ -126,7 +128,7 @@ class World:
             torch.cuda.set_device(self.on)
             options["device_id"] = self.on
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", **options)
-        self.rows: list[Row] = []
+        self.rows: list[Figure] = []
         torch.manual_seed(self.rank)
 
     def wait(self) -> None:
@@ -494,8 +496,9 @@ def memory(world: World) -> None:
 
 def graph_times(world: World, methods: Sequence[Method], dtype: str, calls: int) -> None:
     """Time on the GPU of a call in a graph of `calls`."""
-    import measure
     import torch
+
+    from benchmarks import measure
 
     def capture(method: Method) -> Thunk:
         work = method.make()
@@ -559,8 +562,9 @@ def replay1(world: World) -> None:
 
 
 def gemm(world: World) -> None:
-    import cases
-    import gemm as bench
+    from benchmarks import cases
+    from benchmarks import gemm as bench
+    from benchmarks.one_gpu import medians
 
     wanted = (
         ("all_gather_matmul", "llama3-70b M=8192"),
@@ -572,7 +576,8 @@ def gemm(world: World) -> None:
     for case in cases.CASES:
         if (case.op, case.name) in wanted:
             alarm()
-            for name, us in bench.measure(case, False).items():
+            works = {name: [work] * bench.CALLS for name, work in bench.methods(case, False).items()}
+            for name, us in medians(works, rounds=bench.ROUNDS).items():
                 control = {"control": True} if name == "cublas" else {}
                 world.tell(
                     "gemm", f"{case.op} {case.name}, {name}", {"value": us}, "us", mode="graph", dtype="bfloat16", **control
@@ -580,9 +585,8 @@ def gemm(world: World) -> None:
 
 
 def products(world: World) -> None:
-    import products as bench
-
     import weft
+    from benchmarks import products as bench
 
     for k, n in ((8192, 3584), (14336, 4096), (4096, 5120)):
         for m in (16, 128, 512, 2048, 8192):
@@ -598,13 +602,14 @@ def products(world: World) -> None:
 
 
 def lookup(world: World) -> None:
-    import embedding
     import torch
+
+    from benchmarks import embedding
 
     for number in (0, 1, 4):
         case = embedding.CASES[number]
         works = embedding.Site(case).works(())
-        named = {"weft": works["lookup"], "torch": works["computation as one"]}
+        named = {"weft": works["computation/weft"], "torch": works["computation/torch as one"]}
         methods = [
             Method(op="torch" if name == "torch" else "lookup", case=f"bags {case.name}, {name}", make=lambda work=work: work)
             for name, work in named.items()
@@ -617,14 +622,15 @@ def lookup(world: World) -> None:
 
 def ragged(world: World) -> None:
     """The pieces of a Mixtral layer in a world of one rank, which has all experts."""
-    import moe
     import torch
+
+    from benchmarks import moe
 
     wanted = ("spread", "dispatch", "dispatch, gated", "swiglu", "combine", "gather", "torch up", "torch down")
     for tokens in (512, 8192):
         torch.manual_seed(0)
         layer = moe.Layer(tokens, 1.25)
-        works = layer.works("pieces")
+        works = {name.partition("/")[2]: work for name, work in layer.works("pieces").items()}
         methods = [
             Method(
                 op="torch" if name.startswith("torch") else "experts",
@@ -674,7 +680,6 @@ def rank(part: str, raw: Path) -> None:
     """This process is one rank of a part: figures go to `raw`, a JSON line each."""
     alarm()
     world = World(PARTS[part].device)
-    sys.path.insert(0, str(HERE))
     PARTS[part].work(world)
     import torch.distributed as dist
 
@@ -717,7 +722,7 @@ def versions(device: str) -> dict[str, str]:
     return found
 
 
-def ran(name: str, tree: Path, limit_s: float) -> tuple[list[Row], str]:
+def ran(name: str, tree: Path, limit_s: float) -> tuple[list[Figure], str]:
     """One run of a part by a tree's own copy of this script: (its rows, how it failed, or an empty text)."""
     part = PARTS[name]
     with tempfile.TemporaryDirectory() as folder, socket.socket() as port:
@@ -741,9 +746,11 @@ def ran(name: str, tree: Path, limit_s: float) -> tuple[list[Row], str]:
             environment["TRITON_CACHE_DIR"] = f"{folder}/triton"
         port.close()
         raw = Path(folder) / "rows"
-        words = [sys.executable, str(tree / "benchmarks" / Path(__file__).name), "--rank-of", name, "--json", str(raw)]
+        words = [sys.executable, "-m", "benchmarks.baseline", "--rank-of", name, "--json", str(raw)]
         processes = [
-            subprocess.Popen(words, env=environment | {"RANK": str(at), "LOCAL_RANK": str(at)}, start_new_session=True)
+            subprocess.Popen(
+                words, cwd=tree, env=environment | {"RANK": str(at), "LOCAL_RANK": str(at)}, start_new_session=True
+            )
             for at in range(part.ranks)
         ]
         failed = ended(processes, limit_s)
@@ -769,55 +776,68 @@ def ended(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> str:
     return f"status {codes}{f', ended after {limit_s:.0f} s at most' if late else ''}" if any(codes) else ""
 
 
-def merged(part: str, commit: str, runs: Sequence[Sequence[Row]], earlier: Mapping[tuple[str, ...], Row]) -> Iterator[Row]:
-    """The rows of all runs of a part, one for each figure. earlier: rows to which the runs are added, by `key`."""
-    found: dict[str, list[Row]] = {}
-    for rows in runs:
-        for row in rows:
-            if "left_out" not in row:
-                found.setdefault(f"{part}: {row['op']}, {row['case']}", []).append(row)
-    for name, rows in found.items():
-        given = rows[-1]
-        line = {
-            "bench": "baseline",
-            "part": part,
-            "name": name,
-            "value": 0.0,
-            "unit": given["unit"],
-            "spread": {},
-            "op": given["op"],
-            "case": given["case"],
-            "machine": given["machine"],
-            "versions": given["versions"],
-            "commit": commit,
-            "dtype": given["dtype"],
-            "world_size": given["world_size"],
-            "mode": given["mode"],
-            "samples": given.get("samples", 1),
-            "control": bool(given.get("control")) or given["op"] == "torch",
-            "note": PARTS[part].note,
-        }
-        before = earlier.get(key(line), {}).get("spread", {})
-        spread = {"runs": [*before.get("runs", []), *(round(row["value"], 2) for row in rows)]}
+def merged(part: str, commit: str, runs: Sequence[Sequence[Figure]], earlier: Mapping[tuple[str, ...], Row]) -> Iterator[Row]:
+    """A row for each figure of all runs of a part. earlier: rows to which the runs are added, by `key`."""
+    found: dict[tuple[str, str], list[Figure]] = {}
+    for figures in runs:
+        for figure in figures:
+            if "left_out" not in figure:
+                found.setdefault((figure["op"], figure["case"]), []).append(figure)
+    for (op, case), figures in found.items():
+        given = figures[-1]
+        row = Row(
+            bench="baseline",
+            op=op,
+            case=case,
+            dtype=given["dtype"],
+            world_size=given["world_size"],
+            mode=given["mode"].partition(",")[0],
+            machine=given["machine"],
+            versions=given["versions"],
+            commit=commit,
+            samples=given.get("samples", 1),
+            state=PARTS[part].note,
+            extra={"part": part, "control": bool(given.get("control")) or op == "torch"},
+        )
+        before = earlier[key(row)].extra if key(row) in earlier else {}
+        spread = {"runs": [*before.get("runs", []), *(round(figure["value"], 2) for figure in figures)]}
         for what in ("p10", "p90", "algorithm"):
             if what in given:
-                values = [round(row[what], 2) if isinstance(row[what], float) else row[what] for row in rows]
+                values = [round(one[what], 2) if isinstance(one[what], float) else one[what] for one in figures]
                 spread[what] = [*before.get(what, []), *values]
-        yield line | {"value": round(statistics.median(spread["runs"]), 2), "spread": spread}
+        middle = round(statistics.median(spread["runs"]), 2)
+        kind = "bytes" if given["unit"] == "bytes" else "host_us" if given["mode"].endswith("host") else "us"
+        if kind == "bytes":
+            yield replace(row, extra={**row.extra, **spread, "bytes": middle})
+        else:
+            times: dict[str, Any] = {kind: {CALL: middle}}
+            yield replace(row, extra={**row.extra, **spread}, **times)
 
 
-def key(line: Row) -> tuple[str, ...]:
+CALL = "weft/call"
+
+
+def name_of(row: Row) -> str:
+    return f"{row.extra['part']}: {row.op}, {row.case}"
+
+
+def key(row: Row) -> tuple[str, ...]:
     """What rows of one figure have in common."""
-    return line["name"], line["commit"], line["machine"]
+    return name_of(row), row.commit, row.machine
+
+
+def value_of(row: Row) -> float:
+    """In us, or in bytes."""
+    times = {**row.us, **row.host_us}
+    return times[CALL] if times else float(row.extra["bytes"])
 
 
 def campaign(names: Sequence[str], trees: Mapping[str, Path], runs: int, budget_s: float, path: Path | None) -> list[str]:
     """All parts of all trees, `runs` times, as far as the budget goes; what failed. The file is written anew after each."""
     begun, failed = time.monotonic(), []
-    before = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path and path.exists() else []
-    earlier = {key(line): line for line in before}
+    earlier = {key(row): row for row in (read(path) if path and path.exists() else ())}
     lines: dict[tuple[str, ...], Row] = {}
-    found: dict[tuple[str, str], list[list[Row]]] = {(name, commit): [] for name in names for commit in trees}
+    found: dict[tuple[str, str], list[list[Figure]]] = {(name, commit): [] for name in names for commit in trees}
     for run in range(runs):
         for name in names:
             for commit, tree in list(trees.items())[:: -1 if run % 2 else 1]:
@@ -836,37 +856,38 @@ def campaign(names: Sequence[str], trees: Mapping[str, Path], runs: int, budget_
                 print(f"[{time.monotonic() - begun:4.0f} s] {name} run {run} of {commit}: {told}", flush=True)
                 lines = {key(line): line for (part, of), each in found.items() for line in merged(part, of, each, earlier)}
                 if path:
-                    path.write_text("".join(json.dumps(line) + "\n" for line in (earlier | lines).values()), encoding="utf-8")
+                    path.write_text("".join(text_of(line) + "\n" for line in (earlier | lines).values()), encoding="utf-8")
     for line in lines.values():
         print(sentence(line))
     return failed
 
 
-def sentence(line: Mapping[str, Any]) -> str:
-    spread = line["spread"]
+def sentence(row: Row) -> str:
     parts = [
-        f"{what} " + " ".join(f"{value:.5g}" for value in spread[what]) for what in ("runs", "p10", "p90") if what in spread
+        f"{what} " + " ".join(f"{value:.5g}" for value in row.extra[what])
+        for what in ("runs", "p10", "p90")
+        if what in row.extra
     ]
-    return f"{line['name']} | {line['value']:.6g} {line['unit']} | {', '.join(parts)}"
+    unit = "us" if row.us or row.host_us else "bytes"
+    return f"{name_of(row)} | {value_of(row):.6g} {unit} | {', '.join(parts)}"
 
 
 def compared(path: Path, base: str, new: str) -> bool:
     """Prints each figure of two commits: both values, their ratio run by run (median), the ratio of the floors, and how far the
     runs of the base differ. Whether no figure is worse by more than the tolerance in both ratios."""
     by_name: dict[str, dict[str, Row]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
-        by_name.setdefault(line["name"], {})[line["commit"]] = line
+    for row in read(path):
+        by_name.setdefault(name_of(row), {})[row.commit] = row
     worse = 0
     for name, rows in by_name.items():
         if base not in rows or new not in rows:
             print(f"{name:100} only of {', '.join(rows)}")
             continue
-        before, after = rows[base]["value"], rows[new]["value"]
-        runs, others = (rows[of]["spread"]["runs"] for of in (base, new))
+        before, after = value_of(rows[base]), value_of(rows[new])
+        runs, others = (rows[of].extra["runs"] for of in (base, new))
         pairs = zip(runs, others, strict=True) if len(runs) == len(others) else [(before, after)]
         ratio, low = statistics.median(_ratio(*pair) for pair in pairs), _ratio(floor(rows[base]), floor(rows[new]))
-        control, is_worse = rows[base]["control"], min(ratio, low) > 1 + _TOLERANCE
+        control, is_worse = rows[base].extra["control"], min(ratio, low) > 1 + _TOLERANCE
         worse += is_worse and not control
         flag = "control" if control else "WORSE" if is_worse else ""
         print(
@@ -876,9 +897,9 @@ def compared(path: Path, base: str, new: str) -> bool:
     return not worse
 
 
-def floor(line: Row) -> float:
+def floor(row: Row) -> float:
     """What a figure is where nothing interferes: of its runs the least, and of samples the least 10th percentile."""
-    return min(line["spread"].get("p10", line["spread"]["runs"]))
+    return min(row.extra.get("p10", row.extra["runs"]))
 
 
 def _ratio(before: float, after: float) -> float:
@@ -903,7 +924,7 @@ def main() -> None:
         return
     if given.compare:
         sys.exit(0 if compared(Path(given.compare[0]), *given.compare[1:]) else 1)
-    trees = [path.resolve() for path in given.tree or [HERE.parent]]
+    trees = [path.resolve() for path in given.tree or [ROOT]]
     commits = given.commit or ["" if at == 0 else str(at) for at in range(len(trees))]
     if len(commits) != len(trees) or len(set(commits)) != len(commits):
         options.error(f"--commit is {commits}; give each of {len(trees)} trees one of its own")

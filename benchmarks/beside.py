@@ -13,29 +13,27 @@ Traps: an all_reduce adds in place, so it takes the mean, which does not grow fr
 blocks have communicators of their own, made in the trial: some 0.1 s each, not timed. In a graph two branches have no order but
 their priority.
 
-    torchrun --nproc-per-node 4 benchmarks/beside.py --part cases --json benchmarks/results/concurrent.jsonl
-    torchrun --nproc-per-node 4 benchmarks/beside.py --part conccl --modes eager
+    torchrun --nproc-per-node 4 -m benchmarks.beside --part cases --json benchmarks/results/concurrent.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.beside --part conccl --modes eager
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
-from measure import Failed, Times, Work, WrongResult, append, geomean, parser, release, row, say, start, stop, together, trial
 
 import weft
+from benchmarks import measure
+from benchmarks.measure import Failed, Work, WrongResult, append, each_mode, parser, release, say, start, stop, together, trial
+from benchmarks.rows import Row, sentence, summary
 from weft.core.concurrent import ConcurrentProblem
-from weft.overlap.concurrent import ConcurrentChoice, ConcurrentCollective
-from weft.overlap.concurrent.choice import share_of_ideal
+from weft.overlap.concurrent import ConcurrentCollective
 from weft.schedules.concurrent import candidates
 
 ROUNDS, REPEAT = 7, 3
@@ -43,6 +41,8 @@ ALARM_S = 40
 MIB = 1 << 20
 MORE = "vendor+priority+ctas=4,vendor+priority+ctas=12,vendor+late+priority+ctas=16"
 """Ways beside those that weft would try."""
+NAMES = {"sequential": "sequential/default", "vendor": "peer/two_streams"}
+"""weft.concurrent's ways that are programs which a user has without it."""
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -84,6 +84,11 @@ def conccl() -> list[Case]:
     ]
 
 
+def method(way: str) -> str:
+    """A way's name in a row."""
+    return NAMES.get(way, f"weft/{way}")
+
+
 class Pair:
     """One case on this rank: its tensors, and everything that is timed."""
 
@@ -121,14 +126,14 @@ class Pair:
 
     def works(self, ways: Sequence[str]) -> dict[str, Work]:
         return {
-            "computation": self.compute,
-            "communication": lambda: self.collective.enqueue(self.collective.ranks, async_op=False),
-            "auto": partial(self.beside, "auto"),
-            **{way: partial(self.beside, way) for way in ways},
+            "computation/cublas": self.compute,
+            "communication/default": lambda: self.collective.enqueue(self.collective.ranks, async_op=False),
+            "weft/auto": partial(self.beside, "auto"),
+            **{method(way): partial(self.beside, way) for way in ways},
         }
 
     def verify(self, ways: Sequence[str]) -> dict[str, str]:
-        """Compare each way's result, from fresh data, with the sequential one's; why ways are missing.
+        """Compare each way's result, from fresh data, with the sequential one's; why methods are missing.
 
         Raises WrongResult, and Failed where auto does not run."""
         self._fresh("sequential")
@@ -138,7 +143,7 @@ class Pair:
             try:
                 together(way, partial(self._compare, way, expected))
             except Failed as failed:
-                missing[way] = failed.reason
+                missing[method(way)] = failed.reason
                 say(f"LEFT OUT {failed}", file=sys.stderr)
         return missing
 
@@ -154,8 +159,8 @@ class Pair:
             raise WrongResult(f"{way} is off by {worst:.3g}")
 
 
-def measured(case: Case, every: bool, arguments: Any) -> list[dict[str, Any]]:
-    """One case in every mode: its JSON lines."""
+def measured(case: Case, every: bool, arguments: Any) -> list[Row]:
+    """One case in every mode."""
     torch.manual_seed(dist.get_rank())
     pair = Pair(case)
     abilities = weft_device(pair).abilities((pair.collective,))
@@ -169,12 +174,22 @@ def measured(case: Case, every: bool, arguments: Any) -> list[dict[str, Any]]:
         works,
         arguments.modes.split(","),
         check=lambda name, result: None,
-        needed=("sequential", "computation", "communication", "auto"),
+        needed=("sequential/default", "computation/cublas", "communication/default", "weft/auto"),
         rounds=arguments.rounds,
         repeat=REPEAT,
     )
     chosen = next(choice for choice in weft.concurrent_choices() if choice.key == str(case))
-    return [line(case, mode, mine, chosen, {**missing, **lost}, arguments) for mode, mine in times.items()]
+    return each_mode(
+        times,
+        bench="concurrent",
+        op=case.op,
+        case=str(case),
+        dtype="bfloat16",
+        chosen=chosen.way,
+        missing={**missing, **lost},
+        extra={"trial": chosen.us},
+        arguments=arguments,
+    )
 
 
 def weft_device(pair: Pair) -> Any:
@@ -182,62 +197,6 @@ def weft_device(pair: Pair) -> Any:
     from weft.overlap.concurrent.cuda import CudaExecutor
 
     return CudaExecutor(pair.a.device)
-
-
-def line(
-    case: Case,
-    mode: str,
-    times: dict[str, Times],
-    chosen: ConcurrentChoice,
-    missing: dict[str, str],
-    arguments: Any,
-) -> dict[str, Any]:
-    """A case's JSON line. candidates: every way's us. share: of the ideal speed-up, by way."""
-    us = {name: time.us for name, time in times.items()}
-    compute_us, communication_us, auto_us = us.pop("computation"), us.pop("communication"), us.pop("auto")
-    ideal_us, sequential_us = max(compute_us, communication_us), us["sequential"]
-    limits = {"sequential_us": sequential_us, "ideal_us": ideal_us}
-    shares = {name: share_of_ideal(time, **limits) for name, time in {**us, "auto": auto_us}.items()}
-    made = row(bench="concurrent", op=case.op, case=str(case), dtype="bfloat16", mode=mode, arguments=arguments)
-    return made | {
-        "schedule": chosen.way,
-        "sequential_us": sequential_us,
-        "communication_us": communication_us,
-        "computation_us": compute_us,
-        "ideal_us": ideal_us,
-        "overlapped_us": auto_us,
-        "host_us": times["auto"].host_us,
-        "candidates": us,
-        "trial": chosen.us,
-        "share": shares,
-        "missing": missing,
-        "peers": {"two_streams": us["vendor"]} if "vendor" in us else {},
-    }
-
-
-def sentence(line: dict[str, Any]) -> str:
-    """One case on one line."""
-    every = " ".join(f"{way}={us:.0f}" for way, us in sorted(line["candidates"].items(), key=lambda item: item[1]))
-    return (
-        f"{line['case']} {line['mode']}: comp {line['computation_us']:.0f} comm {line['communication_us']:.0f} "
-        f"seq {line['sequential_us']:.0f} auto {line['overlapped_us']:.0f} ({line['schedule']}), "
-        f"{line['overlapped_us'] / line['ideal_us']:.3f} of ideal, share {line['share']['auto']:.2f} | {every}"
-    )
-
-
-def summary(lines: Sequence[dict[str, Any]], mode: str) -> str:
-    """Means over cases."""
-    some = [line for line in lines if line["mode"] == mode]
-    over = geomean([line["overlapped_us"] / line["ideal_us"] for line in some])
-    best = [min(line["candidates"].values()) / line["ideal_us"] for line in some]
-    shares = [line["share"]["auto"] for line in some]
-    plain = [line["share"]["vendor"] for line in some if "vendor" in line["share"]] or [math.nan]
-    worst = max(line["overlapped_us"] / line["sequential_us"] for line in some)
-    return (
-        f"{mode}, {len(some)} cases: auto over ideal {over:.3f} (best way {geomean(best):.3f}), over sequential at worst "
-        f"{worst:.3f}; share of the ideal speed-up: auto {statistics.fmean(shares):.2f}, two plain streams "
-        f"{statistics.fmean(plain):.2f}"
-    )
 
 
 def main() -> None:
@@ -248,7 +207,7 @@ def main() -> None:
     arguments = options.parse_args()
     measure.ALARM_S = ALARM_S
     start()
-    lines, left_out = [], list[str]()
+    found, left_out = [], list[str]()
     for case in cases() if arguments.part == "cases" else conccl():
         if arguments.only in str(case):
             try:
@@ -258,13 +217,12 @@ def main() -> None:
                 left_out.append(str(case))
                 release()
                 continue
-            lines += mine
-            for made in mine:
-                append(arguments.json, made)
-                say(sentence(made))
+            found += mine
+            for row in mine:
+                append(arguments.json, row)
+                say(sentence(row))
             torch.cuda.empty_cache()
-    for mode in arguments.modes.split(",") if lines else ():
-        say(summary(lines, mode))
+    say(summary(found))
     stop(left_out)
 
 

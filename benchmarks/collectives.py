@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Failed, Work, say, together
 from torch.distributed import _functional_collectives as functional
+
+from benchmarks.measure import Failed, Work, say, together
 
 REGISTERED = ("symmetric", "copy_engine")
 _CTA_POLICY_ZERO = 2
@@ -110,7 +111,7 @@ def ways(names: str, shard_bytes: int, whole_bytes: int) -> tuple[list[Way], dic
             found.append(together(name, partial(_registered, name, shard_bytes, whole_bytes)))
             say(f"NCCL {name}: windows of {shard_bytes >> 20} and {whole_bytes >> 20} MiB registered")
         except Failed as failed:
-            missing[f"nccl {name}"] = failed.reason
+            missing[f"communication/{name}"] = failed.reason
             say(f"LEFT OUT NCCL {failed}", file=sys.stderr)
     return found, missing
 

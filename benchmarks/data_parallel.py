@@ -23,8 +23,8 @@ Traps: a step may be bound by the host (fully_shard of many small parameters is)
 queues: on models of their own weft's vendor took 6% longer than stock, which it is. What moves nothing leaves other ranks'
 parameters as they lie in memory.
 
-    torchrun --nproc-per-node 4 benchmarks/data_parallel.py --json benchmarks/results/data_parallel.jsonl
-    torchrun --nproc-per-node 4 benchmarks/data_parallel.py --kinds fsdp --batch 16 --ways vendor+ahead=1,vendor+keep
+    torchrun --nproc-per-node 4 -m benchmarks.data_parallel --json benchmarks/results/data_parallel.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.data_parallel --kinds fsdp --batch 16 --ways vendor+ahead=1,vendor+keep
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
-from measure import alarm, append, parser, release, row, say, start, stop, together
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from benchmarks import measure
+from benchmarks.measure import alarm, append, parser, release, row, say, start, stop, together
+from benchmarks.rows import Row
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
 from weft.overlap.hooks.data_parallel import Averaging, settings
@@ -291,8 +292,8 @@ def settle_host() -> None:
     gc.freeze()
 
 
-def compared(name: str, arguments: Namespace) -> dict[str, Any]:
-    """All methods of one kind: a JSON line."""
+def compared(name: str, arguments: Namespace) -> Row:
+    """All methods of one kind."""
     kind = KINDS[name]
     ways = arguments.ways.split(",") if arguments.ways else kind.tried
     methods = models(kind, arguments) | ways_of(kind, arguments, name, list(ways))
@@ -306,35 +307,37 @@ def compared(name: str, arguments: Namespace) -> dict[str, Any]:
             taken, marks[method] = timed(methods[method])
             us[method].append(taken)
     case = f"gpt {arguments.layers} x {arguments.width}{'' if arguments.batch == 4 else f', batch {arguments.batch}'}"
-    made = row(bench="data_parallel", op=name, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
-    return made | figures(us, marks) | {"schedule": chosen}
+    # The median of the rounds' ratios, which does not follow from the medians of both.
+    gain = statistics.median(stock / auto for stock, auto in zip(us["stock"], us["auto"], strict=True))
+    phases = {method: marks[method].parts_ms() for method in ("computation", "silent", "stock", "auto")}
+    return row(
+        bench="data_parallel",
+        op=name,
+        case=case,
+        dtype="bfloat16",
+        mode="eager",
+        us={method_name(method): statistics.median(rounds) for method, rounds in us.items()},
+        chosen=chosen,
+        extra={"gain": gain, "phases": phases},
+        arguments=arguments,
+    )
 
 
-def figures(us: dict[str, list[float]], marks: dict[str, Marks]) -> dict[str, Any]:
-    medians = {method: statistics.median(rounds) for method, rounds in us.items()}
-    peers = [method for method in us if method.startswith("stock")]
-    apart = ("computation", "silent", "auto", *peers)
-    return {
-        "sequential_us": medians.get("sequential"),
-        "computation_us": medians["computation"],
-        "silent_us": medians["silent"],
-        "overlapped_us": medians["auto"],
-        "gain": statistics.median(stock / auto for stock, auto in zip(us["stock"], us["auto"], strict=True)),
-        "candidates": {method: value for method, value in medians.items() if method not in apart},
-        "peers": {method: medians[method] for method in peers},
-        "phases": {method: marks[method].parts_ms() for method in ("computation", "silent", "stock", "auto")},
-    }
+def method_name(method: str) -> str:
+    """As a row has it: `silent` is the stock model whose collectives are left out."""
+    if method == "computation":
+        return "computation/torch"
+    return "computation/silent" if method == "silent" else f"{'peer' if method.startswith('stock') else 'weft'}/{method}"
 
 
-def sentences(line: dict[str, Any]) -> str:
-    """What a line says, in ms."""
-    times = {"computation": line["computation_us"], "silent": line["silent_us"]} | line["peers"] | line["candidates"]
-    every = " ".join(f"{method}={us / 1e3:.1f}" for method, us in (times | {"auto": line["overlapped_us"]}).items())
-    bound = line["peers"]["stock"] / line["silent_us"]
-    parts = "; ".join(f"{method} {phases}" for method, phases in line["phases"].items())
+def sentences(row: Row) -> str:
+    """What a row says, in ms."""
+    every = " ".join(f"{method}={us / 1e3:.1f}" for method, us in row.us.items())
+    bound = row.us["peer/stock"] / row.us["computation/silent"]
+    parts = "; ".join(f"{method} {phases}" for method, phases in row.extra["phases"].items())
     return (
-        f"{line['op']} {line['case']}, ms a step: {every}\n  auto took {line['schedule']}: {line['gain']:.3f}x of stock, where "
-        f"no communication at all would be {bound:.3f}x\n  (GPU, host) ms: {parts}"
+        f"{row.op} {row.case}, ms a step: {every}\n  auto took {row.chosen}: {row.extra['gain']:.3f}x of stock, where no "
+        f"communication at all would be {bound:.3f}x\n  (GPU, host) ms: {parts}"
     )
 
 

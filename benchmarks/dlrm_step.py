@@ -1,7 +1,7 @@
 """What does embedding_bag_all_to_all gain in DLRM: the lookup's exchange, and a training step as a whole?
 
-    torchrun --nproc-per-node 4 benchmarks/dlrm_step.py --json benchmarks/results/dlrm_step.jsonl
-    torchrun --nproc-per-node 4 benchmarks/dlrm_step.py --only step --batch 32768
+    torchrun --nproc-per-node 4 -m benchmarks.dlrm_step --json benchmarks/results/dlrm_step.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.dlrm_step --only step --batch 32768
 
 Protocol: measure.py's; float32. MLPerf's model: 26 tables of dim 128 with its pooling, bottom 512-256-128, top
 1024-1024-512-256-1, batch 65536; tables have a million rows each, and rows are drawn uniformly. The model is
@@ -20,18 +20,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from measure import Times, Work, close_to, parser, row, together, trial
-from parts import chosen, run_parts
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 
 import weft
+from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
+from benchmarks.parts import chosen, run_parts
+from benchmarks.rows import Row
 from weft.planner.models import load_model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -142,55 +143,51 @@ class Site:
         return lambda: _Exchange.apply(pooled, self.columns)
 
     def works(self, part: str) -> dict[str, Work]:
-        ways = {"torch as one": self.as_one, "torch by table": self.each_table, "weft": self.ours}
+        ways = {
+            "sequential/torch as one": self.as_one,
+            "sequential/torch by table": self.each_table,
+            "weft/auto": self.ours,
+        }
         if part == "exchange":
-            return {name: self.forward(way) for name, way in ways.items()} | {"communication": self.exchange()}
-        return {name: self.step(way) for name, way in ways.items()} | {"rest": self.step(lambda: self.given)}
+            return {name: self.forward(way) for name, way in ways.items()} | {"communication/default": self.exchange()}
+        return {name: self.step(way) for name, way in ways.items()} | {"computation/rest": self.step(lambda: self.given)}
 
 
 def checks(expected: object) -> Callable[[str, object], None]:
     compare = [close_to(part.detach().clone(), 1e-3) for part in cast(Tensors, expected)]
 
     def check(name: str, result: object) -> None:
-        if name not in ("communication", "rest"):
+        if not name.startswith(ALONE):
             for one, part in zip(compare, cast(Tensors, result), strict=True):
                 one(name, part)
 
     return check
 
 
-def measured(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measured(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
     works = Site(arguments.batch, arguments.rows, arguments.schedule).works(part)
-    check = checks(together("torch as one", works["torch as one"]))
+    check = checks(together("torch as one", works["sequential/torch as one"]))
     for mode in arguments.modes.split(","):
-        needed = ("torch as one", "communication" if part == "exchange" else "rest")
+        needed = ("sequential/torch as one", "communication/default" if part == "exchange" else "computation/rest")
         times, missing = trial(works, [mode], check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
         case = f"dlrm-mlperf batch={arguments.batch} {part}"
-        line = row(bench="dlrm_step", op="embedding_bag_all_to_all", case=case, dtype="float32", mode=mode, arguments=arguments)
-        yield line | figures(times[mode], arguments.schedule) | {"missing": missing}
+        yield row(
+            bench="dlrm_step",
+            op="embedding_bag_all_to_all",
+            case=case,
+            dtype="float32",
+            mode=mode,
+            times=times[mode],
+            chosen=_chosen(arguments.schedule),
+            missing=missing,
+            arguments=arguments,
+        )
 
 
-def figures(times: Mapping[str, Times], schedule: str) -> dict[str, Any]:
-    us = {name: t.us for name, t in times.items()}
-    peers = {name: value for name, value in us.items() if name.startswith("torch")}
-    chosen = [choice.spec for choice in weft.choices()][-1:] if schedule == "auto" and "weft" in us else [schedule]
-    return {
-        "schedule": (chosen or [None])[0],
-        "sequential_us": min(peers.values()),
-        "communication_us": us.get("communication"),
-        "rest_us": us.get("rest"),
-        "overlapped_us": us.get("weft"),
-        "peers": peers,
-        "host_us": {name: t.host_us for name, t in times.items()},
-    }
-
-
-def sentence(line: Mapping[str, Any]) -> str:
-    beside = " ".join(f"{name} {line[f'{name}_us']:.0f}" for name in ("communication", "rest") if line[f"{name}_us"])
-    told = ", ".join(f"{name} {us:.0f}" for name, us in line["peers"].items())
-    ours_us = line["overlapped_us"]
-    gain = f"weft {ours_us:.0f} ({line['schedule']}): {line['sequential_us'] / ours_us:.2f}x" if ours_us else "-"
-    return f"{line['case']} {line['mode']:5} {beside} {told} | {gain}"
+def _chosen(schedule: str) -> str | None:
+    """What --schedule stands for."""
+    found = [choice.spec for choice in weft.choices()]
+    return schedule if schedule != "auto" else found[-1] if found else None
 
 
 def main() -> None:
@@ -200,7 +197,7 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=1_000_000, help="of each table (%(default)s)")
     options.add_argument("--schedule", default="auto", help="weft's (%(default)s)")
     arguments = options.parse_args()
-    run_parts(chosen(arguments.only, PARTS), measured, sentence, arguments, alarm_s=ALARM_S)
+    run_parts(chosen(arguments.only, PARTS), measured, arguments, alarm_s=ALARM_S)
 
 
 if __name__ == "__main__":

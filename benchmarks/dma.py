@@ -3,34 +3,35 @@
 all_gather, all_to_all, reduce_scatter and all_reduce of bfloat16 tensors that are 64 KiB to 512 MiB as a whole: what an
 all_gather ends with, what each rank gives to the others.
 
-    NCCL ...                  its ways (collectives.py)
+    communication/...         NCCL, its ways (collectives.py)
     copy_engine:C             weft.collectives, C pieces a part, sums on 32 SMs
     copy_engine:2, N SMs      the same with sums on N SMs
     copy_engine_pull:C        all_gather and all_reduce: peers pull
     copy_engine:C, straight   the result lies in collectives.empty: nothing is staged, or copied on arrival
 
-Protocol: measure.py's; graphs; every first result is compared with torch.distributed's, exactly where nothing is summed. gbps
-is what NCCL's tests call bus bandwidth: what leaves a rank if nothing moves twice. Traps: weft copies what arrives to the
-caller's tensor, as NCCL does from plain buffers; NCCL's registered ways get tensors that lie in their windows from the start.
-An all_reduce is in place, so that its values grow from call to call; after the first one only time counts.
+Protocol: measure.py's; graphs; every first result is compared with torch.distributed's, exactly where nothing is summed. Traps:
+weft copies what arrives to the caller's tensor, as NCCL does from plain buffers; NCCL's registered ways get tensors that lie in
+their windows from the start. An all_reduce is in place, so that its values grow from call to call; after the first one only
+time counts.
 
-    timeout 85 torchrun --nproc-per-node 4 benchmarks/dma.py --json benchmarks/results/dma.jsonl
+    timeout 85 torchrun --nproc-per-node 4 -m benchmarks.dma --json benchmarks/results/dma.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from collectives import REGISTERED, Way, ways
-from measure import Job, Work, WrongResult, bytes_text, close_to, lines_of_bytes, parser, start, stop, trial
-from parts import run_jobs
 
+from benchmarks.collectives import REGISTERED, Way, ways
+from benchmarks.measure import Job, Work, WrongResult, bytes_text, close_to, each_mode, parser, start, stop, trial
+from benchmarks.parts import run_jobs
+from benchmarks.rows import Row
 from weft import collectives
+from weft.core.problem import CollectiveProblem
 
 ROUNDS = 7
 SIZES = tuple(1 << power for power in (29, 26, 23, 20, 16))
@@ -99,21 +100,20 @@ def theirs(op: str, given: torch.Tensor, way: Way) -> Work:
 
 def methods(op: str, given: torch.Tensor, found: Sequence[Way]) -> dict[str, Work]:
     """By name."""
-    works = {f"NCCL {way.name}": theirs(op, given, way) for way in found if way.runs(op)}
-    works |= {f"copy_engine:{chunks}": ours(op, given, f"copy_engine:{chunks}") for chunks in CHUNKS}
+    works = {f"communication/{way.name}": theirs(op, given, way) for way in found if way.runs(op)}
+    works |= {f"weft/copy_engine:{chunks}": ours(op, given, f"copy_engine:{chunks}") for chunks in CHUNKS}
     if op in ("all_gather", "all_reduce"):
-        works |= {f"copy_engine_pull:{c}": ours(op, given, f"copy_engine_pull:{c}") for c in CHUNKS[:2]}
+        works |= {f"weft/copy_engine_pull:{c}": ours(op, given, f"copy_engine_pull:{c}") for c in CHUNKS[:2]}
     if op != "reduce_scatter":
-        works["copy_engine:2, straight"] = ours(op, given, "copy_engine:2", straight=True)
+        works["weft/copy_engine:2, straight"] = ours(op, given, "copy_engine:2", straight=True)
     if op in ("reduce_scatter", "all_reduce"):
-        works |= {f"copy_engine:2, {sms} SMs": ours(op, given, "copy_engine:2", sms) for sms in SMS}
+        works |= {f"weft/copy_engine:2, {sms} SMs": ours(op, given, "copy_engine:2", sms) for sms in SMS}
     return works
 
 
-def measured(op: str, nbytes: int, found: Sequence[Way], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One collective of one size: its JSON lines."""
+def measured(op: str, nbytes: int, found: Sequence[Way], arguments: argparse.Namespace) -> list[Row]:
+    """One collective of one size, in every mode."""
     torch.manual_seed(dist.get_rank() + nbytes)
-    size = dist.get_world_size()
     given = torch.randn(nbytes // 2, device="cuda", dtype=torch.bfloat16)
     expected = reference(op, given)
     near = close_to(expected) if expected.dtype == torch.float32 else None
@@ -130,21 +130,25 @@ def measured(op: str, nbytes: int, found: Sequence[Way], arguments: argparse.Nam
         elif not torch.equal(result, expected):
             raise WrongResult(f"{name}: {op} of {nbytes} bytes on rank {dist.get_rank()} is not what torch.distributed has")
 
-    times, failed = trial(
+    times, missing = trial(
         methods(op, given, found),
         arguments.modes.split(","),
         check=check,
-        needed=("NCCL default",),
+        needed=("communication/default",),
         rounds=arguments.rounds,
         repeat=REPEAT_SMALL if nbytes <= SMALL_BYTES else REPEAT,
     )
-    moved = nbytes * (size - 1) / size * (2 if op == "all_reduce" else 1)
-    return [line | {"missing": failed} for line in lines_of_bytes("dma", op, nbytes, moved, times, arguments)]
-
-
-def sentence(line: Mapping[str, Any]) -> str:
-    figures = (f"{name} {us:.0f}" for name, us in line["us"].items())
-    return f"{line['op']:14} {line['case']:8} {line['mode']} {' | '.join(figures)} us"
+    return each_mode(
+        times,
+        bench="dma",
+        op=op,
+        case=bytes_text(nbytes),
+        problem=CollectiveProblem(op=op, m=nbytes // 2, world_size=dist.get_world_size()),  # type: ignore[arg-type]
+        dtype="bfloat16",
+        missing=missing,
+        extra={"bytes": nbytes},
+        arguments=arguments,
+    )
 
 
 def main() -> None:
@@ -167,7 +171,7 @@ def main() -> None:
         for nbytes in sizes
         for op in asked
     ]
-    _, left_out = run_jobs(jobs, sentence, arguments, missing=missing)
+    _, left_out = run_jobs(jobs, arguments, missing=missing)
     for way in found:
         way.close()
     stop(left_out)

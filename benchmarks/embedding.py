@@ -1,12 +1,11 @@
-"""How much of the All-to-All does embedding_bag_all_to_all hide, and how fast does its kernel gather?
+"""How much of the All-to-All does embedding_bag_all_to_all hide?
 
 Protocol: measure.py's; float32, bags of a set length, uniform random rows of tables far larger than any cache, int64
 indices; results are compared with torch's before anything is timed. Baselines of the same run: torch's embedding
 bags and NCCL's all_to_all_single (sequential: the faster of a call for each table and one call over all tables as one), each of
-the two alone, and `weft_sequential`: weft's own lookup kernel, then NCCL. ideal = the larger of weft's lookup alone and NCCL
-alone. overlapped = the best of the schedules that are named; auto = weft's own choice. gather_tbps counts the rows that are
-read, of weft's kernel alone (lookup_us). Traps: tables of a case are views of one matrix, so that both of torch's ways read the
-same memory; what NCCL brings must be laid side by side, which is part of every sequential program.
+the two alone, and `weft/sequential`: weft's own lookup kernel, then NCCL. ideal = the larger of weft's lookup alone
+(`computation/weft`) and NCCL alone. Traps: tables of a case are views of one matrix, so that both of torch's ways read the same
+memory; what NCCL brings must be laid side by side, which is part of every sequential program.
 
 A part of benchmarks/fused.py, which runs it.
 """
@@ -14,17 +13,19 @@ A part of benchmarks/fused.py, which runs it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Failed, Job, Times, Work, close_to, geomean, row, together, trial
 from torch.nn.functional import embedding_bag
 
 import weft
+from benchmarks.measure import Failed, Job, Work, close_to, each_mode, together, trial
+from benchmarks.rows import Row
+from weft.core.problem import LookupProblem
 from weft.core.schedule import Bags, Lookup, Region
 from weft.kernels import lookup as kernel
 
@@ -50,6 +51,10 @@ class Case:
     def gathered_bytes(self) -> int:
         """Of rows that a GPU reads."""
         return self.batch * self.tables * self.pooling * self.dim * 4
+
+    def problem(self, world_size: int) -> LookupProblem:
+        dims = ((self.dim,) * self.tables,) * world_size
+        return LookupProblem.of(batch=self.batch, dims=dims, pooling=self.pooling)
 
 
 CASES = (
@@ -79,13 +84,13 @@ class Site:
         self.recv = torch.empty_like(self.pooled)
 
     def works(self, specs: Sequence[str]) -> dict[str, Work]:
-        works: dict[str, Work] = {"lookup": self.lookup()}
+        works: dict[str, Work] = {"computation/weft": self.lookup()}
         for name, bags in (("by table", self._by_table), ("as one", self._as_one)):
-            works[f"computation {name}"] = bags
-            works[f"sequential {name}"] = lambda bags=bags: self._exchange(bags())  # type: ignore[misc]
-        works["communication"] = lambda: dist.all_to_all_single(self.recv, self.pooled)
-        works["weft_sequential"] = self.overlapped("sequential")
-        return works | {spec: self.overlapped(spec) for spec in specs}
+            works[f"computation/torch {name}"] = bags
+            works[f"sequential/torch {name}"] = lambda bags=bags: self._exchange(bags())  # type: ignore[misc]
+        works["communication/default"] = lambda: dist.all_to_all_single(self.recv, self.pooled)
+        works["weft/sequential"] = self.overlapped("sequential")
+        return works | {f"weft/{spec}": self.overlapped(spec) for spec in specs}
 
     def _by_table(self) -> torch.Tensor:
         """[batch, columns], by a call for each table."""
@@ -145,67 +150,31 @@ def jobs(cases: Sequence[Case], specs: Sequence[str], arguments: argparse.Namesp
     return [Job(name=f"embedding_bag_all_to_all {case.name}", run=partial(measured, case, specs, arguments)) for case in cases]
 
 
-def measured(case: Case, specs: Sequence[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One case in every mode: its JSON lines."""
+def measured(case: Case, specs: Sequence[str], arguments: argparse.Namespace) -> list[Row]:
+    """One case in every mode."""
     torch.manual_seed(dist.get_rank())
     site = Site(case)
     works = site.works(specs)
-    pooled = together("computation by table", works["computation by table"])
-    out = together("sequential by table", works["sequential by table"])
+    pooled = together("computation/torch by table", works["computation/torch by table"])
+    out = together("sequential/torch by table", works["sequential/torch by table"])
     checks = {True: close_to(pooled, 1e-5), False: close_to(out, 1e-5)}  # type: ignore[arg-type]
 
     def check(name: str, result: object) -> None:
-        if name != "communication":
-            checks[name == "lookup" or name.startswith("computation")](name, result)  # type: ignore[arg-type]
+        if not name.startswith("communication/"):
+            checks[name.startswith("computation/")](name, result)  # type: ignore[arg-type]
 
-    needed = ("sequential by table", "computation by table", "communication", "lookup")
+    needed = ("sequential/torch by table", "computation/torch by table", "communication/default", "computation/weft")
     modes = arguments.modes.split(",")
     times, missing = trial(works, modes, check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
-    named = [spec for spec in specs if spec != "auto"]
-    name = chosen(site) if "auto" in specs and "auto" not in missing else None
-    lines = []
-    for mode, us in times.items():
-        op = "embedding_bag_all_to_all"
-        line = row(bench="embedding", op=op, case=case.name, dtype="float32", mode=mode, arguments=arguments)
-        lines.append(line | figures(case, us, [spec for spec in named if spec in us], name) | {"missing": missing})
-    return lines
-
-
-def figures(case: Case, times: Mapping[str, Times], specs: Sequence[str], name: str | None) -> dict[str, Any]:
-    """What one case's times say. name: what auto stands for."""
-    us = {method: t.us for method, t in times.items()}
-    best = min(specs, key=lambda spec: us[spec], default=None)
-    first = {kind: min(us[m] for m in us if m.startswith(kind)) for kind in ("sequential", "computation")}
-    return {
-        "schedule": best,
-        "sequential_us": first["sequential"],
-        "communication_us": us["communication"],
-        "computation_us": first["computation"],
-        "lookup_us": us["lookup"],
-        "gather_tbps": case.gathered_bytes / us["lookup"] / 1e6,
-        "torch_gather_tbps": case.gathered_bytes / first["computation"] / 1e6,
-        "ideal_us": max(us["communication"], us["lookup"]),
-        "overlapped_us": us[best] if best else None,
-        "auto_us": us.get("auto"),
-        "chosen": name,
-        "candidates": {spec: us[spec] for spec in specs},
-        "peers": {method: us[method] for method in us if method not in specs and method != "auto"},
-    }
-
-
-def sentence(line: Mapping[str, Any]) -> str:
-    """A line in words."""
-    weft_us = line["peers"].get("weft_sequential")
-    best = line["overlapped_us"] or float("nan")
-    return (
-        f"{line['case']} {line['mode']}: torch + NCCL {line['sequential_us']:.0f} us, weft's lookup + NCCL {weft_us or 0:.0f}, "
-        f"{line['schedule']} {best:.0f} ({line['sequential_us'] / best:.2f}x, {(weft_us or 0) / best:.2f}x), "
-        f"auto {line['auto_us'] or 0:.0f} = {line['chosen']}; lookup {line['lookup_us']:.0f} at {line['gather_tbps']:.2f} TB/s "
-        f"(torch {line['torch_gather_tbps']:.2f}), all-to-all {line['communication_us']:.0f}; {line['candidates']}"
+    name = chosen(site) if "auto" in specs and "weft/auto" not in missing else None
+    return each_mode(
+        times,
+        bench="embedding",
+        op="embedding_bag_all_to_all",
+        case=case.name,
+        problem=case.problem(site.size),
+        dtype="float32",
+        chosen=name,
+        missing=missing,
+        arguments=arguments,
     )
-
-
-def summary(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The geometric mean of the speed-ups."""
-    gains = [line["sequential_us"] / line["overlapped_us"] for line in lines if line["overlapped_us"]]
-    return f"geometric mean of the speed-ups over torch + NCCL, {len(gains)} lines: {geomean(gains):.2f}x"

@@ -3,9 +3,9 @@
 Runs the other benchmarks and the tests for GPUs, each part in processes of its own that may take so long and no longer: a part
 that hangs costs its limit, and what it has written stays. A line tells how each ended; logs and JSON lines go to a folder.
 
-    python benchmarks/everything.py --out out/h200x4                            every part, as many GPUs as there are
-    python benchmarks/everything.py --out out/h200x4 --only tp,planner --budget-s 600
-    python benchmarks/everything.py --list
+    python -m benchmarks.everything --out out/h200x4                            every part, as many GPUs as there are
+    python -m benchmarks.everything --out out/h200x4 --only tp,planner --budget-s 600
+    python -m benchmarks.everything --list
 
 Protocol: parts run one after the other, alone on the machine; only the runs of one part that are meant to share the GPUs do.
 None is begun that its limit would carry past the budget. Limits are what the parts took on 4 x H200, and half as much again.
@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).parent
-CAMPAIGNS = HERE.parent / "tests" / "campaigns"
+ROOT = Path(__file__).parents[1]
+CAMPAIGNS = ROOT / "tests" / "campaigns"
 LONGEST_S = 600
 """Of a hundred faults."""
 _ENDS_S = 5.0
@@ -50,15 +50,15 @@ class Part:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def spread(gpus: int, script: str, *options: str) -> Run:
+def spread(gpus: int, name: str, *options: str) -> Run:
     """A benchmark on all GPUs."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
-    return Run(words=(*start, str(HERE / script), *options))
+    return Run(words=(*start, "-m", f"benchmarks.{name}", *options))
 
 
 def checked(limit_s: float, *names: str) -> Part:
     """Tests of tests/gpu."""
-    files = [str(HERE.parent / "tests" / "gpu" / f"test_{name}_cuda.py") for name in names]
+    files = [str(ROOT / "tests" / "gpu" / f"test_{name}_cuda.py") for name in names]
     return Part(
         runs=(Run(words=("-m", "pytest", "-q", "--tb=short", "--durations=5", "-p", "no:cacheprovider", *files)),),
         limit_s=limit_s,
@@ -86,8 +86,8 @@ def campaigns(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
 def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
     """All of them by name, in the order in which they are begun. minutes, seed: of the random calls."""
 
-    def one(script: str, limit_s: float, *options: str, **environment: str) -> Part:
-        return Part(runs=(spread(gpus, script, *options),), limit_s=limit_s, environment=environment)
+    def one(name: str, limit_s: float, *options: str, **environment: str) -> Part:
+        return Part(runs=(spread(gpus, name, *options),), limit_s=limit_s, environment=environment)
 
     cache = {"WEFT_CACHE_DIR": str(Path("out/plans").resolve())}
     fresh = Path("out", "first_call", str(os.getpid())).resolve()
@@ -104,33 +104,31 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "kernels": checked(240, "triton", "kernels", "products"),
         "mixed": checked(240, "mixed"),
         "fp8": checked(400, "fp8", "fp8_layers"),
-        "products": Part(runs=(Run(words=(str(HERE / "products.py"),), visible="0"),), limit_s=90),
-        "tp": one("tp.py", 150, "--rounds", "7"),
-        "all_reduce": one("fused.py", 120, "--only", "all_reduce"),
-        "all_to_all": one("fused.py", 120, "--only", "all_to_all"),
-        "embedding": one("fused.py", 110, "--only", "embedding"),
-        "ulysses": one("fused.py", 90, "--only", "ulysses", "--modes", "graph"),
-        "paper": one("fused.py", 90, "--only", "paper", "--modes", "graph"),
-        "first_call": one("first_call.py", 120, "--label", "nothing cached", **caches),
-        "restarted": one("first_call.py", 60, "--label", "restarted", **caches),
-        "row_counts": one("row_counts.py", 60),
-        "planner": one("planner.py", 130, "--collect", "--set", "fresh", "--budget-s", "100"),
-        "planner_fit": one("planner.py", 130, "--collect", "--set", "fit", "--budget-s", "100"),
-        "ficco_gemms": one("ficco_gemms.py", 70, "--collect", "--budget-s", "50"),
-        "prefill": one("models.py", 100, "--part", "prefill", "--layers", "2", **cache),
-        "decode": one("models.py", 80, "--part", "decode", "--layers", "2", **cache),
-        "training": one("models.py", 120, "--part", "training", **cache),
-        "forward": one("models.py", 120, "--part", "forward", **cache),
-        "moe": one("moe.py", 50),
-        "dlrm_step": one("dlrm_step.py", 90),
-        "concurrent": one("beside.py", 160),
-        "conccl": one("beside.py", 240, "--part", "conccl"),
-        "resource_aware": one("resource_aware.py", 200),
-        "data_parallel": one("data_parallel.py", 240),
-        "mlp": one("mlp.py", 90),
-        "transports": one("transports.py", 90),
-        "dma": one("dma.py", 90),
-        "nodes": one("nodes.py", 90),
+        "products": Part(runs=(Run(words=("-m", "benchmarks.products"), visible="0"),), limit_s=90),
+        "tp": one("tp", 150, "--rounds", "7"),
+        "all_reduce": one("fused", 120, "--only", "all_reduce"),
+        "all_to_all": one("fused", 120, "--only", "all_to_all"),
+        "embedding": one("fused", 110, "--only", "embedding"),
+        "ulysses": one("fused", 90, "--only", "ulysses", "--modes", "graph"),
+        "paper": one("fused", 90, "--only", "paper", "--modes", "graph"),
+        "first_call": one("first_call", 120, "--label", "nothing cached", **caches),
+        "restarted": one("first_call", 60, "--label", "restarted", **caches),
+        "row_counts": one("row_counts", 60),
+        "planner": one("planner", 130, "--collect", "--set", "fresh", "--budget-s", "100"),
+        "planner_fit": one("planner", 130, "--collect", "--set", "fit", "--budget-s", "100"),
+        "ficco_gemms": one("ficco_gemms", 70, "--collect", "--budget-s", "50"),
+        "prefill": one("models", 100, "--part", "prefill", "--layers", "2", **cache),
+        "decode": one("models", 80, "--part", "decode", "--layers", "2", **cache),
+        "training": one("models", 120, "--part", "training", **cache),
+        "forward": one("models", 120, "--part", "forward", **cache),
+        "moe": one("moe", 50),
+        "dlrm_step": one("dlrm_step", 90),
+        "concurrent": one("beside", 160),
+        "conccl": one("beside", 240, "--part", "conccl"),
+        "resource_aware": one("resource_aware", 200),
+        "data_parallel": one("data_parallel", 240),
+        "dma": one("dma", 90),
+        "nodes": one("nodes", 90),
         "soak": Part(runs=(Run(words=(str(CAMPAIGNS / "soak.py"), "--device", "cuda", "--calls", "1000000")),), limit_s=120),
         "faults": Part(runs=tuple(faults(seed + at) for at in range(4)), limit_s=LONGEST_S),
         "fuzz": Part(runs=campaigns(gpus, minutes, seed), limit_s=60 * minutes + 60, environment={"OMP_NUM_THREADS": "1"}),

@@ -1,8 +1,8 @@
 """FiCCO's sixteen GEMMs (arXiv 2512.10236): which schedule is chosen, how much is gained, and how near is the ideal?
 
-    python benchmarks/ficco_gemms.py --machine mi300x8 --machine h200x8
-    torchrun --nproc-per-node 4 benchmarks/ficco_gemms.py --collect --json benchmarks/results/ficco_gemms.jsonl
-    python benchmarks/ficco_gemms.py --table --json benchmarks/results/ficco_gemms.jsonl
+    python -m benchmarks.ficco_gemms --machine mi300x8 --machine h200x8
+    torchrun --nproc-per-node 4 -m benchmarks.ficco_gemms --collect --json benchmarks/results/ficco_gemms.jsonl
+    python -m benchmarks.ficco_gemms --table --json benchmarks/results/ficco_gemms.jsonl
 
 The first simulates all of them on profiles, with as many ranks as those have. --collect measures those that fit on the GPUs
 there are (bytes that all candidates hold at once, and time of a call), in graphs, as benchmarks/planner.py does; it goes on
@@ -15,13 +15,12 @@ are read as global, with N sharded (weft.planner.models.gemms); the paper's host
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner import collect
-from scores import FICCO, Line, ficco_specs, read_lines
-
+from benchmarks.planner import collect
+from benchmarks.rows import read
+from benchmarks.scores import FICCO, Line, ficco_specs, line_of
 from weft.core.machine import Machine, load
 from weft.core.problem import Problem
 from weft.perf.ranking import choice, estimates
@@ -53,8 +52,8 @@ def halves(line: Line, machine: Machine, known: Mapping[str, float]) -> tuple[fl
     """(matmul alone, all-gather alone), measured where they were."""
     from weft.perf.terms import whole_collective_us, whole_gemm_us
 
-    computation = known.get("computation_us") or whole_gemm_us(machine, line.problem)
-    return computation, known.get("communication_us") or whole_collective_us(machine, line.problem)
+    computation = known.get("computation/cublas") or whole_gemm_us(machine, line.problem)
+    return computation, known.get("communication/default") or whole_collective_us(machine, line.problem)
 
 
 HEADS = (
@@ -101,10 +100,9 @@ def most(lines: Sequence[Line]) -> str:
 
 
 def measured(path: Path) -> tuple[list[Line], list[Mapping[str, float]]]:
-    """Lines that were measured, and all that each says."""
-    texts = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
-    known = [(line, times) for line, times in zip(read_lines(path), texts, strict=True) if line.us]
-    return [line for line, _ in known], [times for _, times in known]
+    """Lines that were measured, and all times of each."""
+    found = [row for row in read(path) if row.us]
+    return list(map(line_of, found)), [row.us for row in found]
 
 
 def show(lines: Sequence[Line], machine: Machine, known: Sequence[Mapping[str, float]]) -> None:

@@ -9,8 +9,8 @@ Run it twice with the same empty folders for WEFT_CACHE_DIR and TRITON_CACHE_DIR
 pays, which finds the choices and the compiled kernels of the first.
 
     export WEFT_CACHE_DIR=/tmp/plans TRITON_CACHE_DIR=/tmp/triton
-    torchrun --nproc-per-node 2 benchmarks/first_call.py --label "nothing cached" --json benchmarks/results/first_call.jsonl
-    torchrun --nproc-per-node 2 benchmarks/first_call.py --label restarted --json benchmarks/results/first_call.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.first_call --label "nothing cached" --json benchmarks/results/first_call.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.first_call --label restarted --json benchmarks/results/first_call.jsonl
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import measure
 import torch
 import torch.distributed as dist
-from measure import append, parser, row, say, start, stop
 
 import weft
+from benchmarks import measure
+from benchmarks.measure import append, parser, row, say, start, stop
 
 HIDDEN, WIDTH, HEADS, TOKENS = 4096, 14336, 6144, 8192
 
@@ -79,9 +79,18 @@ def main() -> None:
     first_s = {name: seconds(call) for name, call in calls.items()}
     again_s = {name: seconds(call) for name, call in calls.items()}
     held = outside_torch() - before
-    line = row(bench="first_call", op="layer", case=arguments.label, dtype="bfloat16", mode="eager", arguments=arguments)
     chosen = {str(choice.problem): choice.spec for choice in weft.choices()}
-    append(arguments.json, line | {"first_s": first_s, "again_s": again_s, "held_bytes": held, "chosen": chosen})
+    made = row(
+        bench="first_call",
+        op="layer",
+        case="llama3-8b layer",
+        dtype="bfloat16",
+        mode="eager",
+        state=arguments.label,
+        extra={"first_s": first_s, "again_s": again_s, "held_bytes": held, "chosen": chosen},
+        arguments=arguments,
+    )
+    append(arguments.json, made)
     for name, took in first_s.items():
         say(f"{arguments.label}: {name}: first call {took:.2f} s, second {again_s[name] * 1e3:.2f} ms")
     say(f"{arguments.label}: all four {sum(first_s.values()):.1f} s; {held / 2**20:.0f} MiB of GPU memory held")

@@ -1,8 +1,8 @@
 """How much do the fused operators gain? All figures of all-reduce, lookups, all-to-all, and the paper's ranges.
 
-    torchrun --nproc-per-node 4 benchmarks/fused.py --json benchmarks/results/fused.jsonl
-    torchrun --nproc-per-node 4 benchmarks/fused.py --only paper --json benchmarks/results/paper.jsonl
-    torchrun --nproc-per-node 4 benchmarks/fused.py --only all_reduce --cases batch=64,batch=128 --modes graph --specs two_shot
+    torchrun --nproc-per-node 4 -m benchmarks.fused --json benchmarks/results/fused.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.fused --only paper --json benchmarks/results/paper.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.fused --only all_reduce --cases batch=64,batch=128 --modes graph --specs two_shot
 
 Each part is a module that says what it asks, its cases and its baselines: all_reduce.py, embedding.py, all_to_all.py,
 ulysses.py, paper.py.
@@ -12,25 +12,19 @@ Protocol: measure.py's. All parts in both modes take minutes; `--only` and `--ca
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import all_reduce
-import all_to_all
-import embedding
-import measure
-import paper
 import torch.distributed as dist
-import ulysses
-from collectives import REGISTERED, Way, ways
-from measure import Job, parser, start, stop
-from parts import run_jobs
 
+from benchmarks import all_reduce, all_to_all, embedding, measure, paper, ulysses
+from benchmarks.collectives import REGISTERED, Way, ways
+from benchmarks.measure import Job, parser, start, stop
+from benchmarks.parts import run_jobs
+from benchmarks.rows import Row, summary
 from weft import schedules
 
 ROUNDS, ALARM_S = 9, 40
-Lines = Sequence[Mapping[str, Any]]
 MakeJobs = Callable[[Sequence[Way], argparse.Namespace], list[Job]]
 
 
@@ -39,8 +33,7 @@ class Part:
     """One question. jobs: its cases. room: NCCL's ways beside the default, and bytes of the buffers that they register."""
 
     jobs: MakeJobs
-    sentence: Callable[[Mapping[str, Any]], str]
-    summary: Callable[[Lines], str]
+    summary: Callable[[Sequence[Row]], str] = summary
     room: tuple[Sequence[str], int] = ((), 0)
 
 
@@ -80,28 +73,24 @@ def _largest(cases: Sequence[all_to_all.Case]) -> int:
 PARTS = {
     "all_reduce": Part(
         jobs=_all_reduces,
-        sentence=all_reduce.sentence,
-        summary=all_reduce.summary,
         room=(REGISTERED[:1], 2 * max(all_reduce.BATCHES) * max(columns for _, columns in all_reduce.CASES)),
     ),
-    "embedding": Part(jobs=_lookups, sentence=embedding.sentence, summary=embedding.summary),
+    "embedding": Part(jobs=_lookups),
     "all_to_all": Part(
         jobs=_all_to_alls,
-        sentence=all_to_all.sentence,
-        summary=all_to_all.summary,
         room=(REGISTERED, _largest(all_to_all.EVEN)),
     ),
-    "ulysses": Part(jobs=_ulysses, sentence=all_to_all.sentence, summary=ulysses.summary),
-    "paper": Part(jobs=_of_the_paper, sentence=paper.sentence, summary=paper.summary),
+    "ulysses": Part(jobs=_ulysses),
+    "paper": Part(jobs=_of_the_paper, summary=paper.summary),
 }
 
 
-def run(part: Part, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measure a part's cases that are asked for: (its JSON lines, cases that were left out)."""
+def run(part: Part, arguments: argparse.Namespace) -> tuple[list[Row], list[str]]:
+    """Measure a part's cases that are asked for: (its rows, cases that were left out)."""
     names, room = part.room
     found, missing = ways(",".join(names), room, room)
     asked = [job for job in part.jobs(found, arguments) if any(word in job.name for word in arguments.cases.split(","))]
-    measured = run_jobs(asked, part.sentence, arguments, missing=missing)
+    measured = run_jobs(asked, arguments, missing=missing)
     for way in found:
         way.close()
     return measured

@@ -6,7 +6,7 @@ kernel plain; with open gates (a part for each eighth of the rows, all but the f
 open gates between eight slices of K, too, for all parts but the first. Gated ones have the plain kernel's tile shape.
 Traps: outputs and inputs are larger than the L2 cache in all but the smallest cases; the first rounds are thrown away.
 
-    python benchmarks/gemm.py --json benchmarks/results/gemm.jsonl
+    python -m benchmarks.gemm --json benchmarks/results/gemm.jsonl
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from cases import CASES, Case
-from checked_options import appended
-from one_gpu import append, medians
 
+from benchmarks.cases import CASES, Case
+from benchmarks.checked_options import appended
+from benchmarks.one_gpu import append, medians
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm import fits, gemm, tables
 from weft.kernels.shapes import SHAPES, TileShape, blocks_for
@@ -99,8 +99,8 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=appended, help="append a JSON line for each case")
-    parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
+    parser.add_argument("--json", type=appended, help="append a row for each case (rows.py)")
+    parser.add_argument("--commit", default="", help="what the tree is, for the rows")
     parser.add_argument("--shapes", action="store_true", help="also each tile shape by itself")
     arguments = parser.parse_args()
     ratios: dict[str, list[float]] = {"kernel": [], "gated": [], "counted": [], "sliced": []}
@@ -119,7 +119,7 @@ def main() -> None:
                 bench="gemm",
                 op=case.op,
                 case=case.name,
-                shape=[problem.m, problem.columns(0), problem.inner(0)],
+                extra={"shape": [problem.m, problem.columns(0), problem.inner(0)]},
                 commit=arguments.commit,
                 dtype="bfloat16",
                 samples=ROUNDS,

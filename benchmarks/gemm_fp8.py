@@ -9,8 +9,8 @@ rows, all but the first from a second tensor, behind open gates (gated); with su
 blockwise scales the sums are always exact: plain (kernel) and gated.
 Traps: as benchmarks/gemm.py.
 
-    python benchmarks/gemm_fp8.py --json benchmarks/results/gemm_fp8.jsonl
-    python benchmarks/gemm_fp8.py --shapes 128,256,128,8,3,8 128,128,128,8,3,8,pairs 64,128,128,4,3,8,exact,twice
+    python -m benchmarks.gemm_fp8 --json benchmarks/results/gemm_fp8.jsonl
+    python -m benchmarks.gemm_fp8 --shapes 128,256,128,8,3,8 128,128,128,8,3,8,pairs 64,128,128,4,3,8,exact,twice
 
 A shape is m,n,k,warps,stages,group of a tile, and any of these words. exact: sums in float32, as blockwise scales always have
 them. pairs: exact, by two steps over K a turn, of which a stage holds both. halves: half tiles in the last wave. twice: two
@@ -29,11 +29,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from cases import CASES
-from checked_options import appended
-from gemm import CALLS, ROUNDS
-from one_gpu import append, medians
 
+from benchmarks.cases import CASES
+from benchmarks.checked_options import appended
+from benchmarks.gemm import CALLS, ROUNDS
+from benchmarks.one_gpu import append, medians
 from weft.core.problem import SCALE_BLOCK, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm import fits, gemm, tables
@@ -196,8 +196,8 @@ def report(name: str, size: Sequence[int], us: dict[str, float]) -> dict[str, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=appended, help="append a JSON line for each case")
-    parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
+    parser.add_argument("--json", type=appended, help="append a row for each case (rows.py)")
+    parser.add_argument("--commit", default="", help="what the tree is, for the rows")
     parser.add_argument("--shapes", type=candidate, nargs="*", default=[], help="tile shapes to try, see above")
     parser.add_argument("--only", choices=("dense", "blockwise"), help="one of the two kinds of cases")
     arguments = parser.parse_args()
@@ -218,9 +218,9 @@ def main() -> None:
                 arguments.json,
                 us,
                 bench="gemm_fp8",
-                kind=kind,
+                op=kind,
                 case=name,
-                shape=size,
+                extra={"shape": size},
                 commit=arguments.commit,
                 dtype="float8_e4m3fn",
                 samples=ROUNDS,

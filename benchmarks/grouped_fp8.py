@@ -9,7 +9,7 @@ bfloat16. Methods: weft.all_to_all_matmul with splits in a group of one rank (`d
 methods do without it.
 Trap: a kernel is compiled at its first call, some seconds for each.
 
-    python benchmarks/grouped_fp8.py --json benchmarks/results/grouped_fp8.jsonl
+    python -m benchmarks.grouped_fp8 --json benchmarks/results/grouped_fp8.jsonl
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from checked_options import appended
-from one_gpu import append, medians
 
 import weft
+from benchmarks.checked_options import appended
+from benchmarks.one_gpu import append, medians
 
 ROUNDS = 9
 CALLS = 4
@@ -100,8 +100,8 @@ def check(case: Case, found: dict[str, Callable[[], torch.Tensor]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=appended, help="append a JSON line for each case")
-    parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
+    parser.add_argument("--json", type=appended, help="append a row for each case (rows.py)")
+    parser.add_argument("--commit", default="", help="what the tree is, for the rows")
     arguments = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -120,8 +120,9 @@ def main() -> None:
                 arguments.json,
                 us,
                 bench="grouped_fp8",
+                op="grouped",
                 case=case.name,
-                shape=(case.rows, case.n, case.k, case.experts),
+                extra={"shape": [case.rows, case.n, case.k, case.experts]},
                 commit=arguments.commit,
                 dtype="float8_e4m3fn",
                 samples=ROUNDS,

@@ -1,13 +1,12 @@
 """Which bags, warps and bytes a row suit the lookup kernel? One GPU; each constant of weft.kernels.lookup is varied alone.
 
-torchrun --nproc-per-node 1 benchmarks/lookup_shapes.py --cases 32x128
+torchrun --nproc-per-node 1 -m benchmarks.lookup_shapes --cases 32x128
 """
 
 from __future__ import annotations
 
-from embedding import CASES, REPEAT, Case, Site
-from measure import Work, parser, release, say, start, stop, trial
-
+from benchmarks.embedding import CASES, REPEAT, Case, Site
+from benchmarks.measure import Work, parser, release, say, start, stop, trial
 from weft.kernels import lookup as kernel
 
 TUNED = {"_ROW_BYTES": (2048, 4096, 8192, 16384), "_BAGS": (1, 2, 4, 8), "_WARPS_PER_SM": (16, 32, 64)}

@@ -1,6 +1,6 @@
 """Does a model learn the same under weft's operators as under torch's? Losses of one training run, step by step.
 
-    torchrun --nproc-per-node 2 benchmarks/losses.py --json benchmarks/results/losses.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.losses --json benchmarks/results/losses.jsonl
 
 A small Llama of transformers, random weights, bfloat16, with AdamW on float32 copies of the weights. The text is drawn from a
 fixed Markov chain, so that a loss has a floor, the chain's entropy, which only a model that learns comes close to. Three runs
@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checked_options import appended
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -46,6 +45,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import weft
+from benchmarks.checked_options import appended
 
 ALARM_S = 80
 NEXT_WORDS = 4

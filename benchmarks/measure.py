@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import math
 import os
 import random
@@ -28,13 +27,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from checked_options import appended, count, modes_of
 
 import weft
+from benchmarks import rows
+from benchmarks.checked_options import appended, count, modes_of
+from benchmarks.rows import Row
+from weft.core import codec
+from weft.core.problem import CollectiveProblem, LookupProblem, Problem
 from weft.runtime.versions import versions
 
 ALARM_S = 90
@@ -44,10 +47,11 @@ PLANS = ""
 WARM_UP = 2
 _LEADS = 2
 _REASON = 400
-"""Letters of an error that a JSON line keeps."""
+"""Letters of an error that a row keeps."""
 Work = Callable[[], object]
 Check = Callable[[str, object], None]
 T = TypeVar("T")
+AnyProblem: TypeAlias = Problem | LookupProblem | CollectiveProblem
 
 
 class Failed(Exception):
@@ -72,10 +76,10 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A case that waits to be measured. run: measures it; its JSON lines, one a mode. Raises Failed."""
+    """A case that waits to be measured. run: measures it; its rows, one a mode. Raises Failed."""
 
     name: str
-    run: Callable[[], Iterable[dict[str, Any]]]
+    run: Callable[[], Iterable[Row]]
 
 
 def start() -> int:
@@ -279,7 +283,11 @@ def close_to(expected: torch.Tensor, tolerance: float = 0.03) -> Callable[[str, 
     return check
 
 
-def check_of(expected: torch.Tensor, *, apart: tuple[str, ...]) -> Check:
+ALONE = ("computation/", "communication/")
+"""Methods that do not give the result."""
+
+
+def check_of(expected: torch.Tensor, *, apart: tuple[str, ...] = ALONE) -> Check:
     """A trial's check: `close_to` what is expected, but for methods whose names begin with one of `apart`."""
     compare = close_to(expected)
 
@@ -293,51 +301,55 @@ def check_of(expected: torch.Tensor, *, apart: tuple[str, ...]) -> Check:
 def parser(text: str | None, *, rounds: int, modes: str = "graph,eager") -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=appended, help="append a JSON line for each case and mode")
-    made.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
+    made.add_argument("--json", type=appended, help="append a row for each case and mode (rows.py)")
+    made.add_argument("--commit", default="", help="what the tree is, for the rows")
     made.add_argument("--modes", type=modes_of, default=modes, help="of graph and eager, with commas (%(default)s)")
     made.add_argument("--rounds", type=count, default=rounds, help="samples of each method (%(default)s)")
     return made
 
 
-def row(*, bench: str, op: str, case: str, dtype: str, mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """How every JSON line begins."""
-    return {
-        "bench": bench,
-        "op": op,
-        "case": case,
-        "machine": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
-        "versions": versions("cuda"),
-        "commit": arguments.commit,
-        "dtype": dtype,
-        "world_size": dist.get_world_size(),
-        "mode": mode,
-        "samples": arguments.rounds,
-    }
+def row(
+    *,
+    bench: str,
+    op: str,
+    case: str,
+    dtype: str,
+    mode: str,
+    arguments: argparse.Namespace,
+    times: Mapping[str, Times] | None = None,
+    problem: AnyProblem | None = None,
+    **figures: Any,
+) -> Row:
+    """A row of what `trial` found in one mode, with host times of eager calls. figures: further fields of a Row, or `us` and
+    `host_us` of what another clock found."""
+    if times is not None:
+        figures["us"] = {name: t.us for name, t in times.items()}
+        figures["host_us"] = {name: t.host_us for name, t in times.items()} if mode == "eager" else {}
+    return Row(
+        bench=bench,
+        op=op,
+        case=case,
+        problem=codec.dump(problem) if problem else {},
+        dtype=dtype,
+        world_size=dist.get_world_size(),
+        mode=mode,
+        machine=f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
+        versions=versions("cuda"),
+        commit=arguments.commit,
+        samples=arguments.rounds,
+        **figures,
+    )
 
 
-def lines_of_bytes(
-    bench: str, op: str, nbytes: int, moved: float, times: Mapping[str, Mapping[str, Times]], arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """JSON lines of `nbytes`, one a mode: each method's time, and its rate for the `moved` bytes that leave a rank."""
-    lines = []
-    for mode, found in times.items():
-        us = {name: t.us for name, t in found.items()}
-        line = row(bench=bench, op=op, case=bytes_text(nbytes), dtype="bfloat16", mode=mode, arguments=arguments)
-        lines.append(line | {"bytes": nbytes, "us": us, "gbps": {name: moved / value / 1e3 for name, value in us.items()}})
-    return lines
+def each_mode(times: Mapping[str, Mapping[str, Times]], **about: Any) -> list[Row]:
+    """A row for each mode of a trial. about: arguments of `row`."""
+    return [row(mode=mode, times=found, **about) for mode, found in times.items()]
 
 
 def bytes_text(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >> 20 else f"{nbytes >> 10} KiB"
 
 
-def append(path: Path | None, line: Mapping[str, Any]) -> None:
-    """Write a JSON line, on rank 0."""
-    if path and dist.get_rank() == 0:
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def geomean(values: Collection[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values))) if values else math.nan
+def append(path: Path | None, row: Row) -> None:
+    """Write a row, on rank 0."""
+    rows.append(path if dist.get_rank() == 0 else None, row)

@@ -16,8 +16,8 @@ of a step's collectives by NCCL, one after the other; ideal: the larger. Traps: 
 host's time, host_us says; the first run compiles, and schedules are tried, so give WEFT_CACHE_DIR a folder of its own, and run
 twice: what the first one chose is taken over, as in no other benchmark.
 
-    torchrun --nproc-per-node 4 benchmarks/models.py --part training --json benchmarks/results/models.jsonl
-    torchrun --nproc-per-node 4 benchmarks/models.py --part forward --layers 1 --methods torch,weft --profile docs/traces
+    torchrun --nproc-per-node 4 -m benchmarks.models --part training --json benchmarks/results/models.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.models --part forward --layers 1 --methods torch,weft --profile docs/traces
 
 With --profile nothing is timed: a trace of each method (and of computation) goes to that folder, and times by kind are said
 (traces.py).
@@ -27,28 +27,36 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
-import traces
-from decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
-from measure import Times, Work, close_to, parser, row, together, trial
-from parts import folder_of, profiles, run_parts
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
+from benchmarks import measure, traces
+from benchmarks.decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
+from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
+from benchmarks.parts import folder_of, profiles, run_parts
+from benchmarks.rows import Row
 
 Tensor = torch.Tensor
 ROUNDS, REPEAT = 9, 1
 TOLERANCE = 0.06
 """Of the largest element: layers' roundings add up."""
-METHODS = ("torch", "torch_compiled", "async_tp", "weft", "weft_compiled", "weft_pass")
+METHODS = {
+    "torch": "sequential/torch",
+    "torch_compiled": "peer/torch_compile",
+    "async_tp": "peer/async_tp",
+    "weft": "weft/eager",
+    "weft_compiled": "weft/compiled",
+    "weft_pass": "weft/pass",
+}
+"""--methods, and their names in a row."""
 PARTS = {
     "training": ((1, 8192),),
     "forward": ((1, 8192),),
@@ -73,11 +81,11 @@ class Bench:
 
     def works(self, methods: Sequence[str]) -> dict[str, Work]:
         """Everything that is timed, by name."""
-        made = {name: self._step(self._called(name)) for name in methods}
+        made = {METHODS[name]: self._step(self._called(name)) for name in methods}
         alone = Alone(self.sizes.part(self.ranks), 1 if self.decode else self.ranks, **self._where)
         if self.decode:
             alone.cached(self.batch, self.sizes.part(self.ranks))
-        return {**made, "computation": self._step(alone), "communication": self._collectives()}
+        return {**made, "computation/torch": self._step(alone), "communication/default": self._collectives()}
 
     @property
     def _where(self) -> dict[str, Any]:
@@ -167,7 +175,7 @@ def checks(expected: object) -> Callable[[str, object], None]:
     compare = [(label, close_to(part.float(), TOLERANCE)) for label, part in _parts(expected)]
 
     def check(name: str, result: object) -> None:
-        if name not in ("computation", "communication"):
+        if not name.startswith(ALONE):
             for (label, one), (_, part) in zip(compare, _parts(result), strict=True):
                 one(f"{name}: {label}", part)
 
@@ -198,57 +206,33 @@ def world() -> DeviceMesh:
     return dist.init_device_mesh("cuda", (dist.get_world_size(),))
 
 
-def measured(case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One case, (batch, tokens): a JSON line for each mode."""
+def measured(case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[Row]:
+    """One case, (batch, tokens), in each mode."""
     mesh, part, (batch, tokens) = world(), arguments.part, case
     bench = Bench(mesh, part, batch, tokens, Sizes(layers=arguments.layers))
     works = bench.works(arguments.methods)
-    check = checks(together("torch", works["torch"]))
+    check = checks(together("torch", works["sequential/torch"]))
     name = f"llama3-70b x {arguments.layers} layers, {part} {batch} x {tokens}"
+    made = partial(row, op=part, case=name, dtype="bfloat16", arguments=arguments)
     if arguments.profile:
         for method in arguments.methods:
-            check(method, together(method, works[method]))
+            check(method, together(method, works[METHODS[method]]))
         bench.annotate(arguments.methods)
-        line = row(bench="traces", op=part, case=name, dtype="bfloat16", mode="eager", arguments=arguments)
-        chosen = {method: works[method] for method in (*arguments.methods, "computation")}
-        yield from (line | found for found in traces.profiled(chosen, part, folder_of(arguments)))
+        chosen = {method: works[METHODS[method]] for method in arguments.methods} | {"computation": works["computation/torch"]}
+        for found in traces.profiled(chosen, part, folder_of(arguments)):
+            yield made(bench="traces", mode="eager", extra=found)
         return
     modes = arguments.modes.split(",") if arguments.modes else ["graph"] if part in ("prefill", "decode") else ["eager"]
-    needed = ("torch", "computation", "communication")
+    needed = ("sequential/torch", "computation/torch", "communication/default")
     for mode in modes:
         times, missing = trial(works, [mode], check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
-        line = row(bench="models", op=part, case=name, dtype="bfloat16", mode=mode, arguments=arguments)
         choices = {str(choice.problem): choice.us or {choice.spec: None} for choice in weft.choices(mesh.get_group())}
-        yield line | figures(times[mode]) | {"missing": missing, "choices": choices}
+        yield made(bench="models", mode=mode, times=times[mode], missing=missing, extra={"choices": choices})
 
 
 def after() -> None:
     torch.compiler.reset()
     weft.close(world().get_group())
-
-
-def figures(times: dict[str, Times]) -> dict[str, Any]:
-    us = {name: t.us for name, t in times.items()}
-    fastest = min((name for name in us if name.startswith("weft")), key=lambda name: us[name], default=None)
-    return {
-        "schedule": fastest,
-        "sequential_us": min(us[name] for name in us if name.startswith("torch")),
-        "communication_us": us["communication"],
-        "computation_us": us["computation"],
-        "ideal_us": max(us["communication"], us["computation"]),
-        "overlapped_us": us[fastest] if fastest else None,
-        "candidates": {name: value for name, value in us.items() if name not in ("communication", "computation")},
-        "peers": {name: us[name] for name in ("async_tp",) if name in us},
-        "host_us": {name: t.host_us for name, t in times.items()},
-    }
-
-
-def sentence(line: Mapping[str, Any]) -> str:
-    if "told" in line:
-        return "\n".join([line["case"], *line["told"]])
-    each = " ".join(f"{name}={us:.0f}" for name, us in line["candidates"].items())
-    text = f"{line['case']} {line['mode']:5} comp {line['computation_us']:.0f} comm {line['communication_us']:.0f} | {each}"
-    return text + (f" | {line['sequential_us'] / line['overlapped_us']:.2f}x torch" if line["overlapped_us"] else "")
 
 
 def main() -> None:
@@ -266,7 +250,7 @@ def main() -> None:
     arguments.methods = [name for name in METHODS if name in wanted - skipped]
     cases = PARTS[arguments.part]
     measure.PLANS = os.environ.get("WEFT_CACHE_DIR", "")
-    run_parts([cases[number] for number in arguments.cases or range(len(cases))], measured, sentence, arguments, after=after)
+    run_parts([cases[number] for number in arguments.cases or range(len(cases))], measured, arguments, after=after)
 
 
 if __name__ == "__main__":

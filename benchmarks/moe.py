@@ -1,8 +1,8 @@
 """How much of a Mixtral layer's exchange do experts over ranks hide, forward and with the backward?
 
-    torchrun --nproc-per-node 4 benchmarks/moe.py --json benchmarks/results/moe.jsonl
-    torchrun --nproc-per-node 4 benchmarks/moe.py --only forward --modes eager
-    torchrun --nproc-per-node 4 benchmarks/moe.py --only pieces --modes graph
+    torchrun --nproc-per-node 4 -m benchmarks.moe --json benchmarks/results/moe.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.moe --only forward --modes eager
+    torchrun --nproc-per-node 4 -m benchmarks.moe --only pieces --modes graph
 
 Protocol: measure.py's; bf16, normal data; results and gradients are compared with torch's before anything is timed. One layer
 of Mixtral 8x7B (hidden 4096, width 14336, 8 experts, 2 of them for each token), of which each rank has its share of experts and
@@ -21,15 +21,17 @@ activation is two kernels and its sum of a token's rows four, as eager PyTorch h
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import traces
-from measure import Times, Work, close_to, parser, row, together, trial
-from parts import chosen, folder_of, profiles, run_parts
 
+from benchmarks import traces
+from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
+from benchmarks.parts import chosen, folder_of, profiles, run_parts
+from benchmarks.rows import Row
 from weft.models.experts import ExpertLimits, Routing, experts_apart, swiglu
 from weft.ops import all_to_all_matmul, matmul_all_to_all
 from weft.ops.ragged_all_to_all import ragged_gated
@@ -196,19 +198,22 @@ class Layer:
     def works(self, part: str) -> dict[str, Work]:
         if part == "pieces":
             with torch.no_grad():
-                pieces = {name: self.forward(make) for name, make in self.pieces().items()}
-            return pieces | {"computation": self.forward(self.computed), "communication": self.exchanges(2)}
+                pieces = {
+                    f"{'computation' if name.startswith('torch') else 'weft'}/{name}": self.forward(make)
+                    for name, make in self.pieces().items()
+                }
+            return pieces | {"computation/torch": self.forward(self.computed), "communication/default": self.exchanges(2)}
         ways = {
-            "torch known": lambda: self.theirs(known=True),
-            "torch, own kernels": lambda: self.theirs(known=True, own_kernels=True),
-            "torch": lambda: self.theirs(known=False),
-            "weft": self.ours,
+            "sequential/torch known": lambda: self.theirs(known=True),
+            "weft/sequential": lambda: self.theirs(known=True, own_kernels=True),
+            "sequential/torch": lambda: self.theirs(known=False),
+            "weft/splits": self.ours,
         }
         if part == "forward":
             made = {name: self.forward(make) for name, make in ways.items()}
-            return made | {"computation": self.forward(self.computed), "communication": self.exchanges(2)}
+            return made | {"computation/torch": self.forward(self.computed), "communication/default": self.exchanges(2)}
         made = {name: self.step(make, self.x_TH) for name, make in ways.items()}
-        return made | {"computation": self.step(self.computed, self.arrived), "communication": self.exchanges(4)}
+        return made | {"computation/torch": self.step(self.computed, self.arrived), "communication/default": self.exchanges(4)}
 
 
 def _normal(*extents: int, scale: float = 1.0) -> torch.Tensor:
@@ -221,58 +226,32 @@ def checks(expected: object) -> Callable[[str, object], None]:
     compare = [close_to(part.detach().float()) for part in cast(Tensors, expected)]
 
     def check(name: str, result: object) -> None:
-        if name not in ("computation", "communication"):
+        if not name.startswith(ALONE):
             for label, one, part in zip(labels, compare, cast(Tensors, result), strict=False):
                 one(f"{name}: {label}", part.detach())
 
     return check
 
 
-def measured(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A JSON line for each mode. In a graph the host knows all counts."""
+def measured(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
+    """A row for each mode. In a graph the host knows all counts."""
     torch.manual_seed(dist.get_rank())
     works = Layer(arguments.tokens, arguments.capacity).works(part)
     whole = part != "pieces"
     case = f"mixtral-8x7b layer tokens={arguments.tokens} {part}"
+    made = partial(row, op="expert_parallel", case=case, dtype="bfloat16", arguments=arguments)
     if arguments.profile:
-        line = row(bench="traces", op="expert_parallel", case=case, dtype="bfloat16", mode="eager", arguments=arguments)
-        wanted = {name: works[name] for name in ("torch, own kernels", "weft", "computation") if name in works}
-        yield from (line | found for found in traces.profiled(wanted, part, folder_of(arguments)))
+        names = {"torch, own kernels": "weft/sequential", "weft": "weft/splits", "computation": "computation/torch"}
+        wanted = {title: works[name] for title, name in names.items() if name in works}
+        for found in traces.profiled(wanted, part, folder_of(arguments)):
+            yield made(bench="traces", mode="eager", extra=found)
         return
-    check = checks(together("torch known", works["torch known"])) if whole else lambda name, result: None
+    check = checks(together("torch known", works["sequential/torch known"])) if whole else lambda name, result: None
     for mode in arguments.modes.split(","):
-        timed = {name: work for name, work in works.items() if (name, mode) != ("torch", "graph")}
-        needed = ("torch known", "computation", "communication") if whole else ()
+        timed = {name: work for name, work in works.items() if (name, mode) != ("sequential/torch", "graph")}
+        needed = ("sequential/torch known", "computation/torch", "communication/default") if whole else ()
         times, missing = trial(timed, [mode], check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
-        line = row(bench="moe", op="expert_parallel", case=case, dtype="bfloat16", mode=mode, arguments=arguments)
-        found = figures(times[mode]) if whole else {"pieces": {name: t.us for name, t in times[mode].items()}}
-        yield line | found | {"capacity": arguments.capacity, "missing": missing}
-
-
-def figures(times: Mapping[str, Times]) -> dict[str, Any]:
-    us = {name: t.us for name, t in times.items()}
-    return {
-        "schedule": "splits",
-        "sequential_us": us["torch known"],
-        "communication_us": us["communication"],
-        "computation_us": us["computation"],
-        "ideal_us": max(us["communication"], us["computation"]),
-        "overlapped_us": us.get("weft"),
-        "peers": {name: value for name, value in us.items() if name.startswith("torch")},
-        "host_us": {name: t.host_us for name, t in times.items()},
-    }
-
-
-def sentence(line: Mapping[str, Any]) -> str:
-    if "told" in line:
-        return "\n".join([line["case"], *line["told"]])
-    if "pieces" in line:
-        return f"{line['case']} {line['mode']:5} " + ", ".join(f"{name} {us:.0f}" for name, us in line["pieces"].items())
-    ours_us, peers = line["overlapped_us"], line["peers"]
-    told = " ".join(f"{name}: {us:.0f}" for name, us in peers.items())
-    gain = f"weft {ours_us:.0f}, " + ", ".join(f"{us / ours_us:.2f}x {name}" for name, us in peers.items()) if ours_us else "-"
-    parts = f"comp {line['computation_us']:.0f} comm {line['communication_us']:.0f} {told}"
-    return f"{line['case']} {line['mode']:5} {parts} | {gain}"
+        yield made(bench="moe", mode=mode, times=times[mode], missing=missing, extra={"capacity": arguments.capacity})
 
 
 def main() -> None:
@@ -282,7 +261,7 @@ def main() -> None:
     options.add_argument("--capacity", type=float, default=1.25, help="rows that fit, over those sent (%(default)s)")
     profiles(options)
     arguments = options.parse_args()
-    run_parts(chosen(arguments.only, PARTS), measured, sentence, arguments, alarm_s=ALARM_S)
+    run_parts(chosen(arguments.only, PARTS), measured, arguments, alarm_s=ALARM_S)
 
 
 if __name__ == "__main__":

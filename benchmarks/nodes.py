@@ -3,34 +3,33 @@
 Protocol: measure.py's; bf16 (lookups: float32), normal data; results are compared with sequential's before anything is timed.
 The GPUs of one host are cut into nodes of --per-node ranks, which reach each other by NCCL's messages alone. Baselines of the
 same run, all by weft or by what it stands for: sequential (cuBLAS, or weft's lookup, and NCCL over all ranks), NCCL alone, and
-cuBLAS or weft's lookup alone. ideal = the larger of these two. overlapped = the best of the schedules that are named; auto =
-weft's own choice.
+cuBLAS or weft's lookup alone. ideal = the larger of these two.
 
 Traps: here the "network" is NVLink. So this says whether slices leave while the rest is computed, and what a slice costs; it
 does not say what an adapter of 50 GB/s gives, behind which there is far more to hide. NCCL's sequential program knows of no
 nodes, and uses all links alike.
 
-    torchrun --nproc-per-node 4 benchmarks/nodes.py --json benchmarks/results/nodes.jsonl
-    torchrun --nproc-per-node 4 benchmarks/nodes.py --ops matmul_all_to_all,embedding_bag_all_to_all --modes graph
+    torchrun --nproc-per-node 4 -m benchmarks.nodes --json benchmarks/results/nodes.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.nodes --ops matmul_all_to_all,embedding_bag_all_to_all --modes graph
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
-from embedding import Case as Bags
-from embedding import Site
-from measure import Job, Times, Work, check_of, geomean, parser, row, say, start, stop, together, trial
-from parts import run_jobs
 
 import weft
+from benchmarks import measure
+from benchmarks.embedding import Case as Bags
+from benchmarks.embedding import Site
+from benchmarks.measure import Job, Work, check_of, each_mode, parser, say, start, stop, together, trial
+from benchmarks.parts import run_jobs
+from benchmarks.rows import Row, summary
 from weft import schedules
 from weft.core.problem import Op
 
@@ -63,14 +62,20 @@ def exchange(sizes: Matmul) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def combine(sizes: Matmul) -> Made:
     a, b, product = exchange(sizes)
     landed = torch.empty_like(product)
-    alone: dict[str, Work] = {"communication": lambda: dist.all_to_all_single(landed, product), "computation": lambda: a @ b}
+    alone: dict[str, Work] = {
+        "communication/default": lambda: dist.all_to_all_single(landed, product),
+        "computation/cublas": lambda: a @ b,
+    }
     return alone, lambda spec: partial(weft.matmul_all_to_all, a, b, schedule=spec)
 
 
 def dispatch(sizes: Matmul) -> Made:
     a, b, _ = exchange(sizes)
     landed = torch.empty_like(a)
-    alone: dict[str, Work] = {"communication": lambda: dist.all_to_all_single(landed, a), "computation": lambda: a @ b}
+    alone: dict[str, Work] = {
+        "communication/default": lambda: dist.all_to_all_single(landed, a),
+        "computation/cublas": lambda: a @ b,
+    }
     return alone, lambda spec: partial(weft.all_to_all_matmul, a, b, schedule=spec)
 
 
@@ -78,8 +83,8 @@ def gather(sizes: Matmul) -> Made:
     (m, n, k), size = sizes, dist.get_world_size()
     a, b, a_full = drawn(m // size, k), drawn(k, n // size) * k**-0.5, drawn(m, k)
     alone: dict[str, Work] = {
-        "communication": lambda: dist.all_gather_into_tensor(a_full, a),
-        "computation": lambda: a_full @ b,
+        "communication/default": lambda: dist.all_gather_into_tensor(a_full, a),
+        "computation/cublas": lambda: a_full @ b,
     }
     return alone, lambda spec: partial(weft.all_gather_matmul, a, b, schedule=spec)
 
@@ -88,8 +93,8 @@ def scatter(sizes: Matmul) -> Made:
     (m, n, k), size = sizes, dist.get_world_size()
     a, b, partial_sums, out = drawn(m, k // size), drawn(k // size, n) * k**-0.5, drawn(m, n), drawn(m // size, n)
     alone: dict[str, Work] = {
-        "communication": lambda: dist.reduce_scatter_tensor(out, partial_sums),
-        "computation": lambda: a @ b,
+        "communication/default": lambda: dist.reduce_scatter_tensor(out, partial_sums),
+        "computation/cublas": lambda: a @ b,
     }
     return alone, lambda spec: partial(weft.matmul_reduce_scatter, a, b, schedule=spec)
 
@@ -97,15 +102,15 @@ def scatter(sizes: Matmul) -> Made:
 def all_reduce(sizes: Matmul) -> Made:
     (m, n, k), size = sizes, dist.get_world_size()
     a, b, sums = drawn(m, k // size), drawn(k // size, n) * k**-0.5, torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
-    alone: dict[str, Work] = {"communication": lambda: dist.all_reduce(sums), "computation": lambda: a @ b}
+    alone: dict[str, Work] = {"communication/default": lambda: dist.all_reduce(sums), "computation/cublas": lambda: a @ b}
     return alone, lambda spec: partial(weft.matmul_all_reduce, a, b, schedule=spec)
 
 
 def lookups(case: Bags) -> Made:
     site = Site(case)
     alone: dict[str, Work] = {
-        "communication": lambda: dist.all_to_all_single(site.recv, site.pooled),
-        "computation": site.lookup(),
+        "communication/default": lambda: dist.all_to_all_single(site.recv, site.pooled),
+        "computation/weft": site.lookup(),
     }
     return alone, site.overlapped
 
@@ -119,55 +124,23 @@ MAKERS: dict[Op, Callable[[Matmul], Made]] = {
 }
 
 
-def measured(op: Op, case: str, dtype: str, make: Callable[[], Made], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One case in every mode: its JSON lines. make: its methods, which take memory."""
+def measured(op: Op, case: str, dtype: str, make: Callable[[], Made], arguments: argparse.Namespace) -> list[Row]:
+    """One case in every mode. make: its methods, which take memory."""
     torch.manual_seed(dist.get_rank())
     alone, call = make()
     specs = arguments.specs.split(",")
-    works = alone | {spec: call(spec) for spec in ("sequential", *specs, "auto")}
-    expected = together("sequential", works["sequential"])
-    check = check_of(expected.float(), apart=tuple(alone))  # type: ignore[attr-defined]
-    needed, modes = ("sequential", *alone), arguments.modes.split(",")
+    works = alone | {"sequential/default": call("sequential")} | {f"weft/{spec}": call(spec) for spec in (*specs, "auto")}
+    expected = together("sequential/default", works["sequential/default"])
+    check = check_of(expected.float())  # type: ignore[attr-defined]
+    needed, modes = ("sequential/default", *alone), arguments.modes.split(",")
     times, missing = trial(works, modes, check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
-    lines = []
-    for mode, us in times.items():
-        line = row(bench="nodes", op=op, case=case, dtype=dtype, mode=mode, arguments=arguments)
-        line["nodes"] = list(made_of(dist.get_world_size(), arguments.per_node))
-        lines.append(line | figures(us, [spec for spec in specs if spec in us]) | {"missing": missing})
-    return lines
+    extra = {"nodes": made_of(dist.get_world_size(), arguments.per_node)}
+    return each_mode(times, bench="nodes", op=op, case=case, dtype=dtype, missing=missing, extra=extra, arguments=arguments)
 
 
 def made_of(world_size: int, per_node: int) -> tuple[int, ...]:
     """Ranks on each node."""
     return tuple(min(per_node, world_size - first) for first in range(0, world_size, per_node))
-
-
-def figures(times: Mapping[str, Times], specs: Sequence[str]) -> dict[str, Any]:
-    """What one case's times say. A method that is missing has no figure."""
-    us = {method: t.us for method, t in times.items()}
-    best = min(specs, key=lambda spec: us[spec], default=None)
-    return {
-        "schedule": best,
-        "sequential_us": us["sequential"],
-        "communication_us": us["communication"],
-        "computation_us": us["computation"],
-        "ideal_us": max(us["communication"], us["computation"]),
-        "overlapped_us": us[best] if best else None,
-        "auto_us": us.get("auto"),
-        "candidates": {spec: us[spec] for spec in specs},
-        "host_us": {name: t.host_us for name, t in times.items() if name in ("sequential", "auto", best)},
-    }
-
-
-def sentence(line: Mapping[str, Any]) -> str:
-    """One case on one line, as it is measured."""
-    numbers = " ".join(f"{spec}={us:.0f}" for spec, us in line["candidates"].items())
-    best_us = line["overlapped_us"] or float("nan")
-    return (
-        f"{line['op']:24} {line['case']:28} {line['mode']:5} comm {line['communication_us']:.0f} comp "
-        f"{line['computation_us']:.0f} seq {line['sequential_us']:.0f} auto {line['auto_us'] or float('nan'):.0f} best "
-        f"{line['schedule']} {best_us:.0f} ({line['sequential_us'] / best_us:.2f}x) | {numbers}"
-    )
 
 
 def jobs(arguments: argparse.Namespace) -> list[Job]:
@@ -190,9 +163,8 @@ def main() -> None:
         schedules.parse(spec)
     os.environ["WEFT_RANKS_PER_NODE"] = str(arguments.per_node)
     start()
-    lines, left_out = run_jobs(jobs(arguments), sentence, arguments)
-    gains = [line["sequential_us"] / line["overlapped_us"] for line in lines if line["overlapped_us"]]
-    say(f"geometric mean of the speed-ups over sequential: {geomean(gains):.2f}x")
+    found, left_out = run_jobs(jobs(arguments), arguments)
+    say(summary(found))
     stop(left_out)
 
 

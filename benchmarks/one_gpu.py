@@ -1,17 +1,19 @@
-"""What the benchmarks of single kernels share: methods timed as CUDA graphs that take turns on one GPU, and their JSON lines.
+"""What the benchmarks of single kernels share: methods timed as CUDA graphs that take turns on one GPU, and their rows.
 
-Imported by gemm.py, gemm_fp8.py and one_row_fp8.py; it is no benchmark of its own.
+Imported by gemm.py, gemm_fp8.py, grouped_fp8.py and one_row_fp8.py; it is no benchmark of its own.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks import rows
+from benchmarks.rows import Row
 from weft.runtime.versions import versions
 
 WARM_UP = 4
@@ -46,15 +48,8 @@ def medians(methods: Mapping[str, Sequence[Callable[[], object]]], *, rounds: in
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def append(path: Path, us: Mapping[str, float], **told: object) -> None:
-    """Append one case's JSON line. told: what else it says, such as bench, case, shape, commit, dtype and samples."""
-    line = {
-        **told,
-        "machine": torch.cuda.get_device_name(),
-        "versions": versions("cuda"),
-        "world_size": 1,
-        "mode": "graph",
-        "us": us,
-    }
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+def append(path: Path, us: Mapping[str, float], **about: Any) -> None:
+    """Append one case's row. about: its other fields, such as bench, op, case, commit, dtype and samples."""
+    times = {f"computation/{name}": value for name, value in us.items()}
+    machine = torch.cuda.get_device_name()
+    rows.append(path, Row(**about, machine=machine, versions=versions("cuda"), world_size=1, mode="graph", us=times))

@@ -8,8 +8,8 @@ nothing (`rowwise product`); and with operands of bfloat16. A whole call sends i
 mailbox, waits for them and stores them: what it costs above the product is an exchange without a peer.
 Traps: results of `product` mean nothing. A kernel is compiled at its first call, one or two seconds for each.
 
-    python benchmarks/one_row_fp8.py --json benchmarks/results/one_row_fp8.jsonl
-    python benchmarks/one_row_fp8.py --tilings 64,256,8,6 32,256,4,6
+    python -m benchmarks.one_row_fp8 --json benchmarks/results/one_row_fp8.jsonl
+    python -m benchmarks.one_row_fp8 --tilings 64,256,8,6 32,256,4,6
 
 A tiling is columns of a tile, its step along K, warps and stages; it is tried with rowwise scales.
 """
@@ -25,9 +25,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from checked_options import appended
-from one_gpu import append, medians
 
+from benchmarks.checked_options import appended
+from benchmarks.one_gpu import append, medians
 from weft.core.problem import RECIPES, Problem, Scaling, split
 from weft.kernels.all_reduce import Tiling, all_reduce, launcher, mailbox, plan
 
@@ -118,7 +118,7 @@ class Row:
 
 def methods(row: Row, tried: Mapping[str, Tiling]) -> dict[str, Call]:
     """What is timed, ready to run."""
-    found: dict[str, Call] = {"mm": row.mm, "bfloat16": row.kernel(None)}
+    found: dict[str, Call] = {"cublas": row.mm, "bfloat16": row.kernel(None)}
     for recipe in RECIPES:
         found[recipe] = row.kernel(Scaling(recipe=recipe))
         found[f"{recipe} product"] = row.kernel(Scaling(recipe=recipe), live=False)
@@ -129,8 +129,8 @@ def methods(row: Row, tried: Mapping[str, Tiling]) -> dict[str, Call]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=appended, help="append a JSON line for each case")
-    parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
+    parser.add_argument("--json", type=appended, help="append a row for each case (rows.py)")
+    parser.add_argument("--commit", default="", help="what the tree is, for the rows")
     parser.add_argument("--tilings", type=tiling, nargs="*", default=[], help="tile shapes to try, see above")
     arguments = parser.parse_args()
     tried = {f"{one.n},{one.k},{one.warps},{one.stages}": one for one in arguments.tilings}
@@ -143,7 +143,7 @@ def main() -> None:
             {name: [partial(work, call) for call in calls] for name, work in methods(row, tried).items()}, rounds=ROUNDS
         )
         for name, time in us.items():
-            over.setdefault(name, []).append(us["mm"] / time)
+            over.setdefault(name, []).append(us["cublas"] / time)
         print(f"{n} x {k}:", *(f"{name} {time:.1f} us ({us['mm'] / time:.2f}x)" for name, time in us.items()), flush=True)
         if arguments.json:
             append(
@@ -152,7 +152,7 @@ def main() -> None:
                 bench="one_row_fp8",
                 op="matmul_all_reduce",
                 case=f"{k}x{n} batch=1",
-                shape=[1, n, k],
+                extra={"shape": [1, n, k]},
                 commit=arguments.commit,
                 dtype="float8_e4m3fn",
                 samples=ROUNDS,

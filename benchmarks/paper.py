@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import all_reduce
-import all_to_all
-import embedding
-from collectives import Way
-from measure import Job
+from benchmarks import all_reduce, all_to_all, embedding
+from benchmarks.collectives import Way
+from benchmarks.measure import Job
+from benchmarks.rows import Row, best_us
 
-Line = Mapping[str, Any]
 SPECS = ("auto",)
 BAGS = [embedding.Case(tables=t, dim=256, pooling=70, batch=b, rows=20_000) for b in (256, 1024, 4096) for t in (64, 256)]
 VECTORS = [(k, m, 1) for m in (8192, 16384, 65536) for k in (8192, 16384, 65536)]
@@ -43,36 +40,27 @@ def jobs(found: Sequence[Way], size: int, arguments: argparse.Namespace) -> list
     ]
 
 
-def sentence(line: Line) -> str:
-    """One case on one line."""
-    return f"{line['op']:24} {line['case']:34} {_default(line):8.1f} -> {line['auto_us'] or 0:8.1f} us by {line.get('chosen')}"
-
-
-def _default(line: Line) -> float:
-    """The vendor's kernel and NCCL on plain buffers."""
-    peers = line["peers"]
-    return float(peers.get("sequential default") or peers.get("default") or line["sequential_us"])
-
-
-def _own_lookup(line: Line) -> float:
-    return float(line["peers"]["weft_sequential"])
-
-
-REPORTED: tuple[tuple[str, str, Callable[[Line], float], int, int], ...] = (
-    ("embedding_bag_all_to_all", "torch's bags, NCCL", _default, 20, 32),
-    ("embedding_bag_all_to_all", "weft's lookup, NCCL", _own_lookup, 20, 32),
-    ("matmul_all_reduce", "cuBLAS, NCCL", _default, 13, 22),
-    ("matmul_all_to_all", "cuBLAS, NCCL", _default, 12, 20),
+REPORTED: tuple[tuple[str, str, str, int, int], ...] = (
+    ("embedding_bag_all_to_all", "torch's bags, NCCL", "sequential/", 20, 32),
+    ("embedding_bag_all_to_all", "weft's lookup, NCCL", "weft/sequential", 20, 32),
+    ("matmul_all_reduce", "cuBLAS, NCCL", "sequential/default", 13, 22),
+    ("matmul_all_to_all", "cuBLAS, NCCL", "sequential/default", 12, 20),
 )
-"""Operator, what is compared with, its time, and the paper's mean and largest reduction in percent."""
+"""Operator, what is compared with, how its methods' names begin, and the paper's mean and largest reduction in percent."""
 
 
-def summary(lines: Sequence[Line]) -> str:
+def reductions(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[float], int, int]]:
+    """Of each that the paper reports, our reductions of the time in percent in place of the methods' names."""
+    for op, against, methods, mean, largest in REPORTED:
+        times = [(row.us["weft/auto"], best_us(row, methods)) for row in rows if row.op == op and "weft/auto" in row.us]
+        yield op, against, [100 * (1 - weft / us) for weft, us in times if us], mean, largest
+
+
+def summary(rows: Sequence[Row]) -> str:
     """Reductions of the time in percent, beside the paper's."""
-    told = []
-    for op, against, time, mean, largest in REPORTED:
-        less = [100 * (1 - line["auto_us"] / time(line)) for line in lines if line["op"] == op and line["auto_us"]]
-        if less:
-            ours = f"mean {statistics.fmean(less):.0f}%, max {max(less):.0f}%, min {min(less):.0f}%"
-            told.append(f"{op} against {against}, {len(less)} cases: {ours}; the paper: mean {mean}%, max {largest}%")
-    return "\n".join(told)
+    return "\n".join(
+        f"{op} against {against}, {len(less)} cases: mean {statistics.fmean(less):.0f}%, max {max(less):.0f}%, min "
+        f"{min(less):.0f}%; the paper: mean {mean}%, max {largest}%"
+        for op, against, less, mean, largest in reductions(rows)
+        if less
+    )

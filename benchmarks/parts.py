@@ -5,61 +5,61 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import measure
 import torch.distributed as dist
-from measure import Failed, Job, append, release, say, start, stop
+
+from benchmarks import measure
+from benchmarks.measure import Failed, Job, append, release, say, start, stop
+from benchmarks.rows import Row, sentence, summary
 
 T = TypeVar("T")
-Line = dict[str, Any]
 
 
 def run_parts(
     parts: Sequence[T],
-    measured: Callable[[T, argparse.Namespace], Iterable[Line]],
-    sentence: Callable[[Mapping[str, Any]], str],
+    measured: Callable[[T, argparse.Namespace], Iterable[Row]],
     arguments: argparse.Namespace,
     *,
     alarm_s: int = measure.ALARM_S,
     after: Callable[[], None] = lambda: None,
 ) -> None:
-    """Join the world, measure each part, say a sentence of each JSON line and append it to --json, and leave the world. after:
-    each part, before memory is given back."""
+    """Join the world, measure each part, say each row and append it to --json, and leave the world. after: each part, before
+    memory is given back."""
     measure.ALARM_S = alarm_s
     start()
     jobs = [Job(name=str(part), run=partial(measured, part, arguments)) for part in parts]
-    _, left_out = run_jobs(jobs, sentence, arguments, after=after)
+    found, left_out = run_jobs(jobs, arguments, after=after)
+    say(summary(found))
     stop(left_out)
 
 
 def run_jobs(
     jobs: Iterable[Job],
-    sentence: Callable[[Mapping[str, Any]], str],
     arguments: argparse.Namespace,
     *,
     missing: Mapping[str, str] | None = None,
     after: Callable[[], None] = lambda: None,
-) -> tuple[list[Line], list[str]]:
-    """As run_parts, in a world that has been joined: (all JSON lines, the jobs that were left out, for `stop`). missing: why
-    methods are, beside each line's own."""
-    lines, left_out = [], []
+) -> tuple[list[Row], list[str]]:
+    """As run_parts, in a world that has been joined: (all rows, the jobs that were left out, for `stop`). missing: why methods
+    are, beside each row's own."""
+    found, left_out = [], []
     for job in jobs:
         try:
-            for line in job.run():
-                if missing is not None:
-                    line["missing"] |= missing
-                append(arguments.json, line)
-                say(sentence(line))
-                lines.append(line)
+            for row in job.run():
+                row = replace(row, missing={**row.missing, **(missing or {})})
+                append(arguments.json, row)
+                say(sentence(row))
+                found.append(row)
         except Failed as failed:
             say(f"LEFT OUT {job.name}: {failed}", file=sys.stderr)
             left_out.append(job.name)
         after()
         release()
-    return lines, left_out
+    return found, left_out
 
 
 def chosen(names: str, known: Sequence[str]) -> list[str]:

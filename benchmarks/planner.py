@@ -2,23 +2,22 @@
 
 Problems are drawn (problems.py): `unseen` to hold the planner to, `fit` to set the heuristic's thresholds by.
 
-    torchrun --nproc-per-node 4 benchmarks/planner.py --collect --budget-s 70 --json benchmarks/results/planner.jsonl
-    torchrun --nproc-per-node 4 benchmarks/planner.py --collect --set fit --json benchmarks/results/planner_fit.jsonl
-    python benchmarks/planner.py --simulate h200x8 --set fit --world-size 4 --json out/simulated.jsonl
-    python benchmarks/planner.py --score --json benchmarks/results/planner.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.planner --collect --budget-s 70 --json benchmarks/results/planner.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.planner --collect --set fit --json benchmarks/results/planner_fit.jsonl
+    python -m benchmarks.planner --simulate h200x8 --set fit --world-size 4 --json out/simulated.jsonl
+    python -m benchmarks.planner --score --json benchmarks/results/planner.jsonl
 
 --collect goes on where the file ends: problems that it holds already are left out, so a run may be cut into several. No problem
 is begun after the budget. Protocol: measure.py's, mode graph; a few rows of each result are compared with sequential's; the two
-halves alone are NCCL's default and cuBLAS. What fails is in the line's `missing`, with its reason; a problem of which
-nothing can be measured has a line with `failed`. --simulate writes the same
-lines from the simulator, and says so in `machine`. --score (scores.py) needs no GPU. Traps: every candidate of a problem is
-bound at once (up to some 20 times its memory), so that they take turns; kernels are compiled at first use, a few seconds each.
+halves alone are NCCL's default and cuBLAS. What fails is in the row's `missing`, with its reason, under `case` where nothing of
+a problem can be measured. --simulate writes the same rows from the simulator, and says so in `machine`. --score (scores.py)
+needs no GPU. Traps: every candidate of a problem is bound at once (up to some 20 times its memory), so that they take turns;
+kernels are compiled at first use, a few seconds each.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -28,9 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from problems import COUNT, SetName, drawn, tried
-from scores import measured, read_lines, report
-
+from benchmarks.problems import COUNT, SetName, drawn, tried
+from benchmarks.rows import CASE, Row, append, sentence
+from benchmarks.scores import measured, read_lines, report
 from weft.core import codec
 from weft.core.machine import load
 from weft.core.problem import LOOKUP_OPS, Problem
@@ -48,30 +47,6 @@ def repeats(problem: Problem) -> int:
     return max(_FEWEST_REPEATS, min(_MOST_REPEATS, round(_RUN_US / (20 + problem.flops / per_us))))
 
 
-def line_of(set_name: str, case: str, problem: Problem, us: dict[str, float], missing: dict[str, str]) -> dict[str, Any]:
-    """What a JSON line says of one problem; us: by spec, and of the halves."""
-    halves = {half: us.pop(half, None) for half in ("computation", "communication")}
-    best = min(us, key=lambda spec: us[spec])
-    known = [value for value in halves.values() if value is not None]
-    return {
-        "bench": "planner",
-        "set": set_name,
-        "op": problem.op,
-        "case": case,
-        "dtype": problem.dtype,
-        "world_size": problem.world_size,
-        "mode": "graph",
-        "schedule": best,
-        "sequential_us": us["sequential"],
-        **{f"{half}_us": value for half, value in halves.items()},
-        "ideal_us": max(known) if len(known) == 2 else None,
-        "overlapped_us": us[best],
-        "candidates": us,
-        "missing": missing,
-        "problem": codec.dump(problem),
-    }
-
-
 def collect(
     arguments: argparse.Namespace,
     cases: Callable[[int], Sequence[tuple[str, Problem]]],
@@ -80,8 +55,9 @@ def collect(
 ) -> None:
     """Measure what the budget allows of cases(world_size), from --first on, a line each as soon as it is known; what the file
     holds already is left out. specs: candidates of a problem. calls: of a sample."""
-    import measure  # here, since --score and --simulate need no torch
     import torch.distributed as dist
+
+    from benchmarks import measure  # here, since --score and --simulate need no torch
 
     begun_s = time.monotonic()
     measure.ALARM_S = ALARM_S
@@ -103,66 +79,79 @@ def collect(
 
 def _collected(case: str, problem: Problem, specs: Sequence[str], calls: int, arguments: argparse.Namespace) -> bool:
     """Whether one problem could be measured. Its memory is given back either way."""
-    import measure
     import torch
 
-    begun_s, us, missing, reason = time.monotonic(), dict[str, float](), dict[str, str](), ""
-    start = measure.row(bench="planner", op=problem.op, case=case, dtype=problem.dtype, mode="graph", arguments=arguments)
+    from benchmarks import measure
+
+    begun_s, reason = time.monotonic(), ""
+    extra = {"set": arguments.set, "repeats": calls}
+    row = partial(
+        measure.row, bench="planner", op=problem.op, case=case, dtype=problem.dtype, problem=problem, mode="graph", extra=extra
+    )
     try:
         with torch.no_grad():
-            us, missing = _measured(problem, specs, arguments.rounds, calls)
+            times, missing = _measured(problem, specs, arguments.rounds, calls)
+            made = row(times=times["graph"], missing=missing, arguments=arguments)
     except measure.Failed as failed:
         reason = str(failed)
     # Behind the except: what failed would hold the problem's tensors.
     if reason:
         measure.say(f"LEFT OUT {case}: {reason}", file=sys.stderr)
-        line = {"set": arguments.set, "candidates": {}, "failed": reason, "problem": codec.dump(problem)}
+        made = row(missing={CASE: reason}, arguments=arguments)
     else:
-        line = line_of(arguments.set, case, problem, us, missing) | {"repeats": calls}
-        figures = f"{line['schedule']} {line['overlapped_us']:.0f} us, sequential {line['sequential_us']:.0f}"
-        left_out = f", {len(missing)} missing" if missing else ""
-        measure.say(f"{problem.op} {case}: {figures}{left_out} ({time.monotonic() - begun_s:.1f} s)")
-    measure.append(arguments.json, start | line)
+        measure.say(f"{sentence(made)} ({time.monotonic() - begun_s:.1f} s)")
+    measure.append(arguments.json, made)
     measure.release()
     return not reason
 
 
-def _measured(problem: Problem, specs: Sequence[str], rounds: int, calls: int) -> tuple[dict[str, float], dict[str, str]]:
-    """(us by candidate and half, why others are missing). calls: of a sample."""
-    import measure
+def _measured(problem: Problem, specs: Sequence[str], rounds: int, calls: int) -> Any:
+    """As measure.trial has it. calls: of a sample."""
     import torch
     import torch.distributed as dist
-    from sites import Site, checked_against
+
+    from benchmarks import measure
+    from benchmarks.sites import Site, checked_against
 
     torch.manual_seed(dist.get_rank())
     site = measure.together("tensors", partial(Site, problem))
     works = measure.together("halves", site.halves)
-    works |= {spec: site.call(spec) for spec in specs}
-    check = checked_against(measure.together("sequential", works["sequential"]))  # type: ignore[arg-type]
-    times, missing = measure.trial(works, ("graph",), check=check, needed=("sequential",), rounds=rounds, repeat=calls)
-    return {name: t.us for name, t in times["graph"].items()}, missing
+    works |= {f"weft/{spec}": site.call(spec) for spec in specs}
+    check = checked_against(measure.together("weft/sequential", works["weft/sequential"]))  # type: ignore[arg-type]
+    return measure.trial(works, ("graph",), check=check, needed=("weft/sequential",), rounds=rounds, repeat=calls)
 
 
-def simulated(set_name: str, machine_name: str, item: tuple[str, Problem]) -> dict[str, Any]:
-    """A line of predictions."""
+def simulated(set_name: str, machine_name: str, item: tuple[str, Problem]) -> Row:
+    """A row of predictions."""
     from weft.perf import run
     from weft.perf.terms import whole_collective_us, whole_gemm_us
 
     case, problem = item
     machine = load(machine_name)
-    us = {spec: run(build(problem, *parse(spec), fan_out=machine.fans_out), machine).total_us for spec in tried(problem)}
-    us |= {"computation": whole_gemm_us(machine, problem), "communication": whole_collective_us(machine, problem)}
-    line = line_of(set_name, case, problem, us, {})
-    return {"machine": f"simulated {machine_name}"} | line
+    us = {"computation/cublas": whole_gemm_us(machine, problem), "communication/default": whole_collective_us(machine, problem)}
+    for spec in tried(problem):
+        us[f"weft/{spec}"] = run(build(problem, *parse(spec), fan_out=machine.fans_out), machine).total_us
+    return Row(
+        bench="planner",
+        op=problem.op,
+        case=case,
+        problem=codec.dump(problem),
+        dtype=problem.dtype,
+        world_size=problem.world_size,
+        mode="graph",
+        machine=f"simulated {machine_name}",
+        us=us,
+        extra={"set": set_name},
+    )
 
 
 def simulate(arguments: argparse.Namespace) -> None:
-    """Predict a whole set, a line each, on as many processes as asked for."""
+    """Predict a whole set, a row each, on as many processes as asked for."""
     items = drawn(arguments.set, arguments.world_size, arguments.count)
     work = partial(simulated, arguments.set, arguments.simulate)
-    with ProcessPoolExecutor(arguments.processes) as pool, Path(arguments.json).open("a", encoding="utf-8") as file:
-        for line in pool.map(work, items):
-            file.write(json.dumps(line) + "\n")
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        for row in pool.map(work, items):
+            append(Path(arguments.json), row)
 
 
 def main() -> None:

@@ -6,21 +6,21 @@ product, found beforehand, in a CUDA graph of several calls each, replayed in tu
 compared with float64's of some rows. Traps: a and b stay the same, so that small weights stay in the L2 cache; which is
 fastest is found by a measurement of its own, so that what is shown is no minimum over what is timed here.
 
-    python benchmarks/products.py --json benchmarks/results/products.jsonl
+    python -m benchmarks.products --json benchmarks/results/products.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import math
 import statistics
 
 import torch
-from checked_options import appended
 
 import weft
+from benchmarks.checked_options import appended
+from benchmarks.rows import Row, append, geomean
 from weft.runtime.products import Products
 from weft.runtime.versions import versions
 
@@ -91,8 +91,8 @@ def measure(matrices: list[torch.Tensor], products: Products) -> tuple[float, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=appended, help="append a JSON line for each product")
-    parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
+    parser.add_argument("--json", type=appended, help="append a row for each product (rows.py)")
+    parser.add_argument("--commit", default="", help="what the tree is, for the rows")
     arguments = parser.parse_args()
     found: dict[int, list[float]] = {}
     for m in ROWS:
@@ -105,35 +105,27 @@ def main() -> None:
                 choice = weft.matmul_choices()[-1]
                 vendor_us, us = measure(matrices, products)
                 found.setdefault(m, []).append(vendor_us / us)
-                line = {
-                    "bench": "products",
-                    "op": "matmul",
-                    "case": f"{m}x{k}x{n}" + (" linear" if linear else ""),
-                    "rows": m,
-                    "machine": f"1 x {torch.cuda.get_device_name()}",
-                    "versions": versions("cuda"),
-                    "commit": arguments.commit,
-                    "dtype": "bfloat16",
-                    "world_size": 1,
-                    "mode": "graph",
-                    "vendor_us": vendor_us,
-                    "us": us,
-                    "algorithm": choice.algorithm,
-                    "tried": len(choice.us),
-                    "samples": _ROUNDS,
-                }
-                if arguments.json:
-                    with arguments.json.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
+                row = Row(
+                    bench="products",
+                    op="matmul",
+                    case=f"{m}x{k}x{n}" + (" linear" if linear else ""),
+                    dtype="bfloat16",
+                    world_size=1,
+                    mode="graph",
+                    machine=f"1 x {torch.cuda.get_device_name()}",
+                    versions=versions("cuda"),
+                    commit=arguments.commit,
+                    samples=_ROUNDS,
+                    us={"computation/cublas": vendor_us, "weft/auto": us},
+                    chosen=None if choice.algorithm is None else str(choice.algorithm),
+                    extra={"rows": m, "tried": len(choice.us)},
+                )
+                append(arguments.json, row)
         ratios = found[m]
-        print(f"{m} rows: {_geomean(ratios):.3f} of torch.mm's speed, {min(ratios):.2f} to {max(ratios):.2f}", flush=True)
+        print(f"{m} rows: {geomean(ratios):.3f} of torch.mm's speed, {min(ratios):.2f} to {max(ratios):.2f}", flush=True)
     every = [ratio for ratios in found.values() for ratio in ratios]
     slower = sum(ratio < 0.99 for ratio in every)
-    print(f"all {len(every)}: {_geomean(every):.3f}, {min(every):.3f} to {max(every):.2f}; below 0.99: {slower}")
-
-
-def _geomean(values: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
+    print(f"all {len(every)}: {geomean(every):.3f}, {min(every):.3f} to {max(every):.2f}; below 0.99: {slower}")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ took 12.6% less than plain overlap). An event before a collective fires when it 
 it starves, overlap_rate counts waiting as running, and hidden does not. All-reduces average, so that values stay finite. A
 capped kernel is the same code: its result has to be equal, bit by bit, to the uncapped one's.
 
-    torchrun --nproc-per-node 4 benchmarks/resource_aware.py --json benchmarks/results/resource_aware.jsonl
-    python benchmarks/resource_aware_plot.py benchmarks/results/resource_aware.jsonl out/resource_aware.html
+    torchrun --nproc-per-node 4 -m benchmarks.resource_aware --json benchmarks/results/resource_aware.jsonl
+    python -m benchmarks.resource_aware_plot benchmarks/results/resource_aware.jsonl out/resource_aware.html
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from measure import WrongResult, alarm, append, parser, row, say, start, stop, together
 
+from benchmarks import measure
+from benchmarks.measure import WrongResult, alarm, append, parser, row, say, start, stop, together
+from benchmarks.rows import Row
 from weft import collectives as moved
 from weft.overlap.controls import comm_stream, give_back, nccl_group, occupancy, shape
 
@@ -331,36 +332,31 @@ def measured(work: Workload, rounds: int) -> dict[Any, Times]:
     }
 
 
-def lines(name: str, work: Workload, found: Mapping[Any, Times], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A JSON line for each point."""
+def rows_of(name: str, work: Workload, found: Mapping[Any, Times], arguments: argparse.Namespace) -> list[Row]:
+    """A row for each point: `weft/overlapped` is the point's time."""
     points = [point for point in found if isinstance(point, Point)]
     plain = {point.grid: found[point].us for point in points if point.plain}
     gemm, collective, serial = (found[key].us for key in (work.own[0], "collective", "sequential"))
     fastest = min(found[r].us for r in found if isinstance(r, int))
+    ideal = ideal_us(gemm, collective, work.iterations)
     made = []
     for point in points:
-        us = found[point].us
-        ideal = ideal_us(gemm, collective, work.iterations)
-        line = row(bench="resource_aware", op=name, case=str(point), dtype="float16", mode="eager", arguments=arguments)
-        made.append(
-            line
-            | {
-                "tile": list(work.tile),
-                "iterations": work.iterations,
-                **asdict(point),
-                "sequential_us": serial,
-                "computation_us": gemm,
-                "capped_us": found[point.blocks_per_sm].us if not point.grid else None,
-                "communication_us": collective,
-                "ideal_us": ideal,
-                "overlapped_us": us,
-                "time_ratio": us / serial,
-                "normalised": us / plain[point.grid],
-                "bound": ideal_us(fastest, collective, work.iterations) / plain[point.grid],
-                "overlap_rate": found[point].rate,
-                "hidden": (serial - us) / (serial - ideal),
-            }
-        )
+        us = {"sequential/default": serial, "computation/triton": gemm, "communication/default": collective}
+        us["weft/overlapped"] = found[point].us
+        if not point.grid:
+            us["computation/capped"] = found[point.blocks_per_sm].us
+        extra = {
+            "tile": list(work.tile),
+            "iterations": work.iterations,
+            **asdict(point),
+            "ideal_us": ideal,
+            "normalised": found[point].us / plain[point.grid],
+            "bound": ideal_us(fastest, collective, work.iterations) / plain[point.grid],
+            "overlap_rate": found[point].rate,
+            "hidden": (serial - found[point].us) / (serial - ideal),
+        }
+        about = partial(row, bench="resource_aware", op=name, case=str(point), dtype="float16", mode="eager")
+        made.append(about(us=us, extra=extra, arguments=arguments))
     return made
 
 
@@ -369,31 +365,31 @@ def ideal_us(gemm_us: float, collective_us: float, iterations: int) -> float:
     return (gemm_us + collective_us + (iterations - 1) * max(gemm_us, collective_us)) / iterations
 
 
-def sentence(line: Mapping[str, Any]) -> str:
-    tile = "x".join(map(str, line["tile"]))
+def point_us(row: Row) -> float:
+    return row.us["weft/overlapped"]
+
+
+def sentence(row: Row) -> str:
+    tile, shares = "x".join(map(str, row.extra["tile"])), row.extra
     return (
-        f"{line['op']:6} {tile:8} {line['case']:27} {line['overlapped_us']:8.0f} us  TimeRatio {line['time_ratio']:.3f}  "
-        f"normalised {line['normalised']:.3f}  overlap {line['overlap_rate']:.2f}  hidden {line['hidden']:.2f}"
+        f"{row.op:6} {tile:8} {row.case:27} {point_us(row):8.0f} us  "
+        f"TimeRatio {point_us(row) / row.us['sequential/default']:.3f}  normalised {shares['normalised']:.3f}  "
+        f"overlap {shares['overlap_rate']:.2f}  hidden {shares['hidden']:.2f}"
     )
 
 
-def summary(made: Sequence[Mapping[str, Any]]) -> str:
-    """Of each workload, tile and grid: the baselines, plain overlap, and the best point; and over both tiles."""
-    told = []
-    for name, tile, grid in dict.fromkeys((line["op"], tuple(line["tile"]), line["grid"]) for line in made):
-        of = [line for line in made if (line["op"], tuple(line["tile"]), line["grid"]) == (name, tile, grid)]
-        best, one = min(of, key=lambda line: line["overlapped_us"]), of[0]
-        told.append(
-            f"{name} {tile} {grid or 'a block a tile'}: gemm {one['computation_us']:.0f} collective "
-            f"{one['communication_us']:.0f} sequential {one['sequential_us']:.0f} plain "
-            f"{best['overlapped_us'] / best['normalised']:.0f} us; best {best['case']}: TimeRatio {best['time_ratio']:.3f}, "
-            f"{1 - best['normalised']:.1%} less than plain overlap, bound {1 - best['bound']:.1%}"
-        )
-    for name, grid in dict.fromkeys((line["op"], line["grid"]) for line in made):
-        of = [line for line in made if (line["op"], line["grid"]) == (name, grid)]
-        best, first = min(of, key=lambda line: line["overlapped_us"]), of[0]
-        less = 1 - best["overlapped_us"] / (first["overlapped_us"] / first["normalised"])
-        told.append(f"{name} {grid or 'a block a tile'}, tile as the knob: {best['tile']} {best['case']}, {less:.1%} less")
+def summary(made: Sequence[Row]) -> str:
+    """Of each workload, tile and grid: the best point beside plain overlap; and over both tiles."""
+    told, groups = [], dict[tuple[object, ...], list[Row]]()
+    for one in made:
+        for tile in (str(one.extra["tile"]), "tile as the knob"):
+            groups.setdefault((one.op, tile, one.extra["grid"] or "a block a tile"), []).append(one)
+    for name, of in groups.items():
+        best, first = min(of, key=point_us), of[0]
+        plain_us = point_us(first) / first.extra["normalised"]
+        less = 1 - point_us(best) / plain_us
+        told.append(f"{' '.join(map(str, name))}: plain {plain_us:.0f} us, {less:.1%} less by {best.case}")
+        told.append(f"  {sentence(best)}  bound {1 - best.extra['bound']:.1%} less")
     return "\n".join(told)
 
 
@@ -418,7 +414,7 @@ def main() -> None:
         for tile in TILES:
             work = together(f"{name} {tile}", partial(Workload, name, tile, groups, grids))
             together(f"{name} {tile}", work.check)
-            new = lines(name, work, measured(work, arguments.rounds), arguments)
+            new = rows_of(name, work, measured(work, arguments.rounds), arguments)
             del work
             for line in new:
                 say(sentence(line))

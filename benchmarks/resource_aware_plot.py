@@ -1,25 +1,25 @@
-"""What residency and priority do to the time of a GEMM beside a collective: charts of resource_aware.py's JSON lines.
+"""What residency and priority do to the time of a GEMM beside a collective: charts of resource_aware.py's rows.
 
 One chart a workload and tile: an iteration's time over the sequential one's (the paper's TimeRatio) against the GEMM's blocks
 an SM, with and without communication priority, beside the plain overlap and the ideal. One HTML file that loads nothing; the
 picture in docs/ is taken of it:
 
-    python benchmarks/resource_aware_plot.py benchmarks/results/resource_aware.jsonl out/resource_aware.html
+    python -m benchmarks.resource_aware_plot benchmarks/results/resource_aware.jsonl out/resource_aware.html
     python docs/picture.py out/resource_aware.html resource_aware docs/resource_aware.png
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-Line = Mapping[str, Any]
+from benchmarks import rows
+from benchmarks.rows import Row
+
 COLOURS = {False: "#c2410c", True: "#1d4ed8"}
 WIDTH, HEIGHT = 960, 560
 NAME = "resource_aware"
@@ -27,26 +27,29 @@ RANGE = (0.4, 1.25)
 """Of the ratios shown: with one block an SM a GEMM takes longer than both one after the other."""
 
 
-def read(path: Path) -> list[Line]:
+def read(path: Path) -> list[Row]:
     """The benchmark's lines of the paper's controls with a block a tile; of points that were measured more than once, the last.
     Raises ValueError if there is none."""
-    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines() if text]
-    papers = (line for line in lines if line["bench"] == "resource_aware" and not (line.get("grid") or line.get("ctas")))
+    papers = (line for line in rows.read(path) if line.bench == NAME and not (line.extra.get("grid") or line.extra.get("ctas")))
     latest = {_point(line): line for line in papers}
     if not latest:
         raise ValueError(f"{path} has no line of benchmarks/resource_aware.py")
     return list(latest.values())
 
 
-def _chart(line: Line) -> tuple[str, str]:
-    return line["op"], "x".join(map(str, line["tile"]))
+def _chart(line: Row) -> tuple[str, str]:
+    return line.op, "x".join(map(str, line.extra["tile"]))
 
 
-def _point(line: Line) -> tuple[object, ...]:
-    return *_chart(line), line["blocks_per_sm"], line["priority"]
+def _point(line: Row) -> tuple[object, ...]:
+    return *_chart(line), line.extra["blocks_per_sm"], line.extra["priority"]
 
 
-def figure(lines: Sequence[Line]) -> go.Figure:
+def _ratio(line: Row) -> float:
+    return line.us["weft/overlapped"] / line.us["sequential/default"]
+
+
+def figure(lines: Sequence[Row]) -> go.Figure:
     """Workloads across, tiles down."""
     ops, tiles = (list(dict.fromkeys(names)) for names in zip(*map(_chart, lines), strict=True))
     titles = [f"{op}, tile {tile}" for tile in tiles for op in ops]
@@ -60,22 +63,22 @@ def figure(lines: Sequence[Line]) -> go.Figure:
         vertical_spacing=0.16,
     )
     for op, tile in dict.fromkeys(map(_chart, lines)):
-        of = sorted((line for line in lines if _chart(line) == (op, tile)), key=lambda line: line["blocks_per_sm"])
+        of = sorted((line for line in lines if _chart(line) == (op, tile)), key=lambda line: line.extra["blocks_per_sm"])
         _draw(made, of, row=tiles.index(tile) + 1, col=ops.index(op) + 1)
-    title = f"{lines[0]['machine']}, commit {lines[0]['commit']}"
+    title = f"{lines[0].machine}, commit {lines[0].commit}"
     legend, margin = {"orientation": "h", "y": 1.15, "x": 1, "xanchor": "right"}, {"l": 80, "r": 20, "t": 90, "b": 60}
     made.update_xaxes(dtick=1)
     made.update_yaxes(range=RANGE)
     return made.update_layout(template="plotly_white", title=title, width=WIDTH, height=HEIGHT, legend=legend, margin=margin)
 
 
-def _draw(made: go.Figure, lines: Sequence[Line], *, row: int, col: int) -> None:
+def _draw(made: go.Figure, lines: Sequence[Row], *, row: int, col: int) -> None:
     for priority, colour in COLOURS.items():
-        of = [line for line in lines if line["priority"] is priority]
+        of = [line for line in lines if line.extra["priority"] is priority]
         name = f"communication priority {'on' if priority else 'off'}"
         made.add_scatter(
-            x=[line["blocks_per_sm"] for line in of],
-            y=[line["time_ratio"] for line in of],
+            x=[line.extra["blocks_per_sm"] for line in of],
+            y=[_ratio(line) for line in of],
             name=name,
             legendgroup=name,
             showlegend=row == col == 1,
@@ -84,8 +87,8 @@ def _draw(made: go.Figure, lines: Sequence[Line], *, row: int, col: int) -> None
             row=row,
             col=col,
         )
-    plain = next(line["time_ratio"] for line in lines if not line["capped"] and not line["priority"])
-    ideal = lines[0]["ideal_us"] / lines[0]["sequential_us"]
+    plain = next(_ratio(line) for line in lines if not line.extra["capped"] and not line.extra["priority"])
+    ideal = lines[0].extra["ideal_us"] / lines[0].us["sequential/default"]
     for label, ratio, dash, place in (("plain", plain, "dash", "top right"), ("ideal", ideal, "dot", "bottom right")):
         options = {"line_dash": dash, "line_width": 1, "annotation_text": label, "annotation_position": place}
         made.add_hline(y=ratio, **options, row=row, col=col)
@@ -93,7 +96,7 @@ def _draw(made: go.Figure, lines: Sequence[Line], *, row: int, col: int) -> None
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("lines", type=Path, help="JSON lines of resource_aware.py")
+    options.add_argument("lines", type=Path, help="rows of resource_aware.py")
     options.add_argument("html", type=Path, help="the file to write")
     arguments = options.parse_args()
     arguments.html.parent.mkdir(parents=True, exist_ok=True)

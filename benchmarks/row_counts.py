@@ -13,7 +13,7 @@ of the GPU.
     named    the first call of a new row count by name, which binds a program of its own
     own      the next one by name: what the copies of rows cost
 
-    torchrun --nproc-per-node 2 benchmarks/row_counts.py --json benchmarks/results/row_counts.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.row_counts --json benchmarks/results/row_counts.jsonl
 
 Protocol: medians of the slowest rank's times, of the GPU by events, of the host until Python goes on; eager. Trap: a call whose
 tensors lie where none lay is enqueued step by step.
@@ -32,9 +32,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from measure import Failed, alarm, append, parser, release, row, say, start, stop
 
 import weft
+from benchmarks.measure import Failed, alarm, append, parser, release, row, say, start, stop
+from benchmarks.rows import sentence
 from weft.runtime.groups import GROUPS
 from weft.runtime.programs import Programs
 
@@ -100,7 +101,7 @@ def bound() -> int:
 
 
 def measured(op: str) -> dict[str, Any]:
-    """Medians of one operator's calls."""
+    """Medians of one operator's calls, as fields of a row."""
     size = dist.get_world_size()
     gather = op == "all_gather_matmul"
     k, n = (K, N // size) if gather else (N // size, K)
@@ -135,10 +136,10 @@ def measured(op: str) -> dict[str, Any]:
         found["own"].append(sample(one, lead))
         alarm()
     medians = {name: Sample(*map(statistics.median, zip(*some, strict=True))) for name, some in found.items() if some}
-    us = {name: round(median.us, 1) for name, median in medians.items()}
-    host_us = {name: round(median.host_us, 1) for name, median in medians.items()}
-    host_us["chosen"] = round(slowest_median(chosen), 1)
-    return {"rows": f"{LOW} to {HIGH}", "schedule": spec, "programs": bound(), "us": us, "host_us": host_us}
+    us = {f"weft/{name}": round(median.us, 1) for name, median in medians.items()}
+    host_us = {f"weft/{name}": round(median.host_us, 1) for name, median in medians.items()}
+    host_us["weft/chosen"] = round(slowest_median(chosen), 1)
+    return {"us": us, "host_us": host_us, "chosen": spec, "extra": {"programs": bound()}}
 
 
 def main() -> None:
@@ -153,11 +154,10 @@ def main() -> None:
             say(f"LEFT OUT {failed}", file=sys.stderr)
             left_out.append(op)
             continue
-        case = f"rows {found.pop('rows')}, N={N} K={K}"
-        line = row(bench="row_counts", op=op, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
-        append(arguments.json, line | found)
-        times = ", ".join(f"{name} {us:.0f} us, host {found['host_us'][name]:.0f}" for name, us in found["us"].items())
-        say(op, found["schedule"], times, f"chosen in {found['host_us']['chosen']:.0f} us, {found['programs']} programs")
+        case = f"rows {LOW} to {HIGH}, N={N} K={K}"
+        made = row(bench="row_counts", op=op, case=case, dtype="bfloat16", mode="eager", arguments=arguments, **found)
+        append(arguments.json, made)
+        say(sentence(made), f"| {made.extra['programs']} programs")
         release()
     stop(left_out)
 

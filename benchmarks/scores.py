@@ -21,15 +21,15 @@ Pure functions of lines; nothing is measured here.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from benchmarks.rows import CASE, Row, name_of, read_as
 from weft.core import codec
 from weft.core.machine import Machine
 from weft.core.problem import LookupProblem, Problem
@@ -92,26 +92,19 @@ def ficco_specs(problem: Problem) -> tuple[str, ...]:
 
 def read_lines(path: Path) -> tuple[Line, ...]:
     """Those of benchmarks/planner.py. Raises ValueError that names the file and the line."""
-    found = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            found.append(_line(json.loads(text)))
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-    return tuple(found)
+    return tuple(read_as(path, line_of))
 
 
-def _line(row: Mapping[str, Any]) -> Line:
-    problem = codec.load(Problem | LookupProblem, row["problem"])
-    machine = row["machine"]
+def line_of(row: Row) -> Line:
+    """A row's schedules."""
     return Line(
-        case=row["case"],
-        problem=problem,
-        us=row["candidates"],
-        machine=machine,
-        simulated=machine.startswith("simulated"),
-        failed=row.get("failed", ""),
-        commit=row.get("commit", ""),
+        case=row.case,
+        problem=codec.load(Problem | LookupProblem, row.problem),
+        us={name_of(name): us for name, us in row.us.items() if name.startswith("weft/")},
+        machine=row.machine,
+        simulated=row.machine.startswith("simulated"),
+        failed=row.missing.get(CASE, ""),
+        commit=row.commit,
     )
 
 

@@ -1,15 +1,17 @@
-"""How far are predictions from what was measured, on every line of benchmarks/results that the simulator can speak of?
+"""How far are predictions from what was measured, on every row of benchmarks/results that the simulator can speak of?
 
-    python benchmarks/simulated.py                 the errors by operator, by family, by file, and the worst lines
-    python benchmarks/simulated.py --json FILE     what was measured and what is predicted, a line each
-    python benchmarks/simulated.py --plot FILE     predicted against measured, as HTML (docs/picture.py takes the picture)
+    python -m benchmarks.simulated                 the errors by operator, by family, by file, and the worst times
+    python -m benchmarks.simulated --json FILE     what was measured and what is predicted, a line each
+    python -m benchmarks.simulated --plot FILE     predicted against measured, as HTML (docs/picture.py takes the picture)
 
 No GPU is needed; it takes some seconds. An error is |predicted / measured - 1|, bias the median of predicted / measured - 1.
 
-Protocol: lines.py reads the lines, and says which it leaves out. Vendor GEMMs, lookups and collectives alone are held to their
-formulas (weft.perf.terms), schedules to the simulator. Predictions are for --machine (default: h200x8) with as many of its GPUs
-as the line had. What the profile's numbers were fitted to is no test of them: collectives alone (`communication`) are listed,
-and left out of the sums.
+Protocol: rows of FILES that have a problem, which ragged cases have not: their sizes are known to the device alone. Only times
+inside CUDA graphs: the host, which eager calls may wait for, is not simulated. Vendor GEMMs, lookups and collectives alone are
+held to their formulas (weft.perf.terms), schedules to the simulator. NCCL's collective is that on plain buffers. (Before
+0ff3a39 `weft/sequential` of planner.jsonl and planner_fit.jsonl had registered ones where those were faster: up to 4 MiB a
+rank, by some 10 us.) Predictions are for --machine (default: h200x8) with as many of its GPUs as the row had. What the
+profile's numbers were fitted to is no test of them: collectives alone (`communication`) are listed, and left out of the sums.
 """
 
 from __future__ import annotations
@@ -17,25 +19,87 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from lines import HALVES, Measured, measured
-from scores import percentile
-
+from benchmarks.rows import AUTO, Row, read_as
+from benchmarks.scores import percentile
+from weft.core import codec
 from weft.core.machine import Machine, load
+from weft.core.problem import CollectiveProblem, LookupProblem, Problem
 from weft.perf import run
 from weft.perf.terms import warm, whole_collective_us, whole_gemm_us
 from weft.schedules import build, parse
 
+RESULTS = Path(__file__).with_name("results")
+FILES = (
+    *("tp", "tp_2gpus", "all_to_all", "all_to_all_2gpus", "all_reduce", "all_reduce_2gpus", "embedding", "planner"),
+    *("ficco_gemms", "ficco_gemms_2gpus", "dma"),
+)
+"""Results that predictions are compared with."""
 MACHINE = "h200x8"
+HALVES = ("computation", "communication")
+ALONE = {
+    "sequential/default": "sequential",
+    "computation/cublas": "computation",
+    "computation/weft": "computation",
+    "communication/default": "communication",
+}
+"""Methods without weft's schedules, by what predicts them."""
 FITTED = ("communication",)
 GOAL = (0.08, 0.20)
 """Median and 95th percentile."""
 WORST = 12
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#f0e442", "#000000")
 """As in the report: told apart by people who do not see all colours."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One measured time. spec: a schedule's, or computation or communication: the problem's vendor GEMM (or lookup) or
+    collective alone. us: median of the slowest rank."""
+
+    bench: str
+    case: str
+    problem: Problem | LookupProblem | CollectiveProblem
+    spec: str
+    us: float
+
+    @property
+    def family(self) -> str:
+        return self.spec.partition(":")[0]
+
+    def __str__(self) -> str:
+        return f"{self.bench} {self.problem.op} {self.case} on {self.problem.world_size}: {self.spec} {self.us:.1f} us"
+
+
+def measured() -> Iterator[Measured]:
+    """All of them, in the order of the files. Raises ValueError that names a file and the line that it cannot read."""
+    for bench in FILES:
+        for found in read_as(RESULTS / f"{bench}.jsonl", partial(times, bench)):
+            yield from found
+
+
+def times(bench: str, row: Row) -> list[Measured]:
+    """A row's times that can be predicted."""
+    if row.mode != "graph" or not row.problem:
+        return []
+    whole = codec.load(Problem | LookupProblem | CollectiveProblem, row.problem)
+    us = {name.removeprefix("weft/"): us for name, us in row.us.items() if name.startswith("weft/") and name != AUTO}
+    us |= {spec: row.us[name] for name, spec in ALONE.items() if name in row.us}
+    found = []
+    for name, value in us.items():
+        spec, _, how = name.partition(", ")
+        problem = whole
+        if isinstance(whole, CollectiveProblem) and spec not in HALVES:
+            # dma.py says on how many SMs sums are, or that the result lies in symmetric memory.
+            if whole.sums and not how.endswith("SMs"):
+                continue
+            problem = replace(whole, reachable=how == "straight", sms=int(how.split()[0]) if whole.sums else whole.sms)
+        found.append(Measured(bench=bench, case=row.case, problem=problem, spec=spec, us=value))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Check, Work
 
 import weft
+from benchmarks.measure import Check, Work
 from weft.core.problem import LookupProblem, Problem
 
 TABLE_ROWS = 100_000
@@ -57,13 +57,13 @@ class Site:
         return partial(_CALLS[problem.op], self.a, self.b, schedule=spec)
 
     def halves(self) -> dict[str, Work]:
-        """`computation`, the whole matmul by cuBLAS (of a lookup there is none), and `communication`, the whole collective by
-        NCCL, in shards of the longest one's rows."""
-        works: dict[str, Work] = {"communication": self._collective()}
+        """The whole matmul by cuBLAS (of a lookup there is none), and the whole collective by NCCL, in shards of the longest
+        one's rows."""
+        works: dict[str, Work] = {"communication/default": self._collective()}
         if not isinstance(self.problem, LookupProblem):
             rows = self.problem.product_rows(self.rank)
             a = self.a if len(self.a) == rows else torch.randn(rows, self.a.shape[1], **self.options)
-            works["computation"] = partial(torch.mm, a, self.b, out=torch.empty(rows, self.b.shape[1], **self.options))
+            works["computation/cublas"] = partial(torch.mm, a, self.b, out=torch.empty(rows, self.b.shape[1], **self.options))
         return works
 
     def _collective(self) -> Work:
@@ -90,7 +90,7 @@ def checked_against(expected: torch.Tensor) -> Check:
     largest = float(rows.abs().max()) or 1.0
 
     def check(name: str, result: object) -> None:
-        if name in ("computation", "communication"):
+        if name.startswith(("computation/", "communication/")):
             return
         worst = float((_sample(result) - rows).abs().max()) / largest  # type: ignore[arg-type]
         if not worst <= _TOLERANCE:

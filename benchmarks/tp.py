@@ -3,35 +3,35 @@
 Protocol: measure.py's; bf16, normal data; results are compared with sequential's before anything is timed. Baselines of the
 same run: sequential (torch.mm and NCCL's collective), NCCL alone, cuBLAS alone, the sequential program by torch.compile
 (torch_compile), PyTorch's asynchronous tensor parallelism (async_tp: symm_mem.fused_*). NCCL, alone and in sequential, is the
-fastest of its ways (collectives.py), by case and mode. ideal = the larger of NCCL alone and cuBLAS alone. overlapped = the
-best of the schedules that are named; auto = weft's own choice. Of FP8 operands, which have rowwise scales and fast
-accumulation, cuBLAS alone is the faster of rowwise and tensorwise products, and quantised compares an a of bfloat16 that weft
-quantises on its way with a compiled quantisation before sequential. Traps: multicast stays off, so async TP is always asked for
-the gathered a: without that it may take multimem kernels for small M; each case gives its memory back; registered buffers are
-used in place, which favours NCCL; host time of weft includes that ranks meet at each call, that of the others does not.
+fastest of its ways (collectives.py), by case and mode. ideal = the larger of NCCL alone and cuBLAS alone. Of FP8 operands,
+which have rowwise scales and fast accumulation, cuBLAS alone is the faster of rowwise and tensorwise products, and
+`quantised/...` compare an a of bfloat16 that weft quantises on its way with a compiled quantisation before sequential. Traps:
+multicast stays off, so async TP is always asked for the gathered a: without that it may take multimem kernels for small M; each
+case gives its memory back; registered buffers are used in place, which favours NCCL; host time of weft includes that ranks meet
+at each call, that of the others does not.
 
-    torchrun --nproc-per-node 4 benchmarks/tp.py --json benchmarks/results/tp.jsonl
-    torchrun --nproc-per-node 2 benchmarks/tp.py --dtype float8_e4m3fn --json benchmarks/results/tp_fp8.jsonl
-    torchrun --nproc-per-node 4 benchmarks/tp.py --cases M=512 --ops matmul_reduce_scatter --specs direct_store:1,flag_gated:2
+    torchrun --nproc-per-node 4 -m benchmarks.tp --json benchmarks/results/tp.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.tp --dtype float8_e4m3fn --json benchmarks/results/tp_fp8.jsonl
+    torchrun --nproc-per-node 4 -m benchmarks.tp --cases M=512 --ops matmul_reduce_scatter --specs direct_store:1,flag_gated:2
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
-from cases import CASES, Case
-from collectives import REGISTERED, Way, compiled, ways
-from measure import Failed, Job, Times, Work, check_of, parser, row, start, stop, together, trial
-from parts import run_jobs
-from summary import sentence, summary
 
 import weft
+from benchmarks.cases import CASES, Case
+from benchmarks.collectives import REGISTERED, Way, compiled, ways
+from benchmarks.measure import ALONE, Failed, Job, Work, check_of, each_mode, parser, start, stop, together, trial
+from benchmarks.parts import run_jobs
+from benchmarks.rows import Row, summary
 from weft import schedules
 from weft.core.problem import Problem
 
@@ -79,14 +79,14 @@ class Site:
         self.product = torch.empty(rows, columns, **options)
 
     def works(self, found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
-        """Everything that is timed, by name: NCCL's ways as `sequential NAME` and `communication NAME`."""
+        """Everything that is timed, by name (rows.py)."""
         works: dict[str, Work] = {}
         for way in found:
             if way.runs("all_gather" if self.gather else "reduce_scatter"):
                 works |= self._gathers(way) if self.gather else self._scatters(way)
-        works["async_tp"] = self._async_tp
-        works["torch_compile"] = compiled(self.problem.op, self.a, self.b)
-        return works | {spec: self.overlapped(spec) for spec in (*specs, "auto")}
+        works["peer/async_tp"] = self._async_tp
+        works["peer/torch_compile"] = compiled(self.problem.op, self.a, self.b)
+        return works | {f"weft/{spec}": self.overlapped(spec) for spec in (*specs, "auto")}
 
     def _gathers(self, way: Way) -> dict[str, Work]:
         shard = way.shard(*self.a.shape).copy_(self.a)
@@ -96,10 +96,10 @@ class Site:
             way.all_gather(whole, shard)
             return torch.mm(whole, self.b, out=self.product)
 
-        works: dict[str, Work] = {f"sequential {way.name}": sequential}
-        works[f"communication {way.name}"] = lambda: way.all_gather(whole, shard)
+        works: dict[str, Work] = {f"sequential/{way.name}": sequential}
+        works[f"communication/{way.name}"] = lambda: way.all_gather(whole, shard)
         if way.name == "default":
-            works["computation"] = lambda: torch.mm(whole, self.b, out=self.product)
+            works["computation/cublas"] = lambda: torch.mm(whole, self.b, out=self.product)
         return works
 
     def _scatters(self, way: Way) -> dict[str, Work]:
@@ -110,10 +110,10 @@ class Site:
             torch.mm(self.a, self.b, out=whole)
             return way.reduce_scatter(shard, whole)
 
-        works: dict[str, Work] = {f"sequential {way.name}": sequential}
-        works[f"communication {way.name}"] = lambda: way.reduce_scatter(shard, whole)
+        works: dict[str, Work] = {f"sequential/{way.name}": sequential}
+        works[f"communication/{way.name}"] = lambda: way.reduce_scatter(shard, whole)
         if way.name == "default":
-            works["computation"] = lambda: torch.mm(self.a, self.b, out=whole)
+            works["computation/cublas"] = lambda: torch.mm(self.a, self.b, out=whole)
         return works
 
     def _async_tp(self) -> torch.Tensor:
@@ -149,16 +149,14 @@ class Float8Site(Site):
 
     def works(self, found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
         works = super().works(found, specs)
-        del works["torch_compile"]
-        works["computation tensorwise"] = self._tensorwise
+        del works["peer/torch_compile"]
+        works["computation/tensorwise"] = self._tensorwise
         if self.gather:
             quantise = torch.compile(self._quantised, dynamic=False, fullgraph=True)
-            after, call = (
-                works["sequential default"],
-                partial(weft.all_gather_matmul, scale_b=self.scale_b, use_fast_accum=True),
-            )
-            works["quantised sequential"] = lambda: (quantise(self.given), after())[1]
-            works["quantised auto"] = lambda: call(self.given, self.b)
+            after = works["sequential/default"]
+            call = partial(weft.all_gather_matmul, scale_b=self.scale_b, use_fast_accum=True)
+            works["quantised/sequential"] = lambda: (quantise(self.given), after())[1]
+            works["quantised/auto"] = lambda: call(self.given, self.b)
         return works
 
     def _multiply(self, a: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -182,9 +180,9 @@ class Float8Site(Site):
             gather()
             return self._multiply(whole.view(FLOAT8), self.product)
 
-        works: dict[str, Work] = {f"sequential {way.name}": sequential, f"communication {way.name}": gather}
+        works: dict[str, Work] = {f"sequential/{way.name}": sequential, f"communication/{way.name}": gather}
         if way.name == "default":
-            works["computation"] = lambda: self._multiply(whole.view(FLOAT8), self.product)
+            works["computation/cublas"] = lambda: self._multiply(whole.view(FLOAT8), self.product)
         return works
 
     def _scatters(self, way: Way) -> dict[str, Work]:
@@ -194,10 +192,10 @@ class Float8Site(Site):
         def sequential() -> torch.Tensor:
             return way.reduce_scatter(shard, self._multiply(self.a, whole))
 
-        works: dict[str, Work] = {f"sequential {way.name}": sequential}
-        works[f"communication {way.name}"] = lambda: way.reduce_scatter(shard, whole)
+        works: dict[str, Work] = {f"sequential/{way.name}": sequential}
+        works[f"communication/{way.name}"] = lambda: way.reduce_scatter(shard, whole)
         if way.name == "default":
-            works["computation"] = lambda: self._multiply(self.a, whole)
+            works["computation/cublas"] = lambda: self._multiply(self.a, whole)
         return works
 
     def _async_tp(self) -> torch.Tensor:
@@ -235,8 +233,8 @@ def chosen(site: Site) -> str | None:
     return next(spec for scaling, spec in scalings if not (scaling and scaling.quantises))
 
 
-def measured(case: Case, found: Sequence[Way], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One case in every mode: its JSON lines."""
+def measured(case: Case, found: Sequence[Way], arguments: argparse.Namespace) -> list[Row]:
+    """One case in every mode."""
     torch.manual_seed(dist.get_rank())
     problem = case.problem(dist.get_world_size())
     asked = arguments.specs.split(",") if arguments.specs else SPECS[problem.op]
@@ -245,53 +243,26 @@ def measured(case: Case, found: Sequence[Way], arguments: argparse.Namespace) ->
         specs = [spec for spec in specs if spec.partition(":")[0] not in schedules.CUT_COLUMNS]
     site = SITES[arguments.dtype](problem)
     works = site.works(found, specs)
-    expected = together("sequential default", works["sequential default"])
+    expected = together("sequential/default", works["sequential/default"])
     times, missing = trial(
         works,
         arguments.modes.split(","),
-        check=check_of(expected.float(), apart=("communication", "computation", "quantised")),  # type: ignore[attr-defined]
-        needed=("sequential default", "communication default", "computation"),
+        check=check_of(expected.float(), apart=(*ALONE, "quantised/")),  # type: ignore[attr-defined]
+        needed=("sequential/default", "communication/default", "computation/cublas"),
         rounds=arguments.rounds,
         repeat=REPEAT if problem.flops < LONG_FLOPS else REPEAT_LONG,
     )
-    name = chosen(site) if "auto" not in missing else None
-    lines = []
-    for mode, us in times.items():
-        line = row(bench="tp", op=problem.op, case=case.name, dtype=arguments.dtype, mode=mode, arguments=arguments)
-        lines.append(line | figures(us, mode, [spec for spec in specs if spec in us], name) | {"missing": missing})
-    return lines
-
-
-def figures(times: Mapping[str, Times], mode: str, specs: Sequence[str], name: str | None) -> dict[str, Any]:
-    """What one case's times say. A method that is missing has no figure. name: what auto stands for."""
-    us = {method: t.us for method, t in times.items()}
-    nccl = {
-        way: {f"{what}_us": us[f"{what} {way}"] for what in ("communication", "sequential") if f"{what} {way}" in us}
-        for way in dict.fromkeys(method.split()[1] for method in us if method.startswith("sequential "))
-    }
-    sequential = min((method for method in us if method.startswith("sequential ")), key=lambda method: us[method])
-    communication_us = min(found["communication_us"] for found in nccl.values() if "communication_us" in found)
-    best = min(specs, key=lambda spec: us[spec], default=None)
-    computation_us = min(us[method] for method in us if method.startswith("computation"))
-    line = {
-        "schedule": best,
-        "sequential_us": us[sequential],
-        "communication_us": communication_us,
-        "computation_us": computation_us,
-        "ideal_us": max(communication_us, computation_us),
-        "overlapped_us": us[best] if best else None,
-        "auto_us": us.get("auto"),
-        "chosen": name,
-        "nccl": nccl,
-        "candidates": {spec: us[spec] for spec in specs},
-        "peers": {peer: us[peer] for peer in ("async_tp", "torch_compile") if peer in us},
-        "quantised": {method.split()[1]: us[method] for method in us if method.startswith("quantised ")},
-    }
-    if mode == "eager":
-        hosts: dict[str, str | None] = {"sequential": sequential, "overlapped": best}
-        hosts |= {name: name for name in ("async_tp", "torch_compile", "auto")}
-        line["host_us"] = {label: times[method].host_us for label, method in hosts.items() if method and method in times}
-    return line
+    return each_mode(
+        times,
+        bench="tp",
+        op=problem.op,
+        case=case.name,
+        problem=problem,
+        dtype=arguments.dtype,
+        chosen=chosen(site) if "weft/auto" not in missing else None,
+        missing=missing,
+        arguments=arguments,
+    )
 
 
 def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
@@ -326,7 +297,7 @@ def main() -> None:
     start()
     found, missing = ways(arguments.nccl, *windows(cases, dist.get_world_size()))
     jobs = [Job(name=f"{case.op} {case.name}", run=partial(measured, case, found, arguments)) for case in cases]
-    lines, left_out = run_jobs(jobs, sentence, arguments, missing=missing)
+    lines, left_out = run_jobs(jobs, arguments, missing=missing)
     if dist.get_rank() == 0:
         print(summary(lines))
     for way in found:

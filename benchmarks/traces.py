@@ -2,7 +2,7 @@
 
 `taken` is for benchmarks, inside torchrun; from the command line, traces that lie in files are told of again:
 
-    python benchmarks/traces.py docs/traces/torch.json.gz docs/traces/weft.json.gz
+    python -m benchmarks.traces docs/traces/torch.json.gz docs/traces/weft.json.gz
 
 A trace has the GPU's side alone (kernels, copies by copy engines, named ranges), so that it is small enough to keep; names of
 kernels are cut. exposed: the time in which something communicates and nothing else runs. idle: in which nothing runs; between
@@ -79,12 +79,14 @@ def taken(name: str, work: Callable[[], object], folder: Path | None) -> list[Pa
 
 
 def profiled(works: Mapping[str, Callable[[], object]], part: str, folder: Path | None) -> Iterator[dict[str, Any]]:
-    """For each work, after some calls: its name, what is to be said, and what a JSON line keeps. folder: as `taken` has it."""
+    """Profile each work, after some calls, and print its times: its name, and what a row keeps. folder: as `taken` has it."""
     for name, work in works.items():
         for _ in range(3):
             work()
         found = taken(f"{part} {name}", work, folder)
-        yield {"method": name, "told": list(told(name, found, top=12)), **figures(found)}
+        if folder is not None:
+            print(*told(name, found, top=12), sep="\n", flush=True)
+        yield {"method": name, **figures(found)}
 
 
 def annotated(model: nn.Module, names: Sequence[str]) -> None:
@@ -213,7 +215,7 @@ def told(name: str, found: Sequence[Part], *, top: int = 0) -> Iterator[str]:
 
 
 def figures(found: Sequence[Part]) -> Mapping[str, Any]:
-    """What a JSON line keeps of a trace."""
+    """What a row keeps of a trace."""
     return {**shares(found), "kinds": by_kind(found), "heaviest": heaviest(found, 12)}
 
 

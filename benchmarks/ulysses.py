@@ -11,17 +11,16 @@ A part of benchmarks/fused.py, which runs it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from all_to_all import drawn, lines_of
-from measure import Job, Work, geomean
 
 import weft
+from benchmarks.all_to_all import drawn, rows_of
+from benchmarks.measure import Job, Work
 from weft.core.problem import Op
 
 SPECS: dict[Op, tuple[str, ...]] = {
@@ -68,10 +67,10 @@ def _to_heads(case: Case, specs: Sequence[str]) -> dict[str, Work]:
         return landed.view(size * case.tokens, -1)
 
     return {
-        "sequential default": sequential,
-        "communication default": lambda: dist.all_to_all_single(landed, sent),
-        "computation": partial(torch.mm, a, b),
-        **{spec: partial(weft.matmul_all_to_all, a, b, schedule=spec, split_dim=-1) for spec in specs},
+        "sequential/default": sequential,
+        "communication/default": lambda: dist.all_to_all_single(landed, sent),
+        "computation/cublas": partial(torch.mm, a, b),
+        **{f"weft/{spec}": partial(weft.matmul_all_to_all, a, b, schedule=spec, split_dim=-1) for spec in specs},
     }
 
 
@@ -86,10 +85,10 @@ def _from_heads(case: Case, specs: Sequence[str]) -> dict[str, Work]:
         return torch.mm(beside, b)
 
     return {
-        "sequential default": sequential,
-        "communication default": lambda: dist.all_to_all_single(landed, a),
-        "computation": partial(torch.mm, beside, b),
-        **{spec: partial(weft.all_to_all_matmul, a, b, schedule=spec, gather_dim=-1) for spec in specs},
+        "sequential/default": sequential,
+        "communication/default": lambda: dist.all_to_all_single(landed, a),
+        "computation/cublas": partial(torch.mm, beside, b),
+        **{f"weft/{spec}": partial(weft.all_to_all_matmul, a, b, schedule=spec, gather_dim=-1) for spec in specs},
     }
 
 
@@ -97,14 +96,5 @@ def jobs(op: Op, specs: Sequence[str], arguments: argparse.Namespace) -> list[Jo
     """Cases of one way to measure."""
     works = _to_heads if op == "matmul_all_to_all_columns" else _from_heads
     return [
-        Job(name=f"{op} {case}", run=partial(lines_of, op, case, partial(works, case, specs), specs, arguments))  # type: ignore[arg-type]
-        for case in CASES[op]
+        Job(name=f"{op} {case}", run=partial(rows_of, op, case, partial(works, case, specs), arguments)) for case in CASES[op]
     ]
-
-
-def summary(lines: Sequence[Mapping[str, Any]]) -> str:
-    """By way, the mean share of the ideal."""
-    shares = {
-        op: [ln["ideal_us"] / ln["overlapped_us"] for ln in lines if ln["op"] == op and ln["overlapped_us"]] for op in SPECS
-    }
-    return "\n".join(f"{op}: {geomean(found):.2f} of the ideal over {len(found)} lines" for op, found in shares.items())

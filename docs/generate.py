@@ -199,7 +199,7 @@ def compact(scores: Any, found: Sequence[Any], paths: Sequence[Path]) -> str:
     ranking, *_ = scores.scores(paper, paper)
     said = [*(f"`{part}`: {scores.errors(some)}" for part, some in parts.items()), f"among FiCCO's four: {ranking}"]
     lines = [row for path in paths for row in text_tables.lines(path.stem)]
-    where = dict.fromkeys(f"{row['machine']}, {text_tables.date_of(row['commit'])}" for row in lines)
+    where = dict.fromkeys(f"{row.machine}, {text_tables.date_of(row.commit)}" for row in lines)
     return "\n".join([_table([*ACCURACY_HEADS, *rows, *sums]), "", *said, *where])
 
 
@@ -221,8 +221,7 @@ def _compared() -> tuple[Any, tuple[Any, ...]]:
 def errors(by: str) -> str:
     """How far predictions are from measurements, on every line that there is."""
     benchmark, found = _compared()
-    readers = text_tables.benchmark("lines").READERS
-    days = sorted({text_tables.date_of(row["commit"]) for bench in readers for row in text_tables.lines(bench)})
+    days = sorted({text_tables.date_of(row.commit) for bench in benchmark.FILES for row in text_tables.lines(bench)})
     return f"{_table(benchmark.rows(found, by))}\n\nmeasured on {', '.join(days)}"
 
 

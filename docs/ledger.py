@@ -32,7 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import text_tables
-from text_tables import RESULTS, ROOT, date_of, lines
+from text_tables import RESULTS, ROOT, benchmark, date_of, lines
+
+from benchmarks.rows import Row
 
 ENTRIES = Path(__file__).with_name("ledger.toml")
 OLDEST = {"README.md": 150, "docs/fp8.md": 150, "docs/peers.md": 150}
@@ -83,14 +85,9 @@ TABLES: dict[str, Callable[..., Sequence[str]]] = {
     "models": lambda part: ["models"],
     "layers": lambda bench: [bench],
     "accuracy": lambda *benches: list(benches),
-    "simulated": lambda by: [path.stem for path in sorted(RESULTS.glob("*.jsonl")) if path.stem in VALIDATED],
+    "simulated": lambda by: sorted(benchmark("simulated").FILES),
 }
 """By the kind of a generated table of measurements: the result files that it is made of, without `.jsonl`."""
-VALIDATED = (
-    *("tp", "tp_2gpus", "all_to_all", "all_to_all_2gpus", "all_reduce", "all_reduce_2gpus", "embedding", "planner"),
-    *("ficco_gemms", "ficco_gemms_2gpus", "dma"),
-)
-"""Files whose times predictions are compared with (benchmarks/lines.py)."""
 GAINS_OF_FOUR = ("tp", "all_reduce", "all_to_all", "embedding", "moe", "models", "concurrent")
 BLOCK = re.compile(rf"^```text ({'|'.join(TABLES)}) ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -107,7 +104,6 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "only": lambda values: values[0] if len(values) == 1 else _not_one(values),
 }
 RANGE = ("least", "most")
-Row = Mapping[str, Any]
 
 
 class LedgerError(ValueError):
@@ -149,7 +145,7 @@ def touched(commit: str, bench: str) -> int:
 
 
 def sources(document: str, figure: str, bench: str, rows: Sequence[Row], baseline: str = "") -> Iterator[Source]:
-    for commit, machine in dict.fromkeys((row["commit"], row["machine"]) for row in rows):
+    for commit, machine in dict.fromkeys((row.commit, row.machine) for row in rows):
         yield Source(
             document=document,
             figure=figure,
@@ -264,13 +260,13 @@ def _value(row: Row, path: str, *, number: bool = True) -> Any:
     """A field of a line, by its path with dots. A path that ends with `.*` is the sum of all below it."""
     keys = path.removesuffix(".*").split(".")
     try:
-        value = functools.reduce(operator.getitem, keys, row)
+        value = functools.reduce(operator.getitem, keys, vars(row))
     except (KeyError, TypeError):
-        raise LedgerError(f"a line of {row.get('bench')} has no {path}") from None
+        raise LedgerError(f"a line of {row.bench} has no {path}") from None
     if path.endswith(".*"):
         value = sum(value.values())
     if number and not isinstance(value, (int, float)):
-        raise LedgerError(f"{path} of a line of {row.get('bench')} is {value!r}, no number")
+        raise LedgerError(f"{path} of a line of {row.bench} is {value!r}, no number")
     return value
 
 

@@ -20,24 +20,37 @@ products MODE      products.jsonl: a matmul by the algorithm that is fastest, an
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from text_tables import RESULTS, benchmark, commits, date_of, lines, source, table, versions
 
+from benchmarks.rows import AUTO, Row, alternative, best, best_us, ideal, name_of
 from weft.core.machine import load
+from weft.overlap.concurrent.choice import share_of_ideal
 
 
-def _cases(bench: str, mode: str) -> list[dict[str, Any]]:
-    return [row for row in lines(bench) if row["mode"] == mode]
+def _cases(bench: str, mode: str) -> list[Row]:
+    return [row for row in lines(bench) if row.mode == mode]
 
 
-def _measured(
-    heads: Sequence[str], cases: Sequence[dict[str, Any]], made: Callable[[dict[str, Any]], tuple[str, ...]], mode: str
-) -> str:
+def _measured(heads: Sequence[str], cases: Sequence[Row], made: Callable[[Row], tuple[str, ...]], mode: str) -> str:
     """A table of a row a case."""
     return table([heads, *map(made, cases)]) + source(cases, mode)
+
+
+def _us(us: float | None, digits: int = 1) -> str:
+    """With this many decimals; none where there are three digits before."""
+    return "-" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.{digits}f}"
+
+
+def _least(row: Row, *kinds: str) -> tuple[str, ...]:
+    """Each kind's least time."""
+    return tuple(_us(best_us(row, kind), 0) for kind in kinds)
+
+
+ALONE = ("computation/", "communication/", "sequential/")
 
 
 OTHERS = {"2 x NVIDIA H100": RESULTS / "h100x2", "4 x NVIDIA H200": RESULTS}
@@ -52,8 +65,8 @@ def gains(folder: str) -> str:
         for name in sorted({group.file for group in made.GROUPS}):
             bench = str((where / name).relative_to(RESULTS))
             for row in lines(bench) if (where / f"{name}.jsonl").exists() else ():
-                if row["machine"].startswith(machine):
-                    days.setdefault(f"{row['machine']}, {versions(row)}", set()).add(date_of(row["commit"]))
+                if row.machine.startswith(machine):
+                    days.setdefault(f"{row.machine}, {versions(row)}", set()).add(date_of(row.commit))
     measured = [f"{where}, {' and '.join(sorted(some))}" for where, some in days.items()]
     return "\n".join([table(made.table(RESULTS / folder, OTHERS)), "", *measured])
 
@@ -61,7 +74,7 @@ def gains(folder: str) -> str:
 def shapes(folder: str, mode: str) -> str:
     """Every case that the table of gains sums up."""
     some = [row for path in sorted((RESULTS / folder).glob("*.jsonl")) for row in lines(f"{folder}/{path.stem}")]
-    where = dict.fromkeys(f"{row['machine']}, {versions(row)}, mode {mode}, {commits([row])}" for row in some)
+    where = dict.fromkeys(f"{row.machine}, {versions(row)}, mode {mode}, {commits([row])}" for row in some)
     return "\n".join([table(benchmark("gains").shapes(RESULTS / folder, mode)), "", *where])
 
 
@@ -71,36 +84,39 @@ def results(mode: str) -> str:
     return _measured(heads, _cases("tp", mode), _result, mode)
 
 
-def _result(row: dict[str, Any]) -> tuple[str, ...]:
-    short = {"all_gather_matmul": "AG+MM", "matmul_reduce_scatter": "MM+RS"}[row["op"]]
-    names = ("communication_us", "computation_us", "sequential_us")
-    figures = (*(row[name] for name in names), row["peers"].get("async_tp"), row["overlapped_us"])
-    times = ["-" if us is None else f"{us:.0f}" for us in figures]
-    share, over = row["ideal_us"] / row["overlapped_us"], row["sequential_us"] / row["overlapped_us"]
-    return (f"{short} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
+def _result(row: Row) -> tuple[str, ...]:
+    short = {"all_gather_matmul": "AG+MM", "matmul_reduce_scatter": "MM+RS"}[row.op]
+    name, us = best(row, "weft/") or ("", math.nan)
+    times = _least(row, "communication/", "computation/", "sequential/", "peer/async_tp")
+    over = (best_us(row, "sequential/") or math.nan) / us
+    return (f"{short} {row.case}", *times, _us(us, 0), name_of(name), f"{ideal(row) / us:.2f}", f"{over:.2f}x")
 
 
 def fused(bench: str, mode: str) -> str:
     """The cases of one of the fused operators' benchmarks. Times in us; best: of all that is not weft's."""
-    cases = [row for row in _cases(bench, mode) if row["overlapped_us"]]
     heads = ("operator, case", "computation", "sequential", "best other", "weft", "auto", "schedule", "of ideal", "speed-up")
-    return _measured(heads, cases, _fused, mode)
+    return _measured(heads, _cases(bench, mode), _fused, mode)
 
 
-def _fused(row: dict[str, Any]) -> tuple[str, ...]:
-    others = [us for name, us in row["peers"].items() if not name.startswith(("computation", "communication", "lookup"))]
-    figures = (row["computation_us"], row["sequential_us"], min(others, default=None), row["overlapped_us"], row["auto_us"])
-    times = ["-" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in figures]
-    share, over = row["ideal_us"] / row["overlapped_us"], row["sequential_us"] / row["overlapped_us"]
-    return (f"{row['op']} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
+def _fused(row: Row) -> tuple[str, ...]:
+    """Of lookups weft's own kernel, followed by NCCL, counts as another program, and alone as no computation to replace. Few
+    rows are compared with NCCL's default."""
+    name, us = best(row, "weft/", but=(AUTO, *OF_LOOKUPS)) or ("", math.nan)
+    sequential_us = best_us(row, "sequential/default" if row.op == "matmul_all_reduce" else "sequential/") or math.nan
+    others = best_us(row, "sequential/", "peer/", *(OF_LOOKUPS if row.bench == "embedding" else ()))
+    times = (best_us(row, "computation/", but=("computation/weft",)), sequential_us, others, us, row.us.get(AUTO))
+    share, over = ideal(row) / us, sequential_us / us
+    return (f"{row.op} {row.case}", *map(_us, times), name_of(name), f"{share:.2f}", f"{over:.2f}x")
+
+
+OF_LOOKUPS = ("weft/sequential",)
 
 
 def paper(mode: str) -> str:
     """By how many percent `auto` is shorter than what it replaces, beside what the paper reports."""
-    cases = [row for row in _cases("paper", mode) if row["auto_us"]]
+    cases = _cases("paper", mode)
     rows: list[tuple[str, ...]] = [("operator", "against", "cases", "mean", "max", "min", "paper's mean", "max")]
-    for op, against, time, mean, largest in benchmark("paper").REPORTED:
-        less = [100 * (1 - row["auto_us"] / time(row)) for row in cases if row["op"] == op]
+    for op, against, less, mean, largest in benchmark("paper").reductions(cases):
         found = (statistics.fmean(less), max(less), min(less))
         rows.append((op, against, str(len(less)), *(f"{x:.0f} %" for x in found), f"{mean} %", f"{largest} %"))
     return table(rows) + source(cases, mode)
@@ -112,28 +128,33 @@ def beside(mode: str) -> str:
     return _measured(heads, _cases("concurrent", mode), _beside, mode)
 
 
-def _beside(row: dict[str, Any]) -> tuple[str, ...]:
-    figures = (row["computation_us"], row["communication_us"], row["sequential_us"], row["peers"]["two_streams"])
-    best = min(row["candidates"], key=lambda way: row["candidates"][way])
-    share = row["ideal_us"] / row["overlapped_us"], row["ideal_us"] / row["candidates"][best]
-    times = [f"{us:.0f}" for us in (*figures, row["overlapped_us"])]
-    return (row["case"], *times, f"{share[0]:.2f}", best, f"{share[1]:.2f}")
+def _beside(row: Row) -> tuple[str, ...]:
+    name, us = best(row, "sequential/", "peer/", "weft/") or ("", math.nan)
+    shares = f"{ideal(row) / row.us[AUTO]:.2f}", WAYS.get(name, name_of(name)), f"{ideal(row) / us:.2f}"
+    return (row.case, *_least(row, *ALONE, "peer/two_streams"), _us(row.us[AUTO], 0), *shares)
+
+
+WAYS = {"sequential/default": "sequential", "peer/two_streams": "vendor"}
+"""weft.concurrent's names of what a user has without it."""
 
 
 def conccl(mode: str) -> str:
     """Pairs of GEMM, collective and size, with the share of the ideal speed-up that is reached. Times in us."""
     cases = _cases("conccl", mode)
     heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "way", "share", "two streams'")
-    shares = ("auto", "vendor")
-    means = (f"{statistics.fmean(row['share'][way] for row in cases):.2f}" for way in shares)
-    rows = [heads, *map(_conccl, cases), ("mean", *[""] * (len(heads) - 1 - len(shares)), *means)]
-    return table(rows) + source(cases, mode)
+    found = [tuple(_share(row, name) for name in (AUTO, "peer/two_streams")) for row in cases]
+    rows = [heads, *(_conccl(row, *some) for row, some in zip(cases, found, strict=True))]
+    means = (f"{statistics.fmean(column):.2f}" for column in zip(*found, strict=True))
+    return table([*rows, ("mean", *[""] * (len(heads) - 3), *means)]) + source(cases, mode)
 
 
-def _conccl(row: dict[str, Any]) -> tuple[str, ...]:
-    names = ("computation_us", "communication_us", "sequential_us")
-    times = [f"{us:.0f}" for us in (*(row[name] for name in names), row["peers"]["two_streams"], row["overlapped_us"])]
-    return (row["case"], *times, row["schedule"], f"{row['share']['auto']:.2f}", f"{row['share']['vendor']:.2f}")
+def _share(row: Row, name: str) -> float:
+    return share_of_ideal(row.us[name], sequential_us=row.us["sequential/default"], ideal_us=ideal(row))
+
+
+def _conccl(row: Row, share: float, plain: float) -> tuple[str, ...]:
+    times = _least(row, *ALONE, "peer/two_streams")
+    return (row.case, *times, _us(row.us[AUTO], 0), row.chosen or "-", f"{share:.2f}", f"{plain:.2f}")
 
 
 def dma(mode: str) -> str:
@@ -142,41 +163,49 @@ def dma(mode: str) -> str:
     return _measured(heads, _cases("dma", mode), _dma, mode)
 
 
-def _dma(row: dict[str, Any]) -> tuple[str, ...]:
-    ours = {name: us for name, us in row["us"].items() if not name.startswith("NCCL") and "straight" not in name}
-    best = min(ours, key=lambda name: ours[name])
-    nccl = [row["us"].get(f"NCCL {way}") for way in ("default", "symmetric")]
-    times = ["-" if us is None else f"{us:.0f}" for us in (*nccl, ours[best])]
-    gain = min(us for us in nccl if us is not None) / ours[best]
-    return (f"{row['op']} {row['case']}", *times, best.removeprefix("copy_engine"), f"{gain:.2f}x")
+def _dma(row: Row) -> tuple[str, ...]:
+    straight = tuple(name for name in row.us if name.endswith("straight"))
+    name, us = best(row, "weft/", but=straight) or ("", math.nan)
+    nccl = ("communication/default", "communication/symmetric")
+    gain = (best_us(row, *nccl) or math.nan) / us
+    times = (*_least(row, *nccl), _us(us, 0))
+    return (f"{row.op} {row.case}", *times, name_of(name).removeprefix("copy_engine"), f"{gain:.2f}x")
 
 
 def resident(bench: str, mode: str) -> str:
     """Plain overlap and the best points of benchmarks/resource_aware.py, the paper's and by copy engines. Times in ms."""
-    cases = [row for row in _cases(bench, mode) if not row.get("grid")]
+    cases = [row for row in _cases(bench, mode) if not row.extra.get("grid")]
     heads = ("workload, tile", "GEMM", "collective", "sequential", "plain", "best", "blocks/SM", "priority", "TimeRatio")
-    moved = ("copy engines", "blocks/SM", "normalised") if any("transport" in row for row in cases) else ()
-    rows = [(*heads, "normalised", "overlap", "hidden", *moved)]
-    for workload in dict.fromkeys((row["op"], tuple(row["tile"])) for row in cases):
-        rows.append(_resident([row for row in cases if (row["op"], tuple(row["tile"])) == workload]))
-    return table(rows) + source(cases, mode)
+    moved = ("copy engines", "blocks/SM", "normalised") if any("transport" in row.extra for row in cases) else ()
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in cases:
+        groups.setdefault((row.op, "x".join(map(str, row.extra["tile"]))), []).append(row)
+    found = [(" ".join(name), *_resident(some)) for name, some in groups.items()]
+    return table([(*heads, "normalised", "overlap", "hidden", *moved), *found]) + source(cases, mode)
 
 
-def _resident(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    papers = [point for point in points if not point.get("ctas")]
-    best = min(papers, key=lambda point: point["overlapped_us"])
-    plain = next(point for point in papers if not point["capped"] and not point["priority"])
-    names = ("computation_us", "communication_us", "sequential_us")
-    times = [f"{us / 1e3:.2f}" for us in (*(best[name] for name in names), plain["overlapped_us"], best["overlapped_us"])]
-    tile, point = "x".join(map(str, best["tile"])), (str(best["blocks_per_sm"]), "high" if best["priority"] else "-")
-    shares = (f"{best[name]:.2f}" for name in ("time_ratio", "normalised", "overlap_rate", "hidden"))
-    return (f"{best['op']} {tile}", *times, *point, *shares, *_by_copy_engine(points))
+def _resident(points: Sequence[Row]) -> tuple[str, ...]:
+    papers = [point for point in points if not point.extra.get("ctas")]
+    fastest = min(papers, key=_point_us)
+    plain = next(point for point in papers if not point.extra["capped"] and not point.extra["priority"])
+    times = [fastest.us[name] for name in ("computation/triton", "communication/default", "sequential/default")]
+    each = (f"{us / 1e3:.2f}" for us in (*times, _point_us(plain), _point_us(fastest)))
+    point, ratio = fastest.extra, _point_us(fastest) / fastest.us["sequential/default"]
+    shares = (f"{share:.2f}" for share in (ratio, *(point[name] for name in ("normalised", "overlap_rate", "hidden"))))
+    return (*each, str(point["blocks_per_sm"]), "high" if point["priority"] else "-", *shares, *_by_copy_engine(points))
 
 
-def _by_copy_engine(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    moved = (point for point in points if point.get("transport", "vendor") != "vendor")
-    best = min(moved, key=lambda point: point["overlapped_us"], default=None)
-    return (f"{best['overlapped_us'] / 1e3:.2f}", str(best["blocks_per_sm"]), f"{best['normalised']:.2f}") if best else ()
+def _point_us(point: Row) -> float:
+    return point.us["weft/overlapped"]
+
+
+def _by_copy_engine(points: Sequence[Row]) -> tuple[str, ...]:
+    moved = [point for point in points if point.extra.get("transport", "vendor") != "vendor"]
+    if not moved:
+        return ()
+    fastest = min(moved, key=_point_us)
+    more = fastest.extra
+    return (f"{_point_us(fastest) / 1e3:.2f}", str(more["blocks_per_sm"]), f"{more['normalised']:.2f}")
 
 
 def training(mode: str) -> str:
@@ -185,12 +214,12 @@ def training(mode: str) -> str:
     return _measured(heads, _cases("data_parallel", mode), _training, mode)
 
 
-def _training(row: dict[str, Any]) -> tuple[str, ...]:
-    stock, ways = row["peers"]["stock"], row["candidates"]
-    best = min(ways, key=lambda way: ways[way])
-    times = [f"{row[name] / 1e3:.1f}" for name in ("computation_us", "silent_us", "overlapped_us")]
-    found = (f"{stock / 1e3:.1f}", best, f"{ways[best] / 1e3:.1f}", row["schedule"], times[2])
-    return (f"{row['op']} {row['case']}", *times[:2], *found, f"{row['gain']:.3f}x", f"{stock / row['silent_us']:.3f}x")
+def _training(row: Row) -> tuple[str, ...]:
+    stock, silent = row.us["peer/stock"], row.us["computation/silent"]
+    name, us = best(row, "weft/") or ("", math.nan)
+    times = [f"{us / 1e3:.1f}" for us in (row.us["computation/torch"], silent, stock, us, row.us[AUTO])]
+    found = (*times[:3], name_of(name), times[3], row.chosen or "-", times[4])
+    return (f"{row.op} {row.case}", *found, f"{row.extra['gain']:.3f}x", f"{stock / silent:.3f}x")
 
 
 def nodes(mode: str) -> str:
@@ -199,10 +228,10 @@ def nodes(mode: str) -> str:
     return _measured(heads, _cases("nodes", mode), _on_nodes, mode)
 
 
-def _on_nodes(row: dict[str, Any]) -> tuple[str, ...]:
-    names = ("communication_us", "computation_us", "sequential_us", "overlapped_us", "auto_us")
-    times = [f"{row[name]:.0f}" for name in names]
-    return (f"{row['op']} {row['case']}", *times, row["schedule"], f"{row['sequential_us'] / row['auto_us']:.2f}x")
+def _on_nodes(row: Row) -> tuple[str, ...]:
+    name, us = best(row, "weft/") or ("", math.nan)
+    times = (*_least(row, "communication/", "computation/", "sequential/"), _us(us, 0), _us(row.us[AUTO], 0))
+    return (f"{row.op} {row.case}", *times, name_of(name), f"{alternative(row)[1] / row.us[AUTO]:.2f}x")
 
 
 def gemms(bench: str, mode: str) -> str:
@@ -216,14 +245,14 @@ def products(mode: str) -> str:
     """By numbers of rows: how much faster products are by the algorithm that weft found than by torch's."""
     cases = _cases("products", mode)
     rows: list[tuple[str, ...]] = [("rows", "products", "by another algorithm", "speed-up", "least", "most")]
-    for m in sorted({row["rows"] for row in cases}):
-        rows.append((str(m), *_products([row for row in cases if row["rows"] == m])))
+    for m in sorted({row.extra["rows"] for row in cases}):
+        rows.append((str(m), *_products([row for row in cases if row.extra["rows"] == m])))
     return table([*rows, ("all", *_products(cases))]) + source(cases, mode)
 
 
-def _products(cases: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    gains = [row["vendor_us"] / row["us"] for row in cases]
-    others = sum(row["algorithm"] is not None for row in cases)
+def _products(cases: Sequence[Row]) -> tuple[str, ...]:
+    gains = [row.us["computation/cublas"] / row.us[AUTO] for row in cases]
+    others = sum(row.chosen is not None for row in cases)
     return (str(len(cases)), str(others), *(f"{x:.2f}x" for x in (statistics.geometric_mean(gains), min(gains), max(gains))))
 
 
@@ -231,20 +260,20 @@ def fp8(bench: str) -> str:
     """Means by operator and rows."""
     rows: list[tuple[str, ...]] = [("operator, rows", "cases", "of ideal", "over sequential", "worst", "over PyTorch")]
     cases = lines(bench)
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in cases:
-        size = int(row["case"].rpartition("=")[2])
-        groups.setdefault(f"{row['op']}, M {'>= 8192' if size >= 8192 else f'= {size}'}", []).append(row)
-    for name, some in sorted(groups.items(), key=lambda item: (item[1][0]["op"], -len(item[1]))):
+        size = int(row.case.rpartition("=")[2])
+        groups.setdefault(f"{row.op}, M {'>= 8192' if size >= 8192 else f'= {size}'}", []).append(row)
+    for name, some in sorted(groups.items(), key=lambda item: (item[1][0].op, -len(item[1]))):
         rows.append((name, *_fp8(some)))
     return table([*rows, ("all", *_fp8(cases))]) + source(cases)
 
 
-def _fp8(cases: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    over = [row["sequential_us"] / row["auto_us"] for row in cases]
-    ideal = statistics.geometric_mean(row["ideal_us"] / row["auto_us"] for row in cases)
-    peer = statistics.geometric_mean(row["peers"]["async_tp"] / row["auto_us"] for row in cases)
-    return (str(len(cases)), f"{ideal:.3f}", f"{statistics.geometric_mean(over):.2f}x", f"{min(over):.3f}x", f"{peer:.2f}x")
+def _fp8(cases: Sequence[Row]) -> tuple[str, ...]:
+    over = [(best_us(row, "sequential/") or math.nan) / row.us[AUTO] for row in cases]
+    share = statistics.geometric_mean(ideal(row) / row.us[AUTO] for row in cases)
+    peer = statistics.geometric_mean(row.us["peer/async_tp"] / row.us[AUTO] for row in cases)
+    return (str(len(cases)), f"{share:.3f}", f"{statistics.geometric_mean(over):.2f}x", f"{min(over):.3f}x", f"{peer:.2f}x")
 
 
 def fp8_rows(bench: str) -> str:
@@ -252,7 +281,7 @@ def fp8_rows(bench: str) -> str:
     cases = lines(bench)
     gains: dict[str, list[float]] = {}
     for row in cases:
-        gains.setdefault(row["case"].rpartition("=")[2], []).append(row["auto_us"] / row["float8"]["auto"])
+        gains.setdefault(row.case.rpartition("=")[2], []).append(row.us[AUTO] / row.us["float8/auto"])
     gains["all"] = [gain for some in gains.values() for gain in some]
     found = [
         (rows, str(len(some)), f"{statistics.geometric_mean(some):.2f}x", f"{min(some):.2f}x") for rows, some in gains.items()
@@ -263,17 +292,17 @@ def fp8_rows(bench: str) -> str:
 def fp8_kernels(gemm: str, row: str) -> str:
     """Relative speed: the baseline's time over the kernel's, geometric means."""
     rows: list[tuple[str, ...]] = [("cases", "kernel", "cases", "relative speed")]
-    for kind, names in {"dense": ("fast", "gated", "exact"), "blockwise": ("kernel", "gated")}.items():
-        cases = [one["us"] for one in lines(gemm) if one["kind"] == kind]
+    kinds = {
+        "dense": ("fast", "gated", "exact"),
+        "blockwise": ("kernel", "gated"),
+        "one row": ("tensorwise", "rowwise", "rowwise product", "blockwise"),
+    }
+    for kind, names in kinds.items():
+        cases = lines(row) if kind == "one row" else [one for one in lines(gemm) if one.op == kind]
         for name in names:
-            speeds = [min(us for method, us in one.items() if method.startswith("cublas")) / one[name] for one in cases]
+            speeds = [(best_us(one, "computation/cublas") or math.nan) / one.us[f"computation/{name}"] for one in cases]
             rows.append((kind, name, str(len(speeds)), f"{statistics.geometric_mean(speeds):.2f}"))
-    single = [one["us"] for one in lines(row)]
-    for name in ("tensorwise", "rowwise", "rowwise product", "blockwise"):
-        rows.append(
-            ("one row", name, str(len(single)), f"{statistics.geometric_mean(us['mm'] / us[name] for us in single):.2f}")
-        )
-    return table(rows) + "".join(source([one | {"op": bench} for one in lines(bench)]) for bench in (gemm, row))
+    return table(rows) + "".join(source(lines(bench)) for bench in (gemm, row))
 
 
 MAKERS: dict[str, Callable[..., str]] = {

@@ -8,18 +8,22 @@ traces PART     docs/traces/PART_*.json.gz: times by kind, and a chart of the st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from text_tables import ROOT, benchmark, lines, source, table
 
+from benchmarks.rows import Row, best, best_us, name_of
+
 NAMES = {
-    "torch": "torch",
-    "torch_compiled": "compiled",
-    "async_tp": "async TP",
-    "weft": "weft",
-    "weft_compiled": "weft, compiled",
-    "weft_pass": "weft's pass",
+    "sequential/torch": "torch",
+    "peer/torch_compile": "compiled",
+    "peer/async_tp": "async TP",
+    "weft/eager": "weft",
+    "weft/compiled": "weft, compiled",
+    "weft/pass": "weft's pass",
+    "weft/sequential": "torch, own kernels",
 }
+"""How the tables call methods; those of other programs of torch's have their own names."""
+WEFT = ("weft/splits", "weft/auto")
 WIDTH = 88
 
 
@@ -27,33 +31,38 @@ def _us(us: float | None) -> str:
     return "-" if us is None else f"{us:,.0f}"
 
 
+def _alone(row: Row) -> tuple[str, str]:
+    return _us(row.us.get("computation/torch")), _us(row.us.get("communication/default"))
+
+
 def models(part: str) -> str:
     """Times in us by method; over torch: the faster of torch's two over the fastest of weft's."""
-    rows = [row for row in lines("models") if row["op"] == part]
-    used = [name for name in NAMES if any(name in row["candidates"] for row in rows)]
+    rows = [row for row in lines("models") if row.op == part]
+    used = [name for name in NAMES if any(name in row.us for row in rows)]
     heads = ("case", "mode", "computation", "NCCL", *(NAMES[name] for name in used), "over torch")
     return table([heads, *(_model(row, used) for row in rows)]) + source(rows)
 
 
-def _model(row: dict[str, Any], used: Sequence[str]) -> tuple[str, ...]:
-    times = (_us(row["candidates"].get(name)) for name in used)
-    over = f"{row['sequential_us'] / row['overlapped_us']:.2f}x" if row["overlapped_us"] else "-"
-    return (row["case"], row["mode"], _us(row["computation_us"]), _us(row["communication_us"]), *times, over)
+def _model(row: Row, used: Sequence[str]) -> tuple[str, ...]:
+    torch_us, weft = best_us(row, "sequential/torch", "peer/torch_compile"), best_us(row, "weft/")
+    over = f"{torch_us / weft:.2f}x" if torch_us and weft else "-"
+    return (row.case, row.mode, *_alone(row), *(_us(row.us.get(name)) for name in used), over)
 
 
 def layers(bench: str) -> str:
     """Times in us; over: each other program's over weft's."""
-    rows = [row for row in lines(bench) if "peers" in row]
-    others = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    heads = ("case", "mode", "computation", "NCCL", *others, "weft", *(f"over {name}" for name in others))
+    rows = [row for row in lines(bench) if best(row, *WEFT, but=())]
+    kinds = ("sequential/", "weft/sequential")
+    others = list(dict.fromkeys(name for row in rows for name in row.us if name.startswith(kinds)))
+    titles = [NAMES.get(name, name_of(name)) for name in others]
+    heads = ("case", "mode", "computation", "NCCL", *titles, "weft", *(f"over {title}" for title in titles))
     return table([heads, *(_layer(row, others) for row in rows)]) + source(rows)
 
 
-def _layer(row: dict[str, Any], others: Sequence[str]) -> tuple[str, ...]:
-    times = [row["peers"].get(name) for name in others]
-    alone = _us(row.get("computation_us")), _us(row.get("communication_us"))
-    over = (f"{us / row['overlapped_us']:.2f}x" if us else "-" for us in times)
-    return (row["case"], row["mode"], *alone, *map(_us, times), _us(row["overlapped_us"]), *over)
+def _layer(row: Row, others: Sequence[str]) -> tuple[str, ...]:
+    times, weft = [row.us.get(name) for name in others], best_us(row, *WEFT, but=())
+    over = (f"{us / weft:.2f}x" if us and weft else "-" for us in times)
+    return (row.case, row.mode, *_alone(row), *map(_us, times), _us(weft), *over)
 
 
 def traces(part: str) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 import plotly.graph_objects as go
 from text_tables import benchmark
 
+from benchmarks.rows import gain, geomean
+
 # Two colours that stay apart for people who do not see all colours.
 COLOURS = {"graph": "#0072b2", "eager": "#e69f00"}
 WORDS = {"graph": "in a CUDA graph", "eager": "called eagerly"}
@@ -21,19 +23,13 @@ WIDTH, LINE_HEIGHT = 960, 24
 
 def figure(folder: Path) -> go.Figure:
     """A row for each group of cases: a dot for each case, a bar at their geometric mean."""
-    gains = benchmark("gains")
-    found = gains.cases(folder)
+    found = benchmark("gains").cases(folder)
     names = list(found)[::-1]
     made = go.Figure()
     for shift, mode in ((0.17, "graph"), (-0.17, "eager")):
-        points = [
-            (at + shift, case.best / case.weft) for at, name in enumerate(names) for case in found[name] if case.mode == mode
-        ]
-        means = [
-            (at + shift, gains.geomean([case.best / case.weft for case in found[name] if case.mode == mode]))
-            for at, name in enumerate(names)
-            if any(case.mode == mode for case in found[name])
-        ]
+        gains = {at: [gain(row) for row in found[name] if row.mode == mode] for at, name in enumerate(names)}
+        points = [(at + shift, each) for at, some in gains.items() for each in some]
+        means = [(at + shift, geomean(some)) for at, some in gains.items() if some]
         made.add_bar(
             y=[at for at, _ in means],
             x=[gain - 1 for _, gain in means],

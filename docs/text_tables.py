@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
-RESULTS = BENCHMARKS / "results"
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.append(str(ROOT))  # of scripts in docs, which are in no package
+
+from benchmarks.rows import Row, read  # noqa: E402
 
 
-def lines(bench: str) -> list[dict[str, Any]]:
+def lines(bench: str) -> list[Row]:
     """All cases of benchmarks/results/BENCH.jsonl. Raises FileNotFoundError for a file that is not there."""
-    text = (RESULTS / f"{bench}.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return read(RESULTS / f"{bench}.jsonl")
 
 
 def benchmark(name: str) -> ModuleType:
-    """benchmarks/NAME.py, which is in no package."""
-    sys.path.append(str(BENCHMARKS))
-    return importlib.import_module(name)
+    """benchmarks.NAME, imported when it is needed: most of them need torch."""
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -37,23 +35,23 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in each)
 
 
-def source(rows: Sequence[dict[str, Any]], mode: str = "") -> str:
+def source(rows: Sequence[Row], mode: str = "") -> str:
     """What stands below a table of measured cases. Raises ValueError for cases of several machines, or versions."""
-    where = dict.fromkeys(f"{row['machine']}, {versions(row)}" for row in rows)
+    where = dict.fromkeys(f"{row.machine}, {versions(row)}" for row in rows)
     if len(where) != 1:
         raise ValueError(f"cases of one table are of {' and of '.join(where)}; measure them on one, or draw a table of each")
     how = f", mode {mode}" if mode else ""
     return f"\n\n{next(iter(where))}, {_by(rows, 'dtype')}{how}, {commits(rows)}"
 
 
-def versions(row: dict[str, Any]) -> str:
-    return " ".join(f"{name} {row['versions'][name]}" for name in ("torch", "cuda", "nccl"))
+def versions(row: Row) -> str:
+    return " ".join(f"{name} {row.versions[name]}" for name in ("torch", "cuda", "nccl"))
 
 
-def commits(rows: Sequence[dict[str, Any]]) -> str:
+def commits(rows: Sequence[Row]) -> str:
     """Of which commits cases are, and of which days these are."""
-    days = sorted({date_of(row["commit"]) for row in rows})
-    return f"commit{'s' * (len({row['commit'] for row in rows}) > 1)} {_by(rows, 'commit')}, {' and '.join(days)}"
+    days = sorted({date_of(row.commit) for row in rows})
+    return f"commit{'s' * (len({row.commit for row in rows}) > 1)} {_by(rows, 'commit')}, {' and '.join(days)}"
 
 
 @functools.cache
@@ -74,15 +72,15 @@ def git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def _by(rows: Sequence[dict[str, Any]], field: str) -> str:
+def _by(rows: Sequence[Row], field: str) -> str:
     """What cases have there: by operator where each operator's have the same, else with the number of cases."""
     ops: dict[str, set[str]] = {}
     for row in rows:
-        ops.setdefault(row[field], set()).add(row["op"])
+        ops.setdefault(getattr(row, field), set()).add(row.op)
     if len(ops) == 1:
-        return str(rows[0][field])
+        return next(iter(ops))
     apart = sum(map(len, ops.values())) == len(set().union(*ops.values()))
-    count = Counter(row[field] for row in rows)
+    count = Counter(getattr(row, field) for row in rows)
     of = {value: _named(some) if apart else f"{count[value]} cases" for value, some in ops.items()}
     return ", ".join(f"{value} ({what})" for value, what in of.items())
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import measure
-import parts
-from measure import Failed, Job
+from benchmarks import measure, parts, rows
+from benchmarks.measure import Failed, Job
+from benchmarks.rows import Row
+from weft.core import codec
+from weft.core.problem import Problem
 
 
 @pytest.mark.parametrize(
@@ -50,18 +48,23 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: None)
 
 
-def _fails() -> Iterator[dict[str, Any]]:
-    yield {"case": "before", "missing": {}}
+def _row(case: str) -> Row:
+    return Row(bench="x", op="all_reduce", case=case, dtype="bfloat16", world_size=1, mode="graph", machine="none")
+
+
+def _fails() -> Iterator[Row]:
+    yield _row("before")
     raise Failed("auto", "no room")
 
 
 @pytest.mark.usefixtures("world")
 def test_a_case_that_is_left_out_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "lines.jsonl"
-    jobs = [Job(name="one", run=_fails), Job(name="two", run=lambda: [{"case": "after", "missing": {}}])]
-    lines, left_out = parts.run_jobs(jobs, str, argparse.Namespace(json=path))
-    assert ([line["case"] for line in lines], left_out) == (["before", "after"], ["one"])
-    assert [json.loads(text) for text in path.read_text().splitlines()] == lines
+    jobs = [Job(name="one", run=_fails), Job(name="two", run=lambda: [_row("after")])]
+    found, left_out = parts.run_jobs(jobs, argparse.Namespace(json=path), missing={"communication/symmetric": "no room"})
+    assert ([row.case for row in found], left_out) == (["before", "after"], ["one"])
+    assert found[0].missing == {"communication/symmetric": "no room"}
+    assert rows.read(path) == found
     with pytest.raises(SystemExit) as ended:
         measure.stop(left_out)
     assert ended.value.code == 1
@@ -70,9 +73,27 @@ def test_a_case_that_is_left_out_is_no_success(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("world")
-def test_a_line_is_written_before_it_is_told(tmp_path: Path) -> None:
+def test_a_row_is_written_before_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lines.jsonl"
-    job = Job(name="one", run=lambda: [{"case": "one", "missing": {}}])
+    monkeypatch.setattr(parts, "sentence", lambda row: row.extra["nothing"])
     with pytest.raises(KeyError):
-        parts.run_jobs([job], lambda line: str(line["us"]), argparse.Namespace(json=path))
-    assert json.loads(path.read_text())["case"] == "one"
+        parts.run_jobs([Job(name="one", run=lambda: [_row("one")])], argparse.Namespace(json=path))
+    assert rows.read(path)[0].case == "one"
+
+
+@pytest.mark.usefixtures("world")
+def test_rows_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a mode, with the host's times of eager calls alone."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
+    monkeypatch.setattr(measure, "versions", lambda device: {"torch": "2"})
+    times = {mode: {"weft/auto": measure.Times(us=3.0, host_us=2.0)} for mode in ("graph", "eager")}
+    problem = Problem(op="all_gather_matmul", m=8, n=4, k=2, world_size=2)
+    given = argparse.Namespace(commit="abc", rounds=7)
+    made = measure.each_mode(times, bench="x", op=problem.op, case="one", dtype="bfloat16", problem=problem, arguments=given)
+    assert [(row.mode, row.us, row.host_us) for row in made] == [
+        ("graph", {"weft/auto": 3.0}, {}),
+        ("eager", {"weft/auto": 3.0}, {"weft/auto": 2.0}),
+    ]
+    assert (made[0].machine, made[0].commit, made[0].samples, made[0].world_size) == ("2 x GPU", "abc", 7, 2)
+    assert codec.load(Problem, made[0].problem) == problem

@@ -6,50 +6,44 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from single_process_ranks import wait_for
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks import everything
+
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def everything() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCHMARKS))
-    import everything
-
-    yield everything
-    sys.path.remove(str(BENCHMARKS))
-
-
-def test_every_part_starts_files_that_there_are(everything: ModuleType) -> None:
+def test_every_part_starts_files_that_there_are() -> None:
     found = everything.parts(8, minutes=1, seed=5)
-    files = [word for part in found.values() for run in part.runs for word in run.words if word.endswith(".py")]
+    words = [word for part in found.values() for run in part.runs for word in run.words]
+    assert all(find_spec(word) for word in words if word.startswith("benchmarks."))
+    files = [word for word in words if word.endswith(".py")]
     assert all(Path(file).is_file() for file in files)
     started = {Path(file) for file in files if Path(file).name.startswith("test_")}
-    assert started == set((BENCHMARKS.parent / "tests" / "gpu").glob("test_*.py"))
+    assert started == set((ROOT / "tests" / "gpu").glob("test_*.py"))
     seeds = [run.words[run.words.index("--seed") + 1] for run in found["fuzz"].runs]
     assert (len(seeds), len(set(seeds))) == (18, 18)
     assert {run.visible for run in found["fuzz"].runs} == {None, "0,1", "2,3", "4,5", "6,7"}
 
 
-def _part(everything: ModuleType, *sources: str, limit_s: float) -> object:
+def _part(*sources: str, limit_s: float) -> object:
     runs = tuple(everything.Run(words=("-c", source), visible=str(at)) for at, source in enumerate(sources))
     return everything.Part(runs=runs, limit_s=limit_s, environment={"OF_THE_PART": "7"})
 
 
-def test_what_is_written_is_counted_and_the_last_words_are_told(everything: ModuleType, tmp_path: Path) -> None:
+def test_what_is_written_is_counted_and_the_last_words_are_told(tmp_path: Path) -> None:
     source = """
 import os, sys
 open(sys.argv[2], "a").write("{}\\n{}\\n")
 print(sys.argv[4], os.environ["OF_THE_PART"], os.environ["CUDA_VISIBLE_DEVICES"])
 sys.exit(3)
 """
-    good, told = everything.run("one", _part(everything, source, limit_s=60), tmp_path, "abc")
+    good, told = everything.run("one", _part(source, limit_s=60), tmp_path, "abc")
     assert not good
     assert told.startswith("one: status 3, ")
     assert told.endswith(" s, 2 lines; abc 7 0")
@@ -64,9 +58,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_part_that_hangs_is_ended_with_all_that_it_started(
-    everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child, begun = tmp_path / "child", everything.begun
     hangs = f"""
 import subprocess, sys, time
@@ -83,7 +75,7 @@ time.sleep(600)
 
     monkeypatch.setattr(everything, "begun", under_way)
     start = time.monotonic()
-    good, told = everything.run("two", _part(everything, "print('short')", hangs, limit_s=0.5), tmp_path, "")
+    good, told = everything.run("two", _part("print('short')", hangs, limit_s=0.5), tmp_path, "")
     assert not good
     assert told.startswith("two: status 0, ended at its limit, ")
     assert time.monotonic() - start < 60
@@ -97,8 +89,8 @@ def test_what_ends_the_campaign_ends_its_parts(tmp_path: Path, number: signal.Si
     source = f"""
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell runs in the background
-sys.path.insert(0, {str(BENCHMARKS)!r})
-import everything
+sys.path.insert(0, {str(ROOT)!r})
+from benchmarks import everything
 part = everything.Part(runs=(everything.Run(words=("-c", {hangs!r})),), limit_s=600)
 everything.parts = lambda gpus, **_: {{"hangs": part}}
 ended = everything.ended
@@ -117,9 +109,9 @@ everything.main()
 
 
 def test_a_part_that_fails_is_no_success(
-    everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = {"bad": _part(everything, "1 / 0", limit_s=60), "good": _part(everything, "print('here')", limit_s=60)}
+    known = {"bad": _part("1 / 0", limit_s=60), "good": _part("print('here')", limit_s=60)}
     monkeypatch.setattr(everything, "parts", lambda gpus, **_: known)
     monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"^not right: bad$"):
@@ -128,9 +120,9 @@ def test_a_part_that_fails_is_no_success(
 
 
 def test_a_part_that_could_end_too_late_is_not_begun(
-    everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = {"long": _part(everything, "1 / 0", limit_s=600), "short": _part(everything, "print('here')", limit_s=100)}
+    known = {"long": _part("1 / 0", limit_s=600), "short": _part("print('here')", limit_s=100)}
     monkeypatch.setattr(everything, "parts", lambda gpus, **_: known)
     monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--budget-s", "300", "--out", str(tmp_path)])
     everything.main()

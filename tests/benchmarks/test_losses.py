@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from losses import Losses, Setup, Text, all_runs, compared
+from benchmarks.losses import Losses, Setup, Text, all_runs, compared
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import traces
+from benchmarks import traces
 
 
 def _event(name: str, start: float, us: float, stream: int, cat: str = "kernel", **args: Any) -> dict[str, Any]:

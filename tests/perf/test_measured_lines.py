@@ -3,53 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import lines  # noqa: E402
-import simulated  # noqa: E402
-
-from weft.core.machine import load  # noqa: E402
+from benchmarks import simulated
+from benchmarks.rows import read
+from weft.core.machine import load
 
 
 @pytest.fixture(scope="module")
 def found() -> tuple[simulated.Compared, ...]:
     """Of every twentieth line."""
     machine = load(simulated.MACHINE)
-    some = list(lines.measured())[::20]
+    some = list(simulated.measured())[::20]
     return tuple(simulated.Compared(of=one, predicted_us=simulated.predict(one, machine)) for one in some)
 
 
 def test_every_line_in_a_graph_is_read() -> None:
     """Those of ragged cases, and of problems that could not be measured, have no Schedule or no time."""
-    read = {(one.bench, one.problem.op, one.case) for one in lines.measured()}
-    for bench in lines.READERS:
-        for text in (lines.RESULTS / f"{bench}.jsonl").read_text(encoding="utf-8").splitlines():
-            row = json.loads(text)
-            if row["mode"] == "graph" and "experts" not in row["case"] and not row.get("failed"):
-                assert (bench, row["op"], row["case"]) in read
+    found = {(one.bench, one.problem.op, one.case) for one in simulated.measured()}
+    for bench in simulated.FILES:
+        for row in read(simulated.RESULTS / f"{bench}.jsonl"):
+            if row.mode == "graph" and "experts" not in row.case and row.us:
+                assert (bench, row.op, row.case) in found
 
 
 def test_a_line_is_what_it_says() -> None:
-    one = next(one for one in lines.measured() if one.bench == "all_to_all" and one.spec == "track_and_trigger:1")
+    one = next(one for one in simulated.measured() if one.bench == "all_to_all" and one.spec == "track_and_trigger:1")
     assert (one.problem.m, one.problem.k, one.problem.n, one.problem.world_size) == (4096, 14336, 4096, 4)
     assert one.us == pytest.approx(703.94, abs=0.01)
-    assert Counter(one.spec for one in lines.measured())["sequential"] > 100
+    assert Counter(one.spec for one in simulated.measured())["sequential"] > 100
 
 
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for bench in lines.READERS:
-        (tmp_path / f"{bench}.jsonl").write_text('{"mode": "eager"}\n{"mode": "graph"}\n', encoding="utf-8")
-    monkeypatch.setattr(lines, "RESULTS", tmp_path)
+    text = (simulated.RESULTS / "tp.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    (tmp_path / "tp.jsonl").write_text(f"{text}\n" + text.replace('"m": ', '"rows": ') + "\n", encoding="utf-8")
+    monkeypatch.setattr(simulated, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match=r"tp\.jsonl, line 2"):
-        list(lines.measured())
+        list(simulated.measured())
 
 
 @pytest.mark.slow

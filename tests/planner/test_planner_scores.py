@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import scores as module
+from benchmarks.planner import simulated
+from benchmarks.problems import ALL_OPS, HELD, MOST_FLOPS, drawn, tried
+from benchmarks.rows import CASE, append
+from benchmarks.scores import Line, Predicted, ficco_specs, half, like_ficco, percentile, pooled, predicted, read_lines
 from weft.core import machine
 from weft.core.problem import LookupProblem, Problem
 
@@ -18,24 +21,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 H200 = machine.load("h200x8")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _benchmarks_are_found() -> Any:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield
-    sys.path.remove(str(ROOT / "benchmarks"))
-
-
 def line(us: dict[str, float], m: int = 4096) -> Any:
-    from scores import Line
-
     problem = Problem(op="all_gather_matmul", m=m, n=8192, k=8192, world_size=4)
     return Line(case="", problem=problem, us=us, machine="by hand", simulated=False)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_sets_are_large_even_and_apart(world_size: int) -> None:
-    from problems import ALL_OPS, MOST_FLOPS, drawn
-
     unseen, fit, latest = (drawn(name, world_size) for name in ("unseen", "fit", "latest"))
     problems = [problem for _, problem in unseen]
     assert len(set(problems)) == len(problems) >= 96
@@ -49,8 +41,6 @@ def test_sets_are_large_even_and_apart(world_size: int) -> None:
 
 
 def test_what_is_tried_can_be_built() -> None:
-    from problems import ALL_OPS, drawn, tried
-
     import weft
     from weft.schedules import parse
 
@@ -65,8 +55,6 @@ def test_what_is_tried_can_be_built() -> None:
 
 def predictions(us: dict[str, float], m: int = 4096, **of: dict[str, float]) -> Any:
     """A line with what the ranking and the simulator say: what was measured, where nothing is given."""
-    from scores import Predicted
-
     return Predicted(line=line(us, m), ranking=of.get("ranking", us), simulated=of.get("simulated", us))
 
 
@@ -89,8 +77,6 @@ def test_picks_and_losses() -> None:
 
 
 def scores(some: list[Any], fitted: list[Any]) -> list[Any]:
-    import scores as module
-
     return module.scores(some, fitted)  # type: ignore[no-any-return]
 
 
@@ -101,44 +87,37 @@ def test_the_tuner_measures_the_best_of_the_ranking_alone() -> None:
 
 
 def test_halves_are_for_good_and_about_as_large() -> None:
-    from scores import half
-
     problems = [Problem(op="all_gather_matmul", m=m, n=64, k=64, world_size=2) for m in range(1, 201)]
     assert 70 < sum(half(problem) == "test" for problem in problems) < 130
     assert "".join(half(problem)[0] for problem in problems[:16]) == "ftftftfttffftftt"
 
 
 def test_percentiles() -> None:
-    from scores import percentile
-
     assert [percentile(range(1, 101), share) for share in (0.5, 0.95, 1.0)] == [50, 95, 100]
 
 
 def test_a_line_comes_back(tmp_path: Path) -> None:
-    from planner import line_of
-    from scores import read_lines
-
     problems = (line({}).problem, LookupProblem.of(batch=64, dims=((8,), (8, 8))))
     path = tmp_path / "lines.jsonl"
-    written = []
-    for problem in problems:
-        us = {"sequential": 10.0, "direct_store:1": 8.0, "communication": 3.0}
-        written.append({"machine": "by hand"} | line_of("unseen", "case", problem, us, {"shard_p2p": "failed"}))
-    path.write_text("".join(json.dumps(row) + "\n" for row in written))
-    assert [found.problem for found in read_lines(path)] == list(problems)
-    assert read_lines(path)[0].us == {"sequential": 10.0, "direct_store:1": 8.0}
-    assert (written[0]["schedule"], written[0]["overlapped_us"], written[0]["communication_us"]) == ("direct_store:1", 8.0, 3.0)
-    failed = written[0] | {"candidates": {}, "failed": "rank 1: no memory"}
-    path.write_text("".join(json.dumps(row) + "\n" for row in (*written, failed)))
-    assert [found.failed for found in read_lines(path)] == ["", "", "rank 1: no memory"]
-    path.write_text(json.dumps(written[0] | {"problem": {"op": "all_gather_matmul"}}))
-    with pytest.raises(ValueError, match=r"lines.jsonl, line 1: m is missing"):
+    written = [simulated("unseen", "h200x8", ("case", problem)) for problem in problems]
+    failed = dataclasses.replace(written[0], us={}, missing={CASE: "rank 1: no memory"})
+    for row in (*written, failed):
+        append(path, row)
+    found = read_lines(path)
+    assert [one.problem for one in found] == [*problems, problems[0]]
+    assert found[0].us["sequential"] == written[0].us["weft/sequential"]
+    assert found[0].us.keys() == {name.removeprefix("weft/") for name in written[0].us} - {
+        "computation/cublas",
+        "communication/default",
+    }
+    assert all(one.simulated for one in found)
+    assert [one.failed for one in found] == ["", "", "rank 1: no memory"]
+    append(path, dataclasses.replace(failed, problem={"op": "all_gather_matmul"}))
+    with pytest.raises(ValueError, match=r"lines.jsonl, line 4: m is missing"):
         read_lines(path)
 
 
 def test_like_the_paper_are_problems_of_all_five_options() -> None:
-    from scores import ficco_specs, like_ficco
-
     problem = line({}).problem
     five = dict.fromkeys(ficco_specs(problem), 100.0)
     assert len(five) == 5
@@ -150,8 +129,6 @@ def test_like_the_paper_are_problems_of_all_five_options() -> None:
 
 def test_a_program_under_two_names_is_one_candidate() -> None:
     """By its simplest name, with the mean of its times; a pick by another of its names is a pick of it."""
-    from scores import Line, ficco_specs, pooled
-
     us = {"sequential": 20.0, "hetero_unfused_1d:2": 12.0, "hetero_fused_1d:2": 10.0, "uniform_fused_1d:2": 13.0}
     for size, names in ((2, ("sequential", "hetero_fused_1d:2", "uniform_fused_1d:2")), (4, tuple(us))):
         problem = Problem(op="all_gather_matmul", m=4096, n=512, k=512, world_size=size)
@@ -165,15 +142,10 @@ def test_a_program_under_two_names_is_one_candidate() -> None:
 
 def unseen_lines() -> list[Any]:
     """Committed ones, measured on 2 and 4 x H200, of problems that nothing was fitted to, each program once."""
-    from scores import pooled, read_lines
-
     return [pooled(one) for one in read_lines(RESULTS / "planner.jsonl") if one.us]
 
 
 def test_the_measured_set_is_large_and_unseen() -> None:
-    from problems import HELD, drawn
-    from scores import read_lines
-
     lines = unseen_lines()
     assert len(lines) >= 96
     for size in (2, 4):
@@ -184,8 +156,6 @@ def test_the_measured_set_is_large_and_unseen() -> None:
 
 def test_choices_hold_on_what_was_measured() -> None:
     """Of a third of the problems of the half that nothing is fitted to."""
-    from scores import half, predicted
-
     some = [predicted(one, H200) for one in unseen_lines() if half(one.problem) == "test"][::3]
     ways = {score.way: score for score in scores(some, some)}
     assert ways["plan"].near >= 0.8

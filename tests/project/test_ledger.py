@@ -20,9 +20,12 @@ NOT_MEASURED = {
 LINE = {
     "bench": "x",
     "op": "all_gather_matmul",
+    "case": "one",
+    "dtype": "bfloat16",
+    "world_size": 2,
     "machine": "2 x NVIDIA H200",
     "mode": "graph",
-    "us": {"weft": 2.0, "nccl": 3.0},
+    "us": {"weft/auto": 2.0, "sequential/default": 3.0},
 }
 
 
@@ -50,7 +53,7 @@ class Published:
 
     def measured(self, text: str, **changes: Any) -> None:
         entry = {"document": "README.md", "text": text, "bench": "x", "where": {"mode": "graph"}, "baseline": "NCCL"}
-        self.entries.append(entry | {"value": "us.nccl", "over": "us.weft"} | changes)
+        self.entries.append(entry | {"value": "us.sequential/default", "over": "us.weft/auto"} | changes)
 
     def ledger(self, text: str) -> list[Any]:
         self.patch.setattr(ledger, "documents", lambda: {"README.md": text})
@@ -77,7 +80,7 @@ def test_each_kind_of_generated_table_is_known() -> None:
 
 def test_a_figure_that_its_lines_give(published: Published) -> None:
     published.line()
-    published.line(mode="eager", us={"weft": 1.0, "nccl": 9.0})
+    published.line(mode="eager", us={"weft/auto": 1.0, "sequential/default": 9.0})
     published.measured("1.5x as fast")
     (source,) = published.ledger("weft is 1.5x as fast.")
     assert (source.bench, source.baseline, source.touched, source.machine) == ("x", "NCCL", 0, "2 x NVIDIA H200")
@@ -107,10 +110,10 @@ def test_a_figure_that_its_lines_do_not_give(published: Published) -> None:
 
 def test_both_ends_of_a_range(published: Published) -> None:
     published.line()
-    published.line(us={"weft": 1.0, "nccl": 2.0})
+    published.line(us={"weft/auto": 1.0, "sequential/default": 2.0})
     published.measured("1.5 to 2.0 times", reduce="range")
     assert published.faults("weft is 1.5 to 2.0 times as fast") == []
-    published.line(us={"weft": 1.0, "nccl": 1.1})
+    published.line(us={"weft/auto": 1.0, "sequential/default": 1.1})
     assert "give 1.1" in published.faults("weft is 1.5 to 2.0 times as fast")[0]
 
 
