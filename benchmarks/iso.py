@@ -1,0 +1,178 @@
+"""How much of a decoder layer's all-reduces does ISO hide in prefill, compared with weft's own overlap?
+
+ISO (arXiv 2409.11155) splits a prompt's tokens into two halves, and runs the all-reduce of one half while the other half
+computes. weft.studies.iso predicts what this benchmark measures.
+
+Protocol: measure.py's; bf16, random weights; LAYERS layers of Llama 3 70B in a row, so that the last all-reduce of one layer
+has the next layer's attention beside it. Norms, residuals and rotary embeddings are left out of all programs. Methods:
+
+    sequential/default   each part on all tokens, then NCCL's all-reduce
+    peer/iso             two halves, all-reduces by NCCL on its own stream
+    weft/auto            sequence parallelism: all_gather_matmul and matmul_reduce_scatter, attention in between
+    computation/torch    the parts without communication       communication/default   the all-reduces alone
+
+Results are compared with sequential's; weft's is the rank's own rows of it.
+
+    torchrun --nproc-per-node 2 -m benchmarks.iso --json benchmarks/results/iso.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+import weft
+from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
+from benchmarks.parts import chosen, run_parts
+from benchmarks.rows import Row
+from weft.planner.models import Model, load_model
+
+MODEL = "llama3-70b"
+TOKENS = ("1024", "2048", "4096", "8192", "16384")
+LAYERS = 2
+ROUNDS, REPEAT, ALARM_S = 9, 2, 90
+Keys = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of earlier tokens of the same prompt."""
+
+
+class Layer:
+    """A rank's part of one decoder layer, by columns and rows of its weights."""
+
+    def __init__(self, model: Model, ranks: int, device: torch.device) -> None:
+        self.heads, self.kv_heads, self.dim = model.heads // ranks, (model.kv_heads or model.heads) // ranks, model.head_dim
+        width, inner = self.heads * self.dim, model.intermediate // ranks
+
+        def weight(rows: int, columns: int) -> torch.Tensor:
+            return torch.randn(columns, rows, device=device, dtype=torch.bfloat16).mul_(rows**-0.5).t()
+
+        self.qkv, self.out = weight(model.hidden, width + 2 * self.kv_heads * self.dim), weight(width, model.hidden)
+        self.up, self.down = weight(model.hidden, 2 * inner), weight(inner, model.hidden)
+
+    def attend(self, projected: torch.Tensor, before: Keys | None = None) -> tuple[torch.Tensor, Keys]:
+        """Attention of tokens behind those of `before`. projected: [tokens, (heads + 2 kv_heads) dim]."""
+        tokens = projected.shape[0]
+        q, k, v = projected.view(tokens, -1, self.dim).transpose(0, 1).split([self.heads, self.kv_heads, self.kv_heads])
+        mask = None
+        if before is not None:
+            k, v = (torch.cat([old, new], 1) for old, new in zip(before, (k, v), strict=True))
+            mask = torch.ones(tokens, k.shape[1], device=k.device, dtype=torch.bool).tril(k.shape[1] - tokens)
+        found = scaled_dot_product_attention(q[None], k[None], v[None], mask, is_causal=mask is None, enable_gqa=True)[0]
+        return found.transpose(0, 1).reshape(tokens, -1), (k, v)
+
+    def attention(self, x: torch.Tensor, before: Keys | None = None) -> tuple[torch.Tensor, Keys]:
+        """A rank's part of the sum, and the keys and values so far."""
+        found, keys = self.attend(x @ self.qkv, before)
+        return found @ self.out, keys
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """A rank's part of the sum."""
+        return activated(x @ self.up) @ self.down
+
+
+def activated(hidden: torch.Tensor) -> torch.Tensor:
+    gate, up = hidden.chunk(2, -1)
+    return silu(gate) * up
+
+
+class Prompt:
+    """One prompt length on this rank, and every program that is timed."""
+
+    def __init__(self, tokens: int, model: Model, device: torch.device) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.layers = [Layer(model, self.ranks, device) for _ in range(LAYERS)]
+        x = torch.randn(tokens, model.hidden, device=device, dtype=torch.bfloat16)
+        dist.broadcast(x, 0)
+        self.x, self.own = x, x.chunk(self.ranks)[self.rank].contiguous()
+
+    def works(self) -> dict[str, Work]:
+        return {
+            "sequential/default": lambda: self.one_after_the_other(dist.all_reduce),
+            "peer/iso": self.iso,
+            "weft/auto": self.overlapped,
+            "computation/torch": lambda: self.one_after_the_other(lambda part: None),
+            "communication/default": lambda: [dist.all_reduce(self.x.clone()) for _ in range(2 * LAYERS)],
+        }
+
+    def one_after_the_other(self, reduce: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        x = self.x
+        for layer in self.layers:
+            attended, _ = layer.attention(x)
+            reduce(attended)
+            x = layer.mlp(attended)
+            reduce(x)
+        return x
+
+    def iso(self) -> torch.Tensor:
+        """Each all-reduce is waited for where its half goes on."""
+        halves = list(self.x.chunk(2))
+        works: list[Any] = [None, None]
+        for layer in self.layers:
+            keys: Keys | None = None
+            for part in (layer.attention, layer.mlp):
+                for at in range(2):
+                    if works[at] is not None:
+                        works[at].wait()
+                    if part == layer.attention:
+                        halves[at], keys = layer.attention(halves[at], keys)
+                    else:
+                        halves[at] = layer.mlp(halves[at])
+                    works[at] = dist.all_reduce(halves[at], async_op=True)
+        for work in works:
+            work.wait()
+        return torch.cat(halves)
+
+    def overlapped(self) -> torch.Tensor:
+        """This rank's rows."""
+        x = self.own
+        for layer in self.layers:
+            attended, _ = layer.attend(weft.all_gather_matmul(x, layer.qkv))
+            x = weft.matmul_reduce_scatter(attended, layer.out)
+            x = weft.matmul_reduce_scatter(activated(weft.all_gather_matmul(x, layer.up)), layer.down)
+        return x
+
+    def check(self, expected: torch.Tensor) -> Callable[[str, object], None]:
+        whole, own = close_to(expected), close_to(expected.chunk(self.ranks)[self.rank])
+
+        def check(name: str, result: object) -> None:
+            if not name.startswith(ALONE):
+                (own if name.startswith("weft/") else whole)(name, result)  # type: ignore[arg-type]
+
+        return check
+
+
+def measured(tokens: str, arguments: argparse.Namespace) -> Iterator[Row]:
+    """One prompt length in every mode."""
+    torch.manual_seed(1 + dist.get_rank())
+    prompt = Prompt(int(tokens), load_model(MODEL), torch.device("cuda", torch.cuda.current_device()))
+    works = prompt.works()
+    check = prompt.check(together("sequential/default", works["sequential/default"]).float())  # type: ignore[attr-defined]
+    for mode in arguments.modes.split(","):
+        needed = ("sequential/default", "computation/torch", "communication/default")
+        times, missing = trial(works, [mode], check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
+        yield row(
+            bench="iso",
+            op="layers",
+            case=f"{MODEL} x {LAYERS} layers, prefill {tokens}",
+            dtype="bfloat16",
+            mode=mode,
+            times=times[mode],
+            chosen=", ".join(dict.fromkeys(choice.spec for choice in weft.choices())) or None,
+            missing=missing,
+            arguments=arguments,
+        )
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=ROUNDS)
+    options.add_argument("--tokens", default=",".join(TOKENS), help="prompt lengths, with commas (%(default)s)")
+    arguments = options.parse_args()
+    run_parts(chosen(arguments.tokens, TOKENS), measured, arguments, alarm_s=ALARM_S)
+
+
+if __name__ == "__main__":
+    main()
