@@ -144,3 +144,28 @@ def test_tiles_under_way_fit_shared_memory(rows: int, world_size: int, dtype: st
             assert tile.stages >= 2
             assert (tile.m + tile.n) * tile.k * problem.operand_itemsize * tile.stages <= SHARED_BYTES, tile
             assert scaling is None or scaling.recipe != "blockwise" or tile.k % SCALE_BLOCK == 0
+
+
+@pytest.mark.usefixtures("on_an_h200")
+@pytest.mark.parametrize(
+    ("n", "rows", "scaling", "shape"),
+    [
+        (28672, 1, Scaling(), (128, 8, 4)),
+        (28672, 16, Scaling(recipe="tensorwise"), (128, 8, 4)),
+        (28672, 1, Scaling(recipe="blockwise"), (32, 4, 6)),
+        (28672, 1, None, (32, 4, 6)),
+        (8192, 1, Scaling(), (64, 4, 6)),
+        (28672, 32, Scaling(), (32, 4, 6)),
+    ],
+)
+def test_few_rows_by_wide_tiles_of_fp8_take_8_warps(
+    n: int, rows: int, scaling: Scaling | None, shape: tuple[int, int, int]
+) -> None:
+    """Columns, warps and stages, as they were fastest on an H100."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from weft.kernels.all_reduce import plan
+
+    problem = Problem(op="matmul_all_reduce", m=rows, n=n, k=8192, world_size=1, scaling=scaling)
+    device = torch.device("cuda")
+    tile = plan(problem, 0, split(n, 1), hops="one", multiply=True, device=device, sms=132).tiling
+    assert (tile.n, tile.warps, tile.stages) == shape

@@ -96,6 +96,7 @@ def test_work_is_told_as_it_took() -> None:
 def test_one_copy_at_a_time_on_a_mesh_slows_little() -> None:
     """A seventh of the full rate stretches kernels by a seventh of 0.2; the link, not the engines, bounds the copy."""
     machine = load("mi300x8")
+    machine = dataclasses.replace(machine, contention=dict.fromkeys(machine.contention, 1.2))
     problem = Problem(op="all_gather_matmul", m=65536, n=16384, k=16384, world_size=8)
     found = run(build(problem, "shard_p2p"), machine)
     apart = dataclasses.replace(

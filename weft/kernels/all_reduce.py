@@ -52,7 +52,7 @@ from weft.core.problem import SCALE_BLOCK, Problem, Span1D
 from weft.kernels.launch import Launcher
 from weft.kernels.mailbox import as_words, clear, place, received
 from weft.kernels.scaled import RowScales, block_scales, operand, scaled, scales_of, specialised
-from weft.perf.shapes import EXCHANGED_BYTES, promotes, streamed_tile
+from weft.perf.shapes import EXCHANGED_BYTES, promotes, streamed_tile, streams_wide
 from weft.triton.flags import table
 
 COPIES = 3
@@ -90,8 +90,9 @@ def tiling(
     rows, cols = streamed_tile(problem, width, pieces, height, sms)
     itemsize = problem.operand_itemsize
     inner = (128 if rows * cols <= 4096 else 64) * 2 // itemsize
-    stages = min(6, min(_SHARED_BYTES, capabilities(device).shared_bytes) // ((rows + cols) * inner * itemsize))
-    return Tiling(m=rows, n=cols, k=inner, warps=4 if rows < 128 else 8, stages=stages)
+    wide = cols == 128 and streams_wide(problem, rows)
+    room = min(_SHARED_BYTES, capabilities(device).shared_bytes) // ((rows + cols) * inner * itemsize)
+    return Tiling(m=rows, n=cols, k=inner, warps=8 if wide or rows == 128 else 4, stages=min(4 if wide else 6, room))
 
 
 Hops = Literal["one", "two", "scatter"]

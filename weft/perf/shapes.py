@@ -93,12 +93,24 @@ def streamed_tile(problem: Problem, width: int, pieces: int, height: int, sms: i
     rows = next((size for size in (16, 32, 64) if height <= size), 128)
     row_tiles = -(-height // rows)
 
+    def tiles(cols: int) -> int:
+        return row_tiles * -(-width // (cols // pieces))
+
     def streamed(cols: int) -> int:
         """Columns that a block streams, one wave after the other."""
-        return -(-row_tiles * -(-width // (cols // pieces)) // sms) * cols
+        return -(-tiles(cols) // sms) * cols
 
+    if streams_wide(problem, rows) and tiles(128) >= sms:
+        return rows, 128
     choices = [cols for cols in (128, 64, 32) if cols // pieces * problem.itemsize >= EXCHANGED_BYTES]
     return rows, min(choices or [128], key=streamed)
+
+
+def streams_wide(problem: Problem, rows: int) -> bool:
+    """Whether tiles of 128 columns are the fastest wherever they fill the SMs, with 8 warps and 4 stages. On an H100, one row
+    by 28672 x 8192 of FP8 takes 87 us with them, 98 with 64 columns and 104 with 32. Blockwise scales and 16-bit operands were
+    not tried."""
+    return problem.scaling is not None and problem.scaling.recipe != "blockwise" and rows == 16
 
 
 def push_sms(machine: Machine, sms: int, *, alone: bool) -> int:
