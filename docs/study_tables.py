@@ -16,7 +16,7 @@ from text_tables import ROOT, table
 
 from weft.core import codec
 from weft.studies.ficco.study import FiccoStudy
-from weft.studies.study import STUDIES, Done, Table, load_study, simulate, tables, words
+from weft.studies.study import STUDIES, Done, StudyTable, load_study, simulate, tables, words
 from weft.studies.sweep import JointSweep, SweptRow
 
 STORED = {name: ROOT / "docs" / f"{name}_study.json" for name in STUDIES}
@@ -34,7 +34,7 @@ def stored(name: str) -> Done:
         study=study,
         system=system,
         result=codec.load(FiccoStudy, data["result"]) if "result" in data else study.run(system, lambda *_: None),
-        variants=tuple(Table(**each | {"rows": [tuple(row) for row in each["rows"]]}) for each in data["variants"]),
+        variants=tuple(StudyTable(**each | {"rows": [tuple(row) for row in each["rows"]]}) for each in data["variants"]),
         swept=codec.load(tuple[SweptRow, ...], data["sensitivity"]),
         joint=codec.load(JointSweep, data["joint"]),
     )

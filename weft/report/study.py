@@ -15,7 +15,7 @@ from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
 from weft.report.panels import Charts, chart_panel, timeline_panel
 from weft.studies.published import Figure, Unit
-from weft.studies.study import Chart, Done, Points, Table, Timeline, tables, words
+from weft.studies.study import Chart, Done, Points, StudyTable, Timeline, tables, words
 
 COLOURS = ("#8c8c8c", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999933")
 """Told apart by people who do not see all colours (Okabe and Ito; the last: Tol)."""
@@ -53,15 +53,15 @@ def _section(title: str, *children: Html) -> Html:
     return tag("section", tag("h2", title), *children)
 
 
-def _titled(each: Table) -> Html:
+def _titled(each: StudyTable) -> Html:
     return _section(each.title, _listed(each))
 
 
-def _listed(each: Table) -> Html:
+def _listed(each: StudyTable) -> Html:
     return table(each.title, each.rows[0], each.rows[1:], words=each.words)
 
 
-def _sources(system: Table, sources: Mapping[str, str]) -> Html:
+def _sources(system: StudyTable, sources: Mapping[str, str]) -> Html:
     """Each number of the system, and where it is from."""
     rows = [(path, value, sources[path]) for path, value in system.rows[1:]]
     return tag(

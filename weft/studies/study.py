@@ -26,7 +26,7 @@ STUDIES: dict[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class StudyTable:
     """A titled table as rows of text, of which the first names the columns. words: columns of text, the others are numbers.
     console: whether the command line prints it; pages and documents have all."""
 
@@ -94,12 +94,12 @@ class Study:
     facts: Callable[[Any], Sequence[tuple[str, str]]]
     run: Callable[[Any, Progress], Any]
     figures: Callable[[Any], tuple[Figure, ...]]
-    tables: Callable[[Any], tuple[Table, ...]]
+    tables: Callable[[Any], tuple[StudyTable, ...]]
     charts: Callable[[Any], tuple[Chart, ...]]
     spans: Callable[[Any], dict[str, tuple[Span, ...]]]
     sample: Callable[[Any], tuple[Figure, ...]]
     headlines: Mapping[str, Unit]
-    variants: Callable[[Any, Progress], tuple[Table, ...]] = lambda result, progress: ()
+    variants: Callable[[Any, Progress], tuple[StudyTable, ...]] = lambda result, progress: ()
     left_out: str = ""
     only: Callable[[Sequence[str]], Study] | None = None
 
@@ -111,7 +111,7 @@ class Done:
     study: Study
     system: Any
     result: Any
-    variants: tuple[Table, ...] = ()
+    variants: tuple[StudyTable, ...] = ()
     swept: tuple[SweptRow, ...] = ()
     joint: JointSweep | None = None
 
@@ -156,26 +156,26 @@ def record(done: Done) -> dict[str, Any]:
     }
 
 
-def sweep_tables(which: Study, swept: Sequence[SweptRow], drawn: JointSweep | None) -> Iterator[Table]:
+def sweep_tables(which: Study, swept: Sequence[SweptRow], drawn: JointSweep | None) -> Iterator[StudyTable]:
     """What the sweeps found."""
     if swept:
         rows = swept_table(swept, which.headlines)
         title = "Each assumed or derived number a quarter lower and higher"
-        yield Table(name="sensitivity", title=title, rows=rows, words=(0, len(rows[0]) - 1))
+        yield StudyTable(name="sensitivity", title=title, rows=rows, words=(0, len(rows[0]) - 1))
     if drawn is not None:
         title = f"All assumed and derived numbers together, each within {drawn.reach:.0%}"
-        yield Table(name="joint", title=title, rows=joint_table(drawn), words=(0, 1))
+        yield StudyTable(name="joint", title=title, rows=joint_table(drawn), words=(0, 1))
 
 
-def tables(done: Done) -> tuple[Table, ...]:
+def tables(done: Done) -> tuple[StudyTable, ...]:
     """All tables of a study that was simulated: its own, its figures with their labels, and what the sweeps found."""
     return (
         *done.study.tables(done.result),
         *done.variants,
-        Table(name="figures", title="Published and simulated", rows=figures_table(done.figures), words=(0, 1, 5)),
-        Table(name="labels", title="Labels", rows=labels_table(done.figures), words=(0, 2), console=False),
+        StudyTable(name="figures", title="Published and simulated", rows=figures_table(done.figures), words=(0, 1, 5)),
+        StudyTable(name="labels", title="Labels", rows=labels_table(done.figures), words=(0, 2), console=False),
         *sweep_tables(done.study, done.swept, done.joint),
-        Table(name="system", title="The system", rows=numbers_table(done.system), console=False),
+        StudyTable(name="system", title="The system", rows=numbers_table(done.system), console=False),
     )
 
 

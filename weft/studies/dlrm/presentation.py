@@ -13,7 +13,7 @@ from weft.studies.dlrm.study import PUBLISHED, Case, DlrmStudy, Operator
 from weft.studies.dlrm.system import DlrmSystem, load
 from weft.studies.profile import changed_by
 from weft.studies.published import Figure, Row
-from weft.studies.study import Chart, Columns, Study, Table, Timeline
+from weft.studies.study import Chart, Columns, Study, StudyTable, Timeline
 
 PARTS = {
     "lookup": ("lookup",),
@@ -49,7 +49,7 @@ def parts(run: IterationRun) -> dict[str, float]:
     }
 
 
-def tables(done: DlrmStudy) -> tuple[Table, ...]:
+def tables(done: DlrmStudy) -> tuple[StudyTable, ...]:
     """Node counts and topologies, the published iteration by its parts, two nodes, slices."""
     topology, nodes = PUBLISHED
     ran = (done.unfused, done.in_place, done.fused)
@@ -58,15 +58,17 @@ def tables(done: DlrmStudy) -> tuple[Table, ...]:
     whole = ("iteration", *(f"{run.ns / 1e6:.2f}" for run in ran))
     sliced = [(str(each.slices), f"{each.ns / 1e6:.2f}") for each in done.sliced]
     return (
-        Table(name="nodes", title="Iterations by topology and number of nodes", rows=cases_table(done.cases)),
-        Table(
+        StudyTable(name="nodes", title="Iterations by topology and number of nodes", rows=cases_table(done.cases)),
+        StudyTable(
             name="iteration",
             title=f"An iteration on {nodes} nodes, {topology}: {100 * done.saved:.1f} % saved",
             rows=[("the GPU's time, ms", "unfused", "in place", "fused"), *rows, whole],
         ),
-        Table(name="gains", title="Where the gain is from", rows=_gains(done)),
-        Table(name="two_nodes", title="Embedding and all-to-all on two nodes, time saved", rows=_operators(done.operators)),
-        Table(name="slices", title="Slices of the published case", rows=[("slices for each peer", "fused ms"), *sliced]),
+        StudyTable(name="gains", title="Where the gain is from", rows=_gains(done)),
+        StudyTable(
+            name="two_nodes", title="Embedding and all-to-all on two nodes, time saved", rows=_operators(done.operators)
+        ),
+        StudyTable(name="slices", title="Slices of the published case", rows=[("slices for each peer", "fused ms"), *sliced]),
     )
 
 

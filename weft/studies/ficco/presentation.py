@@ -14,7 +14,7 @@ from weft.studies.ficco.paper import choosers, figures, maxima, topologies
 from weft.studies.ficco.study import BESPOKE, CHOSEN_FROM, COMPARED, FiccoStudy, Scenario
 from weft.studies.profile import Progress
 from weft.studies.published import Figure, Row, geomean
-from weft.studies.study import Chart, Columns, Points, Study, Table
+from weft.studies.study import Chart, Columns, Points, Study, StudyTable
 
 SIZES: dict[Feature, str] = {"op_to_byte": "operations a byte", "traffic_mib": "memory traffic, MiB", "m_over_k": "M / K"}
 """The static sizes that FiCCO's heuristic reads."""
@@ -49,39 +49,41 @@ def facts(machine: Machine) -> list[tuple[str, str]]:
     ]
 
 
-def tables(done: FiccoStudy) -> tuple[Table, ...]:
+def tables(done: FiccoStudy) -> tuple[StudyTable, ...]:
     """Scenarios on the mesh and behind a switch, choices, and losses."""
     # A correlation over one or two scenarios says nothing.
     several = len(done.mesh) > 2
     whole = "" if done.whole else f"; FiCCO's maxima are over all {len(FICCO_GEMMS)} scenarios, these are a part"
     return (
-        Table(
+        StudyTable(
             name="scenarios",
             title=f"Speed-ups over sequential on the full mesh{whole}",
             rows=scenarios_table(done.mesh),
             words=(0, 1, 11),
         ),
-        Table(
+        StudyTable(
             name="switch",
             title="Speed-ups over sequential behind a switch",
             rows=scenarios_table(done.switch),
             words=(0, 1, 11),
             console=False,
         ),
-        Table(name="topologies", title="Geometric means and maxima", rows=_topologies(done)),
-        Table(
+        StudyTable(name="topologies", title="Geometric means and maxima", rows=_topologies(done)),
+        StudyTable(
             name="correlations",
             title="Rank correlations of losses with static sizes",
             rows=correlations_table(done),
             words=(0, 1),
             console=several,
         ),
-        Table(name="choosers", title="Choices for unseen scenarios, among sequential and FiCCO's four", rows=_choosers(done)),
-        Table(name="losses", title="DIL and CIL of each of FiCCO's four", rows=losses_table(done), console=False),
+        StudyTable(
+            name="choosers", title="Choices for unseen scenarios, among sequential and FiCCO's four", rows=_choosers(done)
+        ),
+        StudyTable(name="losses", title="DIL and CIL of each of FiCCO's four", rows=losses_table(done), console=False),
     )
 
 
-def variants(done: FiccoStudy, progress: Progress) -> tuple[Table, ...]:
+def variants(done: FiccoStudy, progress: Progress) -> tuple[StudyTable, ...]:
     """What contention beyond the memory's rate does, and staging: rows that are copied together around a vendor's GEMM."""
     machines = {
         "as it is": done.machine,
@@ -98,7 +100,7 @@ def variants(done: FiccoStudy, progress: Progress) -> tuple[Table, ...]:
         exact = f"{sum(one.exact for one in found)} of {len(found)}"
         rows.append((name, f"{max(one.p2p_loss for one in found):.2f}x", *gains, exact))
     heads = ("machine", "p2p loss, max", "best of FiCCO's four, max", "geomean", "chosen exactly")
-    return (Table(name="variants", title="Contention and staging", rows=[heads, *rows]),)
+    return (StudyTable(name="variants", title="Contention and staging", rows=[heads, *rows]),)
 
 
 def scenarios_table(found: Iterable[Scenario]) -> list[Row]:

@@ -12,7 +12,7 @@ from weft.studies.iso import study
 from weft.studies.iso.study import MODEL, IsoStudy, LayerModel, PromptRun
 from weft.studies.profile import Progress
 from weft.studies.published import Evidence, Figure, Row
-from weft.studies.study import Chart, Columns, Study, Table
+from weft.studies.study import Chart, Columns, Study, StudyTable
 
 SAVED = "prefill time saved on A800s, mean"
 PREDICTED = Evidence(
@@ -47,19 +47,19 @@ def sample(machine: Machine) -> tuple[Figure, ...]:
     return _saved([study.prompt(layer, tokens, overlapped=False) for tokens in study.TOKENS])
 
 
-def tables(done: IsoStudy) -> tuple[Table, ...]:
+def tables(done: IsoStudy) -> tuple[StudyTable, ...]:
     """Prompt lengths: both halves alone, the three programs, and what they save."""
-    return (Table(name="prompts", title="A layer's prefill", rows=_prompts(done.runs), words=(9,)),)
+    return (StudyTable(name="prompts", title="A layer's prefill", rows=_prompts(done.runs), words=(9,)),)
 
 
-def variants(done: IsoStudy, progress: Progress) -> tuple[Table, ...]:
+def variants(done: IsoStudy, progress: Progress) -> tuple[StudyTable, ...]:
     """The same on H200s, whose collectives slow a computation by as much as was measured."""
     machine = load_machine("h200x8")
     found = []
     for at, ranks in enumerate((2, 8)):
         progress(f"{ranks} x H200", at, 2)
         runs = [study.prompt(LayerModel(machine, ranks), tokens) for tokens in study.TOKENS]
-        found.append(Table(name=f"h200x{ranks}", title=f"The same on {ranks} H200s", rows=_prompts(runs), words=(9,)))
+        found.append(StudyTable(name=f"h200x{ranks}", title=f"The same on {ranks} H200s", rows=_prompts(runs), words=(9,)))
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from weft.core.span import Span
 from weft.studies.profile import Progress, changed_by
 from weft.studies.published import Figure, Row, geomean
-from weft.studies.study import Chart, Columns, Study, Table
+from weft.studies.study import Chart, Columns, Study, StudyTable
 from weft.studies.t3 import study
 from weft.studies.t3 import variants as trials
 from weft.studies.t3.configurations import CONFIGURATIONS, SubLayerRun
@@ -37,7 +37,7 @@ def facts(system: T3System) -> list[tuple[str, str]]:
     ]
 
 
-def tables(done: T3Study) -> tuple[Table, ...]:
+def tables(done: T3Study) -> tuple[StudyTable, ...]:
     """Sub-layers, their traffic, whole models, shared units and other mappings."""
     everything = (*done.sublayers, *done.large)
     mapped = [
@@ -59,16 +59,18 @@ def tables(done: T3Study) -> tuple[Table, ...]:
     unit_heads = ("units of the all-reduce", "GEMM slower by", "all-reduce slower by", "speed-up")
     model_heads = ("model", "pass", "share of time", "T3", "T3-MCA")
     return (
-        Table(name="sublayers", title="Sub-layers: times alone, speed-ups over sequential", rows=sublayers_table(everything)),
-        Table(
+        StudyTable(
+            name="sublayers", title="Sub-layers: times alone, speed-ups over sequential", rows=sublayers_table(everything)
+        ),
+        StudyTable(
             name="traffic",
             title="Memory traffic of T3-MCA, relative to sequential",
             rows=[("sub-layer", *CLASSES.values(), "all"), *map(_traffic, done.sublayers)],
             console=False,
         ),
-        Table(name="models", title="Whole models, speed-ups", rows=[model_heads, *ends], words=(0, 1), console=False),
-        Table(name="units", title="A GEMM beside an all-reduce", rows=[unit_heads, *shared], console=False),
-        Table(name="mappings", title="Other collectives of one GEMM", rows=[collective_heads, *mapped]),
+        StudyTable(name="models", title="Whole models, speed-ups", rows=[model_heads, *ends], words=(0, 1), console=False),
+        StudyTable(name="units", title="A GEMM beside an all-reduce", rows=[unit_heads, *shared], console=False),
+        StudyTable(name="mappings", title="Other collectives of one GEMM", rows=[collective_heads, *mapped]),
     )
 
 
@@ -91,7 +93,7 @@ def _traffic(run: SubLayerRun) -> Row:
     return (run.name, *(f"{share:.0%}" for share in (*shares, sum(after.values()) / sum(before.values()))))
 
 
-def variants(done: T3Study, progress: Progress) -> tuple[Table, ...]:
+def variants(done: T3Study, progress: Progress) -> tuple[StudyTable, ...]:
     """What sizes of the tracker, switched-off mechanisms, costs of an update and other numbers do."""
     system, runs = done.system, done.sublayers
     progress("sizes of the tracker", 0, 5)
@@ -115,10 +117,10 @@ def variants(done: T3Study, progress: Progress) -> tuple[Table, ...]:
     size_heads = ("entries", "tiles spilled", "of all traffic", "T3", "max", "T3-MCA", "max", "traffic saved")
     off_heads = ("switched off", "T3-MCA", "max", "traffic saved")
     return (
-        Table(name="tracker", title="Sizes of the tracker", rows=[size_heads, *sizes]),
-        Table(name="ablation", title="T3-MCA with a mechanism switched off", rows=[off_heads, *off]),
-        Table(name="updates", title="Memory time of a near-memory update, relative to a write", rows=_variants(costs)),
-        Table(name="other", title="Systems that differ in one number", rows=_variants((*units, *cliff))),
+        StudyTable(name="tracker", title="Sizes of the tracker", rows=[size_heads, *sizes]),
+        StudyTable(name="ablation", title="T3-MCA with a mechanism switched off", rows=[off_heads, *off]),
+        StudyTable(name="updates", title="Memory time of a near-memory update, relative to a write", rows=_variants(costs)),
+        StudyTable(name="other", title="Systems that differ in one number", rows=_variants((*units, *cliff))),
     )
 
 
