@@ -36,7 +36,7 @@ def test_the_second_half_attends_to_the_first() -> None:
 def test_no_program_saves_more_than_the_shorter_half(layer: LayerModel, tokens: int) -> None:
     run = prompt(layer, tokens, overlapped=False)
     assert run.sequential_us == pytest.approx(run.compute_us + run.all_reduce_us)
-    assert 0 < run.iso_saved <= run.bound + 0.02
+    assert 0 < run.iso_saved <= run.bound
 
 
 def test_a_phase_takes_at_least_the_longer_of_its_two_parts() -> None:
@@ -52,7 +52,10 @@ def test_faster_links_leave_less_to_save() -> None:
 
 def test_weft_is_planned_over_the_four_matmuls_of_a_layer() -> None:
     run = prompt(A800, TOKENS)
+    assert run.weft_us is not None
     assert run.compute_us < run.weft_us < run.sequential_us
+    with pytest.raises(ValueError, match="weft_us is None"):
+        _ = prompt(A800, TOKENS, overlapped=False).weft_saved
     assert len(load_model(study.MODEL).read) in (0, 4)
 
 

@@ -34,8 +34,8 @@ def command(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change a number: links.gbps=200 of a schedule's machine or of ficco, hbm.gbps=2000 of t3, nodes=128 of dlrm. "
-            "Repeatable.",
+            help="Change a number: links.gbps=200 of a schedule's machine, of ficco or iso, hbm.gbps=2000 of t3, nodes=128 of "
+            "dlrm. Repeatable.",
         ),
     ] = None,
     scenarios: Annotated[
@@ -51,7 +51,10 @@ def command(
     draws: Annotated[
         int,
         typer.Option(
-            metavar="N", min=0, help="Also move all assumed and derived numbers together, N times, each by up to 10%. Try 200."
+            metavar="N",
+            min=0,
+            help="Also move all assumed and derived numbers together, N times, each by up to 10%, a small whole number "
+            "by 1. Try 200.",
         ),
     ] = 0,
     json: options.JSON = None,

@@ -25,6 +25,10 @@ STUDIES: dict[str, str] = {
 """What each study is about, by the name that `weft simulate` takes."""
 
 
+CHANGED = "This is not the system that the figures were published for: they are shown, and none is counted."
+"""The headline of a system with settings of one's own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StudyTable:
     """A titled table as rows of text, of which the first names the columns. words: columns of text, the others are numbers.
@@ -147,7 +151,7 @@ def record(done: Done) -> dict[str, Any]:
     return {
         "study": done.study.name,
         "system": codec.dump(done.system),
-        "headline": headline(done.figures),
+        "headline": next(words(done)),
         "figures": [codec.dump(figure) | {"ok": figure.ok} for figure in done.figures],
         "tables": {each.name: [list(row) for row in each.rows] for each in (*done.study.tables(done.result), *done.variants)},
         "result": codec.dump(done.result),
@@ -181,7 +185,7 @@ def tables(done: Done) -> tuple[StudyTable, ...]:
 
 def words(done: Done) -> Iterator[str]:
     """What the study says in short: how many predicted figures are within tolerance, and how far they spread."""
-    yield headline(done.figures)
+    yield headline(done.figures) if done.system == done.study.load() else CHANGED
     if done.joint is not None:
         left_out = f" {done.study.left_out}" if done.study.left_out else ""
         yield joint_words(done.joint) + left_out

@@ -149,6 +149,7 @@ def joint_table(found: JointSweep) -> list[Row]:
 def joint_words(found: JointSweep) -> str:
     """What the joint sweep says of all figures together."""
     moved = f"When {len(found.paths)} assumed and derived numbers move together, each by up to {found.reach:.0%}"
+    moved += " (a small whole number by 1)"
     predicted = "" if found.predicted is None else f", and all predicted ones in {found.predicted}"
     figures = f"all {len(found.spreads)} figures are"
     if len(found.spreads) == 1:

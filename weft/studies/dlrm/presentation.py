@@ -76,7 +76,7 @@ def _gains(done: DlrmStudy) -> list[Row]:
     """What storing rows in place saves of the published iteration, and what overlap saves beyond that."""
     whole = done.unfused.ns
     saved = {
-        "rows stored in place, nothing repacked": whole - done.in_place.ns,
+        "pooled rows stored in place, not repacked": whole - done.in_place.ns,
         "lookup and exchange overlapped": done.in_place.ns - done.fused.ns,
         "both": whole - done.fused.ns,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -20,13 +21,14 @@ PREDICTED = Evidence(
     because="No number of the machine was chosen with it in view. The paper's mean is over prompts and numbers of GPUs that we "
     "do not know; ours is over the lengths of the table.",
 )
+PHASES = "how the streams share the GPU (plain; the collective's with priority; that, and NCCL on 16 blocks)"
 SHORT = {"vendor": "plain", "vendor+priority": "priority", "vendor+priority+ctas=16": "16 blocks"}
 
 
 def facts(machine: Machine) -> list[tuple[str, str]]:
     """The machine in short."""
     return [
-        ("Machine", f"{machine.words}, links at {machine.links.gbps:g} GB/s"),
+        ("Machine", f"{machine.words}, {machine.links.gbps:g} GB/s a GPU"),
         ("Model", f"{MODEL}, one decoder layer, prefill"),
         ("GEMM peak", f"{machine.gpu.tflops['bfloat16']:g} TFLOP/s, bfloat16"),
     ]
@@ -49,7 +51,7 @@ def sample(machine: Machine) -> tuple[Figure, ...]:
 
 def tables(done: IsoStudy) -> tuple[StudyTable, ...]:
     """Prompt lengths: both halves alone, the three programs, and what they save."""
-    return (StudyTable(name="prompts", title="A layer's prefill", rows=_prompts(done.runs), words=(9,)),)
+    return (StudyTable(name="prompts", title=f"A layer's prefill. Phases: {PHASES}", rows=_prompts(done.runs), words=(9,)),)
 
 
 def variants(done: IsoStudy, progress: Progress) -> tuple[StudyTable, ...]:
@@ -72,7 +74,7 @@ def _prompts(runs: Sequence[PromptRun]) -> list[Row]:
 
 
 def _prompt(run: PromptRun) -> Row:
-    times = (run.compute_us, run.all_reduce_us, run.sequential_us, run.iso_us, run.weft_us)
+    times = (run.compute_us, run.all_reduce_us, run.sequential_us, run.iso_us, run.weft_us or math.nan)
     shares = (run.iso_saved, run.weft_saved, run.bound)
     methods = ", ".join(SHORT[name] for name in dict.fromkeys(run.methods))
     return (str(run.tokens), *(f"{us:.0f}" for us in times), *(f"{100 * share:.1f} %" for share in shares), methods)

@@ -22,7 +22,7 @@ mask leaves; norms and rotary embeddings are left out of all three programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.machine import Machine
@@ -50,13 +50,15 @@ METHODS = ("vendor", "vendor+priority", "vendor+priority+ctas=16")
 @dataclass(frozen=True, kw_only=True)
 class PromptRun:
     """One prompt length: us of a layer by each program. compute_us, all_reduce_us: both parts of the sequential program, and
-    its two all-reduces. methods: of ISO's four phases."""
+    its two all-reduces. halves_us: the computation by halves, alone. weft_us: None where it was not planned. methods: of ISO's
+    four phases."""
 
     tokens: int
     compute_us: float
     all_reduce_us: float
+    halves_us: float
     iso_us: float
-    weft_us: float
+    weft_us: float | None
     methods: tuple[str, ...]
 
     @property
@@ -70,13 +72,15 @@ class PromptRun:
 
     @property
     def weft_saved(self) -> float:
-        """Share of the sequential time."""
+        """Share of the sequential time. Raises ValueError where weft's overlap was not planned."""
+        if self.weft_us is None:
+            raise ValueError("weft_us is None; plan weft's overlap, too")
         return 1 - self.weft_us / self.sequential_us
 
     @property
     def bound(self) -> float:
-        """What hiding the shorter of computation and communication would save."""
-        return min(self.compute_us, self.all_reduce_us) / self.sequential_us
+        """What would be saved if only the longer of computation and communication were left, whole or by halves."""
+        return 1 - max(min(self.compute_us, self.halves_us), self.all_reduce_us) / self.sequential_us
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,8 @@ class IsoStudy:
 def load() -> Machine:
     """Eight A800s: A100s whose NVLink has two thirds of the rate."""
     machine = load_machine(MACHINE)
-    return machine.what_if({"links.gbps": repr(machine.links.gbps * A800_LINKS)})
+    changed = machine.what_if({"links.gbps": repr(machine.links.gbps * A800_LINKS)})
+    return replace(changed, name="a800x8", words="8 x NVIDIA A800 80 GB SXM on NVSwitch")
 
 
 def run(machine: Machine, tokens: Sequence[int] = TOKENS, progress: Progress = lambda text, done, total: None) -> IsoStudy:
@@ -103,14 +108,16 @@ def run(machine: Machine, tokens: Sequence[int] = TOKENS, progress: Progress = l
 
 
 def prompt(layer: LayerModel, tokens: int, *, overlapped: bool = True) -> PromptRun:
-    """One prompt length. overlapped: whether weft's own overlap is planned, too, which takes longest; 0 us if not."""
-    ran = [layer.phase(us, rows) for us, rows in layer.phases(tokens).values()]
+    """One prompt length. overlapped: whether weft's own overlap is planned, too, which takes longest."""
+    phases = layer.phases(tokens).values()
+    ran = [layer.phase(us, rows) for us, rows in phases]
     return PromptRun(
         tokens=tokens,
         compute_us=layer.attention_us(tokens, 0) + layer.mlp_us(tokens),
         all_reduce_us=2 * layer.all_reduce_us(tokens),
+        halves_us=sum(us for us, _ in phases),
         iso_us=sum(outcome.total_us for outcome in ran),
-        weft_us=layer.planned_us(tokens) if overlapped else 0.0,
+        weft_us=layer.planned_us(tokens) if overlapped else None,
         methods=tuple(outcome.schedule.name for outcome in ran),
     )
 
