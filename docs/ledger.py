@@ -3,14 +3,19 @@
     python docs/ledger.py        all entries, or what is wrong with them; `make ledger` runs it
     python docs/ledger.py --short    what is wrong alone
 
-Published figures are of two kinds. Generated tables (docs/generate.py) are made from result lines, so the ledger takes the
-files of a table and checks the lines. Figures in running text stand in docs/ledger.toml, an entry for each passage: a
-[[measured]] entry names the result lines that the figure is computed from, or the generated table that it repeats, and the
-ledger computes it again; a [[stated]] entry says what else the number is, such as a setting or a paper's figure.
+Published figures are of two kinds. Generated tables (docs/generate.py) are made from result files, and
+tests/project/test_docs.py makes them again; the ledger says of which commits and machines the lines of these files are. Figures
+in running text stand in docs/ledger.toml, an entry for each passage: a [[measured]] entry names the result lines that the
+figure is computed from, or the generated table that it repeats, and the ledger computes it again; a [[stated]] entry says what
+else the number is, such as a setting or a paper's figure.
+
+It covers README.md and docs/, but not notes of single days (LABORATORY), and not the text of simulated studies (SIMULATED).
+CHANGELOG.md and docstrings are not covered, nor is code within a text.
 
 It is an error if
-    a number with a unit of time, rate, share or ratio is in no entry;
-    an entry's words are not in its document, or its figure is not what the lines give;
+    a number with a unit of time, rate, share or ratio is in no entry, nor "twice as fast" and the like;
+    an entry has other keys than it may have, its words are not in its document or are there twice, or its figures are not what
+    the lines give;
     a line's commit is not in the history;
     the code behind a line has changed in more commits since than the document allows (OLDEST), where the line is of a machine
     that we can use (MEASURABLE);
@@ -34,21 +39,23 @@ from typing import Any
 import text_tables
 from text_tables import RESULTS, ROOT, benchmark, date_of, lines
 
-from benchmarks.rows import Row
+from benchmarks.rows import Row, gain
 
 ENTRIES = Path(__file__).with_name("ledger.toml")
-OLDEST = {"README.md": 150, "docs/fp8.md": 150, "docs/peers.md": 150}
+OLDEST = {"README.md": 200, "docs/fp8.md": 200, "docs/peers.md": 200}
 """By document: commits that may have changed the code behind a line since it was measured."""
-OLDEST_ELSEWHERE = 350
+OLDEST_ELSEWHERE = 400
 MEASURABLE = re.compile(r"(1 x |2 x )?NVIDIA (H100|H200)\b|2 cores")
 """Machines that we can use at present, as result lines name them."""
 LABORATORY = ("docs/log.md", "docs/trust.md")
 """Notes of single days, each with its commit. Their figures are not published."""
-SIMULATED = ("docs/simulator.md",)
-"""Documents of simulations: the figures of their text are a paper's, or are in the tables beside it, which
+SIMULATED = re.compile(r"^# (T3|FiCCO|DLRM at scale|ISO)\n.*?(?=^# |\Z)", re.MULTILINE | re.DOTALL)
+"""Chapters of simulated studies: the figures of their text are a paper's, or are in the tables beside it, which
 tests/project/test_docs.py makes again."""
 
-OPERATORS = ("weft/kernels", "weft/ops", "weft/runtime", "weft/schedules", "weft/comm")
+CHOOSING = ("weft/perf", "weft/planner")
+"""What says which schedules `auto` tries."""
+OPERATORS = ("weft/kernels", "weft/ops", "weft/runtime", "weft/schedules", "weft/comm", *CHOOSING)
 CONCURRENT = ("weft/overlap", "weft/runtime", "weft/comm")
 MODELS = (*OPERATORS, "weft/models")
 CODE: dict[str, Sequence[str]] = {
@@ -66,7 +73,7 @@ CODE: dict[str, Sequence[str]] = {
 }
 """By benchmark, the code that its figures depend on; OPERATORS for all others."""
 TABLES: dict[str, Callable[..., Sequence[str]]] = {
-    "gains": lambda folder: [*_folder(folder), *_folder("h100x2"), *GAINS_OF_FOUR],
+    "gains": lambda folder: [*_folder(folder), *_folder("h100x2"), *GAINS],
     "shapes": lambda folder, mode: _folder(folder),
     "results": lambda mode: ["tp"],
     "fused": lambda bench, mode: [bench],
@@ -88,14 +95,35 @@ TABLES: dict[str, Callable[..., Sequence[str]]] = {
     "simulated": lambda by: sorted(benchmark("simulated").FILES),
 }
 """By the kind of a generated table of measurements: the result files that it is made of, without `.jsonl`."""
-GAINS_OF_FOUR = ("tp", "all_reduce", "all_to_all", "embedding", "moe", "models", "concurrent")
+GAINS = ("tp", "all_reduce", "all_to_all", "embedding", "moe", "models", "concurrent")
 BLOCK = re.compile(rf"^```text ({'|'.join(TABLES)}) ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
-FIGURE = re.compile(
-    rf"(?<![\w.,/-]){NUMBER}(?:(?:\sto\s|\sand\s|\sor\s|,\s){NUMBER})*\s?(?:us|ms|ns|s|GB/s|TFLOP/s|x|%|times|minutes?|seconds?)"
-    r"(?![\w/]|\s\d|\s(?:NVIDIA|H100|H200|A100|B200|MI\d))"
+_UNITS = (
+    *(
+        "us",
+        "µs",
+        "ms",
+        "ns",
+        "s",
+        "sec",
+        "min",
+        "h",
+        "microseconds?",
+        "milliseconds?",
+        "seconds?",
+        "minutes?",
+        "hours?",
+        "days?",
+    ),
+    *("[GT]B/s", "Gbit/s", "TFLOP/s", "TFLOPS", "tokens/s", "rows/s", "x", "×", "-fold", "%", "percent", "(?:-| )?times"),
 )
-"""A number with a unit of time, rate, share or ratio. `8192 x 4096` and `2 x H200` are none."""
+_WORDS = "twice|half|(?:two|three|four|five|six|seven|eight|nine|ten|twenty|a hundred) times"
+FIGURE = re.compile(
+    rf"(?<![\w./,])(?:[-–]?{NUMBER}(?:(?:\sto\s|\sand\s|\sor\s|,\s|-|–){NUMBER})*\s?(?:{'|'.join(_UNITS)})"
+    r"(?!\w|\s\d|(?<=x)\s(?:NVIDIA|H100|H200|A100|B200|MI\d)\d?)"
+    rf"|(?:{_WORDS}) as (?:fast|slow|long)\b|factor of {NUMBER}|speed-up of {NUMBER})"
+)
+"""A number with a unit of time, rate, share or ratio, or such words. `8192 x 4096` and `2 x H200` are none."""
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "geomean": statistics.geometric_mean,
     "mean": statistics.fmean,
@@ -131,7 +159,7 @@ class Source:
 
 
 def _folder(name: str) -> list[str]:
-    return [f"{name}/{path.stem}" for path in sorted((RESULTS / name).glob("*.jsonl"))]
+    return [f"{name}/{bench}" for bench in GAINS if (RESULTS / name / f"{bench}.jsonl").exists()]
 
 
 def _not_one(values: Sequence[float]) -> float:
@@ -196,6 +224,22 @@ def entries() -> Mapping[str, list[dict[str, Any]]]:
     return tomllib.loads(ENTRIES.read_text(encoding="utf-8"))
 
 
+KEYS = {
+    "measured": ({"document", "text", "bench", "where", "value", "baseline"}, {"over", "scale", "reduce"}),
+    "stated": ({"document", "text", "because"}, set()),
+}
+"""By kind of entry, the keys that it must have, and may have."""
+
+
+def malformed() -> Iterator[LedgerError]:
+    """Entries that are of no kind, or have other keys than those of their kind."""
+    for kind, some in entries().items():
+        needed, more = KEYS.get(kind, (set(), set()))
+        for entry in some:
+            if kind not in KEYS or not needed <= entry.keys() <= needed | more or "" in entry.values():
+                yield LedgerError(f"an entry [[{kind}]] is not as {ENTRIES.name} says: {entry}")
+
+
 def prose(text: str) -> str:
     """A document without its fenced blocks and code, on as many lines, and with single spaces."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -204,19 +248,19 @@ def prose(text: str) -> str:
 
 def of_prose(document: str, text: str) -> Iterator[Source | LedgerError]:
     """The lines behind a document's running text. Numbers that are in no entry are errors."""
-    left = prose(text)
+    left = prose(SIMULATED.sub("", text))
     for kind, some in entries().items():
         for entry in some:
             if entry["document"] != document:
                 continue
             words = " ".join(entry["text"].split())
-            if words not in left:
-                yield LedgerError(f"{document}: an entry's words are not there: {words!r}")
+            if left.count(words) != 1:
+                yield LedgerError(f"{document}: an entry's words are there {left.count(words)} times: {words!r}")
                 continue
             left = left.replace(words, "")
             if kind == "measured":
                 yield from checked(partial(measured, entry), text)
-    for match in FIGURE.finditer(left) if document not in SIMULATED else ():
+    for match in FIGURE.finditer(left):
         near = left[max(0, match.start() - 60) : match.end() + 40]
         yield LedgerError(f"{document}: {match[0]!r} is in no entry of docs/ledger.toml: ... {near} ...")
 
@@ -224,31 +268,16 @@ def of_prose(document: str, text: str) -> Iterator[Source | LedgerError]:
 def measured(entry: Mapping[str, Any]) -> Iterator[Source]:
     """The lines of an entry. Raises LedgerError where they give another figure than its words have."""
     document, words = entry["document"], entry["text"]
-    if "table" in entry:
-        _require_repeated(entry)
-        return
-    rows = [row for row in lines(entry["bench"]) if all(_holds(row, path, wanted) for path, wanted in entry["where"].items())]
-    if not rows:
+    found = [row for row in lines(entry["bench"]) if all(_holds(row, path, wanted) for path, wanted in entry["where"].items())]
+    if not found:
         raise LedgerError(f"{document}: no line of {entry['bench']}.jsonl is as {words!r} says")
-    values = [_value(row, entry["value"]) / (_value(row, entry["over"]) if "over" in entry else 1) for row in rows]
-    for reduction in RANGE if entry.get("reduce") == "range" else (entry.get("reduce", "only"),):
-        value = REDUCTIONS[reduction](values) * entry.get("scale", 1)
-        if not any(_rounds_to(value, figure) for figure in re.findall(NUMBER, words)):
-            raise LedgerError(f"{document}: the lines of {words!r} give {value:g}")
-    yield from sources(document, words, entry["bench"], rows, entry["baseline"])
-
-
-def _require_repeated(entry: Mapping[str, Any]) -> None:
-    """Raises LedgerError unless a generated table has the figures of an entry that names it: `table` is the table's first line,
-    `row` how the row begins. The ledger has the table's own lines already."""
-    words, row = entry["text"], ""
-    for text in documents().values():
-        for kind, arguments, table in BLOCK.findall(text):
-            if f"{kind} {arguments}" == entry["table"]:
-                row = next((line for line in table.splitlines() if line.startswith(entry["row"])), "")
-    for figure in re.findall(NUMBER, words):
-        if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.])", row):
-            raise LedgerError(f"{entry['document']}: {words!r}: {figure} is not in {row!r} of the table {entry['table']}")
+    values = [_value(row, entry["value"]) / (_value(row, entry["over"]) if "over" in entry else 1) for row in found]
+    reductions = RANGE if entry.get("reduce") == "range" else (entry.get("reduce", "only"),)
+    given = [REDUCTIONS[reduction](values) * entry.get("scale", 1) for reduction in reductions]
+    figures = re.findall(rf"(?<![\w.]){NUMBER}", words)
+    if len(figures) != len(given) or not all(map(_rounds_to, given, figures)):
+        raise LedgerError(f"{document}: the lines of {words!r} give {' and '.join(f'{value:g}' for value in given)}")
+    yield from sources(document, words, entry["bench"], found, entry["baseline"])
 
 
 def _holds(row: Row, path: str, wanted: object) -> bool:
@@ -257,7 +286,10 @@ def _holds(row: Row, path: str, wanted: object) -> bool:
 
 
 def _value(row: Row, path: str, *, number: bool = True) -> Any:
-    """A field of a line, by its path with dots. A path that ends with `.*` is the sum of all below it."""
+    """A field of a line, by its path with dots. A path that ends with `.*` is the sum of all below it; `gain` is how many times
+    as fast as the fastest alternative weft's default is."""
+    if path == "gain":
+        return gain(row)
     keys = path.removesuffix(".*").split(".")
     try:
         value = functools.reduce(operator.getitem, keys, vars(row))
@@ -285,6 +317,9 @@ def documents() -> dict[str, str]:
 
 def ledger() -> Iterator[Source | LedgerError]:
     """Every published figure's lines, or what is wrong."""
+    if wrong := list(malformed()):
+        yield from wrong
+        return
     for name, text in documents().items():
         yield from of_tables(name, text)
         yield from of_prose(name, text)

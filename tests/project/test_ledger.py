@@ -86,7 +86,13 @@ def test_a_figure_that_its_lines_give(published: Published) -> None:
     assert (source.bench, source.baseline, source.touched, source.machine) == ("x", "NCCL", 0, "2 x NVIDIA H200")
 
 
-@pytest.mark.parametrize("figure", ["3.1x", "40 us", "12%", "5 to 7 ms", "300 GB/s", "2.5 times"])
+@pytest.mark.parametrize(
+    "figure",
+    [
+        *("3.1x", "40 us", "12%", "5 to 7 ms", "300 GB/s", "2.5 times", "2-3 ms", "-12%", "12 percent", "3 hours", "1.5-fold"),
+        *("twice as fast as that", "six times as long", "a factor of 2.4", "1.3x"),
+    ],
+)
 def test_a_number_in_no_entry(published: Published, figure: str) -> None:
     (fault,) = published.faults(f"weft takes {figure} there.")
     assert "is in no entry" in fault
@@ -120,7 +126,7 @@ def test_both_ends_of_a_range(published: Published) -> None:
 def test_words_that_left_their_document(published: Published) -> None:
     published.line()
     published.measured("1.5x as fast")
-    assert "are not there" in published.faults("weft is fast.")[0]
+    assert "there 0 times" in published.faults("weft is fast.")[0]
 
 
 def test_a_commit_that_is_not_in_the_history(published: Published) -> None:
@@ -145,11 +151,49 @@ def test_a_machine_that_nobody_can_use_now(published: Published) -> None:
     assert published.faults(f"On {day} weft was 1.5x as fast.") == []
 
 
-def test_a_figure_of_a_generated_table(published: Published) -> None:
-    text = "```text shapes x graph\noperator  gain\ngather    1.50x\nscatter   1.25x\n```\n"
-    (published.folder / "x").mkdir()
-    table = {"table": "shapes x graph", "row": "gather"}
-    published.entries.append({"document": "README.md", "text": "1.50x as fast", **table})
-    assert published.faults(f"{text}\nIt is 1.50x as fast.") == []
-    published.entries[0]["row"] = "scatter"
-    assert "1.50 is not in" in published.faults(f"{text}\nIt is 1.50x as fast.")[0]
+def test_gains_are_computed_from_the_fastest_alternative(published: Published) -> None:
+    published.line(us={"weft/auto": 2.0, "sequential/default": 3.0, "peer/async_tp": 2.5})
+    published.entries.append(
+        {
+            "document": "README.md",
+            "text": "1.25x as fast",
+            "bench": "x",
+            "where": {"case": "one|two"},
+            "value": "gain",
+            "baseline": "the fastest alternative",
+        }
+    )
+    assert published.faults("It is 1.25x as fast.") == []
+
+
+def test_every_number_of_an_entry_is_computed(published: Published) -> None:
+    published.line()
+    published.measured("1.5 or 1.7x as fast")
+    assert "give 1.5" in published.faults("It is 1.5 or 1.7x as fast.")[0]
+
+
+def test_words_that_are_there_twice(published: Published) -> None:
+    published.line()
+    published.measured("1.5x as fast")
+    assert "there 2 times" in published.faults("It is 1.5x as fast. On CPUs it is 1.5x as fast.")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry"),
+    [
+        ("measurd", {"document": "README.md", "text": "40 us", "because": "a setting"}),
+        ("stated", {"document": "README.md", "text": "40 us"}),
+        ("stated", {"document": "README.md", "text": "40 us", "because": ""}),
+        ("measured", {"document": "README.md", "text": "40 us", "because": "a setting"}),
+    ],
+)
+def test_entries_have_the_keys_of_their_kind(
+    published: Published, monkeypatch: pytest.MonkeyPatch, kind: str, entry: dict[str, str]
+) -> None:
+    monkeypatch.setattr(ledger, "entries", lambda: {kind: [entry]})
+    assert "is not as ledger.toml says" in published.faults("It takes 40 us.")[0]
+
+
+def test_studies_are_left_out_and_the_rest_of_their_page_is_not(published: Published) -> None:
+    assert published.faults("# T3\n\nIt saves 12%.\n\n## More\n\nAnd 13%.\n") == []
+    assert len(published.faults("# T3\n\nIt saves 12%.\n\n# Fabrics\n\nAnd 13%.\n")) == 1

@@ -1,6 +1,7 @@
 """What a schedule pays for being made of kernels that end before others begin: the "three taxes" of arXiv 2511.02168.
 
-    bulk synchrony         by how much the call is longer than its matmuls alone: they wait for data, or are slowed by it
+    bulk synchrony         by how much the call is longer than its own matmuls alone, in the pieces that the schedule has: they
+                           wait for data, or are slowed by it. What cutting a matmul costs is not in it (see its DIL)
     inter-kernel locality  what one step writes to memory and a later one reads again: staging buffers, gathered rows, partial
                            results. A kernel that hands data on in registers, or straight to a peer, has none of it
     kernel launches        by how much the call would be shorter if launching a kernel cost nothing
@@ -29,12 +30,13 @@ _KERNELS = (Gemm, GroupedGemm, Lookup, Reduce, Push, Collective)
 class Taxes:
     """Those of one schedule, of the rank that pays most of each. help(weft.planner.taxes) says what they are.
 
-    total_us: the call. waiting_us: its bulk synchrony. between_bytes: traffic between kernels. between_us: what memory takes
+    total_us: the call. pieces_us: its matmuls alone. waiting_us: its bulk synchrony. between_bytes: traffic between kernels. between_us: what memory takes
     for it. launch_us: what launches cost the call. kernels: how many a rank launches.
     """
 
     spec: str
     total_us: float
+    pieces_us: float
     waiting_us: float
     between_bytes: int
     between_us: float
@@ -44,7 +46,8 @@ class Taxes:
     def __str__(self) -> str:
         launches = f"{self.kernels} {'kernel' if self.kernels == 1 else 'kernels'}"
         return (
-            f"Three taxes of {self.spec}: {self.waiting_us:.0f} of {self.total_us:.0f} us beyond its matmuls alone; "
+            f"Three taxes of {self.spec}: {self.waiting_us:.0f} of {self.total_us:.0f} us waiting or slowed, beyond the "
+            f"{self.pieces_us:.0f} that its pieces of matmul take alone; "
             f"{self.between_bytes / 1e6:,.0f} MB from kernel to kernel, {self.between_us:.0f} us of memory; "
             f"{self.launch_us:.0f} us by launching {launches}."
         )
@@ -60,6 +63,7 @@ def taxes(schedule: Schedule, machine: Machine, losses: Signature | None = None)
     return Taxes(
         spec=losses.spec,
         total_us=losses.total_us,
+        pieces_us=losses.pieces_us,
         waiting_us=max(0.0, losses.total_us - losses.pieces_us),
         between_bytes=between,
         between_us=between / (machine.gpu.hbm_gbps * 1e3),
