@@ -30,8 +30,8 @@ _KERNELS = (Gemm, GroupedGemm, Lookup, Reduce, Push, Collective)
 class Taxes:
     """Those of one schedule, of the rank that pays most of each. help(weft.planner.taxes) says what they are.
 
-    total_us: the call. pieces_us: its matmuls alone. waiting_us: its bulk synchrony. between_bytes: traffic between kernels. between_us: what memory takes
-    for it. launch_us: what launches cost the call. kernels: how many a rank launches.
+    total_us: the call. pieces_us: its matmuls alone. waiting_us: its bulk synchrony. between_bytes: traffic between kernels.
+    between_us: what memory takes for it. launch_us: what launches cost the call. kernels: how many a rank launches.
     """
 
     spec: str

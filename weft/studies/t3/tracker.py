@@ -10,7 +10,7 @@ memory's latency. Older tiles keep their entries, since tiles are completed in t
 
 The other choice is to stall the update until an entry is free. It deadlocks: in a ring, the peer's first chunk is updated here
 before this GPU's second chunk, so all of its tiles need entries before the GEMM, whose own stores wait behind stalled ones on
-the same links, completes the first of them. Every sub-layer of the evaluation has more wavefront tiles in a chunk, 532
+the same links, completes the first of them. Each of the 16 sub-layers that most figures are of has more wavefront tiles in a chunk, 532
 to 1,536, than the tracker has entries.
 
 Source: T3, arXiv 2401.16677, section 4.2.1: 256 entries, about 19 KB, beside the memory controller, off the critical path. The
