@@ -10,8 +10,8 @@ memory's latency. Older tiles keep their entries, since tiles are completed in t
 
 The other choice is to stall the update until an entry is free. It deadlocks: in a ring, the peer's first chunk is updated here
 before this GPU's second chunk, so all of its tiles need entries before the GEMM, whose own stores wait behind stalled ones on
-the same links, completes the first of them. Each of the 16 sub-layers that most figures are of has more wavefront tiles in a chunk, 532
-to 1,536, than the tracker has entries.
+the same links, completes the first of them. Each of the 16 sub-layers that most figures are of has more wavefront tiles in a
+chunk, 532 to 1,536, than the tracker has entries.
 
 Source: T3, arXiv 2401.16677, section 4.2.1: 256 entries, about 19 KB, beside the memory controller, off the critical path. The
 paper says nothing of a full tracker: the spill is assumed. 19 KB are 76 bytes for an entry, so an entry may well hold counts of
