@@ -1,12 +1,14 @@
 """What each part of benchmarks.baseline times. runs.py starts each rank by `python -m benchmarks.baseline.parts PART FILE`.
 
-Names of rows stay what they are, so that rows of earlier commits can be compared.
+Names of rows stay what they are, so that rows of earlier commits can be compared. Kernels are imported where they are timed:
+a first call of a process is to load them itself.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import gc
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ import weft
 from benchmarks import cases, measure
 from benchmarks.baseline.ranks import Method, Thunk, World, agreed, graph_times, host_times, rounds, slowest
 from benchmarks.baseline.runs import PARTS
-from benchmarks.rows import append
+from benchmarks.rows import append, name_of
 
 ALARM_S = 75
 FIRST_CALLS, FIRST_WARM = 9, 3
@@ -286,8 +288,9 @@ def replay1(world: World) -> None:
 
 
 def gemm(world: World) -> None:
-    from benchmarks import gemm as bench
-    from benchmarks.one_gpu import medians
+    from benchmarks.kernels import gemm as bench
+    from benchmarks.kernels.operands import ROUNDS
+    from benchmarks.kernels.single_gpu import medians
 
     wanted = {
         *(("all_gather_matmul", f"llama3-70b M={m}") for m in (8192, 2048, 512)),
@@ -297,25 +300,23 @@ def gemm(world: World) -> None:
     for case in cases.CASES:
         if (case.op, case.name) in wanted:
             measure.alarm()
-            works = {name: [work] * bench.CALLS for name, work in bench.methods(case, False).items()}
-            for name, us in medians(works, rounds=bench.ROUNDS).items():
+            for method_name, us in medians(bench.calls(case, False), rounds=ROUNDS).items():
+                name = name_of(method_name)
                 about: dict[str, Any] = {"dtype": "bfloat16", "mode": "graph", "control": name == "cublas"}
                 world.keep("gemm", f"{case.op} {case.name}, {name}", "us", {"value": us}, **about)
 
 
 def products(world: World) -> None:
-    from benchmarks import products as bench
+    from benchmarks.kernels import products as bench
 
     for k, n in ((8192, 3584), (14336, 4096), (4096, 5120)):
-        for m in (16, 128, 512, 2048, 8192):
-            for linear in (False, True):
-                measure.alarm()
-                matrices, found = bench.case(m, n, k, linear)
-                algorithm = weft.matmul_choices()[-1].algorithm
-                torch_us, us = bench.measure(matrices, found)
-                case, about = f"{m}x{k}x{n}{' linear' if linear else ''}", {"dtype": "bfloat16", "mode": "graph"}
-                world.keep("matmul", f"{case}, weft", "us", {"value": us}, algorithm=[algorithm], **about)
-                world.keep("matmul", f"{case}, torch", "us", {"value": torch_us}, control=True, **about)
+        for m, linear in itertools.product((16, 128, 512, 2048, 8192), (False, True)):
+            measure.alarm()
+            us = bench.measure(m, n, k, linear)
+            algorithm, case = [weft.matmul_choices()[-1].algorithm], bench.name_of(m, n, k, linear)
+            about: dict[str, Any] = {"dtype": "bfloat16", "mode": "graph"}
+            world.keep("matmul", f"{case}, weft", "us", {"value": us[bench.WEFT]}, algorithm=algorithm, **about)
+            world.keep("matmul", f"{case}, torch", "us", {"value": us[bench.TORCH]}, control=True, **about)
 
 
 def lookup(world: World) -> None:

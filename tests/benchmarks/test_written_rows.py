@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from benchmarks import (
     embedding,
     measure,
     nodes,
-    one_gpu,
     planner,
     resource_aware,
     rows,
@@ -183,14 +181,6 @@ def test_the_planners(world: collectives.Way, problem: Any, monkeypatch: pytest.
     monkeypatch.setattr(measure, "trial", fails)
     assert not planner._collected("case", problem, ("sequential",), 2, GIVEN)
     assert made[1].missing == {rows.CASE: "weft/sequential: no memory"}
-
-
-def test_kernels_of_one_gpu(world: collectives.Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_gpu, "versions", lambda device: {"torch": "2"})
-    about = {"bench": "gemm", "op": "dense", "case": "one", "commit": "abc", "dtype": "bfloat16", "samples": 3}
-    one_gpu.append(tmp_path / "x.jsonl", {"cublas": 2.0, "kernel": 3.0}, **about, extra={"shape": [1, 2, 3]})
-    (row,) = rows.read(tmp_path / "x.jsonl")
-    assert (row.us, row.machine) == ({"computation/cublas": 2.0, "computation/kernel": 3.0}, "GPU")
 
 
 def test_training_steps() -> None:
