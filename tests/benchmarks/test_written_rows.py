@@ -19,9 +19,9 @@ from benchmarks import (
     all_reduce,
     all_to_all,
     cases,
+    collective,
     collectives,
     data_parallel,
-    dma,
     embedding,
     measure,
     nodes,
@@ -62,7 +62,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[collectives.Way]:
     monkeypatch.setattr(weft, "choices", lambda *group: [choice])
     monkeypatch.setattr(all_reduce, "TORCH", ())
     monkeypatch.setattr(embedding.Site, "lookup", lambda site: lambda: None)
-    for module in (all_reduce, all_to_all, embedding, nodes, tp, measure, dma):
+    for module in (all_reduce, all_to_all, embedding, nodes, tp, measure, collective):
         monkeypatch.setattr(module, "trial", _trial)
         if hasattr(module, "together"):
             monkeypatch.setattr(module, "together", _together)
@@ -148,12 +148,12 @@ def test_nodes(world: collectives.Way, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].extra == {"nodes": (1,)}
 
 
-@pytest.mark.parametrize("op", dma.OPS)
+@pytest.mark.parametrize("op", collective.OPS)
 def test_collectives(world: collectives.Way, op: str) -> None:
     given = torch.ones(16, dtype=torch.bfloat16)
-    works = dma.methods(op, given, [])
+    works = collective.methods(op, given, [])
     assert all(name.startswith("weft/copy_engine") for name in works)
-    assert set(dma.methods(op, given, [world])) - set(works) == {"communication/default"}
+    assert set(collective.methods(op, given, [world])) - set(works) == {"communication/default"}
 
 
 @pytest.mark.parametrize(
