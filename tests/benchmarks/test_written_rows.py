@@ -21,6 +21,7 @@ from benchmarks import (
     cases,
     collective,
     collectives,
+    concurrent,
     data_parallel,
     embedding,
     measure,
@@ -212,3 +213,36 @@ def test_points_of_residency(world: collectives.Way) -> None:
     assert (second.extra["ideal_us"], second.extra["normalised"], second.extra["hidden"]) == (8.0, 8.0 / 9.0, 1.0)
     assert "20.0% less by" not in resource_aware.summary([first])
     assert "11.1% less by" in resource_aware.summary([first, second])
+
+
+def test_spans_overlap_where_both_run() -> None:
+    assert [resource_aware.shared((0.0, 2.0), other) for other in ((1.0, 3.0), (2.0, 3.0), (0.5, 1.0))] == [1.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize(("words", "says"), [(["--modes", "graph"], "use eager"), (["--workloads", "cb-xx"], "cb-xx")])
+def test_workloads_that_cannot_be_measured(words: list[str], says: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("sys.argv", ["resource_aware", *words])
+    with pytest.raises(SystemExit, match="2"):
+        resource_aware.main()
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", concurrent.OPS)
+def test_pairs(world: collectives.Way, op: str) -> None:
+    """GEMMs and a collective, by the names of rows; each way's result is compared with the sequential one's."""
+    pair = concurrent.Pair(concurrent.Case(count=2, m=4, k=8, n=4, nbytes=64, op=op))
+    works = pair.works(["sequential", "vendor", "vendor+priority"])
+    assert set(works) == {
+        *("computation/cublas", "communication/default", "weft/auto"),
+        *("sequential/default", "peer/two_streams", "weft/vendor+priority"),
+    }
+    pair._fresh("sequential")
+    expected = pair.out.clone()
+    pair._compare("vendor", expected)
+    with pytest.raises(measure.WrongResult, match="vendor"):
+        pair._compare("vendor", expected + 1)
+
+
+def test_pairs_of_conccl() -> None:
+    """30 of three collectives, from bound by communication to bound by computation; and three pairs in every collective."""
+    assert (len({str(case) for case in concurrent.conccl()}), len({str(case) for case in concurrent.cases()})) == (30, 12)
