@@ -155,14 +155,8 @@ def first(world: World) -> None:
     below = world.tensor(sizes.k // size, sizes.n, dtype=dtype)
     kinds = {
         f"{op}, {spec}, {'as a Schedule' if value else 'by name'}": (op, spec, value)
-        for op, spec, value in (
-            ("all_gather_matmul", "flag_gated:2", False),
-            ("all_gather_matmul", "flag_gated:2", True),
-            ("all_gather_matmul", "shard_p2p", False),
-            ("matmul_reduce_scatter", "track_and_trigger:2", False),
-            ("matmul_reduce_scatter", "track_and_trigger:2", True),
-            ("matmul_reduce_scatter", "shard_p2p", False),
-        )
+        for op, fused in (("all_gather_matmul", "flag_gated:2"), ("matmul_reduce_scatter", "track_and_trigger:2"))
+        for spec, value in ((fused, False), (fused, True), ("shard_p2p", False))
     }
     samples: dict[tuple[str, str], list[float]] = {}
     cold: list[float] = []
@@ -325,13 +319,12 @@ def lookup(world: World) -> None:
     for number in (0, 1, 4):
         case = embedding.CASES[number]
         works = embedding.Site(case).works(())
-        named = {"weft": works["computation/weft"], "torch": works["computation/torch as one"]}
         methods = [
-            Method(op="torch" if name == "torch" else "lookup", case=f"bags {case.name}, {name}", make=lambda work=work: work)
-            for name, work in named.items()
+            method("lookup", f"bags {case.name}, weft", works["computation/weft"]),
+            method("torch", f"bags {case.name}, torch", works["computation/torch as one"]),
         ]
         graph_times(world, methods, "float32", embedding.REPEAT)
-        del works, named, methods
+        del works, methods
         gc.collect()
         torch.cuda.empty_cache()
 
