@@ -46,6 +46,15 @@ class Method:
         return f"{self.op}, {self.case}"
 
 
+def method(op: str, case: str, function: Callable[..., object], *given: Any, **options: Any) -> Method:
+    """A call with the same tensors each time."""
+
+    def call() -> object:
+        return function(*given, **options)
+
+    return Method(op=op, case=case, make=lambda: call)
+
+
 class World:
     """This process as one rank of a part. Ranks agree by gloo, without their GPUs."""
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """work: the function of parts.py that each of `ranks` processes calls. limit_s: until they are ended."""
+    """work: the name in parts.WORK of what each of `ranks` processes calls. limit_s: until they are ended."""
 
     work: str
     ranks: int = 1

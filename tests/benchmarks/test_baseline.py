@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.baseline import figures, runs
 from benchmarks.baseline.figures import CALL, compared, merged, ratios
+from benchmarks.baseline.parts import WORK
 from benchmarks.rows import CASE, Row, append, read
 
 
@@ -74,3 +75,19 @@ def test_what_is_left_at_the_limit_is_killed() -> None:
     assert runs.ended([quick], 30) == ""
     assert "ended after" in runs.ended([quick, slow], 0.5)
     assert slow.poll() == -9
+
+
+def test_every_part_has_something_to_do() -> None:
+    assert {part.work for part in runs.PARTS.values()} == set(WORK)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_first_calls_of_two_cpu_ranks(tmp_path: Path) -> None:
+    """A part from beginning to end, in processes of its own."""
+    path = tmp_path / "rows.jsonl"
+    assert runs.campaign(["cpu_first"], {"abc": runs.ROOT}, 1, float("inf"), path) == []
+    found = read(path)
+    assert {row.op for row in found} == {"any", "all_gather_matmul", "matmul_reduce_scatter"}
+    assert all(row.commit == "abc" and row.host_us[CALL] > 0 and len(row.extra["p90"]) == 1 for row in found)
+    assert compared(path, "abc", "abc")
