@@ -18,6 +18,7 @@ import weft
 from benchmarks import (
     all_reduce,
     all_to_all,
+    calls,
     cases,
     collective,
     collectives,
@@ -246,3 +247,16 @@ def test_pairs(world: collectives.Way, op: str) -> None:
 def test_pairs_of_conccl() -> None:
     """30 of three collectives, from bound by communication to bound by computation; and three pairs in every collective."""
     assert (len({str(case) for case in concurrent.conccl()}), len({str(case) for case in concurrent.cases()})) == (30, 12)
+
+
+def test_matmuls_of_a_layer(world: collectives.Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, extent in {"HIDDEN": 16, "WIDTH": 24, "HEADS": 32, "TOKENS": 8}.items():
+        monkeypatch.setattr(calls, name, extent)
+    found: dict[str, Any] = {name: call() for name, call in calls.layer().items()}
+    assert {name: tuple(out.shape) for name, out in found.items()} == {
+        "qkv": (8, 32),
+        "o": (8, 16),
+        "gate, up": (8, 48),
+        "down": (8, 16),
+    }
+    weft.close()
