@@ -27,16 +27,17 @@ it starves, overlap_rate counts waiting as running, and hidden does not. All-red
 capped kernel is the same code: its result has to be equal, bit by bit, to the uncapped one's.
 
     torchrun --nproc-per-node 4 -m benchmarks.resource_aware --json benchmarks/results/resource_aware.jsonl
-    python -m benchmarks.resource_aware_plot benchmarks/results/resource_aware.jsonl out/resource_aware.html
+    python docs/plot.py resource_aware benchmarks/results/resource_aware.jsonl out/resource_aware.html
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -173,12 +174,10 @@ class Workload:
     def collective(self, point: Point) -> None:
         if point.transport != VENDOR:
             self.by_copy_engine(point.transport)
-            return
-        group = self.groups[point.priority, point.ctas]
-        if self.op == "ar":
-            dist.all_reduce(self.sent, op=dist.ReduceOp.AVG, group=group)
+        elif self.op == "ar":
+            dist.all_reduce(self.sent, op=dist.ReduceOp.AVG, group=self.groups[point.priority, point.ctas])
         else:
-            dist.all_to_all_single(self.received, self.sent, group=group)
+            dist.all_to_all_single(self.received, self.sent, group=self.groups[point.priority, point.ctas])
 
     def by_copy_engine(self, schedule: str) -> None:
         if self.op == "ar":
@@ -255,24 +254,14 @@ Iteration = Callable[[Marks, Marks], None]
 """Enqueues one iteration, and marks its GEMM and its collective."""
 
 
-def overlapped(work: Workload, point: Point, streams: Mapping[bool, torch.cuda.Stream], compute: torch.cuda.Stream) -> Times:
-    """GEMM_i, an event, collective_i beside GEMM_i+1."""
-    comm = streams[point.priority]
+def pair(work: Workload, point: Point, compute: torch.cuda.Stream, comm: torch.cuda.Stream) -> Times:
+    """GEMM_i, an event, collective_i, which runs beside GEMM_i+1 if it has another stream."""
 
     def iteration(gemms: Marks, collectives: Marks) -> None:
         marked(gemms, compute, lambda: work.gemm(point.grid, point.blocks_per_sm))
-        comm.wait_event(gemms[-1][1])
+        if comm is not compute:
+            comm.wait_event(gemms[-1][1])
         marked(collectives, comm, lambda: work.collective(point))
-
-    return timed(iteration, work.iterations)
-
-
-def sequential(work: Workload, compute: torch.cuda.Stream) -> Times:
-    """The same on one stream."""
-
-    def iteration(gemms: Marks, collectives: Marks) -> None:
-        marked(gemms, compute, lambda: work.gemm(0, work.own[0]))
-        marked(collectives, compute, lambda: work.collective(work.plain))
 
     return timed(iteration, work.iterations)
 
@@ -292,19 +281,15 @@ def timed(iteration: Iteration, iterations: int) -> Times:
     torch.cuda.synchronize()
     zero, last = gemms[0][0], (collectives or gemms)[-1][1]
     total_ms = zero.elapsed_time(last)
-    both_ms = sum(shared(a, b) for a in spans(zero, gemms) for b in spans(zero, collectives))
+    spans = ([(zero.elapsed_time(begin), zero.elapsed_time(end)) for begin, end in marks] for marks in (gemms, collectives))
+    both_ms = sum(shared(a, b) for a, b in product(*spans))
     found = torch.tensor([total_ms / iterations * 1e3, -both_ms / total_ms], dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return Times(us=float(found[0]), rate=-float(found[1]))
 
 
-def spans(zero: Event, marks: Marks) -> Iterator[tuple[float, float]]:
-    """Each mark's begin and end after `zero`, in ms."""
-    for begin, end in marks:
-        yield zero.elapsed_time(begin), zero.elapsed_time(end)
-
-
 def shared(a: tuple[float, float], b: tuple[float, float]) -> float:
+    """How long two spans overlap."""
     return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
@@ -313,23 +298,21 @@ def measured(work: Workload, rounds: int) -> dict[Any, Times]:
     streams = {priority: comm_stream(priority="high" if priority else "normal") for priority in (False, True)}
     compute = comm_stream(priority="normal")
     methods: dict[Any, Callable[[], Times]] = {
-        "sequential": lambda: sequential(work, compute),
+        "sequential": lambda: pair(work, work.plain, compute, compute),
         "collective": lambda: alone(lambda: work.collective(work.plain), compute, work.iterations),
     }
     for r in range(1, work.own[0] + 1):
         methods[r] = lambda r=r: alone(lambda: work.gemm(0, r), compute, work.iterations)
-    methods |= {point: lambda point=point: overlapped(work, point, streams, compute) for point in work.points()}
-    found: dict[Any, list[Times]] = {method: [] for method in methods}
+    methods |= {point: lambda point=point: pair(work, point, compute, streams[point.priority]) for point in work.points()}
+    found: dict[Any, list[Times]] = {key: [] for key in methods}
     for _ in range(rounds):
-        for method, run in methods.items():
+        for key, run in methods.items():
             alarm()
-            found[method].append(run())
+            found[key].append(run())
     for stream in (compute, *streams.values()):
         give_back(stream)
-    return {
-        method: Times(us=statistics.median(t.us for t in times), rate=statistics.median(t.rate for t in times))
-        for method, times in found.items()
-    }
+    middle = statistics.median
+    return {key: Times(us=middle(t.us for t in some), rate=middle(t.rate for t in some)) for key, some in found.items()}
 
 
 def rows_of(name: str, work: Workload, found: Mapping[Any, Times], arguments: argparse.Namespace) -> list[Row]:
@@ -400,10 +383,9 @@ def main() -> None:
     options.add_argument("--ctas", default="", help="numbers of NCCL's blocks to try with priority, with commas")
     arguments = options.parse_args()
     if arguments.modes != "eager":
-        raise ValueError(f"--modes {arguments.modes!r}: streams that run into each other are measured as they run; use eager")
-    unknown = set(arguments.workloads.split(",")) - set(WORKLOADS)
-    if unknown:
-        raise ValueError(f"--workloads has {sorted(unknown)}; use {', '.join(WORKLOADS)}")
+        options.error(f"--modes {arguments.modes!r}: streams that run into each other are measured as they run; use eager")
+    if unknown := set(arguments.workloads.split(",")) - set(WORKLOADS):
+        options.error(f"--workloads has {sorted(unknown)}; use {', '.join(WORKLOADS)}")
     measure.ALARM_S = ALARM_S
     start()
     grids, counts = ([int(number) for number in text.split(",") if number] for text in (arguments.grids, arguments.ctas))

@@ -94,7 +94,7 @@ def times(bench: str, row: Row) -> list[Measured]:
         spec, _, how = name.partition(", ")
         problem = whole
         if isinstance(whole, CollectiveProblem) and spec not in HALVES:
-            # dma.py says on how many SMs sums are, or that the result lies in symmetric memory.
+            # collective.py says on how many SMs sums are, or that the result lies in symmetric memory.
             if whole.sums and not how.endswith("SMs"):
                 continue
             problem = replace(whole, reachable=how == "straight", sms=int(how.split()[0]) if whole.sums else whole.sms)

@@ -123,7 +123,7 @@ def paper(mode: str) -> str:
 
 
 def beside(mode: str) -> str:
-    """GEMMs beside a collective, as benchmarks/beside.py measured them. Times in us; two streams: without any control."""
+    """GEMMs beside a collective, as benchmarks/concurrent.py measured them. Times in us; two streams: without any control."""
     heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "of ideal", "best way", "its share")
     return _measured(heads, _cases("concurrent", mode), _beside, mode)
 
@@ -158,7 +158,7 @@ def _conccl(row: Row, share: float, plain: float) -> tuple[str, ...]:
 
 
 def dma(mode: str) -> str:
-    """Collectives alone, as benchmarks/dma.py measured them. Times in us."""
+    """Collectives alone, as benchmarks/collective.py measured them. Times in us."""
     heads = ("collective, bytes", "NCCL", "registered", "copy engine", "pieces", "over NCCL")
     return _measured(heads, _cases("dma", mode), _dma, mode)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import losses, measure
+from benchmarks import measure
 
 
 @pytest.fixture
@@ -22,23 +22,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WEFT_TIMEOUT_S", "WEFT_CACHE_DIR"):
         monkeypatch.setenv(name, "/of/the/user")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr("faulthandler.dump_traceback_later", nothing)
     monkeypatch.setattr(torch.cuda, "set_device", nothing)
     monkeypatch.setattr(dist, "init_process_group", nothing)
-    monkeypatch.setattr(dist, "init_device_mesh", nothing)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
 
 
 @pytest.mark.usefixtures("alone")
 def test_what_the_users_environment_names_is_not_taken_over() -> None:
     measure.start()
-    assert os.environ["WEFT_CACHE_DIR"] == ""
-
-
-@pytest.mark.usefixtures("alone")
-def test_losses_take_nothing_over() -> None:
-    losses.start()
     assert os.environ["WEFT_CACHE_DIR"] == ""
 
 

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +18,15 @@ import weft
 from benchmarks import (
     all_reduce,
     all_to_all,
+    calls,
     cases,
+    collective,
     collectives,
+    concurrent,
     data_parallel,
-    dma,
     embedding,
     measure,
     nodes,
-    one_gpu,
     planner,
     resource_aware,
     rows,
@@ -64,7 +64,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[collectives.Way]:
     monkeypatch.setattr(weft, "choices", lambda *group: [choice])
     monkeypatch.setattr(all_reduce, "TORCH", ())
     monkeypatch.setattr(embedding.Site, "lookup", lambda site: lambda: None)
-    for module in (all_reduce, all_to_all, embedding, nodes, tp, measure, dma):
+    for module in (all_reduce, all_to_all, embedding, nodes, tp, measure, collective):
         monkeypatch.setattr(module, "trial", _trial)
         if hasattr(module, "together"):
             monkeypatch.setattr(module, "together", _together)
@@ -150,12 +150,12 @@ def test_nodes(world: collectives.Way, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].extra == {"nodes": (1,)}
 
 
-@pytest.mark.parametrize("op", dma.OPS)
+@pytest.mark.parametrize("op", collective.OPS)
 def test_collectives(world: collectives.Way, op: str) -> None:
     given = torch.ones(16, dtype=torch.bfloat16)
-    works = dma.methods(op, given, [])
+    works = collective.methods(op, given, [])
     assert all(name.startswith("weft/copy_engine") for name in works)
-    assert set(dma.methods(op, given, [world])) - set(works) == {"communication/default"}
+    assert set(collective.methods(op, given, [world])) - set(works) == {"communication/default"}
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,6 @@ def test_the_planners(world: collectives.Way, problem: Any, monkeypatch: pytest.
     monkeypatch.setattr(measure, "trial", fails)
     assert not planner._collected("case", problem, ("sequential",), 2, GIVEN)
     assert made[1].missing == {rows.CASE: "weft/sequential: no memory"}
-
-
-def test_kernels_of_one_gpu(world: collectives.Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_gpu, "versions", lambda device: {"torch": "2"})
-    about = {"bench": "gemm", "op": "dense", "case": "one", "commit": "abc", "dtype": "bfloat16", "samples": 3}
-    one_gpu.append(tmp_path / "x.jsonl", {"cublas": 2.0, "kernel": 3.0}, **about, extra={"shape": [1, 2, 3]})
-    (row,) = rows.read(tmp_path / "x.jsonl")
-    assert (row.us, row.machine) == ({"computation/cublas": 2.0, "computation/kernel": 3.0}, "GPU")
 
 
 def test_training_steps() -> None:
@@ -222,3 +214,49 @@ def test_points_of_residency(world: collectives.Way) -> None:
     assert (second.extra["ideal_us"], second.extra["normalised"], second.extra["hidden"]) == (8.0, 8.0 / 9.0, 1.0)
     assert "20.0% less by" not in resource_aware.summary([first])
     assert "11.1% less by" in resource_aware.summary([first, second])
+
+
+def test_spans_overlap_where_both_run() -> None:
+    assert [resource_aware.shared((0.0, 2.0), other) for other in ((1.0, 3.0), (3.0, 4.0), (0.5, 1.0))] == [1.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize(("words", "says"), [(["--modes", "graph"], "use eager"), (["--workloads", "cb-xx"], "cb-xx")])
+def test_workloads_that_cannot_be_measured(words: list[str], says: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("sys.argv", ["resource_aware", *words])
+    with pytest.raises(SystemExit, match="2"):
+        resource_aware.main()
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", concurrent.OPS)
+def test_pairs(world: collectives.Way, op: str) -> None:
+    """GEMMs and a collective, by the names of rows; each way's result is compared with the sequential one's."""
+    pair = concurrent.Pair(concurrent.Case(count=2, m=4, k=8, n=4, nbytes=64, op=op))
+    works = pair.works(["sequential", "vendor", "vendor+priority"])
+    assert set(works) == {
+        *("computation/cublas", "communication/default", "weft/auto"),
+        *("sequential/default", "peer/two_streams", "weft/vendor+priority"),
+    }
+    pair._fresh("sequential")
+    expected = pair.out.clone()
+    pair._compare("vendor", expected)
+    with pytest.raises(measure.WrongResult, match="vendor"):
+        pair._compare("vendor", expected + 1)
+
+
+def test_pairs_of_conccl() -> None:
+    """30 of three collectives, from bound by communication to bound by computation; and three pairs in every collective."""
+    assert (len({str(case) for case in concurrent.conccl()}), len({str(case) for case in concurrent.cases()})) == (30, 12)
+
+
+def test_matmuls_of_a_layer(world: collectives.Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, extent in {"HIDDEN": 16, "WIDTH": 24, "HEADS": 32, "TOKENS": 8}.items():
+        monkeypatch.setattr(calls, name, extent)
+    found: dict[str, Any] = {name: call() for name, call in calls.layer().items()}
+    assert {name: tuple(out.shape) for name, out in found.items()} == {
+        "qkv": (8, 32),
+        "o": (8, 16),
+        "gate, up": (8, 48),
+        "down": (8, 16),
+    }
+    weft.close()

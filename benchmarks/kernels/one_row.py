@@ -1,15 +1,13 @@
 """How much faster than torch.mm in bfloat16 does weft's kernel multiply one row by FP8 weights that no cache holds, on one GPU?
 
-Protocol: a decode step reads each weight once, so every method goes through copies of its weight of 1 GiB in all. A CUDA
-graph for each method has twice as many calls as there are FP8 copies. Graphs are replayed in turn, round by round; medians of
-GPU event times, in us a call. Five sizes, N x K. Baseline: torch.mm of bfloat16 (cuBLAS). Methods: the kernel of
-matmul_all_reduce's one_shot with a world of one rank, whole, by the scales' recipe (`rowwise`); the same, which exchanges
-nothing (`rowwise product`); and with operands of bfloat16. A whole call sends its tiles to its own
-mailbox, waits for them and stores them: what it costs above the product is an exchange without a peer.
+A decode step reads each weight once, so every method goes through copies of its weight of 1 GiB in all. A CUDA graph for each
+method has twice as many calls as there are FP8 copies. Five sizes, N x K. Baseline: torch.mm of bfloat16 (cuBLAS). Methods: the
+kernel of matmul_all_reduce's one_shot with a world of one rank, whole, by the scales' recipe (`rowwise`); the same, which
+exchanges nothing (`rowwise product`); and with operands of bfloat16. A whole call sends its tiles to its own mailbox, waits for
+them and stores them: what it costs above the product is an exchange without a peer.
 Traps: results of `product` mean nothing. A kernel is compiled at its first call, one or two seconds for each.
 
-    python -m benchmarks.one_row_fp8 --json benchmarks/results/one_row_fp8.jsonl
-    python -m benchmarks.one_row_fp8 --tilings 64,256,8,6 32,256,4,6
+    python -m benchmarks.kernels one_row --tilings 64,256,8,6 32,256,4,6
 
 A tiling is columns of a tile, its step along K, warps and stages; it is tried with rowwise scales.
 """
@@ -17,17 +15,14 @@ A tiling is columns of a tile, its step along K, warps and stages; it is tried w
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import math
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from benchmarks.checked_options import appended
-from benchmarks.one_gpu import append, medians
+from benchmarks.kernels.single_gpu import Case, Part, Work
 from weft.core.problem import RECIPES, Problem, Scaling, split
 from weft.kernels.all_reduce import Tiling, all_reduce, launcher, mailbox, plan
 
@@ -50,7 +45,7 @@ def tiling(text: str) -> Tiling:
     return Tiling(m=16, n=columns, k=step, warps=warps, stages=stages)
 
 
-class Row:
+class Product:
     """One row, weights of one size, and how they are multiplied."""
 
     def __init__(self, n: int, k: int) -> None:
@@ -62,7 +57,7 @@ class Row:
         self.wide_a, wide = self.a.bfloat16(), weight.bfloat16()
         self.wide_weights = [wide.clone() for _ in range(-(-UNCACHED_BYTES // wide.nbytes))]
         self.out = torch.empty(1, n, device=self.device, dtype=torch.bfloat16)
-        self.kept: list[torch.Tensor] = []
+        self.mailboxes: list[torch.Tensor] = []
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def mm(self, call: int) -> object:
@@ -79,7 +74,7 @@ class Row:
         layout = plan(problem, 0, split(self.n, 1), hops="one", multiply=True, device=self.device, sms=self.sms)
         layout = layout if tile is None else replace(layout, tiling=tile)
         box = torch.zeros(layout.mailbox_bytes, device=self.device, dtype=torch.uint8)
-        self.kept.append(box)
+        self.mailboxes.append(box)
         memory, run = mailbox([box.data_ptr()], layout.blocks(self.sms), self.device), launcher()
         scales = None if scaling is None else self.scales(scaling)
         a, weights = (self.wide_a, self.wide_weights) if scaling is None else (self.a, self.weights)
@@ -116,51 +111,34 @@ class Row:
         torch.testing.assert_close(self.out.float(), a @ b, rtol=2e-2, atol=2e-2 * math.sqrt(self.k))
 
 
-def methods(row: Row, tried: Mapping[str, Tiling]) -> dict[str, Call]:
+def calls(n: int, k: int, tilings: Sequence[Tiling]) -> dict[str, list[Work]]:
     """What is timed, ready to run."""
-    found: dict[str, Call] = {"cublas": row.mm, "bfloat16": row.kernel(None)}
+    product = Product(n, k)
+    found: dict[str, Call] = {"cublas": product.mm, "bfloat16": product.kernel(None)}
     for recipe in RECIPES:
-        found[recipe] = row.kernel(Scaling(recipe=recipe))
-        found[f"{recipe} product"] = row.kernel(Scaling(recipe=recipe), live=False)
-    for text, tile in tried.items():
-        found[text] = row.kernel(Scaling(), tile=tile)
-    return found
+        found[recipe] = product.kernel(Scaling(recipe=recipe))
+        found[f"{recipe} product"] = product.kernel(Scaling(recipe=recipe), live=False)
+    for tile in tilings:
+        found[f"{tile.n},{tile.k},{tile.warps},{tile.stages}"] = product.kernel(Scaling(), tile=tile)
+    numbers = range(2 * len(product.weights))
+    return {f"computation/{name}": [partial(call, number) for number in numbers] for name, call in found.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=appended, help="append a row for each case (rows.py)")
-    parser.add_argument("--commit", default="", help="what the tree is, for the rows")
-    parser.add_argument("--tilings", type=tiling, nargs="*", default=[], help="tile shapes to try, see above")
-    arguments = parser.parse_args()
-    tried = {f"{one.n},{one.k},{one.warps},{one.stages}": one for one in arguments.tilings}
-    over: dict[str, list[float]] = {}
-    for n, k in SIZES:
-        faulthandler.dump_traceback_later(60, exit=True)
-        row = Row(n, k)
-        calls = range(2 * len(row.weights))
-        us = medians(
-            {name: [partial(work, call) for call in calls] for name, work in methods(row, tried).items()}, rounds=ROUNDS
-        )
-        for name, time in us.items():
-            over.setdefault(name, []).append(us["cublas"] / time)
-        print(f"{n} x {k}:", *(f"{name} {time:.1f} us ({us['mm'] / time:.2f}x)" for name, time in us.items()), flush=True)
-        if arguments.json:
-            append(
-                arguments.json,
-                us,
-                bench="one_row_fp8",
-                op="matmul_all_reduce",
-                case=f"{k}x{n} batch=1",
-                extra={"shape": [1, n, k]},
-                commit=arguments.commit,
-                dtype="float8_e4m3fn",
-                samples=ROUNDS,
-            )
-    for name, ratios in over.items():
-        geomean = math.exp(statistics.fmean(map(math.log, ratios)))
-        print(f"{name}: {geomean:.2f}x of torch.mm in bfloat16 (geomean of {len(ratios)} sizes, worst {min(ratios):.2f}x)")
+def cases(given: argparse.Namespace) -> list[Case]:
+    return [
+        Case(op="matmul_all_reduce", name=f"{k}x{n} batch=1", shape=(1, n, k), calls=partial(calls, n, k, given.tilings))
+        for n, k in SIZES
+    ]
 
 
-if __name__ == "__main__":
-    main()
+PART = Part(
+    bench="one_row_fp8",
+    about=__doc__,
+    dtype="float8_e4m3fn",
+    baseline="computation/cublas",
+    rounds=ROUNDS,
+    cases=cases,
+    options=lambda parser: parser.add_argument(
+        "--tilings", type=tiling, nargs="*", default=[], help="tile shapes to try, see above"
+    ),
+)

@@ -1,6 +1,6 @@
 """Does a model learn the same under weft's operators as under torch's? Losses of one training run, step by step.
 
-    torchrun --nproc-per-node 2 -m benchmarks.losses --json benchmarks/results/losses.jsonl
+    torchrun --nproc-per-node 2 tests/campaigns/losses.py --json out/losses.jsonl
 
 A small Llama of transformers, random weights, bfloat16, with AdamW on float32 copies of the weights. The text is drawn from a
 fixed Markov chain, so that a loss has a floor, the chain's entropy, which only a model that learns comes close to. Three runs
@@ -20,7 +20,6 @@ are means over the same tokens on all ranks.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import math
@@ -34,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from campaign import Options
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -45,7 +45,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import weft
-from benchmarks.checked_options import appended
 
 ALARM_S = 80
 NEXT_WORDS = 4
@@ -247,11 +246,9 @@ def start() -> DeviceMesh:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = Options(__doc__)
     for name, default in vars(Setup()).items():
         options.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help="%(default)s")
-    options.add_argument("--json", type=appended, help="append a JSON line for each run, and one that compares them")
-    options.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
     arguments = vars(options.parse_args())
     path, commit = arguments.pop("json"), arguments.pop("commit")
     mesh, setup = start(), Setup(**arguments)

@@ -1,8 +1,9 @@
-"""A short form of benchmarks/losses.py: a model learns under weft's operators as it does under torch's."""
+"""A short form of losses.py: a model learns under weft's operators as it does under torch's."""
 
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from conftest import RankFixture
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-from benchmarks.losses import Losses, Setup, Text, all_runs, compared
+import losses
+from losses import Losses, Setup, Text, all_runs, compared
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -45,3 +47,18 @@ def test_text_follows_its_chain() -> None:
     assert first >= 0.45
     assert math.isclose(text.entropy, 1.208, abs_tol=1e-3)
     assert not torch.equal(words, text.batch(4, batch=200, length=30))
+
+
+def test_nothing_that_an_earlier_run_chose_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*given: Any, **options: Any) -> None:
+        return None
+
+    for name, value in {"WEFT_CACHE_DIR": "/of/the/user", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("faulthandler.dump_traceback_later", nothing)
+    monkeypatch.setattr(torch.cuda, "set_device", nothing)
+    for name in ("init_process_group", "init_device_mesh"):
+        monkeypatch.setattr(dist, name, nothing)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    losses.start()
+    assert os.environ["WEFT_CACHE_DIR"] == ""

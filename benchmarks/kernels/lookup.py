@@ -1,19 +1,28 @@
-"""Which bags, warps and bytes a row suit the lookup kernel? One GPU; each constant of weft.kernels.lookup is varied alone.
-
-torchrun --nproc-per-node 1 -m benchmarks.lookup_shapes --cases 32x128
-"""
+"""Which bags, warps and bytes a row suit the lookup kernel? Each constant of weft.kernels.lookup is varied alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from benchmarks.embedding import CASES, REPEAT, Case, Site
-from benchmarks.measure import Work, parser, release, say, start, stop, trial
+from benchmarks.kernels.single_gpu import one_rank
+from benchmarks.measure import Work, release, say, trial
 from weft.kernels import lookup as kernel
 
 TUNED = {"_ROW_BYTES": (2048, 4096, 8192, 16384), "_BAGS": (1, 2, 4, 8), "_WARPS_PER_SM": (16, 32, 64)}
+ROUNDS = 7
+
+
+def run(words: Sequence[str], rounds: int) -> None:
+    """Print what each value gives, of the cases whose names have one of the words."""
+    with one_rank():
+        for case in CASES:
+            if any(word in case.name for word in words):
+                tune(case, rounds)
+                release()
 
 
 def tune(case: Case, rounds: int) -> None:
-    """Print what each value gives."""
     site = Site(case)
     works = {f"{name}={value}": _varied(site, name, value) for name, values in TUNED.items() for value in values}
     times, missing = trial(works, ["graph"], check=lambda *_: None, needed=(), rounds=rounds, repeat=REPEAT)
@@ -39,19 +48,3 @@ def _varied(site: Site, name: str, value: int) -> Work:
             setattr(kernel, name, usual)
 
     return work
-
-
-def main() -> None:
-    options = parser(__doc__, rounds=7)
-    options.add_argument("--cases", default="", help="only cases whose name contains one of these, with commas")
-    arguments = options.parse_args()
-    start()
-    for case in CASES:
-        if any(word in case.name for word in arguments.cases.split(",")):
-            tune(case, arguments.rounds)
-            release()
-    stop()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""How fast are weft's kernels alone, on one GPU? __main__.py has the parts."""
