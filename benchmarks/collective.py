@@ -26,10 +26,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from benchmarks.collectives import REGISTERED, Way, ways
 from benchmarks.measure import Job, Work, WrongResult, bytes_text, close_to, each_mode, parser, start, stop, trial
-from benchmarks.parts import run_jobs
+from benchmarks.nccl import REGISTERED, Way, ways
 from benchmarks.rows import Row
+from benchmarks.runner import run_jobs
 from weft import collectives
 from weft.core.problem import CollectiveProblem
 

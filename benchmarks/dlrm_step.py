@@ -31,8 +31,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 
 import weft
 from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
-from benchmarks.parts import chosen, run_parts
 from benchmarks.rows import Row
+from benchmarks.runner import chosen, run_parts
 from weft.planner.models import load_model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

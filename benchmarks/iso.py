@@ -33,8 +33,8 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 import weft
 from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
-from benchmarks.parts import chosen, run_parts
 from benchmarks.rows import Row
+from benchmarks.runner import chosen, run_parts
 from weft.planner.models import Model, load_model
 
 MODEL = "llama3-70b"

@@ -41,8 +41,8 @@ import weft
 from benchmarks import measure, traces
 from benchmarks.decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
 from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
-from benchmarks.parts import folder_of, profiles, run_parts
 from benchmarks.rows import Row
+from benchmarks.runner import folder_of, profiles, run_parts
 
 Tensor = torch.Tensor
 ROUNDS, REPEAT = 9, 1

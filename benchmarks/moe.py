@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from benchmarks import traces
 from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
-from benchmarks.parts import chosen, folder_of, profiles, run_parts
 from benchmarks.rows import Row
+from benchmarks.runner import chosen, folder_of, profiles, run_parts
 from weft.models.experts import ExpertLimits, Routing, experts_apart, swiglu
 from weft.ops import all_to_all_matmul, matmul_all_to_all
 from weft.ops.ragged_all_to_all import ragged_gated

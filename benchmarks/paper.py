@@ -9,36 +9,15 @@ a table, tables a GPU, tokens of each rank, and a GEMM of 4096 x 4096.
 Traps: the paper's GPUs are MI210 in a full mesh. Its lookups were alike with and without fusing, ours gather faster than
 torch's: so there is a line, too, for weft's own lookup kernel followed by NCCL.
 
-A part of benchmarks/fused.py, which runs it.
+Cases are in cases.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 
-from benchmarks import all_reduce, all_to_all, embedding
-from benchmarks.collectives import Way
-from benchmarks.measure import Job
 from benchmarks.rows import Row, best_us
-
-SPECS = ("auto",)
-BAGS = [embedding.Case(tables=t, dim=256, pooling=70, batch=b, rows=20_000) for b in (256, 1024, 4096) for t in (64, 256)]
-VECTORS = [(k, m, 1) for m in (8192, 16384, 65536) for k in (8192, 16384, 65536)]
-"""K of all ranks, M, and one row."""
-TOKENS = [all_to_all.Case(m=m, k=4096, n=4096) for m in (512, 1024, 2048, 4096, 8192)]
-
-
-def jobs(found: Sequence[Way], size: int, arguments: argparse.Namespace) -> list[Job]:
-    """Every case, of `size` ranks."""
-    vectors = [(k // size, m, rows) for k, m, rows in VECTORS]
-    return [
-        *embedding.jobs(BAGS, SPECS, arguments),
-        *all_reduce.jobs(vectors, SPECS, found, arguments),
-        *all_to_all.jobs("matmul_all_to_all", TOKENS, SPECS, found, arguments),
-    ]
-
 
 REPORTED: tuple[tuple[str, str, str, int, int], ...] = (
     ("embedding_bag_all_to_all", "torch's bags, NCCL", "sequential/", 20, 32),

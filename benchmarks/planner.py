@@ -32,7 +32,7 @@ from benchmarks.rows import CASE, Row, append, sentence
 from benchmarks.scores import measured, read_lines, report
 from weft.core import codec
 from weft.core.machine import load
-from weft.core.problem import LOOKUP_OPS, Problem
+from weft.core.problem import LOOKUP_OPS, LookupProblem, Problem
 from weft.schedules import build, parse
 
 ROUNDS = 3
@@ -111,13 +111,25 @@ def _measured(problem: Problem, specs: Sequence[str], rounds: int, calls: int) -
     import torch.distributed as dist
 
     from benchmarks import measure
-    from benchmarks.sites import Site, checked_against
+    from benchmarks.lookups import ProblemTables
+    from benchmarks.methods import Matmul, alone, close_sample, halves
 
     torch.manual_seed(dist.get_rank())
-    site = measure.together("tensors", partial(Site, problem))
-    works = measure.together("halves", site.halves)
-    works |= {f"weft/{spec}": site.call(spec) for spec in specs}
-    check = checked_against(measure.together("weft/sequential", works["weft/sequential"]))  # type: ignore[arg-type]
+    works: dict[str, measure.Work]
+    operands: ProblemTables | Matmul
+    rows: dict[str, int] = {}
+    if isinstance(problem, LookupProblem):
+        operands = bags = measure.together("tensors", partial(ProblemTables, problem))
+        columns = max(map(problem.columns, range(problem.world_size)))
+        works = {"communication/default": measure.together("halves", partial(alone, problem, bags.options, columns=columns))}
+    else:
+        turned = problem.op == "matmul_all_reduce"
+        operands = matmul = measure.together("tensors", partial(Matmul, problem, turned=turned))
+        works = measure.together("halves", partial(halves, matmul))
+        rows = {"rows": problem.m} if problem.op == "all_gather_matmul" else {}
+    works |= {f"weft/{spec}": operands.weft(spec, **rows) for spec in specs}
+    expected: Any = measure.together("weft/sequential", works["weft/sequential"])
+    check = close_sample(expected)
     return measure.trial(works, ("graph",), check=check, needed=("weft/sequential",), rounds=rounds, repeat=calls)
 
 

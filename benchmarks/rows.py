@@ -3,7 +3,7 @@
 A method's name is KIND/NAME:
 
     sequential/TRANSPORT     the computation, then NCCL's collective: default (plain buffers), symmetric, copy_engine (see
-                             collectives.py). Of lookups, layers and models: sequential/PROGRAM, which of torch's programs
+                             nccl.py). Of lookups, layers and models: sequential/PROGRAM, which of torch's programs
     communication/TRANSPORT  NCCL's collective alone
     computation/NAME         the computation alone: by cublas, by a kernel, or by a program of torch's
     peer/NAME                what else a user has without weft: async_tp, torch_compile, torch one_shot, two_streams, stock

@@ -1,6 +1,6 @@
 """Did a change make anything slower or larger? One row for each figure: host time, first calls, kernels, graphs, memory.
 
-The package uses weft's public operators, and for kernels alone the functions of benchmarks.kernels, embedding.py and moe.py.
+The package uses weft's public operators, and for kernels alone the functions of benchmarks.kernels, lookups.py and moe.py.
 So it runs unchanged before and after the internals of weft change.
 
     python -m benchmarks.baseline --commit abc --json before.jsonl                      every GPU part, on one GPU

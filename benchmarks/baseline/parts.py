@@ -152,16 +152,16 @@ def products(world: World) -> None:
 
 
 def lookup(world: World) -> None:
-    from benchmarks import embedding
+    from benchmarks import lookups
 
     for number in (0, 1, 4):
-        case = embedding.CASES[number]
-        works = embedding.Site(case).works(())
+        case = cases.LOOKUPS[number]
+        works = lookups.Tables(case).works(())
         methods = [
             method("lookup", f"bags {case.name}, weft", works["computation/weft"]),
             method("torch", f"bags {case.name}, torch", works["computation/torch as one"]),
         ]
-        graph_times(world, methods, "float32", embedding.REPEAT)
+        graph_times(world, methods, "float32", lookups.REPEAT)
         del works, methods
         gc.collect()
         torch.cuda.empty_cache()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.embedding import CASES, REPEAT, Case, Site
+from benchmarks.cases import LOOKUPS
 from benchmarks.kernels.single_gpu import one_rank
+from benchmarks.lookups import REPEAT, LookupCase, Tables
 from benchmarks.measure import Work, release, say, trial
 from weft.kernels import lookup as kernel
 
@@ -16,15 +17,15 @@ ROUNDS = 7
 def run(words: Sequence[str], rounds: int) -> None:
     """Print what each value gives, of the cases whose names have one of the words."""
     with one_rank():
-        for case in CASES:
+        for case in LOOKUPS:
             if any(word in case.name for word in words):
                 tune(case, rounds)
                 release()
 
 
-def tune(case: Case, rounds: int) -> None:
-    site = Site(case)
-    works = {f"{name}={value}": _varied(site, name, value) for name, values in TUNED.items() for value in values}
+def tune(case: LookupCase, rounds: int) -> None:
+    tables = Tables(case)
+    works = {f"{name}={value}": _varied(tables, name, value) for name, values in TUNED.items() for value in values}
     times, missing = trial(works, ["graph"], check=lambda *_: None, needed=(), rounds=rounds, repeat=REPEAT)
     for name, time in times["graph"].items():
         say(f"{case.name} {name}: {time.us:.0f} us, {case.gathered_bytes / time.us / 1e6:.2f} TB/s")
@@ -32,11 +33,11 @@ def tune(case: Case, rounds: int) -> None:
     say(f"usual {usual}; missing {missing}")
 
 
-def _varied(site: Site, name: str, value: int) -> Work:
+def _varied(tables: Tables, name: str, value: int) -> Work:
     usual = getattr(kernel, name)
     setattr(kernel, name, value)
     try:
-        made = site.lookup()
+        made = tables.lookup()
     finally:
         setattr(kernel, name, usual)
 

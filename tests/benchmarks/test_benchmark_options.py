@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from benchmarks import measure, parts, rows
+from benchmarks import measure, rows, runner
 from benchmarks.measure import Failed, Job
 from benchmarks.rows import Row
 from weft.core import codec
@@ -42,7 +42,7 @@ def test_options_that_will_do(tmp_path: Path) -> None:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one rank, without a GPU."""
-    for owner, name in ((measure, "release"), (parts, "release"), (measure, "alarm"), (dist, "destroy_process_group")):
+    for owner, name in ((measure, "release"), (runner, "release"), (measure, "alarm"), (dist, "destroy_process_group")):
         monkeypatch.setattr(owner, name, lambda: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: None)
@@ -61,7 +61,7 @@ def _fails() -> Iterator[Row]:
 def test_a_case_that_is_left_out_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "lines.jsonl"
     jobs = [Job(name="one", run=_fails), Job(name="two", run=lambda: [_row("after")])]
-    found, left_out = parts.run_jobs(jobs, argparse.Namespace(json=path), missing={"communication/symmetric": "no room"})
+    found, left_out = runner.run_jobs(jobs, argparse.Namespace(json=path), missing={"communication/symmetric": "no room"})
     assert ([row.case for row in found], left_out) == (["before", "after"], ["one"])
     assert found[0].missing == {"communication/symmetric": "no room"}
     assert rows.read(path) == found
@@ -75,9 +75,9 @@ def test_a_case_that_is_left_out_is_no_success(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.usefixtures("world")
 def test_a_row_is_written_before_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lines.jsonl"
-    monkeypatch.setattr(parts, "sentence", lambda row: row.extra["nothing"])
+    monkeypatch.setattr(runner, "sentence", lambda row: row.extra["nothing"])
     with pytest.raises(KeyError):
-        parts.run_jobs([Job(name="one", run=lambda: [_row("one")])], argparse.Namespace(json=path))
+        runner.run_jobs([Job(name="one", run=lambda: [_row("one")])], argparse.Namespace(json=path))
     assert rows.read(path)[0].case == "one"
 
 

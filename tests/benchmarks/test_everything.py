@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 from single_process_ranks import wait_for
 
-from benchmarks import everything
+from benchmarks import cases, everything
 
 ROOT = Path(__file__).parents[2]
+RUN = "benchmarks.run"
 
 
 def test_every_part_starts_files_that_there_are() -> None:
     found = everything.parts(8, minutes=1, seed=5)
     words = [word for part in found.values() for run in part.runs for word in run.words]
     assert all(find_spec(word) for word in words if word.startswith("benchmarks."))
+    asked = [run.words[run.words.index(RUN) + 1] for part in found.values() for run in part.runs if RUN in run.words]
+    assert sorted(asked) == sorted(cases.BENCHES)
     files = [word for word in words if word.endswith(".py")]
     assert all(Path(file).is_file() for file in files)
     started = {Path(file) for file in files if Path(file).name.startswith("test_")}

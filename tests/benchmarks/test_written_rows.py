@@ -5,73 +5,57 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
+from on_cpu import OnCpu
 
 import weft
 from benchmarks import (
-    all_reduce,
-    all_to_all,
     calls,
     cases,
     collective,
-    collectives,
     concurrent,
     data_parallel,
-    embedding,
+    lookups,
     measure,
-    nodes,
+    methods,
+    nccl,
     planner,
     resource_aware,
     rows,
-    tp,
-    ulysses,
+    runner,
 )
-from benchmarks.measure import Job, Times
+from benchmarks.lookups import LookupCase
+from benchmarks.measure import Times
 from benchmarks.rows import Row
-from weft.core.problem import LookupProblem, Problem
+from benchmarks.runner import Comparison
+from weft.core.problem import COLUMN_OPS, ColumnProblem, LookupProblem, Problem
 
-GIVEN = argparse.Namespace(
-    modes="graph,eager", rounds=3, commit="abc", specs="", dtype="bfloat16", ops="", per_node=1, set="unseen", json=None
-)
-
-
-class OnCpu(TorchFunctionMode):
-    """Tensors that are asked for on a GPU are made on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if "device" in given:
-            given["device"] = "cpu"
-        return func(*args, **given)
+GIVEN = argparse.Namespace(modes="graph,eager", rounds=3, commit="abc", specs=[], set="unseen", json=None)
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[collectives.Way]:
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[nccl.Way]:
     """One rank, whose methods all take 2 us."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
     monkeypatch.setattr(measure, "versions", lambda device: {"torch": "2"})
     monkeypatch.setattr(measure, "release", lambda: None)
     monkeypatch.setattr(measure, "say", lambda *words, **options: None)
-    choice = SimpleNamespace(spec="shard_p2p", problem=SimpleNamespace(scaling=None))
-    monkeypatch.setattr(weft, "choices", lambda *group: [choice])
-    monkeypatch.setattr(all_reduce, "TORCH", ())
-    monkeypatch.setattr(embedding.Site, "lookup", lambda site: lambda: None)
-    for module in (all_reduce, all_to_all, embedding, nodes, tp, measure, collective):
-        monkeypatch.setattr(module, "trial", _trial)
-        if hasattr(module, "together"):
-            monkeypatch.setattr(module, "together", _together)
-    for module, name in ((tp, "chosen"), (embedding, "chosen")):
-        monkeypatch.setattr(module, name, lambda site: "shard_p2p")
+    scalings = (None, SimpleNamespace(quantises=False), SimpleNamespace(quantises=True))
+    made = [SimpleNamespace(spec="shard_p2p", problem=SimpleNamespace(scaling=scaling)) for scaling in scalings]
+    monkeypatch.setattr(weft, "choices", lambda: made)
+    monkeypatch.setattr(methods, "TORCH", ())
+    monkeypatch.setattr(lookups.Tables, "lookup", lambda tables: lambda: None)
+    for module in (lookups, measure, runner, collective):
+        monkeypatch.setattr(module, "trial", _trial, raising=False)
+        monkeypatch.setattr(module, "together", _together, raising=False)
     with OnCpu():
-        yield collectives.Way(name="default", group=dist.group.WORLD)
+        yield nccl.Way(name="default", group=dist.group.WORLD)
     dist.destroy_process_group()
 
 
@@ -85,73 +69,88 @@ def _trial(works: Mapping[str, Any], modes: Any, *, needed: Any, **options: Any)
     return {mode: {name: Times(us=2.0, host_us=1.0) for name in works} for mode in modes}, {"peer/lost": "why"}
 
 
-def _made(job: Job) -> list[Row]:
-    found = list(job.run())
+def _made(way: nccl.Way, case: Comparison) -> list[Row]:
+    found = runner.measured(case, [way], GIVEN)
     assert [row.mode for row in found] == ["graph", "eager"]
     assert all(row.missing == {"peer/lost": "why"} for row in found)
     assert (found[0].host_us, set(found[1].host_us)) == ({}, set(found[1].us))
     return found
 
 
-def _tp(way: collectives.Way) -> Iterator[Row]:
-    for case in (cases.Case(name="x M=8", op=op, m=8, n=4, k=4) for op in ("all_gather_matmul", "matmul_reduce_scatter")):
-        for dtype in tp.SITES:
-            given = argparse.Namespace(**{**vars(GIVEN), "dtype": dtype})
-            found = _made(Job(name="", run=partial(tp.measured, case, [way], given)))
-            assert ("quantised/auto" in found[0].us) == (dtype != "bfloat16" and case.op == "all_gather_matmul")
-            yield from found
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases that a CPU has room for."""
+    ops = ("all_gather_matmul", "matmul_reduce_scatter")
+    bags = LookupCase(tables=2, dim=4, pooling=2, batch=4, rows=8)
+    found: dict[str, Any] = {
+        "CASES": [cases.Case(name="x M=8", op=op, m=8, n=4, k=4) for op in ops],
+        "DECODE": [(4, 4, 2)],
+        "EVEN": [(8, 4, 4)],
+        "RAGGED": [(8, 4, 4, 2)],
+        "PROJECTIONS": {op: [(4, 4, 4)] for op in cases.PROJECTIONS},
+        "LOOKUPS": [bags],
+        "BAGS": [bags],
+        "VECTORS": [(4, 4, 1)],
+        "TOKENS": [(8, 4, 4)],
+        "BETWEEN_NODES": {op: [(8, 4, 4)] for op in cases.BETWEEN_NODES},
+    }
+    for name, value in found.items():
+        monkeypatch.setattr(cases, name, value)
+    monkeypatch.setenv("WEFT_RANKS_PER_NODE", "1")
 
 
-def _all_reduce(way: collectives.Way) -> Iterator[Row]:
-    for job in all_reduce.jobs([(4, 4, 2)], ("one_shot", "auto"), [way], GIVEN):
-        yield from _made(job)
-
-
-def _all_to_all(way: collectives.Way) -> Iterator[Row]:
-    for op in all_to_all.SPECS:
-        for job in all_to_all.jobs(op, [all_to_all.Case(m=8, k=4, n=4)], ("shard_p2p", "auto"), [way], GIVEN):
-            yield from _made(job)
-
-
-def _ulysses(way: collectives.Way) -> Iterator[Row]:
-    for op in ulysses.SPECS:
-        for job in ulysses.jobs(op, ("shard_p2p", "auto"), GIVEN)[:1]:
-            yield from _made(job)
-
-
-def _embedding(way: collectives.Way) -> Iterator[Row]:
-    case = embedding.Case(tables=2, dim=4, pooling=2, batch=4, rows=8)
-    for job in embedding.jobs([case], ("direct_store:1", "auto"), GIVEN):
-        yield from _made(job)
-
-
-@pytest.mark.parametrize("made", [_tp, _all_reduce, _all_to_all, _ulysses, _embedding])
-def test_operators(world: collectives.Way, made: Callable[[collectives.Way], Iterator[Row]], monkeypatch: Any) -> None:
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", cases.BENCHES)
+def test_operators(world: nccl.Way, name: str) -> None:
     """A row has the halves, what a user has without weft, and what a user gets."""
-    small = {op: (ulysses.Case(tokens=4, width=4, features=4),) for op in ulysses.SPECS}
-    monkeypatch.setattr(ulysses, "CASES", small)
-    found = list(made(world))
-    assert found
-    for row in found:
-        assert rows.gain(row) == 1.0
-        assert rows.ideal(row) == 2.0
-        assert rows.best(row, "weft/") is not None
-        assert row.chosen == "shard_p2p"
-        assert rows.of_text(rows.text_of(row)) == row
+    bench = cases.BENCHES[name]
+    for dtype in bench.dtypes:
+        for case in bench.cases(1, dtype):
+            found = _made(world, case)
+            assert ("quantised/auto" in found[0].us) == (dtype == "float8_e4m3fn" and case.op == "all_gather_matmul")
+            for row in found:
+                assert rows.gain(row) == 1.0
+                assert rows.ideal(row) == 2.0
+                assert rows.best(row, "weft/", but=()) is not None
+                assert row.chosen == (None if "experts" in case.name else "shard_p2p")
+                assert rows.text_of(rows.of_text(rows.text_of(row))) == rows.text_of(row)
+                assert row.extra == ({"nodes": (1,)} if name == "nodes" else {})
 
 
-def test_nodes(world: collectives.Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "MATMULS", dict.fromkeys(nodes.MATMULS, ((8, 4, 4),)))
-    monkeypatch.setattr(nodes, "LOOKUPS", (embedding.Case(tables=2, dim=4, pooling=2, batch=4, rows=8),))
-    given = argparse.Namespace(**{**vars(GIVEN), "specs": "node_slices:1"})
-    found = [row for job in nodes.jobs(given) for row in _made(job)]
-    assert {row.op for row in found} == {*nodes.MATMULS, "embedding_bag_all_to_all"}
-    assert all(rows.alternative(row)[0] == "sequential/default" and rows.ideal(row) == 2.0 for row in found)
-    assert found[0].extra == {"nodes": (1,)}
+# The order in which methods take turns depends on it: measurements of one order compare with those of the same order.
+ORDER = {
+    "all_gather_matmul": """sequential/default communication/default computation/cublas sequential/symmetric
+        communication/symmetric sequential/copy_engine communication/copy_engine peer/async_tp peer/torch_compile weft/shard_p2p
+        weft/auto""",
+    "matmul_reduce_scatter": """sequential/default communication/default computation/cublas sequential/symmetric
+        communication/symmetric peer/async_tp peer/torch_compile weft/shard_p2p weft/auto""",
+    "matmul_all_reduce": """computation/cublas sequential/default sequential/symmetric peer/torch_compile weft/shard_p2p
+        weft/auto float8/one_shot float8/two_shot float8/sequential_stores float8/auto""",
+    "matmul_all_to_all": """sequential/default communication/default sequential/symmetric communication/symmetric
+        sequential/copy_engine communication/copy_engine computation/cublas peer/torch_compile weft/shard_p2p weft/auto""",
+    "all_to_all_columns_matmul": """sequential/default communication/default computation/cublas weft/shard_p2p weft/auto""",
+}
+
+
+@pytest.mark.parametrize("op", ORDER)
+def test_order_of_the_methods(world: nccl.Way, op: Any) -> None:
+    sizes = {"op": op, "m": 8, "n": 4, "k": 4, "world_size": 1}
+    problem = (ColumnProblem if op in COLUMN_OPS else Problem)(**sizes)  # type: ignore[arg-type]
+    ways = [world, *(nccl.Way(name=name, group=world.group) for name in nccl.REGISTERED)]
+    works = methods.every(methods.Matmul(problem, turned=op == "matmul_all_reduce"), ways, ("shard_p2p", "auto"))
+    assert list(works) == ORDER[op].split()
+
+
+def test_methods_of_one_way_share_its_windows(world: nccl.Way) -> None:
+    windows = torch.zeros(64, dtype=torch.uint8), torch.zeros(128, dtype=torch.uint8)
+    way = nccl.Way(name="symmetric", group=world.group, windows=windows)
+    shard, whole = way.shard(4, 8), way.whole(4, 16, torch.uint8)
+    assert (shard.data_ptr(), whole.data_ptr()) == (windows[0].data_ptr(), windows[1].data_ptr())
+    assert (shard.dtype, whole.shape) == (torch.bfloat16, (4, 16))
 
 
 @pytest.mark.parametrize("op", collective.OPS)
-def test_collectives(world: collectives.Way, op: str) -> None:
+def test_collectives(world: nccl.Way, op: str) -> None:
     given = torch.ones(16, dtype=torch.bfloat16)
     works = collective.methods(op, given, [])
     assert all(name.startswith("weft/copy_engine") for name in works)
@@ -165,7 +164,7 @@ def test_collectives(world: collectives.Way, op: str) -> None:
         LookupProblem.of(batch=4, dims=((4, 4),), pooling=2),
     ],
 )
-def test_the_planners(world: collectives.Way, problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planners(world: nccl.Way, problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Row] = []
     monkeypatch.setattr(measure, "together", _together)
     monkeypatch.setattr(measure, "append", lambda path, row: made.append(row))
@@ -195,7 +194,7 @@ def test_training_steps() -> None:
     assert {name: data_parallel.method_name(name) for name in names} == names
 
 
-def test_points_of_residency(world: collectives.Way) -> None:
+def test_points_of_residency(world: nccl.Way) -> None:
     """Of two points: the plain one, and one with priority, which takes less time than the program on one stream."""
     plain = resource_aware.Point(grid=0, blocks_per_sm=1, capped=False, priority=False)
     point = replace(plain, priority=True)
@@ -229,7 +228,7 @@ def test_workloads_that_cannot_be_measured(words: list[str], says: str, monkeypa
 
 
 @pytest.mark.parametrize("op", concurrent.OPS)
-def test_pairs(world: collectives.Way, op: str) -> None:
+def test_pairs(world: nccl.Way, op: str) -> None:
     """GEMMs and a collective, by the names of rows; each way's result is compared with the sequential one's."""
     pair = concurrent.Pair(concurrent.Case(count=2, m=4, k=8, n=4, nbytes=64, op=op))
     works = pair.works(["sequential", "vendor", "vendor+priority"])
@@ -249,7 +248,7 @@ def test_pairs_of_conccl() -> None:
     assert (len({str(case) for case in concurrent.conccl()}), len({str(case) for case in concurrent.cases()})) == (30, 12)
 
 
-def test_matmuls_of_a_layer(world: collectives.Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_of_a_layer(world: nccl.Way, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, extent in {"HIDDEN": 16, "WIDTH": 24, "HEADS": 32, "TOKENS": 8}.items():
         monkeypatch.setattr(calls, name, extent)
     found: dict[str, Any] = {name: call() for name, call in calls.layer().items()}

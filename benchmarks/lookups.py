@@ -1,19 +1,12 @@
-"""How much of the All-to-All does embedding_bag_all_to_all hide?
+"""Lookups on one rank: their tables and bags, and everything that is timed, by name (rows.py).
 
-Protocol: measure.py's; float32, bags of a set length, uniform random rows of tables far larger than any cache, int64
-indices; results are compared with torch's before anything is timed. Baselines of the same run: torch's embedding
-bags and NCCL's all_to_all_single (sequential: the faster of a call for each table and one call over all tables as one), each of
-the two alone, and `weft/sequential`: weft's own lookup kernel, then NCCL. ideal = the larger of weft's lookup alone
-(`computation/weft`) and NCCL alone. Traps: tables of a case are views of one matrix, so that both of torch's ways read the same
-memory; what NCCL brings must be laid side by side, which is part of every sequential program.
-
-A part of benchmarks/fused.py, which runs it.
+Traps: tables of a case are views of one matrix, so that both of torch's programs read the same memory; what NCCL brings must be
+laid side by side, which is part of every sequential program.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,18 +16,20 @@ import torch.distributed as dist
 from torch.nn.functional import embedding_bag
 
 import weft
-from benchmarks.measure import Failed, Job, Work, close_to, each_mode, together, trial
-from benchmarks.rows import Row
+from benchmarks.measure import Check, Work, close_to, together
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Bags, Lookup, Region
 from weft.kernels import lookup as kernel
 
 REPEAT = 2
-SPECS = ("direct_store:1", "direct_store:2", "track_and_trigger:1")
+TABLE_ROWS = 100_000
+"""Of a problem that names none."""
+COMPARED = ("computation", "sequential")
+NEEDED = ("sequential/torch by table", "computation/torch by table", "communication/default", "computation/weft")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class LookupCase:
     """tables: a GPU, of `rows` rows. batch: of all GPUs."""
 
     tables: int
@@ -57,19 +52,10 @@ class Case:
         return LookupProblem.of(batch=self.batch, dims=dims, pooling=self.pooling)
 
 
-CASES = (
-    Case(tables=8, dim=128, pooling=32, batch=8192),
-    Case(tables=32, dim=128, pooling=32, batch=8192),
-    Case(tables=32, dim=128, pooling=32, batch=65536),
-    Case(tables=16, dim=256, pooling=70, batch=16384),
-    Case(tables=64, dim=92, pooling=70, batch=8192),
-)
+class Tables:
+    """One case on this rank."""
 
-
-class Site:
-    """One case on this rank: its tables and bags, and every method that is timed."""
-
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: LookupCase) -> None:
         self.case, self.size = case, dist.get_world_size()
         bags = case.tables * case.batch
         self.all = torch.randn(case.tables * case.rows, case.dim, device="cuda")
@@ -88,9 +74,9 @@ class Site:
         for name, bags in (("by table", self._by_table), ("as one", self._as_one)):
             works[f"computation/torch {name}"] = bags
             works[f"sequential/torch {name}"] = lambda bags=bags: self._exchange(bags())  # type: ignore[misc]
-        works["communication/default"] = lambda: dist.all_to_all_single(self.recv, self.pooled)
-        works["weft/sequential"] = self.overlapped("sequential")
-        return works | {f"weft/{spec}": self.overlapped(spec) for spec in specs}
+        works["communication/default"] = self.exchange
+        works["weft/sequential"] = self.weft("sequential")
+        return works | {f"weft/{spec}": self.weft(spec) for spec in specs}
 
     def _by_table(self) -> torch.Tensor:
         """[batch, columns], by a call for each table."""
@@ -107,6 +93,10 @@ class Site:
     def _exchange(self, pooled: torch.Tensor) -> torch.Tensor:
         dist.all_to_all_single(self.recv, pooled)
         return self.recv.view(self.size, self.rows, self.columns).transpose(0, 1).reshape(self.rows, -1)
+
+    def exchange(self) -> object:
+        """NCCL's collective alone."""
+        return dist.all_to_all_single(self.recv, self.pooled)
 
     def lookup(self) -> Work:
         """weft's kernel alone, into local memory."""
@@ -131,50 +121,37 @@ class Site:
 
         return work
 
-    def overlapped(self, spec: str) -> Work:
+    def weft(self, spec: str) -> Work:
         options = {"schedule": spec, "pooling": self.case.pooling}
         return lambda: weft.embedding_bag_all_to_all(self.indices, self.offsets, self.tables, **options)  # type: ignore[arg-type]
 
 
-def chosen(site: Site) -> str | None:
-    """What "auto" stands for, after a call of it."""
-    try:
-        together("auto", site.overlapped("auto"))
-    except Failed:
-        return None
-    return weft.choices()[-1].spec
+def checked(works: Mapping[str, Work]) -> Check:
+    """A check against torch's programs, of what is looked up and of what has been exchanged."""
+    expected: dict[str, Any] = {kind: together(f"{kind}/torch by table", works[f"{kind}/torch by table"]) for kind in COMPARED}
+    checks = {kind: close_to(result, 1e-5) for kind, result in expected.items()}
 
-
-def jobs(cases: Sequence[Case], specs: Sequence[str], arguments: argparse.Namespace) -> list[Job]:
-    """Cases to measure."""
-    return [Job(name=f"embedding_bag_all_to_all {case.name}", run=partial(measured, case, specs, arguments)) for case in cases]
-
-
-def measured(case: Case, specs: Sequence[str], arguments: argparse.Namespace) -> list[Row]:
-    """One case in every mode."""
-    torch.manual_seed(dist.get_rank())
-    site = Site(case)
-    works = site.works(specs)
-    pooled = together("computation/torch by table", works["computation/torch by table"])
-    out = together("sequential/torch by table", works["sequential/torch by table"])
-    checks = {True: close_to(pooled, 1e-5), False: close_to(out, 1e-5)}  # type: ignore[arg-type]
-
-    def check(name: str, result: object) -> None:
+    def check(name: str, result: Any) -> None:
         if not name.startswith("communication/"):
-            checks[name.startswith("computation/")](name, result)  # type: ignore[arg-type]
+            checks["computation" if name.startswith("computation/") else "sequential"](name, result)
 
-    needed = ("sequential/torch by table", "computation/torch by table", "communication/default", "computation/weft")
-    modes = arguments.modes.split(",")
-    times, missing = trial(works, modes, check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
-    name = chosen(site) if "auto" in specs and "weft/auto" not in missing else None
-    return each_mode(
-        times,
-        bench="embedding",
-        op="embedding_bag_all_to_all",
-        case=case.name,
-        problem=case.problem(site.size),
-        dtype="float32",
-        chosen=name,
-        missing=missing,
-        arguments=arguments,
-    )
+    return check
+
+
+class ProblemTables:
+    """A problem's tables and indices on this rank, for weft alone."""
+
+    def __init__(self, problem: LookupProblem) -> None:
+        self.problem, dims = problem, problem.dims[dist.get_rank()]
+        self.options: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, problem.dtype)}
+        self.tables = [torch.randn(TABLE_ROWS, dim, **self.options) for dim in dims]
+        bags = len(dims) * problem.m
+        self.indices = torch.randint(0, TABLE_ROWS, (bags * problem.k,), device="cuda")
+        self.offsets = torch.arange(0, bags * problem.k + 1, problem.k, device="cuda")
+
+    def weft(self, spec: str) -> Work:
+        """One call by this schedule, without a look at the indices."""
+        problem = self.problem
+        options: dict[str, Any] = {"dims": problem.dims, "batch": problem.m, "pooling": problem.k}
+        options |= {"dtype": self.options["dtype"], "schedule": spec, "checked": False}
+        return partial(weft.embedding_bag_all_to_all, self.indices, self.offsets, self.tables, **options)

@@ -12,41 +12,17 @@ Each registered way has a group of its own, and the world's communicator stays a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
 
-from benchmarks.measure import Failed, Work, say, together
+from benchmarks.measure import Failed, say, together
 
 REGISTERED = ("symmetric", "copy_engine")
 _CTA_POLICY_ZERO = 2
-Program = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _programs() -> dict[str, Program]:
-    """A matmul and its collective as a compiled model has them, by operator: functional collectives on the world."""
-    world = dist.group.WORLD
-    assert world is not None
-    return {
-        "all_gather_matmul": lambda a, b: functional.all_gather_tensor(a, 0, world) @ b,
-        "matmul_reduce_scatter": lambda a, b: functional.reduce_scatter_tensor(a @ b, "sum", 0, world),
-        "matmul_all_reduce": lambda a, b: functional.all_reduce(a @ b, "sum", world),
-        "matmul_all_to_all": lambda a, b: functional.all_to_all_single(a @ b, None, None, world),
-        "all_to_all_matmul": lambda a, b: functional.all_to_all_single(a, None, None, world) @ b,
-    }
-
-
-def compiled(op: str, a: torch.Tensor, b: torch.Tensor) -> Work:
-    """The sequential program by torch.compile, for these shapes. Compiled at its first call."""
-    # Dynamo keeps a few compiled versions of a function and then gives up: each case begins anew.
-    torch.compiler.reset()
-    program = torch.compile(_programs()[op], dynamic=False, fullgraph=True)
-    return lambda: program(a, b)
 
 
 @dataclass(kw_only=True)
@@ -58,18 +34,18 @@ class Way:
     windows: tuple[torch.Tensor, torch.Tensor] | None = None
     pool: Any = field(default=None, repr=False)
 
-    def shard(self, rows: int, cols: int) -> torch.Tensor:
-        """Room for a rank's part, in bfloat16. The same room at each call, where it is registered."""
-        return self._room(0, rows, cols)
+    def shard(self, rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Memory for a rank's part. The same memory at each call, where it is registered."""
+        return self._memory(0, rows, cols, dtype)
 
-    def whole(self, rows: int, cols: int) -> torch.Tensor:
-        """Room for all ranks' parts."""
-        return self._room(1, rows, cols)
+    def whole(self, rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Memory for all ranks' parts."""
+        return self._memory(1, rows, cols, dtype)
 
-    def _room(self, which: int, rows: int, cols: int) -> torch.Tensor:
+    def _memory(self, which: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         if self.windows is None:
-            return torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16)
-        return self.windows[which][: 2 * rows * cols].view(torch.bfloat16).view(rows, cols)
+            return torch.empty(rows, cols, device="cuda", dtype=dtype)
+        return self.windows[which][: rows * cols * dtype.itemsize].view(dtype).view(rows, cols)
 
     def runs(self, op: str) -> bool:
         """Whether this way differs from the others for a collective: copy engines do not add."""
@@ -84,8 +60,13 @@ class Way:
         return shard
 
     def all_to_all(self, whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        """Rows in equal shares. Both rooms are of a whole's size then."""
+        """Rows in equal shares. Both tensors have a whole's size."""
         dist.all_to_all_single(whole, shard, group=self.group)
+        return whole
+
+    def all_reduce(self, whole: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
+        """In place: `same` is `whole`, so that all four have two arguments."""
+        dist.all_reduce(whole, group=self.group)
         return whole
 
     def close(self) -> None:

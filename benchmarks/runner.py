@@ -1,0 +1,270 @@
+"""How a benchmark of several cases runs: one after the other, inside torchrun; what fails is left out, with its reason.
+
+`run` measures a Bench, which is a list of Comparisons: cases, each of which makes the methods that take turns. It has the
+options that all of them share. A case whose rows are in the --json file already is left out, so that a run that was cut off
+can be started again. Benchmarks that are no Bench yet call `run_parts`, which has less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import weft
+from benchmarks import measure, rows
+from benchmarks.measure import (
+    ALONE,
+    AnyProblem,
+    Check,
+    Failed,
+    Job,
+    Work,
+    append,
+    check_of,
+    each_mode,
+    parser,
+    release,
+    say,
+    start,
+    stop,
+    together,
+    trial,
+)
+from benchmarks.nccl import Way, ways
+from benchmarks.rows import AUTO, Row, sentence, summary
+from weft import schedules
+from weft.core.problem import Op
+
+T = TypeVar("T")
+NEEDED = ("sequential/default", "communication/default", "computation/cublas")
+APART = (*ALONE, "quantised/", "float8/")
+"""Methods whose results are not compared: those that do not give one, and those that round to FP8 by themselves."""
+
+
+def by_sequential(works: Mapping[str, Work]) -> Check:
+    """A check against the result of `sequential/default`."""
+    expected: Any = together("sequential/default", works["sequential/default"])
+    return check_of(expected.float(), apart=APART)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One case. methods: makes everything that is timed by name (rows.py), of NCCL's ways and of schedules; it takes memory.
+    specs: the schedules that are usually tried; "auto" is always the last. repeat: calls of a sample. windows: bytes of a shard
+    and of a whole, which NCCL's registered buffers hold. needed: methods without which the case is left out. checked: makes the
+    check, by calling what it compares with."""
+
+    bench: str
+    op: Op
+    name: str
+    methods: Callable[[Sequence[Way], Sequence[str]], Mapping[str, Work]]
+    specs: Sequence[str] = ()
+    repeat: int
+    dtype: str = "bfloat16"
+    problem: AnyProblem | None = None
+    windows: tuple[int, int] = (0, 0)
+    needed: Sequence[str] = NEEDED
+    checked: Callable[[Mapping[str, Work]], Check] = by_sequential
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """One question. cases: of a world size and a dtype. nccl: the ways of NCCL beside the default. dtypes: that --dtype
+    takes, the usual one first. environment: variables of which weft takes notice, unless the user has set them."""
+
+    name: str
+    question: str
+    cases: Callable[[int, str], Sequence[Comparison]]
+    rounds: int = 9
+    alarm_s: int = 40
+    nccl: Sequence[str] = ()
+    dtypes: Sequence[str] = ("bfloat16",)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    summary: Callable[[Sequence[Row]], str] = summary
+
+
+def run(bench: Bench, argv: Sequence[str] | None = None) -> None:
+    """Join the world, measure a benchmark's cases, say each row and append it to --json, and leave the world."""
+    given = options(bench).parse_args(argv)
+    for name, value in bench.environment.items():
+        os.environ.setdefault(name, value)
+    cases = chosen_cases(bench, given)
+    measure.ALARM_S = bench.alarm_s
+    start()
+    if there := sum(map(is_there(given), cases)):
+        say(f"{there} of {len(cases)} cases are in {given.json}")
+    left = [case for case in cases if not is_there(given)(case)]
+    shard_bytes, whole_bytes = (max((case.windows[at] for case in left), default=0) for at in range(2))
+    found, missing = ways(given.nccl if left else "", shard_bytes, whole_bytes)
+    jobs = [Job(name=str(case), run=partial(measured, case, found, given)) for case in left]
+    lines, left_out = run_jobs(jobs, given, missing=missing)
+    say(f"{bench.name}:\n{bench.summary(lines)}" if lines else f"{bench.name}: nothing was measured")
+    for way in found:
+        way.close()
+    stop(left_out)
+
+
+def options(bench: Bench) -> argparse.ArgumentParser:
+    made = parser(bench.question, rounds=bench.rounds)
+    made.prog = f"benchmarks.run {bench.name}"
+    made.add_argument("--cases", default="", help="only cases whose operator and name contain one of these, with commas")
+    made.add_argument("--ops", default="", help="only these operators, with commas")
+    made.add_argument("--specs", type=specs_of, default=[], help="schedules to try beside auto, each where its operator has it")
+    made.set_defaults(nccl="", dtype=bench.dtypes[0])
+    if bench.nccl:
+        made.add_argument("--nccl", default=",".join(bench.nccl), help="NCCL's ways beside the default (%(default)s)")
+    if bench.dtypes[1:]:
+        made.add_argument("--dtype", choices=bench.dtypes, help="of the operands (%(default)s)")
+    return made
+
+
+def specs_of(text: str) -> list[str]:
+    """--specs, without "auto", which is always tried."""
+    found = [spec for spec in text.split(",") if spec not in ("", "auto")]
+    try:
+        for spec in found:
+            schedules.parse(spec)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return found
+
+
+def chosen_cases(bench: Bench, given: argparse.Namespace) -> list[Comparison]:
+    """The cases that are asked for. Raises ValueError where there is none."""
+    known = bench.cases(int(os.environ["WORLD_SIZE"]), given.dtype)
+    words, ops = given.cases.split(","), given.ops.split(",") if given.ops else [case.op for case in known]
+    found = [case for case in known if case.op in ops and any(word in str(case) for word in words)]
+    if not found:
+        names = ", ".join(map(str, known))
+        raise ValueError(f"--cases {given.cases!r} --ops {given.ops!r}: no such case of {bench.name}; there are {names}")
+    return found
+
+
+def is_there(given: argparse.Namespace) -> Callable[[Comparison], bool]:
+    """Whether --json has a case's rows of this commit in all modes that are asked for."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    known = rows.read(given.json) if given.json else []
+    there = {(row.bench, row.op, row.case, row.dtype, row.mode) for row in known if of_this(row, world_size, given.commit)}
+    modes = given.modes.split(",")
+    return lambda case: all((case.bench, case.op, case.name, case.dtype, mode) in there for mode in modes)
+
+
+def of_this(row: Row, world_size: int, commit: str) -> bool:
+    return (row.world_size, row.commit) == (world_size, commit) and bool(row.us)
+
+
+def specs_for(case: Comparison, asked: Sequence[str]) -> list[str]:
+    """The schedules to try: those that are asked for, or the usual ones, of those that the operator has; and auto."""
+    names = set(schedules.names(case.op))
+    if case.dtype.startswith("float8"):
+        names -= set(schedules.CUT_COLUMNS)
+    return [*(spec for spec in asked or case.specs if spec.partition(":")[0] in names), "auto"]
+
+
+def measured(case: Comparison, found: Sequence[Way], given: argparse.Namespace) -> list[Row]:
+    """One case in every mode. Raises Failed."""
+    torch.manual_seed(dist.get_rank())
+    works = case.methods(found, specs_for(case, given.specs))
+    times, missing = trial(
+        works,
+        given.modes.split(","),
+        check=case.checked(works),
+        needed=case.needed,
+        rounds=given.rounds,
+        repeat=case.repeat,
+    )
+    return each_mode(
+        times,
+        bench=case.bench,
+        op=case.op,
+        case=case.name,
+        problem=case.problem,
+        dtype=case.dtype,
+        chosen=auto_is(case) if AUTO in works and AUTO not in missing else None,
+        missing=missing,
+        extra=case.extra,
+        arguments=given,
+    )
+
+
+def auto_is(case: Comparison) -> str | None:
+    """What weft/auto stood for: the newest choice for operands like the case's own. Beside it there may be choices for
+    operands in FP8, or for an `a` that weft quantises."""
+    float8 = case.dtype.startswith("float8")
+    scalings = [(choice.problem.scaling, choice.spec) for choice in weft.choices()[::-1]]
+    return next((spec for s, spec in scalings if bool(s) == float8 and not (s and s.quantises)), None)
+
+
+def run_parts(
+    parts: Sequence[T],
+    measured: Callable[[T, argparse.Namespace], Iterable[Row]],
+    arguments: argparse.Namespace,
+    *,
+    alarm_s: int = measure.ALARM_S,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Join the world, measure each part, say each row and append it to --json, and leave the world. after: each part, before
+    memory is given back."""
+    measure.ALARM_S = alarm_s
+    start()
+    jobs = [Job(name=str(part), run=partial(measured, part, arguments)) for part in parts]
+    found, left_out = run_jobs(jobs, arguments, after=after)
+    say(summary(found))
+    stop(left_out)
+
+
+def run_jobs(
+    jobs: Iterable[Job],
+    arguments: argparse.Namespace,
+    *,
+    missing: Mapping[str, str] | None = None,
+    after: Callable[[], None] = lambda: None,
+) -> tuple[list[Row], list[str]]:
+    """As run_parts, in a world that has been joined: (all rows, the jobs that were left out, for `stop`). missing: why methods
+    are, beside each row's own."""
+    found, left_out = [], []
+    for job in jobs:
+        try:
+            for row in job.run():
+                row = replace(row, missing={**row.missing, **(missing or {})})
+                append(arguments.json, row)
+                say(sentence(row))
+                found.append(row)
+        except Failed as failed:
+            say(f"LEFT OUT {job.name}: {failed}", file=sys.stderr)
+            left_out.append(job.name)
+        after()
+        release()
+    return found, left_out
+
+
+def chosen(names: str, known: Sequence[str]) -> list[str]:
+    """--only's parts, with commas. Raises ValueError for others than the known ones."""
+    found = names.split(",")
+    for name in found:
+        if name not in known:
+            raise ValueError(f"--only has {name!r}; use {', '.join(known)}")
+    return found
+
+
+def profiles(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces of rank 0 there, and time nothing")
+
+
+def folder_of(arguments: argparse.Namespace) -> Path | None:
+    """--profile's folder on the rank that writes, None on the others."""
+    folder: Path | None = arguments.profile
+    return folder if dist.get_rank() == 0 else None
