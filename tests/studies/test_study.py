@@ -13,7 +13,7 @@ from weft.core import codec
 from weft.report.study import study_page
 from weft.studies.profile import StudyProfile, moved, uncertain
 from weft.studies.published import Evidence, Figure, headline
-from weft.studies.study import STUDIES, Done, load_study, record, tables
+from weft.studies.study import CHANGED, STUDIES, Done, load_study, record, tables, words
 from weft.studies.sweep import REACH, JointSweep, SweptRow, joint, joint_table, joint_words, one_at_a_time, swept_table, unmoved
 from weft.studies.t3.system import T3System, load
 
@@ -190,8 +190,18 @@ def test_sweeps_are_in_the_record_and_on_the_page() -> None:
     done = Done(study=study, system=system, result=result, swept=rows, joint=joint(system, study.sample, 3, silent))
     data = json.loads(json.dumps(record(done), allow_nan=False))
     assert [figure["label"] for figure in data["figures"]] == ["calibrated"] * 3
-    assert (data["joint"]["draws"], len(data["joint"]["spreads"]), data["headline"][:9]) == (3, 3, "No figure")
+    assert (data["joint"]["draws"], len(data["joint"]["spreads"]), data["headline"]) == (3, 3, CHANGED)
     assert {"figures", "labels", "sensitivity", "joint", "system"} <= {table.name for table in tables(done)}
     page = study_page(done)
-    assert all(text in page for text in ("&lt;no&gt;", "95th percentile", "No figure is predicted", "vendor.share"))
+    assert all(text in page for text in ("&lt;no&gt;", "95th percentile", CHANGED, "vendor.share"))
     assert all(figure.because in page for figure in done.figures)
+
+
+def test_figures_of_another_system_are_not_counted() -> None:
+    study = load_study("iso")
+    published = study.load()
+    headlines = {}
+    for name, system in (("published", published), ("changed", study.changed(published, {"links.gbps": "270"}))):
+        headlines[name] = next(words(Done(study=study, system=system, result=study.run(system, silent))))
+    assert "1 predicted figures" in headlines["published"]
+    assert headlines["changed"] == CHANGED
