@@ -69,7 +69,7 @@ class RankGroupOf:
 @pytest.mark.usefixtures("four_gpus")
 def test_a_plan_of_linked_gpus_is_not_taken_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tuner, "_here", lambda device, world_size: ({}, {}))
+    monkeypatch.setattr(tuner, "_machine_and_versions", lambda device, world_size: ({}, {}))
     monkeypatch.setattr(tuner, "profile_for", lambda device, world_size: kept_profile())
     device, choice = (
         torch.device("cuda", 0),

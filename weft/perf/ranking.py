@@ -1,25 +1,25 @@
-"""Ranking: what every schedule of a problem should take, by three recurrences over the cost terms. Milliseconds, and no events.
+"""The ranking estimates the time of every schedule of a problem by three recurrences over cost terms. It takes milliseconds.
 
 Contract: `estimates` is a pure function of a problem, a machine and names of schedules. It builds no schedule and simulates
-nothing, and it has no number of its own: what a matmul, a copy or a flag takes is `weft.perf.terms`, as in the event engine
-(weft.perf.engine), which adds order and contention. A test holds both together over hundreds of problems.
+nothing. It has no constants of its own: the costs of matmuls, copies and flags come from `weft.perf.terms`, as in the event
+engine (weft.perf.engine), which adds ordering and contention. A test compares the two over hundreds of problems.
 
-A family is a row of `ROWS`: how it cuts the matmul, and what brings or takes the data. Three recurrences cover the families
-that overlap a matmul with communication inside a node:
+`ROWS` has one row for each family of schedules: how it cuts the matmul, and what transports the data. Three recurrences cover
+the families that overlap a matmul with communication inside a node:
 
     gather       t_i = max(t_{i-1}, start + i c + latency) + flags + kappa g_i          pieces arrive, and are multiplied
-    scatter      s_i = max(s_{i-1}, u_i + flag + wake) + c                              pieces are made (u_i), and sent
+    scatter      s_i = max(s_{i-1}, u_i + flag + wake) + c                              pieces are computed (u_i), and sent
     one kernel   max(launch + ceil(sum T / S) tau, arrival_i + ceil(T_i.. / S) tau)     tiles wait for pieces
 
-    i            pieces 1 .. n, in the order in which they come or are made; t_0 and s_0 are when the lane is ready
-    c, g_i       what the transfer of one takes, and the work on it
-    kappa        how many times as long work takes beside copies
-    flag, wake   what an operation on a flag takes; how long after a flag is raised a lane that waited for it goes on
-    T_i, S, tau  the tiles of a piece, the SMs, a tile's time
+    i            piece 1 .. n, in the order of arrival or computation; t_0 and s_0 are when the lane is ready
+    c, g_i       the time to transfer a piece, and the time of the work on it
+    kappa        how many times as long work takes concurrently with copies
+    flag, wake   the time of a flag operation; the time from raising a flag until a lane that waited for it goes on
+    T_i, S, tau  the tiles of a piece, the number of SMs, and the time of a tile
 
-A kernel whose tiles are counted or stored as they are made follows the third with time reversed: a piece is ready when as many
-waves are left as its own and all later tiles need. Sequential programs, lookups, kernels that multiply and exchange at once,
-and slices between nodes have short formulas of their own, below. The lanes of all of these are those of weft.perf.lanes.
+A kernel that counts or stores its tiles is the reverse of the third: piece i is ready after the waves of its own tiles and of
+all tiles before them. Sequential programs, lookups, kernels that multiply and exchange at once, and slices between nodes have
+short formulas of their own, below. All of them use the lanes of weft.perf.lanes.
 """
 
 from __future__ import annotations
@@ -62,23 +62,27 @@ from weft.schedules.matmul_all_reduce import ONE_HOP_BYTES
 from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
 
 MARGIN = 0.01
-"""An overlap must be estimated to take less than the sequential program by more than this, as in a trial."""
+"""An overlapping schedule must be estimated to be faster than sequential by more than 1%, as in an autotuning run."""
 Transport = Literal["none", "vendor", "stores", "copies", "ring", "blocks", "tiles", "loads", "pulls"]
 
 
 class Row(NamedTuple):
-    """A family, as far as its time depends on it.
+    """A Row holds the properties of a family of schedules that its time depends on.
 
-    kernels: the matmul is whole, or cut into one for each piece, for the pieces of a step, or for a slice of K or N; or one
-    kernel whose tiles wait, count or store; or one that multiplies and exchanges in so many `hops`; or there is none.
-    gather, scatter: what brings the data before the matmul, and takes it away behind it.
+    kernels: "whole" is one matmul. "piece", "step" and "slice" are one matmul for each piece, for all pieces of a step, or for
+        a slice of K or N. "one" is one kernel whose tiles wait, count or store. "exchange" is one kernel that also
+        communicates. "none" is no matmul.
+    gather: what brings the data before the matmul.
+    scatter: what sends the data after the matmul.
 
-        vendor   the vendor's collective              blocks   a few blocks that store while a kernel multiplies
+        vendor   NCCL                                 blocks   a few blocks that store while a kernel multiplies
         stores   a kernel that stores to all peers    tiles    the tiles of the matmul, which store their results
         copies   copy engines, to every peer          loads    the receiver's kernel, which loads what it adds up
         ring     copy engines, to the next rank       pulls    copy engines of the receiver
 
-    joined: the own shard is cut like the others; of flag_gated_2d, K is. one_lane: all its copies share one lane.
+    joined: the rank's own shard is cut like the others. In flag_gated_2d, K is cut.
+    hops: in how many hops an "exchange" kernel communicates.
+    one_lane: all copies share one lane.
     """
 
     kernels: Literal["whole", "piece", "step", "slice", "one", "exchange", "none"]
@@ -108,12 +112,14 @@ ROWS: dict[str, Row] = {
     "copy_engine_pull": Row("none", "pulls", "pulls"),
 }
 WITHIN_A_NODE = {"matmul_all_to_all": "track_and_trigger", "matmul_all_reduce": "two_shot"}
-"""What node_slices is on one node, where that is not of its own row."""
+"""The families whose rows node_slices uses on a single node, by operator. Other operators use its own row."""
 
 
 def ranked(problem: Problem, machine: Machine, only: str | None = None) -> dict[str, float]:
-    """Every candidate's estimate in us, by spec, least first. On few ranks some families come to the same program: those in as
-    many chunks with equal estimates are taken for one, whose simplest name stands for all. only: candidates of this family.
+    """Return the estimates of all candidates in us, by name, fastest first. only: candidates of this family.
+
+    On few ranks some families are the same program. Candidates with the same number of chunks and equal estimates are listed
+    once, by the simplest name.
 
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
     """
@@ -124,8 +130,7 @@ def ranked(problem: Problem, machine: Machine, only: str | None = None) -> dict[
 
 
 def best(problem: Problem, machine: Machine, count: int) -> tuple[str, ...]:
-    """The sequential program, and so many of the others that are ranked first. The sequential program alone where nothing is
-    computed, or communicated."""
+    """Return "sequential" and the `count` fastest other schedules. Return only "sequential" if there is nothing to overlap."""
     if problem.world_size == 1 or not problem.m or not problem.n:
         return ("sequential",)
     others = [spec for spec in ranked(problem, machine) if spec != "sequential"]
@@ -133,8 +138,9 @@ def best(problem: Problem, machine: Machine, count: int) -> tuple[str, ...]:
 
 
 def heuristic(problem: Problem, machine: Machine) -> str:
-    """The schedule that is ranked first, as `schedule=` takes it. It is sequential where there is nothing to overlap, and where
-    the first is not estimated to be more than 1% faster. Nothing is simulated.
+    """Return the schedule that is ranked first, as `schedule=` takes it, without a simulation.
+
+    It is "sequential" if there is nothing to overlap, or if no other schedule is estimated to be more than 1% faster.
 
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
     """
@@ -147,48 +153,48 @@ def heuristic(problem: Problem, machine: Machine) -> str:
 
 
 def choice(us: Mapping[str, float]) -> str:
-    """The spec with the least time, sequential unless another one takes less by MARGIN. us: by spec."""
+    """Return the fastest schedule, or "sequential" if none is faster by more than MARGIN. us: the times, by schedule."""
     first = min(us, key=us.__getitem__)
     return first if us[first] < (1 - MARGIN) * us["sequential"] else "sequential"
 
 
 def estimates(problem: Problem, machine: Machine, named: Iterable[str]) -> dict[str, float]:
-    """The estimates in us of these schedules, by spec, as `schedule=` takes them. Raises ValueError as `ranked` does."""
+    """Return the estimates in us of these schedules, named as `schedule=` takes them. Raises ValueError as `ranked` does."""
     machine.require_for(problem)
     if problem.op not in COLLECTIVE_OPS:
         machine.tflops(problem.rate_name)
     if not problem.m or not problem.n:
         return dict.fromkeys(named, 0.0)
     rank = Rank(problem, machine)
-    return {spec: _estimate(rank, spec) for spec in named}
+    return {spec: _estimate_us(rank, spec) for spec in named}
 
 
-def _estimate(rank: Rank, spec: str) -> float:
+def _estimate_us(rank: Rank, spec: str) -> float:
     problem = rank.problem
     (name, count), op = parse(spec), problem.op
     row, chunks = ROWS[name], 1 if name == "shard_p2p" else count or problem.world_size
     if name == "node_slices":
         if problem.nodes:
-            return _across(rank, chunks)
+            return _across_nodes_us(rank, chunks)
         row = ROWS[WITHIN_A_NODE.get(op, name)]
     if row.kernels == "exchange":
-        return _exchanged(rank, row.hops)
+        return _exchanging_kernel_us(rank, row.hops)
     if op in COLLECTIVE_OPS:
-        return _alone(rank, row, chunks)
+        return _collective_us(rank, row, chunks)
     if op in LOOKUP_OPS:
-        return _lookup(rank, row, chunks)
+        return _lookup_us(rank, row, chunks)
     if op == "matmul_all_reduce":
-        return _all_reduced(rank, row, chunks)
+        return _all_reduce_us(rank, row, chunks)
     if op in GATHERS:
-        return _gathered_whole(rank, row) if row.kernels == "whole" else _gathered(rank, row, chunks)
-    return _scattered_whole(rank, row) if row.kernels == "whole" else max(_scattered(rank, row, chunks))
+        return _sequential_gather_us(rank, row) if row.kernels == "whole" else _overlapped_gather_us(rank, row, chunks)
+    return _sequential_scatter_us(rank, row) if row.kernels == "whole" else max(_overlapped_scatter_us(rank, row, chunks))
 
 
-# Gathers: pieces arrive, and are multiplied
+# Gathers: pieces arrive and are multiplied
 
 
-class _Brought:
-    """When the pieces of all peers are there, chunk by chunk. sizes: of the chunks, in parts of their sum."""
+class _IncomingPieces:
+    """_IncomingPieces computes when the pieces of all peers arrive, chunk by chunk. sizes: the chunks' shares of a shard."""
 
     def __init__(self, rank: Rank, row: Row, sizes: Sequence[int], *, own_too: bool = False) -> None:
         self.rank, self.row, self.sizes, self._own_too = rank, row, sizes, own_too
@@ -200,11 +206,11 @@ class _Brought:
             self.lanes.flags(rank.ranks - 1)
 
     def part(self, size: int) -> float:
-        """Bytes of a piece."""
+        """Return the bytes of a piece."""
         return self.rank.shard_bytes * size / self._whole
 
     def chunk(self, size: int) -> list[float]:
-        """When the next chunk's pieces are there: the own one, where that is brought, too, then the peers'."""
+        """Return when the pieces of the next chunk arrive: the rank's own, if it is copied too, then those of the peers."""
         part, rank = self.part(size), self.rank
         if self.row.gather == "copies":
             own = [self.lanes.copy_here(part, told=True)] if self._own_too else []
@@ -216,11 +222,11 @@ class _Brought:
         return found
 
     def all(self) -> list[list[float]]:
-        """By chunk."""
-        return self._round_a_ring() if self.row.gather == "ring" else [self.chunk(size) for size in self.sizes]
+        """Return the arrival times of all pieces, by chunk."""
+        return self._around_ring() if self.row.gather == "ring" else [self.chunk(size) for size in self.sizes]
 
-    def _round_a_ring(self) -> list[list[float]]:
-        """What arrives is sent on."""
+    def _around_ring(self) -> list[list[float]]:
+        """Return the arrival times around a ring, in which each rank forwards what it receives."""
         rank, found = self.rank, [list[float]() for _ in self.sizes]
         self.lanes.flags()
         before = [0.0 for _ in self.sizes]
@@ -236,7 +242,7 @@ class _Brought:
 
     @property
     def beside(self) -> Beside:
-        """What kernels feel of all of it."""
+        """The load of all these copies on concurrent kernels."""
         engines = self.row.gather in ("copies", "ring") and self.sizes
         return self.lanes.beside(self.part(self.sizes[0])) if engines else Beside()
 
@@ -245,7 +251,7 @@ class _Brought:
         return self._blocks if self.row.gather == "blocks" else self.lanes.end
 
 
-def _gathered(rank: Rank, row: Row, chunks: int) -> float:
+def _overlapped_gather_us(rank: Rank, row: Row, chunks: int) -> float:
     columns = rank.problem.op == "all_to_all_columns_matmul"  # all ranks' columns of a chunk's rows are multiplied together
     lane = ComputeLane(rank)
     if columns:
@@ -254,27 +260,27 @@ def _gathered(rank: Rank, row: Row, chunks: int) -> float:
     if row.kernels == "one":
         if row.joined:
             sizes = [high - low for low, high in aligned_slices(rank.inner, chunks)]
-        brought = _Brought(rank, row, sizes)
-        lane.now = _gated(rank, row, brought, lane.now + rank.launch_us)
+        incoming = _IncomingPieces(rank, row, sizes)
+        lane.now = _waiting_kernel_us(rank, row, incoming, lane.now + rank.launch_us)
     else:
-        brought = _Brought(rank, row, sizes, own_too=row.joined and row.kernels == "step" and not columns)
-        _multiply_as_it_comes(lane, brought, columns=columns)
-    lane.now += _handed_over(rank, rank.ranks) + rank.flag_us
-    return max(lane.now, brought.end)
+        incoming = _IncomingPieces(rank, row, sizes, own_too=row.joined and row.kernels == "step" and not columns)
+        _multiply_on_arrival(lane, incoming, columns=columns)
+    lane.now += _copy_to_caller_us(rank, rank.ranks) + rank.flag_us
+    return max(lane.now, incoming.end)
 
 
-def _multiply_as_it_comes(lane: ComputeLane, brought: _Brought, *, columns: bool) -> None:
-    """A vendor's matmul for each piece, or step."""
-    rank, row, sizes = lane.rank, brought.row, brought.sizes
+def _multiply_on_arrival(lane: ComputeLane, incoming: _IncomingPieces, *, columns: bool) -> None:
+    """Run a cuBLAS matmul for each piece or step when its data has arrived."""
+    rank, row, sizes = lane.rank, incoming.row, incoming.sizes
     by_kernels = (columns or row.kernels == "slice") and rank.machine.copies.strided == "kernel"
-    arrivals = [] if by_kernels else brought.all()
-    beside = brought.beside
+    arrivals = [] if by_kernels else incoming.all()
+    beside = incoming.beside
     if not row.joined:
         lane.multiply(rank.vendor(rank.own), beside)
     for index, size in enumerate(sizes):
-        came = brought.chunk(size) if by_kernels else arrivals[index]
-        if by_kernels:  # so long as there are more to come, copies go on beside it
-            beside = brought.lanes.beside(brought.part(size), math.inf if index < len(sizes) - 1 else None)
+        came = incoming.chunk(size) if by_kernels else arrivals[index]
+        if by_kernels:  # copies run concurrently until the last chunk has arrived
+            beside = incoming.lanes.beside(incoming.part(size), math.inf if index < len(sizes) - 1 else None)
         if row.kernels == "piece":
             for arrival in came:
                 lane.wait(arrival)
@@ -287,13 +293,13 @@ def _multiply_as_it_comes(lane: ComputeLane, brought: _Brought, *, columns: bool
             cost, staged = _step(rank, row, size, index, len(sizes), gathers=True)
             lane.multiply(cost, beside, staged)
         if by_kernels:
-            brought.lanes.share_sms(lane)
+            incoming.lanes.share_sms(lane)
     if row.kernels == "slice":
         lane.launch(hbm_us(rank.machine, rank.rows * rank.columns * (4 + rank.problem.itemsize)))
 
 
 def _step(rank: Rank, row: Row, size: int, index: int, count: int, *, gathers: bool) -> tuple[GemmCost, float]:
-    """The matmul of one step of so many, and what is staged around it."""
+    """Return the cost of the matmul of step `index` of `count`, and the time of the copies that stage its data."""
     row_bytes = rank.problem.row_bytes
     if row.kernels == "slice" and gathers:
         whole, sums = rank.rows * row_bytes(size), 2 if index else 1
@@ -304,13 +310,13 @@ def _step(rank: Rank, row: Row, size: int, index: int, count: int, *, gathers: b
     pieces = rank.ranks if row.joined else rank.ranks - 1
     runs = pieces if count > 1 else 1 if row.joined else min(2, pieces)
     a, out = pieces * size * row_bytes(rank.inner), pieces * size * rank.columns * rank.problem.itemsize
-    # Gathered pieces lie by step, so that those of a step are one run. Of a single step the own shard, which is left out, is in
-    # between on most ranks.
+    # Gathered pieces are stored by step, so the pieces of a step are contiguous. With a single step, the rank's own shard is
+    # left out, and splits the rows in two on most ranks.
     rows = runs if not gathers else 1 if row.joined or count > 1 else min(2, pieces)
     return rank.vendor(pieces * size), staged_us(rank.machine, rows=rows, row_bytes=a, outs=runs, out_bytes=out)
 
 
-def _gathered_whole(rank: Rank, row: Row) -> float:
+def _sequential_gather_us(rank: Rank, row: Row) -> float:
     machine, problem, lane = rank.machine, rank.problem, ComputeLane(rank)
     if row.gather == "vendor":
         lane.now += whole_collective_us(machine, problem)
@@ -319,35 +325,35 @@ def _gathered_whole(rank: Rank, row: Row) -> float:
         if problem.op == "all_to_all_columns_matmul":
             lane.now += local_copy_us(machine, rank.ranks * rank.shard_bytes)
         lane.multiply(rank.vendor(rank.rows))
-        return lane.now + _handed_over(rank, 1)
+        return lane.now + _copy_to_caller_us(rank, 1)
     lane.wait(0.0)
     lane.launch(local_copy_us(machine, rank.shard_bytes) + rank.stores_us(rank.shard_bytes) + rank.latency_us())
     lane.wait(0.0)
     lane.multiply(rank.vendor(rank.rows))
-    return lane.now + _handed_over(rank, rank.ranks) + rank.flag_us
+    return lane.now + _copy_to_caller_us(rank, rank.ranks) + rank.flag_us
 
 
-def _handed_over(rank: Rank, copies: int) -> float:
-    """What was gathered, copied to the caller's tensor, where that is asked for."""
+def _copy_to_caller_us(rank: Rank, copies: int) -> float:
+    """Return the time to copy the gathered tensor to the caller, if the caller asked for it."""
     if not rank.problem.return_gathered:
         return 0.0
     return copies * rank.launch_us + local_copy_us(rank.machine, rank.ranks * rank.shard_bytes)
 
 
-def _gated(rank: Rank, row: Row, brought: _Brought, begin: float) -> float:
-    """When the one kernel ends whose tiles wait for what arrives."""
-    machine, arrivals, sizes = rank.machine, brought.all(), brought.sizes
+def _waiting_kernel_us(rank: Rank, row: Row, incoming: _IncomingPieces, begin: float) -> float:
+    """Return when a single kernel ends whose tiles wait for arriving data."""
+    machine, arrivals, sizes = rank.machine, incoming.all(), incoming.sizes
     sms = machine.gpu.sms - (machine.stores.sms if row.gather == "blocks" else 0)
     whole = (rank.inner,)
     if rank.problem.op == "all_to_all_columns_matmul":
         cost = rank.kernel([Arriving(size, rank.columns, True, whole) for size in sizes], sms)
         ready = [max(came, default=0.0) for came in arrivals]
-    elif row.joined:  # slice after slice of K, of the rows of all ranks
+    elif row.joined:  # K is cut into slices, and each slice holds the rows of all ranks
         ends = tuple(sum(sizes[: index + 1]) for index in range(len(sizes)))
         own, others = Arriving(rank.own, rank.columns, False, whole), Arriving(rank.own, rank.columns, True, ends)
         cost = rank.kernel([own, *(others for _ in rank.peers)], sms)
         tile_us = cost.tile_us * rank.pace(0.0, cost.busy_us)
-        # As if a tile began when its slices are there in time for what it has multiplied before.
+        # A tile need not wait for all its slices. It begins so early that it needs each slice just when that has arrived.
         done = [tile_us * (end - size) / max(1, rank.inner) for end, size in zip(ends, sizes, strict=True)]
         ready = [0.0, *(max(came[at] - us for came, us in zip(arrivals, done, strict=True)) for at in range(len(rank.peers)))]
     else:
@@ -357,7 +363,7 @@ def _gated(rank: Rank, row: Row, brought: _Brought, begin: float) -> float:
         own = Arriving(rank.own, rank.columns, False, whole)
         cost = rank.kernel([own, *(Arriving(sizes[index], rank.columns, True, whole) for index, _ in order)], sms)
         ready = [0.0, *(arrivals[index][at] for index, at in order)]
-    beside, pace = brought.beside, rank.pace(0.0, cost.busy_us)
+    beside, pace = incoming.beside, rank.pace(0.0, cost.busy_us)
     slower, left, end = rank.slowed(cost, beside.gbps), sum(cost.tiles), begin
     for tiles, opens in zip(cost.tiles, ready, strict=True):
         end = max(end, stretched(max(begin, opens), waves(cost, left) * cost.tile_us * pace, beside, slower))
@@ -365,13 +371,13 @@ def _gated(rank: Rank, row: Row, brought: _Brought, begin: float) -> float:
     return end
 
 
-# Scatters: pieces are made, and sent, or pulled by who owns them
+# Scatters: pieces are computed, and sent, or pulled by their owners
 
 
-def _scattered(rank: Rank, row: Row, chunks: int) -> tuple[float, float]:
-    """When the compute lane ends, and when the copy lanes do."""
+def _overlapped_scatter_us(rank: Rank, row: Row, chunks: int) -> tuple[float, float]:
+    """Return when the compute lane ends, and when the copy lanes end."""
     if row.kernels == "one":
-        return _counted(rank, row, lengths(rank.own, chunks))
+        return _tile_kernels_us(rank, row, lengths(rank.own, chunks))
     sums = rank.problem.op == "matmul_reduce_scatter"
     sizes = lengths(rank.columns if row.kernels == "slice" else rank.own, chunks)
     lanes, lane = CopyLanes(rank, len(sizes), one=row.one_lane, work_us=rank.whole_us), ComputeLane(rank)
@@ -398,12 +404,12 @@ def _scattered(rank: Rank, row: Row, chunks: int) -> tuple[float, float]:
         made.append(ready)
         if not by_kernels:
             arrived.append(_sent(rank, lanes, ready, share, first=index == 0, each=row.kernels == "piece"))
-    if by_kernels:  # which kernels they wait for is known now
+    if by_kernels:  # these copies need SMs, so the times of all kernels had to be known first
         arrived = [_sent(rank, lanes, ready, shares[i], first=i == 0, each=False) for i, ready in enumerate(made)]
     if not row.joined:
         lane.multiply(rank.vendor(rank.own), lanes.beside(rank.shard_bytes / max(1, len(sizes))))
     if not sums:
-        return lane.now, _released(rank, lanes)
+        return lane.now, _signal_all_read(rank, lanes)
     lane.launch(0.0)
     for came, share in zip(arrived, shares, strict=True):
         lane.now = max([lane.now, *came]) + hbm_us(rank.machine, (rank.ranks + 1) * rank.shard_bytes * share)
@@ -411,7 +417,7 @@ def _scattered(rank: Rank, row: Row, chunks: int) -> tuple[float, float]:
 
 
 def _sent(rank: Rank, lanes: CopyLanes, ready: Sequence[float], share: float, *, first: bool, each: bool) -> list[float]:
-    """When each peer has what was made for it. each: every piece has a flag of its own; else a step has."""
+    """Return when each peer has received its piece. each: every piece has its own flag, not every step."""
     found, pulled = [], rank.problem.op != "matmul_reduce_scatter"
     for ahead, made in zip(rank.peers, ready, strict=True):
         if each or pulled or ahead == 1 or rank.machine.fans_out:
@@ -422,18 +428,18 @@ def _sent(rank: Rank, lanes: CopyLanes, ready: Sequence[float], share: float, *,
     return found
 
 
-def _released(rank: Rank, lanes: CopyLanes) -> float:
-    """When the peers have been told that all was read."""
+def _signal_all_read(rank: Rank, lanes: CopyLanes) -> float:
+    """Return when the peers have received the signal that everything was read."""
     lanes.flags(rank.ranks - 1)
     return lanes.end
 
 
-def _scattered_whole(rank: Rank, row: Row) -> float:
+def _sequential_scatter_us(rank: Rank, row: Row) -> float:
     problem, machine, lane = rank.problem, rank.machine, ComputeLane(rank)
     pulled, columns = problem.op != "matmul_reduce_scatter", isinstance(problem, ColumnProblem)
     if row.scatter == "stores" and pulled:
         lane.wait(0.0)
-    for _ in range(rank.ranks if columns else 1):  # what goes to each rank is a kernel of its own
+    for _ in range(rank.ranks if columns else 1):  # one kernel for each destination
         lane.multiply(rank.vendor(rank.own if columns else rank.rows))
     whole = rank.ranks * rank.shard_bytes
     if row.scatter == "vendor":
@@ -452,32 +458,36 @@ def _scattered_whole(rank: Rank, row: Row) -> float:
     return lane.now
 
 
-def _counted(rank: Rank, row: Row, sizes: Sequence[int]) -> tuple[float, float]:
-    """One kernel whose tiles are counted, or stored where they belong: those for peers first, then the own ones."""
+def _tile_kernels_us(rank: Rank, row: Row, sizes: Sequence[int]) -> tuple[float, float]:
+    """Return when the lanes end if a kernel counts its tiles or stores them at their owner, the rank's own tiles last."""
     sums, columns = rank.problem.op == "matmul_reduce_scatter", rank.problem.op == "matmul_all_to_all_columns"
-    counted, order = _Counted(rank, row, sizes), [(index, ahead) for index in range(len(sizes)) for ahead in rank.peers]
-    if columns:  # a kernel for each destination, and one for the own rows
+    tile_kernels = _TileKernels(rank, row, sizes)
+    order = [(index, ahead) for index in range(len(sizes)) for ahead in rank.peers]
+    if columns:  # one kernel for each destination, and one for the rank's own rows
         order.sort(key=lambda piece: (piece[1], piece[0]))
         for ahead in rank.peers:
-            counted.kernel([piece for piece in order if piece[1] == ahead], ())
-        counted.lane.multiply(rank.vendor(rank.own))
+            tile_kernels.kernel([piece for piece in order if piece[1] == ahead], ())
+        tile_kernels.lane.multiply(rank.vendor(rank.own))
     else:
-        cost, tile_us = counted.kernel(order, sizes if sums else (rank.own,))
-    lane, lanes = counted.lane, counted.lanes
+        cost, tile_us = tile_kernels.kernel(order, sizes if sums else (rank.own,))
+    lane, lanes = tile_kernels.lane, tile_kernels.lanes
     if row.scatter == "loads":
-        return counted.loaded(), 0.0
+        return tile_kernels.loaded(), 0.0
     if sums:
-        return counted.added(cost, tile_us), lanes.end if row.scatter == "copies" else 0.0
+        return tile_kernels.added(cost, tile_us), lanes.end if row.scatter == "copies" else 0.0
     if row.scatter == "tiles":
         for piece in order:
-            lanes.wait(piece[1], counted.arrived[piece])
-            lanes.copy_here(counted.part(piece[0]))
-    return lane.now, _released(rank, lanes)
+            lanes.wait(piece[1], tile_kernels.arrived[piece])
+            lanes.copy_here(tile_kernels.part(piece[0]))
+    return lane.now, _signal_all_read(rank, lanes)
 
 
-class _Counted:
-    """Kernels that count or store their tiles, one behind the other. arrived: by chunk and peer, when that piece of the peers'
-    is here: ranks are alike, so that it is when the own one is there."""
+class _TileKernels:
+    """_TileKernels runs kernels that count or store their tiles, one after the other.
+
+    arrived: when this rank has received a piece, by chunk and peer. All ranks do the same at the same time, so this is when
+        the peer has received the piece that this rank sent.
+    """
 
     def __init__(self, rank: Rank, row: Row, sizes: Sequence[int]) -> None:
         self.rank, self.row, self.sizes = rank, row, sizes
@@ -488,11 +498,11 @@ class _Counted:
         self._since, self._multiplied_us = math.inf, 0.0
 
     def part(self, index: int) -> float:
-        """Bytes of a piece."""
+        """Return the bytes of a piece."""
         return self.rank.shard_bytes * self.sizes[index] / self.rank.own
 
     def kernel(self, pieces: Sequence[tuple[int, int]], own: Sequence[int]) -> tuple[GemmCost, float]:
-        """Of these pieces, by chunk and peer, and rows of the own shard. Returns its cost, and a tile's time."""
+        """Run a kernel for `pieces` (chunk, peer) and `own` rows of the own shard. Return its cost and the time of a tile."""
         rank, stores = self.rank, self.row.scatter == "tiles"
         arriving = [Arriving(self.sizes[index], rank.columns, False, (rank.inner,), stores) for index, _ in pieces]
         cost = rank.kernel([*arriving, *(Arriving(rows, rank.columns, False, (rank.inner,)) for rows in own)], counts=True)
@@ -521,7 +531,7 @@ class _Counted:
         return self.lanes.beside(self.part(0), since=self._since)
 
     def _stored(self, piece: tuple[int, int], cost: GemmCost, tiles: int, first: float, ends: float) -> float:
-        """By how much the kernel takes longer, whose tiles of this piece go to the peer once the first of them is done."""
+        """Store the tiles of a piece at the peer from the first one on. Return by how much the stores delay the kernel."""
         (index, ahead), machine = piece, self.rank.machine
         stall = stalled_us(machine, self.part(index), tiles, min(cost.sms, sum(cost.tiles)))
         gbps = min(machine.stores.rate(cost.sms) * (machine.stores.tiles or 1.0), self.rank.link_gbps(ahead))
@@ -532,7 +542,7 @@ class _Counted:
         return waiting
 
     def _sent(self, piece: tuple[int, int], made: float) -> None:
-        """By a copy that a full count triggers, or the owner's."""
+        """Copy a piece once all its tiles are counted. The copy is this rank's, or the owner pulls it."""
         (index, ahead), rank = piece, self.rank
         pulled = rank.problem.op != "matmul_reduce_scatter"
         self.lanes.wait(ahead, made + rank.latency_us(ahead) * pulled)
@@ -541,36 +551,36 @@ class _Counted:
         self._since = min(self._since, made + rank.wake_us + 2 * rank.flag_us + rank.machine.copies.copy_us)
         self.arrived[piece] = self.lanes.copy(ahead, self.part(index), told=not pulled)
 
-    def _came(self, index: int) -> float:
-        """When a chunk of all peers is here."""
+    def _chunk_arrival(self, index: int) -> float:
+        """Return when a chunk has arrived from all peers."""
         return max((self.arrived[index, ahead] for ahead in self.rank.peers), default=0.0)
 
     def loaded(self) -> float:
-        """When a sum has loaded what the peers have made, chunk by chunk, and the peers have been told."""
+        """Return when a kernel has loaded and added the peers' pieces, chunk by chunk, and has signalled the peers."""
         rank = self.rank
         self.lane.launch(0.0)
         for index in range(len(self.sizes)):
             part = self.part(index)
             loads_us = max(rank.stores_us(part, at_once=True), hbm_us(rank.machine, 2 * part))
-            self.lane.now = max(self.lane.now, self._came(index)) + loads_us
+            self.lane.now = max(self.lane.now, self._chunk_arrival(index)) + loads_us
         return self.lane.now + rank.flag_us
 
     def added(self, cost: GemmCost, tile_us: float) -> float:
-        """When the kernel has added what came to its own tiles, which are its last, and wait with their SMs."""
+        """Return when the kernel has added arrived pieces to its own tiles, which come last and hold SMs while they wait."""
         rank, tiles = self.rank, cost.tiles[len(cost.tiles) - len(self.sizes) :]
         left, late, longer = sum(tiles), 0.0, 0.0
         for index, count in enumerate(tiles):
             us = adding_us(rank.machine, len(rank.peers) * self.part(index), count, cost.sms)
             longer += us * max(1, -(-count // cost.sms))
-            late = max(late, self._came(index) + us + waves_behind(cost, left) * (tile_us + us))
+            late = max(late, self._chunk_arrival(index) + us + waves_behind(cost, left) * (tile_us + us))
             left -= count
         return max(self.lane.now + longer, late) + rank.flag_us
 
 
-# One kernel that multiplies and exchanges, and other all-reduces
+# Kernels that multiply and exchange, and other all-reduces
 
 
-def _exchanged(rank: Rank, hops: int) -> float:
+def _exchanging_kernel_us(rank: Rank, hops: int) -> float:
     machine, gpu = rank.machine, rank.machine.gpu
     if gpu.kernel_tiles:
         cost, more = streamed_cost(machine, rank.problem, hops), machine.kernels.exchange_us
@@ -580,7 +590,7 @@ def _exchanged(rank: Rank, hops: int) -> float:
 
 
 def _exchange_us(rank: Rank, hops: int) -> float:
-    """Stores to the peers once the product is there, the sum of what came, and in two hops the sums to all."""
+    """Return the time to store the product at the peers and to add what arrives; with two hops, also to send the sums."""
     machine, problem = rank.machine, rank.problem
     whole = problem.m * problem.n * problem.itemsize
     part = whole if problem.op == "matmul_all_reduce" and hops == 1 else whole / rank.ranks
@@ -589,7 +599,7 @@ def _exchange_us(rank: Rank, hops: int) -> float:
     return hops * stores_us + summed_us + (hops - 1) * hbm_us(machine, 2 * (rank.ranks - 1) * part)
 
 
-def _all_reduced(rank: Rank, row: Row, chunks: int) -> float:
+def _all_reduce_us(rank: Rank, row: Row, chunks: int) -> float:
     problem, machine = rank.problem, rank.machine
     whole, lane = problem.m * problem.n * problem.itemsize, ComputeLane(rank)
     if row.kernels == "whole":
@@ -601,7 +611,7 @@ def _all_reduced(rank: Rank, row: Row, chunks: int) -> float:
             lane.launch(hbm_us(machine, (2 + len(problem.addends)) * whole))
         return lane.now
     scattered = dataclasses.replace(problem, op="matmul_reduce_scatter", addends=())
-    summed, copied = _scattered(Rank(scattered, machine), row, chunks)
+    summed, copied = _overlapped_scatter_us(Rank(scattered, machine), row, chunks)
     gathered_us = collective_us(machine, "all_gather", scattered.shard_bytes, problem.world_size, problem.nodes)
     return max(summed + rank.fork_us + gathered_us + padded_us(machine, "all_gather", problem, whole), copied)
 
@@ -609,7 +619,7 @@ def _all_reduced(rank: Rank, row: Row, chunks: int) -> float:
 # Lookups, and collectives alone
 
 
-def _lookup(rank: Rank, row: Row, chunks: int) -> float:
+def _lookup_us(rank: Rank, row: Row, chunks: int) -> float:
     problem, machine = rank.problem, rank.machine
     elements = problem.m * max(problem.columns(one) for one in range(problem.world_size))
     look_us = hbm_us(machine, gathered_bytes(problem, elements, machine))
@@ -634,44 +644,50 @@ def _lookup(rank: Rank, row: Row, chunks: int) -> float:
         for arrival, part in arrived:
             lanes.wait(1, arrival)
             lanes.copy_here(part, after=now * kernels_copy)
-        return max(now, _released(rank, lanes))
-    return _copied_beside(rank, lanes, pieces, look_us + written_us)
+        return max(now, _signal_all_read(rank, lanes))
+    return _copied_lookup_us(rank, lanes, pieces, look_us + written_us)
 
 
-def _copied_beside(rank: Rank, lanes: CopyLanes, pieces: Sequence[tuple[int, int, float, float]], look_us: float) -> float:
-    """A lookup whose pieces are sent by kernels beside it, or by copy engines; what has come is handed out behind it. pieces:
-    how far ahead, chunk, bytes, share of the lookup."""
+def _copied_lookup_us(rank: Rank, lanes: CopyLanes, pieces: Sequence[tuple[int, int, float, float]], look_us: float) -> float:
+    """Return the time of a lookup whose pieces are sent concurrently, by kernels or by copy engines.
+
+    The rank copies arrived pieces to their places after the lookup. pieces: (distance of the peer, chunk, bytes, share of the
+    lookup) of each.
+    """
     machine, kernels = rank.machine, rank.machine.kernels
     beside = machine.copies.strided == "kernel" and machine.slow_lookups
     rate, slower = lanes.gbps(1), 1.0
-    if beside:  # both share the memory, fairly
+    if beside:  # lookup and copies share the memory bandwidth equally
         hbm = machine.gpu.hbm_gbps
         rate = min(kernels.lookup_copy_gbps, rate, fair := hbm / (1 + kernels.lookup_copy_bytes))
         slower = hbm / max(hbm - kernels.lookup_copy_bytes * rate, fair)
     now, sent, moving, arrived = rank.launch_us, rank.fork_us, list[Beside](), list[tuple[float, float]]()
     for ahead, index, part, share in pieces:
-        now = stretched(now, look_us * share, _under_way(moving, now), slower)
+        now = stretched(now, look_us * share, _running_copies(moving, now), slower)
         made = now + kernels.lookup_copy_us * beside
         begun = max(sent, made + rank.wake_us) + rank.flag_us * (2 if index == 0 else 1) + machine.copies.copy_us
         sent = begun + part / (rate * 1e3) + rank.flag_us
         moving.append(Beside(sent - rank.flag_us, since=begun))
         arrived.append((sent + rank.latency_us(ahead), part))
-    lane = ComputeLane(rank, stretched(now, look_us / rank.ranks, _under_way(moving, now), slower))
+    lane = ComputeLane(rank, stretched(now, look_us / rank.ranks, _running_copies(moving, now), slower))
     for arrival, part in arrived:
         lane.wait(arrival)
         lane.launch(local_copy_us(machine, round(part)))
     return max(lane.now + rank.flag_us, sent + rank.fork_us)
 
 
-def _under_way(moving: Sequence[Beside], now: float) -> Beside:
-    """Of copies one behind the other, what is left from now on."""
+def _running_copies(moving: Sequence[Beside], now: float) -> Beside:
+    """Return the load of the copies that have not ended at `now`."""
     left = [one for one in moving if one.until > now]
     return Beside(left[-1].until, since=left[0].since) if left else Beside()
 
 
-def _alone(rank: Rank, row: Row, chunks: int) -> float:
-    """A collective by copy engines: pieces are pushed into slots, or pulled from them, summed by a few SMs as they come, and,
-    of an all-reduce, their sums go back one piece behind."""
+def _collective_us(rank: Rank, row: Row, chunks: int) -> float:
+    """Return the time of a collective without a matmul.
+
+    Copy engines push pieces into slots or pull them from there, and a few SMs add them as they arrive. In an all-reduce, the
+    sum of a piece is sent back while the next piece arrives.
+    """
     problem, machine = rank.problem, rank.machine
     assert isinstance(problem, CollectiveProblem)
     if row.kernels == "whole" or problem.world_size == 1:
@@ -726,12 +742,14 @@ def _alone(rank: Rank, row: Row, chunks: int) -> float:
 # Between nodes
 
 
-def _across(rank: Rank, chunks: int) -> float:
-    """Slices cross one after the other at the adapters' rate, beside what multiplies or looks them up; then what a node does
-    with its own."""
+def _across_nodes_us(rank: Rank, chunks: int) -> float:
+    """Return the time of a problem on several nodes.
+
+    Slices cross the network one after the other, concurrently with the matmul or lookup. The exchange inside a node follows.
+    """
     problem, machine, network = rank.problem, rank.machine, rank.machine.network
     assert network is not None, "the machine of several nodes has a network"
-    each = problem.op in (*EXCHANGES, *COLUMN_OPS, *LOOKUP_OPS)  # every rank of another node gets something else
+    each = problem.op in (*EXCHANGES, *COLUMN_OPS, *LOOKUP_OPS)  # every rank of another node gets different data
     sent = rank.shard_bytes * (problem.world_size - rank.ranks if each else len(problem.nodes) - 1)
     trips = 2 if problem.op == "matmul_all_reduce" else 1
     slice_us = network.step_us + network.latency_us + trips * sent / chunks / (network.gbps * 1e3)

@@ -1,27 +1,31 @@
-"""A trial: which of a few schedules is fastest here, by calls like those that follow.
+"""An autotuning run measures a few candidate schedules of one problem, and finds the fastest.
 
-    for each spec      the same on every rank, in this order               meetings of the ranks
-    bind                                                                   can all? else all leave it out
-    2 calls            the first rehearses, the second captures a graph
-    2 calls            the second timed                                    its slowest time sets the calls of a run
-    3 runs             a call, then 3 to 20 calls timed together           after each: its slowest time counts
-    3 runs, queued     the same behind a GPU that is held up               the same; of others where sequential takes < 0.3 ms
-    the fastest so far stays bound, the other is given back
+The candidates are measured with calls like those that follow. Every rank goes through the same steps in the same order:
 
-    final              specs within 10% of the fastest, at most 4: bound together, 5 runs each, in turns
+    for each candidate                                         what the ranks exchange
+    bind it                                                    whether each rank could; if one could not, all skip it
+    2 calls            the first prepares the call, the second captures a graph
+    2 calls            the second is timed                     its time; the slowest sets the calls of a run
+    3 runs             one call, then 3 to 20 timed calls      after each run: its time; the slowest counts
+    3 runs, queued     the same, but the GPU starts when       the same; only if sequential takes less than 0.3 ms
+                       all calls are enqueued
+    keep the fastest candidate so far, drop the other
 
-A meeting gives every rank the numbers of all, so that they count, compare and choose alike; and ranks begin each run together.
-The medians of the runs are compared: of the final's for those in it. One after the other alone, a GPU that has warmed up, or
-cooled while a kernel was compiled, decides between specs that are close (on 4 x H200 shard_p2p was chosen over flag_gated:1,
-6% faster in turns).
+    final              candidates within 10% of the fastest, at most 4 with it: all bound at once, 5 runs each, interleaved
 
-Calls of some 0.1 ms are bound by the host when Python makes them, and by the GPU when a CUDA graph does: one schedule may be
-faster there and slower here. So such calls are timed both ways, and an overlap is chosen only if it is slower than sequential
-in neither.
+Each exchange gives every rank the numbers of all ranks. So all ranks count calls, compare times and choose in the same way,
+and they begin each run together. Candidates are compared by the median of their runs, and finalists by their runs in the final.
+The final is needed because a GPU warms up during the run, or cools while a kernel is compiled. Measured one after the other,
+close candidates are then ordered by chance: on 4 x H200, shard_p2p was chosen over flag_gated:1, which is 6% faster when the
+two are interleaved.
 
-So a trial is of sequential and `weft.runtime.choose.MEASURED` more specs, and of each at most 67 calls, 16 where one takes
-1.7 ms or more, and in the final 107 more, 22, besides binding, and what Triton compiles once a machine; about twice that where
-calls are timed both ways.
+A call of about 0.1 ms is bound by the host when Python makes it, and by the GPU when a CUDA graph does, so one schedule may be
+faster in a graph and slower outside it. Such calls are timed both ways. An overlapping schedule is then chosen only if it is
+slower than sequential in neither.
+
+A run measures sequential and `weft.runtime.choose.MEASURED` more candidates. Each takes at most 67 calls (16 if a call takes
+1.7 ms or more), and in the final 107 more (22). Calls that are timed both ways take about twice as many. Binding, and Triton's
+compilation once per machine, come on top.
 """
 
 from __future__ import annotations
@@ -40,29 +44,33 @@ from weft.core.logs import warn_once
 from weft.core.problem import Problem
 
 P = TypeVar("P")
-"""What a spec is bound to: for an operator's schedules, a BoundProgram."""
+"""The type of a bound candidate. For an operator's schedules it is BoundProgram."""
 
 Timer = Callable[[Callable[[], object], int], int]
-"""(call, calls) -> ns that one of so many calls takes on this rank; calls once more before the clock starts."""
+"""(call, calls) -> ns that one of `calls` calls takes on this rank. It makes one more call before the clock starts."""
 
 BASE = "sequential"
 MARGIN = 0.01
-"""An overlap is chosen if it takes less than sequential by more than this: medians of repeated runs differ by as much."""
+"""An overlapping schedule must be faster than sequential by more than 1%: medians of repeated runs differ by as much."""
 _FIRST_CALLS = 2
 _RUNS, _FINAL_RUNS = 3, 5
 _FINALISTS, _CLOSE = 4, 0.1
-_RUN_NS = 5_000_000
+_TARGET_RUN_NS = 5_000_000
 _HOST_BOUND_US = 300.0
-"""The host takes some 0.1 ms a call: what takes longer than this on the GPU takes as long in a CUDA graph."""
-_HELD_UP, _LONGEST_NS, _CYCLES_PER_NS = 1.5, 20_000_000, 2
-"""By how much more than the host needs to enqueue a run, at most how long; a GPU's clock, at most."""
-_FEWEST, _MOST = 3, 20
+"""The host enqueues a call in about 0.1 ms. A call that takes longer than this on the GPU takes as long in a CUDA graph."""
+_DELAY_FACTOR, _MAX_DELAY_NS, _CYCLES_PER_NS = 1.5, 20_000_000, 2
+"""A queued run delays the GPU by 1.5 times what the host needs to enqueue it, but at most 20 ms; GPUs run at 2 GHz at most."""
+_MIN_CALLS, _MAX_CALLS = 3, 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What was measured of one schedule. us: a call's time on the slowest rank, the median of the runs; queued_us: the same
-    where the host is far ahead, as in a CUDA graph, None if that was not measured."""
+    """A Trial is what was measured of one candidate.
+
+    spec: the candidate's name.
+    us: the time of a call on the slowest rank, as the median of the runs.
+    queued_us: the same with all calls enqueued before the GPU starts, as in a CUDA graph. None if that was not measured.
+    """
 
     spec: str
     us: float
@@ -70,15 +78,19 @@ class Trial:
 
     @property
     def least_us(self) -> float:
-        """By the clock that shows less."""
+        """The smaller of the measured times."""
         return self.us if self.queued_us is None else min(self.us, self.queued_us)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What "auto" stands for: the spec chosen for a problem, and what was measured, in this order; nothing where the choice
-    is the planner's, or there was only one spec. kept: by an earlier process. like: the row count that was measured in place of
-    the problem's (weft.runtime.buckets), if it was another one."""
+    """A Choice is the schedule that "auto" runs for a problem.
+
+    spec: the name of the schedule.
+    trials: the candidates in the order of measurement. It is empty if the planner chose, or if there was one candidate.
+    kept: whether an earlier process measured it.
+    like: the row count that was measured in place of the problem's (weft.runtime.buckets), if it was another one.
+    """
 
     problem: Problem
     spec: str
@@ -98,52 +110,59 @@ class Choice:
         return f"{self.problem}: {self.spec} ({', '.join(filter(None, (earlier, like, measured))) or 'not measured'})"
 
 
-def _ratios(trial: Trial, other: Trial) -> tuple[float, ...]:
-    """How long one takes over the other, by each clock that timed both."""
+def _time_ratios(trial: Trial, other: Trial) -> tuple[float, ...]:
+    """Return trial's time over other's: of eager calls, and of queued calls if both were timed so."""
     eager = trial.us / other.us
     return (eager, trial.queued_us / other.queued_us) if trial.queued_us and other.queued_us else (eager,)
 
 
 def _beats(trial: Trial, base: Trial) -> bool:
-    """Slower by no clock, and faster by more than the margin by one."""
-    ratios = _ratios(trial, base)
+    """Whether trial is slower than base by neither time, and faster by more than MARGIN by one of them."""
+    ratios = _time_ratios(trial, base)
     return max(ratios) <= 1 and min(ratios) < 1 - MARGIN
 
 
 def leader(trials: Sequence[Trial]) -> Trial:
-    """The fastest that beats the first, which is the sequential program; the first if none does."""
+    """Return the fastest candidate that beats the first one, which is sequential. Return the first one if none does."""
     base = trials[0]
-    return min((t for t in trials if _beats(t, base)), key=lambda trial: sum(_ratios(trial, base)), default=base)
+    return min((t for t in trials if _beats(t, base)), key=lambda trial: sum(_time_ratios(trial, base)), default=base)
 
 
 def finalists(trials: Sequence[Trial], *, base_again: bool = False) -> tuple[str, ...]:
-    """The leader's close rivals by any clock, sequential before all, then the fastest: what is measured again beside it.
-    base_again: sequential in any case."""
+    """Return the candidates to measure again with the leader: those within 10% of it by either time, at most 3.
+
+    Sequential comes first, then the fastest. base_again: include sequential however slow it was.
+    """
     first, base = leader(trials), trials[0]
-    rivals = [t for t in trials if t is not first and (min(_ratios(t, first)) <= 1 + _CLOSE or (base_again and t is base))]
-    rivals.sort(key=lambda trial: (trial is not base, sum(_ratios(trial, first))))
+    rivals = [t for t in trials if t is not first and (min(_time_ratios(t, first)) <= 1 + _CLOSE or (base_again and t is base))]
+    rivals.sort(key=lambda trial: (trial is not base, sum(_time_ratios(trial, first))))
     return tuple(trial.spec for trial in rivals[: _FINALISTS - 1])
 
 
-def _rotated(specs: tuple[str, ...], run: int) -> tuple[str, ...]:
-    """Another one first in each run: what comes after a hot one is slower."""
+def _rotate(specs: tuple[str, ...], run: int) -> tuple[str, ...]:
+    """Let another candidate be first in each run: one that runs after a candidate that heats the GPU is slower."""
     first = run % len(specs)
     return specs[first:] + specs[:first]
 
 
 def calls_of_a_run(call_ns: int) -> int:
-    """As many as fill 5 ms, within bounds."""
-    return max(_FEWEST, min(_MOST, _RUN_NS // max(1, call_ns)))
+    """Return how many calls fill 5 ms, but from 3 to 20."""
+    return max(_MIN_CALLS, min(_MAX_CALLS, _TARGET_RUN_NS // max(1, call_ns)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contest(Generic[P]):
-    """One rank's side of a trial.
+    """A Contest is an autotuning run, as one rank goes through it.
 
-    bind: a spec's program; collective; ValueError where it cannot be. drop: gives a program back. call: one call of a
-    program, as later ones will be. timer: times calls; queued: also, where the host is far ahead. meet: (text, mine) -> what
-    each rank gave as mine, by rank. final_runs: of each spec in the final. base_again: sequential, which was timed first, is in
-    the final in any case: a GPU that has warmed up since, or cooled, would choose between it and what was timed last.
+    bind: returns a candidate's program. It is collective, and raises ValueError if this rank cannot run the candidate.
+    drop: releases a program.
+    call: makes one call of a program, like the calls that follow.
+    timer: times calls that the host enqueues while the GPU runs.
+    queued: times calls that the host has enqueued before the GPU starts. None if calls are not timed so.
+    meet: (text, mine) -> the `mine` of every rank, by rank.
+    final_runs: how often the final times each candidate.
+    base_again: put sequential into the final in any case. It was timed first, so a change of the GPU's temperature since then
+        would otherwise favour it or the candidate that was timed last.
     """
 
     bind: Callable[[str], P]
@@ -156,31 +175,31 @@ class Contest(Generic[P]):
     base_again: bool = False
 
     def fastest(self, specs: Sequence[str]) -> tuple[P, tuple[Trial, ...]]:
-        """The program of the best spec, the others dropped, and what was measured. specs: sequential first.
+        """Return the fastest candidate's program and all measurements, and drop the other programs. specs: sequential first.
 
-        A spec that a rank cannot bind is left out on all, with a warning. Any other error ends the trial on this rank: the
-        caller tells the others.
+        A candidate that one rank cannot bind is skipped on all ranks, with a warning. Any other error ends the run on this
+        rank, and the caller must notify the other ranks.
         """
         assert specs[0] == BASE, specs
         best = self.bind(BASE)
-        self._all_bound(BASE, True)
-        trials = [self._measured(BASE, best)]
+        self._all_ranks_bound(BASE, True)
+        trials = [self._measure(BASE, best)]
         for spec in specs[1:]:
-            program = self._bound(spec)
+            program = self._bind_on_all_ranks(spec)
             if program is not None:
-                trials.append(self._measured(spec, program, trials[0]))
+                trials.append(self._measure(spec, program, trials[0]))
                 best, loser = (program, best) if leader(trials) is trials[-1] else (best, program)
                 self.drop(loser)
-        return self._final(best, trials)
+        return self._run_final(best, trials)
 
-    def _final(self, best: P, trials: list[Trial]) -> tuple[P, tuple[Trial, ...]]:
-        """Those that are close once more, in turns. best: the program of the leader so far."""
+    def _run_final(self, best: P, trials: list[Trial]) -> tuple[P, tuple[Trial, ...]]:
+        """Measure close candidates again, interleaved, and drop all but the winner. best: the program of the leader so far."""
         first = leader(trials).spec
         others = finalists(trials, base_again=self.base_again)
         if not others:
             return best, tuple(trials)
-        programs = {first: best} | {spec: self._bound_again(spec) for spec in others}
-        again = self._in_turns(programs, {t.spec: calls_of_a_run(round(1e3 * t.us)) for t in trials}, trials[0])
+        programs = {first: best} | {spec: self._bind_and_prepare(spec) for spec in others}
+        again = self._measure_interleaved(programs, {t.spec: calls_of_a_run(round(1e3 * t.us)) for t in trials}, trials[0])
         measured = tuple(again.get(t.spec, t) for t in trials)
         winner = leader([t for t in measured if t.spec in programs or t.spec == BASE]).spec
         winner = winner if winner in programs else min(again, key=lambda spec: again[spec].us)
@@ -189,56 +208,59 @@ class Contest(Generic[P]):
                 self.drop(program)
         return programs[winner], measured
 
-    def _in_turns(self, programs: dict[str, P], calls: dict[str, int], base: Trial) -> dict[str, Trial]:
+    def _measure_interleaved(self, programs: dict[str, P], calls: dict[str, int], base: Trial) -> dict[str, Trial]:
         times: dict[str, list[list[int]]] = {spec: [] for spec in programs}
-        clocks = self._clocks(base)
+        clocks = self._timers_for(base)
         for run in range(self.final_runs):
-            for spec in _rotated(tuple(programs), run):
-                call = partial(self._drop_result, programs[spec])
+            for spec in _rotate(tuple(programs), run):
+                call = partial(self._call_and_free, programs[spec])
                 times[spec].append(
                     [max(self.meet(f"final of {spec}: run {run}", clock(call, calls[spec]))) for clock in clocks]
                 )
-        return {spec: _trial(spec, *zip(*runs, strict=True)) for spec, runs in times.items()}
+        return {spec: _take_medians(spec, *zip(*runs, strict=True)) for spec, runs in times.items()}
 
-    def _clocks(self, base: Trial | None) -> tuple[Timer, ...]:
-        """base: what sequential took; None while that is measured, by all clocks: the host may take far longer than the GPU."""
+    def _timers_for(self, base: Trial | None) -> tuple[Timer, ...]:
+        """Return the timers for a candidate. base: what sequential took, or None while sequential itself is measured.
+
+        Sequential is always timed both ways, because an eager time above 0.3 ms may be all the host's.
+        """
         if self.queued is None or (base is not None and base.least_us >= _HOST_BOUND_US):
             return (self.timer,)
         return self.timer, self.queued
 
-    def _bound_again(self, spec: str) -> P:
+    def _bind_and_prepare(self, spec: str) -> P:
         program = self.bind(spec)
-        self._all_bound(spec, True)
+        self._all_ranks_bound(spec, True)
         for _ in range(_FIRST_CALLS):
-            self._drop_result(program)
+            self._call_and_free(program)
         return program
 
-    def _drop_result(self, program: P) -> None:
-        """A call whose result is dropped at once, so that the next one lies where it lay."""
+    def _call_and_free(self, program: P) -> None:
+        """Make a call and free its result at once, so that the next call gets the same memory from the allocator."""
         self.call(program)
 
-    def _bound(self, spec: str) -> P | None:
-        """The spec's program; None, said aloud, if a rank cannot bind it."""
+    def _bind_on_all_ranks(self, spec: str) -> P | None:
+        """Return the candidate's program. Return None, with a warning, if any rank cannot bind it."""
         program, reason = None, "another rank could not bind it"
         try:
             program = self.bind(spec)
-        except WeftError:  # some are ValueErrors, too, but the group is broken
+        except WeftError:  # may also be a ValueError, but then the group has failed
             raise
         except ValueError as error:
             reason = str(error)
-        if self._all_bound(spec, program is not None):
+        if self._all_ranks_bound(spec, program is not None):
             return program
         if program is not None:
             self.drop(program)
         warn_once(f"schedule {spec} is left out of auto's trial: {reason}")
         return None
 
-    def _all_bound(self, spec: str, mine: bool) -> bool:
+    def _all_ranks_bound(self, spec: str, mine: bool) -> bool:
         return all(self.meet(f"trial of {spec}: bound", int(mine)))
 
-    def _measured(self, spec: str, program: P, base: Trial | None = None) -> Trial:
-        """base: what sequential took; None while that is measured."""
-        call = partial(self._drop_result, program)
+    def _measure(self, spec: str, program: P, base: Trial | None = None) -> Trial:
+        """Time one candidate. base: what sequential took, or None while sequential itself is measured."""
+        call = partial(self._call_and_free, program)
         for _ in range(_FIRST_CALLS):
             call()
         calls = calls_of_a_run(max(self.meet(f"trial of {spec}: one call", self.timer(call, 1))))
@@ -246,21 +268,21 @@ class Contest(Generic[P]):
         def runs(clock: Timer) -> list[int]:
             return [max(self.meet(f"trial of {spec}: run {run}", clock(call, calls))) for run in range(_RUNS)]
 
-        return _trial(spec, *map(runs, self._clocks(base)))
+        return _take_medians(spec, *map(runs, self._timers_for(base)))
 
 
-def _trial(spec: str, ns: Sequence[int], queued_ns: Sequence[int] = ()) -> Trial:
-    """The medians of runs."""
+def _take_medians(spec: str, ns: Sequence[int], queued_ns: Sequence[int] = ()) -> Trial:
+    """Take the median of the runs."""
     return Trial(spec=spec, us=statistics.median(ns) / 1e3, queued_us=statistics.median(queued_ns) / 1e3 if queued_ns else None)
 
 
 def timer_for(device: torch.device) -> Timer | None:
-    """A clock for calls on `device`: CUDA's events on the caller's stream. None where calls are not timed."""
+    """Return a timer by CUDA events on the current stream. Return None for a device whose calls are not timed."""
     return (lambda call, calls: _time_on_gpu(device, call, calls)) if device.type == "cuda" else None
 
 
 def queued_timer_for(device: torch.device) -> Timer | None:
-    """A clock for calls that the host has enqueued before the GPU begins them. None where calls are not timed."""
+    """Return a timer of calls that are enqueued before the GPU starts. Return None for a device whose calls are not timed."""
     return (lambda call, calls: _time_queued(device, call, calls)) if device.type == "cuda" else None
 
 
@@ -268,12 +290,16 @@ def _time_queued(device: torch.device, call: Callable[[], object], calls: int) -
     begun_ns = time.perf_counter_ns()
     call()
     host_ns = (1 + calls) * (time.perf_counter_ns() - begun_ns)
-    torch.cuda._sleep(_CYCLES_PER_NS * min(round(_HELD_UP * host_ns), _LONGEST_NS))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_CYCLES_PER_NS * min(round(_DELAY_FACTOR * host_ns), _MAX_DELAY_NS))  # type: ignore[no-untyped-call]
     return _time_on_gpu(device, call, calls)
 
 
 def _time_on_gpu(device: torch.device, call: Callable[[], object], calls: int) -> int:
-    """The call before the first event lets the host run ahead, and the ranks' GPUs meet. The space's watch bounds the wait."""
+    """Time calls with CUDA events.
+
+    The call before the first event lets the host run ahead, and makes the ranks' GPUs wait for each other. A GPU that waits
+    too long for another rank is released by weft's watchdog.
+    """
     stream = torch.cuda.current_stream(device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     call()

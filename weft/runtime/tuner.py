@@ -1,11 +1,14 @@
-"""Which schedule "auto" stands for in a group: what was measured here, or in an earlier process, or at another row count.
+"""The tuner decides which schedule "auto" runs in a process group.
 
-    specs       what could run a problem: one spec, or several to measure
-    contest     the autotuning run of those (weft.runtime.trial)
-    chose       note the fastest; rank 0 writes it into the user's folder of kept plans (weft.runtime.kept_plans)
+A choice comes from an autotuning run in this group, from an earlier process, or from another row count.
 
-All ranks run what rank 0 has read. If rank 0 has read nothing, all ranks measure; what the others have read adds times to their
-reports alone. Everything else here is a function of the calls that ranks have agreed on, the same on all.
+    specs       returns the candidates for a problem: one if the choice is known, several if they must be measured
+    contest     sets up the autotuning run of those (weft.runtime.trial)
+    chose       records the winner; rank 0 writes it to the user's plan cache on disk (weft.runtime.kept_plans)
+
+All ranks run what rank 0 has read from its cache. If rank 0 finds nothing there, all ranks measure. What another rank finds
+adds only measured times to its own report. Everything else here depends only on calls that the ranks have agreed on, so all
+ranks come to the same result.
 """
 
 from __future__ import annotations
@@ -29,52 +32,56 @@ from weft.runtime.trial import Choice, Contest, Trial, queued_timer_for, timer_f
 from weft.runtime.versions import links_between, machine_of, versions
 
 CHOICES = 4096
-"""Problems whose choice a group remembers; the oldest is measured, or read, again."""
+"""A group remembers the choices of this many problems. The oldest is dropped, and then read from disk or measured again."""
 
 Key = tuple[Problem, str, torch.device]
-"""What a program is for: the problem, what the caller asked for, and where."""
+"""A program is looked up by its problem, the caller's `schedule=`, and the device."""
 
 
 class Tuner:
-    """What a group knows about the speed of schedules."""
+    """A Tuner holds the choices of one process group, and finds new ones."""
 
     def __init__(self, rank_group: RankGroup, row_counts: RowCounts) -> None:
         self._rank_group, self._row_counts = rank_group, row_counts
         self._choices: OrderedDict[tuple[Problem, torch.device], Choice] = OrderedDict()
-        self._kept = KeptPlans(rank_group)
+        self._plan_cache = KeptPlans(rank_group)
 
     def choices(self) -> list[Choice]:
         return list(self._choices.values())
 
     def specs(self, problem: Problem, call: Call) -> tuple[str, ...]:
-        """What could run a call: one spec, unless it is to be measured, as a problem is once. Collective. Raises ValueError, on
-        all ranks, where a rank cannot read its machine profile."""
+        """Return the candidates for a call: one schedule, or several at the first call of a problem that must be measured.
+
+        Collective. Raises ValueError on all ranks if one of them cannot read its machine profile.
+        """
         device = call.device
         if call.schedule in MODES:
             agree(self._rank_group, device)
         if call.schedule != "auto":
             return (call.schedule,)
         known = self._choices.get((problem, device))
-        if known is None and not _timed(call):
+        if known is None and not _can_be_timed(call):
             return (planned(problem, device),)
-        known = known or self._kept.find(problem, device) or self._row_counts.like(problem, device)
+        known = known or self._plan_cache.find(problem, device) or self._row_counts.like(problem, device)
         if known is None:
             return contenders(problem, device)
-        self._note(known, device)
+        self._remember(known, device)
         if known.kept:
             self._row_counts.measured(known, device)
         return (known.spec,)
 
     def measures(self, problem: Problem, call: Call) -> bool:
-        """Whether a program that is bound for a call without an autotuning run may time how it multiplies: not by "planned",
-        which measures nothing, and not at the first call of a row count whose schedule was taken over from another one."""
+        """Whether a program that is bound without an autotuning run may time its matmul algorithms.
+
+        It may not with "planned", which measures nothing, nor if the schedule was taken over from another row count.
+        """
         known = self._choices.get((problem, call.device)) if call.schedule == "auto" else None
         return call.schedule != "planned" and not (known and known.like)
 
     def contest(
         self, call: Call, bind: Callable[[str], BoundProgram], drop: Callable[[BoundProgram], None]
     ) -> Contest[BoundProgram]:
-        """An autotuning run of calls like this one."""
+        """Set up an autotuning run that makes calls like this one."""
         timer = timer_for(call.device)
         assert timer is not None, "schedules are measured only where calls can be timed"
         return Contest(
@@ -87,7 +94,7 @@ class Tuner:
         )
 
     def chose(self, program: BoundProgram, key: Key, trials: tuple[Trial, ...]) -> None:
-        """Note which program was bound for a call. trials: what was measured; nothing where there was one spec."""
+        """Record which program was bound for a call. trials: what was measured; empty if there was one candidate."""
         problem, asked, device = key
         if asked != "auto":
             return
@@ -95,25 +102,27 @@ class Tuner:
             return
         chosen = program.schedule
         choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
-        self._note(choice, device)
+        self._remember(choice, device)
         if trials:
             self._row_counts.measured(choice, device)
-            self._kept.keep(choice, device)
+            self._plan_cache.keep(choice, device)
 
-    def _note(self, choice: Choice, device: torch.device) -> None:
+    def _remember(self, choice: Choice, device: torch.device) -> None:
         self._choices[choice.problem, device] = choice
         if len(self._choices) > CHOICES:
             self._choices.popitem(last=False)
 
 
-def _timed(call: Call) -> bool:
+def _can_be_timed(call: Call) -> bool:
     """Whether candidates may be measured with calls like this one."""
     return call.tried and timer_for(call.device) is not None
 
 
 def agree(rank_group: RankGroup, device: torch.device) -> None:
-    """See that every rank can read its machine profile, and that all profiles have as many copy lanes. Raises ValueError on all
-    ranks where one cannot, or where they differ; the group goes on. Collective."""
+    """Check that every rank can read its machine profile, and that all profiles have the same number of copy lanes.
+
+    Collective. Otherwise it raises ValueError on all ranks, and the group stays usable.
+    """
     wrong: ValueError | None = None
     mine = 0
     try:
@@ -134,7 +143,7 @@ def agree(rank_group: RankGroup, device: torch.device) -> None:
 
 
 class KeptPlans:
-    """What earlier processes have measured, by the user's folder of kept plans."""
+    """KeptPlans reads and writes the user's plan cache, which holds what earlier processes have measured."""
 
     def __init__(self, rank_group: RankGroup) -> None:
         self._rank_group = rank_group
@@ -142,7 +151,7 @@ class KeptPlans:
         self._links: dict[torch.device, str] = {}
 
     def find(self, problem: Problem, device: torch.device) -> Choice | None:
-        """What an earlier process chose by measuring; None if it must be measured. Collective."""
+        """Return what an earlier process measured and chose. Return None if the problem must be measured. Collective."""
         if device.type == "cuda":
             numbers = self._rank_group.enter("GPUs of the group", gpu_number(device))
             self._links[device] = links_between([numbers[rank] for rank in self._rank_group.near])
@@ -156,19 +165,19 @@ class KeptPlans:
         return Choice(problem=problem, spec=chosen, trials=tuple(Trial(spec=s, us=t) for s, t in us.items()), kept=True)
 
     def keep(self, choice: Choice, device: torch.device) -> None:
-        """Write what was measured for later processes, on rank 0."""
+        """On rank 0, write a choice for later processes."""
         if self._cache and self._rank_group.rank == 0:
             with self._rank_group.failing():
                 self._cache.write(plans.Entry(key=self._key(choice.problem, device), spec=choice.spec, us=choice.us))
 
     def _key(self, problem: Problem, device: torch.device) -> plans.Key:
-        machine, known = _here(device, self._rank_group.world_size)
+        machine, known = _machine_and_versions(device, self._rank_group.world_size)
         if device in self._links:
             machine = machine | {"links": self._links[device]}
-        machine = machine | {"profile": profile_for(device, self._rank_group.world_size).digest}  # says what is worth measuring
+        machine = machine | {"profile": profile_for(device, self._rank_group.world_size).digest}  # the candidates depend on it
         return plans.Key(machine=machine, versions=known, problem=problem, space=plans.space())
 
 
 @cache
-def _here(device: torch.device, world_size: int) -> tuple[dict[str, str], dict[str, str]]:
+def _machine_and_versions(device: torch.device, world_size: int) -> tuple[dict[str, str], dict[str, str]]:
     return machine_of(device, world_size), versions(device.type)

@@ -1,4 +1,4 @@
-"""torch.compile: a pass that finds collectives beside matmuls in a graph, and puts weft's operators there.
+"""A torch.compile pass that replaces collectives next to matmuls by weft's fused operators.
 
 Models that torch parallelizes (parallelize_module with torch's own styles, DTensor, functional collectives) need no change:
 
@@ -7,8 +7,9 @@ Models that torch parallelizes (parallelize_module with torch's own styles, DTen
     ...
     print(overlap.report())
 
-The pass sees each graph after autograd, forward and backward apart: gathers.py and scatters.py say what it looks for, graph.py
-reads and writes graphs, places.py tells where a node is from. A place that it leaves alone is listed, with the reason.
+The pass sees each graph after autograd, so the forward and the backward pass are separate graphs. gathers.py and scatters.py
+describe the patterns that they match, graph.py reads and writes graphs, and places.py finds the source line and module of a
+node. The report lists every collective that the pass leaves as it is, with the reason.
 """
 
 from __future__ import annotations
@@ -36,28 +37,31 @@ from weft.ops.common import spec_of
 
 _OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _COLLECTIVES = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
-"""Namespaces of torch's collectives in graphs, DTensor's own too. Those that no operator replaces are listed all the same."""
+"""The namespaces of torch's collectives, including DTensor's. The report also lists those that weft does not replace."""
 _RESHAPES = frozenset((torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default))
 
 
 class CompilePass(CustomGraphPass):
-    """Replaces, in each graph that torch.compile makes:
+    """CompilePass replaces these patterns in each graph that torch.compile makes:
 
         all_gather of rows, then matmuls of them        all_gather_matmul
         a matmul, then reduce_scatter of its rows       matmul_reduce_scatter
         a matmul, then all_reduce                       matmul_all_reduce
 
-    schedule: as the operators take it, a name or "auto"; or one for each operator, by its name. operators: the ones to put in.
-    The matmuls may be aten._scaled_mm, of FP8 with tensorwise or rowwise scales; a scale that is gathered travels with its row.
-    Of a bias that is divided by the number of ranks before a reduction, as DTensor divides a RowwiseParallel linear's, the mean
-    of all ranks' is made, a reduction of one row.
+    Args:
+        schedule: a schedule's name or "auto", as the operators take it, or a mapping from operator names to schedules.
+        operators: the names of the operators that the pass may use.
 
-    What is left alone, with a reason: other uses of a collective, a last dimension that is gathered or scattered, bmm,
-    symbolic shapes, a product that is needed or cast before its reduction. A linear's bias is added after the product,
-    which rounds once more.
+    A matmul may be an aten._scaled_mm of FP8 with tensorwise or rowwise scales. Gathered scales travel with their rows.
+    DTensor divides the bias of a RowwiseParallel linear by the number of ranks before the reduction. The pass instead adds the
+    mean of all ranks' biases afterwards, which costs a reduction of one row. A linear's bias is added in an operation of its
+    own after the product, which rounds once more.
 
-    All ranks must compile the same model with the same values here. Raises ValueError for an unknown operator or schedule.
-    Sources: as the operators'; PyTorch has such a pass for its own async tensor parallelism.
+    The pass leaves these as they are, and reports why: other uses of a collective, a gather or scatter of the last dimension,
+    bmm, symbolic shapes, and a product that is cast, or used elsewhere, before its reduction.
+
+    All ranks must compile the same model with the same arguments. Raises ValueError for an unknown operator or schedule.
+    Sources: those of the operators; PyTorch has such a pass for its own async tensor parallelism.
     """
 
     def __init__(
@@ -85,7 +89,10 @@ class CompilePass(CustomGraphPass):
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """For torch.compile(..., options=...), with Inductor; a mode's go along: `torch._inductor.list_mode_options(mode)`."""
+        """The options to pass to torch.compile(..., options=...) with the Inductor backend.
+
+        To use a mode as well, merge in `torch._inductor.list_mode_options(mode)`.
+        """
         return inductor_options(self)
 
     def __call__(self, graph: Graph) -> None:
@@ -94,51 +101,52 @@ class CompilePass(CustomGraphPass):
         share_waits(graph)
         starts = [node for node in graph.nodes if node.target is gathers.START]
         for start in [node for node in starts if not gathers.carries_scales(node)]:
-            self._gather(graph, start)
-        self._scatters(graph, [node for node in graph.nodes if node.target in scatters.OPERATORS])
+            self._rewrite_gather(graph, start)
+        self._rewrite_scatters(graph, [node for node in graph.nodes if node.target in scatters.OPERATORS])
         for node in graph.nodes:
-            if _is_other(node):
-                self._note(node, (), f"{_short(node)}: no operator of weft replaces it")
+            if _is_unsupported_collective(node):
+                self._record(node, (), f"{_short_name(node)}: no operator of weft replaces it")
             if node.target in _RESHAPES:
-                # As Inductor has them all: what was put in may lie otherwise in memory.
+                # A view fails if a weft operator returns other strides than the node it replaced; Inductor uses reshape, too.
                 node.target = torch.ops.aten.reshape.default
         graph.lint()
 
-    def _gather(self, graph: Graph, start: Node) -> None:
+    def _rewrite_gather(self, graph: Graph, start: Node) -> None:
         try:
-            self._check_asked("all_gather_matmul")
-            site = gathers.read(start)
+            self._check_enabled("all_gather_matmul")
+            gather = gathers.read(start)
         except Refused as refused:
-            self._note(start, (), f"{_short(start)}: {refused}")
+            self._record(start, (), f"{_short_name(start)}: {refused}")
             return
-        nodes = [product.node for product in site.products]
-        problem = {"n": site.columns * site.world_size, "k": shape(nodes[0].args[0])[-1], "group": site.group}  # type: ignore[arg-type]
-        self._note(nodes[0], nodes, "", "all_gather_matmul", problem)
-        gathers.rewrite(graph, site, self.schedules["all_gather_matmul"])
+        nodes = [product.node for product in gather.products]
+        problem = {"n": gather.columns * gather.world_size, "k": shape(nodes[0].args[0])[-1], "group": gather.group}  # type: ignore[arg-type]
+        self._record(nodes[0], nodes, "", "all_gather_matmul", problem)
+        gathers.rewrite(graph, gather, self.schedules["all_gather_matmul"])
 
-    def _scatters(self, graph: Graph, starts: Sequence[Node]) -> None:
+    def _rewrite_scatters(self, graph: Graph, starts: Sequence[Node]) -> None:
         found = []
         for start in starts:
             try:
-                self._check_asked(scatters.OPERATORS[start.target])
+                self._check_enabled(scatters.OPERATORS[start.target])
                 found.append(scatters.read(start))
             except Refused as refused:
-                self._note(start, (), f"{_short(start)}: {refused}")
-        for site in scatters.added(found):
-            nodes = [term.node for term in site.terms]
-            size = place_in(site.group)[1]
-            problem = {"n": shape(nodes[0])[1], "k": sum(shape(term.a)[1] for term in site.terms) * size, "group": site.group}
-            merged = f"{len(site.starts)} reductions of which the sum is used are one" if len(site.starts) > 1 else ""
-            if site.terms[0].bias:
+                self._record(start, (), f"{_short_name(start)}: {refused}")
+        for scatter in scatters.added(found):
+            nodes = [term.node for term in scatter.terms]
+            size = place_in(scatter.group)[1]
+            k = sum(shape(term.a)[1] for term in scatter.terms) * size
+            problem = {"n": shape(nodes[0])[1], "k": k, "group": scatter.group}
+            merged = f"{len(scatter.starts)} reductions of which the sum is used are one" if len(scatter.starts) > 1 else ""
+            if scatter.terms[0].bias:
                 merged = "its bias is the mean of all ranks', a reduction more"
-            self._note(nodes[0], nodes, merged, site.op, problem)
-            scatters.rewrite(graph, site, self.schedules[site.op])
+            self._record(nodes[0], nodes, merged, scatter.op, problem)
+            scatters.rewrite(graph, scatter, self.schedules[scatter.op])
 
-    def _check_asked(self, op: str) -> None:
+    def _check_enabled(self, op: str) -> None:
         if op not in self.operators:
             raise Refused(f"{op} is not among the operators to put in")
 
-    def _note(
+    def _record(
         self, node: Node, products: Sequence[Node], reason: str, operator: str = "", problem: Mapping[str, Any] | None = None
     ) -> None:
         names = [module_name(product) for product in products or [node]]
@@ -149,8 +157,10 @@ class CompilePass(CustomGraphPass):
         )
 
     def uuid(self) -> str:
-        """What Inductor's caches tell graphs apart by: this package's sources, what was asked for, and this rank, which is in
-        the graphs."""
+        """The key of this pass in Inductor's caches.
+
+        It covers the sources of this package, the schedules, and this rank and the world size, which the graphs contain.
+        """
         asked = __version__, sorted(self.schedules.items()), _rank_and_size()
         digest = hashlib.sha256(repr(asked).encode())
         for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -158,8 +168,11 @@ class CompilePass(CustomGraphPass):
         return digest.hexdigest()
 
     def report(self) -> str:
-        """A line for each place that was found, after a line of counts. Graphs from torch.compile's caches were rewritten when
-        they were compiled first: a line says that there are some."""
+        """Return a line of counts, and then a line for each pattern or collective that the pass has found.
+
+        The pass does not see a graph that comes from torch.compile's caches, because it was rewritten when it was first
+        compiled. An extra line says if there are such graphs.
+        """
         done = sum(site.overlapped for site in self.sites)
         lines = [f"overlapped {done} of {len(self.sites)} places in {self.graphs} graphs"]
         if cache_hits() > self._hits_before:
@@ -170,16 +183,16 @@ class CompilePass(CustomGraphPass):
         return "\n".join([*lines, *(f"  {site.where}  {site}" if site.parts else f"  {site}" for site in self.sites)])
 
 
-def _is_other(node: Node) -> bool:
-    """Whether this is a collective that no operator replaces."""
+def _is_unsupported_collective(node: Node) -> bool:
+    """Whether this is a collective that no weft operator replaces."""
     found = node.target
     if not isinstance(found, OpOverload) or found.namespace not in _COLLECTIVES:
         return False
-    return found is not gathers.START and found not in scatters.OPERATORS and not _short(node).startswith("wait_tensor")
+    return found is not gathers.START and found not in scatters.OPERATORS and not _short_name(node).startswith("wait_tensor")
 
 
-def _short(node: Node) -> str:
-    """A collective's name, without its namespace and overload."""
+def _short_name(node: Node) -> str:
+    """Return a collective's name without its namespace and overload."""
     return str(node.target).split(".")[1]
 
 

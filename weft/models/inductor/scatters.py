@@ -1,17 +1,18 @@
-"""Matmuls, then reduce_scatter or all_reduce of their product: found in a graph, and made one operator.
+"""Find matmuls whose product is reduced by a reduce_scatter or all_reduce, and replace both by one operator.
 
     mm(a, b) -> reshape [-> split, cat] -> reduce_scatter -> wait         weft::matmul_reduce_scatter(a, b)
     mm(a, b) -> reshape -> all_reduce -> wait                             weft::matmul_all_reduce(a, b)
 
-A sum of products is one product: mm(a0, b0) + mm(a1, b1) = mm([a0 | a1], [b0 / b1]). So are reduced products that are added,
-which torch's tensor parallelism leaves in a backward: one reduction is then left of two.
+A sum of products becomes one product: mm(a0, b0) + mm(a1, b1) = mm([a0 | a1], [b0 / b1]). Two reductions whose results are
+added become one reduction. torch's tensor parallelism leaves such pairs in backward graphs.
 
     wait(reduce(x)) + wait(reduce(y)) = wait(reduce(x + y))
 
-A bias, mm(a, b) + bias / world_size, is how DTensor writes one that all ranks share: it is added once, after the reduction.
-Nothing in a graph says that they do, so that what is added is the mean of all ranks': one row more is reduced.
+DTensor writes a bias that all ranks share as mm(a, b) + bias / world_size. weft adds the bias once, after the reduction. The
+graph does not say that the bias is the same on all ranks, so weft adds the mean of all ranks' biases, which costs the reduction
+of one more row.
 
-A single product may be an aten._scaled_mm, of FP8 factors.
+A single product may be an aten._scaled_mm of FP8 factors.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ OPERATORS: dict[object, Op] = {
 
 @dataclass(frozen=True)
 class Term:
-    """A product of the sum. Its factors are read when they are asked for: where another place was rewritten before, they may be
-    what was put in there. bias: what all ranks share and is added once."""
+    """A Term is one product of the sum that is reduced.
+
+    The factors are properties because an earlier rewrite in the same graph may have replaced them.
+    """
 
     node: Node
 
@@ -73,9 +76,18 @@ class Term:
 
 @dataclass(frozen=True)
 class Scatter:
-    """One place. starts: the collectives, of which the results are summed if there are several; end: the last one's wait. dim,
-    extents: what is scattered, of a tensor of these extents; dim is None where all of it is reduced. nodes: all that becomes
-    needless."""
+    """A Scatter is a reduction that can be fused with the matmuls that make its input.
+
+    op: weft's operator.
+    starts: the collectives. If there are several, their results are added.
+    end: the wait of the last collective.
+    group: the name of the process group.
+    reduce: "sum" or "avg".
+    dim: the scattered dimension, or None for an all_reduce.
+    extents: the shape of the tensor that is reduced.
+    terms: the products whose sum is reduced.
+    nodes: the nodes that the rewrite makes unused.
+    """
 
     op: Op
     starts: tuple[Node, ...]
@@ -90,7 +102,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """One collective and what it reduces: `source`, a tensor whose dimension `dim` is scattered."""
+    """A _Reduction is one collective with its input `source`, of which it scatters dimension `dim`, if any."""
 
     start: Node
     wait: Node
@@ -102,11 +114,11 @@ class _Reduction:
 
 
 def read(start: Node) -> Scatter:
-    """What ends in this collective. Raises Refused if no operator of weft replaces it."""
-    found = _reduction(start)
+    """Match the pattern that ends in this collective. Raises Refused if no weft operator can replace it."""
+    found = _read_reduction(start)
     if found.dim is not None and found.dim == value(found.source).dim() - 1:
         raise Refused(f"dimension {found.dim} of {value(found.source).dim()} is scattered, the last: weft overlaps rows")
-    terms, nodes = _terms(found.source, shape(found.source), {found.start, *found.nodes})
+    terms, nodes = _read_terms(found.source, shape(found.source), {found.start, *found.nodes})
     check_value(terms[0].node)
     if any(term.bias and term.bias.args[1] != place_in(found.group)[1] for term in terms):
         raise Refused("the matmul adds a bias of each rank's own")
@@ -125,58 +137,62 @@ def read(start: Node) -> Scatter:
     )
 
 
-def added(sites: Sequence[Scatter]) -> list[Scatter]:
-    """The same sites, in the graph's order; those whose results are only summed are one, where the last of them was. What adds
-    them in the graph then adds that one alone."""
+def added(scatters: Sequence[Scatter]) -> list[Scatter]:
+    """Merge reductions whose results are only added to each other, and return all reductions in the order of the graph.
+
+    A merged reduction stands where the last of its parts stood. The addition is removed from the graph.
+    """
     left: list[Scatter] = []
-    for site in sites:
+    for scatter in scatters:
         for earlier in list(left):
-            way = _way_to_sum(earlier, site)
-            if way is not None:
+            shared_sum = _find_shared_sum(earlier, scatter)
+            if shared_sum is not None:
                 left.remove(earlier)
-                site = _joined(earlier, site, way)
-        left.append(site)
+                scatter = _merge(earlier, scatter, shared_sum)
+        left.append(scatter)
     return left
 
 
-def _way_to_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
-    """(the sum that has the result of `one`, as which argument), if one reduction could bring both: their results, reshaped
-    alike, meet in a chain of sums that nothing else looks into, each of which takes the one before once. Nothing else takes
-    them before their wait either, as a graph does that saves them."""
-    alike = (one.op, one.group, one.reduce, one.dim, one.extents) == (two.op, two.group, two.reduce, two.dim, two.extents)
-    alike = alike and value(one.end).dtype == value(two.end).dtype
-    if not alike or any(term.bias or term.node.target is SCALED for site in (one, two) for term in site.terms):
+def _find_shared_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
+    """Return the addition that uses the result of `one`, and the node that it uses, or None if the two cannot be merged.
+
+    Both reductions must be of the same kind, and a chain of plain additions must lead from the result of `one` to that of
+    `two`. Nothing else may use the two results, whether before or after their waits, or a sum inside the chain.
+    """
+    same_kind = (one.op, one.group, one.reduce, one.dim, one.extents) == (two.op, two.group, two.reduce, two.dim, two.extents)
+    same_kind = same_kind and value(one.end).dtype == value(two.end).dtype
+    if not same_kind or any(term.bias or term.node.target is SCALED for scatter in (one, two) for term in scatter.terms):
         return None
-    mine, others = _only_use(one.end), same_elements(two.end)
-    if mine is None or _only_use(two.end) is None or not _plain_sum(mine[0]):
+    mine, others = _find_only_use(one.end), same_elements(two.end)
+    if mine is None or _find_only_use(two.end) is None or not _is_plain_sum(mine[0]):
         return None
-    if any(len(start.users) != 1 for site in (one, two) for start in site.starts):
+    if any(len(start.users) != 1 for scatter in (one, two) for start in scatter.starts):
         return None
     total, node = mine
     while not any(part in others for part in total.args):
         users = list(total.users)
-        if len(users) != 1 or users[0].args[:2].count(total) != 1 or not _plain_sum(users[0]):
+        if len(users) != 1 or users[0].args[:2].count(total) != 1 or not _is_plain_sum(users[0]):
             return None
         total = users[0]
     return mine[0], node
 
 
-def _only_use(end: Node) -> tuple[Node, Node] | None:
-    """(the only user of a node, or of a reshape of it, and what it uses)."""
-    alike = same_elements(end)
-    found = [(user, one) for one in alike for user in one.users if user not in alike]
+def _find_only_use(end: Node) -> tuple[Node, Node] | None:
+    """Return the only user of a node or its reshapes, and the node that it uses. Return None if there are other users."""
+    reshaped = same_elements(end)
+    found = [(user, one) for one in reshaped for user in one.users if user not in reshaped]
     return found[0] if len(found) == 1 and found[0][0].args.count(found[0][1]) == 1 else None
 
 
-def _plain_sum(node: Node) -> bool:
+def _is_plain_sum(node: Node) -> bool:
     parts = node.args[:2]
     if node.target is not aten.add.Tensor or argument(node, 2, "alpha", 1) != 1 or len(parts) < 2:
         return False
     return all(isinstance(part, Node) and valued_alike(part, node) for part in parts)
 
 
-def _joined(one: Scatter, two: Scatter, way: tuple[Node, Node]) -> Scatter:
-    total, mine = way
+def _merge(one: Scatter, two: Scatter, shared_sum: tuple[Node, Node]) -> Scatter:
+    total, mine = shared_sum
     (other,) = (part for part in total.args[:2] if part is not mine)
     assert isinstance(other, Node)
     nodes = (*one.nodes, *two.nodes, *same_elements(one.end))
@@ -185,7 +201,7 @@ def _joined(one: Scatter, two: Scatter, way: tuple[Node, Node]) -> Scatter:
     return replace(two, starts=(*one.starts, *two.starts), terms=(*one.terms, *two.terms), nodes=nodes)
 
 
-def _reduction(start: Node) -> _Reduction:
+def _read_reduction(start: Node) -> _Reduction:
     source, reduce = start.args[0], argument(start, 1, "reduce_op")
     scattering = start.target is c10d.reduce_scatter_tensor.default
     group = argument(start, 3 if scattering else 2, "group_name")
@@ -198,31 +214,33 @@ def _reduction(start: Node) -> _Reduction:
     if len(waits) != 1 or any(user.op != "output" for user in start.users if user is not waits[0]):
         raise Refused("what is reduced is used before it is waited for")
     check_value(source)
-    laid = laid_anew(source) if scattering else None
-    if laid is None or laid.into or not laid.dim or laid.count != place_in(group)[1]:
+    layout = laid_anew(source) if scattering else None
+    if layout is None or layout.into or not layout.dim or layout.count != place_in(group)[1]:
         return _Reduction(start, waits[0], reduce, group, source, 0 if scattering else None, ())
-    nodes = (*laid.nodes, source)
+    nodes = (*layout.nodes, source)
     if any(user not in nodes and user is not start for node in nodes for user in node.users):
         raise Refused("the product is needed before it is reduced, too")
-    return _Reduction(start, waits[0], reduce, group, laid.source, laid.dim, nodes)
+    return _Reduction(start, waits[0], reduce, group, layout.source, layout.dim, nodes)
 
 
-def _terms(source: Node, extents: Sequence[int], users: set[Node]) -> tuple[tuple[Term, ...], list[Node]]:
-    """(the products that `source` is the sum of, the nodes from them to `source`). users: the only ones that `source` may
-    have."""
+def _read_terms(source: Node, extents: Sequence[int], users: set[Node]) -> tuple[tuple[Term, ...], list[Node]]:
+    """Return the products whose sum is `source`, and the nodes between them and `source`.
+
+    Raises Refused if `source` has users that are not in `users`.
+    """
     chain = before_reshapes(source)
     for node, after in zip(chain, (users, *({node} for node in chain)), strict=False):
         if not set(node.users) <= after:
             raise Refused("the product is needed before it is reduced, too")
     root = chain[-1]
     if root.target is aten.add.Tensor:
-        return _sum(root, extents, chain)
+        return _read_sum(root, extents, chain)
     if cast_to(root):
         raise Refused(f"the product is cast to {value(root).dtype} before it is reduced; weft reduces what it multiplies")
-    return (_term(root, extents),), chain
+    return (_read_term(root, extents),), chain
 
 
-def _sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[Term, ...], list[Node]]:
+def _read_sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[Term, ...], list[Node]]:
     found: list[Term] = []
     nodes = list(chain)
     if argument(root, 2, "alpha", 1) != 1 or len(root.args) < 2:
@@ -230,7 +248,7 @@ def _sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[T
     for part in root.args[:2]:
         if not isinstance(part, Node) or shape(part) != shape(root):
             raise Refused("what is reduced is a sum of a product and something else")
-        terms, more = _terms(part, extents, {root})
+        terms, more = _read_terms(part, extents, {root})
         found += terms
         nodes += more
     if any(term.bias for term in found):
@@ -240,7 +258,7 @@ def _sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[T
     return tuple(found), nodes
 
 
-def _term(root: Node, extents: Sequence[int]) -> Term:
+def _read_term(root: Node, extents: Sequence[int]) -> Term:
     if root.target not in _MATMULS:
         if root.op == "placeholder":
             raise Refused(f"what is reduced was made in {OTHER_GRAPH}")
@@ -248,13 +266,13 @@ def _term(root: Node, extents: Sequence[int]) -> Term:
     if scales_of(root) and bias_of(root):
         raise Refused("the matmul adds a bias of each rank's own")
     term = Term(root)
-    value(term.a)  # Refused where its extents are not known, those that are summed over
+    value(term.a)  # raises Refused if its shape is not known: K does not appear in the shape of the product
     if shape(root)[-1] != extents[-1]:
         raise Refused(f"the product {shape(root)} is reduced as {list(extents)}, with other columns")
     if term.bias is not None:
         if (argument(root, 3, "beta", 1), argument(root, 4, "alpha", 1)) != (1, 1):
             raise Refused("the matmul has a factor")
-        _check_shared(term.bias, shape(root)[-1])
+        _check_shared_bias(term.bias, shape(root)[-1])
     return term
 
 
@@ -263,55 +281,55 @@ _REASONS: dict[object, str] = {
 }
 
 
-def _check_shared(bias: Node, columns: int) -> None:
-    """Raises Refused for what is no bias that is divided by the number of ranks, with a number for each column."""
+def _check_shared_bias(bias: Node, columns: int) -> None:
+    """Raise Refused unless the bias is a quotient, as DTensor divides a shared bias, with one element for each column."""
     if bias.target is not aten.div.Tensor or not isinstance(bias.args[0], Node) or len(shape(bias)) != 1:
         raise Refused("the matmul adds a bias of each rank's own")
     if shape(bias) != [columns]:
         raise Refused(f"the matmul adds a bias of {shape(bias)[0]} to {columns} columns")
 
 
-def rewrite(graph: Graph, site: Scatter, schedule: str) -> None:
-    """Make it one operator."""
-    rank, size = place_in(site.group)
-    divided = site.terms[0].bias
+def rewrite(graph: Graph, scatter: Scatter, schedule: str) -> None:
+    """Replace the matched nodes by one weft operator."""
+    rank, size = place_in(scatter.group)
+    divided = scatter.terms[0].bias
     bias = None if divided is None else cast(Node, divided.args[0])
-    with graph.inserting_before(site.starts[-1]):
-        write = Writer(graph, site.terms[0].node)
+    with graph.inserting_before(scatter.starts[-1]):
+        write = Writer(graph, scatter.terms[0].node)
         if bias is not None:
-            bias = _mean(write, bias, site.group, size)
-        a, b = _factors(write, site.terms)
-        scales = scales_of(site.terms[0].node)
-        if site.dim is not None:
-            a = _rows(write, a, site)
+            bias = _write_mean(write, bias, scatter.group, size)
+        a, b = _write_factors(write, scatter.terms)
+        scales = scales_of(scatter.terms[0].node)
+        if scatter.dim is not None:
+            a = _write_rows(write, a, scatter)
         if scales is not None:
-            by_row = site.dim is not None and scales.recipe == "rowwise"
-            scale_a = _rows(write, scales.a, site) if by_row else scales.a
-            out = write_reduction(write, site.op, a, b, scale_a, scales, site.group, schedule, site.reduce)
-        elif site.dim is None:
-            out = write(torch.ops.weft.matmul_all_reduce.default, a, b, bias, None, site.group, schedule)
+            by_row = scatter.dim is not None and scales.recipe == "rowwise"
+            scale_a = _write_rows(write, scales.a, scatter) if by_row else scales.a
+            out = write_reduction(write, scatter.op, a, b, scale_a, scales, scatter.group, schedule, scatter.reduce)
+        elif scatter.dim is None:
+            out = write(torch.ops.weft.matmul_all_reduce.default, a, b, bias, None, scatter.group, schedule)
         else:
-            arguments = (a, b, site.group, rank, size, 1, schedule, site.reduce)
+            arguments = (a, b, scatter.group, rank, size, 1, schedule, scatter.reduce)
             out = write(torch.ops.weft.matmul_reduce_scatter.default, *arguments)
-        if site.dim is not None:
-            own = [extent // size if d == site.dim else extent for d, extent in enumerate(site.extents)]
-            out = write.from_front(out, site.dim, own)
+        if scatter.dim is not None:
+            own = [extent // size if d == scatter.dim else extent for d, extent in enumerate(scatter.extents)]
+            out = write.from_front(out, scatter.dim, own)
             out = out if bias is None else write(aten.add.Tensor, out, bias)
-        if value(out).dtype != value(site.end).dtype:
-            out = write(torch.ops.prims.convert_element_type.default, out, value(site.end).dtype)
-        out = write.reshape(out, shape(site.end))
-    site.end.replace_all_uses_with(out)
-    site.starts[-1].replace_all_uses_with(out, lambda user: user is not site.end)
-    erase_unused(site.nodes)
+        if value(out).dtype != value(scatter.end).dtype:
+            out = write(torch.ops.prims.convert_element_type.default, out, value(scatter.end).dtype)
+        out = write.reshape(out, shape(scatter.end))
+    scatter.end.replace_all_uses_with(out)
+    scatter.starts[-1].replace_all_uses_with(out, lambda user: user is not scatter.end)
+    erase_unused(scatter.nodes)
 
 
-def _rows(write: Writer, matrix: Node, site: Scatter) -> Node:
-    """A matrix [M, columns], with the rows of what is scattered in the order of ranks."""
-    return write.to_front(write.reshape(matrix, [*site.extents[:-1], shape(matrix)[1]]), site.dim or 0)
+def _write_rows(write: Writer, matrix: Node, scatter: Scatter) -> Node:
+    """Reorder the rows of a matrix [M, columns] so that the rows of each rank's part are contiguous, in rank order."""
+    return write.to_front(write.reshape(matrix, [*scatter.extents[:-1], shape(matrix)[1]]), scatter.dim or 0)
 
 
-def _mean(write: Writer, bias: Node, group: str, size: int) -> Node:
-    """That of all ranks, made in float32: of biases that are the same, the bias."""
+def _write_mean(write: Writer, bias: Node, group: str, size: int) -> Node:
+    """Write the mean of all ranks' biases, in float32. It is the bias itself if all ranks have the same."""
     dtype, convert = value(bias).dtype, torch.ops.prims.convert_element_type.default
     wide = bias if dtype == torch.float32 else write(convert, bias, torch.float32)
     total = write(c10d.wait_tensor.default, write(c10d.all_reduce.default, wide, "sum", group))
@@ -319,8 +337,8 @@ def _mean(write: Writer, bias: Node, group: str, size: int) -> Node:
     return mean if dtype == torch.float32 else write(convert, mean, dtype)
 
 
-def _factors(write: Writer, terms: Sequence[Term]) -> tuple[Node, Node]:
-    """One product for the sum of several."""
+def _write_factors(write: Writer, terms: Sequence[Term]) -> tuple[Node, Node]:
+    """Write the factors of one product that is the sum of all terms, by concatenating along K."""
     if len(terms) == 1:
         return terms[0].a, terms[0].b
     return write(aten.cat.default, [term.a for term in terms], 1), write(aten.cat.default, [term.b for term in terms], 0)

@@ -1,11 +1,12 @@
-"""Which schedule runs collectives beside a computation: what the planner predicts, or what is measured.
+"""A Chooser selects the schedule that runs collectives concurrently with a computation.
 
-`Chooser.planned` measures nothing: it is a function of the collectives and the machine profile, so ranks choose alike. A
-computation that is not known is taken to last as long as the collectives, which is where overlap gains most.
+`Chooser.planned` measures nothing. Its choice depends only on the collectives and the machine profile, so all ranks choose the
+same. If the time of the computation is not known, it assumes that the computation takes as long as the collectives, where
+overlap gains most.
 
-`Chooser.measured` is for a computation that may be repeated. Computation and collectives are timed alone, the planner says
-which schedules are worth measuring, and weft.runtime.trial measures them. The caller passes collectives that may be run again
-(`rehearsed`). Programs that were bound for the trial are released, with their memory.
+`Chooser.measured` is for a computation that may be repeated. It times the computation and the collectives separately, lets the
+planner select candidates, and measures them in an autotuning run (weft.runtime.trial). The caller passes collectives that may
+run repeatedly (`rehearsed`). All programs that were bound for the autotuning run are released with their memory.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, build, candi
 
 BASE = str(SEQUENTIAL)
 RUNS, FINAL_RUNS = 3, 11
-"""How often each part is timed alone, and each schedule of the final. The time of one schedule varies by 7% between runs, as
-its blocks are scheduled before those of the GEMM or after them."""
+"""Each part is timed alone 3 times, and each finalist 11 times. The time of one schedule varies by 7% between runs, because the
+GPU schedules its blocks before or after those of the GEMM."""
 
 
 def share_of_ideal(us: float, *, sequential_us: float, ideal_us: float) -> float:
-    """Of the speed-up that hiding everything would bring, the share that `us` reaches: ConCCL's measure. 1 where there is none.
+    """Return the share of the ideal speed-up that `us` reaches, as ConCCL defines it. It is 1 if no speed-up is possible.
+
+    The ideal speed-up is that of hiding the shorter part completely.
 
     >>> share_of_ideal(120.0, sequential_us=150.0, ideal_us=100.0)
     0.5
@@ -46,9 +49,14 @@ def share_of_ideal(us: float, *, sequential_us: float, ideal_us: float) -> float
 
 @dataclass(frozen=True, kw_only=True)
 class ConcurrentChoice:
-    """The schedule that was chosen for a key of weft.concurrent, or for a hook of DDP or FSDP2. way: the schedule's name.
-    problem: with what each part takes alone, as it was measured or predicted; None where it is not known. trials: what was
-    measured of each schedule, first the one that wins ties. note: why, where nothing was measured."""
+    """A ConcurrentChoice is the schedule that was chosen for a call of weft.concurrent, or for a DDP or FSDP2 hook.
+
+    key: the name that the caller gave to this use.
+    way: the schedule's name.
+    problem: the collectives, with the measured or predicted time of each part alone. None if it is not known.
+    trials: the measurement of each candidate. The first candidate wins ties.
+    note: the reason for the choice, if nothing was measured.
+    """
 
     key: str
     way: str
@@ -63,12 +71,12 @@ class ConcurrentChoice:
 
     @property
     def ideal_us(self) -> float | None:
-        """The longer of the two parts alone."""
+        """The time of the longer part alone, which is the least that any overlap can reach."""
         return max(self.problem.compute_us or 0.0, self.problem.communication_us or 0.0) if self.problem else None
 
     @property
     def why(self) -> str:
-        """The choice, in a sentence."""
+        """The reason for the choice, in one sentence."""
         if self.note:
             return self.note
         if len(self.trials) < 2:
@@ -92,7 +100,13 @@ class ConcurrentChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Chooser:
-    """One choice. key: names it. problem: what is to run. device: where it runs. abilities: what the device can do of it."""
+    """A Chooser makes one choice.
+
+    key: the name of this use.
+    problem: the collectives, and the time of the computation if it is known.
+    device: the device that runs both.
+    abilities: which options of schedules the device supports.
+    """
 
     key: str
     problem: ConcurrentProblem
@@ -100,9 +114,11 @@ class Chooser:
     abilities: Abilities
 
     def planned(self, specs: Sequence[str] = ()) -> ConcurrentChoice:
-        """The planner's choice among specs, default: all candidates. Without a prediction it is two plain streams, and the note
-        says why."""
-        # Only here is the simulator needed, with its packages: a stock PyTorch container runs what is named.
+        """Let the planner choose among specs, by default among all candidates.
+
+        If the planner cannot predict, the choice is two plain streams, and the note says why.
+        """
+        # The simulator is imported only here, so that a schedule given by name also runs in a stock PyTorch container.
         from weft.perf.terms import whole_collective_us
         from weft.planner import plan
 
@@ -126,14 +142,21 @@ class Chooser:
         compute: Callable[[], object],
         collectives: Sequence[ConcurrentCollective],
     ) -> ConcurrentChoice:
-        """The fastest of a few. meet: ranks exchange a number. programs: by name. run: computation and collectives, by a
-        program. compute: the computation alone."""
+        """Measure a few candidates, and choose the fastest.
+
+        executor: runs and times calls on the device.
+        meet: (text, mine) -> the `mine` of every rank, by rank.
+        programs: returns the program of a schedule by its name.
+        run: runs the computation and the collectives by a program.
+        compute: runs the computation alone.
+        collectives: those to run, which may run repeatedly.
+        """
 
         def agree(text: str, mine: int) -> tuple[int, ...]:
             return meet(f"concurrent {self.key}: {text}", mine)
 
         def alone_us(name: str, call: Callable[[], object]) -> float:
-            """A part by itself, on the slowest rank. The first call does not count: libraries load what they need."""
+            """Time one part alone on the slowest rank. The first call is not timed, because libraries load kernels in it."""
             call()
             runs = [max(agree(f"{name} alone: run {number}", executor.time_ns(call, 1))) for number in range(RUNS)]
             return statistics.median(runs) / 1e3
@@ -143,11 +166,11 @@ class Chooser:
                 pass
 
         def ready(spec: str) -> bool:
-            """Whether every rank has what a schedule needs; a warning where one has not."""
+            """Whether every rank can prepare a schedule. Warns if one cannot."""
             reason = ""
             try:
                 executor.prepare(programs(spec), collectives)
-            except WeftError:  # some are ValueErrors, too, but the group is broken
+            except WeftError:  # may also be a ValueError, but then the group has failed
                 raise
             except ValueError as error:
                 reason = str(error)
@@ -157,17 +180,17 @@ class Chooser:
             return False
 
         def bind(spec: str) -> Program:
-            """A program, rehearsed once without its computation."""
+            """Return a program after one call of its collectives without the computation."""
             communicate(spec)
             return programs(spec)
 
         compute_us, communication_us = alone_us("computation", compute), alone_us("collectives", communicate)
         problem = replace(self.problem, compute_us=compute_us, communication_us=communication_us)
-        base, *others = self._shortlist(problem)
+        base, *others = self._select_candidates(problem)
         specs = (base, *filter(ready, others))
         if len(specs) == 1:
             return ConcurrentChoice(key=self.key, way=specs[0], problem=problem)
-        bound = _bound(collectives)
+        bound = _bound_programs(collectives)
         contest = Contest(
             bind=bind,
             drop=lambda program: None,
@@ -178,11 +201,11 @@ class Chooser:
             base_again=True,
         )
         program, trials = contest.fastest(specs)
-        _forget_since(bound, collectives)
+        _release_programs_since(bound, collectives)
         return ConcurrentChoice(key=self.key, way=program.name, problem=problem, trials=trials)
 
-    def _shortlist(self, problem: ConcurrentProblem) -> tuple[str, ...]:
-        """What is measured. A pure function of what ranks have agreed on."""
+    def _select_candidates(self, problem: ConcurrentProblem) -> tuple[str, ...]:
+        """Return the candidates to measure. They depend only on values that are equal on all ranks."""
         from weft.planner import plan
         from weft.planner.shortlist import AT_MOST, shortlist
 
@@ -200,13 +223,16 @@ class Chooser:
             return specs[:AT_MOST]
 
 
-def _bound(collectives: Sequence[ConcurrentCollective]) -> dict[GroupState, set[BoundProgram]]:
-    """The programs of the collectives' groups."""
+def _bound_programs(collectives: Sequence[ConcurrentCollective]) -> dict[GroupState, set[BoundProgram]]:
+    """Return the programs that are bound in the collectives' process groups."""
     states = (GROUPS.known(collective.ranks.group_name) for collective in collectives)
     return {state: set(state.programs.bound()) for state in states if state}
 
 
-def _forget_since(bound: Mapping[GroupState, set[BoundProgram]], collectives: Sequence[ConcurrentCollective]) -> None:
-    """Give back what has been bound since, also that of the schedule that won: a use sums where its rehearsal took means."""
-    for state, programs in _bound(collectives).items():
+def _release_programs_since(bound: Mapping[GroupState, set[BoundProgram]], collectives: Sequence[ConcurrentCollective]) -> None:
+    """Release the programs that were bound after `bound` was taken.
+
+    That includes the winner's. The measured calls average, where the user's call may sum, so it cannot reuse the program.
+    """
+    for state, programs in _bound_programs(collectives).items():
         state.forget(programs.difference(bound.get(state, ())))

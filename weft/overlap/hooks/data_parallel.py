@@ -1,4 +1,4 @@
-"""Gradients of DistributedDataParallel, averaged bucket by bucket beside the backward pass.
+"""A DistributedDataParallel hook that averages each bucket of gradients concurrently with the rest of the backward pass.
 
 autograd's stream            collectives' stream
 ... gradients of bucket 0
@@ -8,7 +8,7 @@ fork  -------------------->  average bucket 1
 end of backward: join  <---
 """
 
-# Annotations are not put off here: DistributedDataParallel compares those of its hook with its own types.
+# No `from __future__ import annotations`: DistributedDataParallel compares its hook's annotations with types, not strings.
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,43 +34,48 @@ from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import PLAIN, parse
 
 WAYS = ("vendor", "sequential", "vendor+priority", "vendor+priority+ctas=16")
-"""What the planner chooses among. On 2 x H200 a GPT's steps by copy engines, or with SMs left free, took 0.98 to 1.03 times as
-long as with vendor, depending on how gradients lie in buckets. The planner cannot tell: it does not know the backward pass."""
-_BUCKET_MIB, _PYTORCHS_MIB = 100, 25
-"""Of gradients that are averaged together. A GPT's step took 2% less with 100 than with PyTorch's 25, and no less with 400."""
-_BUCKETS = 8
-"""At least, so that most of a smaller model's gradients, too, are averaged beside the rest of the backward pass."""
+"""The planner chooses among these. `vendor` is NCCL. Copy engines and free SMs are not among them: with either, steps of a GPT
+on 2 x H200 took 0.98 to 1.03 times as long as with `vendor`, depending on which gradients share a bucket. The planner cannot
+predict that, because it does not know the backward pass."""
+_BUCKET_MIB, _PYTORCH_BUCKET_MIB = 100, 25
+"""Bucket sizes. A GPT's step took 2% less with buckets of 100 MiB than with PyTorch's 25, and no less with 400."""
+_MIN_BUCKETS = 8
+"""A smaller model has 8 buckets, or fewer of 25 MiB, so that most of its averaging overlaps the backward pass."""
 _DDP_DECIDES = ("late", "resident", "ahead", "keep")
 
 
 def replicate(
     module: nn.Module, *, way: str = "auto", key: str = "ddp", process_group: dist.ProcessGroup | None = None, **options: Any
 ) -> DistributedDataParallel:
-    """DistributedDataParallel of a module, with settings by which a step takes less, and with weft's hook.
+    """Wrap a module in DistributedDataParallel with faster settings, and register weft's hook.
 
-    Gradients lie in the buckets in which they are averaged, so that none is copied there and back; `detach_()` of such a one
-    raises. Buckets have 100 MiB, or an eighth of all gradients where that is less, but not less than PyTorch's 25.
+    Gradients are views of their buckets (`gradient_as_bucket_view`), so they are not copied there and back. Calling `detach_()`
+    on such a gradient raises an error. A bucket holds 100 MiB, or an eighth of all gradients if that is less, but at least
+    PyTorch's 25 MiB.
 
     Args:
-        module: on its device, and not in a DistributedDataParallel yet.
-        way: as `ddp` takes it.
+        module: a module on its device that is not wrapped yet.
+        way: the schedule, as `ddp` takes it.
         key: names this model in weft.concurrent_choices.
         process_group: the ranks that average. Default: the default group.
-        options: of DistributedDataParallel's, also in the place of these settings.
+        options: arguments of DistributedDataParallel. They override these settings.
 
-    Raises ValueError for a DistributedDataParallel, DTensors, or another way, and what DistributedDataParallel raises.
+    Raises ValueError for a DistributedDataParallel, for DTensors and for an unknown way, and whatever DistributedDataParallel
+    raises.
     """
     if isinstance(module, DistributedDataParallel):
         raise ValueError("module is a DistributedDataParallel already; give the module in it, or call weft.hooks.ddp on it")
-    _check_plain(module)
+    _check_no_dtensors(module)
     model = DistributedDataParallel(module, process_group=process_group, **settings(module) | options)
     ddp(model, way=way, key=key)
     return model
 
 
-def _check_plain(module: nn.Module) -> None:
-    """Raises ValueError for DTensors, but for those that DistributedDataParallel is told to leave alone: it lays gradients in
-    buckets of plain memory."""
+def _check_no_dtensors(module: nn.Module) -> None:
+    """Raise ValueError for DTensors, since DistributedDataParallel puts gradients into buckets of plain memory.
+
+    DTensors that DistributedDataParallel is set to ignore are allowed.
+    """
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and name not in ignored:
@@ -81,27 +86,28 @@ def _check_plain(module: nn.Module) -> None:
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """Of DistributedDataParallel's, what `replicate` says."""
+    """Return the arguments of DistributedDataParallel that `replicate` sets."""
     trained = sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
-    bucket_mib = max(_PYTORCHS_MIB, min(_BUCKET_MIB, (trained >> 20) // _BUCKETS))
+    bucket_mib = max(_PYTORCH_BUCKET_MIB, min(_BUCKET_MIB, (trained >> 20) // _MIN_BUCKETS))
     return {"bucket_cap_mb": bucket_mib, "gradient_as_bucket_view": True}
 
 
 def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") -> "Averaging":
-    """Average the model's gradients by weft. Once a model, before its first backward pass.
+    """Let weft average the model's gradients. Call it once for each model, before the first backward pass.
 
-    Replaces the model's own averaging; the gradients are the same, but for the order in which copy engines' sums are made.
+    This replaces the model's own averaging. The gradients are the same, except that copy engines add in another order.
 
     Args:
         model: a DistributedDataParallel.
-        way: auto, for which the planner chooses among WAYS, or a name: sequential, vendor, copy_engine, with +priority, +pull,
-            +ctas=N, and +left=N, which leaves SMs free from the first bucket of a backward pass to the last.
+        way: "auto", with which the planner chooses among WAYS, or the name of a schedule: sequential, vendor (NCCL) or
+            copy_engine, with any of +priority, +pull, +ctas=N and +left=N. +left=N leaves N SMs free from the first bucket of
+            a backward pass to the last.
         key: names this model in weft.concurrent_choices.
 
-    What is returned prints what the hook does and the way of each bucket; `way` is the way that steps take.
-    The model's first step is NCCL's, two plain streams, whatever the way: DistributedDataParallel then has all gradients in one
-    bucket, which would ask copy engines for room that no later one needs.
-    Raises ValueError for another model, or a way that a hook cannot take.
+    Printing the returned object shows the schedule of each bucket. Its `way` is the schedule that steps run.
+    The model's first step always uses NCCL on a second stream. DistributedDataParallel then has all gradients in one bucket,
+    for which copy engines would need memory that no later bucket needs.
+    Raises ValueError for another kind of model, or a way that a hook does not support.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(f"model is a {type(model).__name__}; wrap it in torch.nn.parallel.DistributedDataParallel first")
@@ -121,7 +127,7 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
     probe = AllReduce(torch.zeros(1, device=device), group)
     if way == "auto":
         problem = ConcurrentProblem(
-            collectives=(_bucket(model, calls),), world_size=group.size(), nodes=calls.nodes(group.size())
+            collectives=(_full_bucket(model, calls),), world_size=group.size(), nodes=calls.nodes(group.size())
         )
         able = calls.executor(device).abilities((probe,))
         choice = Chooser(key=key, problem=problem, device=device, abilities=able).planned(WAYS)
@@ -130,12 +136,12 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
     averaging = Averaging(calls, choice, device, group)
     averaging.take(choice.way)
     calls.add_hook(choice)
-    model.register_comm_hook(averaging, _average)
+    model.register_comm_hook(averaging, _average_bucket)
     return averaging
 
 
-def _bucket(model: DistributedDataParallel, calls: Calls) -> CollectiveProblem | OpaqueCollective:
-    """The average of one full bucket."""
+def _full_bucket(model: DistributedDataParallel, calls: Calls) -> CollectiveProblem | OpaqueCollective:
+    """Return the problem of averaging one full bucket."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     largest = max(trained, key=torch.Tensor.numel)
     if largest.dtype not in DTYPES:
@@ -153,58 +159,59 @@ def _bucket(model: DistributedDataParallel, calls: Calls) -> CollectiveProblem |
 
 
 class Averaging:
-    """A model's steps, whose gradients weft averages bucket by bucket. A step begins with the bucket whose gradients are ready
-    first. Made by `ddp`.
+    """Averaging is the state of the hook that `ddp` registers on one model.
 
-    left: SMs that the backward pass leaves free, from its first bucket to its last, in autograd's thread, which has both. A
-    pass that raised in between is made up for by the next one. Beside the last bucket nothing computes: it has all blocks.
+    A step begins with bucket 0, whose gradients are ready first. With +left=N, the backward pass leaves N SMs free from its
+    first bucket to its last. That limit belongs to autograd's thread, which calls the hook for both buckets. If a backward pass
+    raises an error in between, the next one removes the limit. No computation runs concurrently with the last bucket, so +ctas
+    does not limit it.
     """
 
     def __init__(self, calls: Calls, choice: ConcurrentChoice, device: torch.device, group: dist.ProcessGroup) -> None:
         self.choice, self.group = choice, group
         self._calls, self._executor = calls, calls.executor(device)
-        self._spec = self._last = str(PLAIN)
-        self._limits = self._of(self._spec)
-        self._begun = 0
-        self._left = ExitStack()
+        self._spec = self._last_spec = str(PLAIN)
+        self._limits = self._program(self._spec)
+        self._steps = 0
+        self._sm_limit = ExitStack()
         self._buckets: dict[int, tuple[str, str]] = {}
 
-    def _of(self, spec: str) -> Program:
-        """What a schedule says of the backward pass."""
+    def _program(self, spec: str) -> Program:
+        """Return a schedule's program, which holds its limits on the backward pass."""
         return self._calls.program(spec, (AllReduce(torch.zeros(1, device=self._executor.device), self.group),))
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
-            self._begin()
-        gradients, spec = bucket.buffer(), self._spec if self._begun > 1 else str(PLAIN)
+            self._begin_step()
+        gradients, spec = bucket.buffer(), self._spec if self._steps > 1 else str(PLAIN)
         if bucket.is_last():
-            self._left.close()
-            spec = self._last if self._begun > 1 else spec
+            self._sm_limit.close()
+            spec = self._last_spec if self._steps > 1 else spec
         if gradients.layout != torch.strided:
             self._buckets[bucket.index()] = f"{gradients.numel()} elements, sparse", str(PLAIN)
-            return _sparse_average(gradients, self.group, self._executor)
+            return _average_sparse(gradients, self.group, self._executor)
         mean = AllReduce(gradients, self.group, reduction="avg")
         self._buckets[bucket.index()] = mean.describe(), spec
         return self._executor.future(self._calls.program(spec, (mean,)), mean, gradients)
 
     @property
     def way(self) -> str:
-        """What steps run."""
+        """The name of the schedule that steps run."""
         return self.choice.way
 
     def take(self, way: str) -> None:
-        """Let steps take another way from the next one on. Collective. Raises ValueError for what the device cannot do."""
-        program = self._of(way)
+        """Use another schedule from the next step on. Collective. Raises ValueError if the device does not support it."""
+        program = self._program(way)
         self._executor.prepare(program, (AllReduce(torch.zeros(1, device=self._executor.device), self.group),))
-        self._spec, self._last, self._limits = way, str(replace(parse(way), ctas=0)), program
+        self._spec, self._last_spec, self._limits = way, str(replace(parse(way), ctas=0)), program
 
-    def _begin(self) -> None:
-        self._begun += 1
-        if self._begun < 3:  # DistributedDataParallel lays its buckets out anew after the first step
+    def _begin_step(self) -> None:
+        self._steps += 1
+        if self._steps < 3:  # DistributedDataParallel rebuilds its buckets after the first step
             self._buckets.clear()
-        self._left.close()
-        if self._begun > 1:
-            self._left.enter_context(self._executor.limits(self._limits))
+        self._sm_limit.close()
+        if self._steps > 1:
+            self._sm_limit.enter_context(self._executor.limits(self._limits))
 
     def __repr__(self) -> str:
         title = f"weft.hooks.ddp: gradients are averaged bucket by bucket among {self.group.size()} ranks; "
@@ -213,10 +220,13 @@ class Averaging:
         return "\n  ".join([title, *lines])
 
 
-def _sparse_average(
+def _average_sparse(
     gradients: torch.Tensor, group: dist.ProcessGroup, executor: Executor
 ) -> torch.futures.Future[torch.Tensor]:
-    """By the process group, whatever the way: its rows are others on each rank. On CPUs the wait is bounded."""
+    """Average sparse gradients by the process group, whatever the schedule, because each rank has other rows.
+
+    On CPUs the wait has a timeout.
+    """
     gradients.div_(group.size())
     if isinstance(executor, HostExecutor):
         state = GROUPS.state(group.group_name)
@@ -228,6 +238,6 @@ def _sparse_average(
     return averaged
 
 
-def _average(averaging: Averaging, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook."""
+def _average_bucket(averaging: Averaging, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average one bucket. This is the communication hook that DistributedDataParallel calls."""
     return averaging.average(bucket)

@@ -1,7 +1,8 @@
-"""When FSDP2 gathers parameters, and how long they stay gathered.
+"""A hook that sets when FSDP2 gathers parameters, and how long they stay gathered.
 
-fully_shard moves parameters and gradients by NCCL, on streams of its own. A way says how far ahead of the layers that need them
-parameters are gathered, and how often a step. `vendor` alone is what fully_shard does by itself: then nothing is hooked.
+fully_shard moves parameters and gradients by NCCL on streams of its own. A schedule's name (`way`) says how many parameter
+groups are gathered ahead of the computation, and whether they are gathered once or twice a step. `vendor` alone is
+fully_shard's own behaviour, and registers no hooks.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import PLAIN, Method, parse
 
 KEPT = "vendor+keep"
-"""What auto takes where there is room for all parameters: they are gathered once a step and not twice."""
-_FSDP_DECIDES = ("late", "pull", "left", "resident", "priority", "ctas")
-_LIKE = ("vendor", "vendor+ahead=1", KEPT)
+"""auto uses this if memory has room for all parameters: they are gathered once a step instead of twice."""
+_SET_BY_FSDP = ("late", "pull", "left", "resident", "priority", "ctas")
+_EXAMPLES = ("vendor", "vendor+ahead=1", KEPT)
 
 
 def fsdp(
@@ -38,20 +39,20 @@ def fsdp(
     key: str = "fsdp",
     spare_bytes: int = 0,
 ) -> ConcurrentChoice:
-    """Say when the modules of `model` that fully_shard was applied to gather their parameters. Once, before the first step.
+    """Set when a model that uses fully_shard gathers its parameters. Call it once, before the first step.
 
     Args:
-        model: one of whose modules fully_shard was applied to.
-        way: vendor, with +ahead=N (groups gathered ahead in forward) and +keep (gathered once a step, not twice); or auto,
-            which is vendor+keep where spare_bytes has room for all parameters, and else vendor.
-        group: the ranks that agree on it. Default: the default group.
+        model: a model in which fully_shard was applied to at least one module.
+        way: "vendor", with any of +ahead=N (gather N groups ahead in the forward pass) and +keep (gather once a step instead of
+            twice), or "auto". "auto" is vendor+keep if all parameters fit into spare_bytes, and vendor otherwise.
+        group: the ranks that must use the same schedule. Default: the default group.
         key: names this model in weft.concurrent_choices.
-        spare_bytes: what gathered parameters may take more of this device's memory than fully_shard has them take. The same on
-            every rank.
+        spare_bytes: how much more of this device's memory gathered parameters may take than with fully_shard alone. It must be
+            the same on every rank.
 
-    What is returned has the way that steps take. Any mixed precision, reshard_after_forward and offloading to CPUs may be
-    fully_shard's. Raises ValueError for a model without such a module, on no device yet, or that has this hook already, and for
-    another way; RankMismatch where ranks take different ways.
+    The `way` of the returned choice is the schedule that steps run. fully_shard may use any mixed precision,
+    reshard_after_forward and CPU offloading. Raises ValueError for a model without fully_shard, on the meta device, or with
+    this hook already, and for an unknown way. Raises RankMismatch if ranks use different ways.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     parameters = [each for each in model.parameters() if isinstance(each, DTensor)]
@@ -59,12 +60,12 @@ def fsdp(
         raise ValueError("model has no module of fully_shard's; call torch.distributed.fsdp.fully_shard on it first")
     if parameters[0].device.type == "meta":
         raise ValueError("model is on the meta device; materialise it first")
-    way = named(way, plain="vendor", without=_FSDP_DECIDES, like=_LIKE)
+    way = named(way, plain="vendor", without=_SET_BY_FSDP, like=_EXAMPLES)
     if way != "auto" and parse(way).transport != "vendor":
         raise ValueError(
-            f"way is {way!r}, but fully_shard overlaps by itself, by NCCL; use auto, or one like {', '.join(_LIKE)}"
+            f"way is {way!r}, but fully_shard overlaps by itself, by NCCL; use auto, or one like {', '.join(_EXAMPLES)}"
         )
-    if any(isinstance(getattr(hook, "__self__", None), _Steps) for hook in model._forward_pre_hooks.values()):
+    if any(isinstance(getattr(hook, "__self__", None), _ForwardHooks) for hook in model._forward_pre_hooks.values()):
         raise ValueError("model has this hook already; call weft.hooks.fsdp once a model")
     choice = ConcurrentChoice(key=key, way=way, note="it was given")
     if way == "auto":
@@ -75,17 +76,20 @@ def fsdp(
     calls_of(GROUPS.state(group_of(group)[0])).add_hook(choice)
     method = parse(choice.way)
     if method != PLAIN:
-        steps = _Steps(method, GatherOrder(sharded))
+        steps = _ForwardHooks(method, GatherOrder(sharded))
         model.register_forward_pre_hook(steps.forward, prepend=True)
         for module in sharded:
             before_registered_methods(module, steps.enter)
     return choice
 
 
-class _Steps:
-    """A forward pass gathers as the method says. One without gradients is fully_shard's own: kept parameters would be stale
-    once the optimizer has changed them. Other methods begin a pass, too, by torch's register_fsdp_forward_method: a module's
-    hooks do not see them."""
+class _ForwardHooks:
+    """_ForwardHooks sets the gather method at the start of each forward pass.
+
+    A forward pass without gradients uses fully_shard's own method. Parameters that stay gathered after it would be stale once
+    the optimizer has changed them. A pass may also begin in another method of a module, which torch's
+    register_fsdp_forward_method registers. Forward hooks do not see such calls, so `enter` handles them.
+    """
 
     def __init__(self, method: Method, gathered: GatherOrder) -> None:
         self._method, self._gathered = method, gathered
@@ -94,7 +98,7 @@ class _Steps:
         self._gathered.take(self._method if torch.is_grad_enabled() else PLAIN)
 
     def enter(self, module: Any) -> None:
-        """Before a registered method of a module, unless a backward pass makes up for what was not kept."""
+        """Runs before a registered method of a module, but does nothing where a backward pass recomputes activations."""
         if backward_pass() != NO_BACKWARD:
             return
         if not forward_has_begun(module):
