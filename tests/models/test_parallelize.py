@@ -399,8 +399,8 @@ def _refused_late() -> list[str]:
 
 def test_a_model_that_is_refused_stays_as_it_was(ranks: RankFixture) -> None:
     expected = [
-        "MixtralExperts has parameters bias, down_proj, gate_up_proj; ExpertParallel takes",
-        "Linear has parameters bias, weight; ExpertParallel takes",
+        "experts refuses model.layers.1.mlp: MixtralExperts has parameters bias, down_proj, gate_up_proj",
+        "experts refuses model.layers.1.mlp: Linear has parameters bias, weight; ExpertParallel takes",
         "model has a layer that is a Layer, whose forward takes no position_embeddings; pass",
         "experts is a ABCMeta; use an instance of a style, weft.ExpertParallel()",
         "src_data_rank is 2; use a rank of the mesh, 0 to 1, or None",
@@ -451,7 +451,7 @@ def _refused() -> list[str]:
 
 def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
     expected = [
-        "model is a Linear; weft.parallelize knows transformers' llama, mistral",
+        "model is a Linear; weft.parallelize knows transformers' deepseek_v3, gemma3_text",
         "model is a BertModel (bert); weft.parallelize knows",
         "mesh is DeviceMesh(",
         "model has DTensors already; call weft.parallelize once",

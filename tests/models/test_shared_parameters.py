@@ -205,7 +205,7 @@ def _experts() -> list[str]:
 def test_wrapped_norms_are_no_experts(ranks: RankFixture) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     for (told,) in ranks(2).run(_experts):
-        assert told.startswith("Wrapped has parameters ")
+        assert told.startswith("experts refuses model.layers.1.mlp: Wrapped has parameters ")
 
 
 def _two_ways() -> str:

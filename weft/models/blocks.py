@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +10,51 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.models.adapters import added_late, base_of, why_not_adapted
-from weft.models.linear import ColumnLinear, RowLinear
+from weft.models.linear import ColumnLinear, RowLinear, why_not_linear
 from weft.models.quantised import kind_of
 
 
 @dataclass(frozen=True)
 class Block:
-    """A child of a decoder layer with linears of two kinds: columns read its input, the row makes its output."""
+    """A child of a decoder layer: which of its linears are sharded, and how.
+
+    columns: linears that read the block's input. row: the linear that makes its output. heads: linears and parameters in
+    between that have some rows for each head. A rank has the rows of its heads, and they do not communicate. A block without
+    columns gathers its input for linears that are whole on every rank. fused: the block splits a column linear's output itself
+    (into Q, K and V). This output is gathered, and every rank computes on all of it."""
 
     columns: tuple[str, ...]
     row: str
+    heads: tuple[str, ...] = ()
+    fused: bool = False
 
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The linears that communicate."""
+        return (*self.columns, self.row)
+
+    def heads_of(self, child: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
+        """What the block has of `heads`. It may have set some to None, which its configuration leaves out."""
+        found = {name: getattr(child, name) for name in self.heads}
+        return {name: each for name, each in found.items() if each is not None}
+
+
+_PLANS: dict[str, dict[str, str]] = {
+    "deepseek_v3": {
+        "layers.*.self_attn.q_proj": "heads",
+        "layers.*.self_attn.q_b_proj": "heads",
+        "layers.*.self_attn.kv_b_proj": "heads",
+        "layers.*.self_attn.o_proj": "rowwise",
+    },
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.sinks": "heads",
+        "layers.*.self_attn.o_proj": "rowwise",
+    },
+}
+"""By config.model_type: what transformers' own plan leaves out, in the names of its styles; "heads" is Block.heads."""
 
 _USUAL = {"self_attn": Block(("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": Block(("gate_proj", "up_proj"), "down_proj")}
 
@@ -28,30 +62,41 @@ _USUAL = {"self_attn": Block(("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": B
 def blocks_of(config: Any) -> Mapping[str, Block]:
     """A layer's blocks by name: by the model's own plan for tensor parallelism, else by the usual names."""
     kinds: dict[str, dict[str, list[str]]] = {}
-    for pattern, kind in (getattr(config, "base_model_tp_plan", None) or {}).items():
+    plan = (getattr(config, "base_model_tp_plan", None) or {}) | _PLANS.get(getattr(config, "model_type", ""), {})
+    for pattern, kind in plan.items():
         path = pattern.split(".")
         if path[:2] == ["layers", "*"] and len(path) == 4:
             kinds.setdefault(path[2], {}).setdefault(kind, []).append(path[3])
-    planned = {
-        parent: Block(tuple(found["colwise"]), found["rowwise"][0])
-        for parent, found in kinds.items()
-        if "colwise" in found and len(found.get("rowwise", [])) == 1
-    }
+    planned = {parent: block for parent, found in kinds.items() if (block := _planned(found)) is not None}
     return planned or _USUAL
+
+
+def _planned(kinds: Mapping[str, Sequence[str]]) -> Block | None:
+    """A block by the names that each of transformers' styles has in it; None for other combinations of styles."""
+    heads = tuple(kinds.get("heads", ()))
+    for columns, row, fused in (("colwise", "rowwise", False), ("colwise_gather_output", "rowwise_split_input", True)):
+        if len(kinds.get(row, ())) == 1 and (columns in kinds or heads):
+            return Block(tuple(kinds.get(columns, ())), kinds[row][0], heads, fused)
+    return None
 
 
 def why_not_block(child: nn.Module, block: Block | None, config: Any, ranks: int, several: Collection[nn.Module]) -> str:
     """Why a block runs whole, whatever its parameters are shared with; empty if it can be sharded. several: modules that have
     several places in the model."""
-    if block is None and has_experts(child):
-        return "all experts on all tokens; pass experts=weft.ExpertParallel()"
     if block is None:
         return f"a {type(child).__name__} is no block that the model's plan names"
     if "forward" in child.__dict__ or not type(child).forward.__module__.startswith("transformers."):
         return f"the forward of its {type(child).__name__} is not transformers' own"
-    if own := [name for name, parameter in child._parameters.items() if parameter is not None]:
+    if own := [name for name, each in child._parameters.items() if each is not None and name not in block.heads]:
         return f"its {type(child).__name__} has parameters of its own: {', '.join(own)}"
-    for name in (*block.columns, block.row):
+    for name in block.heads:
+        if not hasattr(child, name):
+            return f"{name}: there is none"
+    for name, each in block.heads_of(child).items():
+        why = why_not_linear(each, ranks=ranks) if isinstance(each, nn.Module) else ""
+        if why or each in several:
+            return f"{name}: {why or 'it is one module in several places'}"
+    for name in block.linears:
         found = getattr(child, name, None)
         if not isinstance(found, nn.Module):
             return f"{name}: there is none"
@@ -62,7 +107,7 @@ def why_not_block(child: nn.Module, block: Block | None, config: Any, ranks: int
             return f"{name}: {why}"
     if len({kind_of(base_of(child.get_submodule(name))) for name in block.columns}) > 1:
         return f"of {', '.join(block.columns)} some are of FP8, and some are not"
-    if hasattr(child, "head_dim"):
+    if not block.fused and (hasattr(child, "head_dim") or block.heads):
         for name in ("num_attention_heads", "num_key_value_heads"):
             if getattr(config, name) % ranks:
                 return f"{name} is {getattr(config, name)}, for {ranks} ranks"

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.compat.dispatch import NO_BACKWARD, backward_pass
 from weft.models.linear import Tokens, gathered
+from weft.ops.replicated import with_summed_gradient
 from weft.runtime.groups import GROUPS
 
 _ALONE = "put the checkpoint around the decoder layer"
@@ -79,6 +80,10 @@ class DecoderTokens(Tokens):
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's [B, s, H] to whole hidden states, where tokens are sharded. What is whole already stays."""
         return x if self.total in (None, x.shape[1]) else gathered(x, self.mesh, 1, self.total)
+
+    def gathered_for_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """The same for a block that computes this rank's heads from all tokens: the gradient is the sum of all ranks'."""
+        return with_summed_gradient(self.gathered(x), self.mesh.get_group().group_name)
 
     def gathered_at_end(self, x: torch.Tensor) -> torch.Tensor:
         """The same at the end of a forward: what comes after it is whole, until a layer has run once more."""

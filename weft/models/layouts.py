@@ -52,7 +52,19 @@ class ColumnsOut:
             return out
         shape = (*out.shape[:-1], module.out_features)
         found = as_dtensor(out, self.mesh, Shard(out.dim() - 1), shape).redistribute(self.mesh, [self.layout])
-        return found.to_local() if self.plain else found
+        # torch 2.11 gathers into what lies otherwise, which a model's own views refuse.
+        return found.to_local().contiguous() if self.plain else found
+
+
+@dataclass(frozen=True)
+class ColumnsIn:
+    """A row-sharded linear's input of all columns, the same on every rank: this rank's. The gradient is gathered."""
+
+    mesh: DeviceMesh
+
+    def __call__(self, x: Tensor) -> Tensor:
+        whole = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        return whole.redistribute(self.mesh, [Shard(x.dim() - 1)]).to_local()
 
 
 @dataclass(frozen=True)

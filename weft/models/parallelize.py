@@ -43,7 +43,7 @@ from weft.models.blocks import Block, Unwrapped, blocks_of, has_experts, why_not
 from weft.models.decoder_tokens import DecoderTokens
 from weft.models.expert_parallel import ExpertParallel
 from weft.models.inputs import Announce
-from weft.models.layouts import ColumnsOut
+from weft.models.layouts import ColumnsIn, ColumnsOut
 from weft.models.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
 from weft.models.moves import CutIfMany, evenly, noting_tokens, placed
 from weft.models.products import How
@@ -64,7 +64,7 @@ from weft.models.styles import column_site, row_site
 from weft.models.transformers_tp import declare_tensor_parallel
 
 M = TypeVar("M", bound=nn.Module)
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+FAMILIES = ("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 """config.model_type of the models whose forward passes are known to do nothing else with hidden states."""
 FEW_TOKENS = 128
 """Up to these, one kernel that reduces for all ranks is the fastest (docs/measured.md)."""
@@ -83,18 +83,20 @@ def parallelize(
     """Shard a transformers model over a mesh's ranks, in place; its linears communicate by weft's operators.
 
     Args:
-        model: of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3, with a head or without, on any device, meta too; whole on every
-            rank. Put adapters (LoRA) in before; apply fully_shard, compile and activation checkpoints afterwards.
+        model: of DeepSeek V3, Gemma 3 (text), GPT-OSS, Llama, Mistral, Mixtral, Phi 3 and 4, Qwen 2, 2.5, 3 or 3 MoE, with a
+            head or without, on any device, meta too; whole on every rank.
+            Put adapters (LoRA) in before; apply fully_shard, compile and activation checkpoints afterwards.
         mesh: of one dimension (mesh["tp"] of a larger one).
         schedule: as weft.all_gather_matmul's, a name.
         few_tokens: a call with up to so many tokens keeps them whole on every rank.
         keep_gathered: keep gathered inputs for weights' gradients.
-        experts: a style for Mixtral's blocks of experts that takes and gives as many tokens on each rank
-            (weft.ExpertParallel()); without one they run whole on every rank.
+        experts: a style for blocks of experts that takes and gives as many tokens on each rank (weft.ExpertParallel());
+            without one they run whole on every rank, as GPT-OSS's must, which have biases.
         src_data_rank: as parallelize_module's: whose values count; None if all ranks have the same, or none yet.
 
     The result is called like the original, with the same arguments on all ranks of the mesh, and returns the same on each,
-    whole; but hidden_states of layers, if asked for, are this rank's tokens, attentions and past_key_values this rank's heads.
+    whole; but hidden_states of layers, if asked for, are this rank's tokens, attentions and past_key_values this rank's heads
+    (DeepSeek's latent cache, and all of Phi's, are whole).
     Linears that transformers keeps in FP8 (its FP8Linear and CompressedTensorsFP8Linear) stay in FP8, for inference; their
     weights and scales are cut together. With dropout, ranks need the same seed: what runs whole is to be the same on each.
     Parameters become DTensors under their old names. weft.overlap_report(model) says what is overlapped. Raises ValueError for
@@ -186,41 +188,60 @@ class _Within:
         for layer in decoder.layers:
             _place_of_positions(layer)
         found = {child: name for layer in decoder.layers for name, child in layer.named_children() if not _is_leaf(child)}
-        for child, name in found.items():
-            if self._takes(name, child) and isinstance(self.experts, ExpertParallel):
-                self.experts.check(child, self.mesh)
-        rest = {child: name for child, name in found.items() if not self._takes(name, child)}
+        for child in found:
+            if self._takes(child) and isinstance(self.experts, ExpertParallel):
+                self._check_experts(child, self.experts)
+        rest = {child: name for child, name in found.items() if not self._takes(child)}
         several = in_several_places(model)
         whole = {
-            child: why_not_block(child, blocks.get(name), self.config, self.mesh.size(), several)
+            child: self._why_whole_experts(child)
+            if has_experts(child)
+            else why_not_block(child, blocks.get(name), self.config, self.mesh.size(), several)
             for child, name in rest.items()
         }
         whole[embedding] = _why_not_embedding(embedding)
         if head is not None:
             whole[head] = why_not_linear(head, ranks=self.mesh.size())
-        asked = self._wanted({child: blocks.get(name) for child, name in found.items()}, embedding, head, whole)
+        asked = self._wanted({child: blocks.get(name) for child, name in rest.items()}, embedding, head, whole)
         whole |= whole_by_sharing(model, asked)
         reasons = [whole.get(child, "") for child in found]
         if all(reasons):
             first = f"{self.names[next(iter(found))]} runs whole on every rank: {reasons[0]}" if reasons else "it has no layers"
             raise ValueError(f"model: no block can be sharded over {self.mesh.size()} ranks; {first}")
-        for child, name in found.items():
+        for child, name in rest.items():
             block = blocks.get(name)
             if block is not None and not whole.get(child):
                 self._check_sizes(child, block)
         return {module: why for module, why in whole.items() if why}
 
+    def _check_experts(self, child: nn.Module, style: ExpertParallel) -> None:
+        """Raises ValueError for experts that the style refuses."""
+        try:
+            style.check(child, self.mesh)
+        except ValueError as error:
+            raise ValueError(
+                f"experts refuses {self.names[child]}: {error}. Leave experts out: then these experts run whole on every rank"
+            ) from error
+
+    def _why_whole_experts(self, child: nn.Module) -> str:
+        """Why a block of experts runs whole where no style for experts was passed."""
+        try:
+            ExpertParallel().check(child, self.mesh)
+        except ValueError as error:
+            return f"all experts on all tokens; weft.ExpertParallel refuses them: {error}"
+        return "all experts on all tokens; pass experts=weft.ExpertParallel()"
+
     def _check_sizes(self, child: nn.Module, block: Block) -> None:
         """Raises ValueError for a linear of FP8 that the mesh's ranks cannot share."""
-        for name in (*block.columns, block.row):
+        for name in block.linears:
             linear = child.get_submodule(name)
             kind = kind_of(linear)
             if kind is not None:
                 check_sizes(self.names[linear], linear, kind, row=name == block.row, ranks=self.mesh.size())
 
-    def _takes(self, name: str, child: nn.Module) -> bool:
+    def _takes(self, child: nn.Module) -> bool:
         """Whether a block is for the style of experts."""
-        return self.experts is not None and name not in blocks_of(self.config) and has_experts(child)
+        return self.experts is not None and has_experts(child)
 
     def layer(self, layer: nn.Module, whole: Mapping[nn.Module, str]) -> None:
         """Shard a decoder layer, but for the blocks that run whole."""
@@ -235,7 +256,7 @@ class _Within:
                 child.__dict__["_weft_tokens"] = self.tokens
                 continue
             child.register_forward_pre_hook(OnInput("hidden_states", self.tokens.placed), with_kwargs=True)
-            if self.experts is not None and self._takes(name, child):
+            if self.experts is not None and self._takes(child):
                 self._experts(child, self.experts)
             elif child in whole:
                 self._whole(child, whole[child])
@@ -257,33 +278,56 @@ class _Within:
         for child, block in blocks.items():
             if block is None or whole.get(child):
                 continue
-            for name in (*block.columns, block.row):
+            for name in block.linears:
                 for module, own, placement in wanted(child.get_submodule(name), row=name == block.row):
                     found[module, own] = child, placement
+            for name, each in block.heads_of(child).items():
+                modules = [(each, own) for own in ("weight", "bias")] if isinstance(each, nn.Module) else [(child, name)]
+                found |= dict.fromkeys(modules, (child, Shard(0)))
         for end in (embedding, head):
             if end is not None and not whole[end]:
                 found |= {(end, own): (end, Shard(0)) for own in ("weight", "bias")}
         return found
 
     def _block(self, child: nn.Module, block: Block) -> None:
-        columns, row = [child.get_submodule(name) for name in block.columns], child.get_submodule(block.row)
-        linears, last = [cast(nn.Linear, base_of(each)) for each in columns], cast(nn.Linear, base_of(row))
-        shared = to_columns(linears, self.tokens, self.how, self.distribute)
+        row, heads = child.get_submodule(block.row), block.heads_of(child)
+        if self.mesh.size() > 1:
+            linears = [each for each, found in heads.items() if isinstance(found, nn.Module)]
+            child.register_forward_pre_hook(Unwrapped(self.names[child], (*block.linears, *linears)))
+        if block.columns:
+            self._columns(child, block)
+        else:
+            child.register_forward_pre_hook(OnInput("hidden_states", self.tokens.gathered_for_heads), with_kwargs=True)
+            note(child, CommunicatingLayer(reason=f"its input is gathered: what comes before {', '.join(heads)} is whole"))
+        last = cast(nn.Linear, base_of(row))
         ran = to_row(last, self.tokens, self.how, self.distribute)
+        shard_row(row, self.tokens, self.how, self.distribute)
+        note(child, row_site(last, Shard(1), self.how, ran, parts=(block.row,), also=("matmul_all_reduce",)))
+        if block.fused:
+            row.register_forward_pre_hook(OnInput("input", ColumnsIn(self.mesh)), with_kwargs=True)
+            fused = ", ".join(block.columns)
+            note(child, CommunicatingLayer(reason=f"the output of {fused} is gathered, since {type(child).__name__} splits it"))
+        for other_name, other in child.named_children():
+            if other_name in heads:
+                replicate_alone(other, self.distribute, never, self.region, Shard(0))
+            elif other_name not in block.linears:
+                replicate(other, self.distribute, never if block.fused else always, self.region)
+        if any(isinstance(each, nn.Parameter) for each in heads.values()):
+            replicate_alone(child, self.distribute, never, self.region, Shard(0))
+
+    def _columns(self, child: nn.Module, block: Block) -> None:
+        """Shard the linears that read a block's input."""
+        columns = [child.get_submodule(name) for name in block.columns]
+        shared = to_columns([cast(nn.Linear, base_of(each)) for each in columns], self.tokens, self.how, self.distribute)
         for each in columns:
             shard_columns(each, self.how, self.distribute)
-        shard_row(row, self.tokens, self.how, self.distribute)
-        adapted, name = any(map(is_lora, columns)), self.names[child]
+            if block.fused:
+                each.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
+        adapted = any(map(is_lora, columns))
         note(child, column_site(shared, Replicate() if adapted else Shard(1), parts=block.columns))
-        note(child, row_site(last, Shard(1), self.how, ran, parts=(block.row,), also=("matmul_all_reduce",)))
         if adapted:
             note(child, CommunicatingLayer(reason="its input is gathered before the matmuls: an adapter (LoRA) reads it, too"))
-        for other_name, other in child.named_children():
-            if other_name not in (*block.columns, block.row):
-                replicate(other, self.distribute, always, self.region)
-        if self.mesh.size() > 1:
-            child.register_forward_pre_hook(Unwrapped(name, (*block.columns, block.row)))
-        announce = Announce("hidden_states", shared, block.columns, name, adapted=adapted)
+        announce = Announce("hidden_states", shared, block.columns, self.names[child], adapted=adapted)
         child.register_forward_pre_hook(announce, with_kwargs=True)
         child.register_forward_hook(shared.forget)
 

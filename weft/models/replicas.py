@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from weft.models.linear import Distributor, group_of, local
 from weft.ops.replicated import with_summed_gradient
@@ -73,12 +74,19 @@ def replicate(module: nn.Module, distribute: Distributor, part: Part, region: Pa
         replicate_alone(each, distribute, part, region)
 
 
-def replicate_alone(module: nn.Module, distribute: Distributor, part: Part, region: ParameterReaders | None = None) -> None:
-    """As `replicate`, of a module without its children. Those of its parameters that are DTensors stay."""
+def replicate_alone(
+    module: nn.Module,
+    distribute: Distributor,
+    part: Part,
+    region: ParameterReaders | None = None,
+    placement: Placement = Replicate(),  # noqa: B008 - a frozen value
+) -> None:
+    """As `replicate`, of a module without its children. Those of its parameters that are DTensors stay. placement: Shard, if
+    the module's forward is to see this rank's part; `part` is `never` then."""
     # Under all its names, if it has several: named_parameters has the first alone.
     plain = tuple(name for name, parameter in module._parameters.items() if parameter is not None and _is_plain(parameter))
     for name in plain:
-        module.register_parameter(name, distribute(module.get_parameter(name), Replicate()))
+        module.register_parameter(name, distribute(module.get_parameter(name), placement))
     if plain:
         module.__class__ = _reading_locals(class_of(module), plain)
         module.__dict__["_weft_part"] = part
