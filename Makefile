@@ -58,8 +58,8 @@ docs: $(VENV)/.set-up-run
 	$(BIN)/python docs/generate.py
 
 # Where each published figure is from, and how much of the code behind it has changed since.
-ledger:
-	$(PYTHON) docs/ledger.py
+ledger: $(VENV)/.set-up-test
+	$(BIN)/python docs/ledger.py
 
 # The documentation as a site, in out/site: nothing is fetched when it is read.
 site: $(VENV)/.set-up-docs
