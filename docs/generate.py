@@ -261,6 +261,8 @@ def main() -> None:
     names = list(study_tables.STUDIES)
     for name in names if sys.argv[1:] == ["studies"] else [name for name in names if name in sys.argv[1:]]:
         study_tables.keep(name)
+    if text_tables.whole_history():
+        text_tables.keep_days()
     for name in DOCUMENTS:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,8 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+DAYS = ROOT / "docs" / "commit_days.json"
+FIRST_COMMIT = "d98421c"
 sys.path.append(str(ROOT))  # of scripts in docs, which are in no package
 
 from benchmarks.rows import Row, read  # noqa: E402
@@ -56,12 +59,36 @@ def commits(rows: Sequence[Row]) -> str:
 
 @functools.cache
 def date_of(commit: str) -> str:
-    """The day of a commit that HEAD follows from. Raises ValueError for any other."""
+    """The day of a commit that HEAD follows from. Without the history, that of a commit of DAYS. Raises ValueError for others."""
+    days: dict[str, str] = json.loads(DAYS.read_text(encoding="utf-8"))
+    if not whole_history():
+        if commit not in days:
+            raise ValueError(
+                f"the day of commit {commit!r} is not in {DAYS.name}, and the history is not here; fetch all of it"
+            )
+        return days[commit]
     try:
         git("merge-base", "--is-ancestor", commit, "HEAD")
     except ValueError:
-        raise ValueError(f"commit {commit!r} is not in the history; fetch all of it, or measure again") from None
+        raise ValueError(f"commit {commit!r} is not in the history; measure again") from None
     return git("log", "-1", "--format=%as", commit)
+
+
+@functools.cache
+def whole_history() -> bool:
+    """Whether this checkout has all commits: no copy without them, and no shallow clone."""
+    try:
+        git("merge-base", "--is-ancestor", FIRST_COMMIT, "HEAD")
+    except (OSError, ValueError):
+        return False
+    return git("rev-parse", "--is-shallow-repository") == "false"
+
+
+def keep_days() -> None:
+    """Write the day of each commit that results are of, for checkouts that have no history."""
+    commits = {row.commit for path in sorted(RESULTS.rglob("*.jsonl")) for row in read(path)}
+    days = {commit: date_of(commit) for commit in sorted(commits)}
+    DAYS.write_text(json.dumps(days, indent=1) + "\n", encoding="utf-8")
 
 
 def git(*words: str) -> str:
