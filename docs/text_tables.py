@@ -59,7 +59,7 @@ def commits(rows: Sequence[Row]) -> str:
 
 @functools.cache
 def date_of(commit: str) -> str:
-    """The day of a commit that HEAD follows from. Without the history, that of a commit of DAYS. Raises ValueError for others."""
+    """The day of a commit that HEAD follows from; without the history, of a commit in DAYS. Raises ValueError for others."""
     days: dict[str, str] = json.loads(DAYS.read_text(encoding="utf-8"))
     if not whole_history():
         if commit not in days:

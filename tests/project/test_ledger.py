@@ -206,3 +206,18 @@ def test_entries_have_the_keys_of_their_kind(
 def test_studies_are_left_out_and_the_rest_of_their_page_is_not(published: Published) -> None:
     assert published.faults("# T3\n\nIt saves 12%.\n\n## More\n\nAnd 13%.\n") == []
     assert len(published.faults("# T3\n\nIt saves 12%.\n\n# Fabrics\n\nAnd 13%.\n")) == 1
+
+
+def test_without_the_history_days_are_those_that_were_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    days = json.loads(text_tables.DAYS.read_text(encoding="utf-8"))
+    monkeypatch.setattr(text_tables, "whole_history", lambda: False)
+    commit, day = next(iter(days.items()))
+    assert text_tables.date_of.__wrapped__(commit) == day
+    with pytest.raises(ValueError, match="the history is not here"):
+        text_tables.date_of.__wrapped__("0123456")
+
+
+@with_history
+def test_kept_days_are_those_of_the_history() -> None:
+    for commit, day in json.loads(text_tables.DAYS.read_text(encoding="utf-8")).items():
+        assert text_tables.git("log", "-1", "--format=%as", commit) == day
