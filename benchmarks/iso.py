@@ -4,7 +4,7 @@ ISO (arXiv 2409.11155) splits a prompt's tokens into two halves, and runs the al
 computes. weft.studies.iso predicts what this benchmark measures.
 
 Protocol: measure.py's; bf16, random weights; LAYERS layers of Llama 3 70B in a row, so that the last all-reduce of one layer
-has the next layer's attention beside it. Norms, residuals and rotary embeddings are left out of all programs. Methods:
+runs during the next layer's attention. Norms, residuals and rotary embeddings are left out of all programs. Methods:
 
     sequential/default   each part on all tokens, then NCCL's all-reduce
     peer/iso             two halves, all-reduces by NCCL on its own stream
@@ -13,7 +13,7 @@ has the next layer's attention beside it. Norms, residuals and rotary embeddings
     computation/torch    the parts without communication       communication/default   the all-reduces alone
 
 Results are compared with sequential's; weft's is the rank's own rows of it. The study is of a layer between two others; here
-the very last all-reduce of half a sequence, 1 of 4 LAYERS, has nothing beside it. Half b attends to both halves by PyTorch's
+the very last all-reduce of half a sequence, 1 of 4 LAYERS, is exposed. Half b attends to both halves by PyTorch's
 lower right causal bias, which its flash attention takes.
 
     torchrun --nproc-per-node 2 -m benchmarks.iso --json benchmarks/results/iso.jsonl

@@ -82,7 +82,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """One question. cases: of a world size and a dtype. nccl: the ways of NCCL beside the default. dtypes: that --dtype
+    """One question. cases: of a world size and a dtype. nccl: NCCL's other transports than the default. dtypes: that --dtype
     takes, the usual one first. environment: variables of which weft takes notice, unless the user has set them."""
 
     name: str
@@ -122,10 +122,10 @@ def options(bench: Bench) -> argparse.ArgumentParser:
     made.prog = f"benchmarks.run {bench.name}"
     made.add_argument("--cases", default="", help="only cases whose operator and name contain one of these, with commas")
     made.add_argument("--ops", default="", help="only these operators, with commas")
-    made.add_argument("--specs", type=specs_of, default=[], help="schedules to try beside auto, each where its operator has it")
+    made.add_argument("--specs", type=specs_of, default=[], help="schedules to try with auto, each where its operator has it")
     made.set_defaults(nccl="", dtype=bench.dtypes[0])
     if bench.nccl:
-        made.add_argument("--nccl", default=",".join(bench.nccl), help="NCCL's ways beside the default (%(default)s)")
+        made.add_argument("--nccl", default=",".join(bench.nccl), help="NCCL's other transports (%(default)s)")
     if bench.dtypes[1:]:
         made.add_argument("--dtype", choices=bench.dtypes, help="of the operands (%(default)s)")
     return made
@@ -234,7 +234,7 @@ def run_jobs(
     after: Callable[[], None] = lambda: None,
 ) -> tuple[list[Row], list[str]]:
     """As run_parts, in a world that has been joined: (all rows, the jobs that were left out, for `stop`). missing: why methods
-    are, beside each row's own."""
+    are, in addition to each row's own."""
     found, left_out = [], []
     for job in jobs:
         try:

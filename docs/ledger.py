@@ -50,7 +50,7 @@ MEASURABLE = re.compile(r"(1 x |2 x )?NVIDIA (H100|H200)\b|2 cores")
 LABORATORY = ("docs/log.md", "docs/trust.md")
 """Notes of single days, each with its commit. Their figures are not published."""
 SIMULATED = re.compile(r"^# (T3|FiCCO|DLRM at scale|ISO)\n.*?(?=^# |\Z)", re.MULTILINE | re.DOTALL)
-"""Chapters of simulated studies: the figures of their text are a paper's, or are in the tables beside it, which
+"""Chapters of simulated studies: the figures of their text are a paper's, or are in the tables there, which
 tests/project/test_docs.py makes again."""
 
 CHOOSING = ("weft/perf", "weft/planner")

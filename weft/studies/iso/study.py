@@ -1,7 +1,7 @@
 """Study: what splitting the sequence gains in prefill, compared with the sequential program and with weft's own overlap.
 
 A decoder layer under tensor parallelism has two parts, attention and MLP, each of which ends with an all-reduce. ISO splits the
-tokens of a prompt into two halves, a and b, and orders the layer's work so that each all-reduce has computation beside it:
+tokens of a prompt into two halves, a and b, and lets each all-reduce run while the other half computes:
 
     compute      attention a | attention b    | MLP a          | MLP b          | attention a of the next layer | ..
     all-reduce               | of attention a | of attention b | of MLP a       | of MLP b                      | ..
@@ -131,7 +131,7 @@ class LayerModel:
     model: Model = field(default_factory=lambda: load_model(MODEL))
 
     def phases(self, tokens: int) -> dict[str, tuple[float, int]]:
-        """The four phases of ISO's steady state: us of the computation, and tokens of the all-reduce beside it."""
+        """The four phases of ISO's steady state: us of the computation, and tokens of the all-reduce that runs meanwhile."""
         half, rest = tokens // 2, tokens - tokens // 2
         return {
             "attention b": (self.attention_us(rest, half), half),
@@ -141,7 +141,7 @@ class LayerModel:
         }
 
     def phase(self, compute_us: float, tokens: int) -> Outcome:
-        """A computation beside the all-reduce of so many tokens, by the method that is fastest."""
+        """A computation during the all-reduce of so many tokens, by the method that is fastest."""
         problem = ConcurrentProblem(
             collectives=(self._all_reduce(tokens),),
             world_size=self.ranks,
@@ -152,7 +152,7 @@ class LayerModel:
         return min((simulate(build(problem, name), self.machine) for name in METHODS), key=lambda outcome: outcome.total_us)
 
     def all_reduce_us(self, tokens: int) -> float:
-        """The vendor's all-reduce of [tokens, hidden]."""
+        """NCCL's all-reduce of [tokens, hidden]."""
         return collective_us(self.machine, "all_reduce", self._all_reduce(tokens).shard_bytes, self.ranks)
 
     def _all_reduce(self, tokens: int) -> CollectiveProblem:
