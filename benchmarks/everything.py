@@ -71,8 +71,9 @@ def faults(seed: int) -> Run:
 
 
 def campaigns(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
-    """18 runs of random calls beside each other: six of all GPUs (at most 4), twelve of two each."""
-    pairs = [f"{first},{first + 1}" for first in range(0, gpus - 1, 2)] or [None]
+    """18 runs of random calls at the same time: six of all GPUs (at most 4), twelve of two each."""
+    visible = visible_gpus(gpus)
+    pairs = [f"{visible[at]},{visible[at + 1]}" for at in range(0, gpus - 1, 2)] or [None]
     sizes = [(min(4, gpus), None)] * 6 + [(2, pairs[number % len(pairs)]) for number in range(12)]
     return tuple(
         Run(
@@ -83,11 +84,20 @@ def campaigns(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
     )
 
 
+def visible_gpus(gpus: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the GPUs that this program may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",")[:gpus] if named else [str(number) for number in range(gpus)]
+
+
 def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
     """All of them by name, in the order in which they are begun. minutes, seed: of the random calls."""
 
     def one(name: str, limit_s: float, *options: str, **environment: str) -> Part:
         return Part(runs=(spread(gpus, name, *options),), limit_s=limit_s, environment=environment)
+
+    def alone(part: str, limit_s: float) -> Part:
+        return Part(runs=(Run(words=("-m", "benchmarks.kernels", part), visible=visible_gpus(gpus)[0]),), limit_s=limit_s)
 
     cache = {"WEFT_CACHE_DIR": str(Path("out/plans").resolve())}
     fresh = Path("out", "first_call", str(os.getpid())).resolve()
@@ -104,8 +114,13 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "kernels": checked(240, "triton", "kernels", "products"),
         "mixed": checked(240, "mixed"),
         "fp8": checked(400, "fp8", "fp8_layers"),
-        "products": Part(runs=(Run(words=("-m", "benchmarks.kernels", "products"), visible="0"),), limit_s=90),
+        "products": alone("products", 90),
+        "gemm": alone("gemm", 90),
+        "gemm_fp8": alone("fp8", 120),
+        "one_row_fp8": alone("one_row", 90),
+        "grouped_fp8": alone("grouped", 120),
         "tp": one("run", 150, "tp", "--rounds", "7"),
+        "tp_fp8": one("run", 240, "tp", "--dtype", "float8_e4m3fn", "--modes", "graph"),
         "all_reduce": one("run", 120, "all_reduce"),
         "all_to_all": one("run", 120, "all_to_all"),
         "embedding": one("run", 110, "embedding"),
@@ -122,6 +137,7 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "training": one("models", 120, "--part", "training", **cache),
         "forward": one("models", 120, "--part", "forward", **cache),
         "moe": one("moe", 50),
+        "iso": one("iso", 120),
         "dlrm_step": one("dlrm_step", 90),
         "concurrent": one("concurrent", 160),
         "conccl": one("concurrent", 240, "--part", "conccl"),
