@@ -73,7 +73,7 @@ def faults(seed: int) -> Run:
 def campaigns(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
     """18 runs of random calls at the same time: six of all GPUs (at most 4), twelve of two each."""
     visible = visible_gpus(gpus)
-    pairs = [f"{visible[at]},{visible[at + 1]}" for at in range(0, gpus - 1, 2)] or [None]
+    pairs = [f"{visible[at]},{visible[at + 1]}" for at in range(0, len(visible) - 1, 2)] or [None]
     sizes = [(min(4, gpus), None)] * 6 + [(2, pairs[number % len(pairs)]) for number in range(12)]
     return tuple(
         Run(
@@ -134,8 +134,8 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "ficco_gemms": one("ficco_gemms", 70, "--collect", "--budget-s", "50"),
         "prefill": one("models", 100, "--part", "prefill", "--layers", "2", **cache),
         "decode": one("models", 80, "--part", "decode", "--layers", "2", **cache),
-        "training": one("models", 120, "--part", "training", **cache),
-        "forward": one("models", 120, "--part", "forward", **cache),
+        "training": one("models", 220, "--part", "training", **cache),
+        "forward": one("models", 150, "--part", "forward", **cache),
         "moe": one("moe", 50),
         "iso": one("iso", 120),
         "dlrm_step": one("dlrm_step", 90),

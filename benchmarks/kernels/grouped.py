@@ -73,11 +73,15 @@ def methods(count: int, n: int, k: int, experts: int, device: torch.device) -> d
 
 
 def check(k: int, found: dict[str, Method]) -> None:
-    """Raises AssertionError where a method's result is not that of dispatch, within what FP8 keeps of bfloat16."""
+    """Raises AssertionError where a method's result is not that of dispatch. Products of bfloat16 differ from those of FP8 by
+    some 4% of their norm."""
     expected = found["dispatch"]().float()
     for name, work in found.items():
-        tolerance = 0.2 if name == "torch_bfloat16" else 2e-2
-        torch.testing.assert_close(work().float(), expected, rtol=tolerance, atol=tolerance * math.sqrt(k), msg=name)
+        result = work().float()
+        if name == "torch_bfloat16":
+            assert (result - expected).norm() <= 0.06 * expected.norm(), name
+        else:
+            torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2 * math.sqrt(k), msg=name)
 
 
 def calls(count: int, n: int, k: int, experts: int) -> dict[str, list[Work]]:
