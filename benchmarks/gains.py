@@ -112,7 +112,7 @@ def _means(some: Sequence[Row]) -> list[str]:
     return [f"{geomean(found):.2f}" if found else "   -" for found in gains]
 
 
-def _other(row: Row) -> str:
+def alternative_name(row: Row) -> str:
     """The fastest alternative, by its usual name."""
     kind, _, name = alternative(row)[0].partition("/")
     return "sequential" if kind == "sequential" else NAMES.get(name, name)
@@ -120,7 +120,7 @@ def _other(row: Row) -> str:
 
 def _line(name: str, some: Sequence[Row]) -> tuple[str, ...]:
     count = max(sum(row.mode == mode for row in some) for mode in ("graph", "eager"))
-    (fastest, _), *others = Counter(map(_other, some)).most_common()
+    (fastest, _), *others = Counter(map(alternative_name, some)).most_common()
     # Attributed in graphs, where the host's time is in nothing.
     graphs = [row for row in some if row.mode == "graph"] or list(some)
     known = [(best_us(row, "sequential/"), us, default(row)) for row in graphs if (us := unoverlapped(row))]
@@ -135,7 +135,7 @@ def shapes(folder: Path, mode: str) -> list[tuple[str, ...]]:
     """Every case of a mode, times in us: what the means are of."""
     heads = ("operator, case", "fastest other", "its time", "auto", "schedule", "gain")
     some = (row for found in cases(folder).values() for row in found if row.mode == mode)
-    return [heads, *((f"{row.op} {row.case}", _other(row), *_times(row)) for row in some)]
+    return [heads, *((f"{row.op} {row.case}", alternative_name(row), *_times(row)) for row in some)]
 
 
 def _times(row: Row) -> tuple[str, ...]:

@@ -35,8 +35,9 @@ from weft.schedules import build, parse
 
 RESULTS = Path(__file__).with_name("results")
 FILES = (
-    *("tp", "tp_2gpus", "all_to_all", "all_to_all_2gpus", "all_reduce", "all_reduce_2gpus", "embedding", "planner"),
-    *("ficco_gemms", "ficco_gemms_2gpus", "dma"),
+    *("h200x2/tp", "h200x2/all_to_all", "h200x2/all_reduce", "h200x2/embedding", "h200x2/dma", "h200x2/ficco_gemms"),
+    *("h200x4/tp", "h200x4/all_to_all", "h200x4/all_reduce", "h200x4/embedding", "h200x4/ficco_gemms", "planner"),
+    *("h200x8/tp", "h200x8/all_to_all", "h200x8/all_reduce"),
 )
 """Results that predictions are compared with."""
 MACHINE = "h200x8"

@@ -36,6 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measured_tables
 import text_tables
 from text_tables import RESULTS, ROOT, benchmark, date_of, lines
 
@@ -72,31 +73,8 @@ CODE: dict[str, Sequence[str]] = {
     "products": ("weft/runtime/products.py",),
 }
 """By benchmark, the code that its figures depend on; OPERATORS for all others."""
-TABLES: dict[str, Callable[..., Sequence[str]]] = {
-    "gains": lambda folder: [*_folder(folder), *_folder("h100x2"), *GAINS],
-    "shapes": lambda folder, mode: _folder(folder),
-    "results": lambda mode: ["tp"],
-    "fused": lambda bench, mode: [bench],
-    "paper": lambda mode: ["paper"],
-    "beside": lambda mode: ["concurrent"],
-    "conccl": lambda mode: ["conccl"],
-    "dma": lambda mode: ["dma"],
-    "resident": lambda bench, mode: [bench],
-    "training": lambda mode: ["data_parallel"],
-    "nodes": lambda mode: ["nodes"],
-    "fp8": lambda bench: [bench],
-    "fp8_rows": lambda bench: [bench],
-    "fp8_kernels": lambda gemm, row: [gemm, row],
-    "gemms": lambda bench, mode: [bench],
-    "products": lambda mode: ["products"],
-    "models": lambda part: ["models"],
-    "layers": lambda bench: [bench],
-    "accuracy": lambda *benches: list(benches),
-    "simulated": lambda by: sorted(benchmark("simulated").FILES),
-}
-"""By the kind of a generated table of measurements: the result files that it is made of, without `.jsonl`."""
 GAINS = ("tp", "all_reduce", "all_to_all", "embedding", "moe", "models", "concurrent")
-BLOCK = re.compile(rf"^```text ({'|'.join(TABLES)}) ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```text (\w+) ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 _UNITS = (
     *(
@@ -158,8 +136,18 @@ class Source:
         return f"{self.document}: {self.figure}: {where}{against}; code changed in {self.touched} commits since"
 
 
-def _folder(name: str) -> list[str]:
-    return [f"{name}/{bench}" for bench in GAINS if (RESULTS / name / f"{bench}.jsonl").exists()]
+def files_of(kind: str, words: Sequence[str]) -> list[str]:
+    """The result files that a generated table is made of, without `.jsonl`; none for a table of other things."""
+    if kind == "gains":
+        names = [*words, *(folder.name for folder in measured_tables.OTHERS.values())]
+        return [f"{name}/{bench}" for name in names for bench in GAINS if is_file(f"{name}/{bench}")]
+    if kind == "simulated":
+        return sorted(benchmark("simulated").FILES)
+    return [word for word in words if is_file(word)]
+
+
+def is_file(bench: str) -> bool:
+    return (RESULTS / f"{bench}.jsonl").is_file()
 
 
 def _not_one(values: Sequence[float]) -> float:
@@ -171,7 +159,7 @@ def touched(commit: str, bench: str) -> int:
     """In how many commits the code behind a line has changed since; 0 where there is no history to ask."""
     if not text_tables.whole_history():
         return 0
-    code = CODE.get(bench.rpartition("/")[2].removesuffix("_2gpus"), OPERATORS)
+    code = CODE.get(bench.rpartition("/")[2], OPERATORS)
     return int(text_tables.git("rev-list", "--count", f"{commit}..HEAD", "--", *code))
 
 
@@ -202,7 +190,7 @@ def of_tables(document: str, text: str) -> Iterator[Source | LedgerError]:
     """The lines behind a document's generated tables."""
     for match in BLOCK.finditer(text):
         kind, words, _ = match.groups()
-        for bench in TABLES[kind](*words.split()):
+        for bench in files_of(kind, words.split()):
             yield from checked(partial(_of_bench, document, f"`{kind} {words}`", bench), match[0])
 
 

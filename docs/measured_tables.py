@@ -1,32 +1,31 @@
-"""Tables of operators, collectives and steps for generate.py, from benchmarks/results. MODE: in which cases ran.
+"""Tables of operators, collectives and steps for generate.py. BENCH is a file of benchmarks/results without `.jsonl`, such as
+h200x2/tp. MODE says how calls were made: graph or eager.
 
-gains FOLDER       what `auto` gains over the fastest alternative, by operator and size
-shapes FOLDER MODE each case of that
-results MODE       tp.jsonl: the tensor-parallel cases
-fused BENCH MODE   BENCH.jsonl: a fused operator's cases
-paper MODE         paper.jsonl: the fused kernels' published comparison
-beside MODE        concurrent.jsonl: GEMMs beside a collective
-conccl MODE        conccl.jsonl: the 30 pairs of ConCCL's evaluation
-dma MODE           dma.jsonl: collectives alone
-resident BENCH MODE    resource_aware.jsonl or that of 2 GPUs: what residency and priority gain
-training MODE      data_parallel.jsonl: steps of a GPT
-nodes MODE         nodes.jsonl: the operators between nodes
-fp8 BENCH          tp_fp8.jsonl: the tensor-parallel cases in FP8, by operator and rows
-fp8_rows BENCH     few_rows_fp8.jsonl: few rows in FP8 over bfloat16
-fp8_kernels GEMM ROW   gemm_fp8.jsonl and one_row_fp8.jsonl: kernels alone
-gemms BENCH MODE   ficco_gemms.jsonl or that of 2 GPUs: FiCCO's sixteen GEMMs, those that fit
-products MODE      products.jsonl: a matmul by the algorithm that is fastest, and by torch's
+gains FOLDER         what `auto` gains over the fastest alternative, by operator and size
+cases BENCH          every case: each half alone, the fastest alternative, and `auto`, in graphs and eager
+paper BENCH MODE     the fused kernels' published comparison
+concurrent BENCH MODE    GEMMs and a collective at the same time
+conccl BENCH MODE    the 30 pairs of ConCCL's evaluation
+dma BENCH MODE       collectives alone
+resident BENCH MODE  what residency and priority gain
+training BENCH MODE  steps of a GPT
+iso BENCH MODE       decoder layers with half batches, and with weft's own overlap
+fp8 BENCH            the tensor-parallel cases in FP8, by operator and rows
+fp8_rows BENCH       few rows in FP8 over bfloat16
+fp8_kernels GEMM ROW GROUPED   FP8 kernels alone
+gemms BENCH MODE     FiCCO's sixteen GEMMs, those that fit
+products BENCH MODE  a matmul by the algorithm that is fastest, and by torch's
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from text_tables import RESULTS, benchmark, commits, date_of, lines, source, table, versions
 
-from benchmarks.rows import AUTO, Row, alternative, best, best_us, ideal, name_of
+from benchmarks.rows import AUTO, Row, alternative, best, best_us, default, gain, ideal, name_of
 from weft.core.machine import load
 from weft.overlap.concurrent.choice import share_of_ideal
 
@@ -53,7 +52,7 @@ def _least(row: Row, *kinds: str) -> tuple[str, ...]:
 ALONE = ("computation/", "communication/", "sequential/")
 
 
-OTHERS = {"2 x NVIDIA H100": RESULTS / "h100x2", "4 x NVIDIA H200": RESULTS}
+OTHERS = {"8 x NVIDIA H200": RESULTS / "h200x8", "2 x NVIDIA H100": RESULTS / "h100x2"}
 """By machine, the folder of its results."""
 
 
@@ -71,50 +70,50 @@ def gains(folder: str) -> str:
     return "\n".join([table(made.table(RESULTS / folder, OTHERS)), "", *measured])
 
 
-def shapes(folder: str, mode: str) -> str:
-    """Every case that the table of gains sums up."""
-    some = [row for path in sorted((RESULTS / folder).glob("*.jsonl")) for row in lines(f"{folder}/{path.stem}")]
-    where = dict.fromkeys(f"{row.machine}, {versions(row)}, mode {mode}, {commits([row])}" for row in some)
-    return "\n".join([table(benchmark("gains").shapes(RESULTS / folder, mode)), "", *where])
+def cases(bench: str) -> str:
+    """Every case, in us: communication alone, computation alone, the fastest alternative, and `auto` with what it chose, in
+    graphs; then the fastest alternative and `auto` as eager calls. gain: the alternative's time over that of `auto`."""
+    rows = [row for row in lines(bench) if default(row)]
+    modes = [mode for mode in ("graph", "eager") if any(row.mode == mode for row in rows)]
+    heads = ["operator, case", "comm.", "comp."]
+    for mode in modes:
+        heads += ["other", f"{mode} us", "auto", "chosen", "of ideal", "gain"] if mode == modes[0] else ["eager", "auto", "gain"]
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row.op, row.case), {})[row.mode] = row
+    body = [(f"{op} {case}", *_case(some, modes)) for (op, case), some in found.items()]
+    return table([tuple(heads), *body]) + source(rows, " and ".join(modes))
 
 
-def results(mode: str) -> str:
-    """The tensor-parallel cases as measured. Times in us."""
-    heads = ("operator, case", "NCCL", "cuBLAS", "sequential", "async TP", "weft", "schedule", "of ideal", "speed-up")
-    return _measured(heads, _cases("tp", mode), _result, mode)
+def _case(some: Mapping[str, Row], modes: Sequence[str]) -> list[str]:
+    first = some.get(modes[0])
+    cells = list(map(_us, (best_us(first, "communication/"), _computation(first)))) if first else ["-", "-"]
+    for mode in modes:
+        row = some.get(mode)
+        if row is None:
+            cells += ["-"] * (6 if mode == modes[0] else 3)
+            continue
+        other, us = alternative(row)
+        auto = default(row) or math.nan
+        times = [_us(us), _us(auto)]
+        if mode == modes[0]:
+            halves = best_us(row, "communication/") and _computation(row)
+            share = f"{ideal(row) / auto:.2f}" if halves else "-"
+            cells += [benchmark("gains").alternative_name(row), *times, row.chosen or "-", share]
+        else:
+            cells += times
+        cells.append(f"{gain(row):.2f}x")
+    return cells
 
 
-def _result(row: Row) -> tuple[str, ...]:
-    short = {"all_gather_matmul": "AG+MM", "matmul_reduce_scatter": "MM+RS"}[row.op]
-    name, us = best(row, "weft/") or ("", math.nan)
-    times = _least(row, "communication/", "computation/", "sequential/", "peer/async_tp")
-    over = (best_us(row, "sequential/") or math.nan) / us
-    return (f"{short} {row.case}", *times, _us(us, 0), name_of(name), f"{ideal(row) / us:.2f}", f"{over:.2f}x")
+def _computation(row: Row) -> float | None:
+    """Of lookups weft's own kernel alone is no computation that it replaces."""
+    return best_us(row, "computation/", but=("computation/weft",))
 
 
-def fused(bench: str, mode: str) -> str:
-    """The cases of one of the fused operators' benchmarks. Times in us; best: of all that is not weft's."""
-    heads = ("operator, case", "computation", "sequential", "best other", "weft", "auto", "schedule", "of ideal", "speed-up")
-    return _measured(heads, _cases(bench, mode), _fused, mode)
-
-
-def _fused(row: Row) -> tuple[str, ...]:
-    """Of lookups weft's own kernel, followed by NCCL, counts as another program, and alone as no computation to replace. Few
-    rows are compared with NCCL's default."""
-    name, us = best(row, "weft/", but=(AUTO, *OF_LOOKUPS)) or ("", math.nan)
-    sequential_us = best_us(row, "sequential/default" if row.op == "matmul_all_reduce" else "sequential/") or math.nan
-    others = best_us(row, "sequential/", "peer/", *(OF_LOOKUPS if row.bench == "embedding" else ()))
-    times = (best_us(row, "computation/", but=("computation/weft",)), sequential_us, others, us, row.us.get(AUTO))
-    share, over = ideal(row) / us, sequential_us / us
-    return (f"{row.op} {row.case}", *map(_us, times), name_of(name), f"{share:.2f}", f"{over:.2f}x")
-
-
-OF_LOOKUPS = ("weft/sequential",)
-
-
-def paper(mode: str) -> str:
+def paper(bench: str, mode: str) -> str:
     """By how many percent `auto` is shorter than what it replaces, beside what the paper reports."""
-    cases = _cases("paper", mode)
+    cases = _cases(bench, mode)
     rows: list[tuple[str, ...]] = [("operator", "against", "cases", "mean", "max", "min", "paper's mean", "max")]
     for op, against, less, mean, largest in benchmark("paper").reductions(cases):
         found = (statistics.fmean(less), max(less), min(less))
@@ -122,25 +121,25 @@ def paper(mode: str) -> str:
     return table(rows) + source(cases, mode)
 
 
-def beside(mode: str) -> str:
-    """GEMMs beside a collective, as benchmarks/concurrent.py measured them. Times in us; two streams: without any control."""
+def concurrent(bench: str, mode: str) -> str:
+    """GEMMs and a collective at the same time, as benchmarks/concurrent.py measured them. Times in us; two streams: without any control."""
     heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "of ideal", "best way", "its share")
-    return _measured(heads, _cases("concurrent", mode), _beside, mode)
+    return _measured(heads, _cases(bench, mode), _concurrent, mode)
 
 
-def _beside(row: Row) -> tuple[str, ...]:
+def _concurrent(row: Row) -> tuple[str, ...]:
     name, us = best(row, "sequential/", "peer/", "weft/") or ("", math.nan)
     shares = f"{ideal(row) / row.us[AUTO]:.2f}", WAYS.get(name, name_of(name)), f"{ideal(row) / us:.2f}"
     return (row.case, *_least(row, *ALONE, "peer/two_streams"), _us(row.us[AUTO], 0), *shares)
 
 
-WAYS = {"sequential/default": "sequential", "peer/two_streams": "vendor"}
+WAYS = {"sequential/default": "sequential", "peer/two_streams": "nccl"}
 """weft.concurrent's names of what a user has without it."""
 
 
-def conccl(mode: str) -> str:
+def conccl(bench: str, mode: str) -> str:
     """Pairs of GEMM, collective and size, with the share of the ideal speed-up that is reached. Times in us."""
-    cases = _cases("conccl", mode)
+    cases = _cases(bench, mode)
     heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "way", "share", "two streams'")
     found = [tuple(_share(row, name) for name in (AUTO, "peer/two_streams")) for row in cases]
     rows = [heads, *(_conccl(row, *some) for row, some in zip(cases, found, strict=True))]
@@ -157,10 +156,10 @@ def _conccl(row: Row, share: float, plain: float) -> tuple[str, ...]:
     return (row.case, *times, _us(row.us[AUTO], 0), row.chosen or "-", f"{share:.2f}", f"{plain:.2f}")
 
 
-def dma(mode: str) -> str:
+def dma(bench: str, mode: str) -> str:
     """Collectives alone, as benchmarks/collective.py measured them. Times in us."""
     heads = ("collective, bytes", "NCCL", "registered", "copy engine", "pieces", "over NCCL")
-    return _measured(heads, _cases("dma", mode), _dma, mode)
+    return _measured(heads, _cases(bench, mode), _dma, mode)
 
 
 def _dma(row: Row) -> tuple[str, ...]:
@@ -200,7 +199,7 @@ def _point_us(point: Row) -> float:
 
 
 def _by_copy_engine(points: Sequence[Row]) -> tuple[str, ...]:
-    moved = [point for point in points if point.extra.get("transport", "vendor") != "vendor"]
+    moved = [point for point in points if point.extra.get("transport", "nccl") != "nccl"]
     if not moved:
         return ()
     fastest = min(moved, key=_point_us)
@@ -208,10 +207,10 @@ def _by_copy_engine(points: Sequence[Row]) -> tuple[str, ...]:
     return (f"{_point_us(fastest) / 1e3:.2f}", str(more["blocks_per_sm"]), f"{more['normalised']:.2f}")
 
 
-def training(mode: str) -> str:
+def training(bench: str, mode: str) -> str:
     """Training steps as benchmarks/data_parallel.py measured them, in ms. bound: stock over silent."""
     heads = ("model", "computation", "silent", "stock", "best way", "its step", "auto took", "auto", "over stock", "bound")
-    return _measured(heads, _cases("data_parallel", mode), _training, mode)
+    return _measured(heads, _cases(bench, mode), _training, mode)
 
 
 def _training(row: Row) -> tuple[str, ...]:
@@ -222,16 +221,16 @@ def _training(row: Row) -> tuple[str, ...]:
     return (f"{row.op} {row.case}", *found, f"{row.extra['gain']:.3f}x", f"{stock / silent:.3f}x")
 
 
-def nodes(mode: str) -> str:
-    """The operators on ranks that are taken for nodes. Times in us."""
-    heads = ("operator, case", "NCCL", "alone", "sequential", "slices", "auto", "schedule", "auto over sequential")
-    return _measured(heads, _cases("nodes", mode), _on_nodes, mode)
+def iso(bench: str, mode: str) -> str:
+    """Decoder layers, in us: what splitting the prompt in two halves takes, and what weft's own overlap takes."""
+    heads = ("case", "computation", "NCCL", "sequential", "ISO", "auto", "ISO saves", "auto saves")
+    return _measured(heads, _cases(bench, mode), _iso, mode)
 
 
-def _on_nodes(row: Row) -> tuple[str, ...]:
-    name, us = best(row, "weft/") or ("", math.nan)
-    times = (*_least(row, "communication/", "computation/", "sequential/"), _us(us, 0), _us(row.us[AUTO], 0))
-    return (f"{row.op} {row.case}", *times, name_of(name), f"{alternative(row)[1] / row.us[AUTO]:.2f}x")
+def _iso(row: Row) -> tuple[str, ...]:
+    times = [best_us(row, kind) or math.nan for kind in ("computation/", "communication/", "sequential/", "peer/iso")]
+    times.append(row.us[AUTO])
+    return (row.case, *map(_us, times), *(f"{1 - us / times[2]:.1%}" for us in times[3:]))
 
 
 def gemms(bench: str, mode: str) -> str:
@@ -241,9 +240,9 @@ def gemms(bench: str, mode: str) -> str:
     return f"{table(made.rows(found, load('h200x8'), known))}\n{made.most(found)}{source(lines(bench), mode)}"
 
 
-def products(mode: str) -> str:
+def products(bench: str, mode: str) -> str:
     """By numbers of rows: how much faster products are by the algorithm that weft found than by torch's."""
-    cases = _cases("products", mode)
+    cases = _cases(bench, mode)
     rows: list[tuple[str, ...]] = [("rows", "products", "by another algorithm", "speed-up", "least", "most")]
     for m in sorted({row.extra["rows"] for row in cases}):
         rows.append((str(m), *_products([row for row in cases if row.extra["rows"] == m])))
@@ -289,20 +288,23 @@ def fp8_rows(bench: str) -> str:
     return table([("rows", "cases", "over bfloat16", "worst"), *found]) + source(cases)
 
 
-def fp8_kernels(gemm: str, row: str) -> str:
+def fp8_kernels(gemm: str, row: str, grouped: str) -> str:
     """Relative speed: the baseline's time over the kernel's, geometric means."""
     rows: list[tuple[str, ...]] = [("cases", "kernel", "cases", "relative speed")]
     kinds = {
         "dense": ("fast", "gated", "exact"),
         "blockwise": ("kernel", "gated"),
         "one row": ("tensorwise", "rowwise", "rowwise product", "blockwise"),
+        "experts": ("dispatch", "combine"),
     }
+    files = {"one row": row, "experts": grouped}
     for kind, names in kinds.items():
-        cases = lines(row) if kind == "one row" else [one for one in lines(gemm) if one.op == kind]
+        cases = lines(files[kind]) if kind in files else [one for one in lines(gemm) if one.op == kind]
         for name in names:
-            speeds = [(best_us(one, "computation/cublas") or math.nan) / one.us[f"computation/{name}"] for one in cases]
+            baseline = "computation/torch_fp8" if kind == "experts" else "computation/cublas"
+            speeds = [(best_us(one, baseline) or math.nan) / one.us[f"computation/{name}"] for one in cases]
             rows.append((kind, name, str(len(speeds)), f"{statistics.geometric_mean(speeds):.2f}"))
-    return table(rows) + "".join(source(lines(bench)) for bench in (gemm, row))
+    return table(rows) + "".join(source(lines(bench)) for bench in (gemm, row, grouped))
 
 
 MAKERS: dict[str, Callable[..., str]] = {
@@ -310,16 +312,14 @@ MAKERS: dict[str, Callable[..., str]] = {
     "fp8_rows": fp8_rows,
     "fp8_kernels": fp8_kernels,
     "gains": gains,
-    "shapes": shapes,
-    "results": results,
-    "fused": fused,
+    "cases": cases,
     "paper": paper,
-    "beside": beside,
+    "concurrent": concurrent,
     "conccl": conccl,
     "dma": dma,
     "resident": resident,
     "training": training,
-    "nodes": nodes,
+    "iso": iso,
     "gemms": gemms,
     "products": products,
 }

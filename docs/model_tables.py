@@ -1,7 +1,7 @@
 """Tables of whole models for generate.py: what benchmarks/models.py, moe.py and dlrm_step.py have measured, and their traces.
 
-models PART     benchmarks/results/models.jsonl: training, prefill or decode, by method
-layers BENCH    moe.jsonl or dlrm_step.jsonl there
+models BENCH PART   of a file such as h200x2/models: training, forward, prefill or decode, by method
+layers BENCH        of h200x2/moe or h200x2/dlrm_step
 traces PART     docs/traces/PART_*.json.gz: times by kind, and a chart of the streams
 """
 
@@ -35,9 +35,9 @@ def _alone(row: Row) -> tuple[str, str]:
     return _us(row.us.get("computation/torch")), _us(row.us.get("communication/default"))
 
 
-def models(part: str) -> str:
+def models(bench: str, part: str) -> str:
     """Times in us by method; over torch: the faster of torch's two over the fastest of weft's."""
-    rows = [row for row in lines("models") if row.op == part]
+    rows = [row for row in lines(bench) if row.op == part]
     used = [name for name in NAMES if any(name in row.us for row in rows)]
     heads = ("case", "mode", "computation", "NCCL", *(NAMES[name] for name in used), "over torch")
     return table([heads, *(_model(row, used) for row in rows)]) + source(rows)
@@ -76,4 +76,4 @@ def traces(part: str) -> str:
     return "\n\n".join("\n".join(each) for each in told)
 
 
-MAKERS: dict[str, Callable[[str], str]] = {"models": models, "layers": layers, "traces": traces}
+MAKERS: dict[str, Callable[..., str]] = {"models": models, "layers": layers, "traces": traces}
