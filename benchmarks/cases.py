@@ -254,6 +254,10 @@ def _between_nodes(make: Callable[[], Matmul | Tables], found: Sequence[Way], sp
 
 def between_nodes(world_size: int, dtype: str) -> list[Comparison]:
     per_node = int(os.environ["WEFT_RANKS_PER_NODE"])
+    if per_node >= world_size > 1:
+        raise ValueError(
+            f"WEFT_RANKS_PER_NODE is {per_node}, which makes one node of {world_size} ranks; set it to {world_size // 2}"
+        )
     nodes = tuple(min(per_node, world_size - first) for first in range(0, world_size, per_node))
     about = partial(Comparison, bench="nodes", specs=NODE_SPECS, repeat=3, extra={"nodes": nodes})
     made = []

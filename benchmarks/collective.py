@@ -14,7 +14,7 @@ weft copies what arrives to the caller's tensor, as NCCL does from plain buffers
 their windows from the start. An all_reduce is in place, so that its values grow from call to call; after the first one only
 time counts.
 
-    timeout 85 torchrun --nproc-per-node 4 -m benchmarks.collective --json benchmarks/results/dma.jsonl
+    timeout 85 torchrun --nproc-per-node 2 -m benchmarks.collective --json benchmarks/results/h200x2/dma.jsonl
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Traps: an all_reduce adds in place, so it takes the mean, which does not grow fr
 blocks have communicators of their own, made in the trial: some 0.1 s each, not timed. In a graph two branches have no order but
 their priority.
 
-    torchrun --nproc-per-node 4 -m benchmarks.concurrent --part cases --json benchmarks/results/concurrent.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.concurrent --part cases --json benchmarks/results/h200x2/concurrent.jsonl
     torchrun --nproc-per-node 4 -m benchmarks.concurrent --part conccl --modes eager
 """
 

@@ -23,7 +23,7 @@ Traps: a step may be bound by the host (fully_shard of many small parameters is)
 queues: on models of their own weft's vendor took 6% longer than stock, which it is. What moves nothing leaves other ranks'
 parameters as they lie in memory.
 
-    torchrun --nproc-per-node 4 -m benchmarks.data_parallel --json benchmarks/results/data_parallel.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.data_parallel --json benchmarks/results/h200x2/data_parallel.jsonl
     torchrun --nproc-per-node 4 -m benchmarks.data_parallel --kinds fsdp --batch 16 --ways vendor+ahead=1,vendor+keep
 """
 

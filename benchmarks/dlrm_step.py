@@ -1,6 +1,6 @@
 """What does embedding_bag_all_to_all gain in DLRM: the lookup's exchange, and a training step as a whole?
 
-    torchrun --nproc-per-node 4 -m benchmarks.dlrm_step --json benchmarks/results/dlrm_step.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.dlrm_step --json benchmarks/results/h200x2/dlrm_step.jsonl
     torchrun --nproc-per-node 4 -m benchmarks.dlrm_step --only step --batch 32768
 
 Protocol: measure.py's; float32. MLPerf's model: 26 tables of dim 128 with its pooling, bottom 512-256-128, top

@@ -144,7 +144,7 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "resource_aware": one("resource_aware", 200),
         "data_parallel": one("data_parallel", 240),
         "dma": one("collective", 90),
-        "nodes": one("run", 90, "nodes"),
+        "nodes": one("run", 90, "nodes", WEFT_RANKS_PER_NODE=str(max(1, gpus // 2))),
         "soak": Part(runs=(Run(words=(str(CAMPAIGNS / "soak.py"), "--device", "cuda", "--calls", "1000000")),), limit_s=120),
         "faults": Part(runs=tuple(faults(seed + at) for at in range(4)), limit_s=LONGEST_S),
         "fuzz": Part(runs=campaigns(gpus, minutes, seed), limit_s=60 * minutes + 60, environment={"OMP_NUM_THREADS": "1"}),

@@ -1,8 +1,8 @@
 """FiCCO's sixteen GEMMs (arXiv 2512.10236): which schedule is chosen, how much is gained, and how near is the ideal?
 
     python -m benchmarks.ficco_gemms --machine mi300x8 --machine h200x8
-    torchrun --nproc-per-node 4 -m benchmarks.ficco_gemms --collect --json benchmarks/results/ficco_gemms.jsonl
-    python -m benchmarks.ficco_gemms --table --json benchmarks/results/ficco_gemms.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.ficco_gemms --collect --json benchmarks/results/h200x2/ficco_gemms.jsonl
+    python -m benchmarks.ficco_gemms --table --json benchmarks/results/h200x2/ficco_gemms.jsonl
 
 The first simulates all of them on profiles, with as many ranks as those have. --collect measures those that fit on the GPUs
 there are (bytes that all candidates hold at once, and time of a call), in graphs, as benchmarks/planner.py does; it goes on

@@ -9,7 +9,6 @@ choice of cuBLAS algorithm, one step after the other) are timed in the same run.
 these, `overlap` is that over `auto`; the two multiply to the gain over sequential. Means over cases are geometric.
 
     python -m benchmarks.gains benchmarks/results/h200x2
-    python -m benchmarks.gains benchmarks/results/h200x2 --shapes eager
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rows import (
-    AUTO,
-    UNOVERLAPPED,
     Row,
     alternative,
-    best,
     best_us,
     default,
     gain,
     geomean,
-    name_of,
     read,
     unoverlapped,
 )
@@ -131,25 +126,11 @@ def _line(name: str, some: Sequence[Row]) -> tuple[str, ...]:
     return (name, str(count), fastest + (" *" if others else ""), *_means(some), f"{min(map(gain, some)):.2f}", *parts)
 
 
-def shapes(folder: Path, mode: str) -> list[tuple[str, ...]]:
-    """Every case of a mode, times in us: what the means are of."""
-    heads = ("operator, case", "fastest other", "its time", "auto", "schedule", "gain")
-    some = (row for found in cases(folder).values() for row in found if row.mode == mode)
-    return [heads, *((f"{row.op} {row.case}", alternative_name(row), *_times(row)) for row in some)]
-
-
-def _times(row: Row) -> tuple[str, ...]:
-    us = [f"{each:.0f}" if each >= 100 else f"{each:.1f}" for each in (alternative(row)[1], default(row) or 0.0)]
-    name = name_of((best(row, "weft/", but=(AUTO, *UNOVERLAPPED)) or ("weft/-", 0.0))[0])
-    return (*us, row.chosen or NAMES.get(name, name), f"{gain(row):.2f}x")
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("folder", type=Path, help="of rows, such as benchmarks/results/h200x2")
-    options.add_argument("--shapes", choices=("graph", "eager"), help="every case of a mode in place of the means")
     given = options.parse_args()
-    for line in shapes(given.folder, given.shapes) if given.shapes else table(given.folder):
+    for line in table(given.folder):
         print("  ".join([line[0].ljust(38), *(cell.rjust(10) for cell in line[1:])]))
 
 

@@ -16,7 +16,7 @@ Results are compared with sequential's; weft's is the rank's own rows of it. The
 the very last all-reduce of half a sequence, 1 of 4 LAYERS, is exposed. Half b attends to both halves by PyTorch's
 lower right causal bias, which its flash attention takes.
 
-    torchrun --nproc-per-node 2 -m benchmarks.iso --json benchmarks/results/iso.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.iso --json benchmarks/results/h200x2/iso.jsonl
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ of a step's collectives by NCCL, one after the other; ideal: the larger. Traps: 
 host's time, host_us says; the first run compiles, and schedules are tried, so give WEFT_CACHE_DIR a folder of its own, and run
 twice: what the first one chose is taken over, as in no other benchmark.
 
-    torchrun --nproc-per-node 4 -m benchmarks.models --part training --json benchmarks/results/models.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.models --part training --json benchmarks/results/h200x2/models.jsonl
     torchrun --nproc-per-node 4 -m benchmarks.models --part forward --layers 1 --methods torch,weft --profile docs/traces
 
 With --profile nothing is timed: a trace of each method (and of computation) goes to that folder, and times by kind are said

@@ -1,6 +1,6 @@
 """How much of a Mixtral layer's exchange do experts over ranks hide, forward and with the backward?
 
-    torchrun --nproc-per-node 4 -m benchmarks.moe --json benchmarks/results/moe.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.moe --json benchmarks/results/h200x2/moe.jsonl
     torchrun --nproc-per-node 4 -m benchmarks.moe --only forward --modes eager
     torchrun --nproc-per-node 4 -m benchmarks.moe --only pieces --modes graph
 

@@ -26,8 +26,8 @@ took 12.6% less than plain overlap). An event before a collective fires when it 
 it starves, overlap_rate counts waiting as running, and hidden does not. All-reduces average, so that values stay finite. A
 capped kernel is the same code: its result has to be equal, bit by bit, to the uncapped one's.
 
-    torchrun --nproc-per-node 4 -m benchmarks.resource_aware --json benchmarks/results/resource_aware.jsonl
-    python docs/plot.py resource_aware benchmarks/results/resource_aware.jsonl out/resource_aware.html
+    torchrun --nproc-per-node 4 -m benchmarks.resource_aware --json benchmarks/results/h200x2/resource_aware.jsonl
+    python docs/plot.py resource_aware benchmarks/results/h200x2/resource_aware.jsonl out/resource_aware.html
 """
 
 from __future__ import annotations

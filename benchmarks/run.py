@@ -1,7 +1,7 @@
 """Which of the operators' benchmarks is to run? cases.py has them.
 
-torchrun --nproc-per-node 4 -m benchmarks.run tp --json benchmarks/results/tp.jsonl
-torchrun --nproc-per-node 2 -m benchmarks.run tp --dtype float8_e4m3fn --json benchmarks/results/tp_fp8.jsonl
+torchrun --nproc-per-node 2 -m benchmarks.run tp --json benchmarks/results/h200x2/tp.jsonl
+torchrun --nproc-per-node 2 -m benchmarks.run tp --dtype float8_e4m3fn --json benchmarks/results/h200x2/tp_fp8.jsonl
 torchrun --nproc-per-node 4 -m benchmarks.run tp --cases M=512 --ops matmul_reduce_scatter --specs direct_store:1
 torchrun --nproc-per-node 4 -m benchmarks.run all_reduce --cases batch=64,batch=128 --modes graph
 python -m benchmarks.run --list

@@ -10,10 +10,8 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text accuracy FILE ...     how good choices are on the problems of these files of results
     ```text simulated BY          benchmarks/simulated.py: predictions against measurements, by operator, family or file
     ```text gains FOLDER          benchmarks/gains.py: `auto` over the fastest alternative, from a folder of results
-    ```text shapes FOLDER MODE    the same, case by case
-    ```text results MODE ...      measured_tables.py: operators, collectives and steps
-    ```text fp8 WHAT ...          measured_tables.py: FP8
-    ```text models PART ...       model_tables.py: whole models, layers of them, profiles
+    ```text cases BENCH           measured_tables.py: every case of a result file; the other kinds of tables are described there
+    ```text models BENCH PART     model_tables.py: whole models, layers of them, profiles
     ```text t3 WHAT               study_tables.py: published evaluations, simulated; also ficco, dlrm and iso WHAT
     ```text targets OF            which kernels compile for which GPUs (weft.kernels.targets), and why others do not
 

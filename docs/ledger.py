@@ -43,10 +43,10 @@ from text_tables import RESULTS, ROOT, benchmark, date_of, lines
 from benchmarks.rows import Row, gain
 
 ENTRIES = Path(__file__).with_name("ledger.toml")
-OLDEST = {"README.md": 200, "docs/fp8.md": 200, "docs/peers.md": 200}
+OLDEST = {"README.md": 80, "docs/fp8.md": 80, "docs/peers.md": 80}
 """By document: commits that may have changed the code behind a line since it was measured."""
-OLDEST_ELSEWHERE = 400
-MEASURABLE = re.compile(r"(1 x |2 x )?NVIDIA (H100|H200)\b|2 cores")
+OLDEST_ELSEWHERE = 340
+MEASURABLE = re.compile(r"([1248] x )?NVIDIA (H100|H200)\b|2 cores")
 """Machines that we can use at present, as result lines name them."""
 LABORATORY = ("docs/log.md", "docs/trust.md")
 """Notes of single days, each with its commit. Their figures are not published."""

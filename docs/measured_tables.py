@@ -9,7 +9,7 @@ conccl BENCH MODE    the 30 pairs of ConCCL's evaluation
 dma BENCH MODE       collectives alone
 resident BENCH MODE  what residency and priority gain
 training BENCH MODE  steps of a GPT
-iso BENCH MODE       decoder layers with half batches, and with weft's own overlap
+iso_measured BENCH MODE    decoder layers with half batches, and with weft's own overlap
 fp8 BENCH            the tensor-parallel cases in FP8, by operator and rows
 fp8_rows BENCH       few rows in FP8 over bfloat16
 fp8_kernels GEMM ROW GROUPED   FP8 kernels alone
@@ -23,7 +23,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from text_tables import RESULTS, benchmark, commits, date_of, lines, source, table, versions
+from text_tables import RESULTS, benchmark, date_of, lines, source, table, versions
 
 from benchmarks.rows import AUTO, Row, alternative, best, best_us, default, gain, ideal, name_of
 from weft.core.machine import load
@@ -52,7 +52,7 @@ def _least(row: Row, *kinds: str) -> tuple[str, ...]:
 ALONE = ("computation/", "communication/", "sequential/")
 
 
-OTHERS = {"8 x NVIDIA H200": RESULTS / "h200x8", "2 x NVIDIA H100": RESULTS / "h100x2"}
+OTHERS = {"8 x NVIDIA H200": RESULTS / "h200x8"}
 """By machine, the folder of its results."""
 
 
@@ -77,7 +77,9 @@ def cases(bench: str) -> str:
     modes = [mode for mode in ("graph", "eager") if any(row.mode == mode for row in rows)]
     heads = ["operator, case", "comm.", "comp."]
     for mode in modes:
-        heads += ["other", f"{mode} us", "auto", "chosen", "of ideal", "gain"] if mode == modes[0] else ["eager", "auto", "gain"]
+        heads += (
+            ["other", f"{mode} us", "auto", "chosen", "of ideal", "gain"] if mode == modes[0] else ["eager", "auto", "gain"]
+        )
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         found.setdefault((row.op, row.case), {})[row.mode] = row
@@ -93,7 +95,7 @@ def _case(some: Mapping[str, Row], modes: Sequence[str]) -> list[str]:
         if row is None:
             cells += ["-"] * (6 if mode == modes[0] else 3)
             continue
-        other, us = alternative(row)
+        us = alternative(row)[1]
         auto = default(row) or math.nan
         times = [_us(us), _us(auto)]
         if mode == modes[0]:
@@ -122,7 +124,7 @@ def paper(bench: str, mode: str) -> str:
 
 
 def concurrent(bench: str, mode: str) -> str:
-    """GEMMs and a collective at the same time, as benchmarks/concurrent.py measured them. Times in us; two streams: without any control."""
+    """GEMMs and a collective at the same time. Times in us; two streams: without any control."""
     heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "of ideal", "best way", "its share")
     return _measured(heads, _cases(bench, mode), _concurrent, mode)
 
@@ -277,7 +279,7 @@ def _fp8(cases: Sequence[Row]) -> tuple[str, ...]:
 
 def fp8_rows(bench: str) -> str:
     """`auto` in FP8 over `auto` in bfloat16, by rows."""
-    cases = lines(bench)
+    cases = [row for row in lines(bench) if row.mode == "graph" and "float8/auto" in row.us]
     gains: dict[str, list[float]] = {}
     for row in cases:
         gains.setdefault(row.case.rpartition("=")[2], []).append(row.us[AUTO] / row.us["float8/auto"])
@@ -319,7 +321,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "dma": dma,
     "resident": resident,
     "training": training,
-    "iso": iso,
+    "iso_measured": iso,
     "gemms": gemms,
     "products": products,
 }

@@ -1,8 +1,8 @@
 """Draws the pictures of measurements in docs/, each from rows alone, so that an exact re-run draws the same picture.
 
-    python docs/plot.py gains benchmarks/results/h100x2 out/gains.html
+    python docs/plot.py gains benchmarks/results/h200x2 out/gains.html
     python docs/picture.py out/gains.html gains docs/gains.png
-    python docs/plot.py resource_aware benchmarks/results/resource_aware.jsonl out/resource_aware.html
+    python docs/plot.py resource_aware benchmarks/results/h200x2/resource_aware.jsonl out/resource_aware.html
     python docs/picture.py out/resource_aware.html resource_aware docs/resource_aware.png
 
 gains           README's plot: what `auto` gains over the fastest alternative

@@ -1,10 +1,10 @@
 """How fast are weft's kernels alone, on one GPU?
 
-    python -m benchmarks.kernels gemm --json benchmarks/results/gemm.jsonl              the fused GEMM kernel, against cuBLAS
-    python -m benchmarks.kernels fp8 --json benchmarks/results/gemm_fp8.jsonl           the same with FP8 operands
-    python -m benchmarks.kernels one_row --json benchmarks/results/one_row_fp8.jsonl    a decode step's matmul in FP8
-    python -m benchmarks.kernels grouped --json benchmarks/results/grouped_fp8.jsonl    rows of experts in FP8
-    python -m benchmarks.kernels products --json benchmarks/results/products.jsonl      cuBLAS by the algorithm that weft finds
+    python -m benchmarks.kernels gemm --json benchmarks/results/h200x1/gemm.jsonl    the fused GEMM kernel, against cuBLAS
+    python -m benchmarks.kernels fp8 --json benchmarks/results/h200x1/gemm_fp8.jsonl    the same with FP8 operands
+    python -m benchmarks.kernels one_row --json benchmarks/results/h200x1/one_row_fp8.jsonl    a decode step's matmul in FP8
+    python -m benchmarks.kernels grouped --json benchmarks/results/h200x1/grouped_fp8.jsonl    rows of experts in FP8
+    python -m benchmarks.kernels products --json benchmarks/results/h200x1/products.jsonl    cuBLAS by the fastest algorithm
     python -m benchmarks.kernels lookup --cases 32x128                                  constants of the lookup kernel
 
 Protocol: each method's calls are a CUDA graph; the graphs are replayed in turn, round by round; medians of GPU event times, in

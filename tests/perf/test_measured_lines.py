@@ -31,15 +31,16 @@ def test_every_line_in_a_graph_is_read() -> None:
 
 
 def test_a_line_is_what_it_says() -> None:
-    one = next(one for one in simulated.measured() if one.bench == "all_to_all" and one.spec == "track_and_trigger:1")
-    assert (one.problem.m, one.problem.k, one.problem.n, one.problem.world_size) == (4096, 14336, 4096, 4)
-    assert one.us == pytest.approx(703.94, abs=0.01)
+    one = next(one for one in simulated.measured() if one.bench == "h200x8/all_to_all" and one.spec == "track_and_trigger:1")
+    assert (one.problem.m, one.problem.k, one.problem.n, one.problem.world_size) == (4096, 14336, 4096, 8)
+    assert one.us == pytest.approx(727.79, abs=0.05)
     assert Counter(one.spec for one in simulated.measured())["sequential"] > 100
 
 
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (simulated.RESULTS / "tp.jsonl").read_text(encoding="utf-8").splitlines()[0]
-    (tmp_path / "tp.jsonl").write_text(f"{text}\n" + text.replace('"m": ', '"rows": ') + "\n", encoding="utf-8")
+    text = (simulated.RESULTS / "h200x2/tp.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    (tmp_path / "h200x2").mkdir()
+    (tmp_path / "h200x2/tp.jsonl").write_text(f"{text}\n" + text.replace('"m": ', '"rows": ') + "\n", encoding="utf-8")
     monkeypatch.setattr(simulated, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match=r"tp\.jsonl, line 2"):
         list(simulated.measured())

@@ -116,7 +116,7 @@ def test_what_is_out_of_date_is_rewritten(generate: SimpleNamespace) -> None:
 
 def test_a_table_of_several_machines_is_refused(generate: SimpleNamespace) -> None:
     made = generate.text_tables
-    (one, *others) = made.lines("dlrm_step")
+    (one, *others) = made.lines("h200x2/dlrm_step")
     assert f"{one.machine}, torch " in made.source([one, *others])
     for change in ({"machine": "8 x NVIDIA B200"}, {"versions": {**one.versions, "nccl": "2.99"}}):
         with pytest.raises(ValueError, match=r"cases of one table are of 2 x NVIDIA H200.* and of "):
