@@ -52,7 +52,7 @@ def made(name: str, what: str) -> str:
 
 
 def sensitivity(done: Done) -> str:
-    """What the numbers do that change a figure by more than LITTLE of its value. Why a system is refused is too long to show."""
+    """The numbers that change a figure by more than LITTLE of its value. Why a system is refused is too long a text to show."""
     (usual, *_) = done.swept
     moving = {
         row.path
