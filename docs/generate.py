@@ -52,6 +52,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/nodes.md"),
     *("docs/fp8.md", "docs/kernels.md", "docs/models.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
+    "docs/studies.md",
 )
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48

@@ -9,7 +9,7 @@ in running text stand in docs/ledger.toml, an entry for each passage: a [[measur
 figure is computed from, or the generated table that it repeats, and the ledger computes it again; a [[stated]] entry says what
 else the number is, such as a setting or a paper's figure.
 
-It covers README.md and docs/, but not notes of single days (LABORATORY), and not the text of simulated studies (SIMULATED).
+It covers README.md and docs/, but not the notes of single days in docs/lab, and not the text of simulated studies (SIMULATED).
 CHANGELOG.md and docstrings are not covered, nor is code within a text.
 
 It is an error if
@@ -48,10 +48,8 @@ OLDEST = {"README.md": 80, "docs/fp8.md": 80, "docs/peers.md": 80}
 OLDEST_ELSEWHERE = 340
 MEASURABLE = re.compile(r"([1248] x )?NVIDIA (H100|H200)\b|2 cores")
 """Machines that we can use at present, as result lines name them."""
-LABORATORY = ("docs/log.md", "docs/trust.md")
-"""Notes of single days, each with its commit. Their figures are not published."""
-SIMULATED = re.compile(r"^# (T3|FiCCO|DLRM at scale|ISO)\n.*?(?=^# |\Z)", re.MULTILINE | re.DOTALL)
-"""Chapters of simulated studies: the figures of their text are a paper's, or are in the tables there, which
+SIMULATED = re.compile(r"^## (T3|FiCCO|DLRM|ISO)\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+"""Chapters of docs/studies.md: the figures of their text are a paper's, or are in the tables there, which
 tests/project/test_docs.py makes again."""
 
 CHOOSING = ("weft/perf", "weft/planner")
@@ -302,8 +300,7 @@ def _rounds_to(value: float, figure: str) -> bool:
 @functools.cache
 def documents() -> dict[str, str]:
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    names = {str(path.relative_to(ROOT)): path for path in paths}
-    return {name: path.read_text(encoding="utf-8") for name, path in names.items() if name not in LABORATORY}
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
 
 def ledger() -> Iterator[Source | LedgerError]:

@@ -17,11 +17,12 @@ from text_tables import ROOT, table
 from weft.core import codec
 from weft.studies.ficco.study import FiccoStudy
 from weft.studies.study import STUDIES, Done, StudyTable, load_study, simulate, tables, words
-from weft.studies.sweep import JointSweep, SweptRow
+from weft.studies.sweep import JointSweep, SweptRow, swept_table
 
 STORED = {name: ROOT / "docs" / f"{name}_study.json" for name in STUDIES}
 DRAWS = 200
 WIDTH = 118
+LITTLE = 0.05
 
 
 @functools.cache
@@ -45,12 +46,24 @@ def made(name: str, what: str) -> str:
     done = stored(name)
     if what == "headline":
         return "\n".join(line for sentence in words(done) for line in textwrap.wrap(sentence, WIDTH))
-    rows = next(each.rows for each in tables(done) if each.name == what)
-    if what == "sensitivity":  # why a system is refused is a sentence, too long for a document, as names of figures are
-        rows = [(*rows[0][:2], *map(str, range(1, len(rows[0]) - 2))), *(row[:-1] for row in rows[1:])]
-        figures = [f"{place}: {name}" for place, name in enumerate(done.study.headlines, start=1)]
-        return "\n".join([*figures, "", table(rows)])
-    return table(rows)
+    if what == "sensitivity":
+        return sensitivity(done)
+    return table(next(each.rows for each in tables(done) if each.name == what))
+
+
+def sensitivity(done: Done) -> str:
+    """The numbers that change a figure by more than LITTLE of its value. Why a system is refused is too long a text to show."""
+    (usual, *_) = done.swept
+    moving = {
+        row.path
+        for row in done.swept
+        if not row.refused and any(abs(row.values[name] / usual.values[name] - 1) > LITTLE for name in done.study.headlines)
+    }
+    shown = [row for row in done.swept if row is usual or row.path in moving]
+    heads, *rows = (row[:-1] for row in swept_table(shown, done.study.headlines))
+    numbered = dict(enumerate(heads[2:], start=1))
+    figures = [f"{place}: {name}" for place, name in numbered.items()]
+    return "\n".join([*figures, "", table([(*heads[:2], *map(str, numbered)), *rows])])
 
 
 def keep(name: str) -> None:

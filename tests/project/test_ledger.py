@@ -208,8 +208,8 @@ def test_entries_have_the_keys_of_their_kind(
 
 
 def test_studies_are_left_out_and_the_rest_of_their_page_is_not(published: Published) -> None:
-    assert published.faults("# T3\n\nIt saves 12%.\n\n## More\n\nAnd 13%.\n") == []
-    assert len(published.faults("# T3\n\nIt saves 12%.\n\n# Fabrics\n\nAnd 13%.\n")) == 1
+    assert published.faults("## T3\n\nIt saves 12%.\n\n### More\n\nAnd 13%.\n") == []
+    assert len(published.faults("## T3\n\nIt saves 12%.\n\n## Fabrics\n\nAnd 13%.\n")) == 1
 
 
 def test_without_the_history_days_are_those_that_were_kept(monkeypatch: pytest.MonkeyPatch) -> None:

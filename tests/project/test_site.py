@@ -19,6 +19,7 @@ def test_links_out_of_the_site_become_paths() -> None:
     assert (
         on_page_markdown("[a](../weft/perf/engine.py#x) [b](design.md#y)\n") == "a (`weft/perf/engine.py`) [b](design.md#y)\n"
     )
+    assert on_page_markdown("[log](lab/log.md#x)\n") == "log (`docs/lab/log.md`)\n"
 
 
 def test_every_fenced_block_of_the_site_has_a_language_alone() -> None:

@@ -1,4 +1,4 @@
-"""The way of a call that docs/design.md walks: the files that it names are those that a later call on CPUs passes through, and
+"""The path of a call that docs/design.md walks: the files that it names are those that a later call on CPUs passes through, and
 each function of the table for GPUs calls the next one."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_CALLS = 120
 
 def _section() -> str:
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    return text.partition("\n## The way of a call\n")[2].partition("\n## ")[0]
+    return text.partition("\n## The path of a call\n")[2].partition("\n## ")[0]
 
 
 def walked() -> list[str]:

@@ -5,7 +5,7 @@ arguments that are no tensors; what computes it; the shapes that torch.compile a
 and its definition.
 
 Operators are defined by torch.library.Library and not by the custom_op decorator, whose wrapper loads torch._dynamo at the
-first call. Where a process group exists by then, its threads outlive its destruction (docs/log.md).
+first call. Where a process group exists by then, its threads outlive its destruction (docs/lab/log.md).
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class Groups:
         self._values: WeakValueDictionary[str, Schedule] = WeakValueDictionary()
         self._making: dict[str, threading.Lock] = {}
         self._turns: dict[torch.device, Turn] = {}
-        # No process group may be held until the interpreter ends: its threads would still run (docs/log.md).
+        # No process group may be held until the interpreter ends: its threads would still run (docs/lab/log.md).
         atexit.register(self.close_all)
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:

@@ -18,7 +18,7 @@ A call only fills in where its tensors lie. To walk the steps of the schedule in
     shared row counts        TorchLaunch: write them at the peers; FlagOperations: raise, wait; TorchLaunch: read them
 
 What the compute lane signals while it has more to do goes aside, to a stream of its own (weft.runtime.lane_streams). Copy lanes
-signal on their own stream: the copies between the signals are slower otherwise (docs/log.md).
+signal on their own stream: the copies between the signals are slower otherwise (docs/lab/log.md).
 
 Neighbouring FlagOperations become one submission. On a GPU these are stream memory operations on copy lanes and network lanes,
 for signals that go aside, and on every lane of a CollectiveProblem, which is a collective without a matmul that the user may

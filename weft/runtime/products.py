@@ -2,7 +2,7 @@
 
 cuBLAS picks an algorithm by a product's sizes. Measured on H200, for 10 pairs of k and n and 21 numbers of rows: another one
 of its first four picks, or of what it picks for one row more, takes 0.94 of the time (geomean), 0.46 at best, where rows are
-few and no power of two (docs/log.md). So each product is timed where a program rehearses: torch's own pick, and those. One
+few and no power of two (docs/lab/log.md). So each product is timed where a program rehearses: torch's own pick, and those. One
 has to be faster by 2% to be taken; from then on the process keeps it, so that the same tensors give the same bits. Other
 processes, and ranks, may choose otherwise: torch.use_deterministic_algorithms(True) leaves all to torch.
 
