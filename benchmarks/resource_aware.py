@@ -61,7 +61,7 @@ WORKLOADS = ("cb-ar", "mb-ar", "cb-a2a", "mb-a2a")
 BYTES = 896 << 20
 TILES = ((64, 64, 32), (64, 64, 64))
 WARPS, STAGES = 4, 3
-VENDOR = "vendor"
+NCCL = "nccl"
 SUMS = 32
 """Blocks that sum what copy engines bring: as fast as NCCL alone on 2 x H200."""
 BY_COPY_ENGINE = {"ar": ("copy_engine", "copy_engine_pull"), "a2a": ("copy_engine",)}
@@ -125,7 +125,7 @@ class Point:
     blocks_per_sm: int
     capped: bool
     priority: bool
-    transport: str = VENDOR
+    transport: str = NCCL
     ctas: int = 0
 
     @property
@@ -134,7 +134,7 @@ class Point:
 
     def __str__(self) -> str:
         parts = [f"r={self.blocks_per_sm}{'' if self.capped else ' (its own)'}", f"priority={'on' if self.priority else 'off'}"]
-        parts += [self.transport] if self.transport != VENDOR else []
+        parts += [self.transport] if self.transport != NCCL else []
         return " ".join(([f"grid={self.grid}"] if self.grid else []) + parts + ([f"ctas={self.ctas}"] if self.ctas else []))
 
 
@@ -172,7 +172,7 @@ class Workload:
         self.run(self.gemms[grid, r], grid)
 
     def collective(self, point: Point) -> None:
-        if point.transport != VENDOR:
+        if point.transport != NCCL:
             self.by_copy_engine(point.transport)
         elif self.op == "ar":
             dist.all_reduce(self.sent, op=dist.ReduceOp.AVG, group=self.groups[point.priority, point.ctas])

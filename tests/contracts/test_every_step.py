@@ -63,7 +63,7 @@ EXAMPLES: dict[type, tuple[Op, str, tuple[int, ...]]] = {
     Collective: ("all_reduce", "sequential", ()),
     FusedCollective: ("matmul_all_reduce", "one_shot", ()),
     SendReceive: ("matmul_all_to_all", "node_slices:1", (2, 2)),
-    UserCall: ("concurrent", "vendor", ()),
+    UserCall: ("concurrent", "nccl", ()),
     ShareCounts: ("ragged_all_to_all_matmul", "sequential", ()),
     SegmentCopies: ("ragged_all_to_all_matmul", "sequential", ()),
     GroupedGemm: ("ragged_all_to_all_matmul", "fused", ()),

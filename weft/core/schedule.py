@@ -386,9 +386,10 @@ class UserCall:
 
     On a compute lane it is the user's computation. On any lane, with `collective`, it is the communication of that number among
     the collectives of a ConcurrentProblem, whose tensors are not described (OpaqueCollective).
-    left: SMs that the vendor's GEMMs of the computation leave free. resident: blocks an SM that the kernels named by the user
+    left: SMs that cuBLAS GEMMs of the computation leave free. resident: blocks an SM that the kernels named by the user
     keep to; 0 for as many as fit. Of sharded parameters, which the computation gathers itself (fully_shard): ahead, how many
-    groups are gathered before the one that computes, 0 for as fully_shard does; keep, gathered once a step, for both passes.
+    groups are gathered before the one that computes, 0 for as fully_shard does; unsharded, whether they are gathered once a
+    step for both passes.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -397,11 +398,11 @@ class UserCall:
     left: int = 0
     resident: int = 0
     ahead: int = 0
-    keep: bool = False
+    unsharded: bool = False
 
     def __str__(self) -> str:
         numbers = [f"{name}={value}" for name in ("left", "resident", "ahead") if (value := getattr(self, name))]
-        return ", ".join([f"call {self.name}", *numbers, *["keep"] * self.keep])
+        return ", ".join([f"call {self.name}", *numbers, *["unsharded"] * self.unsharded])
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
 
 MARGIN = 0.01
 """An overlapping schedule must be estimated to be faster than sequential by more than 1%, as in an autotuning run."""
-Transport = Literal["none", "vendor", "stores", "copies", "ring", "blocks", "tiles", "loads", "pulls"]
+Transport = Literal["none", "nccl", "stores", "copies", "ring", "blocks", "tiles", "loads", "pulls"]
 
 
 class Row(NamedTuple):
@@ -94,7 +94,7 @@ class Row(NamedTuple):
 
 
 ROWS: dict[str, Row] = {
-    "sequential": Row("whole", "vendor", "vendor"),
+    "sequential": Row("whole", "nccl", "nccl"),
     "sequential_stores": Row("whole", "stores", "stores"),
     "shard_p2p": Row("piece", "copies", "copies", one_lane=True),
     "uniform_fused_1d": Row("step", "copies", "copies", joined=True),
@@ -318,7 +318,7 @@ def _step(rank: Rank, row: Row, size: int, index: int, count: int, *, gathers: b
 
 def _sequential_gather_us(rank: Rank, row: Row) -> float:
     machine, problem, lane = rank.machine, rank.problem, ComputeLane(rank)
-    if row.gather == "vendor":
+    if row.gather == "nccl":
         lane.now += whole_collective_us(machine, problem)
         if problem.op == "all_gather_matmul":
             lane.now += padded_us(machine, "all_gather", problem, rank.ranks * rank.shard_bytes)
@@ -442,7 +442,7 @@ def _sequential_scatter_us(rank: Rank, row: Row) -> float:
     for _ in range(rank.ranks if columns else 1):  # one kernel for each destination
         lane.multiply(rank.vendor(rank.own if columns else rank.rows))
     whole = rank.ranks * rank.shard_bytes
-    if row.scatter == "vendor":
+    if row.scatter == "nccl":
         padded = 0.0 if pulled else padded_us(machine, "reduce_scatter", problem, whole)
         return lane.now + whole_collective_us(machine, problem) + padded
     stores_us, own_us = rank.stores_us(rank.shard_bytes), hbm_us(machine, rank.shard_bytes)

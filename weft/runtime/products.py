@@ -57,14 +57,14 @@ class MatmulChoice:
     out_dtype: str
     transposed: tuple[bool, bool]
     accumulate: bool
-    vendor_us: float | None
+    torch_us: float | None
     us: tuple[float, ...]
     algorithm: int | None
 
     @property
     def speed_up(self) -> float:
         """Over torch's pick; 1 where that was taken, or was not timed."""
-        return self.vendor_us / self.us[self.algorithm] if self.algorithm is not None and self.vendor_us else 1.0
+        return self.torch_us / self.us[self.algorithm] if self.algorithm is not None and self.torch_us else 1.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Products:
         times: bool,
         scales: FactorScales | None = None,
     ) -> None:
-        """out = a @ b, or out += a @ b, on torch's current stream. times: now is the time to look for the fastest way. scales:
+        """out = a @ b, or out += a @ b, on torch's current stream. times: now is the time to measure algorithms. scales:
         of FP8 operands, whose products are torch's."""
         if scales is not None:
             self._scaled.multiply(a, b, out, scales)
@@ -156,26 +156,26 @@ class Products:
         if not found:
             return torchs
         stream = raw_stream(self._index)
-        ways: list[Callable[[], None]] = [
+        variants: list[Callable[[], None]] = [
             lambda one=one: product.run(one, a, b, out, self._workspace, stream)  # type: ignore[misc]
             for one in found
         ]
         if plain:
-            ways.insert(0, lambda: by_torch(a, b, out, accumulate=accumulate))
-        us = timed(ways, flops / _FLOPS_PER_US, _ROUNDS)
-        vendor_us = us.pop(0) if plain else None
-        best = fastest(vendor_us, us)
-        if best is not None and vendor_us is not None:
-            vendor_us, us[best] = timed([ways[0], ways[1 + best]], flops / _FLOPS_PER_US, _DUEL_ROUNDS)
-            best = best if us[best] <= GAIN * vendor_us else None
-        choice = _choice(a, b, out, accumulate, vendor_us, tuple(us), best)
+            variants.insert(0, lambda: by_torch(a, b, out, accumulate=accumulate))
+        us = timed(variants, flops / _FLOPS_PER_US, _ROUNDS)
+        torch_us = us.pop(0) if plain else None
+        best = fastest(torch_us, us)
+        if best is not None and torch_us is not None:
+            torch_us, us[best] = timed([variants[0], variants[1 + best]], flops / _FLOPS_PER_US, _DUEL_ROUNDS)
+            best = best if us[best] <= GAIN * torch_us else None
+        choice = _choice(a, b, out, accumulate, torch_us, tuple(us), best)
         return _Chosen(choice, product, None if best is None else found[best])
 
 
-def fastest(vendor_us: float | None, us: list[float]) -> int | None:
+def fastest(torch_us: float | None, us: list[float]) -> int | None:
     """Which of the algorithms is taken; None for torch's pick, where that was timed, and none is faster by enough."""
     best = min(range(len(us)), key=us.__getitem__)
-    return best if vendor_us is None or us[best] <= GAIN * vendor_us else None
+    return best if torch_us is None or us[best] <= GAIN * torch_us else None
 
 
 def candidates(
@@ -190,19 +190,19 @@ def candidates(
     return list(found.values())
 
 
-def timed(ways: list[Callable[[], None]], about_us: float, rounds: int) -> list[float]:
-    """Median time of each way in us, in turns. about_us: what one may take at least."""
+def timed(variants: list[Callable[[], None]], about_us: float, rounds: int) -> list[float]:
+    """Return the median time of each variant in us, measured in turns. about_us: what one may take at least."""
     calls = max(1, min(_MOST_CALLS, round(_SAMPLE_US / about_us)))
-    samples: list[list[float]] = [[] for _ in ways]
-    for way in ways:  # loads its kernel
-        way()
+    samples: list[list[float]] = [[] for _ in variants]
+    for variant in variants:  # loads its kernel
+        variant()
     for _ in range(rounds):
-        torch.cuda._sleep(round(_HOST_US * calls * len(ways) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(ways) + 1)]  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(round(_HOST_US * calls * len(variants) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(variants) + 1)]  # type: ignore[no-untyped-call]
         events[0].record()
-        for way, event in zip(ways, events[1:], strict=True):
+        for variant, event in zip(variants, events[1:], strict=True):
             for _ in range(calls):
-                way()
+                variant()
             event.record()
         events[-1].synchronize()
         for number, sample in enumerate(samples):
@@ -239,7 +239,7 @@ def _choice(
     b: torch.Tensor,
     out: torch.Tensor,
     accumulate: bool,
-    vendor_us: float | None,
+    torch_us: float | None,
     us: tuple[float, ...],
     best: int | None,
 ) -> MatmulChoice:
@@ -252,7 +252,7 @@ def _choice(
         out_dtype=str(out.dtype).removeprefix("torch."),
         transposed=(a.stride(1) != 1, b.stride(1) != 1),
         accumulate=accumulate,
-        vendor_us=vendor_us,
+        torch_us=torch_us,
         us=us,
         algorithm=best,
     )

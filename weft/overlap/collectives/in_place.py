@@ -3,7 +3,7 @@
 Every function takes, beside torch's arguments:
 
     schedule        "auto": the fastest of a short trial (on CPUs, for results above 1 GiB, and for those in tensors of
-                    `empty`: what is predicted to be); or "sequential", which is the vendor's,
+                    `empty`: what is predicted to be); or "sequential", which is NCCL's,
                     "copy_engine", "copy_engine_pull", with :CHUNKS for pieces a part; or a weft.Schedule
     staging_bytes   symmetric memory that pieces pass through, a rank; default: WEFT_STAGING_BYTES, or 1 GiB on a GPU, less
                     where less is free, and 16 MiB on a CPU. More bytes go through it in turns
@@ -65,7 +65,7 @@ def reduce_scatter_tensor(
     Replaces dist.reduce_scatter_tensor(output, input).
 
     input: bfloat16, float16 or float32, world_size parts of as many elements as output has. output: may be this rank's part
-    of input. op: "sum" or "avg", or torch's. Bits do not depend on chunks, SMs or timing; only the vendor's ("sequential")
+    of input. op: "sum" or "avg", or torch's. Bits do not depend on chunks, SMs or timing; only NCCL's ("sequential")
     are its own.
     """
     name, call = call_of(

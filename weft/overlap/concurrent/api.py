@@ -38,7 +38,7 @@ def concurrent(
     key: str | None = None,
     repeatable: bool = False,
     compute_us: float | None = None,
-    way: str | Schedule = AUTO,
+    method: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -51,7 +51,7 @@ def concurrent(
     collectives: ConcurrentCollective | Sequence[ConcurrentCollective],
     key: str,
     compute_us: float | None = None,
-    way: str | Schedule = AUTO,
+    method: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -65,7 +65,7 @@ def concurrent(
     key: str | None = None,
     repeatable: bool = False,
     compute_us: float | None = None,
-    way: str | Schedule = AUTO,
+    method: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -89,7 +89,7 @@ def concurrent(
             best schedules, and sequential, and the fastest is kept. Else nothing is measured, and the planner chooses.
         compute_us: how long the computation takes alone, for the planner. Default: as long as the collectives. The
             same on every rank.
-        way: auto, or the name of a schedule: sequential, vendor or copy_engine, with +late,
+        method: auto, or the name of a schedule: sequential, nccl or copy_engine, with +late,
             +priority, +pull, +ctas=N, +left=N, +resident=N (weft.schedules.concurrent); or a Schedule that weft.build has made
             of such a name for these collectives.
         kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
@@ -98,13 +98,13 @@ def concurrent(
         group: the ranks that agree on the way. Default: the collectives' group, the default group where they have several.
 
     At the end all is joined, on CUDA by streams, without a wait on the host. The results are those of the sequential program,
-    within the rounding of a vendor GEMM that has fewer SMs; the collectives are the vendor's, or with copy_engine those of
-    weft.collectives.
+    within the rounding of a cuBLAS GEMM that has fewer SMs. The collectives are NCCL's (on CPUs gloo's), or with copy_engine
+    those of weft.collectives.
 
     Raises ValueError that names the argument, and RankMismatch where ranks mean different things by a key.
     """
     try:
-        context, run = _chosen(compute, collectives, key, repeatable, compute_us, way, kernels, residents, group)
+        context, run = _chosen(compute, collectives, key, repeatable, compute_us, method, kernels, residents, group)
     except Exception as error:
         for ranks in _groups(collectives, group):
             raise_instead(ranks, error)
@@ -118,7 +118,7 @@ def _chosen(
     key: str | None,
     repeatable: bool,
     compute_us: float | None,
-    way: str | Schedule,
+    method: str | Schedule,
     kernels: Sequence[Any],
     residents: Sequence[int] | None,
     group: dist.ProcessGroup | None,
@@ -133,28 +133,28 @@ def _chosen(
     require("compute_us", compute_us, (int, float, type(None)), "pass how long the computation takes alone, in us")
     calls = _calls(mine, group)
     known = calls.kernels(kernels, residents)
-    mode = automatic() if way == AUTO else ""
+    mode = automatic() if method == AUTO else ""
     if mode in ("", "sequential"):
-        return Concurrent(mine, _program(mode or way, mine, kernels, calls), calls, known), run
+        return Concurrent(mine, _program(mode or method, mine, kernels, calls), calls, known), run
     require("key", key, (str, type(None)), "pass a string that names this computation")
     named, fixed = _key_of(compute) if key is None else key, run is not compute
     choice = calls.known(named, mine)
     if choice is None and run is not None and repeatable and mode == AUTO and not calls.executor(mine[0].device).capturing:
         choice = calls.measured(named, mine, known, run, fixed=fixed)
     choice = choice or calls.planned(named, mine, compute_us, fixed=fixed)
-    return Concurrent(mine, calls.program(choice.way, mine), calls, known), run
+    return Concurrent(mine, calls.program(choice.method, mine), calls, known), run
 
 
 def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[ConcurrentChoice]:
-    """What `concurrent` has chosen, and what the hooks run, in a group of ranks that agree: for each key its way, and why, with
-    the measured times in us where it was measured. The same on every rank. Not collective."""
+    """Return what `concurrent` has chosen, and what the hooks run, in a process group: for each key its method, the reason, and
+    the measured times in us if it was measured. The list is the same on every rank. The call is not collective."""
     name = group_of(group)[0]
     state = GROUPS.known(name)
     return calls_of(state).choices() if state else []
 
 
 class Concurrent:
-    """Collectives that run beside what is in the context; made by `concurrent`. way: what this use takes.
+    """Collectives that run beside what is in the context; made by `concurrent`. method: what this use takes.
 
     kernels: what to launch for the kernels that were named. One that goes without having been entered warns: nothing ran."""
 
@@ -176,7 +176,7 @@ class Concurrent:
             warnings.warn(f"a weft.concurrent was never entered, so that {what} did not run; use `with`", RuntimeWarning)  # noqa: B028 - nobody's line
 
     @property
-    def way(self) -> str:
+    def method(self) -> str:
         return self._program.name
 
     def __enter__(self) -> Concurrent:
@@ -211,28 +211,32 @@ def _checked(collectives: ConcurrentCollective | Sequence[ConcurrentCollective])
     return mine
 
 
-def _program(way: str | Schedule, collectives: Sequence[ConcurrentCollective], kernels: Sequence[Any], calls: Calls) -> Program:
+def _program(
+    method: str | Schedule, collectives: Sequence[ConcurrentCollective], kernels: Sequence[Any], calls: Calls
+) -> Program:
     """What this rank runs. Raises ValueError for a schedule of other collectives or about sharded parameters, and for what
     would change nothing here."""
-    require("way", way, (str, Schedule), "use auto, a name such as vendor+priority, or a weft.Schedule for these collectives")
-    if isinstance(way, Schedule):
+    require(
+        "method", method, (str, Schedule), "use auto, a name such as nccl+priority, or a weft.Schedule for these collectives"
+    )
+    if isinstance(method, Schedule):
         mine = calls.problem(collectives).collectives
-        theirs = way.problem.collectives if isinstance(way.problem, ConcurrentProblem) else ()
+        theirs = method.problem.collectives if isinstance(method.problem, ConcurrentProblem) else ()
         if [*map(_essence, mine)] != [*map(_essence, theirs)]:
-            raise ValueError(f"way is a schedule for {way.problem}; these are {', '.join(map(str, mine))}")
-        found = calls.given(way, collectives)
+            raise ValueError(f"method is a schedule for {method.problem}; these are {', '.join(map(str, mine))}")
+        found = calls.given(method, collectives)
     else:
-        found = calls.program(way, collectives)
+        found = calls.program(method, collectives)
     if found.computation.resident and not kernels:
-        raise ValueError(f"way is '{found.name}'; resident is for kernels that are named: pass kernels, or leave it out")
+        raise ValueError(f"method is '{found.name}'; resident is for kernels that are named: pass kernels, or leave it out")
     held = found.priority or any(part.ctas for part in found.parts)
     if held and any(isinstance(collective, SendReceive) for collective in collectives):
         raise ValueError(
-            f"way is '{found.name}'; sends and receives keep to a stream and blocks of NCCL's: leave out priority and ctas"
+            f"method is '{found.name}'; sends and receives keep to a stream and blocks of NCCL's: leave out priority and ctas"
         )
     for name in SHARDED:
         if getattr(found.computation, name):
-            raise ValueError(f"way is '{found.name}'; {name} is for weft.hooks.fsdp, leave it out")
+            raise ValueError(f"method is '{found.name}'; {name} is for weft.hooks.fsdp, leave it out")
     return found
 
 

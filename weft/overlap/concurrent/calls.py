@@ -28,7 +28,7 @@ from weft.schedules.concurrent import build, parse
 K = TypeVar("K")
 T = TypeVar("T")
 MOST = 256
-"""Keys, named ways, schedules given as values and sets of kernels that a group remembers, of each those that were used last."""
+"""A group caches this many keys, named methods, schedules given as values and sets of kernels, each least recently used out."""
 
 
 class Calls:
@@ -58,7 +58,7 @@ class Calls:
         """The planner's choice for a key at its first use. Ranks meet. Raises RankMismatch where they mean different things by
         it, or choose differently."""
         choice = self._chooser(key, collectives, compute_us=compute_us, fixed=fixed).planned()
-        self.meet(_text(key, collectives, f"way: {choice.way}"), 0)
+        self.meet(_text(key, collectives, f"method: {choice.method}"), 0)
         return self._settle(choice, collectives)
 
     def measured(
@@ -126,7 +126,7 @@ class Calls:
         device, staging_bytes = collectives[0].device, None
         if parse(spec).transport == "copy_engine":
             mine = affordable(staging_from_environment(device), device)
-            staging_bytes = min(self.meet(_text(f"way {spec}", collectives), mine))
+            staging_bytes = min(self.meet(_text(f"method {spec}", collectives), mine))
         problem = self.problem(collectives, staging_bytes)
         return build(problem, spec, fan_out=fans_out(device, problem.world_size))
 
@@ -171,7 +171,7 @@ class Calls:
     def add_hook(self, choice: ConcurrentChoice) -> None:
         """List what a hook runs among the choices; of hooks with one key the last. Ranks meet. Raises RankMismatch where they
         choose differently."""
-        self.meet(f"hook: {choice.key}\nway: {choice.way}", 0)
+        self.meet(f"hook: {choice.key}\nmethod: {choice.method}", 0)
         self._hooks[choice.key] = choice
         _used(self._hooks, choice.key)
 

@@ -104,8 +104,8 @@ class ConcurrentCollective(ABC):
 
     @abstractmethod
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        """The vendor's collective, on `group`, which has the ranks of the collective's own. On CUDA without async_op it is on
-        torch's current stream; with it, work to wait for."""
+        """Call NCCL's or gloo's collective on `group`, which has the same ranks as the collective's own group. On CUDA without
+        async_op it runs on torch's current stream; with async_op the result is the work to wait for."""
 
     @property
     def moves(self) -> bool:

@@ -66,12 +66,12 @@ class Executor(ABC):
     def enqueue(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         """Run one collective: on CUDA on torch's current stream."""
         if part.steps is None:
-            self._vendor(part, collective)
+            self._run_library_collective(part, collective)
         else:
             collective.move(part.steps)
 
     @abstractmethod
-    def _vendor(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
+    def _run_library_collective(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         """NCCL's, or gloo's, collective."""
 
     @abstractmethod
@@ -170,7 +170,7 @@ class HostExecutor(Executor):
         }
         for name, value in asked.items():
             if value:
-                raise ValueError(f"way is {program.name}; {name} needs a GPU")
+                raise ValueError(f"method is {program.name}; {name} needs a GPU")
 
     def limits(self, program: Program) -> AbstractContextManager[object]:
         return nullcontext()
@@ -214,10 +214,10 @@ class HostExecutor(Executor):
 
     def group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
         if ctas:
-            raise ValueError(f"way has ctas={ctas}, which gloo's collectives have not; leave it out on a CPU")
+            raise ValueError(f"method has ctas={ctas}, which gloo does not have; leave it out on a CPU")
         return group
 
-    def _vendor(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
+    def _run_library_collective(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         self._started(collective)()
 
     def future(

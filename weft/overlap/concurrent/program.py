@@ -65,18 +65,18 @@ def program_of(schedule: Schedule, rank: int) -> Program:
     beside = None
     if others:
         late, lane = others[0]
-        parts = _vendors(lane, 0, len(lane.steps)) if lane.kind == "network" else _moved(schedule)
+        parts = _nccl_parts(lane, 0, len(lane.steps)) if lane.kind == "network" else _moved(schedule)
         beside = SideStream(parts, lane.priority, late)
     return Program(
         name=schedule.name,
         computation=computation,
-        before=_vendors(compute, 0, position),
-        after=_vendors(compute, position + 1, len(compute.steps)),
+        before=_nccl_parts(compute, 0, position),
+        after=_nccl_parts(compute, position + 1, len(compute.steps)),
         beside=beside,
     )
 
 
-def _vendors(lane: Lane, begin: int, end: int) -> tuple[CollectivePart, ...]:
+def _nccl_parts(lane: Lane, begin: int, end: int) -> tuple[CollectivePart, ...]:
     return tuple(CollectivePart(next(numbers(step)), ctas=lane.ctas) for step in lane.steps[begin:end])
 
 

@@ -6,7 +6,7 @@
 | comm_stream, give_back, launch_order | let a collective's blocks be placed first | streams |
 | lane_priority | the same for the lanes of weft's own schedules | a group's lanes |
 | nccl_group | how many blocks NCCL's kernels have, and their streams' priority | a process group |
-| sm_budget, sm_partition | leave SMs free of kernels whose residency cannot be lowered | vendor GEMMs; a stream |
+| sm_budget, sm_partition | leave SMs free of kernels whose residency cannot be lowered | cuBLAS GEMMs; a stream |
 
 The first two rows are resource-aware overlap (arXiv 2606.09200). Nothing here changes a kernel or a library; what a context
 sets it restores, also after an exception. docs/controls.md tells when to use which.

@@ -1,6 +1,6 @@
 """SMs left free of compute kernels whose residency cannot be lowered.
 
-A persistent kernel, as vendor GEMMs on Hopper often are, has one block an SM, and shared memory cannot make that fewer. So it
+A persistent kernel, as cuBLAS GEMMs on Hopper often are, has one block an SM, and shared memory cannot make that fewer. So it
 is told to use fewer SMs (`sm_budget`: the library's own choice of kernel and grid), or runs where there are fewer
 (`sm_partition`: a green context, for any kernel).
 
@@ -35,7 +35,7 @@ _FOUND: list[int | None] = []
 
 @contextmanager
 def sm_budget(sms: int, *, device: torch.device | int | None = None) -> Iterator[None]:
-    """Within, matmuls of the vendor's library are chosen for so many SMs. device: default, the current one.
+    """Within this context cuBLAS selects matmul kernels for n SMs. device: default, the current one.
 
     Contexts nest, and each restores what it found, after an exception, too. A CUDA graph keeps what it was captured with.
     torch's GEMMs go to cuBLASLt or to cuBLAS, and both are told: cuBLASLt's target is the process's, cuBLAS's that of the
