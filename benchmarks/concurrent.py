@@ -10,7 +10,7 @@ Protocol: measure.py's; bf16, normal data. sequential is GEMMs, then NCCL, on on
 anything is timed here. Each method's results are first compared with NCCL's from fresh data. Bytes are of the larger tensor.
 
 Traps: an all_reduce adds in place, so it takes the mean, which does not grow from call to call. Methods that hold NCCL to some
-blocks have communicators of their own, made in the trial: some 0.1 s each, not timed. In a graph two branches have no order but
+blocks have communicators of their own, made in that run: some 0.1 s each, not timed. In a graph two branches have no order but
 their priority.
 
     torchrun --nproc-per-node 4 -m benchmarks.concurrent --part cases --json benchmarks/results/concurrent.jsonl
@@ -48,7 +48,7 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """count GEMMs of m x k x n beside a collective whose larger tensor has nbytes."""
+    """count GEMMs of m x k x n, concurrent with a collective whose larger tensor has nbytes."""
 
     count: int
     m: int

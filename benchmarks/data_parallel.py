@@ -21,7 +21,7 @@ the host takes as long as the GPU, no overlap on the GPU helps.
 
 Traps: a step may be bound by the host (fully_shard of many small parameters is). Streams of several models share hardware
 queues: on models of their own weft's nccl took 6% longer than stock, which it is. What moves nothing leaves other ranks'
-parameters as they lie in memory.
+parameters in the order of memory.
 
     torchrun --nproc-per-node 4 -m benchmarks.data_parallel --json benchmarks/results/data_parallel.jsonl
     torchrun --nproc-per-node 4 -m benchmarks.data_parallel --kinds fsdp --batch 16 --methods nccl+ahead=1,nccl+unsharded
@@ -70,7 +70,7 @@ Wrap = Callable[[Gpt], nn.Module]
 
 
 def bucket_views(model: Gpt) -> nn.Module:
-    """Gradients lie in the buckets, so that none is copied there."""
+    """Gradients are views of the buckets, so that none is copied there."""
     return DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
 
 

@@ -99,7 +99,7 @@ IN_KERNELS = (Lookup, ShareCounts, SegmentCopies, GroupedGemm)
 """Kinds whose kernels raise their flags themselves."""
 SPELLED_OUT = {FusedCollective: "comes as the steps that it stands for"}
 BESIDE = {UserCall: "is a step of a ConcurrentProblem alone"}
-NO_KERNEL = "is launched by torch, the vendor or the stream"
+NO_KERNEL = "is launched by torch, NCCL or the stream"
 TABLES: dict[str, tuple[Mapping[Any, object], dict[type, str]]] = {
     "core, what a step names": (NAMED, {}),
     "core, what it is called, and how much it is": (WORK, {}),

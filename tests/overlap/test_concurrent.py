@@ -169,10 +169,10 @@ def test_contexts_take_the_planners_choice_and_measure_nothing(ranks: RankFixtur
     assert answers[0] == answers[1]
     long, none, sends = answers[0]
     assert long[1] in ("nccl", "nccl+late")
-    assert long[2].startswith(f"it is planned: {long[1]} ")
+    assert long[2].startswith(f"the planner chose it: {long[1]} ")
     assert none[1:] == ("sequential", none[2])
     assert sends[1:] == ("nccl", sends[2])
-    assert sends[2].startswith("nothing is predicted here: communication_us is None")
+    assert sends[2].startswith("nothing can be predicted here: communication_us is None")
 
 
 def _drifting(method: str, rank: int, use: int) -> float:
@@ -500,7 +500,7 @@ def test_a_choice_says_why() -> None:
     load = ConcurrentProblem(collectives=opaque, world_size=2, compute_us=100.0, communication_us=50.0)
     trials = (Trial(spec="sequential", us=150.0), Trial(spec="nccl", us=120.0))
     assert ConcurrentChoice(key="k", method="nccl", problem=load, trials=trials).why == (
-        "120 us is the least of 2 methods; sequential takes 150, 0.50 of the ideal speed-up"
+        "its 120 us are the least of 2 methods; sequential takes 150 us. That is 0.50 of the ideal speed-up"
     )
     slow = (trials[0], Trial(spec="nccl", us=149.0))
     assert ConcurrentChoice(key="k", method="sequential", problem=load, trials=slow).why == (
@@ -510,4 +510,4 @@ def test_a_choice_says_why() -> None:
         "nothing is faster by more than 1% each time it is measured: nccl takes 120 us, sequential 150"
     )
     assert "nothing to hide" in ConcurrentChoice(key="k", method="sequential", problem=load).why
-    assert str(ConcurrentChoice(key="k", method="nccl", note="x")) == "k: nccl, because x (not measured)"
+    assert str(ConcurrentChoice(key="k", method="nccl", note="x")) == "k uses nccl, because x. Nothing was measured."

@@ -157,7 +157,7 @@ def _shown() -> tuple[list[str], list[str]]:
         model = _model("ddp")
         hook = _hooked("ddp", model, method=method, key=method)
         _losses(model, 3)
-        printed.append(repr(hook))
+        printed.append(str(hook))
         listed.append(str(weft.concurrent_choices()[-1]))
     weft.close()
     return printed, listed
@@ -165,16 +165,16 @@ def _shown() -> tuple[list[str], list[str]]:
 
 def test_a_hook_says_what_it_does_and_is_listed(ranks: RankFixture) -> None:
     for printed, listed in ranks(2).run(_shown):
-        title = "weft.hooks.ddp: gradients are averaged bucket by bucket among 2 ranks; "
+        title = "weft.hooks.ddp averages gradients bucket by bucket among 2 ranks. "
         given, planned = printed
         head, *buckets = given.splitlines()
-        assert head == f"{title}copy_engine: copy_engine (it was given)"
+        assert head == f"{title}copy_engine uses copy_engine, because the caller chose it. Nothing was measured."
         assert buckets
         assert all(line.startswith(f"  bucket {i}: all_reduce of [") for i, line in enumerate(buckets))
         assert all(line.endswith(" float32 among 2, copy_engine") for line in buckets)
-        assert planned.startswith(f"{title}auto: nccl (it is planned: nccl ")
-        assert listed[0] == "copy_engine: copy_engine, because it was given (not measured)"
-        assert listed[1].startswith("auto: nccl, because it is planned: nccl ")
+        assert planned.startswith(f"{title}auto uses nccl, because the planner chose it: nccl ")
+        assert f"{title}{listed[0]}" == head
+        assert planned.startswith(f"{title}{listed[1]}")
 
 
 def _gathers(method: str) -> tuple[list[str], list[str], list[str]]:

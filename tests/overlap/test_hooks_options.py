@@ -159,7 +159,7 @@ def _of_doubles() -> tuple[str, str, str]:
 @pytest.mark.ranks
 def test_nccl_sums_what_copy_engines_cannot(ranks: RankFixture) -> None:
     for method, why, told in ranks(2).run(_of_doubles):
-        assert (method, why[:26]) == ("nccl", "nothing is predicted here:")
+        assert (method, why[:30]) == ("nccl", "nothing can be predicted here:")
         assert told == (
             "method is 'copy_engine', but gradients are torch.float64; copy engines sum bfloat16, float16, float32; use nccl"
         )

@@ -98,7 +98,7 @@ def test_what_was_not_timed_at_first_stays_torchs(clock: SimpleNamespace) -> Non
 
 
 def test_the_oldest_is_forgotten(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_KEPT", 2)
+    monkeypatch.setattr(products, "_CACHED", 2)
     for m in (512, 256, 128):
         call(*matrices(m=m))
     assert [choice.m for choice in products.matmul_choices()] == [256, 128]
@@ -106,7 +106,7 @@ def test_the_oldest_is_forgotten(clock: SimpleNamespace, monkeypatch: pytest.Mon
 
 def test_a_lane_remembers_what_the_process_has_forgotten(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the same call would have other bits after many others, and a kernel that no rehearsal has loaded."""
-    monkeypatch.setattr(products, "_KEPT", 1)
+    monkeypatch.setattr(products, "_CACHED", 1)
     a, b, out = matrices()
     lane = Products(torch.device("cpu"))
     lane.multiply(a, b, out, accumulate=False, times=True)

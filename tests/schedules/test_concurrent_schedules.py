@@ -48,8 +48,8 @@ def test_mistakes_get_the_grammar(spec: str) -> None:
         weft.build(GEMMS, spec)
 
 
-def test_sequential_has_nothing_beside_it() -> None:
-    with pytest.raises(ValueError, match="sequential has no left=8: nothing runs beside it"):
+def test_sequential_takes_no_options() -> None:
+    with pytest.raises(ValueError, match="sequential has no left=8: nothing runs concurrently"):
         parse("sequential+left=8")
     with pytest.raises(ValueError, match="ctas is -1; it must be 0"):
         Method(ctas=-1)
@@ -221,10 +221,10 @@ def test_each_rank_runs_its_own_lanes() -> None:
     assert isinstance(call, UserCall)
     one = replace(compute, steps=(*network.steps, call))
     for lanes, expected in (
-        ((compute, network), Program(name="nccl", computation=call, beside=SideStream((CollectivePart(0),), False, True))),
+        ((compute, network), Program(name="nccl", computation=call, side_stream=SideStream((CollectivePart(0),), False, True))),
         (
             (replace(network, priority=True), compute),
-            Program(name="nccl", computation=call, beside=SideStream((CollectivePart(0),), True, False)),
+            Program(name="nccl", computation=call, side_stream=SideStream((CollectivePart(0),), True, False)),
         ),
         ((one,), Program(name="nccl", computation=call, before=(CollectivePart(0),))),
         (
@@ -233,7 +233,7 @@ def test_each_rank_runs_its_own_lanes() -> None:
         ),
         (
             (network, replace(compute, steps=(replace(call, left=8),))),
-            Program(name="nccl", computation=replace(call, left=8), beside=SideStream((CollectivePart(0),), False, False)),
+            Program(name="nccl", computation=replace(call, left=8), side_stream=SideStream((CollectivePart(0),), False, False)),
         ),
     ):
         other = with_lanes(schedule, 1, *lanes)
@@ -284,10 +284,10 @@ def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> No
     """Of each collective the schedule that weft.schedules.collectives makes; and whatever else is in a rank's lanes."""
     whole = problem("all_gather", "all_reduce")
     schedule = build(whole, spec, fan_out=fan_out)
-    beside = program_of(schedule, 2).beside
-    assert beside is not None
-    assert [part.number for part in beside.parts] == [0, 1]
-    for part in beside.parts:
+    side_stream = program_of(schedule, 2).side_stream
+    assert side_stream is not None
+    assert [part.number for part in side_stream.parts] == [0, 1]
+    for part in side_stream.parts:
         one = whole.collectives[part.number]
         assert isinstance(one, CollectiveProblem)
         made = collectives.PULLED if "pull" in spec else collectives.PUSHED
@@ -298,9 +298,9 @@ def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> No
     lane, *others = schedule.ranks[1] if "late" not in spec else schedule.ranks[1][::-1]
     more = replace(lane, steps=(*lane.steps, Signal(Flag("never.1", 1))))
     lanes = (more, *others) if "late" not in spec else (*others[::-1], more)
-    found = program_of(with_lanes(schedule, 1, *lanes), 0).beside
+    found = program_of(with_lanes(schedule, 1, *lanes), 0).side_stream
     assert found is not None
-    assert found.parts[0] == beside.parts[0]
+    assert found.parts[0] == side_stream.parts[0]
     assert Signal(Flag("never", 1)) in [step for lane in found.parts[1].steps.ranks[1] for step in lane.steps]  # type: ignore[union-attr]
 
 

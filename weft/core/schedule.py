@@ -43,8 +43,8 @@ from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, P
 T = TypeVar("T")
 LaneKind = Literal["compute", "copy", "blocks", "network"]
 """compute: kernels on all SMs; a rank has one such lane at most. copy: a copy engine. blocks: communication blocks on SMs of
-their own (SM stores). network: the vendor's sends and receives; beside a computation of the user's own
-(UserCall) the vendor's collectives, too."""
+their own (SM stores). network: NCCL's sends and receives; beside a computation of the user's own
+(UserCall) NCCL's collectives, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A vendor collective over all ranks. It ends on a rank after every rank has started it.
+    """An NCCL collective over all ranks. It ends on a rank after every rank has started it.
 
     all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
     all_to_all: dst[arrivals from s] = this rank's shard of the src of rank s.

@@ -3,7 +3,7 @@
 cuBLAS picks an algorithm by a product's sizes. Measured on H200, for 10 pairs of k and n and 21 numbers of rows: another one
 of its first four picks, or of what it picks for one row more, takes 0.94 of the time (geomean), 0.46 at best, where rows are
 few and no power of two (docs/log.md). So each product is timed where a program rehearses: torch's own pick, and those. One
-has to be faster by 2% to be taken; from then on the process keeps it, so that the same tensors give the same bits. Other
+has to be faster by 2% to be taken; from then on the process uses it, so that the same tensors give the same bits. Other
 processes, and ranks, may choose otherwise: torch.use_deterministic_algorithms(True) leaves all to torch.
 
     all       sleep | torch's pick, some times | algorithm 0, as often | algorithm 1 ...      three such rounds, medians
@@ -11,8 +11,8 @@ processes, and ranks, may choose otherwise: torch.use_deterministic_algorithms(T
 
 The sleep lets the host get ahead, so that launches do not count. The least of several medians is mostly too little: so the
 fastest is held against torch's pick once more, by itself. A product that was not timed before its first use (one that
-a capture comes upon, of tensors that lie otherwise than the rehearsal's, of row counts whose schedule was taken over from
-other row counts, or by schedule="planned") stays torch's.
+a capture comes upon, of tensors whose strides differ from the rehearsal's, of row counts whose schedule was taken over
+from other row counts, or by schedule="planned") stays torch's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FLOPS_PER_US, _HOST_US, _CYCLES_PER_US = 5e8, 8.0, 2000
 @dataclass(frozen=True, kw_only=True)
 class MatmulChoice:
     """How a product [m, k] @ [k, n] is multiplied. us: by torch's own pick, where it was timed, and by each other algorithm.
-    algorithm: which of the others was taken, None for torch's. transposed: of a, and of b, whether columns lie together."""
+    algorithm: which of the others was taken, None for torch's. transposed: whether a, and b, are column-major."""
 
     m: int
     n: int
@@ -76,12 +76,12 @@ class _Chosen:
 
 _CHOSEN: dict[Hashable, _Chosen] = {}
 _CHOOSING = threading.Lock()
-_KEPT = 4096
-"""Products that a process remembers; the oldest goes."""
+_CACHED = 4096
+"""Products that a process caches; the oldest is dropped."""
 
 
 def matmul_choices() -> list[MatmulChoice]:
-    """How this process multiplies, a product each, in the order of their first calls."""
+    """Return how this process multiplies each product, in the order of their first calls."""
     return [chosen.choice for chosen in list(_CHOSEN.values())]
 
 
@@ -100,8 +100,8 @@ class Products:
         self._library = _library(self._index)
         self._workspace = torch.empty(WORKSPACE if self._library else 0, dtype=torch.uint8, device=device)
         self._scaled = ScaledProducts(device, machine)
-        self._known: dict[Hashable, _Chosen] = {}
-        """What has been used here stays, whatever the process remembers: calls and graphs of a program have the same bits."""
+        self._chosen: dict[Hashable, _Chosen] = {}
+        """This program's choices. It keeps those that the process drops, so that its calls and graphs give the same bits."""
 
     def multiply(
         self,
@@ -129,10 +129,10 @@ class Products:
         if (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGN_BYTES:
             by_torch(a, b, out, accumulate=accumulate)
             return
-        chosen = self._known.get(key)
+        chosen = self._chosen.get(key)
         if chosen is None:
             chosen = _CHOSEN.get(key) or (self._choose if times else _untimed)(a, b, out, accumulate)
-            self._known[key] = chosen = _remembered(key, chosen)
+            self._chosen[key] = chosen = _remembered(key, chosen)
         if chosen.product is None or chosen.algorithm is None:
             by_torch(a, b, out, accumulate=accumulate)
             return
@@ -225,7 +225,7 @@ def _remembered(key: Hashable, chosen: _Chosen) -> _Chosen:
     """The first that a thread has chosen is everyone's."""
     with _CHOOSING:
         chosen = _CHOSEN.setdefault(key, chosen)
-        if len(_CHOSEN) > _KEPT:
+        if len(_CHOSEN) > _CACHED:
             _CHOSEN.pop(next(iter(_CHOSEN)))
         return chosen
 

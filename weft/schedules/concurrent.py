@@ -1,4 +1,4 @@
-"""Builders for collectives beside a computation of the user's own. The name of a schedule says all that two of them differ in.
+"""Builders of schedules that run collectives concurrently with the user's computation. A name says all that two differ in.
 
 Names, as `method=` takes them: sequential, or nccl or copy_engine with any of +late, +priority, +pull, +ctas=N, +left=N,
 +resident=N; for fully_shard also +ahead=N and +unsharded. `Method` has these as fields, for `build`; what runs is the schedule.
@@ -50,7 +50,7 @@ BUDGETS = ((0, 24), (16, 0), (8, 8))
 peers on 8 x H200. Without SMs left, 8 were never the best of 23 pairs on 4 x H200; nor were 16 with 16."""
 SUM_BLOCKS = ((32, 0), (64, 0), (12, 4), (32, 16))
 """Candidates: (blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 and 512 MiB, 8 blocks take 2.2 times the
-NCCL's time, 16 take 1.34, 32 take 0.92. Beside a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on
+NCCL's time, 16 take 1.34, 32 take 0.92. During a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on
 4 x H200. GEMMs of powers of two have as many waves on 128 SMs as on 132, and 12 blocks fit on the 4 others."""
 PULLED_SUM_BLOCKS = ((32, 0), (12, 4))
 """Likewise, where the receivers pull the sums."""
@@ -59,12 +59,12 @@ MOVE_BLOCKS, PULLED_MOVE_BLOCKS = ((0, 0), (0, 4)), ((0, 0),)
 FLAGS = ("late", "priority", "pull", "unsharded")
 NUMBERS = ("ctas", "left", "resident", "ahead")
 SHARDED = ("ahead", "unsharded")
-"""What is said of parameters that are gathered and freed again: fully_shard's."""
+"""Options for fully_shard, which gathers parameters and frees them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How computation and collectives share the device: the name of a schedule, taken apart. `parse` reads what it prints.
+    """A Method says how computation and collectives share the device. It is the parsed name of a schedule (`parse`).
 
     transport: who moves the bytes; "none": collectives first, then the computation. late: collectives are enqueued after the
     computation. priority: their stream has the highest. pull: copy engines of the receivers move, straight to the result. ctas:
@@ -93,7 +93,7 @@ class Method:
         if self.pull and self.transport != "copy_engine":
             raise ValueError(f"{self.transport} has pull; only copy_engine pulls")
         if self.transport == "none" and self._modifiers():
-            raise ValueError(f"sequential has no {self._modifiers()[0]}: nothing runs beside it; use nccl or copy_engine")
+            raise ValueError(f"sequential has no {self._modifiers()[0]}: nothing runs concurrently; use nccl or copy_engine")
 
     def _modifiers(self) -> list[str]:
         flags = [name for name in FLAGS if getattr(self, name)]
@@ -101,7 +101,7 @@ class Method:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the collectives run beside the computation."""
+        """Whether the collectives run concurrently with the computation."""
         return self.transport != "none"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""`concurrent`: independent computation beside collectives, as a call or as a context."""
+"""`concurrent` runs collectives concurrently with an independent computation, as a call or as a context."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def concurrent(
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Run collectives beside a computation that is independent of them, as the planner or a measurement chooses.
+    """Run collectives concurrently with a computation that is independent of them, as the planner or a measurement chooses.
 
         # before                              # after
         dist.all_reduce(grad)                 out = weft.concurrent(lambda: x @ w, [weft.AllReduce(grad)])
@@ -86,7 +86,7 @@ def concurrent(
         key: what uses have in common, besides the collectives' sizes: uses whose computation differs in size need keys that
             differ. The same on every rank. Default: where compute is defined.
         repeatable: compute may be run many times, with no other effect than one run: then the first use measures the planner's
-            best schedules, and sequential, and the fastest is kept. Else nothing is measured, and the planner chooses.
+            best schedules, and sequential, and later uses run the fastest. Else nothing is measured, and the planner chooses.
         compute_us: how long the computation takes alone, for the planner. Default: as long as the collectives. The
             same on every rank.
         method: auto, or the name of a schedule: sequential, nccl or copy_engine, with +late,
@@ -123,7 +123,7 @@ def _chosen(
     residents: Sequence[int] | None,
     group: dist.ProcessGroup | None,
 ) -> tuple[Concurrent, Callable[..., Any] | None]:
-    """What one use runs, and the computation, if the caller has given that."""
+    """Return the context of one use, and the computation if the caller passed one."""
     mine = _checked(collectives)
     run = _callable(compute)
     require("kernels", kernels, Sequence, "pass the computation's kernels in a list")
@@ -132,17 +132,17 @@ def _chosen(
     require("residents", residents, (Sequence, type(None)), "pass numbers of blocks an SM in a list")
     require("compute_us", compute_us, (int, float, type(None)), "pass how long the computation takes alone, in us")
     calls = _calls(mine, group)
-    known = calls.kernels(kernels, residents)
+    shaped = calls.kernels(kernels, residents)
     mode = automatic() if method == AUTO else ""
     if mode in ("", "sequential"):
-        return Concurrent(mine, _program(mode or method, mine, kernels, calls), calls, known), run
+        return Concurrent(mine, _program(mode or method, mine, kernels, calls), calls, shaped), run
     require("key", key, (str, type(None)), "pass a string that names this computation")
     named, fixed = _key_of(compute) if key is None else key, run is not compute
-    choice = calls.known(named, mine)
+    choice = calls.cached(named, mine)
     if choice is None and run is not None and repeatable and mode == AUTO and not calls.executor(mine[0].device).capturing:
-        choice = calls.measured(named, mine, known, run, fixed=fixed)
+        choice = calls.measured(named, mine, shaped, run, fixed=fixed)
     choice = choice or calls.planned(named, mine, compute_us, fixed=fixed)
-    return Concurrent(mine, calls.program(choice.method, mine), calls, known), run
+    return Concurrent(mine, calls.program(choice.method, mine), calls, shaped), run
 
 
 def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[ConcurrentChoice]:
@@ -154,7 +154,7 @@ def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[Concurren
 
 
 class Concurrent:
-    """Collectives that run beside what is in the context; made by `concurrent`. method: what this use takes.
+    """A context that runs collectives concurrently with its body; made by `concurrent`. method: the schedule of this use.
 
     kernels: what to launch for the kernels that were named. One that goes without having been entered warns: nothing ran."""
 
@@ -193,7 +193,7 @@ class Concurrent:
         self._stack.__exit__(kind, error, trace)
 
     def run(self, compute: Callable[..., T]) -> T:
-        """compute's result, with the collectives beside it."""
+        """Run compute concurrently with the collectives, and return its result."""
         with self:
             return compute(*self.kernels)
 
@@ -258,7 +258,7 @@ def _callable(compute: Any) -> Callable[..., Any] | None:
 
 
 def _calls(collectives: Sequence[ConcurrentCollective], group: dist.ProcessGroup | None) -> Calls:
-    """What is kept for the ranks that agree: those of the collectives' group, where they have one alone."""
+    """Return the caches of the ranks that agree: those of the collectives' group if they all have the same one."""
     groups = {collective.ranks for collective in collectives}
     if group is None and len(groups) == 1:
         group = next(iter(groups))
@@ -266,14 +266,14 @@ def _calls(collectives: Sequence[ConcurrentCollective], group: dist.ProcessGroup
 
 
 def _groups(collectives: object, group: object) -> set[dist.ProcessGroup]:
-    """The groups whose ranks may wait for this one, of arguments that may be wrong."""
+    """Return the groups whose ranks may wait for this one. The arguments may be wrong."""
     listed = collectives if isinstance(collectives, Sequence) else (collectives,)
     named = {one.ranks for one in listed if isinstance(one, ConcurrentCollective)}
     return named | ({group} if isinstance(group, dist.ProcessGroup) else set())
 
 
 def _key_of(compute: Any) -> str:
-    """Where a computation is defined. Raises ValueError where that cannot be told, and for a context, which has none."""
+    """Return where a computation is defined. Raises ValueError if that is unknown, and for a context."""
     code = getattr(inspect.unwrap(compute), "__code__", None) if callable(compute) else None
     if code is None:
         raise ValueError("key is None; pass a string that names this computation, the same on every rank")

@@ -87,15 +87,16 @@ class ConcurrentChoice:
             often = "" if best.us >= (1 - MARGIN) * base.us else " each time it is measured"
             return f"nothing is faster by more than 1%{often}: {best.spec} takes {best.us:.0f} us, {base.spec} {base.us:.0f}"
         us = self.us[self.method]
-        why = f"{us:.0f} us is the least of {len(self.trials)} methods; {base.spec} takes {base.us:.0f}"
+        why = f"its {us:.0f} us are the least of {len(self.trials)} methods; {base.spec} takes {base.us:.0f} us"
         if not self.ideal_us:
             return why
         share = share_of_ideal(us, sequential_us=base.us, ideal_us=self.ideal_us)
-        return f"{why}, {share:.2f} of the ideal speed-up"
+        return f"{why}. That is {share:.2f} of the ideal speed-up"
 
     def __str__(self) -> str:
         measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
-        return f"{self.key}: {self.method}, because {self.why} ({measured or 'not measured'})"
+        figures = f"Measured: {measured}." if measured else "Nothing was measured."
+        return f"{self.key} uses {self.method}, because {self.why.rstrip('.')}. {figures}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +131,15 @@ class Chooser:
                 problem = replace(problem, compute_us=whole_collective_us(machine, problem))
             found = plan(problem, machine, schedules=[build(problem, spec, fan_out=machine.fans_out) for spec in specs])
         except ValueError as error:
-            return ConcurrentChoice(key=self.key, method=str(PLAIN), note=f"nothing is predicted here: {error}")
-        return ConcurrentChoice(key=self.key, method=found.chosen.schedule, problem=problem, note=f"it is planned: {found.why}")
+            return ConcurrentChoice(key=self.key, method=str(PLAIN), note=f"nothing can be predicted here: {error}")
+        return ConcurrentChoice(
+            key=self.key, method=found.chosen.schedule, problem=problem, note=f"the planner chose it: {found.why}"
+        )
 
     def measured(
         self,
         executor: Executor,
-        meet: Callable[[str, int], tuple[int, ...]],
+        exchange: Callable[[str, int], tuple[int, ...]],
         programs: Callable[[str], Program],
         run: Callable[[Program], object],
         compute: Callable[[], object],
@@ -145,7 +148,7 @@ class Chooser:
         """Measure a few candidates, and choose the fastest.
 
         executor: runs and times calls on the device.
-        meet: (text, mine) -> the `mine` of every rank, by rank.
+        exchange: (text, mine) -> the `mine` of every rank, by rank.
         programs: returns the program of a schedule by its name.
         run: runs the computation and the collectives by a program.
         compute: runs the computation alone.
@@ -153,7 +156,7 @@ class Chooser:
         """
 
         def agree(text: str, mine: int) -> tuple[int, ...]:
-            return meet(f"concurrent {self.key}: {text}", mine)
+            return exchange(f"concurrent {self.key}: {text}", mine)
 
         def alone_us(name: str, call: Callable[[], object]) -> float:
             """Time one part alone on the slowest rank. The first call is not timed, because libraries load kernels in it."""

@@ -103,18 +103,18 @@ class CudaExecutor(Executor):
         return controls.sm_budget(self._sms - left, device=self.device) if left else nullcontext()
 
     @contextmanager
-    def _lane(self, beside: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
+    def _lane(self, side_stream: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
         caller = torch.cuda.current_stream(self.device)
-        with self._streams.taken(beside.priority) as stream:
+        with self._streams.taken(side_stream.priority) as stream:
             stream.wait_stream(caller)
             try:
-                if not beside.late:
+                if not side_stream.late:
                     controls.launch_order(stream, caller)
-                    self._enqueue(beside.parts, collectives, stream)
+                    self._enqueue(side_stream.parts, collectives, stream)
                 yield
             finally:
-                if beside.late:
-                    self._enqueue(beside.parts, collectives, stream)
+                if side_stream.late:
+                    self._enqueue(side_stream.parts, collectives, stream)
                 caller.wait_stream(stream)
 
     def _enqueue(
@@ -135,8 +135,8 @@ class CudaExecutor(Executor):
         caller = torch.cuda.current_stream(self.device)
         (part,) = program.parts
         with ExitStack() as stack:
-            if program.beside is not None:
-                stream = stack.enter_context(self._lasting.taken(program.beside.priority))
+            if program.side_stream is not None:
+                stream = stack.enter_context(self._lasting.taken(program.side_stream.priority))
                 stream.wait_stream(caller)
                 stack.enter_context(torch.cuda.stream(stream))
             self.enqueue(part, collective)

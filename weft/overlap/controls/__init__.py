@@ -1,8 +1,8 @@
-"""Runtime controls for computation and communication that run beside each other, each usable alone.
+"""Runtime controls for concurrent computation and communication, each usable alone.
 
 | control | what it does | on |
 | --- | --- | --- |
-| shape, occupancy | cap the residency of a compute kernel, so that communication blocks fit beside it | one kernel |
+| shape, occupancy | cap the residency of a compute kernel, so that communication blocks also fit | one kernel |
 | comm_stream, give_back, launch_order | let a collective's blocks be placed first | streams |
 | lane_priority | the same for the lanes of weft's own schedules | a group's lanes |
 | nccl_group | how many blocks NCCL's kernels have, and their streams' priority | a process group |

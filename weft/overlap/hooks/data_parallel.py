@@ -133,7 +133,7 @@ def ddp(model: DistributedDataParallel, *, method: str = "auto", key: str = "ddp
         able = calls.executor(device).abilities((probe,))
         choice = Chooser(key=key, problem=problem, device=device, abilities=able).planned(METHODS)
     else:
-        choice = ConcurrentChoice(key=key, method=method, note="it was given")
+        choice = ConcurrentChoice(key=key, method=method, note="the caller chose it")
     averaging = Averaging(calls, choice, device, group)
     averaging.take(choice.method)
     calls.add_hook(choice)
@@ -214,9 +214,8 @@ class Averaging:
         if self._steps > 1:
             self._sm_limit.enter_context(self._executor.limits(self._limits))
 
-    def __repr__(self) -> str:
-        title = f"weft.hooks.ddp: gradients are averaged bucket by bucket among {self.group.size()} ranks; "
-        title += f"{self.choice.key}: {self.method} ({self.choice.why})"
+    def __str__(self) -> str:
+        title = f"weft.hooks.ddp averages gradients bucket by bucket among {self.group.size()} ranks. {self.choice}"
         lines = (f"bucket {i}: {what}, {spec}" for i, (what, spec) in sorted(self._buckets.items()))
         return "\n  ".join([title, *lines])
 

@@ -68,7 +68,7 @@ def fsdp(
         )
     if any(isinstance(getattr(hook, "__self__", None), _ForwardHooks) for hook in model._forward_pre_hooks.values()):
         raise ValueError("model has this hook already; call weft.hooks.fsdp once a model")
-    choice = ConcurrentChoice(key=key, method=method, note="it was given")
+    choice = ConcurrentChoice(key=key, method=method, note="the caller chose it")
     if method == "auto":
         nbytes = sum(each.numel() * each.element_size() for each in parameters)
         fits = nbytes <= spare_bytes
