@@ -58,10 +58,10 @@ def test_every_way_is_right(ranks: RankFixture) -> None:
     assert ranks(3).run(_every_method) == [72] * 3
 
 
-Told = list[tuple[str, str, dict[str, float]]]
+Choices = list[tuple[str, str, dict[str, float]]]
 
 
-def _told() -> Told:
+def _choices() -> Choices:
     """Times to a nanosecond: those in use are ratios to one of them."""
     choices = weft.concurrent_choices()
     return [(each.key, each.method, {method: round(us, 3) for method, us in each.us.items()}) for each in choices]
@@ -94,7 +94,7 @@ class Scripted(HostExecutor):
         return round(1000 * self.script(self.last or "computation", dist.get_rank(), self.uses))
 
 
-def _scripted(script: Callable[[str, int, int], float], uses: int) -> tuple[Told, int, list[str]]:
+def _scripted(script: Callable[[str, int, int], float], uses: int) -> tuple[Choices, int, list[str]]:
     """What is measured and chosen on a scripted device; how often the computation ran; what was warned of."""
     weft.close()
     plain = calls.HostExecutor
@@ -107,7 +107,7 @@ def _scripted(script: Callable[[str, int, int], float], uses: int) -> tuple[Told
                 exchange.fill(turn)
                 products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
                 exchange.check(turn)
-        return _told(), products.calls, seen
+        return _choices(), products.calls, seen
     finally:
         weft.close()
         calls.HostExecutor = plain  # type: ignore[misc]
@@ -182,8 +182,8 @@ def _drifting(method: str, rank: int, use: int) -> float:
 
 def test_sequential_is_measured_again_beside_the_best(ranks: RankFixture) -> None:
     """Timed first alone, sequential took 600 us, and all others 310."""
-    for told, *_ in ranks(2).run(_scripted, _drifting, 1):
-        ((_, method, us),) = told
+    for choices, *_ in ranks(2).run(_scripted, _drifting, 1):
+        ((_, method, us),) = choices
         assert (method, us["sequential"]) == ("sequential", 300.0)
 
 
@@ -196,7 +196,7 @@ class Moving(Scripted):
 
 
 def _left_bound(fastest: str) -> list[str]:
-    """The schedules that are bound after a trial which a method has won; one of them had been bound before."""
+    """The schedules that are bound after an autotuning run that a method has won; one of them had been bound before."""
     from weft.runtime.groups import GROUPS
 
     weft.close()
@@ -209,7 +209,7 @@ def _left_bound(fastest: str) -> list[str]:
             exchange.fill(turn)
             products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
             exchange.check(turn)
-        assert [method for _, method, _ in _told()] == [fastest]
+        assert [method for _, method, _ in _choices()] == [fastest]
         state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
         return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.programs.schedules()]
     finally:
@@ -218,13 +218,13 @@ def _left_bound(fastest: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("fastest", "kept"),
+    ("fastest", "bound"),
     [(method, [method] * (method != "nccl")) for method in ("nccl", "copy_engine+ctas=64", "copy_engine+pull+ctas=32")],
 )
-def test_what_lost_keeps_no_memory(ranks: RankFixture, fastest: str, kept: list[str]) -> None:
+def test_what_lost_keeps_no_memory(ranks: RankFixture, fastest: str, bound: list[str]) -> None:
     for first, *others in ranks(2).run(_left_bound, fastest):
         assert first == "copy_engine of 8"
-        assert [name.split()[0] for name in others] == kept
+        assert [name.split()[0] for name in others] == bound
 
 
 def _lacking(method: str, rank: int, use: int) -> float:
@@ -243,17 +243,17 @@ def test_what_one_rank_lacks_all_leave_out(ranks: RankFixture) -> None:
         assert any(text.startswith(LACKING) and reason in text for text in answers[rank][2])
 
 
-def _real_trial() -> Told:
-    """On this CPU's own clock: results are right in and after a trial, whatever it finds."""
+def _real_trial() -> Choices:
+    """On this CPU's own clock: results are right in and after an autotuning run, whatever it finds."""
     weft.close()
     exchange, products = Exchange("reduce_scatter", CPU), Products(CPU)
     for turn in range(3):
         exchange.fill(turn)
         products.check(weft.concurrent(lambda: products(), [exchange.collective], repeatable=True))
         exchange.check(turn)
-    told = _told()
+    found = _choices()
     weft.close()
-    return told
+    return found
 
 
 def test_a_trial_on_this_clock(ranks: RankFixture) -> None:
@@ -266,7 +266,7 @@ def test_a_trial_on_this_clock(ranks: RankFixture) -> None:
 
 
 def _in_place() -> None:
-    """A trial leaves what collectives read and write in place as it was."""
+    """An autotuning run restores what collectives read and write in place."""
     weft.close()
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(8.0 * size)
@@ -310,7 +310,7 @@ def test_exceptions_leave_peers_and_later_uses_right(ranks: RankFixture) -> None
     assert ranks(2).run(_raised) == [6, 6]
 
 
-def _nested() -> Told:
+def _nested() -> Choices:
     """Uses within uses: of the same key, of another, and of another group that has other ranks; two groups in one use."""
     weft.close()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -333,13 +333,13 @@ def _nested() -> Told:
         exchange.fill(0)
         products.check(weft.concurrent(products, exchange.collective, method="nccl"))
         exchange.check(0)
-    told = _told() + ([(c.key, c.method, c.us) for c in weft.concurrent_choices(pairs[0])] if rank < 2 else [])
+    found = _choices() + ([(c.key, c.method, c.us) for c in weft.concurrent_choices(pairs[0])] if rank < 2 else [])
     for group in pairs:
         if isinstance(group, dist.ProcessGroup):
             weft.close(group)
     weft.close()
     assert size == 3
-    return told
+    return found
 
 
 def test_uses_nest_over_groups(ranks: RankFixture) -> None:
@@ -349,7 +349,7 @@ def test_uses_nest_over_groups(ranks: RankFixture) -> None:
     assert answers[2] == answers[0][:2]
 
 
-def _two_groups_in_one_use() -> Told:
+def _two_groups_in_one_use() -> Choices:
     weft.close()
     second = dist.new_group([0, 1])
     exchanges = [Exchange("all_reduce", CPU), Exchange("all_gather", CPU, group=second)]
@@ -360,10 +360,10 @@ def _two_groups_in_one_use() -> Told:
         products.check(weft.concurrent(products, [exchange.collective for exchange in exchanges], key="both"))
         for exchange in exchanges:
             exchange.check(turn)
-    told = _told()
+    found = _choices()
     weft.close(second)
     weft.close()
-    return told
+    return found
 
 
 def test_one_use_may_have_two_groups(ranks: RankFixture) -> None:
@@ -419,7 +419,7 @@ def test_a_pipeline_sends_beside_computation(ranks: RankFixture) -> None:
 
 
 def _refused() -> list[str]:
-    """What each mistake is told."""
+    """The message of each mistake."""
     weft.close()
     flat, size = torch.zeros(8), dist.get_world_size()
     rank = dist.get_rank()
@@ -447,21 +447,21 @@ def _refused() -> list[str]:
         lambda: weft.concurrent(Products(CPU), weft.SendReceive(send=flat, to=1 - rank), method="copy_engine"),
         lambda: weft.concurrent(Products(CPU), weft.ReduceScatter(flat, torch.zeros(8 * size)), method="copy_engine+pull"),
     ]
-    told = []
+    messages = []
     for mistake in mistakes:
         try:
             mistake()
-            told.append("")
+            messages.append("")
         except ValueError as error:
-            told.append(str(error))
+            messages.append(str(error))
     with weft.concurrent(collectives=weft.AllReduce(flat), key="twice", method="nccl") as context:
         pass
     with suppress(ValueError):
         context.__enter__()
-        told.append("entered twice")
+        messages.append("entered twice")
     dist.barrier()
     weft.close()
-    return told
+    return messages
 
 
 def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
@@ -489,9 +489,9 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "method is 'copy_engine'; copy engines do not run send_receive",
         "method is 'copy_engine+pull'; reduce_scatter is not pulled",
     ]
-    for told in ranks(2).run(_refused):
-        assert len(told) == len(expected)
-        for text, start in zip(told, expected, strict=True):
+    for messages in ranks(2).run(_refused):
+        assert len(messages) == len(expected)
+        for text, start in zip(messages, expected, strict=True):
             assert text.startswith(start), text
 
 

@@ -1,4 +1,4 @@
-"""What methods do with streams, budgets and communicators, told by fakes in place of CUDA's streams and of the controls."""
+"""What methods do with streams, budgets and communicators, recorded by fakes of CUDA's streams and of the controls."""
 
 from __future__ import annotations
 

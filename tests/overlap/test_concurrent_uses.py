@@ -50,13 +50,13 @@ def test_nothing_keeps_a_tensor_of_a_use_that_is_over(ranks: RankFixture) -> Non
 
 
 def _changing_nothing() -> list[str]:
-    told = []
+    messages = []
     ours, sends = weft.AllReduce(torch.zeros(4)), weft.SendReceive(send=torch.zeros(4), to=1 - torch.distributed.get_rank())
     for collective, method in ((ours, "nccl+resident=2"), (sends, "nccl+priority"), (sends, "nccl+ctas=4")):
         with pytest.raises(ValueError, match="method is") as error:
             weft.concurrent(lambda: None, collective, method=method)
-        told.append(str(error.value).partition("; ")[2].partition(":")[0])
-    return told
+        messages.append(str(error.value).partition("; ")[2].partition(":")[0])
+    return messages
 
 
 def test_ways_that_would_change_nothing_are_refused(ranks: RankFixture) -> None:
@@ -73,8 +73,8 @@ def _never_entered() -> list[str]:
 
 
 def test_a_context_that_nobody_enters_says_so(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_never_entered):
-        assert told == [
+    for messages in ranks(2).run(_never_entered):
+        assert messages == [
             "a weft.concurrent was never entered, so that all_reduce of [4] float32 among 2 did not run; use `with`"
         ]
 
@@ -114,7 +114,7 @@ def test_only_the_number_of_elements_counts(ranks: RankFixture) -> None:
 
 
 def _of_a_parameter() -> list[float]:
-    """Averaged in a trial, and in uses that are planned."""
+    """Averaged in an autotuning run, and in uses that are planned."""
     parameter = torch.nn.Parameter(torch.full((64,), float(dist.get_rank())))
     mean = weft.AllReduce(parameter, reduction="avg")
     weft.concurrent(lambda: None, [mean], key="in one go", repeatable=True)
@@ -133,17 +133,17 @@ def _as_a_schedule() -> list[str]:
     tensor = torch.full((64,), float(dist.get_rank()))
     mean = weft.AllReduce(tensor, reduction="avg")
     size = dist.get_world_size()
-    told = []
+    messages = []
     for numbers in (tensor.numel(), 2 * tensor.numel()):
         one = CollectiveProblem(op="all_reduce", m=numbers, world_size=size, dtype="float32", reduce_op="avg")
         schedule = weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "copy_engine+late")
         try:
             with weft.concurrent(collectives=mean, key="schedule", method=schedule) as context:
-                told.append(context.method)
-            told.append(str(float(tensor[0])))
+                messages.append(context.method)
+            messages.append(str(float(tensor[0])))
         except ValueError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def test_a_schedule_is_a_method(ranks: RankFixture) -> None:
@@ -172,8 +172,8 @@ def _wrong_schedules() -> str:
 
 
 def test_a_schedule_that_is_wrong_does_not_run(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_wrong_schedules):
-        assert "buffer a is missing" in told
+    for messages in ranks(2).run(_wrong_schedules):
+        assert "buffer a is missing" in messages
 
 
 def _own_lanes() -> list[str]:

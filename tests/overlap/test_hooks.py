@@ -59,9 +59,9 @@ def _trained(kind: str, methods: list[str]) -> list[list[float]]:
     found = [_losses(_model(kind), 6)]
     for method in methods:
         model = _model(kind)
-        trial = _hooked(kind, model, method=method)
+        hook = _hooked(kind, model, method=method)
         found.append(_losses(model, 6))
-        assert str(trial.method) == method
+        assert str(hook.method) == method
     weft.close()
     return found
 
@@ -81,10 +81,10 @@ def _first_steps() -> list[list[tuple[str, int]]]:
     """Of each of three steps the methods, and elements, of its buckets."""
     weft.close()
     model = _model("ddp")
-    trial = _hooked("ddp", model, method="copy_engine")
+    hook = _hooked("ddp", model, method="copy_engine")
     steps: list[list[tuple[str, int]]] = []
     model.register_forward_hook(lambda *_: steps.append([]))
-    executor = trial._executor
+    executor = hook._executor
     future = executor.future
 
     def noting(program: Program, collective: Any, result: torch.Tensor) -> Any:
@@ -220,7 +220,7 @@ def test_parameters_are_gathered_as_the_method_says(ranks: RankFixture, method: 
 
 
 def _replicated(options: dict[str, Any]) -> tuple[list[float], bool, int]:
-    """Losses; whether gradients lie in buckets; the bytes of one."""
+    """Losses; whether gradients are views of buckets; the bytes of one."""
     weft.close()
     torch.manual_seed(0)
     made = weft.hooks.replicate(nn.Sequential(nn.Linear(33, 130), nn.GELU(), nn.Linear(130, 33)), method="nccl", **options)
@@ -264,9 +264,9 @@ def _other_methods() -> str:
 
 
 def test_ranks_hook_alike(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_other_methods):
-        assert "method: rank " in told
-        assert "nccl+unsharded" in told
+    for messages in ranks(2).run(_other_methods):
+        assert "method: rank " in messages
+        assert "nccl+unsharded" in messages
 
 
 def _concurrent(model: nn.Module, *, method: str) -> None:
@@ -275,7 +275,7 @@ def _concurrent(model: nn.Module, *, method: str) -> None:
 
 def _refused() -> list[str]:
     weft.close()
-    plain, told = nn.Linear(4, 4), []
+    plain, messages = nn.Linear(4, 4), []
     ddp, sharded = DistributedDataParallel(nn.Linear(4, 4)), _model("fsdp")
     weft.hooks.fsdp(sharded, method="nccl+unsharded")
     for hook, model, method in (
@@ -298,11 +298,11 @@ def _refused() -> list[str]:
     ):
         try:
             hook(model, method=method)  # type: ignore[operator]
-            told.append("")
+            messages.append("")
         except ValueError as error:
-            told.append(str(error))
+            messages.append(str(error))
     weft.close()
-    return told
+    return messages
 
 
 def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
@@ -324,5 +324,5 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "model has this hook already; call weft.hooks.fsdp once a model",
         "method is a NoneType; use auto, or a method such as",
     ]
-    for told in ranks(2).run(_refused):
-        assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected
+    for messages in ranks(2).run(_refused):
+        assert [text[: len(start)] for text, start in zip(messages, expected, strict=True)] == expected

@@ -134,7 +134,7 @@ def _with_policies() -> list[list[list[float]]]:
 
 @pytest.mark.ranks
 def test_policies_of_fully_shard_are_kept(ranks: RankFixture) -> None:
-    """Gradients accumulated, parameters kept, other precision, parameters on CPUs, or of two meshes."""
+    """Gradients accumulated, unsharded parameters, other precision, parameters on CPUs, or of two meshes."""
     for found in ranks(2).run(_with_policies):
         for plain, *others in found:
             assert len(set(plain)) == 3
@@ -143,30 +143,30 @@ def test_policies_of_fully_shard_are_kept(ranks: RankFixture) -> None:
 
 
 def _of_doubles() -> tuple[str, str, str]:
-    """What a model whose gradients copy engines cannot sum takes by itself, and why; and what it is told of a name."""
+    """What a model whose gradients copy engines cannot sum takes by itself, and why; and the error for a named method."""
     weft.close()
     model = DistributedDataParallel(nn.Linear(4, 4).double())
     try:
         weft.hooks.ddp(model, method="copy_engine")
-        told = ""
+        messages = ""
     except ValueError as error:
-        told = str(error)
+        messages = str(error)
     choice = weft.hooks.ddp(model).choice
     weft.close()
-    return choice.method, choice.why, told
+    return choice.method, choice.why, messages
 
 
 @pytest.mark.ranks
 def test_nccl_sums_what_copy_engines_cannot(ranks: RankFixture) -> None:
-    for method, why, told in ranks(2).run(_of_doubles):
+    for method, why, messages in ranks(2).run(_of_doubles):
         assert (method, why[:30]) == ("nccl", "nothing can be predicted here:")
-        assert told == (
+        assert messages == (
             "method is 'copy_engine', but gradients are torch.float64; copy engines sum bfloat16, float16, float32; use nccl"
         )
 
 
 class Encoder(nn.Module):
-    """Entered by a method of its own, of which a module's hooks are not told, and so is its last layer."""
+    """Entered by a method of its own, which does not call a module's hooks; so is its last layer."""
 
     def __init__(self) -> None:
         super().__init__()

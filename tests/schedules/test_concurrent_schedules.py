@@ -1,4 +1,4 @@
-"""Collectives beside a user's computation as schedules: names, lanes, the proof, predictions, and which are worth measuring."""
+"""Schedules of collectives concurrent with a computation: names, lanes, the proof, predictions, and which to measure."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_predictions_lie_between_ideal_and_sequential() -> None:
 def test_what_holds_fewer_sms_is_predicted_nearer_to_the_ideal() -> None:
     us = {spec: predicted_us(GEMMS, spec) for spec in ("nccl", "nccl+late", "nccl+priority", "nccl+priority+ctas=16")}
     assert us["nccl+late"] > us["nccl"] > us["nccl+priority"] > us["nccl+priority+ctas=16"]
-    # All GEMMs have fewer SMs, also those beside which nothing runs any more.
+    # All GEMMs have fewer SMs, also those that run alone.
     short = problem("all_gather", compute_us=4000.0, communication_us=100.0)
     assert predicted_us(short, "nccl+left=24") > predicted_us(short, "nccl")
 
