@@ -125,7 +125,7 @@ def test_pipeline(tmp_path: Path) -> None:
     text = ranks_of("pipeline.py", "--microbatches", "26", "--rows", "8", ranks=3, folder=tmp_path)
     (difference,) = re.findall(r"^26 microbatches through 3 stages, largest difference (\S+)$", text, re.MULTILINE)
     assert float(difference) < 1e-5
-    assert re.search(r"^tick: \S+, because ", text, re.MULTILINE)
+    assert re.search(r"^tick uses \S+, because ", text, re.MULTILINE)
 
 
 @pytest.mark.slow
