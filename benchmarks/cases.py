@@ -1,7 +1,7 @@
 """The operators' benchmarks: their questions, their cases, and the schedules that are tried. `benchmarks.run` runs them.
 
 Protocol of all: measure.py's; normally distributed data; results are compared with the sequential program's before anything is
-timed. Methods are methods.py's, lookups.py's and ragged.py's. NCCL, alone and in sequential, is the fastest of its ways
+timed. Methods are methods.py's, lookups.py's and ragged.py's. NCCL, alone and in sequential, is by its fastest transport
 (nccl.py), by case and mode. ideal = the larger of the communication alone and the computation alone. Host time of weft includes
 the handshake of the ranks at each call; that of the others does not.
 """
@@ -17,7 +17,7 @@ from benchmarks import lookups, paper
 from benchmarks.lookups import LookupCase, Tables
 from benchmarks.measure import Work
 from benchmarks.methods import Matmul, every, halves, windows
-from benchmarks.nccl import REGISTERED, Way
+from benchmarks.nccl import REGISTERED, Transport
 from benchmarks.ragged import Ragged
 from benchmarks.runner import Bench, Comparison
 from weft.core.problem import ColumnProblem, Op, Problem
@@ -114,7 +114,7 @@ BETWEEN_NODES: dict[Op, tuple[tuple[int, int, int], ...]] = {
 """M, N, K as a Problem has them."""
 
 
-def _every(problem: Problem, turned: bool, float8: bool, found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
+def _every(problem: Problem, turned: bool, float8: bool, found: Sequence[Transport], specs: Sequence[str]) -> dict[str, Work]:
     return every(Matmul(problem, turned=turned, float8=float8), found, specs)
 
 
@@ -159,7 +159,7 @@ def all_reduce(cases: Sequence[tuple[int, int, int]], specs: Sequence[str], worl
 def even(
     op: Op, sizes: tuple[int, int, int], specs: Sequence[str], problem: Problem, *, known: bool = True, nccl: bool = True
 ) -> Comparison:
-    """An all-to-all in even shares. sizes: as the case is named. known: the row has the problem. nccl: by all of its ways."""
+    """An all-to-all in even shares. sizes: as the case is named. known: the row has the problem. nccl: by all transports."""
     return Comparison(
         bench="all_to_all",
         op=op,
@@ -180,7 +180,7 @@ def rows_exchanged(cases: Sequence[tuple[int, int, int]], op: Op, specs: Sequenc
 def ragged(op: Op) -> list[Comparison]:
     """The host knows no problem of them, and weft has one schedule for them."""
 
-    def methods(sizes: tuple[int, int, int, int], found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
+    def methods(sizes: tuple[int, int, int, int], found: Sequence[Transport], specs: Sequence[str]) -> dict[str, Work]:
         return Ragged(op, *sizes).works()
 
     return [
@@ -214,7 +214,7 @@ def ulysses(world_size: int, dtype: str) -> list[Comparison]:
 
 
 def embedding(cases: Sequence[LookupCase], specs: Sequence[str], world_size: int) -> list[Comparison]:
-    def methods(case: LookupCase, found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
+    def methods(case: LookupCase, found: Sequence[Transport], specs: Sequence[str]) -> dict[str, Work]:
         return Tables(case).works(specs)
 
     return [
@@ -242,7 +242,7 @@ def of_the_paper(world_size: int, dtype: str) -> list[Comparison]:
     ]
 
 
-def _between_nodes(make: Callable[[], Matmul | Tables], found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
+def _between_nodes(make: Callable[[], Matmul | Tables], found: Sequence[Transport], specs: Sequence[str]) -> dict[str, Work]:
     operands = make()
     if isinstance(operands, Matmul):
         works = halves(operands, drawn=True)

@@ -3,14 +3,14 @@
 all_gather, all_to_all, reduce_scatter and all_reduce of bfloat16 tensors that are 64 KiB to 512 MiB as a whole: what an
 all_gather ends with, what each rank gives to the others.
 
-    communication/...         NCCL, its ways (collectives.py)
+    communication/...         NCCL, by each transport (nccl.py)
     copy_engine:C             weft.collectives, C pieces a part, sums on 32 SMs
     copy_engine:2, N SMs      the same with sums on N SMs
     copy_engine_pull:C        all_gather and all_reduce: peers pull
     copy_engine:C, straight   the result lies in collectives.empty: nothing is staged, or copied on arrival
 
 Protocol: measure.py's; graphs; every first result is compared with torch.distributed's, exactly where nothing is summed. Traps:
-weft copies what arrives to the caller's tensor, as NCCL does from plain buffers; NCCL's registered ways get tensors that lie in
+weft copies what arrives to the caller's tensor, as NCCL does from plain buffers; NCCL's registered transports get tensors in
 their windows from the start. An all_reduce is in place, so that its values grow from call to call; after the first one only
 time counts.
 
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import Job, Work, WrongResult, bytes_text, close_to, each_mode, parser, start, stop, trial
-from benchmarks.nccl import REGISTERED, Way, ways
+from benchmarks.nccl import REGISTERED, Transport, transports
 from benchmarks.rows import Row
 from benchmarks.runner import run_jobs
 from weft import collectives
@@ -84,23 +84,23 @@ def _returning(out: torch.Tensor, call: Callable[[], object]) -> Work:
     return work
 
 
-def theirs(op: str, given: torch.Tensor, way: Way) -> Work:
-    """One call of NCCL in one of its ways, on its own rooms."""
+def theirs(op: str, given: torch.Tensor, transport: Transport) -> Work:
+    """One call of NCCL by one transport, on buffers of its own."""
     part = given.numel() // dist.get_world_size()
     if op == "all_reduce":
-        tensor = way.whole(1, given.numel()).view(-1).copy_(given)
-        return _returning(tensor, partial(dist.all_reduce, tensor, group=way.group))
+        tensor = transport.whole(1, given.numel()).view(-1).copy_(given)
+        return _returning(tensor, partial(dist.all_reduce, tensor, group=transport.group))
     if op == "reduce_scatter":
-        whole, out = way.whole(1, given.numel()).view(-1).copy_(given), way.shard(1, part).view(-1)
-        return partial(way.reduce_scatter, out, whole)
+        whole, out = transport.whole(1, given.numel()).view(-1).copy_(given), transport.shard(1, part).view(-1)
+        return partial(transport.reduce_scatter, out, whole)
     elements = part if op == "all_gather" else given.numel()
-    mine, whole = way.shard(1, elements).view(-1).copy_(given[:elements]), way.whole(1, given.numel()).view(-1)
-    return partial(way.all_gather if op == "all_gather" else way.all_to_all, whole, mine)
+    mine, whole = transport.shard(1, elements).view(-1).copy_(given[:elements]), transport.whole(1, given.numel()).view(-1)
+    return partial(transport.all_gather if op == "all_gather" else transport.all_to_all, whole, mine)
 
 
-def methods(op: str, given: torch.Tensor, found: Sequence[Way]) -> dict[str, Work]:
+def methods(op: str, given: torch.Tensor, found: Sequence[Transport]) -> dict[str, Work]:
     """By name."""
-    works = {f"communication/{way.name}": theirs(op, given, way) for way in found if way.runs(op)}
+    works = {f"communication/{transport.name}": theirs(op, given, transport) for transport in found if transport.runs(op)}
     works |= {f"weft/copy_engine:{chunks}": ours(op, given, f"copy_engine:{chunks}") for chunks in CHUNKS}
     if op in ("all_gather", "all_reduce"):
         works |= {f"weft/copy_engine_pull:{c}": ours(op, given, f"copy_engine_pull:{c}") for c in CHUNKS[:2]}
@@ -111,7 +111,7 @@ def methods(op: str, given: torch.Tensor, found: Sequence[Way]) -> dict[str, Wor
     return works
 
 
-def measured(op: str, nbytes: int, found: Sequence[Way], arguments: argparse.Namespace) -> list[Row]:
+def measured(op: str, nbytes: int, found: Sequence[Transport], arguments: argparse.Namespace) -> list[Row]:
     """One collective of one size, in every mode."""
     torch.manual_seed(dist.get_rank() + nbytes)
     given = torch.randn(nbytes // 2, device="cuda", dtype=torch.bfloat16)
@@ -155,7 +155,7 @@ def main() -> None:
     options = parser(__doc__, rounds=ROUNDS, modes="graph")
     options.add_argument("--sizes", default="", help="only these bytes, with commas")
     options.add_argument("--ops", default=",".join(OPS), help="only these collectives (%(default)s)")
-    options.add_argument("--nccl", default=",".join(REGISTERED), help="NCCL's ways beside the default (%(default)s)")
+    options.add_argument("--nccl", default=",".join(REGISTERED), help="NCCL's transports beside the default (%(default)s)")
     arguments = options.parse_args()
     sizes = [int(text) for text in arguments.sizes.split(",") if text] or list(SIZES)
     asked = arguments.ops.split(",")
@@ -165,15 +165,15 @@ def main() -> None:
     unit = 16 * dist.get_world_size()
     if any(nbytes <= 0 or nbytes % unit for nbytes in sizes):
         raise ValueError(f"--sizes is {arguments.sizes!r}; each must be a multiple of {unit}")
-    found, missing = ways(arguments.nccl, max(sizes), max(sizes))
+    found, missing = transports(arguments.nccl, max(sizes), max(sizes))
     jobs = [
         Job(name=f"{op} of {bytes_text(nbytes)}", run=partial(measured, op, nbytes, found, arguments))
         for nbytes in sizes
         for op in asked
     ]
     _, left_out = run_jobs(jobs, arguments, missing=missing)
-    for way in found:
-        way.close()
+    for transport in found:
+        transport.close()
     stop(left_out)
 
 

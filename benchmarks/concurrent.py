@@ -1,16 +1,16 @@
 """How near does weft.concurrent bring independent GEMMs and a collective to the longer of the two?
 
 Parts:
-    cases    three pairs of GEMMs and an all_reduce, and the same bytes in the other collectives; every way that the device has
+    cases    three pairs of GEMMs and an all_reduce, and the same bytes in the other collectives; by every method of the device
     conccl   30 pairs of GEMM, collective and size, as ConCCL (arXiv 2412.14335) has them; its measure is the share of the ideal
              speed-up, (sequential / t - 1) / (sequential / ideal - 1)
 
 Protocol: measure.py's; bf16, normal data. sequential is GEMMs, then NCCL, on one stream; ideal the longer of the two alone.
-`vendor` is two plain streams, what PyTorch does by itself; `auto` is what weft.concurrent found in its own trial, before
-anything is timed here. Each way's results are compared with NCCL's from fresh data first. Bytes are those of the larger tensor.
+`nccl` is two plain streams, what PyTorch does by itself; `auto` is what weft.concurrent found in its own autotuning run, before
+anything is timed here. Each method's results are first compared with NCCL's from fresh data. Bytes are of the larger tensor.
 
-Traps: an all_reduce adds in place, so it takes the mean, which does not grow from call to call. Ways that hold NCCL to some
-blocks have communicators of their own, made in the trial: some 0.1 s each, not timed. In a graph two branches have no order but
+Traps: an all_reduce adds in place, so it takes the mean, which does not grow from call to call. Methods that hold NCCL to some
+blocks have communicators of their own, made in that run: some 0.1 s each, not timed. In a graph two branches have no order but
 their priority.
 
     torchrun --nproc-per-node 2 -m benchmarks.concurrent --part cases --json benchmarks/results/h200x2/concurrent.jsonl
@@ -39,16 +39,16 @@ from weft.schedules.concurrent import candidates
 ROUNDS, REPEAT = 7, 3
 ALARM_S = 40
 MIB = 1 << 20
-MORE = "vendor+priority+ctas=4,vendor+priority+ctas=12,vendor+late+priority+ctas=16"
-"""Ways beside those that weft would try."""
-NAMES = {"sequential": "sequential/default", "vendor": "peer/two_streams"}
-"""weft.concurrent's ways that are programs which a user has without it."""
+MORE = "nccl+priority+ctas=4,nccl+priority+ctas=12,nccl+late+priority+ctas=16"
+"""Methods that are measured in addition to weft's candidates."""
+NAMES = {"sequential": "sequential/default", "nccl": "peer/two_streams"}
+"""Names in rows of the methods that a user can run without weft."""
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """count GEMMs of m x k x n beside a collective whose larger tensor has nbytes."""
+    """count GEMMs of m x k x n, concurrent with a collective whose larger tensor has nbytes."""
 
     count: int
     m: int
@@ -84,9 +84,9 @@ def conccl() -> list[Case]:
     ]
 
 
-def method(way: str) -> str:
-    """A way's name in a row."""
-    return NAMES.get(way, f"weft/{way}")
+def row_name(method: str) -> str:
+    """Return a method's name in a row."""
+    return NAMES.get(method, f"weft/{method}")
 
 
 class Pair:
@@ -120,43 +120,43 @@ class Pair:
         for _ in range(self.case.count):
             torch.mm(self.a, self.b, out=self.c)
 
-    def beside(self, way: str) -> torch.Tensor:
-        weft.concurrent(self.compute, self.collective, key=str(self.case), repeatable=True, way=way)
+    def run_concurrently(self, method: str) -> torch.Tensor:
+        weft.concurrent(self.compute, self.collective, key=str(self.case), repeatable=True, method=method)
         return self.out
 
-    def works(self, ways: Sequence[str]) -> dict[str, Work]:
+    def works(self, methods: Sequence[str]) -> dict[str, Work]:
         return {
             "computation/cublas": self.compute,
             "communication/default": lambda: self.collective.enqueue(self.collective.ranks, async_op=False),
-            "weft/auto": partial(self.beside, "auto"),
-            **{method(way): partial(self.beside, way) for way in ways},
+            "weft/auto": partial(self.run_concurrently, "auto"),
+            **{row_name(method): partial(self.run_concurrently, method) for method in methods},
         }
 
-    def verify(self, ways: Sequence[str]) -> dict[str, str]:
-        """Compare each way's result, from fresh data, with the sequential one's; why methods are missing.
+    def verify(self, methods: Sequence[str]) -> dict[str, str]:
+        """Compare each method's result, from fresh data, with the sequential one's; why methods are missing.
 
         Raises WrongResult, and Failed where auto does not run."""
         self._fresh("sequential")
         expected, missing = self.out.clone(), {}
         together("auto", partial(self._compare, "auto", expected))
-        for way in ways:
+        for method in methods:
             try:
-                together(way, partial(self._compare, way, expected))
+                together(method, partial(self._compare, method, expected))
             except Failed as failed:
-                missing[method(way)] = failed.reason
+                missing[row_name(method)] = failed.reason
                 say(f"LEFT OUT {failed}", file=sys.stderr)
         return missing
 
-    def _fresh(self, way: str) -> None:
+    def _fresh(self, method: str) -> None:
         self.out.zero_()
         self.given.copy_(self.source)
-        self.beside(way)
+        self.run_concurrently(method)
 
-    def _compare(self, way: str, expected: torch.Tensor) -> None:
-        self._fresh(way)
+    def _compare(self, method: str, expected: torch.Tensor) -> None:
+        self._fresh(method)
         worst = float((self.out.float() - expected.float()).abs().max())
         if not worst <= 0.02 * float(expected.abs().max()):
-            raise WrongResult(f"{way} is off by {worst:.3g}")
+            raise WrongResult(f"{method} is off by {worst:.3g}")
 
 
 def measured(case: Case, every: bool, arguments: Any) -> list[Row]:
@@ -167,9 +167,9 @@ def measured(case: Case, every: bool, arguments: Any) -> list[Row]:
     size = dist.get_world_size()
     problem = ConcurrentProblem(collectives=(pair.collective.problem(size, ()),), world_size=size)
     found = candidates(problem, abilities)
-    ways = list(dict.fromkeys([*found, *filter(None, arguments.ways.split(","))])) if every else ["sequential", "vendor"]
-    missing = pair.verify(ways[1:])
-    works = {name: work for name, work in pair.works(ways).items() if name not in missing}
+    methods = list(dict.fromkeys([*found, *filter(None, arguments.methods.split(","))])) if every else ["sequential", "nccl"]
+    missing = pair.verify(methods[1:])
+    works = {name: work for name, work in pair.works(methods).items() if name not in missing}
     times, lost = trial(
         works,
         arguments.modes.split(","),
@@ -185,7 +185,7 @@ def measured(case: Case, every: bool, arguments: Any) -> list[Row]:
         op=case.op,
         case=str(case),
         dtype="bfloat16",
-        chosen=chosen.way,
+        chosen=chosen.method,
         missing={**missing, **lost},
         extra={"trial": chosen.us},
         arguments=arguments,
@@ -193,7 +193,7 @@ def measured(case: Case, every: bool, arguments: Any) -> list[Row]:
 
 
 def weft_device(pair: Pair) -> Any:
-    """What runs ways on this rank's GPU."""
+    """Return the executor of this rank's GPU."""
     from weft.overlap.concurrent.cuda import CudaExecutor
 
     return CudaExecutor(pair.a.device)
@@ -202,7 +202,9 @@ def weft_device(pair: Pair) -> Any:
 def main() -> None:
     options = parser(__doc__, rounds=ROUNDS, modes="eager,graph")
     options.add_argument("--part", choices=("cases", "conccl"), default="cases")
-    options.add_argument("--ways", default=MORE, help="that part `cases` times, too, with commas (%(default)s)")
+    options.add_argument(
+        "--methods", default=MORE, help="further methods that part `cases` measures, separated by commas (%(default)s)"
+    )
     options.add_argument("--only", default="", help="cases whose name has this")
     arguments = options.parse_args()
     measure.ALARM_S = ALARM_S

@@ -7,24 +7,24 @@ batch of 4 x 1024 tokens a GPU; a step is forward, backward and SGD.
     silent        PyTorch's data parallelism, whose collectives move nothing: its own copies, hooks and host time remain. What
                   it takes less than stock is all that any overlap of its collectives could win
     stock         PyTorch as it is; the other peers: with other settings of its own
-    ways          weft's hook in one way for all steps; `auto`: in the planner's choice
+    methods       weft's hook with one method for all steps; `auto`: the planner's choice
 
 Kinds: ddp; replicate, which is weft's settings of DistributedDataParallel's, and its hook; fsdp; units, where weft says which
 blocks fully_shard takes together; room, where there is memory to keep all parameters gathered, too. Stock is
 DistributedDataParallel and fully_shard of each block, as in PyTorch's tutorials, for all of them.
 
-Protocol: under DistributedDataParallel the ways take turns on one model; all other methods have models of their own.
+Protocol: under DistributedDataParallel weft's methods take turns on one model; all others have models of their own.
 After WARM_UP steps of each, methods take turns round by round, in another order each round: a step that is not counted, then
 STEPS that are, timed as a whole between two GPU events. A round's time is the slowest rank's; medians. gain is the median over
 rounds of stock over auto in the same round. phases are the parts of a step on the GPU and on the host, of rank 0, in ms: where
 the host takes as long as the GPU, no overlap on the GPU helps.
 
 Traps: a step may be bound by the host (fully_shard of many small parameters is). Streams of several models share hardware
-queues: on models of their own weft's vendor took 6% longer than stock, which it is. What moves nothing leaves other ranks'
-parameters as they lie in memory.
+queues: on models of their own weft's nccl took 6% longer than stock, which it is. What moves nothing leaves other ranks'
+parameters in the order of memory.
 
     torchrun --nproc-per-node 2 -m benchmarks.data_parallel --json benchmarks/results/h200x2/data_parallel.jsonl
-    torchrun --nproc-per-node 4 -m benchmarks.data_parallel --kinds fsdp --batch 16 --ways vendor+ahead=1,vendor+keep
+    torchrun --nproc-per-node 4 -m benchmarks.data_parallel --kinds fsdp --batch 16 --methods nccl+ahead=1,nccl+unsharded
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from benchmarks import measure
 from benchmarks.measure import alarm, append, parser, release, row, say, start, stop, together
 from benchmarks.rows import Row
 from weft.overlap.concurrent.choice import ConcurrentChoice
-from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
+from weft.overlap.hooks.data_parallel import METHODS as DDP_METHODS
 from weft.overlap.hooks.data_parallel import Averaging, settings
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_gpt import Gpt, replicated, sharded
 
 ALARM_S = 40
-FSDP_WAYS = ("vendor", "vendor+ahead=1", "vendor+ahead=2")
-KEPT = ("vendor+keep", "vendor+keep+ahead=1")
+FSDP_METHODS = ("nccl", "nccl+ahead=1", "nccl+ahead=2")
+UNSHARDED = ("nccl+unsharded", "nccl+unsharded+ahead=1")
 STEPS, WARM_UP, ROUNDS = 4, 2, 3
 LENGTH, VOCABULARY = 1024, 50304
 PARTS = ("forward", "backward", "update")
@@ -70,7 +70,7 @@ Wrap = Callable[[Gpt], nn.Module]
 
 
 def bucket_views(model: Gpt) -> nn.Module:
-    """Gradients lie in the buckets, so that none is copied there."""
+    """Gradients are views of the buckets, so that none is copied there."""
     return DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
 
 
@@ -138,8 +138,8 @@ def silenced(wrap: Wrap, model: Gpt) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """wraps: methods with a model of their own, by name. wrap: what weft's hook goes on. hook: (model, way, key) -> what says
-    the way. tried: ways. switched: whether these take turns on one model, by `Averaging.take`."""
+    """wraps: methods with a model of their own, by name. wrap: what weft's hook goes on. hook: (model, method, key) -> an
+    object with `method`. tried: methods. switched: whether these take turns on one model, by `Averaging.take`."""
 
     wraps: dict[str, Wrap]
     wrap: Wrap
@@ -149,8 +149,8 @@ class Kind:
 
 
 ROOM = 1 << 40
-MOVED = ("vendor+priority+ctas=8+left=8", "copy_engine+priority+pull+ctas=32")
-"""Ways of DistributedDataParallel's beside those that auto chooses among."""
+MOVED = ("nccl+priority+ctas=8+left=8", "copy_engine+priority+pull+ctas=32")
+"""Methods of weft.hooks.ddp that are measured in addition to those that auto chooses among."""
 SHARDED: dict[str, Wrap] = {"stock": sharded, "silent": partial(silenced, sharded)}
 UNITS: dict[str, Wrap] = {"stock": sharded, "silent": partial(silenced, sharded_units)}
 KINDS = {
@@ -163,21 +163,23 @@ KINDS = {
         },
         wrap=replicated,
         hook=weft.hooks.ddp,
-        tried=DDP_WAYS + MOVED,
+        tried=DDP_METHODS + MOVED,
         switched=True,
     ),
     "replicate": Kind(
         wraps={"stock": replicated, "silent": silent_ddp},
         wrap=set_by_weft,
         hook=weft.hooks.ddp,
-        tried=DDP_WAYS + MOVED,
+        tried=DDP_METHODS + MOVED,
         switched=True,
     ),
     "fsdp": Kind(
-        wraps={**SHARDED, "stock, pairs of blocks": sharded_pairs}, wrap=sharded, hook=weft.hooks.fsdp, tried=FSDP_WAYS
+        wraps={**SHARDED, "stock, pairs of blocks": sharded_pairs}, wrap=sharded, hook=weft.hooks.fsdp, tried=FSDP_METHODS
     ),
-    "units": Kind(wraps=UNITS, wrap=sharded_units, hook=weft.hooks.fsdp, tried=FSDP_WAYS),
-    "room": Kind(wraps=UNITS, wrap=sharded_units, hook=partial(weft.hooks.fsdp, spare_bytes=ROOM), tried=FSDP_WAYS + KEPT),
+    "units": Kind(wraps=UNITS, wrap=sharded_units, hook=weft.hooks.fsdp, tried=FSDP_METHODS),
+    "room": Kind(
+        wraps=UNITS, wrap=sharded_units, hook=partial(weft.hooks.fsdp, spare_bytes=ROOM), tried=FSDP_METHODS + UNSHARDED
+    ),
 }
 
 
@@ -267,22 +269,23 @@ def models(kind: Kind, arguments: Namespace) -> dict[str, Method]:
     return made
 
 
-def ways_of(kind: Kind, arguments: Namespace, key: str, ways: Sequence[str]) -> dict[str, Method]:
-    """Methods by way; a way that a rank cannot take is an error of all."""
+def methods_of(kind: Kind, arguments: Namespace, key: str, methods: Sequence[str]) -> dict[str, Method]:
+    """Return what to time for each of weft's methods. Raises an error on all ranks if one of them cannot run a method."""
     made: dict[str, Method] = {}
     training: Training | None = None
-    for way in ("auto", *ways):
+    for method in ("auto", *methods):
         if training is None or not kind.switched:
-            training = together(way, partial(Training, kind.wrap, arguments))
-            training.hook = together(way, partial(kind.hook, training.model, way=way, key=key if way == "auto" else way))
-        taken = training.hook.way if way == "auto" else way
-        made[way] = partial(_taking, training, taken) if kind.switched else lambda training=training: training
-        together(way, lambda method=made[way]: method().steps(WARM_UP))
+            training = together(method, partial(Training, kind.wrap, arguments))
+            key_of = key if method == "auto" else method
+            training.hook = together(method, partial(kind.hook, training.model, method=method, key=key_of))
+        taken = training.hook.method if method == "auto" else method
+        made[method] = partial(_taking, training, taken) if kind.switched else lambda training=training: training
+        together(method, lambda made_of=made[method]: made_of().steps(WARM_UP))
     return made
 
 
-def _taking(training: Training, way: str) -> Training:
-    training.hook.take(way)
+def _taking(training: Training, method: str) -> Training:
+    training.hook.take(method)
     return training
 
 
@@ -295,9 +298,9 @@ def settle_host() -> None:
 def compared(name: str, arguments: Namespace) -> Row:
     """All methods of one kind."""
     kind = KINDS[name]
-    ways = arguments.ways.split(",") if arguments.ways else kind.tried
-    methods = models(kind, arguments) | ways_of(kind, arguments, name, list(ways))
-    chosen = next(choice.way for choice in weft.concurrent_choices() if choice.key == name)
+    names = arguments.methods.split(",") if arguments.methods else kind.tried
+    methods = models(kind, arguments) | methods_of(kind, arguments, name, list(names))
+    chosen = next(choice.method for choice in weft.concurrent_choices() if choice.key == name)
     settle_host()
     us: dict[str, list[float]] = {method: [] for method in methods}
     marks: dict[str, Marks] = {}
@@ -344,7 +347,7 @@ def sentences(row: Row) -> str:
 def main() -> None:
     options = parser(__doc__, rounds=ROUNDS, modes="eager")
     options.add_argument("--kinds", default=",".join(KINDS), help="with commas (%(default)s)")
-    options.add_argument("--ways", default="", help="of one kind, with commas; default: what auto tries")
+    options.add_argument("--methods", default="", help="of one kind, with commas; default: what auto tries")
     for name, default in (("layers", 48), ("width", 1600), ("heads", 25), ("batch", 4)):
         options.add_argument(f"--{name}", type=int, default=default)
     arguments = options.parse_args()

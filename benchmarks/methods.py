@@ -5,8 +5,8 @@ the product or after it; from that follow the sequential program, its two halves
 rowwise scales and fast accumulation, and NCCL gathers rows, then their scales.
 
 Traps: multicast stays off, so async TP is always asked for the gathered a: without that it may take multimem kernels for small
-M. Registered memory is used in place, and the same memory by all methods of a way. The order of the methods is part of the
-protocol: turns are shuffled by it.
+M. Registered memory is used in place, and the same memory by all methods of a transport. The order of the methods is part of
+the protocol: turns are shuffled by it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import _functional_collectives as functional
 
 import weft
 from benchmarks.measure import Check, Work
-from benchmarks.nccl import Way
+from benchmarks.nccl import Transport
 from weft.core.problem import COLUMN_OPS, Op, Problem
 from weft.core.problem import EXCHANGES as ALL_TO_ALLS
 
@@ -40,8 +40,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """What an operator does beside the product. collective: a method of Way. first: rows travel before the product, not after
-    it. weft: the operator."""
+    """What an operator does beside the product. collective: a method of Transport. first: rows travel before the product, not
+    after it. weft: the operator."""
 
     collective: str
     weft: Callable[..., Tensor]
@@ -106,7 +106,7 @@ def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (matrix.float() / scales).to(FLOAT8), scales
 
 
-def every(m: Matmul, found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
+def every(m: Matmul, found: Sequence[Transport], specs: Sequence[str]) -> dict[str, Work]:
     """Everything that is timed."""
     torch.compiler.reset()  # Dynamo keeps a few compiled versions of a function and then gives up: each case begins anew
     works = by_columns(m) if m.problem.op in COLUMN_OPS else sequential(m, found)
@@ -115,33 +115,33 @@ def every(m: Matmul, found: Sequence[Way], specs: Sequence[str]) -> dict[str, Wo
     return works | in_float8(m, works)
 
 
-def sequential(m: Matmul, found: Sequence[Way]) -> dict[str, Work]:
-    """cuBLAS and NCCL one after the other in each of NCCL's ways, and both alone. An all-reduce alone is not timed."""
+def sequential(m: Matmul, found: Sequence[Transport]) -> dict[str, Work]:
+    """cuBLAS and NCCL one after the other in each of NCCL's transports, and both alone. An all-reduce alone is not timed."""
     op, works = m.problem.op, dict[str, Work]()
     if op == "matmul_all_reduce":
         works["computation/cublas"] = partial(m.multiply, m.a, m.product)
-    for way in found:
-        if not way.runs(m.exchange.collective):
+    for transport in found:
+        if not transport.runs(m.exchange.collective):
             continue
-        whole, communication, computation = parts(m, way)
-        works[f"sequential/{way.name}"] = whole
+        whole, communication, computation = parts(m, transport)
+        works[f"sequential/{transport.name}"] = whole
         if op != "matmul_all_reduce":
-            works[f"communication/{way.name}"] = communication
-        if op in TENSOR_PARALLEL and way.name == "default":
+            works[f"communication/{transport.name}"] = communication
+        if op in TENSOR_PARALLEL and transport.name == "default":
             works["computation/cublas"] = computation
     if op in ALL_TO_ALLS:
         works["computation/cublas"] = partial(torch.mm, m.a, m.b)
     return works
 
 
-def parts(m: Matmul, way: Way) -> tuple[Work, Work, Work]:
-    """(both, the communication, the computation) by one way of NCCL."""
+def parts(m: Matmul, transport: Transport) -> tuple[Work, Work, Work]:
+    """(both, the communication, the computation) by one transport of NCCL."""
     rows, columns = m.shape
-    run = getattr(way, m.exchange.collective)
+    run = getattr(transport, m.exchange.collective)
     if m.exchange.first:
         bytes_or_values = m.a.view(torch.uint8) if m.float8 else m.a
-        sent = way.shard(*bytes_or_values.shape, bytes_or_values.dtype).copy_(bytes_or_values)
-        landed = way.whole(rows, sent.shape[1], sent.dtype)
+        sent = transport.shard(*bytes_or_values.shape, bytes_or_values.dtype).copy_(bytes_or_values)
+        landed = transport.whole(rows, sent.shape[1], sent.dtype)
         values = landed.view(m.a.dtype)
 
         def gather() -> None:
@@ -157,11 +157,11 @@ def parts(m: Matmul, way: Way) -> tuple[Work, Work, Work]:
 
         return product_last, communication, computation
     if m.exchange.collective == "all_to_all":
-        sent, landed = way.shard(rows, columns), way.whole(rows, columns)
+        sent, landed = transport.shard(rows, columns), transport.whole(rows, columns)
     elif m.exchange.collective == "reduce_scatter":
-        sent, landed = way.whole(rows, columns), way.shard(m.problem.out_rows(dist.get_rank()), columns)
+        sent, landed = transport.whole(rows, columns), transport.shard(m.problem.out_rows(dist.get_rank()), columns)
     else:
-        sent = landed = way.whole(rows, columns)
+        sent = landed = transport.whole(rows, columns)
 
     def product_first() -> object:
         m.multiply(m.a, sent)

@@ -1,4 +1,4 @@
-"""NCCL's collectives in each way that this PyTorch offers: what "the best NCCL" is the best of.
+"""NCCL's collectives by each transport that this PyTorch offers; "the best NCCL" is the fastest of them.
 
     default        plain buffers
     symmetric      buffers registered as symmetric windows: NCCL takes its symmetric kernels
@@ -6,7 +6,7 @@
 
 Registered buffers come from ncclMemAlloc, through a memory pool of the group's allocator; each is a window of its own, made
 once for the largest case. Callers compute into them and read from them, so that registering costs no copy: that favours NCCL.
-Each registered way has a group of its own, and the world's communicator stays as it is.
+Each registered transport has a group of its own, and the world's communicator stays as it is.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CTA_POLICY_ZERO = 2
 
 
 @dataclass(kw_only=True)
-class Way:
-    """One way to run NCCL. windows: bytes of a shard, bytes of a whole; None where plain buffers do."""
+class Transport:
+    """One transport of NCCL. windows: memory of a shard and of a whole; None if plain buffers do."""
 
     name: str
     group: dist.ProcessGroup
@@ -48,7 +48,7 @@ class Way:
         return self.windows[which][: rows * cols * dtype.itemsize].view(dtype).view(rows, cols)
 
     def runs(self, op: str) -> bool:
-        """Whether this way differs from the others for a collective: copy engines do not add."""
+        """Whether this transport differs from the others for a collective: copy engines do not add."""
         return self.name != "copy_engine" or op in ("all_gather", "all_to_all")
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
@@ -76,8 +76,8 @@ class Way:
             self.windows = self.pool = None
 
 
-def ways(names: str, shard_bytes: int, whole_bytes: int) -> tuple[list[Way], dict[str, str]]:
-    """(the default and those of the named ways that work here, why others are missing). Collective.
+def transports(names: str, shard_bytes: int, whole_bytes: int) -> tuple[list[Transport], dict[str, str]]:
+    """(the default and those of the named transports that work here, why others are missing). Collective.
 
     names: of REGISTERED, with commas. Their windows have the given sizes. Raises ValueError for another name.
     """
@@ -86,7 +86,7 @@ def ways(names: str, shard_bytes: int, whole_bytes: int) -> tuple[list[Way], dic
         raise ValueError(f"--nccl has {unknown[0]!r}; use {', '.join(REGISTERED)}, or nothing")
     world = dist.group.WORLD
     assert world is not None
-    found, missing = [Way(name="default", group=world)], {}
+    found, missing = [Transport(name="default", group=world)], {}
     for name in filter(None, names.split(",")):
         try:
             found.append(together(name, partial(_registered, name, shard_bytes, whole_bytes)))
@@ -97,7 +97,7 @@ def ways(names: str, shard_bytes: int, whole_bytes: int) -> tuple[list[Way], dic
     return found, missing
 
 
-def _registered(name: str, shard_bytes: int, whole_bytes: int) -> Way:
+def _registered(name: str, shard_bytes: int, whole_bytes: int) -> Transport:
     group = dist.new_group(backend="nccl", pg_options=_zero_cta() if name == "copy_engine" else None)
     # The communicator, which windows belong to, exists from the group's first collective on.
     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
@@ -107,7 +107,7 @@ def _registered(name: str, shard_bytes: int, whole_bytes: int) -> Way:
     with torch.cuda.use_mem_pool(pool):
         windows = tuple(torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in (shard_bytes, whole_bytes))
     backend.register_mem_pool(pool, symm=True)
-    return Way(name=name, group=group, windows=(windows[0], windows[1]), pool=pool)
+    return Transport(name=name, group=group, windows=(windows[0], windows[1]), pool=pool)
 
 
 def _zero_cta() -> Any:

@@ -1,7 +1,7 @@
 """Is the gain that the fused kernels' paper reports there on this machine, over its own ranges?
 
 Punniyamurthy, Hamidouche, Beckmann, arXiv 2305.06942: on 4 GPUs of one host, the mean and the largest reduction of the time of
-a separate kernel followed by the vendor's collective. Here that is torch's operator and NCCL on plain buffers, and the time is
+a separate kernel followed by NCCL's collective. Here that is torch's operator and NCCL on plain buffers, and the time is
 that of weft's "auto", each in a CUDA graph. Ranges as in the paper: batch and tables of an embedding of dim 256, M and K of a
 GEMV whose K is cut between ranks, tokens of a GEMM. Ours, where it names none: 70 rows a bag (which its DLRM has), 20,000 rows
 a table, tables a GPU, tokens of each rank, and a GEMM of 4096 x 4096.

@@ -1,7 +1,7 @@
-"""How much faster do a GEMM and a collective end beside each other, when residency is capped and communication has priority?
+"""How much faster do a GEMM and a concurrent collective end, when residency is capped and communication has priority?
 
 Protocol: that of resource-aware overlap (arXiv 2606.09200), four GPUs. Two streams; GEMM_i, an event, collective_i, which runs
-beside GEMM_i+1. Workloads: a GEMM of 8192 x 8192 x 8192 (cb) or 8192 x 57344 x 8192 (mb: M, N, K), with an all-reduce (ar) or
+during GEMM_i+1. Workloads: a GEMM of 8192 x 8192 x 8192 (cb) or 8192 x 57344 x 8192 (mb: M, N, K), with an all-reduce (ar) or
 an all-to-all (a2a) of 896 MB. GEMMs are Triton kernels with tiles of 64 x 64 x 32 and 64 x 64 x 64, float16. For each, every
 residency that shared memory can cap it at, communication priority off and on; the tile's own residency without priority is
 the plain overlap. A GEMM has a block for each tile, or as many blocks as --grids says, each of which takes tiles in turn. Ours,
@@ -16,10 +16,10 @@ rank.
 Baselines: sequential, the same on one stream; GEMM alone, also at each residency; collective alone. Figures: TimeRatio,
 overlapped over sequential; normalised, over plain overlap with the same grid; overlap_rate, the share of time in which both
 run, by events; hidden, the share saved of what the ideal saves, in which all but the first GEMM and the last collective run
-beside each other. The paper caps residency by the tile, so the summary has the best point of both tiles over the plain overlap
+concurrently. The paper caps residency by the tile, so the summary has the best point of both tiles over the plain overlap
 of the smaller, too; and bound: what the ideal takes less than plain overlap, with the fastest GEMM alone of all residencies.
 
-Traps: the first GEMM and the last collective have nothing beside them, an eighth of a run of 8 iterations: few iterations hide
+Traps: the first GEMM and the last collective overlap nothing, an eighth of a run of 8 iterations: few iterations hide
 a part of what overlap saves. GEMMs wait for no collective, so where these starve, GEMMs run ahead: a clock that starts after
 the warm-up's last collective has ended would not see them, and call what is left an overlap (on 4 x H200 the best point then
 took 12.6% less than plain overlap). An event before a collective fires when it may start, not when its blocks find room: where
@@ -61,7 +61,7 @@ WORKLOADS = ("cb-ar", "mb-ar", "cb-a2a", "mb-a2a")
 BYTES = 896 << 20
 TILES = ((64, 64, 32), (64, 64, 64))
 WARPS, STAGES = 4, 3
-VENDOR = "vendor"
+NCCL = "nccl"
 SUMS = 32
 """Blocks that sum what copy engines bring: as fast as NCCL alone on 2 x H200."""
 BY_COPY_ENGINE = {"ar": ("copy_engine", "copy_engine_pull"), "a2a": ("copy_engine",)}
@@ -125,7 +125,7 @@ class Point:
     blocks_per_sm: int
     capped: bool
     priority: bool
-    transport: str = VENDOR
+    transport: str = NCCL
     ctas: int = 0
 
     @property
@@ -134,7 +134,7 @@ class Point:
 
     def __str__(self) -> str:
         parts = [f"r={self.blocks_per_sm}{'' if self.capped else ' (its own)'}", f"priority={'on' if self.priority else 'off'}"]
-        parts += [self.transport] if self.transport != VENDOR else []
+        parts += [self.transport] if self.transport != NCCL else []
         return " ".join(([f"grid={self.grid}"] if self.grid else []) + parts + ([f"ctas={self.ctas}"] if self.ctas else []))
 
 
@@ -172,7 +172,7 @@ class Workload:
         self.run(self.gemms[grid, r], grid)
 
     def collective(self, point: Point) -> None:
-        if point.transport != VENDOR:
+        if point.transport != NCCL:
             self.by_copy_engine(point.transport)
         elif self.op == "ar":
             dist.all_reduce(self.sent, op=dist.ReduceOp.AVG, group=self.groups[point.priority, point.ctas])
@@ -255,7 +255,7 @@ Iteration = Callable[[Marks, Marks], None]
 
 
 def pair(work: Workload, point: Point, compute: torch.cuda.Stream, comm: torch.cuda.Stream) -> Times:
-    """GEMM_i, an event, collective_i, which runs beside GEMM_i+1 if it has another stream."""
+    """GEMM_i, an event, collective_i, which runs concurrently with GEMM_i+1 if it has another stream."""
 
     def iteration(gemms: Marks, collectives: Marks) -> None:
         marked(gemms, compute, lambda: work.gemm(point.grid, point.blocks_per_sm))
@@ -344,7 +344,7 @@ def rows_of(name: str, work: Workload, found: Mapping[Any, Times], arguments: ar
 
 
 def ideal_us(gemm_us: float, collective_us: float, iterations: int) -> float:
-    """An iteration's time if all but the first GEMM and the last collective run beside each other at full rate."""
+    """An iteration's time if all but the first GEMM and the last collective run concurrently at full rate."""
     return (gemm_us + collective_us + (iterations - 1) * max(gemm_us, collective_us)) / iterations
 
 
@@ -362,8 +362,8 @@ def sentence(row: Row) -> str:
 
 
 def summary(made: Sequence[Row]) -> str:
-    """Of each workload, tile and grid: the best point beside plain overlap; and over both tiles."""
-    told, groups = [], dict[tuple[object, ...], list[Row]]()
+    """Of each workload, tile and grid: the best point, compared with plain overlap; and over both tiles."""
+    lines, groups = [], dict[tuple[object, ...], list[Row]]()
     for one in made:
         for tile in (str(one.extra["tile"]), "tile as the knob"):
             groups.setdefault((one.op, tile, one.extra["grid"] or "a block a tile"), []).append(one)
@@ -371,9 +371,9 @@ def summary(made: Sequence[Row]) -> str:
         best, first = min(of, key=point_us), of[0]
         plain_us = point_us(first) / first.extra["normalised"]
         less = 1 - point_us(best) / plain_us
-        told.append(f"{' '.join(map(str, name))}: plain {plain_us:.0f} us, {less:.1%} less by {best.case}")
-        told.append(f"  {sentence(best)}  bound {1 - best.extra['bound']:.1%} less")
-    return "\n".join(told)
+        lines.append(f"{' '.join(map(str, name))}: plain {plain_us:.0f} us, {less:.1%} less by {best.case}")
+        lines.append(f"  {sentence(best)}  bound {1 - best.extra['bound']:.1%} less")
+    return "\n".join(lines)
 
 
 def main() -> None:

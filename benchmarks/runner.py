@@ -39,7 +39,7 @@ from benchmarks.measure import (
     together,
     trial,
 )
-from benchmarks.nccl import Way, ways
+from benchmarks.nccl import Transport, transports
 from benchmarks.rows import AUTO, Row, sentence, summary
 from weft import schedules
 from weft.core.problem import Op
@@ -58,7 +58,7 @@ def by_sequential(works: Mapping[str, Work]) -> Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One case. methods: makes everything that is timed by name (rows.py), of NCCL's ways and of schedules; it takes memory.
+    """One case. methods: makes everything that is timed by name (rows.py), by NCCL's transports and by schedules.
     specs: the schedules that are usually tried; "auto" is always the last. repeat: calls of a sample. windows: bytes of a shard
     and of a whole, which NCCL's registered buffers hold. needed: methods without which the case is left out. checked: makes the
     check, by calling what it compares with."""
@@ -66,7 +66,7 @@ class Comparison:
     bench: str
     op: Op
     name: str
-    methods: Callable[[Sequence[Way], Sequence[str]], Mapping[str, Work]]
+    methods: Callable[[Sequence[Transport], Sequence[str]], Mapping[str, Work]]
     specs: Sequence[str] = ()
     repeat: int
     dtype: str = "bfloat16"
@@ -108,12 +108,12 @@ def run(bench: Bench, argv: Sequence[str] | None = None) -> None:
         say(f"{there} of {len(cases)} cases are in {given.json}")
     left = [case for case in cases if not is_there(given)(case)]
     shard_bytes, whole_bytes = (max((case.windows[at] for case in left), default=0) for at in range(2))
-    found, missing = ways(given.nccl if left else "", shard_bytes, whole_bytes)
+    found, missing = transports(given.nccl if left else "", shard_bytes, whole_bytes)
     jobs = [Job(name=str(case), run=partial(measured, case, found, given)) for case in left]
     lines, left_out = run_jobs(jobs, given, missing=missing)
     say(f"{bench.name}:\n{bench.summary(lines)}" if lines else f"{bench.name}: nothing was measured")
-    for way in found:
-        way.close()
+    for transport in found:
+        transport.close()
     stop(left_out)
 
 
@@ -174,7 +174,7 @@ def specs_for(case: Comparison, asked: Sequence[str]) -> list[str]:
     return [*(spec for spec in asked or case.specs if spec.partition(":")[0] in names), "auto"]
 
 
-def measured(case: Comparison, found: Sequence[Way], given: argparse.Namespace) -> list[Row]:
+def measured(case: Comparison, found: Sequence[Transport], given: argparse.Namespace) -> list[Row]:
     """One case in every mode. Raises Failed."""
     torch.manual_seed(dist.get_rank())
     works = case.methods(found, specs_for(case, given.specs))

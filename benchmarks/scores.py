@@ -3,7 +3,7 @@
 A pick's loss is its time over the fastest one's, less one. It is *exact* if no measured candidate was faster, and near if none
 was by more than 5% (NEAR). Medians of repeated runs of one schedule differ by some 2%, so that of candidates which are closer
 it is luck which one is exact. Candidates that are one program under several names, as some are on 2 ranks
-(weft.schedules.alike), are one: its name is the simplest, its time the mean of theirs.
+(weft.schedules.same_program), are one: its name is the simplest, its time the mean of theirs.
 
 Problems are split once, by a hash of what they are (`half`): whoever changes a constant looks at the first half, `fit`, and
 says how it does on the second, `test`. The ways to choose, among all that a line has:

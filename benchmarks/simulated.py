@@ -7,7 +7,7 @@
 No GPU is needed; it takes some seconds. An error is |predicted / measured - 1|, bias the median of predicted / measured - 1.
 
 Protocol: rows of FILES that have a problem, which ragged cases have not: their sizes are known to the device alone. Only times
-inside CUDA graphs: the host, which eager calls may wait for, is not simulated. Vendor GEMMs, lookups and collectives alone are
+inside CUDA graphs: the host, which eager calls may wait for, is not simulated. cuBLAS GEMMs, lookups and collectives alone are
 held to their formulas (weft.perf.terms), schedules to the simulator. NCCL's collective is that on plain buffers. (Before
 0ff3a39 `weft/sequential` of planner.jsonl and planner_fit.jsonl had registered ones where those were faster: up to 4 MiB a
 rank, by some 10 us.) Predictions are for --machine (default: h200x8) with as many of its GPUs as the row had. What the
@@ -58,7 +58,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One measured time. spec: a schedule's, or computation or communication: the problem's vendor GEMM (or lookup) or
+    """One measured time. spec: a schedule's, or computation or communication: the problem's cuBLAS GEMM (or lookup) or
     collective alone. us: median of the slowest rank."""
 
     bench: str

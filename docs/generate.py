@@ -131,7 +131,7 @@ def _row(schedule: Schedule) -> tuple[str, ...]:
         str(len(away) or "-"),
         str(len(copies) - len(away) or "-"),
         str(kinds[Wait] + kinds[Signal] or "-"),
-        "vendor's" if kinds[Collective] else _shards(schedule, [*(c.dst for c in away if c.dst.rank), *stored]),
+        "NCCL's" if kinds[Collective] else _shards(schedule, [*(c.dst for c in away if c.dst.rank), *stored]),
         _shards(schedule, [*pulled, *loaded]),
         _shards(schedule, [c.dst for c in copies if c.src.rank == c.dst.rank]),
     )

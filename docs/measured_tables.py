@@ -125,24 +125,24 @@ def paper(bench: str, mode: str) -> str:
 
 def concurrent(bench: str, mode: str) -> str:
     """GEMMs and a collective at the same time. Times in us; two streams: without any control."""
-    heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "of ideal", "best way", "its share")
+    heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "of ideal", "best method", "its share")
     return _measured(heads, _cases(bench, mode), _concurrent, mode)
 
 
 def _concurrent(row: Row) -> tuple[str, ...]:
     name, us = best(row, "sequential/", "peer/", "weft/") or ("", math.nan)
-    shares = f"{ideal(row) / row.us[AUTO]:.2f}", WAYS.get(name, name_of(name)), f"{ideal(row) / us:.2f}"
+    shares = f"{ideal(row) / row.us[AUTO]:.2f}", METHODS.get(name, name_of(name)), f"{ideal(row) / us:.2f}"
     return (row.case, *_least(row, *ALONE, "peer/two_streams"), _us(row.us[AUTO], 0), *shares)
 
 
-WAYS = {"sequential/default": "sequential", "peer/two_streams": "nccl"}
+METHODS = {"sequential/default": "sequential", "peer/two_streams": "nccl"}
 """weft.concurrent's names of what a user has without it."""
 
 
 def conccl(bench: str, mode: str) -> str:
     """Pairs of GEMM, collective and size, with the share of the ideal speed-up that is reached. Times in us."""
     cases = _cases(bench, mode)
-    heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "way", "share", "two streams'")
+    heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "method", "share", "two streams'")
     found = [tuple(_share(row, name) for name in (AUTO, "peer/two_streams")) for row in cases]
     rows = [heads, *(_conccl(row, *some) for row, some in zip(cases, found, strict=True))]
     means = (f"{statistics.fmean(column):.2f}" for column in zip(*found, strict=True))
@@ -211,7 +211,7 @@ def _by_copy_engine(points: Sequence[Row]) -> tuple[str, ...]:
 
 def training(bench: str, mode: str) -> str:
     """Training steps as benchmarks/data_parallel.py measured them, in ms. bound: stock over silent."""
-    heads = ("model", "computation", "silent", "stock", "best way", "its step", "auto took", "auto", "over stock", "bound")
+    heads = ("model", "computation", "silent", "stock", "best method", "its step", "auto took", "auto", "over stock", "bound")
     return _measured(heads, _cases(bench, mode), _training, mode)
 
 

@@ -6,8 +6,7 @@
 It runs on GPUs (NCCL) where there is one for every rank, else on CPUs (gloo). DistributedDataParallel and fully_shard train the
 same model on the same tokens, first as they are, then with weft: `weft.hooks.replicate(model)` for the one, and for the other
 `weft.overlap.hooks.units(model.blocks)`, which says what to take together, and `weft.hooks.fsdp(model)`. Losses have to agree
-within rounding. On GPUs the first steps, at most some 100 of them, try several ways to communicate; what was chosen, and why,
-is printed.
+within rounding. `auto` is the planner's choice; what was chosen, and why, is printed.
 
 Legend: B batch of a rank, T tokens, C width, H heads, V vocabulary.
 """
@@ -83,7 +82,7 @@ def sharded_by_weft(model: Gpt) -> Gpt:
     for unit in weft.overlap.hooks.units(model.blocks):
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    weft.hooks.fsdp(model, way="vendor+ahead=1")
+    weft.hooks.fsdp(model, method="nccl+ahead=1")
     return model
 
 
@@ -118,12 +117,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("layers", 2), ("width", 64), ("heads", 4), ("length", 32), ("batch", 2), ("steps", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--way", default="auto", help="of DistributedDataParallel: auto, or one like vendor or copy_engine")
+    parser.add_argument(
+        "--method", default="auto", help="of DistributedDataParallel: auto, or a method such as nccl or copy_engine"
+    )
     options = parser.parse_args()
     device = join()
     worst = 0.0
     kinds: dict[str, tuple[Callable[[Gpt], nn.Module], Callable[..., nn.Module]]] = {
-        "ddp": (replicated, partial(weft.hooks.replicate, way=options.way)),
+        "ddp": (replicated, partial(weft.hooks.replicate, method=options.method)),
         "fsdp": (sharded, sharded_by_weft),
     }
     for name, (stock, ours) in kinds.items():

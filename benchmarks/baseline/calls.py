@@ -112,11 +112,11 @@ def _concurrent(world: World, sizes: Sizes, own: torch.Tensor, whole: torch.Tens
     def multiply() -> torch.Tensor:
         return torch.mm(own, whole, out=product)
 
-    def concurrent(way: str) -> object:
-        return weft.concurrent(multiply, [weft.AllReduce(gradient)], way=way)
+    def concurrent(spec: str) -> object:
+        return weft.concurrent(multiply, [weft.AllReduce(gradient)], method=spec)
 
-    for way in ("sequential", "vendor", "copy_engine") if world.on.type == "cuda" else ("sequential", "vendor"):
-        yield method("concurrent", f"mm beside all_reduce, {way}", concurrent, way)
+    for spec in ("sequential", "nccl", "copy_engine") if world.on.type == "cuda" else ("sequential", "nccl"):
+        yield method("concurrent", f"mm beside all_reduce, {spec}", concurrent, spec)
     size = f"{gradient.nbytes >> 10} KiB"
     yield method("collectives.all_reduce", f"{size} copy_engine", weft.collectives.all_reduce, gradient)
     yield method("torch", "mm", multiply)

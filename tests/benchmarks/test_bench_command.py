@@ -16,7 +16,7 @@ import torch.distributed as dist
 import weft
 from benchmarks import cases, measure, run, runner
 from benchmarks.measure import Failed, Times, Work
-from benchmarks.nccl import Way
+from benchmarks.nccl import Transport
 from benchmarks.rows import read
 from benchmarks.runner import Bench, Comparison
 
@@ -43,7 +43,7 @@ class Fake:
             repeat=1, windows=windows, needed=(), checked=lambda works: lambda method, result: None,
         )  # fmt: skip
 
-    def methods(self, name: str, found: Sequence[Way], specs: Sequence[str]) -> Mapping[str, Work]:
+    def methods(self, name: str, found: Sequence[Transport], specs: Sequence[str]) -> Mapping[str, Work]:
         self.specs[name] = list(specs)
         if name in self.fails:
             raise Failed("tensors", "no memory")
@@ -55,14 +55,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """A world of one rank without a GPU."""
     made = Fake()
 
-    def ways(names: str, shard_bytes: int, whole_bytes: int) -> tuple[list[Way], dict[str, str]]:
+    def transports(names: str, shard_bytes: int, whole_bytes: int) -> tuple[list[Transport], dict[str, str]]:
         made.windows = names, shard_bytes, whole_bytes
         return [], {"communication/symmetric": "not here"} if names else {}
 
     def trial(works: Mapping[str, Work], modes: Sequence[str], **options: Any) -> Any:
         return {mode: {name: Times(us=2.0, host_us=1.0) for name in works} for mode in modes}, {}
 
-    monkeypatch.setattr(runner, "ways", ways)
+    monkeypatch.setattr(runner, "transports", transports)
     monkeypatch.setattr(runner, "trial", trial)
     monkeypatch.setattr(runner, "start", lambda: None)
     monkeypatch.setattr(runner, "stop", made.stopped.extend)

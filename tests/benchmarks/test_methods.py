@@ -11,17 +11,17 @@ from on_cpu import OnCpu
 from benchmarks import lookups, methods
 from benchmarks.measure import ALONE, WrongResult, close_to
 from benchmarks.methods import Matmul
-from benchmarks.nccl import Way
+from benchmarks.nccl import Transport
 from benchmarks.ragged import Ragged, regrouped, shares
 from weft.core.problem import COLUMN_OPS, ColumnProblem, LookupProblem, Op, Problem
 
 RANKS = 2
 
 
-def _default() -> Way:
+def _default() -> Transport:
     group = dist.group.WORLD
     assert group is not None
-    return Way(name="default", group=group)
+    return Transport(name="default", group=group)
 
 
 def _from_all(tensor: torch.Tensor) -> list[torch.Tensor]:

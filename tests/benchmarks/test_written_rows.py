@@ -39,7 +39,7 @@ GIVEN = argparse.Namespace(modes="graph,eager", rounds=3, commit="abc", specs=[]
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[nccl.Way]:
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[nccl.Transport]:
     """One rank, whose methods all take 2 us."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "GPU")
@@ -55,7 +55,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[nccl.Way]:
         monkeypatch.setattr(module, "trial", _trial, raising=False)
         monkeypatch.setattr(module, "together", _together, raising=False)
     with OnCpu():
-        yield nccl.Way(name="default", group=dist.group.WORLD)
+        yield nccl.Transport(name="default", group=dist.group.WORLD)
     dist.destroy_process_group()
 
 
@@ -69,8 +69,8 @@ def _trial(works: Mapping[str, Any], modes: Any, *, needed: Any, **options: Any)
     return {mode: {name: Times(us=2.0, host_us=1.0) for name in works} for mode in modes}, {"peer/lost": "why"}
 
 
-def _made(way: nccl.Way, case: Comparison) -> list[Row]:
-    found = runner.measured(case, [way], GIVEN)
+def _made(transport: nccl.Transport, case: Comparison) -> list[Row]:
+    found = runner.measured(case, [transport], GIVEN)
     assert [row.mode for row in found] == ["graph", "eager"]
     assert all(row.missing == {"peer/lost": "why"} for row in found)
     assert (found[0].host_us, set(found[1].host_us)) == ({}, set(found[1].us))
@@ -101,7 +101,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", cases.BENCHES)
-def test_operators(world: nccl.Way, name: str) -> None:
+def test_operators(world: nccl.Transport, name: str) -> None:
     """A row has the halves, what a user has without weft, and what a user gets."""
     bench = cases.BENCHES[name]
     for dtype in bench.dtypes:
@@ -133,24 +133,24 @@ ORDER = {
 
 
 @pytest.mark.parametrize("op", ORDER)
-def test_order_of_the_methods(world: nccl.Way, op: Any) -> None:
+def test_order_of_the_methods(world: nccl.Transport, op: Any) -> None:
     sizes = {"op": op, "m": 8, "n": 4, "k": 4, "world_size": 1}
     problem = (ColumnProblem if op in COLUMN_OPS else Problem)(**sizes)  # type: ignore[arg-type]
-    ways = [world, *(nccl.Way(name=name, group=world.group) for name in nccl.REGISTERED)]
-    works = methods.every(methods.Matmul(problem, turned=op == "matmul_all_reduce"), ways, ("shard_p2p", "auto"))
+    transports = [world, *(nccl.Transport(name=name, group=world.group) for name in nccl.REGISTERED)]
+    works = methods.every(methods.Matmul(problem, turned=op == "matmul_all_reduce"), transports, ("shard_p2p", "auto"))
     assert list(works) == ORDER[op].split()
 
 
-def test_methods_of_one_way_share_its_windows(world: nccl.Way) -> None:
+def test_methods_of_one_transport_share_its_windows(world: nccl.Transport) -> None:
     windows = torch.zeros(64, dtype=torch.uint8), torch.zeros(128, dtype=torch.uint8)
-    way = nccl.Way(name="symmetric", group=world.group, windows=windows)
-    shard, whole = way.shard(4, 8), way.whole(4, 16, torch.uint8)
+    transport = nccl.Transport(name="symmetric", group=world.group, windows=windows)
+    shard, whole = transport.shard(4, 8), transport.whole(4, 16, torch.uint8)
     assert (shard.data_ptr(), whole.data_ptr()) == (windows[0].data_ptr(), windows[1].data_ptr())
     assert (shard.dtype, whole.shape) == (torch.bfloat16, (4, 16))
 
 
 @pytest.mark.parametrize("op", collective.OPS)
-def test_collectives(world: nccl.Way, op: str) -> None:
+def test_collectives(world: nccl.Transport, op: str) -> None:
     given = torch.ones(16, dtype=torch.bfloat16)
     works = collective.methods(op, given, [])
     assert all(name.startswith("weft/copy_engine") for name in works)
@@ -164,7 +164,7 @@ def test_collectives(world: nccl.Way, op: str) -> None:
         LookupProblem.of(batch=4, dims=((4, 4),), pooling=2),
     ],
 )
-def test_the_planners(world: nccl.Way, problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planners(world: nccl.Transport, problem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Row] = []
     monkeypatch.setattr(measure, "together", _together)
     monkeypatch.setattr(measure, "append", lambda path, row: made.append(row))
@@ -194,7 +194,7 @@ def test_training_steps() -> None:
     assert {name: data_parallel.method_name(name) for name in names} == names
 
 
-def test_points_of_residency(world: nccl.Way) -> None:
+def test_points_of_residency(world: nccl.Transport) -> None:
     """Of two points: the plain one, and one with priority, which takes less time than the program on one stream."""
     plain = resource_aware.Point(grid=0, blocks_per_sm=1, capped=False, priority=False)
     point = replace(plain, priority=True)
@@ -228,19 +228,19 @@ def test_workloads_that_cannot_be_measured(words: list[str], says: str, monkeypa
 
 
 @pytest.mark.parametrize("op", concurrent.OPS)
-def test_pairs(world: nccl.Way, op: str) -> None:
-    """GEMMs and a collective, by the names of rows; each way's result is compared with the sequential one's."""
+def test_pairs(world: nccl.Transport, op: str) -> None:
+    """GEMMs and a collective, by the names of rows; each transport's result is compared with the sequential one's."""
     pair = concurrent.Pair(concurrent.Case(count=2, m=4, k=8, n=4, nbytes=64, op=op))
-    works = pair.works(["sequential", "vendor", "vendor+priority"])
+    works = pair.works(["sequential", "nccl", "nccl+priority"])
     assert set(works) == {
         *("computation/cublas", "communication/default", "weft/auto"),
-        *("sequential/default", "peer/two_streams", "weft/vendor+priority"),
+        *("sequential/default", "peer/two_streams", "weft/nccl+priority"),
     }
     pair._fresh("sequential")
     expected = pair.out.clone()
-    pair._compare("vendor", expected)
-    with pytest.raises(measure.WrongResult, match="vendor"):
-        pair._compare("vendor", expected + 1)
+    pair._compare("nccl", expected)
+    with pytest.raises(measure.WrongResult, match="nccl"):
+        pair._compare("nccl", expected + 1)
 
 
 def test_pairs_of_conccl() -> None:
@@ -248,7 +248,7 @@ def test_pairs_of_conccl() -> None:
     assert (len({str(case) for case in concurrent.conccl()}), len({str(case) for case in concurrent.cases()})) == (30, 12)
 
 
-def test_matmuls_of_a_layer(world: nccl.Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_of_a_layer(world: nccl.Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, extent in {"HIDDEN": 16, "WIDTH": 24, "HEADS": 32, "TOKENS": 8}.items():
         monkeypatch.setattr(calls, name, extent)
     found: dict[str, Any] = {name: call() for name, call in calls.layer().items()}

@@ -108,7 +108,7 @@ class Planted(MemoryError):
 
 def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int = 3) -> Iterator[FaultTrial]:
     """Random trials, the same for the same seed; each has every word of `only`."""
-    composed = [(op, way) for op, (_, ways) in COMPOSED.items() for way in ways]
+    composed = [(op, method) for op, (_, methods) in COMPOSED.items() for method in methods]
     every = [*calls.EVERY, *(composed if device == "cpu" else ())]
     generator, made = random.Random(seed), 0
     for number in range(1_000_000):
@@ -175,28 +175,28 @@ def _with_splits(_: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
     return call, expected
 
 
-def _concurrent(way: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
+def _concurrent(method: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
     """An all_reduce and a matmul at the same time."""
     rank, size, draw = group.rank(), group.size(), torch.Generator().manual_seed(seed)
     given = [torch.randn(m, K, generator=draw) for _ in range(size)]
     b, summed = torch.randn(K, N, generator=draw), given[rank].clone()
 
     def call() -> torch.Tensor:
-        product = weft.concurrent(lambda *_: given[rank] @ b, weft.AllReduce(summed, group), way=way)
+        product = weft.concurrent(lambda *_: given[rank] @ b, weft.AllReduce(summed, group), method=method)
         return torch.cat([product, summed], 1)
 
     total = torch.stack([each.double() for each in given]).sum(0)
     return call, torch.cat([given[rank].double() @ b.double(), total], 1)
 
 
-def _hooked(way: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
+def _hooked(method: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
     """A gradient that weft averages. A model stays for the calls of its group, as in training."""
     rank, size, draw = group.rank(), group.size(), torch.Generator().manual_seed(seed)
     if group not in _MODELS:
         _MODELS.clear()
         linear = torch.nn.Linear(K, N, bias=False)
         model = DistributedDataParallel(linear, process_group=group)
-        weft.hooks.ddp(model, way=way)
+        weft.hooks.ddp(model, method=method)
         _MODELS[group] = linear, model
     linear, model = _MODELS[group]
     given = [torch.randn(m, K, generator=draw) for _ in range(size)]
@@ -213,10 +213,10 @@ def _hooked(way: str, seed: int, m: int, group: dist.ProcessGroup) -> Work:
 
 COMPOSED: dict[str, tuple[Callable[[str, int, int, dist.ProcessGroup], Work], tuple[str, ...]]] = {
     "splits": (_with_splits, ("fused",)),
-    "concurrent": (_concurrent, ("sequential", "vendor", "copy_engine")),
-    "hooks": (_hooked, ("vendor", "copy_engine")),
+    "concurrent": (_concurrent, ("sequential", "nccl", "copy_engine")),
+    "hooks": (_hooked, ("nccl", "copy_engine")),
 }
-"""What is more than one operator, with its ways."""
+"""What is more than one operator, with its methods."""
 
 
 def suffer(trial: FaultTrial, folder: str) -> Outcome:
@@ -308,7 +308,7 @@ def _again(trial: FaultTrial, folder: str, on: torch.device, takes_the_group: bo
 
 
 def _has_collectives() -> bool:
-    """Whether collectives of the vendor's take part, in one of which a stuck call ends by the abort of its communicator."""
+    """Whether NCCL's collectives take part, in one of which a stuck call ends by the abort of its communicator."""
     schedules = GROUPS.state(dist.group.WORLD.group_name).programs.schedules()  # type: ignore[union-attr]
     return any(isinstance(step, Collective) for schedule in schedules for *_, step in schedule)
 

@@ -1,5 +1,5 @@
 """What executors do beside what a schedule's steps say, and the checker therefore proves, or refuses: kernels of fused steps,
-the one compute lane, the vendor's collectives, sums as kernels, memory of the caller's and of float32."""
+the one compute lane, NCCL's collectives, sums as kernels, memory of the caller's and of float32."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ def test_collectives_that_a_problem_has_no_shape_for() -> None:
     assert step.op == "all_to_all_columns"
 
 
-def test_a_vendor_sums_or_averages() -> None:
+def test_a_collective_sums_or_averages() -> None:
     schedule = build(dataclasses.replace(SCATTER, world_size=4, m=4, k=4), "sequential")
-    refused(change(schedule, Collective, divide_by=2), "divide_by is 2; a vendor's collective sums (1), or averages (4)")
+    refused(change(schedule, Collective, divide_by=2), "divide_by is 2; an NCCL collective sums (1), or averages (4)")
     check(build(dataclasses.replace(SCATTER, world_size=4, m=4, k=4, reduce_op="avg"), "sequential"))
 
 

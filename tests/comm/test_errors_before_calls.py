@@ -30,8 +30,8 @@ def _calls(what: str) -> Calls:
         "collective": (lambda: collectives.all_reduce(x), lambda: collectives.all_reduce(x, op="most")),  # type: ignore[arg-type]
         "function": (lambda: collectives.all_gather(x), lambda: collectives.all_gather(x, schedule="most")),
         "concurrent": (
-            lambda: weft.concurrent(lambda: None, weft.AllReduce(x), way="vendor"),
-            lambda: weft.concurrent(lambda: None, weft.AllReduce(x), way="most"),
+            lambda: weft.concurrent(lambda: None, weft.AllReduce(x), method="nccl"),
+            lambda: weft.concurrent(lambda: None, weft.AllReduce(x), method="most"),
         ),
         "splits": (
             lambda: weft.all_to_all_matmul(A, B, splits=SPLITS, max_rows=8),
@@ -40,7 +40,7 @@ def _calls(what: str) -> Calls:
     }[what]
 
 
-WORDS = {"operator": "b", "collective": "op", "function": "schedule", "concurrent": "way", "splits": "max_rows"}
+WORDS = {"operator": "b", "collective": "op", "function": "schedule", "concurrent": "method", "splits": "max_rows"}
 
 
 def _alone(what: str, bound_s: float) -> tuple[str, float]:

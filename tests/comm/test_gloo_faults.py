@@ -61,7 +61,7 @@ def _backward() -> Callable[[], torch.Tensor]:
 def _concurrent() -> Callable[[], torch.Tensor]:
     def call() -> torch.Tensor:
         summed = torch.ones(64)
-        with weft.concurrent(collectives=weft.AllReduce(summed), key="faults", way="vendor"):
+        with weft.concurrent(collectives=weft.AllReduce(summed), key="faults", method="nccl"):
             pass
         return summed
 
@@ -73,7 +73,7 @@ def _averaged() -> Callable[[], torch.Tensor]:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.01)
-    weft.hooks.ddp(model, way="vendor")
+    weft.hooks.ddp(model, method="nccl")
 
     def call() -> torch.Tensor:
         model.zero_grad()
@@ -91,7 +91,7 @@ def _sparse() -> Callable[[], torch.Tensor]:
     torch.manual_seed(0)
     table = torch.nn.Embedding(8, 4, sparse=True)
     model = DistributedDataParallel(table)
-    weft.hooks.ddp(model, way="vendor")
+    weft.hooks.ddp(model, method="nccl")
 
     def call() -> torch.Tensor:
         model.zero_grad()

@@ -228,16 +228,16 @@ def _beside(spec: str) -> None:
         if "pull" in spec and not exchange.collective.pulls:
             continue
         exchange.fill(turn)
-        products.check(weft.concurrent(products, exchange.collective, way=spec))
+        products.check(weft.concurrent(products, exchange.collective, method=spec))
         exchange.check(turn)
 
 
-CPU_WAYS = [
+CPU_METHODS = [
     spec for spec in specs("concurrent") if not {"priority", "left"} & {word.partition("=")[0] for word in spec.split("+")}
 ]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("spec", CPU_WAYS)
+@pytest.mark.parametrize("spec", CPU_METHODS)
 def test_collectives_beside_a_computation_run_on_cpu_ranks(ranks: RankFixture, spec: str) -> None:
     ranks(WORLD).run(_beside, spec)

@@ -63,7 +63,7 @@ EXAMPLES: dict[type, tuple[Op, str, tuple[int, ...]]] = {
     Collective: ("all_reduce", "sequential", ()),
     FusedCollective: ("matmul_all_reduce", "one_shot", ()),
     SendReceive: ("matmul_all_to_all", "node_slices:1", (2, 2)),
-    UserCall: ("concurrent", "vendor", ()),
+    UserCall: ("concurrent", "nccl", ()),
     ShareCounts: ("ragged_all_to_all_matmul", "sequential", ()),
     SegmentCopies: ("ragged_all_to_all_matmul", "sequential", ()),
     GroupedGemm: ("ragged_all_to_all_matmul", "fused", ()),
@@ -99,7 +99,7 @@ IN_KERNELS = (Lookup, ShareCounts, SegmentCopies, GroupedGemm)
 """Kinds whose kernels raise their flags themselves."""
 SPELLED_OUT = {FusedCollective: "comes as the steps that it stands for"}
 BESIDE = {UserCall: "is a step of a ConcurrentProblem alone"}
-NO_KERNEL = "is launched by torch, the vendor or the stream"
+NO_KERNEL = "is launched by torch, NCCL or the stream"
 TABLES: dict[str, tuple[Mapping[Any, object], dict[type, str]]] = {
     "core, what a step names": (NAMED, {}),
     "core, what it is called, and how much it is": (WORK, {}),

@@ -208,7 +208,7 @@ EXCEPTIONS: dict[tuple[Op, str, str], str] = {
     **{(op, name, "region"): SEGMENTS for op in RAGGED for name in ("sequential", "fused")},
     **{
         ("concurrent", name, what): BESIDE
-        for name in ("sequential", "vendor", "vendor+late")
+        for name in ("sequential", "nccl", "nccl+late")
         for what in ("gate", "flag", "region")
     },
 }
@@ -220,7 +220,7 @@ def _on_cpus(names: Iterable[str]) -> list[str]:
     words = (spec.split("+") for spec in names)
     return list(
         dict.fromkeys(
-            "+".join(one for one in spec if one in ("sequential", "vendor", "copy_engine", "late", "pull")) for spec in words
+            "+".join(one for one in spec if one in ("sequential", "nccl", "copy_engine", "late", "pull")) for spec in words
         )
     )
 

@@ -109,11 +109,11 @@ def _graphs(spec: str) -> None:
         if replay % 7 == 3 and rank == 1:
             torch.cuda._sleep(5_000_000)
         graph.replay()
-        everyone, total, vendor = case.everyone, case.summed(), spec == "sequential"
+        everyone, total, by_library = case.everyone, case.summed(), spec == "sequential"
         assert torch.equal(gathered, torch.cat([one[r * elements : (r + 1) * elements] for r, one in enumerate(everyone)]))
         assert torch.equal(exchanged, torch.cat([case.part(one) for one in everyone]))
-        agree(scattered, case.part(total), vendor, (spec, replay))
-        agree(reduced, total, vendor, (spec, replay))
+        agree(scattered, case.part(total), by_library, (spec, replay))
+        agree(reduced, total, by_library, (spec, replay))
         if replay % 5 == 0:
             sums(case, spec)
 

@@ -1,4 +1,4 @@
-"""weft.concurrent on GPUs: every way right, in streams and in graphs; measured and planned choices; hooks."""
+"""weft.concurrent on GPUs: every method right, in streams and in graphs; measured and planned choices; hooks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _ways(op: str) -> list[str]:
+def _methods(op: str) -> list[str]:
     exchange = Exchange(op, _device())
     abilities = CudaExecutor(_device()).abilities((exchange.collective,))
     assert abilities.priority
@@ -51,24 +51,24 @@ def _ways(op: str) -> list[str]:
     return list(candidates(problem, abilities))
 
 
-def _every_way(op: str) -> int:
-    """Six turns of each way: eager with compute delayed, eager with the collective delayed, and replays of a graph."""
-    ways = _ways(op)
-    for way in ways:
+def _every_method(op: str) -> int:
+    """Six turns of each method: eager with compute delayed, eager with the collective delayed, and replays of a graph."""
+    methods = _methods(op)
+    for method in methods:
         _alarm()
         exchange, products = Exchange(op, _device(), part=PART), Products(_device(), size=1024)
         for turn in range(3):
             exchange.fill(turn)
             if turn == 1:
                 torch.cuda._sleep(2_000_000)
-            out = weft.concurrent(products, exchange.collective, way=way)
+            out = weft.concurrent(products, exchange.collective, method=method)
             exchange.check(turn)
             products.check(out)
         torch.cuda.synchronize()
         dist.barrier()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = weft.concurrent(products, exchange.collective, way=way)
+            out = weft.concurrent(products, exchange.collective, method=method)
         for turn in range(3, 6):
             exchange.fill(turn)
             graph.replay()
@@ -78,19 +78,19 @@ def _every_way(op: str) -> int:
         dist.barrier()
         del graph
     faulthandler.cancel_dump_traceback_later()
-    return len(ways)
+    return len(methods)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_way_is_right(pool: Ranks, op: str) -> None:
-    assert min(pool.run(_every_way, op, timeout_s=120)) > 8
+    assert min(pool.run(_every_method, op, timeout_s=120)) > 8
 
 
 Told = list[tuple[str, str, dict[str, float]]]
 
 
 def _told() -> Told:
-    return [(choice.key, choice.way, choice.us) for choice in weft.concurrent_choices()]
+    return [(choice.key, choice.method, choice.us) for choice in weft.concurrent_choices()]
 
 
 @alarm(40)
@@ -117,13 +117,13 @@ def _contest() -> Told:
     return _told()
 
 
-def test_a_trial_agrees_and_a_graph_keeps_its_way(pool: Ranks) -> None:
+def test_a_trial_agrees_and_a_graph_keeps_its_method(pool: Ranks) -> None:
     answers = pool.run(_contest, timeout_s=120)
     assert all(answer == answers[0] for answer in answers)
     assert [key for key, _, _ in answers[0]] == list(OPS)
-    for _, way, us in answers[0]:
+    for _, method, us in answers[0]:
         assert len(us) > 4
-        assert us[way] <= us["sequential"]
+        assert us[method] <= us["sequential"]
         assert all(time > 0 for time in us.values())
 
 
@@ -137,7 +137,7 @@ def _planned() -> Told:
         exchange.fill(turn)
         with weft.concurrent(collectives=exchange.collective, key="context", compute_us=100.0) as context:
             out = products()
-        seen.add(context.way)
+        seen.add(context.method)
         exchange.check(turn)
         products.check(out)
     torch.cuda.synchronize()
@@ -176,18 +176,18 @@ def _raised() -> None:
     """An exception within leaves no SM budget behind, the collective is done, and the next use is right."""
     before = torch._C._get_sm_carveout_experimental()
     exchange, products = Exchange("all_reduce", _device(), part=PART), Products(_device(), size=256)
-    for turn, way in enumerate(("vendor+priority+left=24", "vendor+late+left=8", "copy_engine+priority+ctas=8+left=8")):
+    for turn, method in enumerate(("nccl+priority+left=24", "nccl+late+left=8", "copy_engine+priority+ctas=8+left=8")):
         exchange.fill(turn)
-        with suppress(_Stop), weft.concurrent(collectives=exchange.collective, key="raised", way=way):
+        with suppress(_Stop), weft.concurrent(collectives=exchange.collective, key="raised", method=method):
             assert torch._C._get_sm_carveout_experimental() != before
             raise _Stop
         exchange.check(turn)
         assert torch._C._get_sm_carveout_experimental() == before
         exchange.fill(turn)
-        products.check(weft.concurrent(products, exchange.collective, way=way))
+        products.check(weft.concurrent(products, exchange.collective, method=method))
         exchange.check(turn)
     with pytest.raises(ValueError, match="left=100000; this device has"):
-        weft.concurrent(products, exchange.collective, way="vendor+left=100000")
+        weft.concurrent(products, exchange.collective, method="nccl+left=100000")
 
 
 def test_exceptions_restore_budgets(pool: Ranks) -> None:
@@ -195,7 +195,7 @@ def test_exceptions_restore_budgets(pool: Ranks) -> None:
 
 
 @alarm(40)
-def _nested(way: str, other: str) -> None:
+def _nested(method: str, other: str) -> None:
     """Two groups at once, one use within another, six turns."""
     second = dist.new_group(list(range(dist.get_world_size())))
     outer, inner = Exchange("all_reduce", _device(), part=PART), Exchange("all_gather", _device(), part=PART, group=second)
@@ -203,9 +203,9 @@ def _nested(way: str, other: str) -> None:
     for turn in range(6):
         outer.fill(turn)
         inner.fill(turn)
-        with weft.concurrent(collectives=outer.collective, key="outer", way=way):
+        with weft.concurrent(collectives=outer.collective, key="outer", method=method):
             out = products()
-            with weft.concurrent(collectives=inner.collective, key="inner", way=other):
+            with weft.concurrent(collectives=inner.collective, key="inner", method=other):
                 again = products()
             inner.check(turn)
         outer.check(turn)
@@ -217,11 +217,11 @@ def _nested(way: str, other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "other"),
-    [("vendor+priority", "vendor"), ("vendor+priority+ctas=8", "copy_engine"), ("copy_engine+priority", "sequential")],
+    ("method", "other"),
+    [("nccl+priority", "nccl"), ("nccl+priority+ctas=8", "copy_engine"), ("copy_engine+priority", "sequential")],
 )
-def test_uses_nest_over_two_groups(pool: Ranks, way: str, other: str) -> None:
-    pool.run(_nested, way, other)
+def test_uses_nest_over_two_groups(pool: Ranks, method: str, other: str) -> None:
+    pool.run(_nested, method, other)
 
 
 @alarm(40)
@@ -246,7 +246,7 @@ def test_a_graph_is_a_computation(pool: Ranks) -> None:
     assert all(answer == answers[0] for answer in answers)
     ((_, _, us),) = answers[0]
     assert us
-    assert not any("left" in way for way in us)
+    assert not any("left" in method for method in us)
 
 
 @triton.jit
@@ -276,8 +276,8 @@ def _named_kernels() -> Told:
         out = weft.concurrent(compute, exchange.collective, key="named", kernels=[_repeated_kernel], repeatable=True)
         exchange.check(turn)
         assert torch.equal(out, x + 64)
-        way = "vendor+priority+resident=2"
-        out = weft.concurrent(compute, exchange.collective, way=way, kernels=[_repeated_kernel])
+        method = "nccl+priority+resident=2"
+        out = weft.concurrent(compute, exchange.collective, method=method, kernels=[_repeated_kernel])
         assert torch.equal(out, x + 64)
     return _told()
 
@@ -286,10 +286,10 @@ def test_named_kernels_are_capped(pool: Ranks) -> None:
     answers = pool.run(_named_kernels, timeout_s=90)
     assert all(answer == answers[0] for answer in answers)
     ((_, _, us),) = answers[0]
-    assert any("resident" in way for way in us)
+    assert any("resident" in method for method in us)
 
 
-def _losses(kind: str, way: str | None) -> tuple[list[float], str]:
+def _losses(kind: str, method: str | None) -> tuple[list[float], str]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).cuda()
     if kind == "ddp":
@@ -298,8 +298,10 @@ def _losses(kind: str, way: str | None) -> tuple[list[float], str]:
         mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
         for layer in (model[0], model[2], model):  # type: ignore[index]
             fully_shard(layer, mesh=mesh)
-    trial = {"ddp": weft.hooks.ddp, "fsdp": weft.hooks.fsdp}[kind](model, way=way, key=f"{kind} {way}") if way else None  # type: ignore[operator]
-    return _descended(model, 30), trial.way if trial else ""
+    trial = (
+        {"ddp": weft.hooks.ddp, "fsdp": weft.hooks.fsdp}[kind](model, method=method, key=f"{kind} {method}") if method else None
+    )  # type: ignore[operator]
+    return _descended(model, 30), trial.method if trial else ""
 
 
 def _descended(model: torch.nn.Module, steps: int) -> list[float]:
@@ -316,15 +318,15 @@ def _descended(model: torch.nn.Module, steps: int) -> list[float]:
     return seen
 
 
-def _offloaded(way: str | None) -> list[float]:
+def _offloaded(method: str | None) -> list[float]:
     """Losses with parameters on CPUs, gathered on GPUs."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
     mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
-    if way:
-        weft.hooks.fsdp(model, way=way, key=f"offloaded {way}")
+    if method:
+        weft.hooks.fsdp(model, method=method, key=f"offloaded {method}")
     return _descended(model, 6)
 
 
@@ -332,9 +334,9 @@ def _all_offloaded() -> None:
     _alarm()
     weft.close()
     plain = _offloaded(None)
-    for way in ("vendor+ahead=1", "vendor+keep"):
+    for method in ("nccl+ahead=1", "nccl+unsharded"):
         _alarm()
-        mine = _offloaded(way)
+        mine = _offloaded(method)
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), rtol=1e-4, atol=1e-5)
     torch.cuda.synchronize()
     dist.barrier()
@@ -345,14 +347,14 @@ def test_offloaded_parameters_train_as_pytorch_does(pool: Ranks) -> None:
     pool.run(_all_offloaded, timeout_s=90)
 
 
-def _trained(kind: str, ways: list[str]) -> Told:
+def _trained(kind: str, methods: list[str]) -> Told:
     _alarm()
     weft.close()
     plain, _ = _losses(kind, None)
-    for way in ways:
+    for method in methods:
         _alarm()
-        mine, taken = _losses(kind, way)
-        assert way in ("auto", taken)
+        mine, taken = _losses(kind, method)
+        assert method in ("auto", taken)
         torch.testing.assert_close(torch.tensor(mine[: len(plain)]), torch.tensor(plain), rtol=1e-4, atol=1e-5)
     torch.cuda.synchronize()
     dist.barrier()
@@ -361,18 +363,18 @@ def _trained(kind: str, ways: list[str]) -> Told:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ways"),
+    ("kind", "methods"),
     [
         (
             "ddp",
-            ["auto", "sequential", "vendor+priority+ctas=8+left=8", "copy_engine+priority+ctas=8", "copy_engine+pull+ctas=8"],
+            ["auto", "sequential", "nccl+priority+ctas=8+left=8", "copy_engine+priority+ctas=8", "copy_engine+pull+ctas=8"],
         ),
-        ("fsdp", ["auto", "vendor+ahead=2", "vendor+keep+ahead=1"]),
+        ("fsdp", ["auto", "nccl+ahead=2", "nccl+unsharded+ahead=1"]),
     ],
 )
-def test_hooks_train_as_pytorch_does(pool: Ranks, kind: str, ways: list[str]) -> None:
-    answers = pool.run(_trained, kind, ways, timeout_s=120)
+def test_hooks_train_as_pytorch_does(pool: Ranks, kind: str, methods: list[str]) -> None:
+    answers = pool.run(_trained, kind, methods, timeout_s=120)
     assert all(answer == answers[0] for answer in answers)
-    assert [us for _, _, us in answers[0]] == [{}] * len(ways)
-    (way,) = [way for key, way, _ in answers[0] if key == f"{kind} auto"]
-    assert way.startswith(("vendor", "sequential"))
+    assert [us for _, _, us in answers[0]] == [{}] * len(methods)
+    (method,) = [method for key, method, _ in answers[0] if key == f"{kind} auto"]
+    assert method.startswith(("nccl", "sequential"))

@@ -36,7 +36,7 @@ pool = ranks_on_gpus(SIZES, BOUND_S)
 @alarm(90)
 def _never_arrives(name: str) -> str:
     """Rank 1 raises no flag of its peers in a call in which they already wait on the GPU; then all go on together."""
-    weft.close()  # of a group that has captured the vendor's collectives, the communicator would be aborted
+    weft.close()  # of a group that has captured NCCL's collectives, the communicator would be aborted
     check_scatter(256, 128, 64, torch.bfloat16, name, 0)
     message = told_without(1, lambda: check_scatter(256, 128, 64, torch.bfloat16, name, 1))
     torch.cuda.synchronize()
@@ -109,7 +109,7 @@ def _wakes_too_late(victim: int, step: int) -> str:
     let go of what waits on their GPUs."""
     from weft.runtime.watchdog import Watchdog
 
-    weft.close()  # of a group that has captured the vendor's collectives, the communicator would be aborted
+    weft.close()  # of a group that has captured NCCL's collectives, the communicator would be aborted
     check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 0)
     look, asleep = Watchdog._look, threading.Event()
 
@@ -146,8 +146,8 @@ def test_a_rank_that_wakes_after_the_others_gave_up_takes_no_result(pool: Ranks,
 
 
 @alarm(60)
-def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
-    """Sequential calls; `victim` does not come to the vendor's collective. What a rank is told, and how soon; then it goes on
+def _nccl_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
+    """Sequential calls; `victim` does not come to NCCL's collective. What a rank is told, and how soon; then it goes on
     in another process group."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), here()
     a, b = torch.ones(64 * size, 64, device=device).bfloat16(), torch.ones(64, 128, device=device).bfloat16()
@@ -188,10 +188,10 @@ def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("how", ["dies", "dies, graph", "late"])
-def test_a_rank_that_does_not_come_to_the_vendors_collective(how: str, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_to_nccls_collective(how: str, tmp_path: Path) -> None:
     """Nothing but the communicator's end ends that collective: every rank is told in time, and can go on in a new group."""
     with Ranks(2, device=gpus(), environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        ranks.start(_vendor_waits_for, 1, how, str(tmp_path / "again"))
+        ranks.start(_nccl_waits_for, 1, how, str(tmp_path / "again"))
         if how == "late":
             told = ranks.finish(timeout_s=60)
         else:
@@ -209,7 +209,7 @@ def test_a_rank_that_does_not_come_to_the_vendors_collective(how: str, tmp_path:
 @alarm(60)
 def _different_calls() -> str:
     """Two operators that every rank knows; then rank 1 calls the other one."""
-    weft.close()  # of a group that has captured the vendor's collectives, the communicator would be aborted
+    weft.close()  # of a group that has captured NCCL's collectives, the communicator would be aborted
     a, b = torch.ones(64, 64, device="cuda").bfloat16(), torch.ones(64, 48, device="cuda").bfloat16()
     for _ in range(2):
         weft.all_gather_matmul(a, b, schedule="flag_gated:1")

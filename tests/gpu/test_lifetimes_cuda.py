@@ -119,7 +119,7 @@ def _come_and_go(rounds: int) -> tuple[int, int]:
             sums(case, "copy_engine:1")
             moves(case, "copy_engine:2")
         x = torch.zeros(1 << 16, device="cuda")
-        weft.concurrent(lambda x=x: x + 1, weft.AllReduce(x), way=("vendor+priority", "copy_engine+priority")[turn % 2])
+        weft.concurrent(lambda x=x: x + 1, weft.AllReduce(x), method=("nccl+priority", "copy_engine+priority")[turn % 2])
         lanes = {stream.cuda_stream for stream in _lanes(dist.group.WORLD)}
         seen, most = seen | lanes, max(most, len(lanes))
         weft.close()

@@ -74,7 +74,7 @@ def test_auto_measures_what_goes_across_nodes(two_nodes: Ranks) -> None:
 
 @alarm(60)
 def _collectives_alone() -> None:
-    """The vendor's, also in place, where rehearsals must leave what is given alone; with auto, copy engines are not tried."""
+    """NCCL's collectives, also in place, where rehearsals must not change the input; auto does not try copy engines."""
     for call in range(3):
         late(call)
         case = Case(elements=1003, dtype=torch.float32, seed=call)
@@ -92,7 +92,7 @@ def _collectives_alone() -> None:
     weft.close()
 
 
-def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
+def test_collectives_alone_are_by_nccl(two_nodes: Ranks) -> None:
     two_nodes.run(_collectives_alone)
 
 

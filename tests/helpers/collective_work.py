@@ -61,15 +61,15 @@ def moves(case: Case, spec: str) -> None:
 
 
 def sums(case: Case, spec: str, op: str = "sum") -> None:
-    """reduce_scatter and all_reduce, exactly, unless the vendor has an order of its own; all_reduce alone where peers pull."""
+    """reduce_scatter and all_reduce, exactly, unless the library has an order of its own; all_reduce alone where peers pull."""
     mine, options = case.drawn(dist.get_rank()), {"schedule": spec, "staging_bytes": case.staging_bytes}
     expected, out = case.summed(op), torch.empty_like(case.part(mine))
-    vendor = _by_vendor(spec, mine)
+    by_library = _summed_by_library(spec, mine)
     if not spec.startswith("copy_engine_pull"):
         collectives.reduce_scatter_tensor(out, mine, op, **options)  # type: ignore[arg-type]
-        agree(out, case.part(expected), vendor, (case, spec, op, "reduce_scatter"))
+        agree(out, case.part(expected), by_library, (case, spec, op, "reduce_scatter"))
     collectives.all_reduce(mine, op, **options)  # type: ignore[arg-type]
-    agree(mine, expected, vendor, (case, spec, op, "all_reduce"))
+    agree(mine, expected, by_library, (case, spec, op, "all_reduce"))
 
 
 def in_place(case: Case, spec: str) -> None:
@@ -81,8 +81,8 @@ def in_place(case: Case, spec: str) -> None:
     if case.dtype.is_floating_point and not spec.startswith("copy_engine_pull"):
         whole = case.drawn(dist.get_rank())
         collectives.reduce_scatter_tensor(case.part(whole), whole, **options)  # type: ignore[arg-type]
-        vendor = _by_vendor(spec, whole)
-        agree(case.part(whole), case.part(case.summed()), vendor, (case, spec, "reduce_scatter in place"))
+        by_library = _summed_by_library(spec, whole)
+        agree(case.part(whole), case.part(case.summed()), by_library, (case, spec, "reduce_scatter in place"))
 
 
 def straight(elements: int, spec: str, calls: int) -> None:
@@ -92,7 +92,7 @@ def straight(elements: int, spec: str, calls: int) -> None:
     for turn in range(calls):
         # Many pieces, of as many as a schedule may have: each rank sends to all.
         case = Case(elements=elements, dtype=torch.float32, seed=turn, staging_bytes=(max(1, size // 2) ** 2) << 16)
-        out, mine, vendor = memory[8 : 8 + size * elements], case.drawn(rank), _by_vendor(spec, memory)
+        out, mine, by_library = memory[8 : 8 + size * elements], case.drawn(rank), _summed_by_library(spec, memory)
         gathered = torch.cat([one[r * elements : (r + 1) * elements] for r, one in enumerate(case.everyone)])
         collectives.all_gather_into_tensor(out, case.part(mine), schedule=spec)
         assert torch.equal(out, gathered), (turn, spec)
@@ -103,16 +103,16 @@ def straight(elements: int, spec: str, calls: int) -> None:
         assert torch.equal(out, gathered), (turn, spec)
         out.copy_(mine)
         collectives.all_reduce(out, schedule=spec, staging_bytes=case.staging_bytes)
-        agree(out, case.summed(), vendor, (turn, spec))
+        agree(out, case.summed(), by_library, (turn, spec))
 
 
-def _by_vendor(spec: str, tensor: torch.Tensor) -> bool:
+def _summed_by_library(spec: str, tensor: torch.Tensor) -> bool:
     """Whether a sum has, or may have, NCCL's order."""
     return spec in ("sequential", "auto") and tensor.is_cuda
 
 
-def agree(got: torch.Tensor, expected: torch.Tensor, vendor: bool, where: object) -> None:
-    if vendor:
+def agree(got: torch.Tensor, expected: torch.Tensor, by_library: bool, where: object) -> None:
+    if by_library:
         torch.testing.assert_close(got, expected, atol=0.1, rtol=0.05, msg=str(where))
     else:
         assert torch.equal(got, expected), where

@@ -11,7 +11,7 @@ import simpy
 
 from weft.perf.fluid import Fluid, Resource
 from weft.studies.dlrm import kernels
-from weft.studies.dlrm.iteration import IterationRun, Node, Way
+from weft.studies.dlrm.iteration import IterationRun, Method, Node
 from weft.studies.dlrm.network import NodeNetwork
 from weft.studies.dlrm.system import DlrmSystem, load
 from weft.studies.fabric import SymmetricFabric
@@ -40,9 +40,9 @@ TINY = {
     "tree.leaf": 4,
     "tree.taper": 2.0,
     "message_ns": 1,
-    "vendor.share": 0.5,
-    "vendor.fixed_ns": 20,
-    "vendor.bucket_bytes": 256,
+    "collectives.share": 0.5,
+    "collectives.fixed_ns": 20,
+    "collectives.bucket_bytes": 256,
     "fused.slices": 2,
     "fused.occupancy": 0.5,
 }
@@ -117,13 +117,15 @@ class OnePort:
         return self.all.event(("shift", self.rank, self.calls["shift"]), 1)
 
 
-def run_all(system: DlrmSystem, fabric: SymmetricFabric, way: Way, iterations: int) -> tuple[list[IterationRun], Everybody]:
+def run_all(
+    system: DlrmSystem, fabric: SymmetricFabric, method: Method, iterations: int
+) -> tuple[list[IterationRun], Everybody]:
     """Every node's iterations."""
     everybody = Everybody(fabric)
     nodes = []
     for rank in range(fabric.world_size):
         network = NodeNetwork(everybody.env, OnePort(everybody, rank), fabric.axes, fabric.world_size - 1, system)
-        nodes.append(Node(network, kernels.bags(system, fabric.world_size), way))
+        nodes.append(Node(network, kernels.bags(system, fabric.world_size), method))
         everybody.env.process(nodes[-1].train(iterations))
     everybody.env.run()
     return [node.result(everybody.links.usage) for node in nodes], everybody

@@ -128,7 +128,7 @@ def _concurrent(schedule: Schedule) -> Run:
         for turn in range(CALLS):
             for one in found:
                 one.fill(turn)
-            products.check(weft.concurrent(computation, [one.collective for one in found], way=schedule))
+            products.check(weft.concurrent(computation, [one.collective for one in found], method=schedule))
             for one in found:
                 one.check(turn)
     return Run(dict(trace.events))

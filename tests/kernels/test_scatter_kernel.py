@@ -101,7 +101,7 @@ def test_a_rank_without_rows_does_not_run_ahead(interpreted: Callable[[int], Ran
     interpreted(4).run(_ahead)
 
 
-def test_a_vendor_gemm_is_followed_by_one_kernel_where_it_is_few_bytes() -> None:
+def test_a_library_gemm_is_followed_by_one_kernel_where_it_is_few_bytes() -> None:
     few = Problem(op="matmul_reduce_scatter", m=512, n=8192, k=64, world_size=4)
     many = dataclasses.replace(few, m=4096)
     assert few.m * few.n * few.itemsize <= ONE_KERNEL_BYTES < many.m * many.n * many.itemsize

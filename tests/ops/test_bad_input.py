@@ -134,7 +134,7 @@ A, B, C = torch.ones(4, 8), torch.ones(8, 2), torch.ones(9)
         (lambda: weft.all_gather_matmul(A, B, "x"), r"group is a str; use a ProcessGroup .* or None"),
         (lambda: weft.all_gather_matmul(A, B, dist.GroupMember.NON_GROUP_MEMBER), "group: this rank is not in it"),
         (lambda: weft.AllReduce(A, 3), "group is a int; use a ProcessGroup"),
-        (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], way=3), "way is a int"),
+        (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], method=3), "method is a int"),
         (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], kernels=3), "kernels is a int"),
         (lambda: weft.SendReceive(send=A, to="x"), "to is 'x'; use another rank"),
         (lambda: weft.collectives.empty(2.5), r"shape is \(2.5,\)"),

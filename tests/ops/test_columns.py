@@ -160,7 +160,7 @@ def _kernels() -> int:
 
 @pytest.mark.ranks
 def test_kernels_interpreted(interpreted: Ranks) -> None:
-    """One for the peer's columns, one each for two calls the other way; the own columns are the vendor's."""
+    """One for the peer's columns, one each for two calls the other way; the own columns are cuBLAS's."""
     assert interpreted.run(_kernels) == [6, 6]
 
 
@@ -259,7 +259,7 @@ def test_middle_dimensions_gradients_and_mistakes(ranks: RankFixture) -> None:
     ranks(3).run(_details)
 
 
-def test_the_vendor_exchanges_once() -> None:
+def test_nccl_exchanges_once() -> None:
     for op in COLUMN_OPS:
         schedule = build(ColumnProblem(op=op, m=4, n=4, k=4, world_size=2), "sequential", 1)
         assert sum(isinstance(step, Collective) for *_, step in schedule) == 2

@@ -211,7 +211,7 @@ def test_what_needs_memory_of_other_nodes_is_refused(two_nodes: Ranks) -> None:
 
 
 def _collectives_alone() -> list[str]:
-    """The vendor's, into the caller's tensors, in place and chosen by auto; what needs memory of all ranks is refused."""
+    """NCCL's collectives, into the caller's tensors, in place and chosen by auto; what needs memory of all ranks is refused."""
     for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
         case = Case(elements=37, dtype=dtype, seed=seed)
         for spec in ("sequential", "auto"):
@@ -235,7 +235,7 @@ def _collectives_alone() -> list[str]:
 
 
 @pytest.mark.ranks
-def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
+def test_collectives_alone_are_by_nccl(two_nodes: Ranks) -> None:
     for pushed, pulled, shared in two_nodes.run(_collectives_alone):
         why = "which loads from and stores to all ranks; on nodes of (2, 2) ranks, use sequential"
         assert pushed == f"schedule is 'copy_engine', {why}"

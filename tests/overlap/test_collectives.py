@@ -199,20 +199,20 @@ def test_gradients(ranks: RankFixture) -> None:
 
 
 def _gathered_doubles() -> list[str]:
-    told = []
+    messages = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collective_calls, "MOST_ELEMENTS", 5)
         for x in (torch.ones(2, dtype=torch.float64, requires_grad=True), torch.ones(3, requires_grad=True)):
             total = collectives.all_gather(x).sum()
             with pytest.raises(ValueError) as raised:  # noqa: PT011 (the words are compared outside)
                 total.backward()
-            told.append(str(raised.value))
-    return told
+            messages.append(str(raised.value))
+    return messages
 
 
 def test_gradients_that_cannot_be_summed_are_named(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_gathered_doubles):
-        assert told == [
+    for messages in ranks(2).run(_gathered_doubles):
+        assert messages == [
             "the gradient of all_gather is torch.float64; reduce_scatter sums bfloat16, float16, float32",
             "the gradient of all_gather has 6 elements; reduce_scatter takes at most 5: split it",
         ]
@@ -400,12 +400,12 @@ def _read_after_close() -> None:
     assert part.tolist() == [7] * 8
     segment = SharedSegment.create("kept", 64)
     unlink(segment.name)
-    kept = segment.matrix(0, 2, 4, torch.float32)
+    matrix = segment.matrix(0, 2, 4, torch.float32)
     segment.close()
-    assert kept.sum() == 0
+    assert matrix.sum() == 0
     # Once no tensor is left, neither is the memory.
     gone = weakref.ref(segment._mapping)
-    del kept, segment
+    del matrix, segment
     assert gone() is None
     assert collectives.all_reduced(torch.ones(3)).tolist() == [2] * 3
 

@@ -23,28 +23,31 @@ from weft.runtime.trial import Trial
 from weft.schedules.concurrent import Abilities
 
 CPU = torch.device("cpu")
-WAYS = ("sequential", "vendor", "vendor+late", "copy_engine", "copy_engine+late+ctas=2")
+METHODS = ("sequential", "nccl", "nccl+late", "copy_engine", "copy_engine+late+ctas=2")
 pytestmark = pytest.mark.ranks
 
 
-def _every_way() -> int:
-    """Each collective in each way, as a call and as a context, with new data each time; every third use is late on one rank."""
+def _every_method() -> int:
+    """Run each collective by each method, as a call and as a context, with new data. Every third use is late on one rank."""
     weft.close()
     turn = 0
     for op in OPS:
         exchange, products = Exchange(op, CPU), Products(CPU)
-        for way in (*WAYS, *(["copy_engine+pull", "copy_engine+late+pull"] if op in ("all_gather", "all_reduce") else [])):
+        for method in (
+            *METHODS,
+            *(["copy_engine+pull", "copy_engine+late+pull"] if op in ("all_gather", "all_reduce") else []),
+        ):
             for delayed in range(3):
                 turn += 1
                 exchange.fill(turn)
                 if delayed == 2 and dist.get_rank() == 0:
                     time.sleep(0.01)
                 if delayed:
-                    products.check(weft.concurrent(products, exchange.collective, way=way))
+                    products.check(weft.concurrent(products, exchange.collective, method=method))
                 else:
-                    with weft.concurrent(collectives=[exchange.collective], key="any", way=way) as context:
+                    with weft.concurrent(collectives=[exchange.collective], key="any", method=method) as context:
                         out = products()
-                    assert context.way == way
+                    assert context.method == method
                     products.check(out)
                 exchange.check(turn)
     weft.close()
@@ -52,20 +55,20 @@ def _every_way() -> int:
 
 
 def test_every_way_is_right(ranks: RankFixture) -> None:
-    assert ranks(3).run(_every_way) == [72] * 3
+    assert ranks(3).run(_every_method) == [72] * 3
 
 
-Told = list[tuple[str, str, dict[str, float]]]
+Choices = list[tuple[str, str, dict[str, float]]]
 
 
-def _told() -> Told:
+def _choices() -> Choices:
     """Times to a nanosecond: those in use are ratios to one of them."""
     choices = weft.concurrent_choices()
-    return [(each.key, each.way, {way: round(us, 3) for way, us in each.us.items()}) for each in choices]
+    return [(each.key, each.method, {method: round(us, 3) for method, us in each.us.items()}) for each in choices]
 
 
 class Scripted(HostExecutor):
-    """A CPU on which each way takes what the script says. script: (way, rank, use) -> us."""
+    """A CPU on which each method takes what the script says. script: (method, rank, use) -> us."""
 
     def __init__(self, script: Callable[[str, int, int], float], abilities: Abilities) -> None:
         super().__init__(CPU)
@@ -91,7 +94,7 @@ class Scripted(HostExecutor):
         return round(1000 * self.script(self.last or "computation", dist.get_rank(), self.uses))
 
 
-def _scripted(script: Callable[[str, int, int], float], uses: int) -> tuple[Told, int, list[str]]:
+def _scripted(script: Callable[[str, int, int], float], uses: int) -> tuple[Choices, int, list[str]]:
     """What is measured and chosen on a scripted device; how often the computation ran; what was warned of."""
     weft.close()
     plain = calls.HostExecutor
@@ -104,30 +107,30 @@ def _scripted(script: Callable[[str, int, int], float], uses: int) -> tuple[Told
                 exchange.fill(turn)
                 products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
                 exchange.check(turn)
-        return _told(), products.calls, seen
+        return _choices(), products.calls, seen
     finally:
         weft.close()
         calls.HostExecutor = plain  # type: ignore[misc]
 
 
-FAIR, LACKING = "copy_engine+priority+ctas=32", "vendor+priority+ctas=16"
+FAIR, LACKING = "copy_engine+priority+ctas=32", "nccl+priority+ctas=16"
 
 
-def _contrary(way: str, rank: int, use: int) -> float:
-    """Alone, each rank would choose a way that is fast there and slow elsewhere; one is fair on all."""
+def _contrary(method: str, rank: int, use: int) -> float:
+    """Alone, each rank would choose a method that is fast there and slow elsewhere; one is fair on all."""
     fair = {"sequential": 300.0, "computation": 200.0, FAIR: 220.0}
-    return fair.get(way, 100.0 if len(way) % 2 == rank else 280.0)
+    return fair.get(method, 100.0 if len(method) % 2 == rank else 280.0)
 
 
-def _never_faster(way: str, rank: int, use: int) -> float:
-    return {"sequential": 300.0, "computation": 200.0}.get(way, 299.0 + use % 3)
+def _never_faster(method: str, rank: int, use: int) -> float:
+    return {"sequential": 300.0, "computation": 200.0}.get(method, 299.0 + use % 3)
 
 
 def test_ranks_settle_on_what_is_fast_on_all(ranks: RankFixture) -> None:
     answers = ranks(2).run(_scripted, _contrary, 3)
     assert all(answer == answers[0] for answer in answers)
-    ((key, way, us),), calls, seen = answers[0]
-    assert (key, way) == ("k", FAIR)
+    ((key, method, us),), calls, seen = answers[0]
+    assert (key, method) == ("k", FAIR)
     assert us[FAIR] == 220.0
     assert set(us.values()) == {300.0, 280.0, 220.0}
     assert not [text for text in seen if "concurrent" in text]
@@ -136,14 +139,14 @@ def test_ranks_settle_on_what_is_fast_on_all(ranks: RankFixture) -> None:
 
 def test_a_slower_way_is_never_chosen(ranks: RankFixture) -> None:
     answers = ranks(2).run(_scripted, _never_faster, 3)
-    ((_, way, us),), *_ = answers[0]
-    assert way == "sequential"
+    ((_, method, us),), *_ = answers[0]
+    assert method == "sequential"
     assert len(us) >= 5
     assert FAIR in us
 
 
 def _planned() -> list[tuple[str, str, str]]:
-    """Key, way and reason of each choice. The computation of one is said to take no time, and of one nothing is predicted."""
+    """Return key, method and reason of each choice. One computation takes no time; one cannot be predicted."""
     weft.close()
     exchange, products = Exchange("all_reduce", CPU), Products(CPU)
     sends = weft.SendReceive(send=torch.ones(4), to=1 - dist.get_rank(), receive=torch.ones(4), source=1 - dist.get_rank())
@@ -155,7 +158,7 @@ def _planned() -> list[tuple[str, str, str]]:
             products.check(out)
             exchange.check(turn)
         weft.concurrent(products, sends, key="sends")
-    found = [(choice.key, choice.way, choice.why) for choice in weft.concurrent_choices()]
+    found = [(choice.key, choice.method, choice.why) for choice in weft.concurrent_choices()]
     assert products.calls == 9
     weft.close()
     return found
@@ -165,27 +168,27 @@ def test_contexts_take_the_planners_choice_and_measure_nothing(ranks: RankFixtur
     answers = ranks(2).run(_planned)
     assert answers[0] == answers[1]
     long, none, sends = answers[0]
-    assert long[1] in ("vendor", "vendor+late")
-    assert long[2].startswith(f"it is planned: {long[1]} ")
+    assert long[1] in ("nccl", "nccl+late")
+    assert long[2].startswith(f"the planner chose it: {long[1]} ")
     assert none[1:] == ("sequential", none[2])
-    assert sends[1:] == ("vendor", sends[2])
-    assert sends[2].startswith("nothing is predicted here: communication_us is None")
+    assert sends[1:] == ("nccl", sends[2])
+    assert sends[2].startswith("nothing can be predicted here: communication_us is None")
 
 
-def _drifting(way: str, rank: int, use: int) -> float:
+def _drifting(method: str, rank: int, use: int) -> float:
     """The first uses are slow, whatever they do: a GPU that warms up."""
-    return {"sequential": 300.0, "computation": 200.0}.get(way, 310.0) * (1.0 if use > 17 else 2.0)
+    return {"sequential": 300.0, "computation": 200.0}.get(method, 310.0) * (1.0 if use > 17 else 2.0)
 
 
 def test_sequential_is_measured_again_beside_the_best(ranks: RankFixture) -> None:
     """Timed first alone, sequential took 600 us, and all others 310."""
-    for told, *_ in ranks(2).run(_scripted, _drifting, 1):
-        ((_, way, us),) = told
-        assert (way, us["sequential"]) == ("sequential", 300.0)
+    for choices, *_ in ranks(2).run(_scripted, _drifting, 1):
+        ((_, method, us),) = choices
+        assert (method, us["sequential"]) == ("sequential", 300.0)
 
 
 class Moving(Scripted):
-    """The same, on which ways run as they are."""
+    """The same, on which methods run as they are."""
 
     def running(self, program: Program, collectives: Sequence[Any]) -> Any:
         self.last = program.name
@@ -193,20 +196,20 @@ class Moving(Scripted):
 
 
 def _left_bound(fastest: str) -> list[str]:
-    """The schedules that are bound after a trial which a way has won; one of them had been bound before."""
+    """The schedules that are bound after an autotuning run that a method has won; one of them had been bound before."""
     from weft.runtime.groups import GROUPS
 
     weft.close()
     plain, abilities = calls.HostExecutor, Abilities(copy_engine=True, pull=True)
-    calls.HostExecutor = lambda device: Moving(lambda way, *_: 100.0 if way == fastest else 300.0, abilities)  # type: ignore[assignment, misc, return-value]
+    calls.HostExecutor = lambda device: Moving(lambda method, *_: 100.0 if method == fastest else 300.0, abilities)  # type: ignore[assignment, misc, return-value]
     exchange, products = Exchange("all_reduce", CPU), Products(CPU)
     try:
-        weft.concurrent(products, weft.AllReduce(torch.zeros(8)), way="copy_engine")
+        weft.concurrent(products, weft.AllReduce(torch.zeros(8)), method="copy_engine")
         for turn in range(3):
             exchange.fill(turn)
             products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
             exchange.check(turn)
-        assert [way for _, way, _ in _told()] == [fastest]
+        assert [method for _, method, _ in _choices()] == [fastest]
         state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
         return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.programs.schedules()]
     finally:
@@ -215,55 +218,55 @@ def _left_bound(fastest: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("fastest", "kept"),
-    [(way, [way] * (way != "vendor")) for way in ("vendor", "copy_engine+ctas=64", "copy_engine+pull+ctas=32")],
+    ("fastest", "bound"),
+    [(method, [method] * (method != "nccl")) for method in ("nccl", "copy_engine+ctas=64", "copy_engine+pull+ctas=32")],
 )
-def test_what_lost_keeps_no_memory(ranks: RankFixture, fastest: str, kept: list[str]) -> None:
+def test_what_lost_keeps_no_memory(ranks: RankFixture, fastest: str, bound: list[str]) -> None:
     for first, *others in ranks(2).run(_left_bound, fastest):
         assert first == "copy_engine of 8"
-        assert [name.split()[0] for name in others] == kept
+        assert [name.split()[0] for name in others] == bound
 
 
-def _lacking(way: str, rank: int, use: int) -> float:
+def _lacking(method: str, rank: int, use: int) -> float:
     """Rank 1 cannot do what would be fastest."""
     times = {"sequential": 300.0, "computation": 200.0, LACKING: -1.0 if rank else 100.0}
-    return times.get(way, 250.0)
+    return times.get(method, 250.0)
 
 
 def test_what_one_rank_lacks_all_leave_out(ranks: RankFixture) -> None:
     answers = ranks(2).run(_scripted, _lacking, 3)
     assert answers[0][0] == answers[1][0]
-    ((_, way, us),), *_ = answers[0]
-    assert us[way] == 250.0
+    ((_, method, us),), *_ = answers[0]
+    assert us[method] == 250.0
     assert LACKING not in us
     for rank, reason in enumerate(["another rank cannot", f"this rank has no {LACKING}"]):
         assert any(text.startswith(LACKING) and reason in text for text in answers[rank][2])
 
 
-def _real_trial() -> Told:
-    """On this CPU's own clock: results are right in and after a trial, whatever it finds."""
+def _real_trial() -> Choices:
+    """On this CPU's own clock: results are right in and after an autotuning run, whatever it finds."""
     weft.close()
     exchange, products = Exchange("reduce_scatter", CPU), Products(CPU)
     for turn in range(3):
         exchange.fill(turn)
         products.check(weft.concurrent(lambda: products(), [exchange.collective], repeatable=True))
         exchange.check(turn)
-    told = _told()
+    found = _choices()
     weft.close()
-    return told
+    return found
 
 
 def test_a_trial_on_this_clock(ranks: RankFixture) -> None:
     answers = ranks(2).run(_real_trial)
     assert answers[0] == answers[1]
-    ((key, way, us),) = answers[0]
+    ((key, method, us),) = answers[0]
     assert key.startswith("test_concurrent._real_trial.<locals>.<lambda>:")
-    assert set(us) == {"sequential", "vendor", "vendor+late"}
-    assert us[way] <= us["sequential"]
+    assert set(us) == {"sequential", "nccl", "nccl+late"}
+    assert us[method] <= us["sequential"]
 
 
 def _in_place() -> None:
-    """A trial leaves what collectives read and write in place as it was."""
+    """An autotuning run restores what collectives read and write in place."""
     weft.close()
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(8.0 * size)
@@ -290,14 +293,14 @@ def _raised() -> int:
     """An exception in the computation passes; peers' collectives and the next use are right."""
     weft.close()
     exchange, products = Exchange("all_reduce", CPU), Products(CPU)
-    for turn, way in enumerate([*WAYS, "auto"]):
+    for turn, method in enumerate([*METHODS, "auto"]):
         exchange.fill(turn)
-        with suppress(_Stop), weft.concurrent(collectives=exchange.collective, key="raised", way=way):
+        with suppress(_Stop), weft.concurrent(collectives=exchange.collective, key="raised", method=method):
             if dist.get_rank() == 1:
                 raise _Stop
         exchange.check(turn)
         exchange.fill(turn + 100)
-        products.check(weft.concurrent(products, exchange.collective, way=way, key="after"))
+        products.check(weft.concurrent(products, exchange.collective, method=method, key="after"))
         exchange.check(turn + 100)
     weft.close()
     return products.calls
@@ -307,7 +310,7 @@ def test_exceptions_leave_peers_and_later_uses_right(ranks: RankFixture) -> None
     assert ranks(2).run(_raised) == [6, 6]
 
 
-def _nested() -> Told:
+def _nested() -> Choices:
     """Uses within uses: of the same key, of another, and of another group that has other ranks; two groups in one use."""
     weft.close()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -328,15 +331,15 @@ def _nested() -> Told:
     both = [Exchange("all_reduce", CPU, group=group) for group in pairs if isinstance(group, dist.ProcessGroup)]
     for exchange in both:
         exchange.fill(0)
-        products.check(weft.concurrent(products, exchange.collective, way="vendor"))
+        products.check(weft.concurrent(products, exchange.collective, method="nccl"))
         exchange.check(0)
-    told = _told() + ([(c.key, c.way, c.us) for c in weft.concurrent_choices(pairs[0])] if rank < 2 else [])
+    found = _choices() + ([(c.key, c.method, c.us) for c in weft.concurrent_choices(pairs[0])] if rank < 2 else [])
     for group in pairs:
         if isinstance(group, dist.ProcessGroup):
             weft.close(group)
     weft.close()
     assert size == 3
-    return told
+    return found
 
 
 def test_uses_nest_over_groups(ranks: RankFixture) -> None:
@@ -346,7 +349,7 @@ def test_uses_nest_over_groups(ranks: RankFixture) -> None:
     assert answers[2] == answers[0][:2]
 
 
-def _two_groups_in_one_use() -> Told:
+def _two_groups_in_one_use() -> Choices:
     weft.close()
     second = dist.new_group([0, 1])
     exchanges = [Exchange("all_reduce", CPU), Exchange("all_gather", CPU, group=second)]
@@ -357,10 +360,10 @@ def _two_groups_in_one_use() -> Told:
         products.check(weft.concurrent(products, [exchange.collective for exchange in exchanges], key="both"))
         for exchange in exchanges:
             exchange.check(turn)
-    told = _told()
+    found = _choices()
     weft.close(second)
     weft.close()
-    return told
+    return found
 
 
 def test_one_use_may_have_two_groups(ranks: RankFixture) -> None:
@@ -416,7 +419,7 @@ def test_a_pipeline_sends_beside_computation(ranks: RankFixture) -> None:
 
 
 def _refused() -> list[str]:
-    """What each mistake is told."""
+    """The message of each mistake."""
     weft.close()
     flat, size = torch.zeros(8), dist.get_world_size()
     rank = dist.get_rank()
@@ -426,9 +429,9 @@ def _refused() -> list[str]:
         lambda: weft.concurrent(flat, weft.AllReduce(flat)),  # type: ignore[call-overload]
         lambda: weft.concurrent(collectives=weft.AllReduce(flat)),  # type: ignore[call-overload]
         lambda: weft.concurrent(collectives=weft.AllReduce(flat), key="k", repeatable=True),  # type: ignore[call-overload]
-        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), way="fast"),
-        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), way="vendor+priority"),
-        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), way="vendor+ctas=8"),
+        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), method="fast"),
+        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), method="nccl+priority"),
+        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), method="nccl+ctas=8"),
         lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), residents=(1,)),
         lambda: weft.AllReduce(torch.zeros(4, 4).t()),
         lambda: weft.AllReduce(flat, reduction="max"),  # type: ignore[arg-type]
@@ -441,24 +444,24 @@ def _refused() -> list[str]:
         lambda: weft.SendReceive(),
         lambda: weft.SendReceive(send=flat),
         lambda: weft.SendReceive(send=flat, to=rank),
-        lambda: weft.concurrent(Products(CPU), weft.SendReceive(send=flat, to=1 - rank), way="copy_engine"),
-        lambda: weft.concurrent(Products(CPU), weft.ReduceScatter(flat, torch.zeros(8 * size)), way="copy_engine+pull"),
+        lambda: weft.concurrent(Products(CPU), weft.SendReceive(send=flat, to=1 - rank), method="copy_engine"),
+        lambda: weft.concurrent(Products(CPU), weft.ReduceScatter(flat, torch.zeros(8 * size)), method="copy_engine+pull"),
     ]
-    told = []
+    messages = []
     for mistake in mistakes:
         try:
             mistake()
-            told.append("")
+            messages.append("")
         except ValueError as error:
-            told.append(str(error))
-    with weft.concurrent(collectives=weft.AllReduce(flat), key="twice", way="vendor") as context:
+            messages.append(str(error))
+    with weft.concurrent(collectives=weft.AllReduce(flat), key="twice", method="nccl") as context:
         pass
     with suppress(ValueError):
         context.__enter__()
-        told.append("entered twice")
+        messages.append("entered twice")
     dist.barrier()
     weft.close()
-    return told
+    return messages
 
 
 def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
@@ -468,9 +471,9 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "compute is a Tensor; pass a callable, or a torch.cuda.CUDAGraph",
         "key is None; pass a string",
         "repeatable is for a callable",
-        "way is 'fast'; use auto, sequential",
-        "way is vendor+priority; priority needs a GPU",
-        "way is vendor+ctas=8; ctas needs a GPU",
+        "method is 'fast'; use auto, sequential",
+        "method is nccl+priority; priority needs a GPU",
+        "method is nccl+ctas=8; ctas needs a GPU",
         "residents is given without kernels",
         "tensor is [4, 4] with strides (1, 4); it must be contiguous",
         "reduction is 'max'; use 'sum' or 'avg'",
@@ -483,28 +486,28 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "send and receive are None",
         "send and to belong together; to is None",
         "to is ",
-        "way is 'copy_engine'; copy engines do not run send_receive",
-        "way is 'copy_engine+pull'; reduce_scatter is not pulled",
+        "method is 'copy_engine'; copy engines do not run send_receive",
+        "method is 'copy_engine+pull'; reduce_scatter is not pulled",
     ]
-    for told in ranks(2).run(_refused):
-        assert len(told) == len(expected)
-        for text, start in zip(told, expected, strict=True):
+    for messages in ranks(2).run(_refused):
+        assert len(messages) == len(expected)
+        for text, start in zip(messages, expected, strict=True):
             assert text.startswith(start), text
 
 
 def test_a_choice_says_why() -> None:
     opaque = (OpaqueCollective(name="sends"),)
     load = ConcurrentProblem(collectives=opaque, world_size=2, compute_us=100.0, communication_us=50.0)
-    trials = (Trial(spec="sequential", us=150.0), Trial(spec="vendor", us=120.0))
-    assert ConcurrentChoice(key="k", way="vendor", problem=load, trials=trials).why == (
-        "120 us is the least of 2 ways; sequential takes 150, 0.50 of the ideal speed-up"
+    trials = (Trial(spec="sequential", us=150.0), Trial(spec="nccl", us=120.0))
+    assert ConcurrentChoice(key="k", method="nccl", problem=load, trials=trials).why == (
+        "its 120 us are the least of 2 methods; sequential takes 150 us. That is 0.50 of the ideal speed-up"
     )
-    slow = (trials[0], Trial(spec="vendor", us=149.0))
-    assert ConcurrentChoice(key="k", way="sequential", problem=load, trials=slow).why == (
-        "nothing is faster by more than 1%: vendor takes 149 us, sequential 150"
+    slow = (trials[0], Trial(spec="nccl", us=149.0))
+    assert ConcurrentChoice(key="k", method="sequential", problem=load, trials=slow).why == (
+        "nothing is faster by more than 1%: nccl takes 149 us, sequential 150"
     )
-    assert ConcurrentChoice(key="k", way="sequential", trials=trials).why == (
-        "nothing is faster by more than 1% each time it is measured: vendor takes 120 us, sequential 150"
+    assert ConcurrentChoice(key="k", method="sequential", trials=trials).why == (
+        "nothing is faster by more than 1% each time it is measured: nccl takes 120 us, sequential 150"
     )
-    assert "nothing to hide" in ConcurrentChoice(key="k", way="sequential", problem=load).why
-    assert str(ConcurrentChoice(key="k", way="vendor", note="x")) == "k: vendor, because x (not measured)"
+    assert "nothing to hide" in ConcurrentChoice(key="k", method="sequential", problem=load).why
+    assert str(ConcurrentChoice(key="k", method="nccl", note="x")) == "k uses nccl, because x. Nothing was measured."

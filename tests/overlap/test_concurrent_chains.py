@@ -72,7 +72,9 @@ def test_gradients_that_could_not_be_averaged_raise() -> None:
         under_way.wait()
         raise PeerLost("rank 1 died")
 
-    program = Program(name="vendor", computation=UserCall("computation"), beside=SideStream((CollectivePart(0),), False, False))
+    program = Program(
+        name="nccl", computation=UserCall("computation"), side_stream=SideStream((CollectivePart(0),), False, False)
+    )
     executor._started = lambda collective: wait  # type: ignore[method-assign]
     given = executor.future(program, cast(Any, None), torch.ones(2))
     assert not given.done()

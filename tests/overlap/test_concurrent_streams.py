@@ -1,4 +1,4 @@
-"""What ways do with streams, budgets and communicators, told by fakes in place of CUDA's streams and of the controls."""
+"""What methods do with streams, budgets and communicators, recorded by fakes of CUDA's streams and of the controls."""
 
 from __future__ import annotations
 
@@ -101,18 +101,18 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return log
 
 
-def program(way: str) -> Program:
+def program(method: str) -> Program:
     """What a rank runs of an all-reduce."""
     one = CollectiveProblem(op="all_reduce", m=64, world_size=2, dtype="float32")
-    return program_of(build(ConcurrentProblem(collectives=(one,), world_size=2), way), 0)
+    return program_of(build(ConcurrentProblem(collectives=(one,), world_size=2), method), 0)
 
 
-def run(log: Log, device: CudaExecutor, way: str, *, fails: bool = False) -> list[str]:
+def run(log: Log, device: CudaExecutor, method: str, *, fails: bool = False) -> list[str]:
     """What one use does, and forget it."""
     fake = cast(ConcurrentCollective, Fake(log, fails=fails))
-    device.prepare(program(way), [fake])
+    device.prepare(program(method), [fake])
     try:
-        with device.running(program(way), [fake]):
+        with device.running(program(method), [fake]):
             log.append("computation")
             if fails:
                 raise KeyError
@@ -130,12 +130,12 @@ def test_sequential_is_on_the_callers_stream(log: Log) -> None:
 def test_a_side_stream_forks_and_joins(log: Log) -> None:
     device = CudaExecutor(GPU)
     expected = ["{0} waits for main", "{0} before main", "collective on {0}", "computation", "main waits for {0}"]
-    for way, stream in (("vendor", "normal 1"), ("vendor+priority", "high 2"), ("vendor", "normal 1")):
-        assert run(log, device, way) == [text.format(stream) for text in expected]
+    for method, stream in (("nccl", "normal 1"), ("nccl+priority", "high 2"), ("nccl", "normal 1")):
+        assert run(log, device, method) == [text.format(stream) for text in expected]
 
 
 def test_late_collectives_fork_early(log: Log) -> None:
-    assert run(log, CudaExecutor(GPU), "vendor+late") == [
+    assert run(log, CudaExecutor(GPU), "nccl+late") == [
         "normal 1 waits for main",
         "computation",
         "collective on normal 1",
@@ -145,35 +145,35 @@ def test_late_collectives_fork_early(log: Log) -> None:
 
 def test_budgets_and_blocks(log: Log) -> None:
     device = CudaExecutor(GPU)
-    found = run(log, device, "vendor+priority+ctas=16+left=24")
+    found = run(log, device, "nccl+priority+ctas=16+left=24")
     assert found[0] == "108 SMs"
     assert found[-2:] == ["main waits for high 1", "all SMs"]
     assert "collective on high 1, 16 blocks" in found
-    for way, sms in (("copy_engine+priority+ctas=8", 8), ("copy_engine+priority+pull", 32)):
-        assert f"{way} on high 1, {sms} SMs" in run(log, device, way)
+    for method, sms in (("copy_engine+priority+ctas=8", 8), ("copy_engine+priority+pull", 32)):
+        assert f"{method} on high 1, {sms} SMs" in run(log, device, method)
     with pytest.raises(ValueError, match="left=132; this device has 132 SMs"):
-        device.prepare(program("vendor+left=132"), [])
+        device.prepare(program("nccl+left=132"), [])
 
 
-@pytest.mark.parametrize("way", ["vendor+left=24", "vendor+late+left=24"])
-def test_an_exception_restores_and_joins(log: Log, way: str) -> None:
+@pytest.mark.parametrize("method", ["nccl+left=24", "nccl+late+left=24"])
+def test_an_exception_restores_and_joins(log: Log, method: str) -> None:
     device = CudaExecutor(GPU)
     found: list[str] = []
-    with pytest.raises(KeyError), device.running(program(way), [cast(ConcurrentCollective, Fake(log))]):
+    with pytest.raises(KeyError), device.running(program(method), [cast(ConcurrentCollective, Fake(log))]):
         raise KeyError
     assert sorted(log) == sorted({*log}), "nothing twice"
     assert {"collective on normal 1", "main waits for normal 1"} < set(log)
     assert log[-1] == "all SMs"
     log.clear()
     with pytest.raises(RuntimeError, match="no link"):
-        found = run(log, device, "vendor", fails=True)
+        found = run(log, device, "nccl", fails=True)
     assert found == []
-    assert run(log, device, "vendor")[-1] == "main waits for normal 1"
+    assert run(log, device, "nccl")[-1] == "main waits for normal 1"
 
 
 def test_uses_within_uses_have_streams_of_their_own(log: Log) -> None:
     device, fake = CudaExecutor(GPU), cast(ConcurrentCollective, Fake(log))
-    with device.running(program("vendor"), [fake]), device.running(program("vendor"), [fake]):
+    with device.running(program("nccl"), [fake]), device.running(program("nccl"), [fake]):
         log.append("computation")
     joins = [text for text in log if text.startswith("main waits")]
     assert joins == ["main waits for normal 2", "main waits for normal 1"]
@@ -184,8 +184,8 @@ def test_streams_go_back_at_the_end_once_each(log: Log, monkeypatch: pytest.Monk
     monkeypatch.setattr(controls, "give_back", lambda stream: returned.append(stream.name))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: returned.append("idle"))
     device, fake = CudaExecutor(GPU), cast(ConcurrentCollective, Fake(log))
-    for way in ("vendor", "vendor+priority", "vendor"):
-        with device.running(program(way), [fake]), device.running(program(way), [fake]):
+    for method in ("nccl", "nccl+priority", "nccl"):
+        with device.running(program(method), [fake]), device.running(program(method), [fake]):
             pass
     device.close(broken=True)
     assert returned == []
@@ -203,7 +203,7 @@ def test_communicators_of_lost_peers_are_aborted(log: Log, monkeypatch: pytest.M
     monkeypatch.setattr(cuda, "_abort_process_group", lambda group: log.append(f"{group} aborted"))
     monkeypatch.setattr(cuda.dist, "destroy_process_group", lambda group: log.append(f"{group} destroyed"))
     device = CudaExecutor(GPU)
-    run(log, device, "vendor+priority+ctas=16")
+    run(log, device, "nccl+priority+ctas=16")
     device.close(broken=broken)
     assert log == ["16 blocks aborted" if broken else "16 blocks destroyed"]
 
@@ -218,8 +218,8 @@ def test_a_future_is_set_where_the_collective_runs(log: Log, monkeypatch: pytest
 
     monkeypatch.setattr(torch.futures, "Future", Future)
     device = CudaExecutor(GPU)
-    for way, stream in (("sequential", "main"), ("vendor+priority+ctas=8", "high 1")):
-        device.future(program(way), cast(ConcurrentCollective, Fake(log)), cast(torch.Tensor, "gradients"))
+    for method, stream in (("sequential", "main"), ("nccl+priority+ctas=8", "high 1")):
+        device.future(program(method), cast(ConcurrentCollective, Fake(log)), cast(torch.Tensor, "gradients"))
         assert log[-1] == f"gradients on {stream}"
         log.clear()
 
@@ -228,17 +228,17 @@ def test_a_communicator_is_made_once_and_not_in_a_capture(log: Log, monkeypatch:
     device, made = CudaExecutor(GPU), []
     monkeypatch.setattr(controls, "nccl_group", lambda group, max_ctas: made.append(max_ctas) or group)
     for _ in range(2):
-        run(log, device, "vendor+ctas=8")
-        run(log, device, "vendor+ctas=16")
+        run(log, device, "nccl+ctas=8")
+        run(log, device, "nccl+ctas=16")
     assert made == [8, 16]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    run(log, device, "vendor+ctas=8")
+    run(log, device, "nccl+ctas=8")
     with pytest.raises(ValueError, match="ctas=24: use it once before capturing a graph"):
-        run(log, device, "vendor+ctas=24")
+        run(log, device, "nccl+ctas=24")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda, "_can_be_made_anew", lambda group: False)
     with pytest.raises(ValueError, match="ctas=24, but 2 ranks of a world that is bound to devices"):
-        run(log, device, "vendor+ctas=24")
+        run(log, device, "nccl+ctas=24")
 
 
 class Kernel:

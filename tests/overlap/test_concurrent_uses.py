@@ -50,13 +50,13 @@ def test_nothing_keeps_a_tensor_of_a_use_that_is_over(ranks: RankFixture) -> Non
 
 
 def _changing_nothing() -> list[str]:
-    told = []
+    messages = []
     ours, sends = weft.AllReduce(torch.zeros(4)), weft.SendReceive(send=torch.zeros(4), to=1 - torch.distributed.get_rank())
-    for collective, way in ((ours, "vendor+resident=2"), (sends, "vendor+priority"), (sends, "vendor+ctas=4")):
-        with pytest.raises(ValueError, match="way is") as error:
-            weft.concurrent(lambda: None, collective, way=way)
-        told.append(str(error.value).partition("; ")[2].partition(":")[0])
-    return told
+    for collective, method in ((ours, "nccl+resident=2"), (sends, "nccl+priority"), (sends, "nccl+ctas=4")):
+        with pytest.raises(ValueError, match="method is") as error:
+            weft.concurrent(lambda: None, collective, method=method)
+        messages.append(str(error.value).partition("; ")[2].partition(":")[0])
+    return messages
 
 
 def test_ways_that_would_change_nothing_are_refused(ranks: RankFixture) -> None:
@@ -67,14 +67,14 @@ def test_ways_that_would_change_nothing_are_refused(ranks: RankFixture) -> None:
 def _never_entered() -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        weft.concurrent(collectives=weft.AllReduce(torch.zeros(4)), key="forgotten", way="vendor")
-        assert weft.concurrent(lambda: None, weft.AllReduce(torch.zeros(4)), way="vendor") is None
+        weft.concurrent(collectives=weft.AllReduce(torch.zeros(4)), key="forgotten", method="nccl")
+        assert weft.concurrent(lambda: None, weft.AllReduce(torch.zeros(4)), method="nccl") is None
     return [str(warning.message) for warning in seen if warning.category is RuntimeWarning]
 
 
 def test_a_context_that_nobody_enters_says_so(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_never_entered):
-        assert told == [
+    for messages in ranks(2).run(_never_entered):
+        assert messages == [
             "a weft.concurrent was never entered, so that all_reduce of [4] float32 among 2 did not run; use `with`"
         ]
 
@@ -84,12 +84,12 @@ def _in_order() -> None:
     part, size = 1 << 18, dist.get_world_size()
     whole, own, out = torch.empty(size * part), torch.empty(part), torch.empty(size * part)
     for turn in range(6):
-        for way in ("vendor", "vendor+late", "sequential"):
+        for method in ("nccl", "nccl+late", "sequential"):
             whole.fill_(turn + dist.get_rank())
             steps = [weft.ReduceScatter(own, whole), weft.AllGather(out, own), weft.AllReduce(out)]
-            with weft.concurrent(collectives=steps, key="in order", way=way):
+            with weft.concurrent(collectives=steps, key="in order", method=method):
                 pass
-            assert torch.equal(out, torch.full_like(out, size * sum(turn + rank for rank in range(size)))), (turn, way)
+            assert torch.equal(out, torch.full_like(out, size * sum(turn + rank for rank in range(size)))), (turn, method)
 
 
 def test_collectives_of_one_memory_run_one_after_the_other(ranks: RankFixture) -> None:
@@ -99,12 +99,12 @@ def test_collectives_of_one_memory_run_one_after_the_other(ranks: RankFixture) -
 def _of_other_shapes() -> None:
     """What counts is how many elements there are: of a matrix, to rows of words; and nothing of it is a graph's."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    for way in ("sequential", "vendor", "copy_engine"):
+    for method in ("sequential", "nccl", "copy_engine"):
         part, whole = torch.nn.Parameter(torch.full((2, 3), float(rank))), torch.nn.Parameter(torch.zeros(3, 2 * size))
-        with weft.concurrent(collectives=weft.AllGather(whole, part), key="gather", way=way):
+        with weft.concurrent(collectives=weft.AllGather(whole, part), key="gather", method=method):
             pass
         assert torch.equal(whole.view(size, 6)[:, 0], torch.arange(float(size)))
-        with weft.concurrent(collectives=weft.ReduceScatter(part, whole), key="scatter", way=way):
+        with weft.concurrent(collectives=weft.ReduceScatter(part, whole), key="scatter", method=method):
             pass
         assert torch.equal(part, torch.full((2, 3), float(size * rank)))
 
@@ -114,7 +114,7 @@ def test_only_the_number_of_elements_counts(ranks: RankFixture) -> None:
 
 
 def _of_a_parameter() -> list[float]:
-    """Averaged in a trial, and in uses that are planned."""
+    """Averaged in an autotuning run, and in uses that are planned."""
     parameter = torch.nn.Parameter(torch.full((64,), float(dist.get_rank())))
     mean = weft.AllReduce(parameter, reduction="avg")
     weft.concurrent(lambda: None, [mean], key="in one go", repeatable=True)
@@ -133,37 +133,37 @@ def _as_a_schedule() -> list[str]:
     tensor = torch.full((64,), float(dist.get_rank()))
     mean = weft.AllReduce(tensor, reduction="avg")
     size = dist.get_world_size()
-    told = []
+    messages = []
     for numbers in (tensor.numel(), 2 * tensor.numel()):
         one = CollectiveProblem(op="all_reduce", m=numbers, world_size=size, dtype="float32", reduce_op="avg")
         schedule = weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "copy_engine+late")
         try:
-            with weft.concurrent(collectives=mean, key="schedule", way=schedule) as context:
-                told.append(context.way)
-            told.append(str(float(tensor[0])))
+            with weft.concurrent(collectives=mean, key="schedule", method=schedule) as context:
+                messages.append(context.method)
+            messages.append(str(float(tensor[0])))
         except ValueError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
-def test_a_schedule_is_a_way(ranks: RankFixture) -> None:
-    for way, mean, refused in ranks(2).run(_as_a_schedule):
-        assert (way, mean) == ("copy_engine+late", "0.5")
-        assert refused.startswith("way is a schedule for a computation and all_reduce M=128")
+def test_a_schedule_is_a_method(ranks: RankFixture) -> None:
+    for method, mean, refused in ranks(2).run(_as_a_schedule):
+        assert (method, mean) == ("copy_engine+late", "0.5")
+        assert refused.startswith("method is a schedule for a computation and all_reduce M=128")
         assert "these are all_reduce M=64" in refused
 
 
 def _built_for(tensor: torch.Tensor) -> Schedule:
     size = dist.get_world_size()
     one = CollectiveProblem(op="all_reduce", m=tensor.numel(), world_size=size, dtype="float32", reduce_op="avg")
-    return weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "vendor")
+    return weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "nccl")
 
 
 def _wrong_schedules() -> str:
     """What is said of a schedule without buffers."""
     tensor = torch.full((64,), float(dist.get_rank()))
     try:
-        weft.concurrent(lambda: None, weft.AllReduce(tensor, reduction="avg"), way=replace(_built_for(tensor), buffers=()))
+        weft.concurrent(lambda: None, weft.AllReduce(tensor, reduction="avg"), method=replace(_built_for(tensor), buffers=()))
     except ValueError as error:
         return str(error)
     finally:
@@ -172,8 +172,8 @@ def _wrong_schedules() -> str:
 
 
 def test_a_schedule_that_is_wrong_does_not_run(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_wrong_schedules):
-        assert "buffer a is missing" in told
+    for messages in ranks(2).run(_wrong_schedules):
+        assert "buffer a is missing" in messages
 
 
 def _own_lanes() -> list[str]:
@@ -188,7 +188,7 @@ def _own_lanes() -> list[str]:
         patch.setattr(dist, "all_reduce", lambda *args, **options: events.append("collective") or begin(*args, **options))
         for mine in lanes:
             schedule = replace(right, ranks=(right.ranks[0], mine))
-            weft.concurrent(lambda: events.append("computation"), weft.AllReduce(tensor, reduction="avg"), way=schedule)
+            weft.concurrent(lambda: events.append("computation"), weft.AllReduce(tensor, reduction="avg"), method=schedule)
             assert bool((tensor == 0.5).all())
     weft.close()
     return events
@@ -226,7 +226,7 @@ def _own_steps() -> list[list[int]]:
     halves = replace(right, ranks=(right.ranks[0], tuple(map(_halved, right.ranks[1]))))
     for schedule in (right, halves):
         out.zero_()
-        weft.concurrent(lambda: None, weft.AllGather(out, given), way=schedule)
+        weft.concurrent(lambda: None, weft.AllGather(out, given), method=schedule)
         assert torch.equal(out.view(size, 8), torch.arange(8.0) + 10 * torch.arange(float(size)).unsqueeze(1))
     group = dist.group.WORLD
     assert group is not None
@@ -256,7 +256,7 @@ def _proofs() -> int:
     calls.check = counted
     try:
         for schedule in (one := _built_for(tensor), one, replace(one)):
-            weft.concurrent(lambda: None, weft.AllReduce(tensor, reduction="avg"), way=schedule)
+            weft.concurrent(lambda: None, weft.AllReduce(tensor, reduction="avg"), method=schedule)
             assert bool((tensor == 0.5).all())
     finally:
         calls.check = prove
@@ -269,15 +269,15 @@ def test_a_schedule_is_proved_once(ranks: RankFixture) -> None:
 
 
 def _many_sizes(most: int) -> tuple[int, int, list[float]]:
-    """More sizes than a group remembers, of a key and of a way that is named. How many are remembered of each; and whether the
-    first size, which is forgotten, is still right."""
+    """Use more sizes than a group remembers, with a key and with a named method. Return how many of each are remembered, and
+    the result for the first size, which was forgotten."""
     weft.close()
     group = torch.distributed.group.WORLD
     assert group is not None
     for size in (*range(1, most + 4), 1):
-        for way in ("auto", "vendor"):
+        for method in ("auto", "nccl"):
             summed = torch.ones(size)
-            with weft.concurrent(collectives=weft.AllReduce(summed), key="sizes", way=way):
+            with weft.concurrent(collectives=weft.AllReduce(summed), key="sizes", method=method):
                 pass
     remembered = calls_of(GROUPS.state(group.group_name))
     found = len(remembered._choices), len(remembered._programs), summed.tolist()

@@ -1,4 +1,4 @@
-"""weft's collectives under PyTorch's data parallelism, on CPU ranks: the same training in every way."""
+"""weft's collectives under PyTorch's data parallelism, on CPU ranks: the same training in every method."""
 
 from __future__ import annotations
 
@@ -54,37 +54,37 @@ def _losses(model: nn.Module, steps: int) -> list[float]:
     return seen
 
 
-def _trained(kind: str, ways: list[str]) -> list[list[float]]:
+def _trained(kind: str, methods: list[str]) -> list[list[float]]:
     weft.close()
     found = [_losses(_model(kind), 6)]
-    for way in ways:
+    for method in methods:
         model = _model(kind)
-        trial = _hooked(kind, model, way=way)
+        hook = _hooked(kind, model, method=method)
         found.append(_losses(model, 6))
-        assert str(trial.way) == way
+        assert str(hook.method) == method
     weft.close()
     return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "ways", "world_size"),
-    [("ddp", ["sequential", "vendor", "copy_engine"], 2), ("fsdp", ["vendor", "vendor+ahead=2", "vendor+keep"], 3)],
+    ("kind", "methods", "world_size"),
+    [("ddp", ["sequential", "nccl", "copy_engine"], 2), ("fsdp", ["nccl", "nccl+ahead=2", "nccl+unsharded"], 3)],
 )
-def test_training_is_as_pytorchs(ranks: RankFixture, kind: str, ways: list[str], world_size: int) -> None:
-    for plain, *others in ranks(world_size).run(_trained, kind, ways):
+def test_training_is_as_pytorchs(ranks: RankFixture, kind: str, methods: list[str], world_size: int) -> None:
+    for plain, *others in ranks(world_size).run(_trained, kind, methods):
         assert len(set(plain)) == 6
         for mine in others:
             assert mine == pytest.approx(plain, rel=1e-5)
 
 
 def _first_steps() -> list[list[tuple[str, int]]]:
-    """Of each of three steps the ways, and elements, of its buckets."""
+    """Of each of three steps the methods, and elements, of its buckets."""
     weft.close()
     model = _model("ddp")
-    trial = _hooked("ddp", model, way="copy_engine")
+    hook = _hooked("ddp", model, method="copy_engine")
     steps: list[list[tuple[str, int]]] = []
     model.register_forward_hook(lambda *_: steps.append([]))
-    executor = trial._executor
+    executor = hook._executor
     future = executor.future
 
     def noting(program: Program, collective: Any, result: torch.Tensor) -> Any:
@@ -97,11 +97,11 @@ def _first_steps() -> list[list[tuple[str, int]]]:
     return steps
 
 
-def test_the_bucket_of_all_gradients_is_the_vendors(ranks: RankFixture) -> None:
+def test_the_bucket_of_all_gradients_is_averaged_by_nccl(ranks: RankFixture) -> None:
     for first, *others in ranks(2).run(_first_steps):
-        assert {way for way, _ in first} == {"vendor"}
+        assert {method for method, _ in first} == {"nccl"}
         for step in others:
-            assert {way for way, _ in step} == {"copy_engine"}
+            assert {method for method, _ in step} == {"copy_engine"}
             assert sum(elements for _, elements in step) == sum(elements for _, elements in first)
 
 
@@ -127,9 +127,9 @@ def _left_free(ends: tuple[bool, ...]) -> list[str]:
         future=lambda program, *_: events.append(f"bucket, ctas={program.parts[0].ctas}"),
     )
     calls: Any = SimpleNamespace(program=_program, executor=lambda device: executor)
-    choice = ConcurrentChoice(key="k", way="vendor+ctas=3+left=4")
+    choice = ConcurrentChoice(key="k", method="nccl+ctas=3+left=4")
     steps = data_parallel.Averaging(calls, choice, torch.device("cpu"), cast(dist.ProcessGroup, dist.group.WORLD))
-    steps.take(choice.way)
+    steps.take(choice.method)
     for whole in ends:
         for at in range(1 + whole):
             bucket = SimpleNamespace(index=lambda at=at: at, is_last=lambda at=at: at == 1, buffer=lambda: torch.zeros(2))  # type: ignore[misc]
@@ -150,14 +150,14 @@ def test_sms_are_left_free_from_the_first_bucket_to_the_last(ranks: RankFixture,
 
 
 def _shown() -> tuple[list[str], list[str]]:
-    """What a hook prints, and what is listed of it: of a way that was given, and of auto."""
+    """What a hook prints, and what is listed of it: of a method that was given, and of auto."""
     weft.close()
     printed, listed = [], []
-    for way in ("copy_engine", "auto"):
+    for method in ("copy_engine", "auto"):
         model = _model("ddp")
-        hook = _hooked("ddp", model, way=way, key=way)
+        hook = _hooked("ddp", model, method=method, key=method)
         _losses(model, 3)
-        printed.append(repr(hook))
+        printed.append(str(hook))
         listed.append(str(weft.concurrent_choices()[-1]))
     weft.close()
     return printed, listed
@@ -165,23 +165,23 @@ def _shown() -> tuple[list[str], list[str]]:
 
 def test_a_hook_says_what_it_does_and_is_listed(ranks: RankFixture) -> None:
     for printed, listed in ranks(2).run(_shown):
-        title = "weft.hooks.ddp: gradients are averaged bucket by bucket among 2 ranks; "
+        title = "weft.hooks.ddp averages gradients bucket by bucket among 2 ranks. "
         given, planned = printed
         head, *buckets = given.splitlines()
-        assert head == f"{title}copy_engine: copy_engine (it was given)"
+        assert head == f"{title}copy_engine uses copy_engine, because the caller chose it. Nothing was measured."
         assert buckets
         assert all(line.startswith(f"  bucket {i}: all_reduce of [") for i, line in enumerate(buckets))
         assert all(line.endswith(" float32 among 2, copy_engine") for line in buckets)
-        assert planned.startswith(f"{title}auto: vendor (it is planned: vendor ")
-        assert listed[0] == "copy_engine: copy_engine, because it was given (not measured)"
-        assert listed[1].startswith("auto: vendor, because it is planned: vendor ")
+        assert planned.startswith(f"{title}auto uses nccl, because the planner chose it: nccl ")
+        assert f"{title}{listed[0]}" == head
+        assert planned.startswith(f"{title}{listed[1]}")
 
 
-def _gathers(way: str) -> tuple[list[str], list[str], list[str]]:
+def _gathers(method: str) -> tuple[list[str], list[str], list[str]]:
     """What happens, in order, in the third step, and in two passes without gradients: gathers, and passes of the two layers."""
     weft.close()
     model: Any = _model("fsdp")
-    _hooked("fsdp", model, way=way)
+    _hooked("fsdp", model, method=method)
     events: list[str] = []
     stock = type(model[0]._get_fsdp_state()._fsdp_param_group._all_gather_comm)
     gather = stock.__call__
@@ -207,23 +207,23 @@ def _gathers(way: str) -> tuple[list[str], list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("way", "events"),
+    ("method", "events"),
     [
-        ("vendor", ["gather", "layer 0", "gather", "layer 2", "gather", "gather"]),
-        ("vendor+ahead=1", ["gather", "gather", "layer 0", "layer 2", "gather", "gather"]),
-        ("vendor+keep", ["gather", "layer 0", "gather", "layer 2"]),
+        ("nccl", ["gather", "layer 0", "gather", "layer 2", "gather", "gather"]),
+        ("nccl+ahead=1", ["gather", "gather", "layer 0", "layer 2", "gather", "gather"]),
+        ("nccl+unsharded", ["gather", "layer 0", "gather", "layer 2"]),
     ],
 )
-def test_parameters_are_gathered_as_the_way_says(ranks: RankFixture, way: str, events: list[str]) -> None:
+def test_parameters_are_gathered_as_the_method_says(ranks: RankFixture, method: str, events: list[str]) -> None:
     plain = ["gather", "layer 0", "gather", "layer 2"]
-    assert ranks(2).run(_gathers, way) == [(events, plain, plain)] * 2
+    assert ranks(2).run(_gathers, method) == [(events, plain, plain)] * 2
 
 
 def _replicated(options: dict[str, Any]) -> tuple[list[float], bool, int]:
-    """Losses; whether gradients lie in buckets; the bytes of one."""
+    """Losses; whether gradients are views of buckets; the bytes of one."""
     weft.close()
     torch.manual_seed(0)
-    made = weft.hooks.replicate(nn.Sequential(nn.Linear(33, 130), nn.GELU(), nn.Linear(130, 33)), way="vendor", **options)
+    made = weft.hooks.replicate(nn.Sequential(nn.Linear(33, 130), nn.GELU(), nn.Linear(130, 33)), method="nccl", **options)
     found = _losses(made, 6)
     views = made.gradient_as_bucket_view
     weft.close()
@@ -242,19 +242,19 @@ def _with_room() -> list[str]:
     """What auto takes of a sharded model without and with room for its parameters."""
     weft.close()
     nbytes = 4 * (33 * 130 + 130 + 130 * 33 + 33)
-    found = [_hooked("fsdp", _model("fsdp"), way="auto", spare_bytes=room).way for room in (nbytes - 1, nbytes)]
+    found = [_hooked("fsdp", _model("fsdp"), method="auto", spare_bytes=room).method for room in (nbytes - 1, nbytes)]
     weft.close()
     return found
 
 
 def test_parameters_are_kept_where_there_is_room(ranks: RankFixture) -> None:
-    assert ranks(2).run(_with_room) == [["vendor", "vendor+keep"]] * 2
+    assert ranks(2).run(_with_room) == [["nccl", "nccl+unsharded"]] * 2
 
 
-def _other_ways() -> str:
+def _other_methods() -> str:
     weft.close()
     try:
-        _hooked("fsdp", _model("fsdp"), way="vendor+keep" if dist.get_rank() else "vendor")
+        _hooked("fsdp", _model("fsdp"), method="nccl+unsharded" if dist.get_rank() else "nccl")
     except weft.RankMismatch as error:
         return str(error)
     finally:
@@ -264,65 +264,65 @@ def _other_ways() -> str:
 
 
 def test_ranks_hook_alike(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_other_ways):
-        assert "way: rank " in told
-        assert "vendor+keep" in told
+    for messages in ranks(2).run(_other_methods):
+        assert "method: rank " in messages
+        assert "nccl+unsharded" in messages
 
 
-def _concurrent(model: nn.Module, *, way: str) -> None:
-    weft.concurrent(lambda: None, weft.AllReduce(torch.zeros(4)), way=way)
+def _concurrent(model: nn.Module, *, method: str) -> None:
+    weft.concurrent(lambda: None, weft.AllReduce(torch.zeros(4)), method=method)
 
 
 def _refused() -> list[str]:
     weft.close()
-    plain, told = nn.Linear(4, 4), []
+    plain, messages = nn.Linear(4, 4), []
     ddp, sharded = DistributedDataParallel(nn.Linear(4, 4)), _model("fsdp")
-    weft.hooks.fsdp(sharded, way="vendor+keep")
-    for hook, model, way in (
+    weft.hooks.fsdp(sharded, method="nccl+unsharded")
+    for hook, model, method in (
         (weft.hooks.ddp, plain, "auto"),
-        (weft.hooks.ddp, ddp, "vendor+left=8"),
-        (weft.hooks.ddp, ddp, "vendor+late"),
-        (weft.hooks.ddp, ddp, "vendor+keep"),
-        (weft.hooks.ddp, ddp, "vendor+ctas=8"),
+        (weft.hooks.ddp, ddp, "nccl+left=8"),
+        (weft.hooks.ddp, ddp, "nccl+late"),
+        (weft.hooks.ddp, ddp, "nccl+unsharded"),
+        (weft.hooks.ddp, ddp, "nccl+ctas=8"),
         (weft.hooks.ddp, ddp, "fast"),
         (weft.hooks.replicate, ddp, "auto"),
         (weft.hooks.replicate, _model("fsdp"), "auto"),
         (weft.hooks.fsdp, plain, "auto"),
-        (weft.hooks.fsdp, _model("fsdp"), "vendor+priority"),
+        (weft.hooks.fsdp, _model("fsdp"), "nccl+priority"),
         (weft.hooks.fsdp, _model("fsdp"), "sequential"),
         (weft.hooks.fsdp, _model("fsdp"), "copy_engine+ahead=1"),
-        (weft.hooks.fsdp, _model("fsdp"), "vendor+ctas=8"),
-        (_concurrent, plain, "vendor+ahead=1"),
-        (weft.hooks.fsdp, sharded, "vendor"),
+        (weft.hooks.fsdp, _model("fsdp"), "nccl+ctas=8"),
+        (_concurrent, plain, "nccl+ahead=1"),
+        (weft.hooks.fsdp, sharded, "nccl"),
         (weft.hooks.ddp, ddp, None),
     ):
         try:
-            hook(model, way=way)  # type: ignore[operator]
-            told.append("")
+            hook(model, method=method)  # type: ignore[operator]
+            messages.append("")
         except ValueError as error:
-            told.append(str(error))
+            messages.append(str(error))
     weft.close()
-    return told
+    return messages
 
 
 def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
     expected = [
         "model is a Linear; wrap it in torch.nn.parallel.DistributedDataParallel",
-        "way is vendor+left=8; left needs a GPU",
-        "way is 'vendor+late'; late is not to be had here",
-        "way is 'vendor+keep'; keep is not to be had here",
-        "way is vendor+ctas=8; ctas needs a GPU",
-        "way is 'fast'; use auto, sequential",
+        "method is nccl+left=8; left needs a GPU",
+        "method is 'nccl+late'; late is not supported here",
+        "method is 'nccl+unsharded'; unsharded is not supported here",
+        "method is nccl+ctas=8; ctas needs a GPU",
+        "method is 'fast'; use auto, sequential",
         "module is a DistributedDataParallel already",
         "module has DTensors (0.weight), which DistributedDataParallel does not take; for tensor and data",
         "model has no module of fully_shard's",
-        "way is 'vendor+priority'; priority is not to be had here",
-        "way is 'sequential', but fully_shard overlaps by itself, by NCCL; use auto",
-        "way is 'copy_engine+ahead=1', but fully_shard overlaps by itself, by NCCL",
-        "way is 'vendor+ctas=8'; ctas is not to be had here",
-        "way is 'vendor+ahead=1'; ahead is for weft.hooks.fsdp",
+        "method is 'nccl+priority'; priority is not supported here",
+        "method is 'sequential', but fully_shard overlaps by itself, by NCCL; use auto",
+        "method is 'copy_engine+ahead=1', but fully_shard overlaps by itself, by NCCL",
+        "method is 'nccl+ctas=8'; ctas is not supported here",
+        "method is 'nccl+ahead=1'; ahead is for weft.hooks.fsdp",
         "model has this hook already; call weft.hooks.fsdp once a model",
-        "way is a NoneType; use auto, or a way such as",
+        "method is a NoneType; use auto, or a method such as",
     ]
-    for told in ranks(2).run(_refused):
-        assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected
+    for messages in ranks(2).run(_refused):
+        assert [text[: len(start)] for text, start in zip(messages, expected, strict=True)] == expected

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 class Sides(nn.Module):
-    """Two ways through, of which a call takes one, or both."""
+    """Two paths, of which a call takes one, or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Sides(nn.Module):
         return out + self.side(x) if both else out
 
 
-def _accumulated(way: str | None, *, both: str = "never", accumulate: bool = False, **options: Any) -> list[float]:
-    """Losses under DistributedDataParallel's options. both: whether calls take both ways: never, or each rank in turn."""
+def _accumulated(method: str | None, *, both: str = "never", accumulate: bool = False, **options: Any) -> list[float]:
+    """Losses under DistributedDataParallel's options. both: whether calls take both paths: never, or each rank in turn."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Sides(), bucket_cap_mb=0.02, **options)
-    if way:
-        weft.hooks.ddp(model, way=way)
+    if method:
+        weft.hooks.ddp(model, method=method)
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
     draw = torch.Generator().manual_seed(dist.get_rank())
     for step in range(4):
@@ -65,7 +65,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def _with_options() -> list[list[list[float]]]:
     weft.close()
-    found = [[_accumulated(way, **options) for way in (None, "vendor", "copy_engine")] for options in OPTIONS]
+    found = [[_accumulated(method, **options) for method in (None, "nccl", "copy_engine")] for options in OPTIONS]
     weft.close()
     return found
 
@@ -80,14 +80,14 @@ def test_options_of_pytorchs_are_kept(ranks: RankFixture) -> None:
                 assert mine == pytest.approx(plain, rel=1e-5)
 
 
-def _sharded_losses(way: str | None, **options: Any) -> list[float]:
+def _sharded_losses(method: str | None, **options: Any) -> list[float]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(33, 130), nn.GELU(), nn.Linear(130, 33))
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh, **options)
-    if way:
-        weft.hooks.fsdp(model, way=way)
+    if method:
+        weft.hooks.fsdp(model, method=method)
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
     draw = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
@@ -117,7 +117,7 @@ def _of_two_meshes() -> list[dict[str, Any]]:
 
 
 def _with_policies() -> list[list[list[float]]]:
-    """Losses by policy and way."""
+    """Losses by policy and method."""
     weft.close()
     policies: list[dict[str, Any]] = [
         {"reshard_after_forward": False},
@@ -126,15 +126,15 @@ def _with_policies() -> list[list[list[float]]]:
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         *_of_two_meshes(),
     ]
-    ways = (None, "vendor+ahead=1", "vendor+keep")
-    found = [[_sharded_losses(way, **policy) for way in ways] for policy in policies]
+    methods = (None, "nccl+ahead=1", "nccl+unsharded")
+    found = [[_sharded_losses(method, **policy) for method in methods] for policy in policies]
     weft.close()
     return found
 
 
 @pytest.mark.ranks
 def test_policies_of_fully_shard_are_kept(ranks: RankFixture) -> None:
-    """Gradients accumulated, parameters kept, other precision, parameters on CPUs, or of two meshes."""
+    """Gradients accumulated, unsharded parameters, other precision, parameters on CPUs, or of two meshes."""
     for found in ranks(2).run(_with_policies):
         for plain, *others in found:
             assert len(set(plain)) == 3
@@ -143,30 +143,30 @@ def test_policies_of_fully_shard_are_kept(ranks: RankFixture) -> None:
 
 
 def _of_doubles() -> tuple[str, str, str]:
-    """What a model whose gradients copy engines cannot sum takes by itself, and why; and what it is told of a name."""
+    """What a model whose gradients copy engines cannot sum takes by itself, and why; and the error for a named method."""
     weft.close()
     model = DistributedDataParallel(nn.Linear(4, 4).double())
     try:
-        weft.hooks.ddp(model, way="copy_engine")
-        told = ""
+        weft.hooks.ddp(model, method="copy_engine")
+        messages = ""
     except ValueError as error:
-        told = str(error)
+        messages = str(error)
     choice = weft.hooks.ddp(model).choice
     weft.close()
-    return choice.way, choice.why, told
+    return choice.method, choice.why, messages
 
 
 @pytest.mark.ranks
-def test_what_copy_engines_cannot_sum_is_the_vendors(ranks: RankFixture) -> None:
-    for way, why, told in ranks(2).run(_of_doubles):
-        assert (way, why[:26]) == ("vendor", "nothing is predicted here:")
-        assert told == (
-            "way is 'copy_engine', but gradients are torch.float64; copy engines sum bfloat16, float16, float32; use vendor"
+def test_nccl_sums_what_copy_engines_cannot(ranks: RankFixture) -> None:
+    for method, why, messages in ranks(2).run(_of_doubles):
+        assert (method, why[:30]) == ("nccl", "nothing can be predicted here:")
+        assert messages == (
+            "method is 'copy_engine', but gradients are torch.float64; copy engines sum bfloat16, float16, float32; use nccl"
         )
 
 
 class Encoder(nn.Module):
-    """Entered by a method of its own, of which a module's hooks are not told, and so is its last layer."""
+    """Entered by a method of its own, which does not call a module's hooks; so is its last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Last(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-def _entered(way: str) -> tuple[list[float], list[str]]:
+def _entered(method: str) -> tuple[list[float], list[str]]:
     """Losses of four steps through registered methods, and of a pass without gradients; gathers in the last step
     and in that pass."""
     weft.close()
@@ -196,10 +196,10 @@ def _entered(way: str) -> tuple[list[float], list[str]]:
     register_fsdp_forward_method(model.outer, "last")
     events: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        if way:
+        if method:
             stock = type(model._get_fsdp_state()._fsdp_param_group._all_gather_comm)
             patch.setattr(stock, "__call__", _noting(stock.__call__, events, "gather"))
-            weft.hooks.fsdp(model, way=way)
+            weft.hooks.fsdp(model, method=method)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
         x = torch.randn(8, 33, generator=torch.Generator().manual_seed(dist.get_rank()))
         for _ in range(4):
@@ -225,21 +225,21 @@ def _noting(call: Callable[..., Any], events: list[str], event: str) -> Callable
 
 
 @pytest.mark.ranks
-def test_steps_through_registered_methods_gather_as_the_way_says(ranks: RankFixture) -> None:
+def test_steps_through_registered_methods_gather_as_the_method_says(ranks: RankFixture) -> None:
     """fully_shard keeps the root's parameters by itself."""
     plain, _ = ranks(2).run(_entered, "")[0]
-    for way, again in (("vendor", 2), ("vendor+keep+ahead=1", 0), ("auto", 2)):
-        losses, events = ranks(2).run(_entered, way)[0]
+    for method, again in (("nccl", 2), ("nccl+unsharded+ahead=1", 0), ("auto", 2)):
+        losses, events = ranks(2).run(_entered, method)[0]
         assert losses == pytest.approx(plain, rel=1e-5)
         assert events == [*["gather"] * (3 + again), "without", *["gather"] * 3]
 
 
-def _sparse(way: str | None) -> list[float]:
+def _sparse(method: str | None) -> list[float]:
     """What is learned by rows of a table, others on each rank."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)))
-    if way:
-        weft.hooks.ddp(model, way=way)
+    if method:
+        weft.hooks.ddp(model, method=method)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -251,7 +251,7 @@ def _sparse(way: str | None) -> list[float]:
 
 def _with_sparse_gradients() -> list[list[float]]:
     weft.close()
-    found = [_sparse(way) for way in (None, "vendor", "copy_engine")]
+    found = [_sparse(method) for method in (None, "nccl", "copy_engine")]
     weft.close()
     return found
 
@@ -266,12 +266,12 @@ def test_sparse_gradients_are_averaged_as_without_weft(ranks: RankFixture) -> No
 def _refused() -> list[str]:
     found = []
     model = DistributedDataParallel(nn.Linear(3, 3))
-    weft.hooks.ddp(model, way="vendor")
+    weft.hooks.ddp(model, method="nccl")
     mixed = DistributedDataParallel(nn.Linear(3, 3))
     mixed.mixed_precision = object()
     for one in (model, mixed):
         try:
-            weft.hooks.ddp(one, way="vendor")
+            weft.hooks.ddp(one, method="nccl")
         except ValueError as error:
             found.append(str(error))
     weft.close()
@@ -297,8 +297,8 @@ def _gathered_ahead() -> list[list[list[int]]]:
     gathered, found = GatherOrder(layers), []
     root(torch.randn(4, 8)).sum().backward()
     states = [first._get_fsdp_state() for first in firsts]
-    for way in ("vendor", "vendor+ahead=1", "vendor+ahead=2", "vendor"):
-        gathered.take(parse(way))
+    for method in ("nccl", "nccl+ahead=1", "nccl+ahead=2", "nccl"):
+        gathered.take(parse(method))
         found.append([[states.index(ahead) for ahead in state._states_to_forward_prefetch] for state in states])
     return found
 

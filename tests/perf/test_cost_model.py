@@ -133,14 +133,14 @@ def without_step(sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def test_tiles_in_between() -> None:
-    """Of the listed 128 x 64 (0.62) and 128 x 128 (0.77), halfway: 128 x 96, and a bit less since no vendor always finds it."""
+    """Of the listed 128 x 64 (0.62) and 128 x 128 (0.77), halfway: 128 x 96, and a bit less: no library always finds it."""
     gpu = H200.gpu
-    found = {(tile.rows, tile.cols): tile.efficiency for tile in gpu.vendor_tiles}
+    found = {(tile.rows, tile.cols): tile.efficiency for tile in gpu.library_tiles}
     assert found[128, 96] == found[96, 128] == pytest.approx(0.97 * (0.62 + 0.77) / 2)
-    assert gpu.vendor_tiles[: len(gpu.tiles)] == gpu.tiles
-    assert len(found) == len(gpu.vendor_tiles)
+    assert gpu.library_tiles[: len(gpu.tiles)] == gpu.tiles
+    assert len(found) == len(gpu.library_tiles)
     assert max(rows * cols for rows, cols in found) == 128 * 256
-    assert load("mi300x8").gpu.vendor_tiles == load("mi300x8").gpu.tiles
+    assert load("mi300x8").gpu.library_tiles == load("mi300x8").gpu.tiles
 
 
 def test_thin_gemm_is_bound_by_memory() -> None:

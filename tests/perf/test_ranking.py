@@ -36,7 +36,7 @@ from weft.perf.ranking import ROWS, best, choice, estimates, ranked
 from weft.planner import heuristic
 from weft.runtime.choose import MEASURED, contenders
 from weft.schedules import FAMILIES, build, check_op, parse, spec, specs, unfit
-from weft.schedules.alike import alike
+from weft.schedules.same_program import is_same_program
 
 DRAWN = 60
 """Of each machine and number of ranks."""
@@ -166,7 +166,7 @@ def test_the_best_are_programs_that_differ(world_size: int) -> None:
     first, *others = best(problem, H200, 5)
     assert (first, len(others)) == ("sequential", 5)
     built = [build(problem, *parse(name)) for name in others]
-    assert not any(alike(a, b) for at, a in enumerate(built) for b in built[:at])
+    assert not any(is_same_program(a, b) for at, a in enumerate(built) for b in built[:at])
 
 
 def test_mistakes() -> None:

@@ -74,7 +74,7 @@ int main() {
 """
 
 
-def test_as_the_vendors_calculator(tmp_path: Path) -> None:
+def test_as_nvidias_calculator(tmp_path: Path) -> None:
     """Its header comes with Triton; all limits agree, for every device and 5000 kernels."""
     spec = importlib.util.find_spec("triton")
     include = Path(spec.origin or "").parent / "backends/nvidia/include" if spec else Path()

@@ -284,7 +284,7 @@ def test_stores_of_a_kernel_to_one_peer_leave_in_order() -> None:
 
 
 def test_a_push_alone_has_the_sms_that_the_runtime_gives_it() -> None:
-    """Beside a vendor's matmul there is none of weft's kernels, which would leave it fewer."""
+    """Beside a cuBLAS matmul there is none of weft's kernels, which would leave it fewer."""
     h200 = load("h200x8")
     schedule = build(Problem(op="all_gather_matmul", m=8192, n=1024, k=8192, world_size=4), "sequential_stores")
     few = run(schedule, h200.what_if({"stores.sms_alone": 4})).total_us

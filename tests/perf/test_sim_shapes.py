@@ -142,7 +142,7 @@ def test_copies_find_sms_between_tiles() -> None:
     assert found == {"before": 400, "within": 700, "last": 1000, "whole": 1000}
 
 
-def test_a_vendors_collective_beside_copies_begins_late() -> None:
+def test_an_nccl_collective_beside_copies_begins_late() -> None:
     of = problem(64, 4096, 4096, 2, "matmul_all_reduce")
     bare = dataclasses.replace(H200, fork_us=None, sources=sources(H200, "fork_us"))
     last = {}

@@ -1,4 +1,4 @@
-"""What the cost model adds to a kernel's own time: bounded power, torch around vendors' calls, waking streams, copies in turns.
+"""What the cost model adds to a kernel's own time: bounded power, torch around library calls, waking streams, copies in turns.
 
 On the made-up machine a launch takes 3 us, a 4 x 4 tile of k = 8 1.5 us, a copy's fixed cost 2 us, and 64 bytes 1 us.
 """
@@ -50,7 +50,7 @@ def test_power_bounds_what_comes_after_a_burst() -> None:
             dataclasses.replace(machine.gpu, **pair)
 
 
-def test_a_kernel_of_wefts_has_its_own_tiles_and_vendors_may_cut_k() -> None:
+def test_a_kernel_of_wefts_has_its_own_tiles_and_libraries_may_cut_k() -> None:
     machine = tiny()
     gpu = dataclasses.replace(machine.gpu, kernel_tiles=(Tile(rows=8, cols=8, efficiency=1.0),))
     own = with_numbers(machine, "gpu.kernel_tiles", gpu=gpu)
@@ -63,7 +63,7 @@ def test_a_kernel_of_wefts_has_its_own_tiles_and_vendors_may_cut_k() -> None:
     assert gemm_cost(h200, **few, k=12288).busy_us > 1.4 * gemm_cost(h200, **few, k=8192).busy_us, "whole"
 
 
-def test_rows_apart_are_staged_where_torch_calls_the_vendor() -> None:
+def test_rows_apart_are_staged_where_torch_calls_a_library() -> None:
     """A step's product has rows of two ranks: two kernels put them in their places."""
     staged = dataclasses.replace(tiny(), stages=True)
     plain = [one.duration_us for one in spans(GATHER, "uniform_fused_1d", tiny(), "gemm", 2)]
@@ -75,7 +75,7 @@ def test_rows_apart_are_staged_where_torch_calls_the_vendor() -> None:
 
 
 @pytest.mark.parametrize(("problem", "kernels"), [(GATHER, 4), (SCATTER, 4)])
-def test_uneven_shards_are_padded_around_the_vendors_collective(problem: Problem, kernels: int) -> None:
+def test_uneven_shards_are_padded_around_nccls_collective(problem: Problem, kernels: int) -> None:
     staged, uneven = dataclasses.replace(tiny(), stages=True), dataclasses.replace(problem, m=7)
     more = run(build(uneven, "sequential"), staged).total_us - run(build(uneven, "sequential"), tiny()).total_us
     assert more == pytest.approx(3.0 * kernels, abs=0.1)

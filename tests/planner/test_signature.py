@@ -46,7 +46,7 @@ def test_a_half_that_is_free_takes_nothing() -> None:
     [(op, spec) for op in ("all_gather_matmul", "matmul_reduce_scatter") for spec in ("sequential", "node_slices:2")],
 )
 def test_between_nodes_a_half_that_is_free_takes_nothing(op: Op, spec: str) -> None:
-    """Neither messages nor the vendor's collective between nodes are among the matmul's pieces; the network's SMs stay its."""
+    """Neither messages nor NCCL's collective between nodes are among the matmul's pieces; the network's SMs stay its."""
     problem = Problem(op=op, m=8192, n=8192, k=8192, world_size=16, nodes=(8, 8))
     schedule = build(problem, *parse(spec))
     alone, free = run(schedule, without_communication(H200)), without_communication(H200).network

@@ -48,13 +48,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     the former was asked."""
     made = SimpleNamespace(us=[100.0, 90.0, 50.0, 95.0, 60.0], duel=[100.0, 80.0], looked=0, library=Library())
 
-    def timed(ways: list[Callable[[], None]], about_us: float, rounds: int) -> list[float]:
+    def timed(variants: list[Callable[[], None]], about_us: float, rounds: int) -> list[float]:
         if rounds == products._DUEL_ROUNDS:
-            assert len(ways) == 2
+            assert len(variants) == 2
             return list(made.duel)
         made.looked += 1
-        made.ways = len(ways)
-        return list(made.us[-len(ways) :])
+        made.variants = len(variants)
+        return list(made.us[-len(variants) :])
 
     monkeypatch.setattr(products, "timed", timed)
     monkeypatch.setattr(products, "CublasProduct", Product)
@@ -78,9 +78,9 @@ def call(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, times: bool = T
 def test_the_fastest_algorithm_is_timed_once_and_kept(clock: SimpleNamespace) -> None:
     assert call(*matrices()) == 2.0
     assert call(*matrices(), times=False) == 2.0
-    assert (clock.looked, clock.ways) == (1, 5)  # torch's, 1, 2, 3, and 9 of a row more; 8 needs too much
+    assert (clock.looked, clock.variants) == (1, 5)  # torch's, 1, 2, 3, and 9 of a row more; 8 needs too much
     (choice,) = products.matmul_choices()
-    assert (choice.algorithm, choice.vendor_us, choice.us, choice.speed_up) == (1, 100.0, (90.0, 80.0, 95.0, 60.0), 1.25)
+    assert (choice.algorithm, choice.torch_us, choice.us, choice.speed_up) == (1, 100.0, (90.0, 80.0, 95.0, 60.0), 1.25)
     clock.us = [100.0, 99.0, 98.5, 100.0, 99.0]
     assert call(*matrices(m=256)) == 512.0  # by less than 2%: torch's
     clock.us, clock.duel = [100.0, 90.0, 50.0, 95.0, 60.0], [80.0, 79.0]
@@ -94,11 +94,11 @@ def test_what_was_not_timed_at_first_stays_torchs(clock: SimpleNamespace) -> Non
     assert call(*matrices()) == 512.0
     assert clock.looked == 0
     (choice,) = products.matmul_choices()
-    assert (choice.algorithm, choice.vendor_us, choice.speed_up) == (None, None, 1.0)
+    assert (choice.algorithm, choice.torch_us, choice.speed_up) == (None, None, 1.0)
 
 
 def test_the_oldest_is_forgotten(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_KEPT", 2)
+    monkeypatch.setattr(products, "_CACHED", 2)
     for m in (512, 256, 128):
         call(*matrices(m=m))
     assert [choice.m for choice in products.matmul_choices()] == [256, 128]
@@ -106,7 +106,7 @@ def test_the_oldest_is_forgotten(clock: SimpleNamespace, monkeypatch: pytest.Mon
 
 def test_a_lane_remembers_what_the_process_has_forgotten(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the same call would have other bits after many others, and a kernel that no rehearsal has loaded."""
-    monkeypatch.setattr(products, "_KEPT", 1)
+    monkeypatch.setattr(products, "_CACHED", 1)
     a, b, out = matrices()
     lane = Products(torch.device("cpu"))
     lane.multiply(a, b, out, accumulate=False, times=True)
@@ -161,7 +161,7 @@ def test_the_library_that_torch_prefers_is_a_setting(monkeypatch: pytest.MonkeyP
 def test_sums_in_float32_are_one_of_cublas_kernels(clock: SimpleNamespace) -> None:
     a, b, _ = matrices()
     assert call(a, b, torch.zeros(512, 512), accumulate=True) == 2.0
-    assert clock.ways == 4
+    assert clock.variants == 4
     a, b, out = matrices(m=128)
     assert call(a, b, out, accumulate=True) == 512.0  # rounded twice, by some algorithms
     small = [one[:16, :16].contiguous() for one in matrices()]
@@ -230,7 +230,7 @@ def test_how_matrices_lie() -> None:
 
 
 def _which_products_are_timed() -> dict[str, bool]:
-    """By what was called, whether the program that runs it may look for the fastest way to multiply."""
+    """By what was called, whether the program that runs it may measure which algorithm is fastest."""
     from weft.runtime import groups, tuner
 
     timer_for, contenders = tuner.timer_for, tuner.contenders

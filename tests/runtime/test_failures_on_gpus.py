@@ -241,7 +241,7 @@ def test_ranks_settle_within_a_bound_and_watch_each_other(ranks: Ranks, monkeypa
         ranks.space.settle()
 
 
-def test_the_vendors_collectives_of_no_schedule_are_watched_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_collectives_of_no_schedule_are_watched_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way home of a gradient: a peer that is lost in it is told, and the communicator is aborted."""
     aborted = threading.Event()
     monkeypatch.setattr(watchdog, "_RELEASED_S", 0.05)

@@ -135,7 +135,7 @@ def test_too_little_room_is_named() -> None:
     weft.build(replace(problem, staging_bytes=least), "copy_engine", 1)
 
 
-def test_the_planner_prefers_the_vendor_for_small_ones_and_says_what_it_takes() -> None:
+def test_the_planner_prefers_nccl_for_small_ones_and_says_what_it_takes() -> None:
     h200 = machine.load("h200x8")
     small = plan(CollectiveProblem(op="all_gather", m=1 << 16, world_size=8, dtype="uint8"), h200)
     assert small.chosen.schedule == "sequential"

@@ -1,4 +1,4 @@
-"""Collectives beside a user's computation as schedules: names, lanes, the proof, predictions, and which are worth measuring."""
+"""Schedules of collectives concurrent with a computation: names, lanes, the proof, predictions, and which to measure."""
 
 from __future__ import annotations
 
@@ -38,45 +38,48 @@ def test_specs_are_read_as_they_print() -> None:
     found = candidates(GEMMS)
     assert len(found) > 12
     assert [str(parse(spec)) for spec in found] == list(found)
-    assert (str(SEQUENTIAL), str(PLAIN)) == ("sequential", "vendor")
-    assert parse("vendor+ctas=16+late") == Method(late=True, ctas=16)
+    assert (str(SEQUENTIAL), str(PLAIN)) == ("sequential", "nccl")
+    assert parse("nccl+ctas=16+late") == Method(late=True, ctas=16)
 
 
-@pytest.mark.parametrize(
-    "spec", ["", "streams", "vendor+late+late", "vendor+ctas", "vendor+ctas=", "vendor+ctas=-1", "vendor+late=1"]
-)
+@pytest.mark.parametrize("spec", ["", "streams", "nccl+late+late", "nccl+ctas", "nccl+ctas=", "nccl+ctas=-1", "nccl+late=1"])
 def test_mistakes_get_the_grammar(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"^way is '.*'; use auto, sequential, or vendor or copy_engine with any of \+late"):
+    with pytest.raises(ValueError, match=r"^method is '.*'; use auto, sequential, or nccl or copy_engine with any of \+late"):
         weft.build(GEMMS, spec)
 
 
-def test_sequential_has_nothing_beside_it() -> None:
-    with pytest.raises(ValueError, match="sequential has no left=8: nothing runs beside it"):
+def test_sequential_takes_no_options() -> None:
+    with pytest.raises(ValueError, match="sequential has no left=8: nothing runs concurrently"):
         parse("sequential+left=8")
     with pytest.raises(ValueError, match="ctas is -1; it must be 0"):
         Method(ctas=-1)
-    for spec in ("sequential+pull", "vendor+pull"):
+    for spec in ("sequential+pull", "nccl+pull"):
         with pytest.raises(ValueError, match="has pull; only copy_engine pulls"):
             parse(spec)
 
 
 def test_only_what_the_device_has_is_a_candidate() -> None:
-    assert candidates(GEMMS, Abilities()) == ("sequential", "vendor", "vendor+late")
+    assert candidates(GEMMS, Abilities()) == ("sequential", "nccl", "nccl+late")
     everything = Abilities(priority=True, ctas=True, left=True, copy_engine=True, pull=True, residents=(2, 1))
     for able in (Abilities(), Abilities(priority=True, residents=(1,)), Abilities(ctas=True), Abilities(left=True), everything):
         assert all(able.allow(parse(spec)) for spec in candidates(GEMMS, able))
-    for spec in ("vendor+priority", "vendor+ctas=8", "vendor+left=8", "copy_engine", "vendor+resident=1"):
+    for spec in ("nccl+priority", "nccl+ctas=8", "nccl+left=8", "copy_engine", "nccl+resident=1"):
         assert not Abilities().allow(parse(spec))
     assert Abilities(copy_engine=True).allow(parse("copy_engine+ctas=8"))
     assert not Abilities(copy_engine=True).allow(parse("copy_engine+pull"))
     assert Abilities(copy_engine=True, pull=True).allow(parse("copy_engine+pull"))
 
 
-@pytest.mark.parametrize("spec", ["vendor+ahead=2", "vendor+keep+ctas=4", "copy_engine+late+resident=1", "vendor+left=3"])
+@pytest.mark.parametrize("spec", ["nccl+ahead=2", "nccl+unsharded+ctas=4", "copy_engine+late+resident=1", "nccl+left=3"])
 def test_what_is_asked_of_the_computation_is_in_the_schedule(spec: str) -> None:
     found = program_of(weft.build(problem("reduce_scatter"), spec), 1).computation
     asked = parse(spec)
-    assert (found.left, found.resident, found.ahead, found.keep) == (asked.left, asked.resident, asked.ahead, asked.keep)
+    assert (found.left, found.resident, found.ahead, found.unsharded) == (
+        asked.left,
+        asked.resident,
+        asked.ahead,
+        asked.unsharded,
+    )
 
 
 def test_lanes_are_in_the_order_in_which_they_are_enqueued() -> None:
@@ -84,17 +87,17 @@ def test_lanes_are_in_the_order_in_which_they_are_enqueued() -> None:
         return [lane.name for lane in weft.build(problem("all_reduce"), spec).ranks[0]]
 
     assert names("sequential") == ["compute"]
-    assert names("vendor") == ["network", "compute"]
-    assert names("vendor+late") == ["compute", "network"]
+    assert names("nccl") == ["network", "compute"]
+    assert names("nccl+late") == ["compute", "network"]
     assert names("copy_engine")[-1] == names("copy_engine+late")[0] == "compute"
-    heads = weft.timeline(weft.build(problem("all_reduce"), "vendor+priority+ctas=16")).splitlines()[2]
+    heads = weft.timeline(weft.build(problem("all_reduce"), "nccl+priority+ctas=16")).splitlines()[2]
     assert heads.split("    ")[0] == "rank 0, network, priority, ctas=16"
 
 
-def test_what_cannot_be_described_is_called_by_the_vendor_alone() -> None:
+def test_what_cannot_be_described_is_called_by_nccl_alone() -> None:
     whole = ConcurrentProblem(collectives=(collective(), OpaqueCollective(name="send_receive")), world_size=4)
     assert not any(spec.startswith("copy_engine") for spec in candidates(whole))
-    schedule = weft.build(whole, "vendor")
+    schedule = weft.build(whole, "nccl")
     weft.check(schedule)
     assert [type(step) for step in schedule.ranks[0][0].steps] == [Collective, UserCall]
     with pytest.raises(ValueError, match="copy engines do not run send_receive"):
@@ -111,19 +114,19 @@ def changed(schedule: Schedule, lane: str, steps: tuple[Step, ...]) -> Schedule:
 
 def test_what_is_wrong_is_refused() -> None:
     whole = problem("all_reduce", "all_gather")
-    vendor, moved = weft.build(whole, "vendor"), weft.build(whole, "copy_engine")
-    call = vendor.ranks[1][1].steps
-    first, second = vendor.ranks[1][0].steps
+    by_nccl, moved = weft.build(whole, "nccl"), weft.build(whole, "copy_engine")
+    call = by_nccl.ranks[1][1].steps
+    first, second = by_nccl.ranks[1][0].steps
     copies = next(lane.steps for lane in moved.ranks[1] if lane.name == "copy")
     signal = next(i for i, step in enumerate(copies) if isinstance(step, Signal))
     half = Region("out.1", 1, (0, 8), (0, 1))
     wrong = [
-        (changed(vendor, "compute", ()), "calls the computation on no lane; it needs one"),
-        (changed(vendor, "compute", call * 2), "calls the computation on compute of kind compute, compute"),
-        (changed(vendor, "compute", (UserCall("x", 0), *call)), r"calls collectives \[0\]; those that are not described"),
-        (changed(vendor, "network", (second, first)), "of collective 0, behind a step of 1"),
-        (changed(vendor, "network", (first,)), "collective 1: "),
-        (changed(vendor, "network", (first, replace(second, dst=half))), "collective 1: .* has shape"),
+        (changed(by_nccl, "compute", ()), "calls the computation on no lane; it needs one"),
+        (changed(by_nccl, "compute", call * 2), "calls the computation on compute of kind compute, compute"),
+        (changed(by_nccl, "compute", (UserCall("x", 0), *call)), r"calls collectives \[0\]; those that are not described"),
+        (changed(by_nccl, "network", (second, first)), "of collective 0, behind a step of 1"),
+        (changed(by_nccl, "network", (first,)), "collective 1: "),
+        (changed(by_nccl, "network", (first, replace(second, dst=half))), "collective 1: .* has shape"),
         (changed(moved, "copy", copies[:signal] + copies[signal + 1 :]), "collective 0: .*nothing advances"),
         (changed(moved, "copy", copies[1:]), "collective 0: "),
     ]
@@ -168,22 +171,22 @@ def test_predictions_lie_between_ideal_and_sequential() -> None:
         assert whole.communication_us is not None
         sequential_us = whole.compute_us + whole.communication_us
         assert predicted_us(whole, "sequential") == pytest.approx(sequential_us)
-        for spec in ("vendor", "vendor+late", "vendor+priority"):
+        for spec in ("nccl", "nccl+late", "nccl+priority"):
             fixed_us = 2 * (H200.fork_us or 0.0)
             assert max(whole.compute_us, whole.communication_us) <= predicted_us(whole, spec) <= sequential_us + fixed_us
 
 
 def test_what_holds_fewer_sms_is_predicted_nearer_to_the_ideal() -> None:
-    us = {spec: predicted_us(GEMMS, spec) for spec in ("vendor", "vendor+late", "vendor+priority", "vendor+priority+ctas=16")}
-    assert us["vendor+late"] > us["vendor"] > us["vendor+priority"] > us["vendor+priority+ctas=16"]
-    # All GEMMs have fewer SMs, also those beside which nothing runs any more.
+    us = {spec: predicted_us(GEMMS, spec) for spec in ("nccl", "nccl+late", "nccl+priority", "nccl+priority+ctas=16")}
+    assert us["nccl+late"] > us["nccl"] > us["nccl+priority"] > us["nccl+priority+ctas=16"]
+    # All GEMMs have fewer SMs, also those that run alone.
     short = problem("all_gather", compute_us=4000.0, communication_us=100.0)
-    assert predicted_us(short, "vendor+left=24") > predicted_us(short, "vendor")
+    assert predicted_us(short, "nccl+left=24") > predicted_us(short, "nccl")
 
 
 def test_a_machine_that_does_not_say_treats_all_streams_alike() -> None:
     bare = replace(H200, contention={}, sources={k: v for k, v in H200.sources.items() if not k.startswith("contention")})
-    us = {spec: total_us(weft.simulate(weft.build(GEMMS, spec), bare)) for spec in ("vendor", "vendor+late", "vendor+priority")}
+    us = {spec: total_us(weft.simulate(weft.build(GEMMS, spec), bare)) for spec in ("nccl", "nccl+late", "nccl+priority")}
     assert len(set(us.values())) == 1
 
 
@@ -191,14 +194,14 @@ def test_the_shortlist_begins_with_what_wins_ties() -> None:
     whole = replace(GEMMS, collectives=(collective(m=1 << 20, world_size=2),))
     plan = weft.plan(whole, H200)
     found = shortlist(plan)
-    assert found[:2] == ("sequential", "vendor")
+    assert found[:2] == ("sequential", "nccl")
     assert len(found) == len(set(found)) <= AT_MOST
     assert any(spec.startswith("copy_engine") for spec in found)
     assert any("left" in spec for spec in found)
     kinds = [family(spec) for spec in found[2:5]]
     assert len(set(kinds)) == 3
     few = weft.plan(whole, H200, schedules=[build(whole, spec) for spec in candidates(whole, Abilities())])
-    assert shortlist(few) == ("sequential", "vendor", "vendor+late")
+    assert shortlist(few) == ("sequential", "nccl", "nccl+late")
 
 
 @pytest.mark.parametrize(("compute_us", "communication_us"), [(0.0, 100.0), (100.0, 0.0)])
@@ -212,25 +215,25 @@ def with_lanes(schedule: Schedule, rank: int, *lanes: Lane) -> Schedule:
 
 
 def test_each_rank_runs_its_own_lanes() -> None:
-    schedule = weft.build(problem("all_reduce"), "vendor")
+    schedule = weft.build(problem("all_reduce"), "nccl")
     network, compute = schedule.ranks[1]
     (call,) = compute.steps
     assert isinstance(call, UserCall)
     one = replace(compute, steps=(*network.steps, call))
     for lanes, expected in (
-        ((compute, network), Program(name="vendor", computation=call, beside=SideStream((CollectivePart(0),), False, True))),
+        ((compute, network), Program(name="nccl", computation=call, side_stream=SideStream((CollectivePart(0),), False, True))),
         (
             (replace(network, priority=True), compute),
-            Program(name="vendor", computation=call, beside=SideStream((CollectivePart(0),), True, False)),
+            Program(name="nccl", computation=call, side_stream=SideStream((CollectivePart(0),), True, False)),
         ),
-        ((one,), Program(name="vendor", computation=call, before=(CollectivePart(0),))),
+        ((one,), Program(name="nccl", computation=call, before=(CollectivePart(0),))),
         (
             (replace(compute, steps=(call, *network.steps)),),
-            Program(name="vendor", computation=call, after=(CollectivePart(0),)),
+            Program(name="nccl", computation=call, after=(CollectivePart(0),)),
         ),
         (
             (network, replace(compute, steps=(replace(call, left=8),))),
-            Program(name="vendor", computation=replace(call, left=8), beside=SideStream((CollectivePart(0),), False, False)),
+            Program(name="nccl", computation=replace(call, left=8), side_stream=SideStream((CollectivePart(0),), False, False)),
         ),
     ):
         other = with_lanes(schedule, 1, *lanes)
@@ -241,8 +244,8 @@ def test_each_rank_runs_its_own_lanes() -> None:
 
 def test_ranks_do_not_differ_where_collectives_have_to_match() -> None:
     whole = problem("all_reduce", "all_reduce")
-    vendor, moved = weft.build(whole, "vendor+ctas=8"), weft.build(whole, "copy_engine+ctas=8")
-    network, compute = vendor.ranks[1]
+    by_nccl, moved = weft.build(whole, "nccl+ctas=8"), weft.build(whole, "copy_engine+ctas=8")
+    network, compute = by_nccl.ranks[1]
     (call,) = compute.steps
     blocks = next(at for at, lane in enumerate(moved.ranks[1]) if lane.kind == "blocks")
 
@@ -254,17 +257,17 @@ def test_ranks_do_not_differ_where_collectives_have_to_match() -> None:
     first, second = network.steps
     for wrong, match in (
         (
-            with_lanes(vendor, 1, replace(network, ctas=4), compute),
+            with_lanes(by_nccl, 1, replace(network, ctas=4), compute),
             "ctas is 4 on rank 1, lane network, and 8 on rank 0, lane net",
         ),
         (changed_blocks(ctas=4), "ctas is 4 on rank 1, lane .*, and 8 on rank 0"),
         (changed_blocks(priority=True), "rank 1 has lanes .*give all the same priority"),
         (with_lanes(moved, 1, network, compute), "collective 0: "),
         (
-            with_lanes(vendor, 1, replace(network, steps=(first,)), replace(compute, steps=(call, second))),
+            with_lanes(by_nccl, 1, replace(network, steps=(first,)), replace(compute, steps=(call, second))),
             "rank 1 has NCCL's collectives on lanes compute, network; use one lane",
         ),
-        (with_lanes(vendor, 1, replace(network, kind="copy"), compute), r"rank 1.*lane.* network"),
+        (with_lanes(by_nccl, 1, replace(network, kind="copy"), compute), r"rank 1.*lane.* network"),
         (with_lanes(moved, 1, *moved.ranks[1][:-1], replace(network, steps=(first,)), compute), "use NCCL for all"),
     ):
         with pytest.raises(ScheduleError, match=match):
@@ -281,10 +284,10 @@ def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> No
     """Of each collective the schedule that weft.schedules.collectives makes; and whatever else is in a rank's lanes."""
     whole = problem("all_gather", "all_reduce")
     schedule = build(whole, spec, fan_out=fan_out)
-    beside = program_of(schedule, 2).beside
-    assert beside is not None
-    assert [part.number for part in beside.parts] == [0, 1]
-    for part in beside.parts:
+    side_stream = program_of(schedule, 2).side_stream
+    assert side_stream is not None
+    assert [part.number for part in side_stream.parts] == [0, 1]
+    for part in side_stream.parts:
         one = whole.collectives[part.number]
         assert isinstance(one, CollectiveProblem)
         made = collectives.PULLED if "pull" in spec else collectives.PUSHED
@@ -295,9 +298,9 @@ def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> No
     lane, *others = schedule.ranks[1] if "late" not in spec else schedule.ranks[1][::-1]
     more = replace(lane, steps=(*lane.steps, Signal(Flag("never.1", 1))))
     lanes = (more, *others) if "late" not in spec else (*others[::-1], more)
-    found = program_of(with_lanes(schedule, 1, *lanes), 0).beside
+    found = program_of(with_lanes(schedule, 1, *lanes), 0).side_stream
     assert found is not None
-    assert found.parts[0] == beside.parts[0]
+    assert found.parts[0] == side_stream.parts[0]
     assert Signal(Flag("never", 1)) in [step for lane in found.parts[1].steps.ranks[1] for step in lane.steps]  # type: ignore[union-attr]
 
 

@@ -12,7 +12,7 @@ from families import of_one_node
 from weft.core.problem import OPS, Op, Problem
 from weft.core.schedule import Gemm, Lane, Schedule, Signal, Wait
 from weft.schedules import FAMILIES, build, candidates, parse, programs, simplicity, spec, synonym
-from weft.schedules.alike import alike
+from weft.schedules.same_program import is_same_program
 
 PAIRS = {
     "all_gather_matmul": {
@@ -47,16 +47,18 @@ def built(op: Op, text: str, world_size: int = 2) -> Schedule:
 def test_with_one_peer_some_families_are_one_program(op: Op) -> None:
     texts = dict.fromkeys(spec(name, chunks if FAMILIES[name].chunked else 1) for name in of_one_node(op) for chunks in (1, 2))
     schedules = {text: built(op, text) for text in texts}
-    found = {(one, other) for one, other in combinations(schedules, 2) if alike(schedules[one], schedules[other])}
+    found = {(one, other) for one, other in combinations(schedules, 2) if is_same_program(schedules[one], schedules[other])}
     assert found == PAIRS[op]
-    assert all(alike(schedules[other], schedules[one]) for one, other in found)
+    assert all(is_same_program(schedules[other], schedules[one]) for one, other in found)
 
 
 def test_with_more_peers_only_whole_shards_are() -> None:
     three = {text: built("all_gather_matmul", text, 3) for text in ("hetero_fused_1d:2", "hetero_unfused_1d:2")}
-    assert not alike(*three.values())
-    assert alike(built("all_gather_matmul", "shard_p2p", 3), built("all_gather_matmul", "hetero_unfused_1d:1", 3))
-    assert not alike(built("all_gather_matmul", "flag_gated:1", 3), built("all_gather_matmul", "track_and_trigger:1", 3))
+    assert not is_same_program(*three.values())
+    assert is_same_program(built("all_gather_matmul", "shard_p2p", 3), built("all_gather_matmul", "hetero_unfused_1d:1", 3))
+    assert not is_same_program(
+        built("all_gather_matmul", "flag_gated:1", 3), built("all_gather_matmul", "track_and_trigger:1", 3)
+    )
 
 
 def changed(schedule: Schedule, rank: int, lane: str, position: int, step: object) -> Schedule:
@@ -86,13 +88,15 @@ def test_flags_and_places_are_renamed_one_for_one() -> None:
     whole = built("all_gather_matmul", "hetero_unfused_1d:2")
     waits = [(at, step) for rank, lane, at, step in whole if (rank, lane.name) == (0, "compute") and isinstance(step, Wait)]
     (_, first), (at, _) = waits
-    assert not alike(whole, changed(whole, 0, "compute", at, first)), "the second chunk is not waited for"
+    assert not is_same_program(whole, changed(whole, 0, "compute", at, first)), "the second chunk is not waited for"
     (_, last) = waits[-1]
-    assert not alike(whole, dataclasses.replace(whole, ranks=moved(whole.ranks, last.flag, first.flag))), "two flags are one"
+    assert not is_same_program(whole, dataclasses.replace(whole, ranks=moved(whole.ranks, last.flag, first.flag))), (
+        "two flags are one"
+    )
     signals = [at for rank, lane, at, step in whole if (rank, lane.name) == (0, "copy") and isinstance(step, Signal)]
     swapped = changed(whole, 0, "copy", signals[0], whole.ranks[0][1].steps[signals[1]])
     swapped = changed(swapped, 0, "copy", signals[1], whole.ranks[0][1].steps[signals[0]])
-    assert not alike(whole, swapped), "the second chunk's flag is raised by the first copy"
+    assert not is_same_program(whole, swapped), "the second chunk's flag is raised by the first copy"
 
 
 def test_rows_that_no_longer_lie_together_are_another_program() -> None:
@@ -103,14 +107,14 @@ def test_rows_that_no_longer_lie_together_are_another_program() -> None:
         here = gemms[-1].parts[-1].a
         there = dataclasses.replace(here, rows=(here.rows[0] + 1000, here.rows[1] + 1000))
         assert here.buffer == "a_full"
-        assert alike(whole, dataclasses.replace(whole, ranks=moved(whole.ranks, here, there))) is alone
+        assert is_same_program(whole, dataclasses.replace(whole, ranks=moved(whole.ranks, here, there))) is alone
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_candidates_are_programs_once_each_by_their_simplest_names(op: Op, world_size: int) -> None:
     found = candidates(problem(op, world_size))
-    assert not [(str(a), str(b)) for a, b in combinations(found, 2) if alike(a, b)]
+    assert not [(str(a), str(b)) for a, b in combinations(found, 2) if is_same_program(a, b)]
     kept = [spec(schedule.name, schedule.chunks) for schedule in found]
     for name in of_one_node(op):
         text = spec(name, 1)

@@ -90,7 +90,7 @@ def test_messages_without_elements_are_left_out(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", COLLECTIVE_OPS)
-def test_collectives_alone_are_the_vendors(op: Op) -> None:
+def test_collectives_alone_are_by_nccl(op: Op) -> None:
     problem = CollectiveProblem(op=op, m=1 << 20, world_size=4, nodes=(3, 1))
     assert str(problem) == f"{op} M=1048576 bfloat16 world_size=4 on nodes of 3, 1"
     assert codec.loads(CollectiveProblem, codec.dumps(problem)) == problem

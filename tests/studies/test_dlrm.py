@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from weft.core.machine import load as load_machine
 from weft.studies.dlrm import kernels
 from weft.studies.dlrm.fabrics import fabric, torus_dims
-from weft.studies.dlrm.iteration import WAYS, IterationRun, Way, buckets, operator_ns, run
+from weft.studies.dlrm.iteration import METHODS, IterationRun, Method, buckets, operator_ns, run
 from weft.studies.dlrm.network import NodeNetwork
 from weft.studies.dlrm.system import DlrmSystem, Topology, load
 from weft.studies.fabric import FatTree, SymmetricFabric, Torus
@@ -63,7 +63,7 @@ def test_an_exchange_of_one_node_is_that_of_all(on: SymmetricFabric) -> None:
 
 
 @pytest.mark.parametrize(
-    ("topology", "nodes", "way"),
+    ("topology", "nodes", "method"),
     [
         ("torus_2d", 8, "unfused"),
         ("torus_2d", 8, "fused"),
@@ -71,14 +71,14 @@ def test_an_exchange_of_one_node_is_that_of_all(on: SymmetricFabric) -> None:
         ("fat_tree", 8, "fused"),
     ],
 )
-def test_iterations_of_one_node_are_those_of_all(topology: Topology, nodes: int, way: Way) -> None:
+def test_iterations_of_one_node_are_those_of_all(topology: Topology, nodes: int, method: Method) -> None:
     """Every event of every node at the same nanosecond, every link of a kind with the same bytes. What is sent is received."""
     system = with_slices(load(), 2)
     if topology == "fat_tree":
         system = changed(changed(system, "tree.leaf", 4), "tree.taper", 2.0)
     on = fabric(system, topology, nodes)
-    one = run(system, on, way, 2)
-    every, everybody = run_all(system, on, way, 2)
+    one = run(system, on, method, 2)
+    every, everybody = run_all(system, on, method, 2)
     assert all((node.log, node.spans, node.ns) == (one.log, one.spans, one.ns) for node in every)
     for link, usage in everybody.links.usage.items():
         assert usage.bytes == pytest.approx(one.usage[on.kind(link)].bytes, rel=1e-9)
@@ -141,12 +141,12 @@ def test_all_reduce_is_hierarchical(on: SymmetricFabric) -> None:
     links = Symmetric(simpy.Environment(), on)
     network = NodeNetwork(links.env, links, on.axes, on.world_size - 1, system)
     links.env.run(until=network.all_reduce("sum", 64_000))
-    expected, size = system.vendor.fixed_ns, 64_000.0
+    expected, size = system.collectives.fixed_ns, 64_000.0
     for axis, length in enumerate(on.axes):
         size /= length
         hops = 1 if isinstance(on, Torus) else 2 if axis == 0 else 4
         # A trunk carries the step of all ranks of a leaf at once, at the rate of their ports.
-        expected += 2 * (length - 1) * math.ceil(size / system.vendor.share / 2.0 + hops * LATENCY + system.message_ns)
+        expected += 2 * (length - 1) * math.ceil(size / system.collectives.share / 2.0 + hops * LATENCY + system.message_ns)
     assert links.env.now == expected
 
 
@@ -190,16 +190,16 @@ def test_buckets_hold_all_layers() -> None:
     for layers in (1, 14, 29):
         found = buckets(system, layers)
         assert sum(found) == layers
-        assert all(count * each >= system.vendor.bucket_bytes for count in found[:-1])
+        assert all(count * each >= system.collectives.bucket_bytes for count in found[:-1])
 
 
 # Stories
 
 
-def story(way: Way) -> tuple[str, ...]:
+def story(method: Method) -> tuple[str, ...]:
     """Of 4 nodes on a 2 x 2 torus, until the table is updated."""
     system = tiny()
-    log = run(system, fabric(system, "torus_2d", 4), way, 2).log
+    log = run(system, fabric(system, "torus_2d", 4), method, 2).log
     return log[: next(number for number, line in enumerate(log) if line.endswith(" update")) + 1]
 
 
@@ -266,30 +266,30 @@ def test_an_all_reduce_begins_no_step_during_an_exchange() -> None:
     nodes=st.sampled_from([8, 16, 36, 48, 128]),
     gbps=st.floats(0.01, 10.0),
     slices=st.integers(1, 5),
-    way=st.sampled_from(WAYS),
+    method=st.sampled_from(METHODS),
 )
-def test_bytes_are_conserved(topology: Topology, nodes: int, gbps: float, slices: int, way: Way) -> None:
+def test_bytes_are_conserved(topology: Topology, nodes: int, gbps: float, slices: int, method: Method) -> None:
     """All that leaves nodes arrives; no link is above its rate; a lane does one thing at a time, and the GPU's are the
     iteration."""
     system = changed(changed(changed(tiny(), "link.gbps", gbps), "fused.slices", slices), "tree.leaf", 4)
     on = fabric(system, topology, nodes)
-    done = run(system, on, way, 2)
+    done = run(system, on, method, 2)
     for kind, usage in done.usage.items():
         assert usage.peak_gbps <= on.rate(kind) * (1 + 1e-9)
     crossed = sum(usage.bytes * on.alike(kind) for kind, usage in done.usage.items())
-    assert crossed == pytest.approx(expected_crossings(system, on, way))
+    assert crossed == pytest.approx(expected_crossings(system, on, method))
     assert sum(span.duration_us for span in done.spans if span.lane == "compute") == pytest.approx(done.ns / 1e3, rel=1e-6)
     for lane in ("compute", "all-to-all", "all-reduce"):
         found = sorted((span for span in done.spans if span.lane == lane), key=lambda span: span.start_us)
         assert all(before.end_us <= after.start_us + 1e-3 for before, after in pairwise(found))
 
 
-def expected_crossings(system: DlrmSystem, on: SymmetricFabric, way: Way) -> float:
+def expected_crossings(system: DlrmSystem, on: SymmetricFabric, method: Method) -> float:
     """Bytes times links that they cross, of two iterations of all nodes."""
-    nodes, share = on.world_size, system.vendor.share
+    nodes, share = on.world_size, system.collectives.share
     message = kernels.bags(system, nodes).message(system.itemsize)
     hops = sum(len(on.path(0, peer)) for peer in range(1, nodes))
-    exchanges = hops * message * (1 / share + (1 if way == "fused" else 1 / share))
+    exchanges = hops * message * (1 / share + (1 if method == "fused" else 1 / share))
     reduces = 0.0
     for layers in (*buckets(system, system.model.top_layers), *buckets(system, system.model.bottom_layers)):
         size = layers * kernels.layer_bytes(system)
@@ -299,17 +299,17 @@ def expected_crossings(system: DlrmSystem, on: SymmetricFabric, way: Way) -> flo
     return 2 * nodes * (exchanges + reduces)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("topology", ["torus_2d", "fat_tree"])
-def test_faster_links_are_never_slower(topology: Topology, way: Way) -> None:
-    times = [times_at(gbps, topology, way).ns for gbps in (6.0, 12.5, 25.0, 50.0, 1e4)]
+def test_faster_links_are_never_slower(topology: Topology, method: Method) -> None:
+    times = [times_at(gbps, topology, method).ns for gbps in (6.0, 12.5, 25.0, 50.0, 1e4)]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
 
 
-def times_at(gbps: float, topology: Topology, way: Way) -> IterationRun:
+def times_at(gbps: float, topology: Topology, method: Method) -> IterationRun:
     system = changed(load(), "link.gbps", gbps)
-    return run(system, fabric(system, topology, 64), way)
+    return run(system, fabric(system, topology, 64), method)
 
 
 def test_thinner_slices_converge() -> None:

@@ -40,7 +40,7 @@ def test_published_figures_are_missed_with_one_network_for_both(study: DlrmStudy
     found = figures(study)
     assert len(found) == 3
     assert all(figure.ours < figure.low for figure in found)
-    slow = changed(load(), "vendor.share", 0.6)
+    slow = changed(load(), "collectives.share", 0.6)
     assert all(figure.ours > before.ours for figure, before in zip(STUDY.sample(slow), found, strict=True))
 
 
@@ -104,7 +104,7 @@ def test_report_redraws_the_figure(study: DlrmStudy) -> None:
     fused = sum(trace["y"][1] for trace in charts["iteration"]["data"])
     assert fused == pytest.approx(100 * (1 - study.saved), abs=0.01)
     assert len(charts["iteration"]["data"]) == len(PARTS)
-    assert "vendor.share" in text
+    assert "collectives.share" in text
 
 
 def test_scaled_tiles_keep_their_shape() -> None:

@@ -193,7 +193,7 @@ def test_sweeps_are_in_the_record_and_on_the_page() -> None:
     assert (data["joint"]["draws"], len(data["joint"]["spreads"]), data["headline"]) == (3, 3, CHANGED)
     assert {"figures", "labels", "sensitivity", "joint", "system"} <= {table.name for table in tables(done)}
     page = study_page(done)
-    assert all(text in page for text in ("&lt;no&gt;", "95th percentile", CHANGED, "vendor.share"))
+    assert all(text in page for text in ("&lt;no&gt;", "95th percentile", CHANGED, "collectives.share"))
     assert all(figure.because in page for figure in done.figures)
 
 

@@ -19,7 +19,7 @@ from conftest import Weft
         ("dlrm", ["nodes=[8, 4]", "topologies=torus_3d"], "nodes is 4"),
         ("dlrm", ["nodes=20", "topologies=fat_tree"], "nodes is 20"),
         ("dlrm", ["batch=1.5"], "batch is 1.5"),
-        ("dlrm", ["vendor.share=2"], "vendor.share is 2.0"),
+        ("dlrm", ["collectives.share=2"], "collectives.share is 2.0"),
         ("dlrm", ["fused.slices=100000000"], "fused.slices is 100000000"),
         ("dlrm", ["nodes=65536"], "nodes is 65536"),
         ("ficco", ["links.gbps"], "--set links.gbps"),

@@ -53,13 +53,13 @@ def _check_calls(rank: int, lanes: tuple[Lane, ...], problem: ConcurrentProblem)
 def _check_lanes(rank: int, lanes: tuple[Lane, ...]) -> None:
     """Collectives run one after the other: NCCL's on one lane, of kind compute or network, which has nothing else; or the steps
     of all on other lanes, which are enqueued together."""
-    vendors = [lane for lane in lanes if any(map(_is_vendors, lane.steps))]
+    by_nccl = [lane for lane in lanes if any(map(_is_nccl, lane.steps))]
     moving = [lane for lane in lanes if lane.steps and lane.kind not in ("compute", "network")]
-    if len(vendors) > 1:
-        raise ScheduleError(f"rank {rank} has NCCL's collectives on lanes {_names(vendors)}; use one lane")
-    if vendors and moving:
+    if len(by_nccl) > 1:
+        raise ScheduleError(f"rank {rank} has NCCL's collectives on lanes {_names(by_nccl)}; use one lane")
+    if by_nccl and moving:
         raise ScheduleError(
-            f"rank {rank} has NCCL's collectives on lane {_names(vendors)}, and other steps on {_names(moving)}; use NCCL "
+            f"rank {rank} has NCCL's collectives on lane {_names(by_nccl)}, and other steps on {_names(moving)}; use NCCL "
             "for all collectives or for none, so that they run one after the other"
         )
     for lane in lanes:
@@ -83,17 +83,17 @@ def _check_blocks(schedule: Schedule) -> None:
     found: dict[bool, tuple[int, str]] = {}
     for rank, lanes in enumerate(schedule.ranks):
         for lane in lanes:
-            vendors = any(map(_is_vendors, lane.steps))
-            if not vendors and (lane.kind != "blocks" or not lane.steps):
+            by_nccl = any(map(_is_nccl, lane.steps))
+            if not by_nccl and (lane.kind != "blocks" or not lane.steps):
                 continue
-            first, where = found.setdefault(vendors, (lane.ctas, f"rank {rank}, lane {lane.name}"))
+            first, where = found.setdefault(by_nccl, (lane.ctas, f"rank {rank}, lane {lane.name}"))
             if lane.ctas != first:
                 raise ScheduleError(
                     f"ctas is {lane.ctas} on rank {rank}, lane {lane.name}, and {first} on {where}; use one number"
                 )
 
 
-def _is_vendors(step: Step) -> bool:
+def _is_nccl(step: Step) -> bool:
     return isinstance(step, Collective) or bool(collective_numbers(step))
 
 

@@ -114,9 +114,9 @@ class Effects:
     def _read(self, accesses: tuple[Access, ...], node: int, ancestors: int) -> list[Cells]:
         return [self.memories[m].read(rect, node, ancestors) for m, rect in accesses]
 
-    def _write(self, action: Action, cells: Cells | None, node: int, ancestors: int, *, vendor: bool = False) -> None:
-        """cells: what is written; None in calls after the first. The result may lie where an input lies. vendor: by a
-        collective. What is copied to itself stays: executors leave such copies out, but not vendors."""
+    def _write(self, action: Action, cells: Cells | None, node: int, ancestors: int, *, by_collective: bool = False) -> None:
+        """cells: what is written; None in calls after the first. The result may lie where an input lies. by_collective: by a
+        collective. What is copied to itself stays: executors leave such copies out, but NCCL does not."""
         assert action.write is not None
         number, rect = action.write
         memory = self.memories[number]
@@ -128,8 +128,8 @@ class Effects:
             memory.write(part, content, node, ancestors)
         given = self.given.get(number)
         place = given and given.place(rect)
-        if given and place and (vendor or action.do is not Do.COPY or action.reads != ((given.number, place),)):
-            given.overwrite(place, node, ancestors, vendor=vendor)
+        if given and place and (by_collective or action.do is not Do.COPY or action.reads != ((given.number, place),)):
+            given.overwrite(place, node, ancestors, by_collective=by_collective)
 
     def collect(self, actions: list[Action], ats: list[At], ancestors: list[int]) -> list[int]:
         """A collective, once all ranks have started it: by rank, the action and what that rank had behind it."""
@@ -139,7 +139,7 @@ class Effects:
         for rank, (action, node) in enumerate(zip(actions, nodes, strict=True)):
             if action.write is not None:
                 cells = None if ats[rank][4] else self._collected(actions, found, rank, action.write[1])
-                self._write(action, cells, node, ancestors[rank], vendor=True)
+                self._write(action, cells, node, ancestors[rank], by_collective=True)
         return [1 << node for node in nodes]
 
     def post(self, action: Action, at: At, ancestors: int) -> tuple[Cells, int]:

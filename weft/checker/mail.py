@@ -1,7 +1,7 @@
 """Messages between ranks, while the check walks the schedule: which have begun at both ends, and what they bring.
 
 The n-th message that a rank sends to another is the n-th that the other receives from it, calls of both counted through. A step
-with messages ends once the other end of each has begun: a vendor may keep a sender waiting until then. It need not, so a sender
+with messages ends once the other end of each has begun: NCCL may keep a sender waiting until then. It need not, so a sender
 has nothing of its receiver's behind it; a receiver has all that its sender had when it began, and the reading of what was sent.
 """
 

@@ -181,10 +181,10 @@ class Given:
         """Where a rectangle of the result lies here; None if nowhere."""
         return overlap((out[0] + self.alias, out[1] + self.alias, out[2], out[3]), self.whole)
 
-    def overwrite(self, rect: Rect, node: int, ancestors: int, *, vendor: bool) -> None:
-        """`rect` is written. vendor: by a collective, which may read and write one element in any order."""
+    def overwrite(self, rect: Rect, node: int, ancestors: int, *, by_collective: bool) -> None:
+        """`rect` is written. by_collective: by a collective, which may read and write one element in any order."""
         for reader, place in self._readers:
-            same = reader == node and (vendor or place == rect)
+            same = reader == node and (by_collective or place == rect)
             if not same and not ancestors >> reader & 1 and overlap(place, rect):
                 raise Conflict(self.number, rect, node, reader, wrote=False, given=True)
         self._overwritten.append((node, rect))

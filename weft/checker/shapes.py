@@ -216,7 +216,7 @@ def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     if step.divide_by != 1 and step.op not in ("reduce_scatter", "all_reduce"):
         return f"divide_by is {step.divide_by}; {step.op} divides nothing"
     if step.divide_by not in (1, problem.world_size):
-        return f"divide_by is {step.divide_by}; a vendor's collective sums (1), or averages ({problem.world_size})"
+        return f"divide_by is {step.divide_by}; an NCCL collective sums (1), or averages ({problem.world_size})"
     return ""
 
 
@@ -257,7 +257,7 @@ Message = tuple[tuple[int, int], bool]
 
 def check_messages(schedule: Schedule) -> None:
     """What a rank sends to another in a call is what that one receives from it, in order, on one lane each, and without a
-    vendor collective beside it: two communicators at once could wait for each other. Raises ScheduleError."""
+    NCCL collective beside it: two communicators at once could wait for each other. Raises ScheduleError."""
     sent: dict[tuple[int, int], list[Message]] = {}
     received: dict[tuple[int, int], list[Message]] = {}
     for rank, lanes in enumerate(schedule.ranks):
@@ -272,7 +272,7 @@ def check_messages(schedule: Schedule) -> None:
     for src, dst in sorted({*sent, *received}):
         _check_pair(src, dst, sent.get((src, dst), []), received.get((src, dst), []))
     if sent and any(steps_of(Collective, chain(*schedule.ranks))):
-        raise ScheduleError("the schedule has messages and a vendor's collective; two communicators at once could deadlock")
+        raise ScheduleError("the schedule has messages and an NCCL collective; two communicators at once could deadlock")
 
 
 def _message(schedule: Schedule, region: Region) -> Message:

@@ -27,7 +27,7 @@ class OpaqueCollective:
 @dataclass(frozen=True, kw_only=True)
 class ConcurrentProblem(Problem):
     """collectives: of the same ranks, in the order in which they run. compute_us, communication_us: what the computation takes
-    alone, and what the vendor's collectives take together alone, on the slowest rank; None where it was not measured. Then the
+    alone, and what NCCL's collectives take together alone, on the slowest rank; None where it was not measured. Then the
     collectives are predicted from the machine, and without compute_us there is no prediction.
 
     Raises ValueError for no collective, for one of another world_size or other nodes, and for times below zero.

@@ -71,17 +71,17 @@ class Gpu:
     float8_kernel, and as float8_promoted where it adds each 128 of K in float32. tiles: what its GEMMs may use.
 
     half_tile: time of a tile that is half as wide, over a whole one's; 0.5 at best, since its rows of a are loaded all the
-    same. cut_k: no part of K is shorter where the vendor's GEMM cuts K. gather_share: rate of gathering rows, over the memory's
+    same. cut_k: no part of K is shorter where cuBLAS's GEMM cuts K. gather_share: rate of gathering rows, over the memory's
     rate of a copy; above 1 where reading alone is faster than reading and writing. burst_bytes: what memory is read by.
     tile_us: a tile's prologue and epilogue. flag_efficiency: speed of a GEMM kernel that waits on flags, counts tiles or
-    stores to peers, relative to the vendor's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU.
+    stores to peers, relative to cuBLAS's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU.
     burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
     rate, since its power is bounded; None of both: at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
     may use, where they are others; stored_tiles: the same where hardware stores their results, since they neither count nor add
     nor go to peers. l2_gbps: what kernels read of the last-level cache, if known.
-    tile_step: its vendor's tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see
-    `vendor_tiles`. step_rate:
-    their rate over that of the listed ones around, 1 where it is None: a vendor does not always find the best one.
+    tile_step: its library's tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see
+    `library_tiles`. step_rate:
+    their rate over that of the listed ones around, 1 where it is None: a library does not always find the best one.
     """
 
     sms: int
@@ -120,7 +120,7 @@ class Gpu:
         return tuple((rows, tuple(wide)) for rows, wide in found.items())
 
     @cached_property
-    def vendor_tiles(self) -> tuple[Tile, ...]:
+    def library_tiles(self) -> tuple[Tile, ...]:
         """`tiles`, and where there is a tile_step those in between: one side 64, 128, 192 or 256, the other a multiple of the
         step from 64 to 256, no larger than 128 x 256. Their efficiency is nearly between those of the areas around."""
         if not self.tile_step:
@@ -135,7 +135,7 @@ class Gpu:
 
     def kernel_efficiency(self, rows: int, cols: int, *, stored: bool = False) -> float:
         """What weft's own GEMM kernel reaches of the peak with a tile of this shape: as `kernel_tiles`, or `stored_tiles`, list
-        it, else as the vendor's tiles of its area."""
+        it, else as the library's tiles of its area."""
         tiles = (self.stored_tiles if stored else ()) or self.kernel_tiles
         listed = (tile.efficiency for tile in tiles if (tile.rows, tile.cols) == (rows, cols))
         return next(listed, None) or _between(self._best_efficiency, rows * cols)
@@ -315,10 +315,10 @@ class Machine:
     name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
     a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from the signal to the going on
     of a copy lane that waited for it, None for nothing. fork_us: of a call on several lanes, to start those beside the compute
-    lane, and from a copy lane to come back, where that was measured. stages: whether vendors' matmuls and collectives are
-    called through torch, with what that does around them (weft.perf.staging). collectives: vendor's, by name; all_to_all may be
+    lane, and from a copy lane to come back, where that was measured. stages: whether library matmuls and collectives are
+    called through torch, with what that does around them (weft.perf.staging). collectives: NCCL's, by name; all_to_all may be
     missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
-    collective_sms: SMs that a vendor's collective holds by itself; None for as many as stores.sms.
+    collective_sms: SMs that an NCCL collective holds by itself; None for as many as stores.sms.
     contention: how many times as long the first takes beside the second ("gemm beside copy"), where that is known; the
     simulator uses that of gemm and copy, of copies at the full rate, and of a user's computation and collectives
     (weft.perf.concurrent). slow_lookups: whether lookups and the kernels that copy

@@ -43,8 +43,8 @@ from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, P
 T = TypeVar("T")
 LaneKind = Literal["compute", "copy", "blocks", "network"]
 """compute: kernels on all SMs; a rank has one such lane at most. copy: a copy engine. blocks: communication blocks on SMs of
-their own (SM stores). network: the vendor's sends and receives; beside a computation of the user's own
-(UserCall) the vendor's collectives, too."""
+their own (SM stores). network: NCCL's sends and receives; beside a computation of the user's own
+(UserCall) NCCL's collectives, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +279,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A vendor collective over all ranks. It ends on a rank after every rank has started it.
+    """An NCCL collective over all ranks. It ends on a rank after every rank has started it.
 
     all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
     all_to_all: dst[arrivals from s] = this rank's shard of the src of rank s.
@@ -386,9 +386,10 @@ class UserCall:
 
     On a compute lane it is the user's computation. On any lane, with `collective`, it is the communication of that number among
     the collectives of a ConcurrentProblem, whose tensors are not described (OpaqueCollective).
-    left: SMs that the vendor's GEMMs of the computation leave free. resident: blocks an SM that the kernels named by the user
+    left: SMs that cuBLAS GEMMs of the computation leave free. resident: blocks an SM that the kernels named by the user
     keep to; 0 for as many as fit. Of sharded parameters, which the computation gathers itself (fully_shard): ahead, how many
-    groups are gathered before the one that computes, 0 for as fully_shard does; keep, gathered once a step, for both passes.
+    groups are gathered before the one that computes, 0 for as fully_shard does; unsharded, whether they are gathered once a
+    step for both passes.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -397,11 +398,11 @@ class UserCall:
     left: int = 0
     resident: int = 0
     ahead: int = 0
-    keep: bool = False
+    unsharded: bool = False
 
     def __str__(self) -> str:
         numbers = [f"{name}={value}" for name in ("left", "resident", "ahead") if (value := getattr(self, name))]
-        return ", ".join([f"call {self.name}", *numbers, *["keep"] * self.keep])
+        return ", ".join([f"call {self.name}", *numbers, *["unsharded"] * self.unsharded])
 
 
 @dataclass(frozen=True, slots=True)

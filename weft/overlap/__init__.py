@@ -1,4 +1,4 @@
-"""Independent computation beside collectives: `concurrent`, copy-engine collectives, DDP and FSDP hooks, SM controls."""
+"""Collectives concurrent with independent computation: `concurrent`, copy-engine collectives, DDP and FSDP hooks, controls."""
 
 from __future__ import annotations
 

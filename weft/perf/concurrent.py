@@ -5,7 +5,7 @@
                             contention says how much longer it takes besides: their blocks come as its own end, and wait less
                             the earlier they are enqueued, and where their stream has priority
     beside copies           as matmuls do (weft.perf.contention)
-    a vendor's collective   takes what was measured, or the machine's figures say; on few blocks as much longer as stores from
+    an NCCL collective      takes what was measured, or the machine's figures say; on few blocks as much longer as stores from
                             so few SMs are slower
 
 Sums of what copy engines bring are those of `weft.perf.kernels`, on the blocks of their lane.
@@ -30,7 +30,7 @@ LATE, FIRST, PRIOR = (
     "computation beside collective",
     "computation beside collective with priority",
 )
-"""Names in the machine's contention: by how much longer a computation takes while a vendor's collective runs that was enqueued
+"""Names in the machine's contention: by how much longer a computation takes while an NCCL collective runs that was enqueued
 after it, before it, or on a stream with priority. On a machine that does not say it takes no longer."""
 
 
@@ -68,7 +68,7 @@ def _compute(world: World, rank: int, step: UserCall, us: float) -> Process:
 
 
 def _communicate(world: World, rank: int, lane: Lane, number: int) -> Process:
-    """All ranks come to it, as to any of the vendor's, and it holds its SMs meanwhile."""
+    """All ranks come to it, as to any of NCCL's, and it holds its SMs meanwhile."""
     machine = world.machine
     us = alone_us(_problem(world), machine)[number]
     usual = min(machine.collective_sms or machine.stores.sms, machine.gpu.sms - 1)

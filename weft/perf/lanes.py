@@ -48,12 +48,12 @@ class Rank:
         """The distances to the peers that have rows."""
         self.launch_us, self.flag_us = machine.launch_us, machine.flag_us
         self.fork_us, self.wake_us = machine.fork_us or 0.0, machine.wake_us or 0.0
-        self._vendor: dict[tuple[int, int, int, int], GemmCost] = {}
+        self._library_gemms: dict[tuple[int, int, int, int], GemmCost] = {}
         self._kernels: dict[tuple[tuple[Arriving, ...], int | None, bool], GemmCost] = {}
 
     # The costs of kernels
 
-    def vendor(self, rows: int, *, inner: int = 0, columns: int = 0, sums: int = 0) -> GemmCost:
+    def library_gemm(self, rows: int, *, inner: int = 0, columns: int = 0, sums: int = 0) -> GemmCost:
         """Return the cost of a cuBLAS matmul.
 
         inner: the part of K that it multiplies; 0 is all of K.
@@ -61,17 +61,17 @@ class Rank:
         sums: 1 if it writes float32 sums, 2 if it adds to them.
         """
         key = rows, inner or self.inner, columns or self.columns, sums
-        if key not in self._vendor:
+        if key not in self._library_gemms:
             dtype, out = self.problem.rate_name, 4 if sums else self.problem.itemsize
-            self._vendor[key] = gemm_cost(
+            self._library_gemms[key] = gemm_cost(
                 self.machine, rows=(rows,), n=key[2], k=key[1], dtype=dtype, accumulate=sums == 2, out_itemsize=out
             )
-        return self._vendor[key]
+        return self._library_gemms[key]
 
     @cached_property
     def whole_us(self) -> float:
         """The time of the whole matmul."""
-        return self.vendor(self.rows).busy_us
+        return self.library_gemm(self.rows).busy_us
 
     def kernel(self, parts: Sequence[Arriving], sms: int | None = None, *, counts: bool = False) -> GemmCost:
         """Return the cost of weft's own kernel with its best tile shape. counts: its tiles are counted, or added to."""

@@ -63,7 +63,7 @@ from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
 
 MARGIN = 0.01
 """An overlapping schedule must be estimated to be faster than sequential by more than 1%, as in an autotuning run."""
-Transport = Literal["none", "vendor", "stores", "copies", "ring", "blocks", "tiles", "loads", "pulls"]
+Transport = Literal["none", "nccl", "stores", "copies", "ring", "blocks", "tiles", "loads", "pulls"]
 
 
 class Row(NamedTuple):
@@ -75,7 +75,7 @@ class Row(NamedTuple):
     gather: what brings the data before the matmul.
     scatter: what sends the data after the matmul.
 
-        vendor   NCCL                                 blocks   a few blocks that store while a kernel multiplies
+        nccl     NCCL                                 blocks   a few blocks that store while a kernel multiplies
         stores   a kernel that stores to all peers    tiles    the tiles of the matmul, which store their results
         copies   copy engines, to every peer          loads    the receiver's kernel, which loads what it adds up
         ring     copy engines, to the next rank       pulls    copy engines of the receiver
@@ -94,7 +94,7 @@ class Row(NamedTuple):
 
 
 ROWS: dict[str, Row] = {
-    "sequential": Row("whole", "vendor", "vendor"),
+    "sequential": Row("whole", "nccl", "nccl"),
     "sequential_stores": Row("whole", "stores", "stores"),
     "shard_p2p": Row("piece", "copies", "copies", one_lane=True),
     "uniform_fused_1d": Row("step", "copies", "copies", joined=True),
@@ -276,7 +276,7 @@ def _multiply_on_arrival(lane: ComputeLane, incoming: _IncomingPieces, *, column
     arrivals = [] if by_kernels else incoming.all()
     beside = incoming.beside
     if not row.joined:
-        lane.multiply(rank.vendor(rank.own), beside)
+        lane.multiply(rank.library_gemm(rank.own), beside)
     for index, size in enumerate(sizes):
         came = incoming.chunk(size) if by_kernels else arrivals[index]
         if by_kernels:  # copies run concurrently until the last chunk has arrived
@@ -284,11 +284,11 @@ def _multiply_on_arrival(lane: ComputeLane, incoming: _IncomingPieces, *, column
         if row.kernels == "piece":
             for arrival in came:
                 lane.wait(arrival)
-                lane.multiply(rank.vendor(rank.own if len(sizes) == 1 else size), beside)
+                lane.multiply(rank.library_gemm(rank.own if len(sizes) == 1 else size), beside)
             continue
         lane.wait(*came)
         if columns:
-            lane.multiply(rank.vendor(size), beside)
+            lane.multiply(rank.library_gemm(size), beside)
         else:
             cost, staged = _step(rank, row, size, index, len(sizes), gathers=True)
             lane.multiply(cost, beside, staged)
@@ -304,32 +304,32 @@ def _step(rank: Rank, row: Row, size: int, index: int, count: int, *, gathers: b
     if row.kernels == "slice" and gathers:
         whole, sums = rank.rows * row_bytes(size), 2 if index else 1
         staged = staged_us(rank.machine, rows=2, row_bytes=whole, outs=1, out_bytes=0.0)
-        return rank.vendor(rank.rows, inner=size, sums=sums), staged
+        return rank.library_gemm(rank.rows, inner=size, sums=sums), staged
     if row.kernels == "slice":
-        return rank.vendor(rank.rows, columns=size), 0.0
+        return rank.library_gemm(rank.rows, columns=size), 0.0
     pieces = rank.ranks if row.joined else rank.ranks - 1
     runs = pieces if count > 1 else 1 if row.joined else min(2, pieces)
     a, out = pieces * size * row_bytes(rank.inner), pieces * size * rank.columns * rank.problem.itemsize
     # Gathered pieces are stored by step, so the pieces of a step are contiguous. With a single step, the rank's own shard is
     # left out, and splits the rows in two on most ranks.
     rows = runs if not gathers else 1 if row.joined or count > 1 else min(2, pieces)
-    return rank.vendor(pieces * size), staged_us(rank.machine, rows=rows, row_bytes=a, outs=runs, out_bytes=out)
+    return rank.library_gemm(pieces * size), staged_us(rank.machine, rows=rows, row_bytes=a, outs=runs, out_bytes=out)
 
 
 def _sequential_gather_us(rank: Rank, row: Row) -> float:
     machine, problem, lane = rank.machine, rank.problem, ComputeLane(rank)
-    if row.gather == "vendor":
+    if row.gather == "nccl":
         lane.now += whole_collective_us(machine, problem)
         if problem.op == "all_gather_matmul":
             lane.now += padded_us(machine, "all_gather", problem, rank.ranks * rank.shard_bytes)
         if problem.op == "all_to_all_columns_matmul":
             lane.now += local_copy_us(machine, rank.ranks * rank.shard_bytes)
-        lane.multiply(rank.vendor(rank.rows))
+        lane.multiply(rank.library_gemm(rank.rows))
         return lane.now + _copy_to_caller_us(rank, 1)
     lane.wait(0.0)
     lane.launch(local_copy_us(machine, rank.shard_bytes) + rank.stores_us(rank.shard_bytes) + rank.latency_us())
     lane.wait(0.0)
-    lane.multiply(rank.vendor(rank.rows))
+    lane.multiply(rank.library_gemm(rank.rows))
     return lane.now + _copy_to_caller_us(rank, rank.ranks) + rank.flag_us
 
 
@@ -391,7 +391,7 @@ def _overlapped_scatter_us(rank: Rank, row: Row, chunks: int) -> tuple[float, fl
         if row.kernels == "piece":
             ready = []
             for _ in rank.peers:
-                lane.multiply(rank.vendor(rank.own if len(sizes) == 1 else size), beside)
+                lane.multiply(rank.library_gemm(rank.own if len(sizes) == 1 else size), beside)
                 lane.now += rank.flag_us
                 ready.append(lane.now)
         else:
@@ -407,7 +407,7 @@ def _overlapped_scatter_us(rank: Rank, row: Row, chunks: int) -> tuple[float, fl
     if by_kernels:  # these copies need SMs, so the times of all kernels had to be known first
         arrived = [_sent(rank, lanes, ready, shares[i], first=i == 0, each=False) for i, ready in enumerate(made)]
     if not row.joined:
-        lane.multiply(rank.vendor(rank.own), lanes.beside(rank.shard_bytes / max(1, len(sizes))))
+        lane.multiply(rank.library_gemm(rank.own), lanes.beside(rank.shard_bytes / max(1, len(sizes))))
     if not sums:
         return lane.now, _signal_all_read(rank, lanes)
     lane.launch(0.0)
@@ -440,9 +440,9 @@ def _sequential_scatter_us(rank: Rank, row: Row) -> float:
     if row.scatter == "stores" and pulled:
         lane.wait(0.0)
     for _ in range(rank.ranks if columns else 1):  # one kernel for each destination
-        lane.multiply(rank.vendor(rank.own if columns else rank.rows))
+        lane.multiply(rank.library_gemm(rank.own if columns else rank.rows))
     whole = rank.ranks * rank.shard_bytes
-    if row.scatter == "vendor":
+    if row.scatter == "nccl":
         padded = 0.0 if pulled else padded_us(machine, "reduce_scatter", problem, whole)
         return lane.now + whole_collective_us(machine, problem) + padded
     stores_us, own_us = rank.stores_us(rank.shard_bytes), hbm_us(machine, rank.shard_bytes)
@@ -467,7 +467,7 @@ def _tile_kernels_us(rank: Rank, row: Row, sizes: Sequence[int]) -> tuple[float,
         order.sort(key=lambda piece: (piece[1], piece[0]))
         for ahead in rank.peers:
             tile_kernels.kernel([piece for piece in order if piece[1] == ahead], ())
-        tile_kernels.lane.multiply(rank.vendor(rank.own))
+        tile_kernels.lane.multiply(rank.library_gemm(rank.own))
     else:
         cost, tile_us = tile_kernels.kernel(order, sizes if sums else (rank.own,))
     lane, lanes = tile_kernels.lane, tile_kernels.lanes
@@ -585,7 +585,7 @@ def _exchanging_kernel_us(rank: Rank, hops: int) -> float:
     if gpu.kernel_tiles:
         cost, more = streamed_cost(machine, rank.problem, hops), machine.kernels.exchange_us
     else:
-        cost, more = rank.vendor(rank.rows), 0.0
+        cost, more = rank.library_gemm(rank.rows), 0.0
     return rank.launch_us + more + gpu.paced_us(cost.busy_us) + _exchange_us(rank, hops)
 
 
@@ -603,7 +603,7 @@ def _all_reduce_us(rank: Rank, row: Row, chunks: int) -> float:
     problem, machine = rank.problem, rank.machine
     whole, lane = problem.m * problem.n * problem.itemsize, ComputeLane(rank)
     if row.kernels == "whole":
-        lane.multiply(rank.vendor(rank.rows))
+        lane.multiply(rank.library_gemm(rank.rows))
         if row.scatter == "stores":
             return lane.now + rank.launch_us + _exchange_us(rank, 1 if whole * (rank.ranks - 1) <= ONE_HOP_BYTES else 2)
         lane.now += whole_collective_us(machine, problem)
@@ -757,7 +757,7 @@ def _across_nodes_us(rank: Rank, chunks: int) -> float:
         elements = problem.m * max(problem.columns(one) for one in range(problem.world_size))
         piece_us = hbm_us(machine, (gathered_bytes(problem, elements, machine) + elements * problem.itemsize) / chunks)
     else:
-        piece_us = rank.vendor(-(-rank.rows // chunks)).busy_us
+        piece_us = rank.library_gemm(-(-rank.rows // chunks)).busy_us
     compute = crossed = rank.fork_us
     for _ in range(chunks):
         if problem.op in GATHERS:

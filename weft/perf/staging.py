@@ -1,6 +1,6 @@
-"""What vendors' libraries need done around them, simulated: rows brought together, shards made equal.
+"""What cuBLAS and NCCL need done around them, simulated: rows brought together, shards made equal.
 
-A vendor's matmul takes one matrix and gives one; its collectives take shards of one length. Where a schedule's steps are
+A cuBLAS matmul takes one matrix and gives one; NCCL's collectives take shards of one length. Where a schedule's steps are
 otherwise, the executor runs kernels of torch before and after, each with a launch and its traffic (weft.runtime.arithmetic,
 weft.runtime.nccl). weft's own kernels need none of this.
 """

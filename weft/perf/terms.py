@@ -38,9 +38,9 @@ COLLECTIVES: dict[Op, str] = {
     "all_reduce": "all_reduce",
     "all_to_all": "all_to_all",
 }
-"""The vendor collective that an operator's sequential program has."""
+"""The NCCL collective that an operator's sequential program has."""
 CUTS = (1, 2, 4)
-"""Into how many parts vendors' GEMMs may cut K, each with float32 sums that are written and read."""
+"""Into how many parts cuBLAS's GEMMs may cut K, each with float32 sums that are written and read."""
 
 
 GEMM_BESIDE_COPY, COPY_BESIDE_GEMM = "gemm beside copy", "copy beside gemm"
@@ -115,7 +115,7 @@ def gemm_cost(
     extra = (2 * out_itemsize - rounded_itemsize) if accumulate else 0
     gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
     splits = [cuts for cuts in CUTS if cuts == 1 or (k >= cuts * gpu.cut_k and not (flags or tiles))]
-    tiles = tiles or ((gpu.kernel_tiles or gpu.tiles) if flags else gpu.vendor_tiles)
+    tiles = tiles or ((gpu.kernel_tiles or gpu.tiles) if flags else gpu.library_tiles)
     costs = []
     for tile, cuts in itertools.product(tiles, splits):
         counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) * cuts for r in rows)
@@ -142,7 +142,7 @@ def kernel_cost(
     late_bytes: Iterable[float] = (),
 ) -> GemmCost:
     """weft's own kernel over groups of `rows`, whose tiles wait, count or go to peers. shape: its tiles', None on a GPU of
-    which only the vendor's are known. stored: by hardware. late_bytes: of a, of each group that waits for what brings it.
+    which only cuBLAS's are known. stored: by hardware. late_bytes: of a, of each group that waits for what brings it.
 
     What brings a group takes its turn, a copy's fixed cost at least. Where it starts later than those before by more than what
     the last-level cache keeps of B, which streams through it meanwhile, it reads B by itself."""
@@ -198,7 +198,7 @@ def adding_us(machine: Machine, size: float, tiles: int, sms: int) -> float:
 
 
 def staged_us(machine: Machine, *, rows: int, row_bytes: float, outs: int, out_bytes: float) -> float:
-    """What is done around a vendor's matmul: its rows of a brought together by one kernel, where they are more than one run;
+    """What is done around a cuBLAS matmul: its rows of a brought together by one kernel, where they are more than one run;
     runs of the product brought to their places, by one kernel each. What is summed in float32 the matmul adds by itself
     (weft.runtime.products)."""
     launches, moved = (1, 2 * row_bytes) if rows > 1 else (0, 0.0)
@@ -208,7 +208,7 @@ def staged_us(machine: Machine, *, rows: int, row_bytes: float, outs: int, out_b
 
 
 def padded_us(machine: Machine, op: str, problem: Problem, whole: float) -> float:
-    """What is done around a vendor's collective of `whole` bytes where shards are uneven: an all-gather's are taken apart in
+    """What is done around an NCCL collective of `whole` bytes where shards are uneven: an all-gather's are taken apart in
     one pass, a kernel a rank; a product to be scattered is cleared, copied, and its sum copied once more."""
     first, last = (problem.shards[at][1] - problem.shards[at][0] for at in (0, -1))
     if not machine.stages or op not in ("all_gather", "reduce_scatter") or first == last:
@@ -263,7 +263,7 @@ def local_copy_us(machine: Machine, size: int) -> float:
 
 
 def across_us(machine: Machine, op: str, shard_bytes: float, nodes: tuple[int, ...]) -> float:
-    """A vendor collective over several nodes, each with this machine's GPUs and an adapter for each of them.
+    """An NCCL collective over several nodes, each with this machine's GPUs and an adapter for each of them.
 
     Assumed: what crosses nodes is spread over all adapters, each byte once a node (all to all: once a rank), and goes on while
     ranks of a node exchange theirs, and pass on what came by the adapters of others: the slower of the two counts, and the
@@ -280,7 +280,7 @@ def across_us(machine: Machine, op: str, shard_bytes: float, nodes: tuple[int, .
 
 
 def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int, nodes: tuple[int, ...] = ()) -> float:
-    """A vendor collective of `shard_bytes` a rank; 0 on one rank.
+    """An NCCL collective of `shard_bytes` a rank; 0 on one rank.
 
     On fewer ranks than the profile's, the part that grows with bytes shrinks: with the number of peers where a rank's
     ports are shared (switch, ring, pcie), not at all on a mesh, where peers have links of their own. Steps shrink alike.
@@ -369,7 +369,7 @@ def _burst_share(problem: Problem, burst_bytes: int) -> float:
 
 
 def whole_gemm_us(machine: Machine, problem: Problem) -> float:
-    """The slowest rank's computation alone: its matmul as one vendor GEMM, its lookup, or what the problem says of a user's; of
+    """The slowest rank's computation alone: its matmul as one cuBLAS GEMM, its lookup, or what the problem says of a user's; of
     a collective alone nothing."""
     if isinstance(problem, CollectiveProblem):
         return 0.0
@@ -387,7 +387,7 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
 
 
 def alone_us(problem: ConcurrentProblem, machine: Machine) -> tuple[float, ...]:
-    """What each of the vendor's collectives takes alone: as the machine has it, all together as was measured if that was done.
+    """What each of NCCL's collectives takes alone: as the machine has it, all together as was measured if that was done.
     Raises ValueError for one that is not described, where nothing was measured."""
     found = [collective_us(machine, one.op, one.shard_bytes, one.world_size, one.nodes) for _, one in problem.known]
     measured, count = problem.communication_us, len(problem.collectives)
@@ -401,7 +401,7 @@ def alone_us(problem: ConcurrentProblem, machine: Machine) -> tuple[float, ...]:
 
 
 def whole_collective_us(machine: Machine, problem: Problem) -> float:
-    """The problem's collectives alone, with the vendor's; where columns have come, they are not laid side by side yet."""
+    """The problem's collectives alone, by NCCL; where columns have come, they are not laid side by side yet."""
     if isinstance(problem, ConcurrentProblem):
         return sum(alone_us(problem, machine))
     whole = -(-problem.m * problem.n * problem.itemsize // problem.world_size)

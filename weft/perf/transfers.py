@@ -2,7 +2,7 @@
 
 A lane of a copy engine runs its copies one after the other. Lanes of one rank share its engines: a copy waits until one is
 free, then shares ports and links with all other transfers. Where a copy of rows that do not lie together is a kernel, it waits
-for the SMs of the lookup or vendor's GEMM that runs on its rank; one to a peer runs beside a lookup (weft.perf.lookups).
+for the SMs of the lookup or cuBLAS GEMM that runs on its rank; one to a peer runs beside a lookup (weft.perf.lookups).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def meet(world: World, rank: int, shard_bytes: int) -> Generator[simpy.Event, An
 
 
 def collective(world: World, rank: int, step: Collective) -> Process:
-    """Wait for all ranks, then the vendor's time. The n-th collective of a rank meets the n-th of every other.
+    """Wait for all ranks, then NCCL's time. The n-th collective of a rank meets the n-th of every other.
 
     Beside other lanes it begins fork_us late: matmul_all_reduce by copy engine, then all-gathered, took 9 to 13 us longer than
     its reduce-scatter and the all-gather on 2 GPUs (planner_fit.jsonl on 4: 12 to 22).

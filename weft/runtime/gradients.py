@@ -1,6 +1,6 @@
 """The backward of embedding_bag_all_to_all on one rank: the gradient comes home, is reduced by row, and is applied.
 
-    caller's stream                       the vendor's stream
+    caller's stream                       NCCL's stream
     pack the gradient by rank ----------> all-to-all (rows of the gradient go where their tables are)
     sort the indices: needs no gradient       |
     wait  <-----------------------------------+

@@ -3,7 +3,7 @@
 cuBLAS picks an algorithm by a product's sizes. Measured on H200, for 10 pairs of k and n and 21 numbers of rows: another one
 of its first four picks, or of what it picks for one row more, takes 0.94 of the time (geomean), 0.46 at best, where rows are
 few and no power of two (docs/lab/log.md). So each product is timed where a program rehearses: torch's own pick, and those. One
-has to be faster by 2% to be taken; from then on the process keeps it, so that the same tensors give the same bits. Other
+has to be faster by 2% to be taken; from then on the process uses it, so that the same tensors give the same bits. Other
 processes, and ranks, may choose otherwise: torch.use_deterministic_algorithms(True) leaves all to torch.
 
     all       sleep | torch's pick, some times | algorithm 0, as often | algorithm 1 ...      three such rounds, medians
@@ -11,8 +11,8 @@ processes, and ranks, may choose otherwise: torch.use_deterministic_algorithms(T
 
 The sleep lets the host get ahead, so that launches do not count. The least of several medians is mostly too little: so the
 fastest is held against torch's pick once more, by itself. A product that was not timed before its first use (one that
-a capture comes upon, of tensors that lie otherwise than the rehearsal's, of row counts whose schedule was taken over from
-other row counts, or by schedule="planned") stays torch's.
+a capture comes upon, of tensors whose strides differ from the rehearsal's, of row counts whose schedule was taken over
+from other row counts, or by schedule="planned") stays torch's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FLOPS_PER_US, _HOST_US, _CYCLES_PER_US = 5e8, 8.0, 2000
 @dataclass(frozen=True, kw_only=True)
 class MatmulChoice:
     """How a product [m, k] @ [k, n] is multiplied. us: by torch's own pick, where it was timed, and by each other algorithm.
-    algorithm: which of the others was taken, None for torch's. transposed: of a, and of b, whether columns lie together."""
+    algorithm: which of the others was taken, None for torch's. transposed: whether a, and b, are column-major."""
 
     m: int
     n: int
@@ -57,14 +57,14 @@ class MatmulChoice:
     out_dtype: str
     transposed: tuple[bool, bool]
     accumulate: bool
-    vendor_us: float | None
+    torch_us: float | None
     us: tuple[float, ...]
     algorithm: int | None
 
     @property
     def speed_up(self) -> float:
         """Over torch's pick; 1 where that was taken, or was not timed."""
-        return self.vendor_us / self.us[self.algorithm] if self.algorithm is not None and self.vendor_us else 1.0
+        return self.torch_us / self.us[self.algorithm] if self.algorithm is not None and self.torch_us else 1.0
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class _Chosen:
 
 _CHOSEN: dict[Hashable, _Chosen] = {}
 _CHOOSING = threading.Lock()
-_KEPT = 4096
-"""Products that a process remembers; the oldest goes."""
+_CACHED = 4096
+"""Products that a process caches; the oldest is dropped."""
 
 
 def matmul_choices() -> list[MatmulChoice]:
-    """How this process multiplies, a product each, in the order of their first calls."""
+    """Return how this process multiplies each product, in the order of their first calls."""
     return [chosen.choice for chosen in list(_CHOSEN.values())]
 
 
@@ -100,8 +100,8 @@ class Products:
         self._library = _library(self._index)
         self._workspace = torch.empty(WORKSPACE if self._library else 0, dtype=torch.uint8, device=device)
         self._scaled = ScaledProducts(device, machine)
-        self._known: dict[Hashable, _Chosen] = {}
-        """What has been used here stays, whatever the process remembers: calls and graphs of a program have the same bits."""
+        self._chosen: dict[Hashable, _Chosen] = {}
+        """This program's choices. It keeps those that the process drops, so that its calls and graphs give the same bits."""
 
     def multiply(
         self,
@@ -113,7 +113,7 @@ class Products:
         times: bool,
         scales: FactorScales | None = None,
     ) -> None:
-        """out = a @ b, or out += a @ b, on torch's current stream. times: now is the time to look for the fastest way. scales:
+        """out = a @ b, or out += a @ b, on torch's current stream. times: now is the time to measure algorithms. scales:
         of FP8 operands, whose products are torch's."""
         if scales is not None:
             self._scaled.multiply(a, b, out, scales)
@@ -129,10 +129,10 @@ class Products:
         if (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGN_BYTES:
             by_torch(a, b, out, accumulate=accumulate)
             return
-        chosen = self._known.get(key)
+        chosen = self._chosen.get(key)
         if chosen is None:
             chosen = _CHOSEN.get(key) or (self._choose if times else _untimed)(a, b, out, accumulate)
-            self._known[key] = chosen = _remembered(key, chosen)
+            self._chosen[key] = chosen = _remembered(key, chosen)
         if chosen.product is None or chosen.algorithm is None:
             by_torch(a, b, out, accumulate=accumulate)
             return
@@ -156,26 +156,26 @@ class Products:
         if not found:
             return torchs
         stream = raw_stream(self._index)
-        ways: list[Callable[[], None]] = [
+        variants: list[Callable[[], None]] = [
             lambda one=one: product.run(one, a, b, out, self._workspace, stream)  # type: ignore[misc]
             for one in found
         ]
         if plain:
-            ways.insert(0, lambda: by_torch(a, b, out, accumulate=accumulate))
-        us = timed(ways, flops / _FLOPS_PER_US, _ROUNDS)
-        vendor_us = us.pop(0) if plain else None
-        best = fastest(vendor_us, us)
-        if best is not None and vendor_us is not None:
-            vendor_us, us[best] = timed([ways[0], ways[1 + best]], flops / _FLOPS_PER_US, _DUEL_ROUNDS)
-            best = best if us[best] <= GAIN * vendor_us else None
-        choice = _choice(a, b, out, accumulate, vendor_us, tuple(us), best)
+            variants.insert(0, lambda: by_torch(a, b, out, accumulate=accumulate))
+        us = timed(variants, flops / _FLOPS_PER_US, _ROUNDS)
+        torch_us = us.pop(0) if plain else None
+        best = fastest(torch_us, us)
+        if best is not None and torch_us is not None:
+            torch_us, us[best] = timed([variants[0], variants[1 + best]], flops / _FLOPS_PER_US, _DUEL_ROUNDS)
+            best = best if us[best] <= GAIN * torch_us else None
+        choice = _choice(a, b, out, accumulate, torch_us, tuple(us), best)
         return _Chosen(choice, product, None if best is None else found[best])
 
 
-def fastest(vendor_us: float | None, us: list[float]) -> int | None:
+def fastest(torch_us: float | None, us: list[float]) -> int | None:
     """Which of the algorithms is taken; None for torch's pick, where that was timed, and none is faster by enough."""
     best = min(range(len(us)), key=us.__getitem__)
-    return best if vendor_us is None or us[best] <= GAIN * vendor_us else None
+    return best if torch_us is None or us[best] <= GAIN * torch_us else None
 
 
 def candidates(
@@ -190,19 +190,19 @@ def candidates(
     return list(found.values())
 
 
-def timed(ways: list[Callable[[], None]], about_us: float, rounds: int) -> list[float]:
-    """Median time of each way in us, in turns. about_us: what one may take at least."""
+def timed(variants: list[Callable[[], None]], about_us: float, rounds: int) -> list[float]:
+    """Return the median time of each variant in us, measured in turns. about_us: what one may take at least."""
     calls = max(1, min(_MOST_CALLS, round(_SAMPLE_US / about_us)))
-    samples: list[list[float]] = [[] for _ in ways]
-    for way in ways:  # loads its kernel
-        way()
+    samples: list[list[float]] = [[] for _ in variants]
+    for variant in variants:  # loads its kernel
+        variant()
     for _ in range(rounds):
-        torch.cuda._sleep(round(_HOST_US * calls * len(ways) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(ways) + 1)]  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(round(_HOST_US * calls * len(variants) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(variants) + 1)]  # type: ignore[no-untyped-call]
         events[0].record()
-        for way, event in zip(ways, events[1:], strict=True):
+        for variant, event in zip(variants, events[1:], strict=True):
             for _ in range(calls):
-                way()
+                variant()
             event.record()
         events[-1].synchronize()
         for number, sample in enumerate(samples):
@@ -225,7 +225,7 @@ def _remembered(key: Hashable, chosen: _Chosen) -> _Chosen:
     """The first that a thread has chosen is everyone's."""
     with _CHOOSING:
         chosen = _CHOSEN.setdefault(key, chosen)
-        if len(_CHOSEN) > _KEPT:
+        if len(_CHOSEN) > _CACHED:
             _CHOSEN.pop(next(iter(_CHOSEN)))
         return chosen
 
@@ -239,7 +239,7 @@ def _choice(
     b: torch.Tensor,
     out: torch.Tensor,
     accumulate: bool,
-    vendor_us: float | None,
+    torch_us: float | None,
     us: tuple[float, ...],
     best: int | None,
 ) -> MatmulChoice:
@@ -252,7 +252,7 @@ def _choice(
         out_dtype=str(out.dtype).removeprefix("torch."),
         transposed=(a.stride(1) != 1, b.stride(1) != 1),
         accumulate=accumulate,
-        vendor_us=vendor_us,
+        torch_us=torch_us,
         us=us,
         algorithm=best,
     )

@@ -24,8 +24,8 @@ from weft.schedules import embedding_bag_all_to_all as bags
 from weft.schedules import matmul_all_reduce as ar
 from weft.schedules import matmul_all_to_all as combine
 from weft.schedules import matmul_reduce_scatter as rs
-from weft.schedules.alike import alike
 from weft.schedules.builder import Build, Request
+from weft.schedules.same_program import is_same_program
 
 UNFUSED: dict[Op, Build] = {
     "all_gather_matmul": ag.unfused,
@@ -64,7 +64,7 @@ FAMILIES: dict[str, Family] = {
     for f in (
         Family(
             name="sequential",
-            words="vendor GEMM and vendor collective, one after the other",
+            words="cuBLAS GEMM and NCCL collective, one after the other",
             source="cuBLAS and NCCL",
             chunked=False,
             across=True,
@@ -82,7 +82,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="sequential_stores",
-            words="vendor GEMM, and before or after it an exchange by a kernel's stores or loads",
+            words="cuBLAS GEMM, and before or after it an exchange by a kernel's stores or loads",
             source="fused computation-collectives",
             chunked=False,
             builders={
@@ -339,10 +339,14 @@ def spec(name: str, chunks: int) -> str:
 
 
 def synonym(problem: Problem, spec: str, among: Iterable[str]) -> str | None:
-    """The one of the specs `among` that is the program of `spec`: itself, or else the first that is `alike`; None if there is
+    """Return the first spec `among` the given ones that has the program of `spec`, preferring itself; None if there is
     none. Raises ValueError as `parse` and `build` do."""
     listed = tuple(among)
-    return spec if spec in listed else next((one for one in listed if alike(_of(problem, one), _of(problem, spec))), None)
+    return (
+        spec
+        if spec in listed
+        else next((one for one in listed if is_same_program(_of(problem, one), _of(problem, spec))), None)
+    )
 
 
 def programs(problem: Problem, specs: Iterable[str]) -> tuple[str, ...]:
@@ -367,7 +371,7 @@ def _of(problem: Problem, spec: str) -> Schedule:
 
 def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = None) -> list[Schedule]:
     """Every schedule that a planner should consider: each family of the operator, cut into 1, 2, and half, one and two times
-    world_size chunks a shard, each program once, by its simplest name: none is `alike` an earlier one.
+    world_size chunks a shard, each program once, by its simplest name.
 
     Whole shards and halves are there because a copy's fixed cost can be as large as a small chunk's time (7 us a copy on
     8 x H200, where an eighth of a shard may take 3). Of many ranks in no more chunks than make MOST_PIECES; of more than
@@ -408,12 +412,12 @@ def _runs_as_priced(name: str, problem: Problem) -> bool:
 
 
 def distinct(problem: Problem, named: Iterable[str], *, fan_out: bool = False, most: int | None = None) -> list[Schedule]:
-    """The schedules of these specs, in their order, each program once: none is `alike` an earlier one. most: no more."""
+    """The schedules of these specs, in their order, each program once. most: no more than that."""
     found: list[Schedule] = []
     for text in named:
         if len(found) == most:
             break
         schedule = build(problem, *parse(text), fan_out=fan_out)
-        if not any(alike(schedule, other) for other in found):
+        if not any(is_same_program(schedule, other) for other in found):
             found.append(schedule)
     return found

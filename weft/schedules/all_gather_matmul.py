@@ -152,7 +152,7 @@ class _Gather(Builder):
 
 
 def sequential(asked: Request) -> Schedule:
-    """Vendor all-gather, then one GEMM."""
+    """NCCL all-gather, then one GEMM."""
     s = _Gather(asked)
     for rank in s.each:
         s.add(rank, "compute", Collective("all_gather", s.quantised(rank), s.region("a_full", rank)))
@@ -163,7 +163,7 @@ def sequential(asked: Request) -> Schedule:
 
 
 def sequential_stores(asked: Request) -> Schedule:
-    """All shards are stored at every rank, the own one too; then one vendor GEMM."""
+    """All shards are stored at every rank, the own one too; then one cuBLAS GEMM."""
     s = _Gather(asked, staged="all")
     s.push_all(lane="compute", stage_own=True)
     for rank in s.each:
@@ -275,7 +275,7 @@ def sliced(asked: Request) -> Schedule:
     """As `gated` within a node. Each chunk goes to one rank of every other node, which forwards it within its own; a GEMM for
     all chunks that come so in one step.
 
-    Those are no gates of the one GEMM: its waiting tiles would hold the SMs that the vendor's receiving needs.
+    Those are no gates of the one GEMM: its waiting tiles would hold the SMs that NCCL's receiving needs.
     """
     if not asked.problem.nodes:
         return gated(asked, blocks=False)

@@ -55,8 +55,8 @@ class _Beside(Dispatch):
 
 
 def sequential(asked: Request) -> Schedule:
-    """The vendor's all-to-all, columns laid side by side, then one GEMM."""
-    return _Beside(asked).vendors("all_to_all_columns")
+    """NCCL's all-to-all, columns laid side by side, then one GEMM."""
+    return _Beside(asked).by_nccl("all_to_all_columns")
 
 
 def fused(asked: Request) -> Schedule:

@@ -91,8 +91,8 @@ class Dispatch(AllToAllBuilder):
             self.release(rank, self.peers(rank))
         return self.done()
 
-    def vendors(self, op: Literal["all_to_all", "all_to_all_columns"]) -> Schedule:
-        """The vendor's collective, then one GEMM of what has arrived."""
+    def by_nccl(self, op: Literal["all_to_all", "all_to_all_columns"]) -> Schedule:
+        """NCCL's collective, then one GEMM of what has arrived."""
         for rank in self.each:
             arriving = self.region("gathered" if self.problem.return_gathered else "recv", rank)
             self.add(rank, "compute", Collective(op, self.quantised(rank), arriving))
@@ -101,12 +101,12 @@ class Dispatch(AllToAllBuilder):
 
 
 def sequential(asked: Request) -> Schedule:
-    """The vendor's all-to-all, then one GEMM."""
-    return Dispatch(asked).vendors("all_to_all")
+    """NCCL's all-to-all, then one GEMM."""
+    return Dispatch(asked).by_nccl("all_to_all")
 
 
 def sequential_stores(asked: Request) -> Schedule:
-    """All rows are stored at their receivers, the own ones too; then one vendor GEMM."""
+    """All rows are stored at their receivers, the own ones too; then one cuBLAS GEMM."""
     s = Dispatch(asked)
     for rank in s.each:
         s.push(rank, lane="compute", stage_own=True)
@@ -141,7 +141,7 @@ def gated(asked: Request, *, blocks: bool) -> Schedule:
 def sliced(asked: Request) -> Schedule:
     """As `gated` within a node; a GEMM for each slice that comes from other nodes.
 
-    Those are no gates of the one GEMM: its waiting tiles would hold the SMs that the vendor's receiving needs.
+    Those are no gates of the one GEMM: its waiting tiles would hold the SMs that NCCL's receiving needs.
     """
     if not asked.problem.nodes:
         return gated(asked, blocks=False)

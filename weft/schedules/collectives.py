@@ -257,7 +257,7 @@ class _Collective(Builder):
 
 
 def sequential(asked: Request) -> Schedule:
-    """The vendor's collective."""
+    """NCCL's collective."""
     s = _Collective(asked)
     for rank in s.each:
         a, out = s.region("a", rank), s.region("out", rank)

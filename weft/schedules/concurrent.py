@@ -1,13 +1,13 @@
-"""Builders for collectives beside a computation of the user's own. The name of a schedule says all that two of them differ in.
+"""Builders of schedules that run collectives concurrently with the user's computation. A name says all that two differ in.
 
-Names, as `way=` takes them: sequential, or vendor or copy_engine with any of +late, +priority, +pull, +ctas=N, +left=N,
-+resident=N; for fully_shard also +ahead=N and +keep. `Method` has these as fields, for `build`; what runs is the schedule.
+Names, as `method=` takes them: sequential, or nccl or copy_engine with any of +late, +priority, +pull, +ctas=N, +left=N,
++resident=N; for fully_shard also +ahead=N and +unsharded. `Method` has these as fields, for `build`; what runs is the schedule.
 
 Lanes of a rank, in the order in which they are enqueued:
 
     sequential       compute: collectives, call
-    vendor           network: collectives         compute: call
-    vendor+late      compute: call                network: collectives
+    nccl             network: collectives         compute: call
+    nccl+late        compute: call                network: collectives
     copy_engine      copy, blocks: the collectives' own schedules, whose copies and sums run there     compute: call
 
 The collectives of copy_engine are those of `weft.schedules.collectives`, one after the other on the same lanes. What they do
@@ -41,42 +41,42 @@ from weft.core.schedule import (
 from weft.schedules import collectives
 from weft.schedules.builder import Request
 
-Transport = Literal["none", "vendor", "copy_engine"]
+Transport = Literal["none", "nccl", "copy_engine"]
 COMPUTATION = "computation"
 LOCAL = "blocks.local"
 """The lane of what copy engines' schedules do on their compute lane."""
 BUDGETS = ((0, 24), (16, 0), (8, 8))
-"""Candidates: (blocks, SMs left) of a vendor's collective that has priority. 16 blocks reach 0.89 of what all SMs store to
+"""Candidates: (blocks, SMs left) of an NCCL collective that has priority. 16 blocks reach 0.89 of what all SMs store to
 peers on 8 x H200. Without SMs left, 8 were never the best of 23 pairs on 4 x H200; nor were 16 with 16."""
 SUM_BLOCKS = ((32, 0), (64, 0), (12, 4), (32, 16))
 """Candidates: (blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 and 512 MiB, 8 blocks take 2.2 times the
-vendor's time, 16 take 1.34, 32 take 0.92. Beside a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on
+NCCL's time, 16 take 1.34, 32 take 0.92. During a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on
 4 x H200. GEMMs of powers of two have as many waves on 128 SMs as on 132, and 12 blocks fit on the 4 others."""
 PULLED_SUM_BLOCKS = ((32, 0), (12, 4))
 """Likewise, where the receivers pull the sums."""
 MOVE_BLOCKS, PULLED_MOVE_BLOCKS = ((0, 0), (0, 4)), ((0, 0),)
 """Likewise, where nothing is summed: what has arrived is copied on this GPU."""
-FLAGS = ("late", "priority", "pull", "keep")
+FLAGS = ("late", "priority", "pull", "unsharded")
 NUMBERS = ("ctas", "left", "resident", "ahead")
-SHARDED = ("ahead", "keep")
-"""What is said of parameters that are gathered and freed again: fully_shard's."""
+SHARDED = ("ahead", "unsharded")
+"""Options for fully_shard, which gathers parameters and frees them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How computation and collectives share the device: the name of a schedule, taken apart. `parse` reads what it prints.
+    """A Method says how computation and collectives share the device. It is the parsed name of a schedule (`parse`).
 
     transport: who moves the bytes; "none": collectives first, then the computation. late: collectives are enqueued after the
     computation. priority: their stream has the highest. pull: copy engines of the receivers move, straight to the result. ctas:
-    blocks of their kernels (of copy engines: of the sums), 0 for their own choice. left: SMs that vendor GEMMs leave free.
+    blocks of their kernels (of copy engines: of the sums), 0 for their own choice. left: SMs that cuBLAS GEMMs leave free.
     resident: blocks an SM that named kernels keep to, 0 for what they have. Of sharded parameters: ahead, groups whose gathers
-    are enqueued before the one at hand computes, 0 for as fully_shard does; keep, gathered once a step, for both passes.
+    are enqueued before the one at hand computes, 0 for as fully_shard does; unsharded, gathered once a step, for both passes.
 
     >>> print(Method(priority=True, ctas=16))
-    vendor+priority+ctas=16
+    nccl+priority+ctas=16
     """
 
-    transport: Transport = "vendor"
+    transport: Transport = "nccl"
     late: bool = False
     priority: bool = False
     pull: bool = False
@@ -84,7 +84,7 @@ class Method:
     left: int = 0
     resident: int = 0
     ahead: int = 0
-    keep: bool = False
+    unsharded: bool = False
 
     def __post_init__(self) -> None:
         for name in NUMBERS:
@@ -93,7 +93,7 @@ class Method:
         if self.pull and self.transport != "copy_engine":
             raise ValueError(f"{self.transport} has pull; only copy_engine pulls")
         if self.transport == "none" and self._modifiers():
-            raise ValueError(f"sequential has no {self._modifiers()[0]}: nothing runs beside it; use vendor or copy_engine")
+            raise ValueError(f"sequential has no {self._modifiers()[0]}: nothing runs concurrently; use nccl or copy_engine")
 
     def _modifiers(self) -> list[str]:
         flags = [name for name in FLAGS if getattr(self, name)]
@@ -101,7 +101,7 @@ class Method:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the collectives run beside the computation."""
+        """Whether the collectives run concurrently with the computation."""
         return self.transport != "none"
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ def parse(spec: str) -> Method:
     True
     """
     name, *words = spec.split("+")
-    transports: dict[str, Transport] = {"sequential": "none", "vendor": "vendor", "copy_engine": "copy_engine"}
+    transports: dict[str, Transport] = {"sequential": "none", "nccl": "nccl", "copy_engine": "copy_engine"}
     options: dict[str, int | bool] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -129,8 +129,8 @@ def parse(spec: str) -> Method:
         options[key] = int(value) if value.isdecimal() else True
     if name not in transports:
         raise ValueError(
-            f"way is {spec!r}; use auto, sequential, or vendor or copy_engine with any of "
-            "+late, +priority, +pull, +ctas=N, +left=N, +resident=N; under fully_shard also +ahead=N, +keep"
+            f"method is {spec!r}; use auto, sequential, or nccl or copy_engine with any of "
+            "+late, +priority, +pull, +ctas=N, +left=N, +resident=N; under fully_shard also +ahead=N, +unsharded"
         )
     return Method(transport=transports[name], **options)  # type: ignore[arg-type]
 
@@ -138,7 +138,7 @@ def parse(spec: str) -> Method:
 def family(spec: str) -> str:
     """What schedules have in common that differ in numbers alone. SMs that are left decide, blocks do not.
 
-    >>> family("vendor+priority+ctas=8+left=8") == family("vendor+priority+left=24") == "vendor+priority+left"
+    >>> family("nccl+priority+ctas=8+left=8") == family("nccl+priority+left=24") == "nccl+priority+left"
     True
     """
     words = (word.partition("=")[0] for word in spec.split("+"))
@@ -194,7 +194,7 @@ def build(problem: ConcurrentProblem, spec: str, *, fan_out: bool = False) -> Sc
     """The schedule of that name. fan_out: as `weft.build`. Raises ValueError for another name, and for copy engines where they
     cannot run one of the collectives."""
     method = parse(spec)
-    computation = UserCall(COMPUTATION, None, method.left, method.resident, method.ahead, method.keep)
+    computation = UserCall(COMPUTATION, None, method.left, method.resident, method.ahead, method.unsharded)
     if method.transport == "copy_engine":
         return _moved(problem, spec, method, computation, fan_out=fan_out)
     buffers = [
@@ -204,7 +204,7 @@ def build(problem: ConcurrentProblem, spec: str, *, fan_out: bool = False) -> Sc
     ]
     ranks = []
     for rank in range(problem.world_size):
-        steps = tuple(_vendors(problem, i, rank) for i in range(len(problem.collectives)))
+        steps = tuple(_nccl_step(problem, i, rank) for i in range(len(problem.collectives)))
         if method.overlaps:
             lanes = [
                 Lane("network", "network", steps, priority=method.priority, ctas=method.ctas),
@@ -216,7 +216,7 @@ def build(problem: ConcurrentProblem, spec: str, *, fan_out: bool = False) -> Sc
     return Schedule(problem=problem, name=str(method), buffers=tuple(buffers), ranks=tuple(ranks))
 
 
-def _vendors(problem: ConcurrentProblem, number: int, rank: int) -> Step:
+def _nccl_step(problem: ConcurrentProblem, number: int, rank: int) -> Step:
     one = problem.collectives[number]
     if isinstance(one, OpaqueCollective):
         return UserCall(one.name, number)
@@ -258,13 +258,13 @@ def _steps(lane: Lane, number: int) -> tuple[Step, ...]:
 
 def _by_copy_engine(one: CollectiveProblem | OpaqueCollective, spec: str, method: Method, *, fan_out: bool) -> Schedule:
     if isinstance(one, OpaqueCollective):
-        raise ValueError(f"way is {spec!r}; copy engines do not run {one.name}: use vendor")
+        raise ValueError(f"method is {spec!r}; copy engines do not run {one.name}: use nccl")
     if one.nodes:
-        raise ValueError(f"way is {spec!r}; copy engines do not reach other nodes: use vendor")
+        raise ValueError(f"method is {spec!r}; copy engines do not reach other nodes: use nccl")
     own = replace(one, sms=method.ctas) if method.ctas else one
     known = collectives.PULLED if method.pull else collectives.PUSHED
     if one.op not in known:
-        raise ValueError(f"way is {spec!r}; {one.op} is not pulled: leave out pull")
+        raise ValueError(f"method is {spec!r}; {one.op} is not pulled: leave out pull")
     return known[one.op](Request(own, "copy_engine", one.world_size, fan_out))
 
 

@@ -120,7 +120,7 @@ class _Exchange(Builder):
 
 
 def sequential(asked: Request) -> Schedule:
-    """One lookup of all bags, then the vendor's all-to-all."""
+    """One lookup of all bags, then NCCL's all-to-all."""
     s = _Exchange(asked, landing=False)
     for rank in s.each:
         pooled = s.region("pooled", rank)
@@ -160,7 +160,7 @@ def sliced(asked: Request) -> Schedule:
     """As `stored` within a node. The bags for other nodes come first, and leave slice by slice.
 
     A slice is a kernel of its own, and so is each piece of what stays: blocks of a lookup fill every SM to its end, and the
-    vendor's sending gets SMs between two.
+    NCCL's sending gets SMs between two.
     """
     if not asked.problem.nodes:
         return stored(asked)

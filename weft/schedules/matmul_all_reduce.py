@@ -31,7 +31,7 @@ Every rank of one_shot adds in the same order, so that all have the same bits; i
 
 Bad interleaving: r, a call ahead, writes recv of p while p still sums the old rows. `free` prevents it, and `read` for summed.
 
-All of it, or all but a vendor's GEMM, is one persistent kernel where the device has it (Lane.fused; weft.kernels.all_reduce).
+All of it, or all but a cuBLAS GEMM, is one persistent kernel where the device has it (Lane.fused; weft.kernels.all_reduce).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Everywhere(Builder):
 
 
 def sequential(asked: Request) -> Schedule:
-    """One GEMM, then the vendor's all-reduce, in place; addends come after it, by a sum that rounds once more."""
+    """One GEMM, then NCCL's all-reduce, in place; addends come after it, by a sum that rounds once more."""
     s = _Everywhere(asked, partial=bool(asked.problem.addends))
     into = "partial" if s.problem.addends else "out"
     for rank in s.each:
@@ -124,7 +124,7 @@ def _one_kernel(asked: Request, *, hops: int) -> Schedule:
 
 
 def sequential_stores(asked: Request) -> Schedule:
-    """One vendor GEMM; then the exchange as one kernel: in one hop where that is few bytes, else in two."""
+    """One cuBLAS GEMM; then the exchange as one kernel: in one hop where that is few bytes, else in two."""
     few = asked.problem.m * asked.problem.n * asked.problem.itemsize * (asked.problem.world_size - 1) <= ONE_HOP_BYTES
     s = _Everywhere(asked, partial=True)
     for rank in s.working:

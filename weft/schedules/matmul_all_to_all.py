@@ -102,7 +102,7 @@ class _Combine(AllToAllBuilder):
 
 
 def sequential(asked: Request) -> Schedule:
-    """One GEMM, then the vendor's all-to-all."""
+    """One GEMM, then NCCL's all-to-all."""
     s = _Combine(asked)
     for rank in s.each:
         s.multiply(rank, s.whole(rank))
@@ -111,7 +111,7 @@ def sequential(asked: Request) -> Schedule:
 
 
 def sequential_stores(asked: Request) -> Schedule:
-    """One vendor GEMM; then one kernel on each rank loads its rows from all, stores them, and lets the peers go on."""
+    """One cuBLAS GEMM; then one kernel on each rank loads its rows from all, stores them, and lets the peers go on."""
     s = _Combine(asked)
     for rank in s.each:
         peers = [peer for peer in s.peers(rank) if s.pieces[peer]]

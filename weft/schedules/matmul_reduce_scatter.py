@@ -60,7 +60,7 @@ ONE_KERNEL_BYTES = 16 << 20
 
 class _Scatter(Builder):
     """Buffers, flags and repeated idioms of this operator. Of matmul_all_reduce, what a reduce-scatter gives is in `mine`, with
-    the addends of its rows, and is gathered by the vendor."""
+    the addends of its rows, and is gathered by NCCL."""
 
     def __init__(self, asked: Request, *, partial: Literal["local", "symmetric"] | None = "local", recv: bool = True) -> None:
         super().__init__(asked)
@@ -175,7 +175,7 @@ class _Scatter(Builder):
 
 
 def sequential(asked: Request) -> Schedule:
-    """One GEMM, then the vendor's reduce-scatter."""
+    """One GEMM, then NCCL's reduce-scatter."""
     s = _Scatter(asked, partial="symmetric")
     for rank in s.each:
         s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
@@ -192,7 +192,7 @@ def one_shot(asked: Request) -> Schedule:
 
 
 def sequential_stores(asked: Request) -> Schedule:
-    """One vendor GEMM; then its rows are stored at their owners, who sum them up: as one kernel where that is few bytes."""
+    """One cuBLAS GEMM; then its rows are stored at their owners, who sum them up: as one kernel where that is few bytes."""
     few = asked.problem.m * asked.problem.n * asked.problem.itemsize <= ONE_KERNEL_BYTES
     s = _Scatter(asked, recv=not few)
     for rank in s.working:

@@ -1,5 +1,5 @@
-"""Collectives whose bytes are moved by copy engines, and summed by a set number of SMs: beside a matmul they take what it needs
-least.
+"""Collectives whose bytes are moved by copy engines, and summed by a set number of SMs. So they
+take little of what a concurrent matmul needs.
 
 Into the caller's tensors, with torch.distributed's names and arguments:
 

@@ -123,7 +123,7 @@ def check_splits(name: str, sizes: list[int] | None, tensor: torch.Tensor, group
 
 
 def check_overlap(op: str, output: torch.Tensor, input: torch.Tensor, rank: int) -> None:
-    """In place as CollectiveProblem has it, or apart."""
+    """In place as CollectiveProblem has it, or in separate memory."""
     a, out = input.data_ptr(), output.data_ptr()
     a_bytes, out_bytes = input.numel() * input.element_size(), output.numel() * output.element_size()
     if not (a_bytes and out_bytes) or a + a_bytes <= out or out + out_bytes <= a:

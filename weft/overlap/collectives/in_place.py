@@ -1,9 +1,9 @@
 """Collectives into the caller's tensors, with the names and arguments of torch.distributed.
 
-Every function takes, beside torch's arguments:
+Every function takes these arguments in addition to torch's:
 
-    schedule        "auto": the fastest of a short trial (on CPUs, for results above 1 GiB, and for those in tensors of
-                    `empty`: what is predicted to be); or "sequential", which is the vendor's,
+    schedule        "auto": the fastest of a short autotuning run (on CPUs, for results above 1 GiB, and for those in tensors of
+                    `empty`: what is predicted to be); or "sequential", which is NCCL's,
                     "copy_engine", "copy_engine_pull", with :CHUNKS for pieces a part; or a weft.Schedule
     staging_bytes   symmetric memory that pieces pass through, a rank; default: WEFT_STAGING_BYTES, or 1 GiB on a GPU, less
                     where less is free, and 16 MiB on a CPU. More bytes go through it in turns
@@ -65,7 +65,7 @@ def reduce_scatter_tensor(
     Replaces dist.reduce_scatter_tensor(output, input).
 
     input: bfloat16, float16 or float32, world_size parts of as many elements as output has. output: may be this rank's part
-    of input. op: "sum" or "avg", or torch's. Bits do not depend on chunks, SMs or timing; only the vendor's ("sequential")
+    of input. op: "sum" or "avg", or torch's. Bits do not depend on chunks, SMs or timing; only NCCL's ("sequential")
     are its own.
     """
     name, call = call_of(
@@ -122,7 +122,7 @@ def all_to_all_single(
     """Part d of input goes to rank d, whose output has the parts of all ranks in their order. Replaces
     dist.all_to_all_single(output, input).
 
-    input: any dtype and shape, world_size equal parts. output: as many elements, apart from input. Split sizes, rows of the
+    input: any dtype and shape, world_size equal parts. output: as many elements, in separate memory. Split sizes, rows of the
     first dimension by rank, are there for torch's sake, and must be equal.
     """
     name, call = call_of("all_to_all", output, input, group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)

@@ -11,7 +11,7 @@ from weft.runtime.groups import GROUPS
 
 
 class Work:
-    """Of a call with async_op=True. tensors: what it reads and writes, kept until it is waited for."""
+    """Of a call with async_op=True. tensors: what it reads and writes; they are held until the caller has waited."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], out: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self._tensors, self._out, self._stream = list(tensors), out, stream

@@ -1,4 +1,4 @@
-"""`concurrent`: independent computation beside collectives, as a call or as a context."""
+"""`concurrent` runs collectives concurrently with an independent computation, as a call or as a context."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def concurrent(
     key: str | None = None,
     repeatable: bool = False,
     compute_us: float | None = None,
-    way: str | Schedule = AUTO,
+    method: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -51,7 +51,7 @@ def concurrent(
     collectives: ConcurrentCollective | Sequence[ConcurrentCollective],
     key: str,
     compute_us: float | None = None,
-    way: str | Schedule = AUTO,
+    method: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -65,12 +65,12 @@ def concurrent(
     key: str | None = None,
     repeatable: bool = False,
     compute_us: float | None = None,
-    way: str | Schedule = AUTO,
+    method: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Run collectives beside a computation that is independent of them, as the planner or a measurement chooses.
+    """Run collectives concurrently with a computation that is independent of them, as the planner or a measurement chooses.
 
         # before                              # after
         dist.all_reduce(grad)                 out = weft.concurrent(lambda: x @ w, [weft.AllReduce(grad)])
@@ -86,10 +86,10 @@ def concurrent(
         key: what uses have in common, besides the collectives' sizes: uses whose computation differs in size need keys that
             differ. The same on every rank. Default: where compute is defined.
         repeatable: compute may be run many times, with no other effect than one run: then the first use measures the planner's
-            best schedules, and sequential, and the fastest is kept. Else nothing is measured, and the planner chooses.
+            best schedules, and sequential, and later uses run the fastest. Else nothing is measured, and the planner chooses.
         compute_us: how long the computation takes alone, for the planner. Default: as long as the collectives. The
             same on every rank.
-        way: auto, or the name of a schedule: sequential, vendor or copy_engine, with +late,
+        method: auto, or the name of a schedule: sequential, nccl or copy_engine, with +late,
             +priority, +pull, +ctas=N, +left=N, +resident=N (weft.schedules.concurrent); or a Schedule that weft.build has made
             of such a name for these collectives.
         kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
@@ -98,13 +98,13 @@ def concurrent(
         group: the ranks that agree on the way. Default: the collectives' group, the default group where they have several.
 
     At the end all is joined, on CUDA by streams, without a wait on the host. The results are those of the sequential program,
-    within the rounding of a vendor GEMM that has fewer SMs; the collectives are the vendor's, or with copy_engine those of
-    weft.collectives.
+    within the rounding of a cuBLAS GEMM that has fewer SMs. The collectives are NCCL's (on CPUs gloo's), or with copy_engine
+    those of weft.collectives.
 
     Raises ValueError that names the argument, and RankMismatch where ranks mean different things by a key.
     """
     try:
-        context, run = _chosen(compute, collectives, key, repeatable, compute_us, way, kernels, residents, group)
+        context, run = _chosen(compute, collectives, key, repeatable, compute_us, method, kernels, residents, group)
     except Exception as error:
         for ranks in _groups(collectives, group):
             raise_instead(ranks, error)
@@ -118,12 +118,12 @@ def _chosen(
     key: str | None,
     repeatable: bool,
     compute_us: float | None,
-    way: str | Schedule,
+    method: str | Schedule,
     kernels: Sequence[Any],
     residents: Sequence[int] | None,
     group: dist.ProcessGroup | None,
 ) -> tuple[Concurrent, Callable[..., Any] | None]:
-    """What one use runs, and the computation, if the caller has given that."""
+    """Return the context of one use, and the computation if the caller passed one."""
     mine = _checked(collectives)
     run = _callable(compute)
     require("kernels", kernels, Sequence, "pass the computation's kernels in a list")
@@ -132,29 +132,29 @@ def _chosen(
     require("residents", residents, (Sequence, type(None)), "pass numbers of blocks an SM in a list")
     require("compute_us", compute_us, (int, float, type(None)), "pass how long the computation takes alone, in us")
     calls = _calls(mine, group)
-    known = calls.kernels(kernels, residents)
-    mode = automatic() if way == AUTO else ""
+    shaped = calls.kernels(kernels, residents)
+    mode = automatic() if method == AUTO else ""
     if mode in ("", "sequential"):
-        return Concurrent(mine, _program(mode or way, mine, kernels, calls), calls, known), run
+        return Concurrent(mine, _program(mode or method, mine, kernels, calls), calls, shaped), run
     require("key", key, (str, type(None)), "pass a string that names this computation")
     named, fixed = _key_of(compute) if key is None else key, run is not compute
-    choice = calls.known(named, mine)
+    choice = calls.cached(named, mine)
     if choice is None and run is not None and repeatable and mode == AUTO and not calls.executor(mine[0].device).capturing:
-        choice = calls.measured(named, mine, known, run, fixed=fixed)
+        choice = calls.measured(named, mine, shaped, run, fixed=fixed)
     choice = choice or calls.planned(named, mine, compute_us, fixed=fixed)
-    return Concurrent(mine, calls.program(choice.way, mine), calls, known), run
+    return Concurrent(mine, calls.program(choice.method, mine), calls, shaped), run
 
 
 def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[ConcurrentChoice]:
-    """What `concurrent` has chosen, and what the hooks run, in a group of ranks that agree: for each key its way, and why, with
-    the measured times in us where it was measured. The same on every rank. Not collective."""
+    """Return what `concurrent` has chosen, and what the hooks run, in a process group: for each key its method, the reason, and
+    the measured times in us if it was measured. The list is the same on every rank. The call is not collective."""
     name = group_of(group)[0]
     state = GROUPS.known(name)
     return calls_of(state).choices() if state else []
 
 
 class Concurrent:
-    """Collectives that run beside what is in the context; made by `concurrent`. way: what this use takes.
+    """A context that runs collectives concurrently with its body; made by `concurrent`. method: the schedule of this use.
 
     kernels: what to launch for the kernels that were named. One that goes without having been entered warns: nothing ran."""
 
@@ -176,7 +176,7 @@ class Concurrent:
             warnings.warn(f"a weft.concurrent was never entered, so that {what} did not run; use `with`", RuntimeWarning)  # noqa: B028 - nobody's line
 
     @property
-    def way(self) -> str:
+    def method(self) -> str:
         return self._program.name
 
     def __enter__(self) -> Concurrent:
@@ -193,7 +193,7 @@ class Concurrent:
         self._stack.__exit__(kind, error, trace)
 
     def run(self, compute: Callable[..., T]) -> T:
-        """compute's result, with the collectives beside it."""
+        """Run compute concurrently with the collectives, and return its result."""
         with self:
             return compute(*self.kernels)
 
@@ -211,28 +211,32 @@ def _checked(collectives: ConcurrentCollective | Sequence[ConcurrentCollective])
     return mine
 
 
-def _program(way: str | Schedule, collectives: Sequence[ConcurrentCollective], kernels: Sequence[Any], calls: Calls) -> Program:
+def _program(
+    method: str | Schedule, collectives: Sequence[ConcurrentCollective], kernels: Sequence[Any], calls: Calls
+) -> Program:
     """What this rank runs. Raises ValueError for a schedule of other collectives or about sharded parameters, and for what
     would change nothing here."""
-    require("way", way, (str, Schedule), "use auto, a name such as vendor+priority, or a weft.Schedule for these collectives")
-    if isinstance(way, Schedule):
+    require(
+        "method", method, (str, Schedule), "use auto, a name such as nccl+priority, or a weft.Schedule for these collectives"
+    )
+    if isinstance(method, Schedule):
         mine = calls.problem(collectives).collectives
-        theirs = way.problem.collectives if isinstance(way.problem, ConcurrentProblem) else ()
+        theirs = method.problem.collectives if isinstance(method.problem, ConcurrentProblem) else ()
         if [*map(_essence, mine)] != [*map(_essence, theirs)]:
-            raise ValueError(f"way is a schedule for {way.problem}; these are {', '.join(map(str, mine))}")
-        found = calls.given(way, collectives)
+            raise ValueError(f"method is a schedule for {method.problem}; these are {', '.join(map(str, mine))}")
+        found = calls.given(method, collectives)
     else:
-        found = calls.program(way, collectives)
+        found = calls.program(method, collectives)
     if found.computation.resident and not kernels:
-        raise ValueError(f"way is '{found.name}'; resident is for kernels that are named: pass kernels, or leave it out")
+        raise ValueError(f"method is '{found.name}'; resident is for kernels that are named: pass kernels, or leave it out")
     held = found.priority or any(part.ctas for part in found.parts)
     if held and any(isinstance(collective, SendReceive) for collective in collectives):
         raise ValueError(
-            f"way is '{found.name}'; sends and receives keep to a stream and blocks of NCCL's: leave out priority and ctas"
+            f"method is '{found.name}'; sends and receives keep to a stream and blocks of NCCL's: leave out priority and ctas"
         )
     for name in SHARDED:
         if getattr(found.computation, name):
-            raise ValueError(f"way is '{found.name}'; {name} is for weft.hooks.fsdp, leave it out")
+            raise ValueError(f"method is '{found.name}'; {name} is for weft.hooks.fsdp, leave it out")
     return found
 
 
@@ -254,7 +258,7 @@ def _callable(compute: Any) -> Callable[..., Any] | None:
 
 
 def _calls(collectives: Sequence[ConcurrentCollective], group: dist.ProcessGroup | None) -> Calls:
-    """What is kept for the ranks that agree: those of the collectives' group, where they have one alone."""
+    """Return the caches of the ranks that agree: those of the collectives' group if they all have the same one."""
     groups = {collective.ranks for collective in collectives}
     if group is None and len(groups) == 1:
         group = next(iter(groups))
@@ -262,14 +266,14 @@ def _calls(collectives: Sequence[ConcurrentCollective], group: dist.ProcessGroup
 
 
 def _groups(collectives: object, group: object) -> set[dist.ProcessGroup]:
-    """The groups whose ranks may wait for this one, of arguments that may be wrong."""
+    """Return the groups whose ranks may wait for this one. The arguments may be wrong."""
     listed = collectives if isinstance(collectives, Sequence) else (collectives,)
     named = {one.ranks for one in listed if isinstance(one, ConcurrentCollective)}
     return named | ({group} if isinstance(group, dist.ProcessGroup) else set())
 
 
 def _key_of(compute: Any) -> str:
-    """Where a computation is defined. Raises ValueError where that cannot be told, and for a context, which has none."""
+    """Return where a computation is defined. Raises ValueError if that is unknown, and for a context."""
     code = getattr(inspect.unwrap(compute), "__code__", None) if callable(compute) else None
     if code is None:
         raise ValueError("key is None; pass a string that names this computation, the same on every rank")

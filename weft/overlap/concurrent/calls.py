@@ -1,4 +1,4 @@
-"""What weft keeps for `concurrent` and the hooks among ranks that agree: choices, and what schedules say."""
+"""The caches of `concurrent` and of the hooks in a process group: choices, and the programs of schedules."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from weft.schedules.concurrent import build, parse
 K = TypeVar("K")
 T = TypeVar("T")
 MOST = 256
-"""Keys, named ways, schedules given as values and sets of kernels that a group remembers, of each those that were used last."""
+"""A group caches this many keys, named methods, schedules given as values and sets of kernels, each least recently used out."""
 
 
 class Calls:
-    """All keys of one group, and the executors that they run on. `close` is collective where schedules have made groups. meet:
-    ranks agree on a text, and exchange a number, while no other call of the group is under way on this rank."""
+    """All keys of one group, and the executors that they run on. `close` is collective if schedules have made groups.
+    exchange: compares a text and exchanges a number among the ranks, while this rank runs no other call of the group."""
 
-    def __init__(self, rank_group: RankGroup, meet: Callable[[str, int], tuple[int, ...]]) -> None:
-        self.rank_group, self.meet = rank_group, meet
+    def __init__(self, rank_group: RankGroup, exchange: Callable[[str, int], tuple[int, ...]]) -> None:
+        self.rank_group, self.exchange = rank_group, exchange
         self._lock = threading.RLock()
         self._choices: OrderedDict[tuple[object, ...], ConcurrentChoice] = OrderedDict()
         """Ranks use keys in the same order, so all of them forget the same ones."""
@@ -46,8 +46,8 @@ class Calls:
         self._given: OrderedDict[tuple[str, int], Program] = OrderedDict()
         self._hooks: OrderedDict[str, ConcurrentChoice] = OrderedDict()
 
-    def known(self, key: str, collectives: Sequence[ConcurrentCollective]) -> ConcurrentChoice | None:
-        """What a key's uses run as; None before its first use."""
+    def cached(self, key: str, collectives: Sequence[ConcurrentCollective]) -> ConcurrentChoice | None:
+        """Return the choice of a key; None before its first use."""
         same = _key(key, collectives)
         with self._lock:
             return _used(self._choices, same) if same in self._choices else None
@@ -55,10 +55,10 @@ class Calls:
     def planned(
         self, key: str, collectives: Sequence[ConcurrentCollective], compute_us: float | None, *, fixed: bool
     ) -> ConcurrentChoice:
-        """The planner's choice for a key at its first use. Ranks meet. Raises RankMismatch where they mean different things by
-        it, or choose differently."""
+        """Return the planner's choice for a key at its first use, after a handshake. Raises RankMismatch if ranks use the key
+        differently, or choose differently."""
         choice = self._chooser(key, collectives, compute_us=compute_us, fixed=fixed).planned()
-        self.meet(_text(key, collectives, f"way: {choice.way}"), 0)
+        self.exchange(_text(key, collectives, f"method: {choice.method}"), 0)
         return self._settle(choice, collectives)
 
     def measured(
@@ -72,7 +72,7 @@ class Calls:
     ) -> ConcurrentChoice:
         """The fastest of a few for a key at its first use: compute may run many times. Whatever ends it on this rank ends it on
         all."""
-        self.meet(_text(key, collectives), 0)
+        self.exchange(_text(key, collectives), 0)
         executor = self.executor(collectives[0].device)
         with self.rank_group.failing(), rehearsed(collectives) as again:
             compute(*kernels.of(0))  # how many blocks of a kernel fit is known once it has run
@@ -83,7 +83,7 @@ class Calls:
                     compute(*kernels.of(program.computation.resident))
 
             programs = partial(self.program, collectives=again)
-            choice = chooser.measured(executor, self.meet, programs, run, lambda: compute(*kernels.of(0)), again)
+            choice = chooser.measured(executor, self.exchange, programs, run, lambda: compute(*kernels.of(0)), again)
         return self._settle(choice, collectives)
 
     def _settle(self, choice: ConcurrentChoice, collectives: Sequence[ConcurrentCollective]) -> ConcurrentChoice:
@@ -121,12 +121,12 @@ class Calls:
         return self.rank_group.nodes if sum(self.rank_group.nodes) == size else ()
 
     def schedule(self, spec: str, collectives: Sequence[ConcurrentCollective]) -> Schedule:
-        """The schedule of that name for these. Ranks meet where it takes memory that they give. Raises ValueError for a
-        name that is none, and where it cannot run them."""
+        """Return the schedule of that name for these collectives. Ranks agree on its staging memory if it needs any. Raises
+        ValueError for an unknown name, and if it cannot run them."""
         device, staging_bytes = collectives[0].device, None
         if parse(spec).transport == "copy_engine":
             mine = affordable(staging_from_environment(device), device)
-            staging_bytes = min(self.meet(_text(f"way {spec}", collectives), mine))
+            staging_bytes = min(self.exchange(_text(f"method {spec}", collectives), mine))
         problem = self.problem(collectives, staging_bytes)
         return build(problem, spec, fan_out=fans_out(device, problem.world_size))
 
@@ -169,9 +169,9 @@ class Calls:
         return [*self._choices.values(), *self._hooks.values()]
 
     def add_hook(self, choice: ConcurrentChoice) -> None:
-        """List what a hook runs among the choices; of hooks with one key the last. Ranks meet. Raises RankMismatch where they
-        choose differently."""
-        self.meet(f"hook: {choice.key}\nway: {choice.way}", 0)
+        """List a hook's choice; of hooks with the same key the last. The ranks compare their choices in a handshake. Raises
+        RankMismatch if they differ."""
+        self.exchange(f"hook: {choice.key}\nmethod: {choice.method}", 0)
         self._hooks[choice.key] = choice
         _used(self._hooks, choice.key)
 
@@ -197,7 +197,7 @@ def _key(key: str, collectives: Sequence[ConcurrentCollective]) -> tuple[object,
 
 
 def _text(key: str, collectives: Sequence[ConcurrentCollective], *more: str) -> str:
-    """What ranks have to agree on at a key's first use."""
+    """Return what ranks have to agree on at a key's first use."""
     parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
     return "\n".join([f"concurrent: {key}", *parts, *more])
 

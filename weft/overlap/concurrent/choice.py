@@ -52,14 +52,14 @@ class ConcurrentChoice:
     """A ConcurrentChoice is the schedule that was chosen for a call of weft.concurrent, or for a DDP or FSDP2 hook.
 
     key: the name that the caller gave to this use.
-    way: the schedule's name.
+    method: the schedule's name.
     problem: the collectives, with the measured or predicted time of each part alone. None if it is not known.
     trials: the measurement of each candidate. The first candidate wins ties.
     note: the reason for the choice, if nothing was measured.
     """
 
     key: str
-    way: str
+    method: str
     problem: ConcurrentProblem | None = None
     trials: tuple[Trial, ...] = ()
     note: str = ""
@@ -82,20 +82,21 @@ class ConcurrentChoice:
         if len(self.trials) < 2:
             return "there is nothing to hide, nothing to hide it behind, or no other schedule that every rank can run"
         base, *others = self.trials
-        if self.way == base.spec:
+        if self.method == base.spec:
             best = min(others, key=lambda trial: trial.us)
             often = "" if best.us >= (1 - MARGIN) * base.us else " each time it is measured"
             return f"nothing is faster by more than 1%{often}: {best.spec} takes {best.us:.0f} us, {base.spec} {base.us:.0f}"
-        us = self.us[self.way]
-        why = f"{us:.0f} us is the least of {len(self.trials)} ways; {base.spec} takes {base.us:.0f}"
+        us = self.us[self.method]
+        why = f"its {us:.0f} us are the least of {len(self.trials)} methods; {base.spec} takes {base.us:.0f} us"
         if not self.ideal_us:
             return why
         share = share_of_ideal(us, sequential_us=base.us, ideal_us=self.ideal_us)
-        return f"{why}, {share:.2f} of the ideal speed-up"
+        return f"{why}. That is {share:.2f} of the ideal speed-up"
 
     def __str__(self) -> str:
         measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
-        return f"{self.key}: {self.way}, because {self.why} ({measured or 'not measured'})"
+        figures = f"Measured: {measured}." if measured else "Nothing was measured."
+        return f"{self.key} uses {self.method}, because {self.why.rstrip('.')}. {figures}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +131,15 @@ class Chooser:
                 problem = replace(problem, compute_us=whole_collective_us(machine, problem))
             found = plan(problem, machine, schedules=[build(problem, spec, fan_out=machine.fans_out) for spec in specs])
         except ValueError as error:
-            return ConcurrentChoice(key=self.key, way=str(PLAIN), note=f"nothing is predicted here: {error}")
-        return ConcurrentChoice(key=self.key, way=found.chosen.schedule, problem=problem, note=f"it is planned: {found.why}")
+            return ConcurrentChoice(key=self.key, method=str(PLAIN), note=f"nothing can be predicted here: {error}")
+        return ConcurrentChoice(
+            key=self.key, method=found.chosen.schedule, problem=problem, note=f"the planner chose it: {found.why}"
+        )
 
     def measured(
         self,
         executor: Executor,
-        meet: Callable[[str, int], tuple[int, ...]],
+        exchange: Callable[[str, int], tuple[int, ...]],
         programs: Callable[[str], Program],
         run: Callable[[Program], object],
         compute: Callable[[], object],
@@ -145,7 +148,7 @@ class Chooser:
         """Measure a few candidates, and choose the fastest.
 
         executor: runs and times calls on the device.
-        meet: (text, mine) -> the `mine` of every rank, by rank.
+        exchange: (text, mine) -> the `mine` of every rank, by rank.
         programs: returns the program of a schedule by its name.
         run: runs the computation and the collectives by a program.
         compute: runs the computation alone.
@@ -153,7 +156,7 @@ class Chooser:
         """
 
         def agree(text: str, mine: int) -> tuple[int, ...]:
-            return meet(f"concurrent {self.key}: {text}", mine)
+            return exchange(f"concurrent {self.key}: {text}", mine)
 
         def alone_us(name: str, call: Callable[[], object]) -> float:
             """Time one part alone on the slowest rank. The first call is not timed, because libraries load kernels in it."""
@@ -189,7 +192,7 @@ class Chooser:
         base, *others = self._select_candidates(problem)
         specs = (base, *filter(ready, others))
         if len(specs) == 1:
-            return ConcurrentChoice(key=self.key, way=specs[0], problem=problem)
+            return ConcurrentChoice(key=self.key, method=specs[0], problem=problem)
         bound = _bound_programs(collectives)
         contest = Contest(
             bind=bind,
@@ -202,7 +205,7 @@ class Chooser:
         )
         program, trials = contest.fastest(specs)
         _release_programs_since(bound, collectives)
-        return ConcurrentChoice(key=self.key, way=program.name, problem=problem, trials=trials)
+        return ConcurrentChoice(key=self.key, method=program.name, problem=problem, trials=trials)
 
     def _select_candidates(self, problem: ConcurrentProblem) -> tuple[str, ...]:
         """Return the candidates to measure. They depend only on values that are equal on all ranks."""

@@ -1,4 +1,4 @@
-"""Collectives as values: what is to run beside a computation, and on which tensors.
+"""Collectives as values: what runs concurrently with a computation, and on which tensors.
 
     class             stands for                                 writes      reads
     AllReduce         dist.all_reduce                            tensor      tensor
@@ -7,7 +7,7 @@
     AllToAll          dist.all_to_all_single, equal shares       output      input
     SendReceive       dist.isend and dist.irecv, as one batch    receive     send
 
-Making one moves nothing. Its tensors belong to it from the start of the collective to its end: the computation beside it
+Making one moves nothing. Its tensors belong to it from the start of the collective to its end: meanwhile the computation
 neither writes what it reads nor touches what it writes. Arguments are checked as those of weft.collectives.
 """
 
@@ -82,8 +82,8 @@ class ConcurrentCollective(ABC):
         assert self.group is not None
         return self.group
 
-    def meets(self, other: ConcurrentCollective) -> bool:
-        """Whether some of its memory is the other's, too."""
+    def shares_memory_with(self, other: ConcurrentCollective) -> bool:
+        """Whether it uses memory that the other one uses, too."""
         return any(_overlap(mine, theirs) for mine in self.tensors for theirs in other.tensors)
 
     @property
@@ -104,8 +104,8 @@ class ConcurrentCollective(ABC):
 
     @abstractmethod
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        """The vendor's collective, on `group`, which has the ranks of the collective's own. On CUDA without async_op it is on
-        torch's current stream; with it, work to wait for."""
+        """Call NCCL's or gloo's collective on `group`, which has the same ranks as the collective's own group. On CUDA without
+        async_op it runs on torch's current stream; with async_op the result is the work to wait for."""
 
     @property
     def moves(self) -> bool:
@@ -118,26 +118,26 @@ class ConcurrentCollective(ABC):
 
     @contextmanager
     def rehearsed(self) -> Iterator[ConcurrentCollective]:
-        """The same on the same tensors, to be run any number of times. What it reads is at the end as it was."""
+        """Return a collective on the same tensors that may run any number of times. At the end what it reads is restored."""
         yield self
 
 
 @contextmanager
 def rehearsed(collectives: Sequence[ConcurrentCollective]) -> Iterator[list[ConcurrentCollective]]:
-    """All of a use, to be run any number of times, one after the other. What any of them reads is at the end as it was, also
-    where another one writes it."""
+    """Return collectives that may run any number of times, one after the other. At the end whatever they read is restored, also
+    if another one wrote it."""
     with ExitStack() as stack:
         for one in collectives:
             written = [tensor for other in collectives if other is not one for tensor in other.writes]
             for read in one.reads:
                 if any(_overlap(read, tensor) for tensor in written):
-                    stack.enter_context(_kept(read))
+                    stack.enter_context(_restored(read))
         yield [stack.enter_context(one.rehearsed()) for one in collectives]
 
 
 @contextmanager
-def _kept(tensor: torch.Tensor) -> Iterator[None]:
-    """Whatever is written to a tensor, at the end it is as it was. Takes room for another one."""
+def _restored(tensor: torch.Tensor) -> Iterator[None]:
+    """Restore a tensor at the end from a copy, which takes as much memory."""
     plain = tensor.detach()  # a parameter, too: what is written is no part of a graph
     before = plain.clone()
     try:
@@ -226,13 +226,13 @@ class _Whole(ConcurrentCollective):
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
         output, given = _flat(self.output), _flat(self.input)
-        how: dict[str, Any] = {"group": group, "async_op": async_op}
+        options: dict[str, Any] = {"group": group, "async_op": async_op}
         if self.op == "all_reduce":
-            return dist.all_reduce(output, _REDUCTIONS[self.reduction or "sum"], **how)  # type: ignore[no-any-return]
+            return dist.all_reduce(output, _REDUCTIONS[self.reduction or "sum"], **options)  # type: ignore[no-any-return]
         if self.op == "reduce_scatter":
-            return _reduce_scatter(output, given, op=_REDUCTIONS[self.reduction or "sum"], **how)  # type: ignore[no-any-return]
+            return _reduce_scatter(output, given, op=_REDUCTIONS[self.reduction or "sum"], **options)  # type: ignore[no-any-return]
         moves: Any = _all_gather if self.op == "all_gather" else dist.all_to_all_single
-        return moves(output, given, **how)  # type: ignore[no-any-return]
+        return moves(output, given, **options)  # type: ignore[no-any-return]
 
     def move(self, schedule: Schedule) -> None:
         op: Any = self.op
@@ -274,7 +274,7 @@ class AllReduce(_Whole):
     @contextmanager
     def rehearsed(self) -> Iterator[ConcurrentCollective]:
         """Means in place of sums: those of the same values stay, however often, and no number overflows."""
-        with _kept(self.tensor):
+        with _restored(self.tensor):
             yield replace(self, reduction="avg" if self._real else self.reduction)
 
 
@@ -282,7 +282,7 @@ class AllReduce(_Whole):
 class AllGather(_Whole):
     """output becomes the inputs of all ranks, one after the other. input may be this rank's part of output.
 
-    output: contiguous, world_size times the elements of input, on every rank alike. group: default: all ranks. For
+    output: contiguous, world_size times the elements of input, the same on every rank. group: default: all ranks. For
     weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
 
     op: ClassVar[Op] = "all_gather"
@@ -295,8 +295,8 @@ class AllGather(_Whole):
 class ReduceScatter(_Whole):
     """output becomes this rank's part of the sum, or the mean, of all inputs. It may be that part of input.
 
-    input: contiguous, world_size times the elements of output, on every rank alike. group: default: all ranks. reduction: "sum"
-    or "avg". For weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
+    input: contiguous, world_size times the elements of output, the same on every rank. group: default: all ranks. reduction:
+    "sum" or "avg". For weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
 
     op: ClassVar[Op] = "reduce_scatter"
     output: torch.Tensor
@@ -306,7 +306,7 @@ class ReduceScatter(_Whole):
 
     @contextmanager
     def rehearsed(self) -> Iterator[ConcurrentCollective]:
-        with _kept(self.input) if _overlap(self.output, self.input) else nullcontext():
+        with _restored(self.input) if _overlap(self.output, self.input) else nullcontext():
             yield self
 
 
@@ -314,7 +314,7 @@ class ReduceScatter(_Whole):
 class AllToAll(_Whole):
     """Equal parts of input go to the ranks in order; output becomes the parts of all ranks for this one.
 
-    Both contiguous, of as many elements, a multiple of world_size, and apart in memory. group: default: all ranks. For
+    Both contiguous, of as many elements, a multiple of world_size, in separate memory. group: default: all ranks. For
     weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
 
     op: ClassVar[Op] = "all_to_all"

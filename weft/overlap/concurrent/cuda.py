@@ -31,8 +31,8 @@ _IDLE_S = 10.0
 
 
 class Streams:
-    """Streams of one device that nobody enqueues on now, by whether they have priority. What was enqueued on them may be under
-    way still: `close` gives them to others."""
+    """Streams of one device that nobody enqueues on now, by whether they have priority. What was enqueued on them may not
+    have ended yet: `close` gives them to others."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,7 +91,7 @@ class CudaExecutor(Executor):
             self.group(group, ctas)
         if program.computation.left >= self._sms:
             raise ValueError(
-                f"way has left={program.computation.left}; this device has {self._sms} SMs, leave one to the computation"
+                f"method has left={program.computation.left}; this device has {self._sms} SMs, leave one to the computation"
             )
 
     @property
@@ -103,18 +103,18 @@ class CudaExecutor(Executor):
         return controls.sm_budget(self._sms - left, device=self.device) if left else nullcontext()
 
     @contextmanager
-    def _lane(self, beside: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
+    def _lane(self, side_stream: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
         caller = torch.cuda.current_stream(self.device)
-        with self._streams.taken(beside.priority) as stream:
+        with self._streams.taken(side_stream.priority) as stream:
             stream.wait_stream(caller)
             try:
-                if not beside.late:
+                if not side_stream.late:
                     controls.launch_order(stream, caller)
-                    self._enqueue(beside.parts, collectives, stream)
+                    self._enqueue(side_stream.parts, collectives, stream)
                 yield
             finally:
-                if beside.late:
-                    self._enqueue(beside.parts, collectives, stream)
+                if side_stream.late:
+                    self._enqueue(side_stream.parts, collectives, stream)
                 caller.wait_stream(stream)
 
     def _enqueue(
@@ -124,7 +124,7 @@ class CudaExecutor(Executor):
             for part in parts:
                 self.enqueue(part, collectives[part.number])
 
-    def _vendor(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
+    def _run_library_collective(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         collective.enqueue(self.group(collective.ranks, part.ctas), async_op=False)
 
     def future(
@@ -135,8 +135,8 @@ class CudaExecutor(Executor):
         caller = torch.cuda.current_stream(self.device)
         (part,) = program.parts
         with ExitStack() as stack:
-            if program.beside is not None:
-                stream = stack.enter_context(self._lasting.taken(program.beside.priority))
+            if program.side_stream is not None:
+                stream = stack.enter_context(self._lasting.taken(program.side_stream.priority))
                 stream.wait_stream(caller)
                 stack.enter_context(torch.cuda.stream(stream))
             self.enqueue(part, collective)
@@ -149,10 +149,10 @@ class CudaExecutor(Executor):
         known = self._groups.get((group.group_name, ctas))
         if known is None or known[0] is not group:
             if self.capturing:
-                raise ValueError(f"way has ctas={ctas}: use it once before capturing a graph, to make its communicator")
+                raise ValueError(f"method has ctas={ctas}: use it once before capturing a graph, to make its communicator")
             if not _can_be_made_anew(group):
                 raise ValueError(
-                    f"way has ctas={ctas}, but {group.size()} ranks of a world that is bound to devices cannot have a "
+                    f"method has ctas={ctas}, but {group.size()} ranks of a world that is bound to devices cannot have a "
                     "communicator of their own: leave out device_id in init_process_group, or ctas"
                 )
             known = self._groups[group.group_name, ctas] = group, controls.nccl_group(group, max_ctas=ctas)

@@ -1,4 +1,4 @@
-"""Runs collectives beside a computation as a schedule says, and tells the time.
+"""Runs collectives concurrently with a computation as a schedule says, and measures times.
 
 What runs is a Program, this rank's lanes of a checked schedule (`weft.overlap.concurrent.program`). On CUDA the collectives
 have a stream of their own, which forks from the caller's at entry and is joined at exit. Nothing waits on the host, so that a
@@ -66,29 +66,29 @@ class Executor(ABC):
     def enqueue(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         """Run one collective: on CUDA on torch's current stream."""
         if part.steps is None:
-            self._vendor(part, collective)
+            self._run_library_collective(part, collective)
         else:
             collective.move(part.steps)
 
     @abstractmethod
-    def _vendor(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
+    def _run_library_collective(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         """NCCL's, or gloo's, collective."""
 
     @abstractmethod
     def future(
         self, program: Program, collective: ConcurrentCollective, result: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
-        """A collective that is under way, beside what the caller enqueues next, and its result once it has ended. On CPUs the
-        wait is bounded, and within a backward pass the pass raises PeerLost or WaitTimeout at its end."""
+        """Start a collective, concurrent with what the caller enqueues next, and return its future result. On CPUs the wait
+        is bounded, and within a backward pass the pass raises PeerLost or WaitTimeout at its end."""
 
     @contextmanager
     def running(self, program: Program, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
-        """The collectives run from here, beside what is in the context, to its end; also where that raises: peers take part."""
+        """Run the collectives concurrently with the body of the context. They run even if it raises: peers take part."""
         with self.limits(program), ExitStack() as stack:
             for part in program.before:
                 self.enqueue(part, collectives[part.number])
-            if program.beside is not None:
-                stack.enter_context(self._lane(program.beside, collectives))
+            if program.side_stream is not None:
+                stack.enter_context(self._lane(program.side_stream, collectives))
             try:
                 yield
             finally:
@@ -100,7 +100,7 @@ class Executor(ABC):
         """A context in which the computation keeps to what the program leaves it."""
 
     @abstractmethod
-    def _lane(self, beside: SideStream, collectives: Sequence[ConcurrentCollective]) -> AbstractContextManager[object]:
+    def _lane(self, side_stream: SideStream, collectives: Sequence[ConcurrentCollective]) -> AbstractContextManager[object]:
         """A context at whose end the collectives have been joined."""
 
     @abstractmethod
@@ -170,21 +170,21 @@ class HostExecutor(Executor):
         }
         for name, value in asked.items():
             if value:
-                raise ValueError(f"way is {program.name}; {name} needs a GPU")
+                raise ValueError(f"method is {program.name}; {name} needs a GPU")
 
     def limits(self, program: Program) -> AbstractContextManager[object]:
         return nullcontext()
 
     @contextmanager
-    def _lane(self, beside: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
+    def _lane(self, side_stream: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
         waits: list[Callable[[], None]] = []
         try:
-            if not beside.late:
-                self._begin(beside.parts, collectives, waits)
+            if not side_stream.late:
+                self._begin(side_stream.parts, collectives, waits)
             yield
         finally:
-            if beside.late:
-                self._begin(beside.parts, collectives, waits)
+            if side_stream.late:
+                self._begin(side_stream.parts, collectives, waits)
             for wait in waits:
                 wait()
 
@@ -194,7 +194,7 @@ class HostExecutor(Executor):
         """Begin them in order. gloo has several threads: what shares memory with an earlier one begins once that has ended."""
         for place, part in enumerate(parts):
             collective = collectives[part.number]
-            if any(collective.meets(collectives[earlier.number]) for earlier in parts[:place]):
+            if any(collective.shares_memory_with(collectives[earlier.number]) for earlier in parts[:place]):
                 for wait in waits:
                     wait()
                 waits.clear()
@@ -205,7 +205,7 @@ class HostExecutor(Executor):
 
     def _started(self, collective: ConcurrentCollective) -> Callable[[], None]:
         """Begin a collective of gloo's; a function that waits for it, within the bound. Stages of a pipeline do not send and
-        receive at the same uses, so they meet at none, and use the connections of the caller's group."""
+        receive at the same uses, so there is no handshake, and they use the connections of the caller's group."""
         state = GROUPS.state(collective.ranks.group_name)
         if isinstance(collective, SendReceive):
             work = collective.enqueue(collective.ranks, async_op=True)
@@ -214,17 +214,17 @@ class HostExecutor(Executor):
 
     def group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
         if ctas:
-            raise ValueError(f"way has ctas={ctas}, which gloo's collectives have not; leave it out on a CPU")
+            raise ValueError(f"method has ctas={ctas}, which gloo does not have; leave it out on a CPU")
         return group
 
-    def _vendor(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
+    def _run_library_collective(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         self._started(collective)()
 
     def future(
         self, program: Program, collective: ConcurrentCollective, result: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         (part,) = program.parts
-        if program.beside is not None and part.steps is None:
+        if program.side_stream is not None and part.steps is None:
             return self.ending(self._started(collective), result)
         self.enqueue(part, collective)
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future()

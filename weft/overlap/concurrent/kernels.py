@@ -22,8 +22,8 @@ class ShapedKernels:
         self._shaped: dict[int, tuple[Any, ...]] = {}
 
     def residents(self) -> tuple[int, ...]:
-        """The caps to try, most blocks first, after a first launch of the kernels. Of kernels whose residency cannot be told,
-        and for which there are no caps, none; a warning is logged."""
+        """The caps to try, most blocks first, after a first launch of the kernels. If the residency of a kernel is
+        unknown and no caps were given, the result is empty and a warning is logged."""
         if not self._named:
             return ()
         try:
@@ -36,7 +36,7 @@ class ShapedKernels:
         return tuple(sorted({cap for cap in caps if 0 < cap < fits}, reverse=True))
 
     def _fits(self) -> int:
-        """Blocks an SM of the kernel of which fewest fit. Raises ValueError where that cannot be told."""
+        """Blocks an SM of the kernel of which fewest fit. Raises ValueError if that is unknown."""
         from weft.overlap.controls import occupancy
 
         return min(occupancy(kernel).blocks for kernel in self._named)

@@ -45,15 +45,15 @@ class Program:
     computation: UserCall
     before: tuple[CollectivePart, ...] = ()
     after: tuple[CollectivePart, ...] = ()
-    beside: SideStream | None = None
+    side_stream: SideStream | None = None
 
     @property
     def parts(self) -> tuple[CollectivePart, ...]:
-        return (*self.before, *(self.beside.parts if self.beside else ()), *self.after)
+        return (*self.before, *(self.side_stream.parts if self.side_stream else ()), *self.after)
 
     @property
     def priority(self) -> bool:
-        return self.beside is not None and self.beside.priority
+        return self.side_stream is not None and self.side_stream.priority
 
 
 def program_of(schedule: Schedule, rank: int) -> Program:
@@ -62,21 +62,21 @@ def program_of(schedule: Schedule, rank: int) -> Program:
     compute, position, computation = next(place for place in places_of(UserCall, lanes) if place[2].collective is None)
     at = lanes.index(compute)
     others = [(index > at, lane) for index, lane in enumerate(lanes) if index != at and lane.steps]
-    beside = None
+    side_stream = None
     if others:
         late, lane = others[0]
-        parts = _vendors(lane, 0, len(lane.steps)) if lane.kind == "network" else _moved(schedule)
-        beside = SideStream(parts, lane.priority, late)
+        parts = _nccl_parts(lane, 0, len(lane.steps)) if lane.kind == "network" else _moved(schedule)
+        side_stream = SideStream(parts, lane.priority, late)
     return Program(
         name=schedule.name,
         computation=computation,
-        before=_vendors(compute, 0, position),
-        after=_vendors(compute, position + 1, len(compute.steps)),
-        beside=beside,
+        before=_nccl_parts(compute, 0, position),
+        after=_nccl_parts(compute, position + 1, len(compute.steps)),
+        side_stream=side_stream,
     )
 
 
-def _vendors(lane: Lane, begin: int, end: int) -> tuple[CollectivePart, ...]:
+def _nccl_parts(lane: Lane, begin: int, end: int) -> tuple[CollectivePart, ...]:
     return tuple(CollectivePart(next(numbers(step)), ctas=lane.ctas) for step in lane.steps[begin:end])
 
 

@@ -1,12 +1,12 @@
-"""Runtime controls for computation and communication that run beside each other, each usable alone.
+"""Runtime controls for concurrent computation and communication, each usable alone.
 
 | control | what it does | on |
 | --- | --- | --- |
-| shape, occupancy | cap the residency of a compute kernel, so that communication blocks fit beside it | one kernel |
+| shape, occupancy | cap the residency of a compute kernel, so that communication blocks also fit | one kernel |
 | comm_stream, give_back, launch_order | let a collective's blocks be placed first | streams |
 | lane_priority | the same for the lanes of weft's own schedules | a group's lanes |
 | nccl_group | how many blocks NCCL's kernels have, and their streams' priority | a process group |
-| sm_budget, sm_partition | leave SMs free of kernels whose residency cannot be lowered | vendor GEMMs; a stream |
+| sm_budget, sm_partition | leave SMs free of kernels whose residency cannot be lowered | cuBLAS GEMMs; a stream |
 
 The first two rows are resource-aware overlap (arXiv 2606.09200). Nothing here changes a kernel or a library; what a context
 sets it restores, also after an exception. docs/controls.md tells when to use which.

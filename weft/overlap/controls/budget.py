@@ -1,7 +1,7 @@
 """SMs left free of compute kernels whose residency cannot be lowered.
 
-A persistent kernel, as vendor GEMMs on Hopper often are, has one block an SM, and shared memory cannot make that fewer. So it
-is told to use fewer SMs (`sm_budget`: the library's own choice of kernel and grid), or runs where there are fewer
+A persistent kernel, as cuBLAS GEMMs on Hopper often are, has one block an SM, and shared memory cannot make that fewer. So it
+is limited to fewer SMs (`sm_budget`: the library's own choice of kernel and grid), or runs where there are fewer
 (`sm_partition`: a green context, for any kernel).
 
 | | sm_budget | sm_partition |
@@ -35,12 +35,12 @@ _FOUND: list[int | None] = []
 
 @contextmanager
 def sm_budget(sms: int, *, device: torch.device | int | None = None) -> Iterator[None]:
-    """Within, matmuls of the vendor's library are chosen for so many SMs. device: default, the current one.
+    """Within this context cuBLAS selects matmul kernels for n SMs. device: default, the current one.
 
     Contexts nest, and each restores what it found, after an exception, too. A CUDA graph keeps what it was captured with.
-    torch's GEMMs go to cuBLASLt or to cuBLAS, and both are told: cuBLASLt's target is the process's, cuBLAS's that of the
+    torch's GEMMs run by cuBLASLt or cuBLAS, and both get the limit: cuBLASLt's target is the process's, cuBLAS's that of the
     calling thread, so a backward pass, which runs in another one, may not have it. On ROCm it is the former alone, untested.
-    Raises ValueError for a number that the device does not have, and where this torch or library cannot be told.
+    Raises ValueError for a number that the device does not have, and if this torch or library has no such setting.
     """
     total = _total(device)
     if not 1 <= sms <= total:
@@ -134,7 +134,7 @@ def _part(api: Any, device: Any, sms: int) -> Any:
         return whole
     unit, least = (int(getattr(whole.sm, name, 0)) for name in ("smCoscheduledAlignment", "minSmPartitionSize"))
     if not unit:
-        raise ValueError("sms: this driver, or these cuda-bindings, do not say how SMs can be parted; those of CUDA 13 do")
+        raise ValueError("sms: this driver, or these cuda-bindings, cannot partition SMs; those of CUDA 13 do")
     asked = sms // unit * unit
     if asked < least:
         raise ValueError(f"sms is {sms}; a part of this device has {least} SMs or more, in steps of {unit}")

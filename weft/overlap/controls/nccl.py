@@ -1,7 +1,7 @@
 """Process groups whose NCCL kernels have a number of blocks, and a priority, of their own.
 
 NCCL's kernels have a block (CTA) for each channel: more of them move data faster, and take more SMs from compute kernels. The
-number and the streams' priority belong to a communicator, so each setting is a process group beside the one that it is made of.
+number and the streams' priority belong to a communicator, so each setting has a process group of its own.
 """
 
 from __future__ import annotations

@@ -105,4 +105,4 @@ def _limit_of(api: Any) -> Any:
 
 
 _OPTIONS = ("grid", "cluster", "block", "is_cooperative", "programmatic_stream_serialization")
-"""Of a cuda-core launch configuration, beside its shared memory."""
+"""Fields of a cuda-core launch configuration, in addition to its shared memory."""

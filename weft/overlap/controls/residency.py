@@ -3,7 +3,7 @@
 Pure arithmetic on a table of devices. The rules are those of NVIDIA's occupancy calculator (cuda_occupancy.h, which comes with
 the CUDA toolkit), for compute capability 8.0 and later:
 
-    registers       given to warps in units of 256, from four equal parts of the file; a warp lies in one part
+    registers       given to warps in units of 256, from four equal parts of the file; a warp's registers are in one part
     shared memory   given to blocks in units of 128 bytes, 1 KiB of each for the system
     threads         given as whole warps
 
@@ -26,8 +26,8 @@ class Multiprocessor:
     """What a multiprocessor has, and in which units it is given away.
 
     capability: as torch names it, "9.0" or "gfx90a". shared_block_bytes: the most that a block may ask for, by opting in.
-    shared_reserved_bytes: what the system takes of the multiprocessor for each block, beside that. register_unit: registers of
-    a warp are rounded up to it. parts: equal parts of the register file, in one of which a warp lies.
+    shared_reserved_bytes: what the system takes of the multiprocessor for each block, in addition. register_unit: registers of
+    a warp are rounded up to it. parts: equal parts of the register file, one of which holds a warp's registers.
     """
 
     name: str
@@ -79,7 +79,7 @@ DEVICES = {
 class Occupancy:
     """Blocks of one kernel that fit on a multiprocessor at once; by_*: how many each resource alone allows.
 
-    free_*: what is left beside that many blocks, for another kernel's.
+    free_*: what that many blocks leave for another kernel.
     """
 
     device: str

@@ -1,7 +1,7 @@
 """Occupancy shaping: a cap on how many blocks of a kernel an SM holds at once, and what it holds without one.
 
 Resource-aware overlap's first control (arXiv 2606.09200): each block of a compute kernel is given more dynamic shared memory
-than it uses, so that fewer are resident, and blocks of a communication kernel find room beside them. Neither kernel's code
+than it uses, so that fewer are resident, and blocks of a communication kernel also fit. Neither kernel's code
 changes.
 
     without a cap    SM | compute | compute | compute | compute |                  collective waits for a whole wave to end

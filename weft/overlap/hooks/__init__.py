@@ -4,7 +4,7 @@ data_parallel.py    gradients of DistributedDataParallel
 fully_sharded.py    parameters of FSDP2's fully_shard
 gathered.py         when these are gathered, and how long they stay
 units.py            which modules fully_shard should take together
-ways.py             the names that both take
+methods.py          the names that both take
 """
 
 from __future__ import annotations

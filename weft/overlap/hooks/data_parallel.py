@@ -29,23 +29,23 @@ from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
 from weft.overlap.concurrent.collectives import AllReduce
 from weft.overlap.concurrent.executor import Executor, HostExecutor
 from weft.overlap.concurrent.program import Program
-from weft.overlap.hooks.ways import named
+from weft.overlap.hooks.methods import check_method
 from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import PLAIN, parse
 
-WAYS = ("vendor", "sequential", "vendor+priority", "vendor+priority+ctas=16")
-"""The planner chooses among these. `vendor` is NCCL. Copy engines and free SMs are not among them: with either, steps of a GPT
-on 2 x H200 took 0.98 to 1.03 times as long as with `vendor`, depending on which gradients share a bucket. The planner cannot
+METHODS = ("nccl", "sequential", "nccl+priority", "nccl+priority+ctas=16")
+"""The planner chooses among these. `nccl` is plain NCCL. Copy engines and free SMs are not among them: with either, steps of a
+GPT on 2 x H200 took 0.98 to 1.03 times as long as with `nccl`, depending on which gradients share a bucket. The planner cannot
 predict that, because it does not know the backward pass."""
 _BUCKET_MIB, _PYTORCH_BUCKET_MIB = 100, 25
 """Bucket sizes. A GPT's step took 2% less with buckets of 100 MiB than with PyTorch's 25, and no less with 400."""
 _MIN_BUCKETS = 8
 """A smaller model has 8 buckets, or fewer of 25 MiB, so that most of its averaging overlaps the backward pass."""
-_DDP_DECIDES = ("late", "resident", "ahead", "keep")
+_DDP_DECIDES = ("late", "resident", "ahead", "unsharded")
 
 
 def replicate(
-    module: nn.Module, *, way: str = "auto", key: str = "ddp", process_group: dist.ProcessGroup | None = None, **options: Any
+    module: nn.Module, *, method: str = "auto", key: str = "ddp", process_group: dist.ProcessGroup | None = None, **options: Any
 ) -> DistributedDataParallel:
     """Wrap a module in DistributedDataParallel with faster settings, and register weft's hook.
 
@@ -55,19 +55,19 @@ def replicate(
 
     Args:
         module: a module on its device that is not wrapped yet.
-        way: the schedule, as `ddp` takes it.
+        method: the schedule, as `ddp` takes it.
         key: names this model in weft.concurrent_choices.
         process_group: the ranks that average. Default: the default group.
         options: arguments of DistributedDataParallel. They override these settings.
 
-    Raises ValueError for a DistributedDataParallel, for DTensors and for an unknown way, and whatever DistributedDataParallel
-    raises.
+    Raises ValueError for a DistributedDataParallel, for DTensors and for an unknown method, and any error of
+    DistributedDataParallel.
     """
     if isinstance(module, DistributedDataParallel):
         raise ValueError("module is a DistributedDataParallel already; give the module in it, or call weft.hooks.ddp on it")
     _check_no_dtensors(module)
     model = DistributedDataParallel(module, process_group=process_group, **settings(module) | options)
-    ddp(model, way=way, key=key)
+    ddp(model, method=method, key=key)
     return model
 
 
@@ -92,22 +92,22 @@ def settings(module: nn.Module) -> dict[str, Any]:
     return {"bucket_cap_mb": bucket_mib, "gradient_as_bucket_view": True}
 
 
-def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") -> "Averaging":
+def ddp(model: DistributedDataParallel, *, method: str = "auto", key: str = "ddp") -> "Averaging":
     """Let weft average the model's gradients. Call it once for each model, before the first backward pass.
 
     This replaces the model's own averaging. The gradients are the same, except that copy engines add in another order.
 
     Args:
         model: a DistributedDataParallel.
-        way: "auto", with which the planner chooses among WAYS, or the name of a schedule: sequential, vendor (NCCL) or
+        method: "auto", with which the planner chooses among METHODS, or the name of a schedule: sequential, nccl or
             copy_engine, with any of +priority, +pull, +ctas=N and +left=N. +left=N leaves N SMs free from the first bucket of
             a backward pass to the last.
         key: names this model in weft.concurrent_choices.
 
-    Printing the returned object shows the schedule of each bucket. Its `way` is the schedule that steps run.
+    Printing the returned object shows the schedule of each bucket. Its `method` is the schedule that steps run.
     The model's first step always uses NCCL on a second stream. DistributedDataParallel then has all gradients in one bucket,
     for which copy engines would need memory that no later bucket needs.
-    Raises ValueError for another kind of model, or a way that a hook does not support.
+    Raises ValueError for another kind of model, or a method that a hook does not support.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(f"model is a {type(model).__name__}; wrap it in torch.nn.parallel.DistributedDataParallel first")
@@ -115,26 +115,27 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
         raise ValueError("model has mixed_precision, which averages gradients by a hook of its own; use torch.autocast instead")
     if getattr(model, "_comm_hooks", ()):
         raise ValueError("model has a communication hook; register one a model")
-    way = named(way, plain="vendor", without=_DDP_DECIDES, like=WAYS)
+    method = check_method(method, plain="nccl", without=_DDP_DECIDES, like=METHODS)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     others = sorted({str(parameter.dtype) for parameter in trained if parameter.dtype not in DTYPES})
-    if way != "auto" and parse(way).transport == "copy_engine" and others:
+    if method != "auto" and parse(method).transport == "copy_engine" and others:
         raise ValueError(
-            f"way is {way!r}, but gradients are {', '.join(others)}; copy engines sum {', '.join(DTYPES.values())}; use vendor"
+            f"method is {method!r}, but gradients are {', '.join(others)}; copy engines sum {', '.join(DTYPES.values())}; "
+            "use nccl"
         )
     group = model.process_group
     calls, device = calls_of(GROUPS.state(group_of(group)[0])), next(model.parameters()).device
     probe = AllReduce(torch.zeros(1, device=device), group)
-    if way == "auto":
+    if method == "auto":
         problem = ConcurrentProblem(
             collectives=(_full_bucket(model, calls),), world_size=group.size(), nodes=calls.nodes(group.size())
         )
         able = calls.executor(device).abilities((probe,))
-        choice = Chooser(key=key, problem=problem, device=device, abilities=able).planned(WAYS)
+        choice = Chooser(key=key, problem=problem, device=device, abilities=able).planned(METHODS)
     else:
-        choice = ConcurrentChoice(key=key, way=way, note="it was given")
+        choice = ConcurrentChoice(key=key, method=method, note="the caller chose it")
     averaging = Averaging(calls, choice, device, group)
-    averaging.take(choice.way)
+    averaging.take(choice.method)
     calls.add_hook(choice)
     model.register_comm_hook(averaging, _average_bucket)
     return averaging
@@ -195,15 +196,15 @@ class Averaging:
         return self._executor.future(self._calls.program(spec, (mean,)), mean, gradients)
 
     @property
-    def way(self) -> str:
+    def method(self) -> str:
         """The name of the schedule that steps run."""
-        return self.choice.way
+        return self.choice.method
 
-    def take(self, way: str) -> None:
+    def take(self, method: str) -> None:
         """Use another schedule from the next step on. Collective. Raises ValueError if the device does not support it."""
-        program = self._program(way)
+        program = self._program(method)
         self._executor.prepare(program, (AllReduce(torch.zeros(1, device=self._executor.device), self.group),))
-        self._spec, self._last_spec, self._limits = way, str(replace(parse(way), ctas=0)), program
+        self._spec, self._last_spec, self._limits = method, str(replace(parse(method), ctas=0)), program
 
     def _begin_step(self) -> None:
         self._steps += 1
@@ -213,9 +214,8 @@ class Averaging:
         if self._steps > 1:
             self._sm_limit.enter_context(self._executor.limits(self._limits))
 
-    def __repr__(self) -> str:
-        title = f"weft.hooks.ddp: gradients are averaged bucket by bucket among {self.group.size()} ranks; "
-        title += f"{self.choice.key}: {self.way} ({self.choice.why})"
+    def __str__(self) -> str:
+        title = f"weft.hooks.ddp averages gradients bucket by bucket among {self.group.size()} ranks. {self.choice}"
         lines = (f"bucket {i}: {what}, {spec}" for i, (what, spec) in sorted(self._buckets.items()))
         return "\n  ".join([title, *lines])
 

@@ -1,7 +1,7 @@
 """A hook that sets when FSDP2 gathers parameters, and how long they stay gathered.
 
-fully_shard moves parameters and gradients by NCCL on streams of its own. A schedule's name (`way`) says how many parameter
-groups are gathered ahead of the computation, and whether they are gathered once or twice a step. `vendor` alone is
+fully_shard moves parameters and gradients by NCCL on streams of its own. A schedule's name (`method`) says how many parameter
+groups are gathered ahead of the computation, and whether they are gathered once or twice a step. `nccl` alone is
 fully_shard's own behaviour, and registers no hooks.
 """
 
@@ -21,20 +21,20 @@ from weft.ops.common import group_of
 from weft.overlap.concurrent.calls import calls_of
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.hooks.gathered import GatherOrder
-from weft.overlap.hooks.ways import named
+from weft.overlap.hooks.methods import check_method
 from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import PLAIN, Method, parse
 
-KEPT = "vendor+keep"
+UNSHARDED = "nccl+unsharded"
 """auto uses this if memory has room for all parameters: they are gathered once a step instead of twice."""
 _SET_BY_FSDP = ("late", "pull", "left", "resident", "priority", "ctas")
-_EXAMPLES = ("vendor", "vendor+ahead=1", KEPT)
+_EXAMPLES = ("nccl", "nccl+ahead=1", UNSHARDED)
 
 
 def fsdp(
     model: nn.Module,
     *,
-    way: str = "vendor",
+    method: str = "nccl",
     group: dist.ProcessGroup | None = None,
     key: str = "fsdp",
     spare_bytes: int = 0,
@@ -43,16 +43,17 @@ def fsdp(
 
     Args:
         model: a model in which fully_shard was applied to at least one module.
-        way: "vendor", with any of +ahead=N (gather N groups ahead in the forward pass) and +keep (gather once a step instead of
-            twice), or "auto". "auto" is vendor+keep if all parameters fit into spare_bytes, and vendor otherwise.
+        method: "nccl", with any of +ahead=N (gather N groups ahead in the forward pass) and +unsharded (parameters stay
+            unsharded after the forward pass, so they are gathered once a step instead of twice), or "auto".
+            "auto" is nccl+unsharded if all parameters fit into spare_bytes, and nccl otherwise.
         group: the ranks that must use the same schedule. Default: the default group.
         key: names this model in weft.concurrent_choices.
         spare_bytes: how much more of this device's memory gathered parameters may take than with fully_shard alone. It must be
             the same on every rank.
 
-    The `way` of the returned choice is the schedule that steps run. fully_shard may use any mixed precision,
+    The `method` of the returned choice is the schedule that steps run. fully_shard may use any mixed precision,
     reshard_after_forward and CPU offloading. Raises ValueError for a model without fully_shard, on the meta device, or with
-    this hook already, and for an unknown way. Raises RankMismatch if ranks use different ways.
+    this hook already, and for an unknown method. Raises RankMismatch if ranks use different methods.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     parameters = [each for each in model.parameters() if isinstance(each, DTensor)]
@@ -60,23 +61,23 @@ def fsdp(
         raise ValueError("model has no module of fully_shard's; call torch.distributed.fsdp.fully_shard on it first")
     if parameters[0].device.type == "meta":
         raise ValueError("model is on the meta device; materialise it first")
-    way = named(way, plain="vendor", without=_SET_BY_FSDP, like=_EXAMPLES)
-    if way != "auto" and parse(way).transport != "vendor":
+    method = check_method(method, plain="nccl", without=_SET_BY_FSDP, like=_EXAMPLES)
+    if method != "auto" and parse(method).transport != "nccl":
         raise ValueError(
-            f"way is {way!r}, but fully_shard overlaps by itself, by NCCL; use auto, or one like {', '.join(_EXAMPLES)}"
+            f"method is {method!r}, but fully_shard overlaps by itself, by NCCL; use auto, or one like {', '.join(_EXAMPLES)}"
         )
     if any(isinstance(getattr(hook, "__self__", None), _ForwardHooks) for hook in model._forward_pre_hooks.values()):
         raise ValueError("model has this hook already; call weft.hooks.fsdp once a model")
-    choice = ConcurrentChoice(key=key, way=way, note="it was given")
-    if way == "auto":
+    choice = ConcurrentChoice(key=key, method=method, note="the caller chose it")
+    if method == "auto":
         nbytes = sum(each.numel() * each.element_size() for each in parameters)
         fits = nbytes <= spare_bytes
         why = f"all parameters take {nbytes} bytes, and spare_bytes is {spare_bytes}"
-        choice = ConcurrentChoice(key=key, way=KEPT if fits else str(PLAIN), note=why)
+        choice = ConcurrentChoice(key=key, method=UNSHARDED if fits else str(PLAIN), note=why)
     calls_of(GROUPS.state(group_of(group)[0])).add_hook(choice)
-    method = parse(choice.way)
-    if method != PLAIN:
-        steps = _ForwardHooks(method, GatherOrder(sharded))
+    chosen = parse(choice.method)
+    if chosen != PLAIN:
+        steps = _ForwardHooks(chosen, GatherOrder(sharded))
         model.register_forward_pre_hook(steps.forward, prepend=True)
         for module in sharded:
             before_registered_methods(module, steps.enter)

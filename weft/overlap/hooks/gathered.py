@@ -1,10 +1,10 @@
-"""When fully_shard gathers the parameters of a group, and how long they stay: what a way says of it, set on the model.
+"""Sets when fully_shard gathers the parameters of a group, and how long they stay gathered, as a method says.
 
     ahead=0    gather 0 | compute 0 | gather 1 is enqueued when the host comes to group 1, so waits for a host that is late
     ahead=1    gather 0, gather 1 | compute 0 | gather 2 | compute 1 ...
 
-Each group ahead takes room for its parameters, gathered. keep: a group's parameters are gathered once a step, not twice, and
-take that room from its forward pass to its backward pass.
+Each group ahead takes room for its parameters, gathered. unsharded: a group's parameters are gathered once a step instead
+of twice, and take that room from its forward pass to its backward pass.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class GatherOrder:
         if self._notes:
             self._came.setdefault(module)
 
-    def take(self, way: Method) -> None:
-        """Before a forward pass: from here on as the way has it. Before the first one nothing can be said."""
+    def take(self, method: Method) -> None:
+        """Follow a method from this forward pass on. Before the first pass the order of groups is not known."""
         if self._came and self._notes:
             self._know()
-        if not self._notes and self._taken != (way.ahead, way.keep):
-            self._set(way)
+        if not self._notes and self._taken != (method.ahead, method.unsharded):
+            self._set(method)
 
     def _know(self) -> None:
         for note in self._notes:
@@ -52,15 +52,15 @@ class GatherOrder:
         states = dict.fromkeys(state_of(module) for module in self._came)  # a unit's modules share one
         self._users = {state: prefetched(state) for state in states}
 
-    def _set(self, way: Method) -> None:
+    def _set(self, method: Method) -> None:
         order = list(self._users)
-        if way.ahead != self._taken[0]:
+        if method.ahead != self._taken[0]:
             for at, state in enumerate(order):
-                ahead = order[at + 1 : at + 1 + way.ahead]
-                set_prefetched(state, ahead if way.ahead else self._users[state])
+                ahead = order[at + 1 : at + 1 + method.ahead]
+                set_prefetched(state, ahead if method.ahead else self._users[state])
         for module in self._freed:
-            module.set_reshard_after_forward(not way.keep, recurse=False)
-        self._taken = way.ahead, way.keep
+            module.set_reshard_after_forward(not method.unsharded, recurse=False)
+        self._taken = method.ahead, method.unsharded
 
 
 def _freed_after_forward(module: FSDPModule) -> bool:

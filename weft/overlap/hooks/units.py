@@ -57,6 +57,6 @@ def _here(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _places(sizes: Sequence[int], count: int) -> list[int]:
-    """Of `count` units of as many bytes each, the one in which each module's middle lies."""
+    """Of `count` units of as many bytes each, the one that contains the middle of each module."""
     ends = accumulate(sizes)
     return [int((end - size / 2) * count / max(1, sum(sizes))) for end, size in zip(ends, sizes, strict=True)]

@@ -13,8 +13,8 @@
 
 The fused kernel looks up what others wait for first, `slices` slices of it, each for all of them, and its own samples last. It
 puts a slice where it belongs, so nothing is repacked. It is resident on the GPU until its last row is looked up; arrivals are
-waited for by the interaction. Backward is the same in both ways. The optimizer's step and the forward pass of an MLP wait for
-the all-reduces of its own gradients of the iteration before. All nodes do the same: one stands for all
+waited for by the interaction. Backward is the same with both methods. The optimizer's step and the forward pass of an MLP wait
+for the all-reduces of its own gradients of the iteration before. All nodes do the same: one stands for all
 (weft.studies.fabric.symmetry). Indices are there when an iteration begins.
 """
 
@@ -34,10 +34,10 @@ from weft.studies.dlrm.system import DlrmSystem
 from weft.studies.fabric import SymmetricFabric
 from weft.studies.fabric.symmetry import Symmetric
 
-Way = Literal["unfused", "in_place", "fused"]
+Method = Literal["unfused", "in_place", "fused"]
 """in_place: the unfused program whose exchange puts each row where it belongs, so that nothing is repacked. It has the fused
 kernel's other advantage, without overlap."""
-WAYS: tuple[Way, ...] = get_args(Way)
+METHODS: tuple[Method, ...] = get_args(Method)
 ITERATIONS = 3
 """Simulated; the last one's time counts, in which all-reduces of the one before may still be under way."""
 
@@ -48,7 +48,7 @@ class IterationRun:
     same happens. waits_ns: how long its GPU had nothing to do. log: every event of all iterations.
     usage: of a link of each kind, over all iterations."""
 
-    way: Way
+    method: Method
     nodes: int
     ns: int
     spans: tuple[Span, ...]
@@ -60,17 +60,17 @@ class IterationRun:
         return round(1e3 * sum(span.duration_us for span in self.spans if span.kind == "wait"))
 
 
-def run(system: DlrmSystem, fabric: SymmetricFabric, way: Way, iterations: int = ITERATIONS) -> IterationRun:
+def run(system: DlrmSystem, fabric: SymmetricFabric, method: Method, iterations: int = ITERATIONS) -> IterationRun:
     """Simulate so many iterations, at least 2."""
-    node, links = _one_node(system, fabric, kernels.bags(system, fabric.world_size), way)
+    node, links = _one_node(system, fabric, kernels.bags(system, fabric.world_size), method)
     node.env.process(node.train(iterations))
     node.env.run()
     return node.result(links.usage)
 
 
-def operator_ns(system: DlrmSystem, fabric: SymmetricFabric, bags: kernels.NodeLookups, way: Way) -> int:
+def operator_ns(system: DlrmSystem, fabric: SymmetricFabric, bags: kernels.NodeLookups, method: Method) -> int:
     """Embedding and all-to-all alone, until a node has all that its samples need."""
-    node, _ = _one_node(system, fabric, bags, way)
+    node, _ = _one_node(system, fabric, bags, method)
 
     def call() -> Process:
         yield from node.take((yield from node.pool()))
@@ -79,17 +79,17 @@ def operator_ns(system: DlrmSystem, fabric: SymmetricFabric, bags: kernels.NodeL
     return int(node.env.now)
 
 
-def _one_node(system: DlrmSystem, fabric: SymmetricFabric, bags: kernels.NodeLookups, way: Way) -> tuple[Node, Symmetric]:
+def _one_node(system: DlrmSystem, fabric: SymmetricFabric, bags: kernels.NodeLookups, method: Method) -> tuple[Node, Symmetric]:
     links = Symmetric(simpy.Environment(), fabric)
-    return Node(NodeNetwork(links.env, links, fabric.axes, fabric.world_size - 1, system), bags, way), links
+    return Node(NodeNetwork(links.env, links, fabric.axes, fabric.world_size - 1, system), bags, method), links
 
 
 class Node:
     """One node's program. All times are the simulation's, in ns."""
 
-    def __init__(self, network: NodeNetwork, bags: kernels.NodeLookups, way: Way) -> None:
+    def __init__(self, network: NodeNetwork, bags: kernels.NodeLookups, method: Method) -> None:
         self.network, self.env, self.system = network, network.env, network.system
-        self.bags, self.way = bags, way
+        self.bags, self.method = bags, method
         self.ends: list[int] = []
         self._spans: list[Span] = []
         self._lane_ends: dict[str, int] = {}
@@ -115,7 +115,7 @@ class Node:
         yield from self._backward("top", reduced)
         yield from self.kernel("gemm", "interaction backward", kernels.interaction_ns(self.system, 2))
         yield from self.kernel("copy", "repack", kernels.repack_ns(self.system, self.bags))
-        gradients = self._traced("all-to-all", "gradients", self._vendor("gradients"))
+        gradients = self._traced("all-to-all", "gradients", self._exchange_by_library("gradients"))
         yield from self._backward("bottom", reduced)
         yield from self.kernel("reduce", "sort", kernels.sort_ns(self.system, self.bags))
         yield from self._wait("gradients", gradients)
@@ -126,7 +126,7 @@ class Node:
         start, end = self.ends[-2:]
         spans = [_moved(span, start / 1e3) for span in self._spans if round(span.start_us * 1e3) >= start]
         return IterationRun(
-            way=self.way,
+            method=self.method,
             nodes=self.bags.nodes,
             ns=end - start,
             spans=tuple(spans),
@@ -136,12 +136,12 @@ class Node:
 
     def pool(self) -> Process:
         """Look up what all nodes' samples need; the result is the event of the exchange, which may still be under way."""
-        return (yield from (self._fused() if self.way == "fused" else self._unfused()))
+        return (yield from (self._fused() if self.method == "fused" else self._unfused()))
 
     def take(self, pooled: simpy.Event) -> Process:
         """Have what others looked up for this node's samples, by sample."""
         yield from self._wait("pooled rows", pooled)
-        if self.way == "unfused":
+        if self.method == "unfused":
             yield from self.kernel("copy", "repack", kernels.repack_ns(self.system, self.bags))
 
     def _unfused(self) -> Process:
@@ -149,9 +149,9 @@ class Node:
         system = self.system
         launch = round(1e3 * system.launch_us)
         yield from self.kernel("lookup", "lookup", launch + round(1e3 * kernels.lookup_us(system, self.bags)))
-        return self._traced("all-to-all", "all-to-all", self._vendor("all-to-all"))
+        return self._traced("all-to-all", "all-to-all", self._exchange_by_library("all-to-all"))
 
-    def _vendor(self, name: str) -> simpy.Event:
+    def _exchange_by_library(self, name: str) -> simpy.Event:
         return self.network.all_to_all(name, self.bags.message(self.system.itemsize))
 
     def _fused(self) -> Process:
@@ -228,7 +228,7 @@ def buckets(system: DlrmSystem, layers: int) -> Sequence[int]:
     >>> buckets(load(), 29)
     [15, 14]
     """
-    each = -(-system.vendor.bucket_bytes // kernels.layer_bytes(system))
+    each = -(-system.collectives.bucket_bytes // kernels.layer_bytes(system))
     return [min(each, layers - first) for first in range(0, layers, each)]
 
 

@@ -26,7 +26,7 @@ from weft.perf.terms import gemm_cost, gemm_us, hbm_us
 from weft.studies.dlrm.system import DlrmSystem
 
 SPLITS = (1, 2, 4, 8)
-"""Of a weight gradient's samples; the fastest is taken, as a vendor's library does."""
+"""Of a weight gradient's samples; the fastest is taken, as cuBLAS does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""Network: what one node asks of a fabric, for the vendor's collectives and for what fused kernels put, with two priorities.
+"""Network: what one node asks of a fabric, for the library's collectives and for what fused kernels put, with two priorities.
 
     interface    | messages of a put, one after the other | messages of the next put | ..
     links                                   | put, max-min fair with all else under way ............. |
 
-A collective of the vendor takes `fixed_ns` to start, and its bytes hold links 1 / share times as long as they would need.
+A collective of the library takes `fixed_ns` to start, and its bytes hold links 1 / share times as long as they would need.
 
 Exchanges (all-to-all) are urgent: while one is under way, an all-reduce starts no further step. An all-reduce goes around the
 rings of one axis after the other, and back: a reduce-scatter along axis 0, 1, .., then an all-gather along .., 1, 0.
@@ -23,7 +23,7 @@ Process = Generator[simpy.Event, Any, Any]
 
 
 class Port(Protocol):
-    """A node's way into a fabric. Events are when what all others send to this node alike has arrived here."""
+    """A node's access to a fabric. Events are when what all others send to this node alike has arrived here."""
 
     def all_to_all(self, size: float) -> simpy.Event:
         """Send `size` bytes to each other node."""
@@ -51,12 +51,12 @@ class NodeNetwork:
         return self.env.process(self._exchange(name, size))
 
     def all_to_all(self, name: str, size: float) -> simpy.Event:
-        """The vendor's all-to-all of `size` bytes for each other node; the event is its end."""
-        vendor = self.system.vendor
-        return self.env.process(self._exchange(name, size / vendor.share, vendor.fixed_ns))
+        """The library's all-to-all of `size` bytes for each other node; the event is its end."""
+        library = self.system.collectives
+        return self.env.process(self._exchange(name, size / library.share, library.fixed_ns))
 
     def all_reduce(self, name: str, size: int) -> simpy.Event:
-        """The vendor's all-reduce of `size` bytes, after those asked for before; the event is its end."""
+        """The library's all-reduce of `size` bytes, after those asked for before; the event is its end."""
         self._reduced = self.env.process(self._all_reduce(name, size, self._reduced))
         return self._reduced
 
@@ -80,7 +80,7 @@ class NodeNetwork:
     def _all_reduce(self, name: str, size: int, before: simpy.Event) -> Process:
         yield before
         self.note(f"{name} starts")
-        yield self.env.timeout(self.system.vendor.fixed_ns)
+        yield self.env.timeout(self.system.collectives.fixed_ns)
         steps = []
         for axis, length in enumerate(self.axes):
             size = -(-size // length)
@@ -89,5 +89,5 @@ class NodeNetwork:
             while self._urgent:
                 yield self._calm
             yield from self._hand_over(1)
-            yield self.port.shift(axis, chunk / self.system.vendor.share)
+            yield self.port.shift(axis, chunk / self.system.collectives.share)
         self.note(f"{name} ends")

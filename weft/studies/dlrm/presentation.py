@@ -116,12 +116,12 @@ def charts(done: DlrmStudy) -> tuple[Chart, ...]:
         Columns(
             name="iteration",
             title="An iteration's parts, unfused and fused",
-            places=[run.way for run in runs],
+            places=[run.method for run in runs],
             series={part: [100 * times[part] * 1e6 / done.unfused.ns for times in split] for part in PARTS},
             unit="% of unfused",
             stacked=True,
         ),
-        *(Timeline(name=f"timeline-{run.way}", title=f"A node, {run.way}", spans=run.spans) for run in runs),
+        *(Timeline(name=f"timeline-{run.method}", title=f"A node, {run.method}", spans=run.spans) for run in runs),
         Columns(
             name="cases",
             title="Time saved by number of nodes and topology",
@@ -134,7 +134,7 @@ def charts(done: DlrmStudy) -> tuple[Chart, ...]:
 
 def spans(done: DlrmStudy) -> dict[str, tuple[Span, ...]]:
     """The published iteration on one node that stands for all."""
-    return {f"{PUBLISHED[0]} of {PUBLISHED[1]}, {run.way}": run.spans for run in (done.unfused, done.fused)}
+    return {f"{PUBLISHED[0]} of {PUBLISHED[1]}, {run.method}": run.spans for run in (done.unfused, done.fused)}
 
 
 def sample(system: DlrmSystem) -> tuple[Figure, ...]:

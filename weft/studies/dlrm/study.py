@@ -21,7 +21,7 @@ from weft.studies.profile import Progress
 PUBLISHED: tuple[Topology, int] = ("torus_2d", 128)
 """The case that was published."""
 SLICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-ENDS: tuple[iteration.Way, ...] = ("unfused", "fused")
+ENDS: tuple[iteration.Method, ...] = ("unfused", "fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +117,11 @@ def run(system: DlrmSystem, progress: Progress = lambda text, done, total: None)
 
 
 def runs(
-    system: DlrmSystem, topology: Topology, nodes: int, ways: Sequence[iteration.Way] = iteration.WAYS
+    system: DlrmSystem, topology: Topology, nodes: int, methods: Sequence[iteration.Method] = iteration.METHODS
 ) -> tuple[IterationRun, ...]:
-    """An iteration in each of these ways."""
+    """An iteration with each of these methods."""
     made = fabric(system, topology, nodes)
-    return tuple(iteration.run(system, made, way) for way in ways)
+    return tuple(iteration.run(system, made, method) for method in methods)
 
 
 def case(system: DlrmSystem, topology: Topology, nodes: int) -> Case:
@@ -145,7 +145,7 @@ def two_nodes(system: DlrmSystem) -> Iterator[Operator]:
     poolings = sorted({*pair.poolings, system.model.pooling})
     for batch, tables, pooling in itertools.product(pair.batches, pair.tables, poolings):
         bags = NodeLookups(nodes=2, batch=batch, tables=tables, width=pair.dim, pooling=pooling)
-        unfused, fused = (operator_ns(system, link, bags, way) for way in ENDS)
+        unfused, fused = (operator_ns(system, link, bags, method) for method in ENDS)
         yield Operator(batch=batch, tables=tables, pooling=pooling, unfused_ns=unfused, fused_ns=fused)
 
 

@@ -1,5 +1,5 @@
 """System: a DLRM, the GPU of each node, and the fabric between nodes, as numbers, each with its source. One value serves every
-node count, topology and way.
+node count, topology and method.
 
 Contract: as weft.machine's profiles: a DlrmSystem that exists is complete, every number is from 1e-12 to 1e15 (message_ns and
 sort_bytes may be zero), and `sources` says of each where it is from. weft.studies.profile has what gives a DlrmSystem with one
@@ -50,7 +50,7 @@ class DlrmModel:
 
 @dataclass(frozen=True, kw_only=True)
 class FabricLink:
-    """One of the fabric's, each way. latency_ns: of a hop."""
+    """One link of the fabric, in each direction. latency_ns: of a hop."""
 
     gbps: float
     latency_ns: int
@@ -65,9 +65,9 @@ class Tree:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vendor:
-    """The vendor's collectives, kernels of their own. share: of a link's rate that they reach; fixed_ns: before the first byte
-    moves. bucket_bytes: of weight gradients that one all-reduce takes, at least, but for the last."""
+class Collectives:
+    """The communication library's collectives, kernels of their own. share: of a link's rate that they reach; fixed_ns: before
+    the first byte moves. bucket_bytes: of weight gradients that one all-reduce takes, at least, but for the last."""
 
     share: float
     fixed_ns: int
@@ -119,7 +119,7 @@ class DlrmSystem:
     link: FabricLink
     tree: Tree
     message_ns: int
-    vendor: Vendor
+    collectives: Collectives
     fused: Fused
     pair: Pair
     nodes: tuple[int, ...]
@@ -136,7 +136,7 @@ class DlrmSystem:
         if self.fused.slices > MOST_SLICES:
             raise ValueError(f"fused.slices is {self.fused.slices}; use at most {MOST_SLICES}")
         for path, value in (
-            ("vendor.share", self.vendor.share),
+            ("collectives.share", self.collectives.share),
             ("fused.occupancy", self.fused.occupancy),
         ):
             if value > 1:

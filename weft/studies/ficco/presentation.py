@@ -83,7 +83,7 @@ def tables(done: FiccoStudy) -> tuple[StudyTable, ...]:
 
 
 def variants(done: FiccoStudy, progress: Progress) -> tuple[StudyTable, ...]:
-    """What contention beyond the memory's rate does, and staging: rows that are copied together around a vendor's GEMM."""
+    """What contention beyond the memory's rate does, and staging: rows that are copied together around a cuBLAS GEMM."""
     machines = {
         "as it is": done.machine,
         "nothing is staged": replace(done.machine, stages=False),

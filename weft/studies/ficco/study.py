@@ -1,7 +1,7 @@
 """Study: what FiCCO's evaluation reports, simulated on one Machine, as one value. The schedules are weft's own, as `weft run`
 executes them; what is FiCCO's is the machine, the sixteen GEMMs, and which schedules are held against which.
 
-    sequential     the vendor's all-gather, which drives all links at once, then the vendor's GEMM
+    sequential     NCCL's all-gather, which drives all links at once, then cuBLAS's GEMM
     ideal          the longer of these two, each alone
     shard_p2p      a shard a step from one peer: of a full mesh's links one carries data at a time
     bespoke        the best of FiCCO's four, with a chunk a rank and shard

@@ -22,7 +22,7 @@ PREDICTED = Evidence(
     "do not know; ours is over the lengths of the table.",
 )
 PHASES = "how the streams share the GPU (plain; the collective's with priority; that, and NCCL on 16 blocks)"
-SHORT = {"vendor": "plain", "vendor+priority": "priority", "vendor+priority+ctas=16": "16 blocks"}
+SHORT = {"nccl": "plain", "nccl+priority": "priority", "nccl+priority+ctas=16": "16 blocks"}
 
 
 def facts(machine: Machine) -> list[tuple[str, str]]:

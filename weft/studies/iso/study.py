@@ -43,7 +43,7 @@ A800_LINKS = 400 / 600
 MODEL = "llama3-70b"
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DTYPE: DType = "bfloat16"
-METHODS = ("vendor", "vendor+priority", "vendor+priority+ctas=16")
+METHODS = ("nccl", "nccl+priority", "nccl+priority+ctas=16")
 """How the two streams of a phase share the GPU; the fastest is taken, as a user who tries them would."""
 
 

@@ -1,4 +1,4 @@
-"""Probes that GPUs and CPUs share: matmuls by shape, local copies, the vendor's collectives as `sequential` runs them."""
+"""Probes that GPUs and CPUs share: matmuls by shape, local copies, NCCL's collectives as `sequential` runs them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ COLLECTIVES: dict[str, Op] = {
     "all_reduce": "matmul_all_reduce",
     "all_to_all": "matmul_all_to_all",
 }
-"""Each vendor's collective, and an operator whose sequential program has it."""
+"""Each NCCL collective, and an operator whose sequential program has it."""
 _COLS = 4096
 _SHORT_US = 2000.0
 _FLOPS_PER_US = {"cuda": 4e8, "cpu": 5e4}
 
 
 def gemms(device: str, shapes: Sequence[tuple[int, int, int]], dtype: str) -> list[ProbeSample]:
-    """The vendor's matmul; key: M, N, K of it."""
+    """cuBLAS's matmul; key: M, N, K of it."""
     clock = Clock(device)
     found = []
     for m, n, k in shapes:
@@ -65,6 +65,6 @@ def _collective(clock: Clock, op: str, nbytes: int) -> ProbeSample:
     step = next(steps_of(Collective, schedule.ranks[dist.get_rank()]))
     group = dist.group.WORLD
     assert group is not None
-    vendor = NcclCollective(group, step, problem)
+    collective = NcclCollective(group, step, problem)
     src, dst = (torch.zeros(*region.shape, dtype=dtype, device=clock.device) for region in (step.src, step.dst))
-    return clock.sample(op, (nbytes,), lambda: vendor.run(src, dst), repeat=4 if nbytes < 1 << 22 else 1)
+    return clock.sample(op, (nbytes,), lambda: collective.run(src, dst), repeat=4 if nbytes < 1 << 22 else 1)

@@ -36,7 +36,7 @@ class Derived:
 
 
 def _kernel_tiles(machine: Machine, samples: Samples) -> dict[str, Any]:
-    """The largest tile's rate over the vendor's of its area is flag_efficiency, which all tiles have in common."""
+    """The largest tile's rate over cuBLAS's of its area is flag_efficiency, which all tiles have in common."""
     reached = _reached(machine, of(samples, "counted tiles"))
     largest = max(reached, key=math.prod)
     bare = dataclasses.replace(machine.gpu, kernel_tiles=(), stored_tiles=())

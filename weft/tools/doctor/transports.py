@@ -23,7 +23,7 @@ PROBE_S = 8.0
 M, N, K = 8192, 28672, 8192
 """The shape by which overlap is judged: the up projection of an MLP of Llama-3 70B, of 8192 tokens."""
 SPEC = "shard_p2p"
-"""Copy engines and the vendor's matmul: no kernel is compiled for it. Other schedules may hide more."""
+"""Copy engines and cuBLAS's matmul: no kernel is compiled for it. Other schedules may hide more."""
 _BYTES = 1 << 26
 _SLOW_CURE = (
     "see that nothing else uses the GPUs (nvidia-smi), and their links (nvidia-smi nvlink --status, nvidia-smi topo -m); "

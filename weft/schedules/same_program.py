@@ -1,4 +1,4 @@
-"""When are two schedules one program? When they are equal, but for which flag is which and where in scratch memory rows lie.
+"""Decides whether two schedules are the same program: equal except for the names of flags and the layout of scratch memory.
 
 Families have names of their own, but on few ranks they may come to the same: with one peer, each step of hetero_fused_1d has
 one piece, as hetero_unfused_1d's always have; in one piece a shard, both are shard_p2p. One lays what arrives out by step, the
@@ -16,22 +16,22 @@ from typing import Any
 from weft.core.schedule import Flag, Gemm, Region, Schedule
 
 
-def alike(one: Schedule, other: Schedule) -> bool:
-    """Whether both are the same steps on the same buffers, if flags and places in local and symmetric buffers are renamed,
-    one for one, and what a matmul takes together lies together in both or in neither. Schedules that differ are told apart at
-    the first step that does."""
+def is_same_program(one: Schedule, other: Schedule) -> bool:
+    """Return whether both schedules have the same steps on the same buffers after renaming flags and places in local and
+    symmetric buffers one to one. The parts of a matmul must be contiguous in both or in neither. The comparison ends at the
+    first step that differs."""
     if (one.problem, one.buffers) != (other.problem, other.buffers) or _outline(one) != _outline(other):
         return False
     return _Renaming(one).same(one.ranks, other.ranks)
 
 
 def _outline(schedule: Schedule) -> list[list[int]]:
-    """How many steps each lane of each rank has: most schedules are told apart by that."""
+    """Return the number of steps of each lane of each rank, in which most schedules differ."""
     return [[len(lane.steps) for lane in lanes] for lanes in schedule.ranks]
 
 
 class _Renaming:
-    """What of one schedule stands for what of the other, as far as they have been compared."""
+    """The renaming of one schedule to the other, as far as they have been compared."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._scratch = {buffer.name for buffer in schedule.buffers if buffer.kind in ("local", "symmetric")}
@@ -39,7 +39,7 @@ class _Renaming:
         self._back: dict[object, object] = {}
 
     def same(self, one: object, other: object) -> bool:
-        """Whether two parts of the schedules are, renamed."""
+        """Return whether two parts of the schedules are equal after renaming."""
         if type(one) is not type(other):
             return False
         if isinstance(one, tuple):
@@ -59,15 +59,15 @@ class _Renaming:
 
 
 def _where(part: object) -> object:
-    """What renaming leaves."""
+    """Return what renaming does not change."""
     if isinstance(part, Region):
         return part.buffer, part.rank, part.shape
     return part.rank if isinstance(part, Flag) else None
 
 
 def _joints(step: Any) -> list[tuple[bool, bool]]:
-    """Of each two parts in a row, whether their rows of a, and of the product, lie together: else a vendor's matmul needs them
-    gathered, or scattered."""
+    """Return for each two consecutive parts whether their rows of a, and of the product, are contiguous: if not, a cuBLAS
+    matmul needs them gathered, or scattered."""
     return [(a.a.rows[1] == b.a.rows[0], a.out.rows[1] == b.out.rows[0]) for a, b in pairwise(step.parts)]
 
 
