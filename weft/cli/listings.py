@@ -85,7 +85,7 @@ def machines(
             raise ValueError(f"--diff compares two by itself; leave {name or '--json'} out")
         print_difference(load(diff[0]), load(diff[1]))
         return
-    output.require_apart({"NAME": None if name is None else choices.machine_file(name), "--json": json})
+    output.require_distinct({"NAME": None if name is None else choices.find_machine_file(name), "--json": json})
     output.require_json(json)
     found = [load(each) for each in (names() if name is None else (name,))]
     if json is not None and output.write_json(json, output.as_json(codec.dump(found if name is None else found[0]))):

@@ -30,7 +30,7 @@ KIND_COLOURS: dict[str, str] = {
     "wait": "#8c8c8c",
     "signal": "#d55e00",
 }
-BAR_COLOURS: dict[str, str] = {"sequential": "#8c8c8c", "overlapped": "#0072b2", "ideal": "#009e73"}
+BAR_COLOURS: dict[str, str] = {"sequential": "#8c8c8c", "weft": "#0072b2", "ideal": "#009e73"}
 FAINT = frozenset({"wait", "signal"})
 SHOWN_RANKS = 2
 LANE_PX, BAR_PX = 26, 24

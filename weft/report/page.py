@@ -47,7 +47,13 @@ def page(run: Run) -> str:
     charts: dict[str, Figure] = {}
     sections = [
         _header(run),
-        predicted_section(run, charts),
+        predicted_section(
+            f"1. Predicted for {run.machine_words}",
+            [(layer.name, layer.plan) for layer in run.layers],
+            charts,
+            ranks=run.machine_ranks,
+            tokens=run.machine_tokens,
+        ),
         ran_section(run, charts),
     ]
     return document(run.model, sections, charts)

@@ -12,6 +12,26 @@ if TYPE_CHECKING:
     from weft.planner.values import Plan
 
 
+OVERLAPPED, FASTER, SEQUENTIAL = "overlapped", "faster but not overlapped", "sequential"
+
+
+def judge(schedule: str, us: float | None = None, sequential_us: float | None = None) -> str:
+    """Say whether a schedule overlaps, is only faster than the sequential program, or neither. Times: where they are known.
+
+    >>> judge("flag_gated"), judge("sequential_stores", 90.0, 99.0), judge("sequential")
+    ('overlapped', 'faster but not overlapped', 'sequential')
+    """
+    if overlaps(schedule):
+        return OVERLAPPED
+    faster = us is not None and sequential_us is not None and us < sequential_us
+    return FASTER if faster and schedule != "sequential" else SEQUENTIAL
+
+
+def judge_plan(plan: Plan) -> str:
+    """Judge the schedule that a plan has chosen."""
+    return judge(plan.chosen.schedule, plan.chosen.predicted_us, plan.sequential_us)
+
+
 def ms(us: float) -> str:
     """Microseconds as milliseconds, with about three digits.
 
