@@ -154,6 +154,6 @@ def there(named: str) -> bool:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_files_and_names_of_weft_exist(name: str) -> None:
-    """Those in code font: `weft/core/schedule.py`, `schedule.py`, `weft.Schedule`, `weft.check(schedule)`."""
+    """Those in code font: `weft/core/schedule.py`, `schedule.py`, `weft.schedule.Schedule`, `weft.schedule.check(schedule)`."""
     words = re.findall(r"`((?:[\w./-]+\.(?:py|md|json|jsonl|png)|weft(?:\.\w+)+))(?:\(.*?\))?`", TEXTS[name])
     assert [word for word in dict.fromkeys(words) if not there(word)] == []

@@ -268,7 +268,7 @@ def _measured(fault: str = "") -> Found:
     rank = dist.get_rank()
     weft.close()
 
-    def noted(self: Programs, schedule: weft.Schedule, device: torch.device) -> BoundProgram:
+    def noted(self: Programs, schedule: weft.schedule.Schedule, device: torch.device) -> BoundProgram:
         program = bind(self, schedule, device)
         if rank == 1 and schedule.name == fault:
             program.close()

@@ -55,7 +55,7 @@ class Taxes:
 
 def taxes(schedule: Schedule, machine: Machine, losses: Signature | None = None) -> Taxes:
     """What a schedule pays on a machine, simulated: one run, and three more where `losses`, its signature there, is not given.
-    Raises ValueError as weft.simulate does."""
+    Raises ValueError as weft.schedule.simulate does."""
     losses = losses or signature(schedule, machine)
     free = run(schedule, dataclasses.replace(machine, launch_us=FREE_US))
     spelled = spelled_out(schedule).schedule
