@@ -12,8 +12,8 @@ from rich.text import Text
 
 from weft.cli.gantt import gantt
 from weft.cli.output import print_table, share, table, us, width_of
-from weft.report.words import FASTER, OVERLAPPED, SEQUENTIAL, judge_plan, ms
-from weft.schedules import overlaps
+from weft.report.words import judge_plan, ms
+from weft.schedules import VERDICTS, overlaps
 
 if TYPE_CHECKING:
     from weft.core.problem import Problem
@@ -36,7 +36,7 @@ def print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts:
     before = sum(count * plan.sequential_us for count, (_, plan) in zip(counts, plans, strict=True))
     after = sum(count * plan.chosen.predicted_us for count, (_, plan) in zip(counts, plans, strict=True))
     verdicts = Counter(judge_plan(plan) for _, plan in plans)
-    kinds = ", ".join(f"{verdicts[kind]} {kind}" for kind in (OVERLAPPED, FASTER, SEQUENTIAL) if verdicts[kind])
+    kinds = ", ".join(f"{verdicts[kind]} {kind}" for kind in VERDICTS if verdicts[kind])
     out.print(f"Predicted on {setting}.\n")
     gain = f"{before / after:.2f}x as fast: " if after else ""
     times = f"take {ms(after)} ms instead of {ms(before)} ms sequentially"

@@ -6,25 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from weft.core.problem import LookupProblem, Problem
-from weft.schedules import overlaps
+from weft.schedules import judge, overlaps
 
 if TYPE_CHECKING:
     from weft.planner.values import Plan
-
-
-OVERLAPPED, FASTER, SEQUENTIAL = "overlapped", "faster but not overlapped", "sequential"
-
-
-def judge(schedule: str, us: float | None = None, sequential_us: float | None = None) -> str:
-    """Say whether a schedule overlaps, is only faster than the sequential program, or neither. Times: where they are known.
-
-    >>> judge("flag_gated"), judge("sequential_stores", 90.0, 99.0), judge("sequential")
-    ('overlapped', 'faster but not overlapped', 'sequential')
-    """
-    if overlaps(schedule):
-        return OVERLAPPED
-    faster = us is not None and sequential_us is not None and us < sequential_us
-    return FASTER if faster and schedule != "sequential" else SEQUENTIAL
 
 
 def judge_plan(plan: Plan) -> str:
