@@ -63,7 +63,7 @@ def make_plan(problem: Problem, machine: Any, *, only: str | None = None, chunks
 
 
 class Runner:
-    """Stands in for run_model: remembers what it was asked, and finds what it is told to."""
+    """Stands in for run_model: remembers what it was asked, and finds what a test sets."""
 
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
@@ -381,7 +381,7 @@ def test_a_model_is_planned_in_fp8(weft: Weft, planner: None) -> None:
 def test_json_has_one_meaning(
     weft: Weft, runner: Runner, planner: None, without_gpus: None, tmp_path: Path, command: list[str]
 ) -> None:
-    """A file gets it beside the tables; - is standard output, and nothing else is printed there."""
+    """A file gets it in addition to the tables; - is standard output, and nothing else is printed there."""
     file = tmp_path / "out.json"
     _, printed, _ = weft(*command, "--json", "-")
     status, shown, _ = weft(*command, "--json", file)

@@ -1,4 +1,4 @@
-"""weft simulate: a published evaluation, simulated, with its figures beside ours; or one schedule on one machine."""
+"""weft simulate: a published evaluation, simulated, with its figures next to ours; or one schedule on one machine."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _check_asked(problem: Problem, schedules: Sequence[Schedule] | None, only: s
 
 
 def _predict(schedules: Iterable[Schedule], machine: Machine) -> tuple[list[Option], Outcome]:
-    """All options, fastest first, and the fastest one's outcome; the others' spans are not kept."""
+    """All options, fastest first, and the fastest one's outcome; the others' spans are dropped."""
     options: list[Option] = []
     best: tuple[Option, Outcome] | None = None
     for schedule in schedules:

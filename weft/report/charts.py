@@ -18,7 +18,7 @@ from weft.report.words import ms
 
 Figure = dict[str, Any]
 
-# Told apart by people who do not see all colours (Okabe and Ito's set), and by lightness on white and on black.
+# Okabe and Ito's set, which people with colour blindness can distinguish; lightness differs on white and on black.
 KIND_COLOURS: dict[str, str] = {
     "gemm": "#0072b2",
     "lookup": "#56b4e9",

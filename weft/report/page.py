@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that loads nothing, with every number as text beside its chart.
+"""The page of a run: one HTML file that loads nothing, with every number as text next to its chart.
 
 From the top: what weft is and what the rows are, what is predicted for the named machine, what ran here. The page's policy
 forbids all loading, so a browser holds it to being self-contained; plotly.js stands in it once.
