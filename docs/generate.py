@@ -2,7 +2,7 @@
 
 A generated part is a fenced block whose first line says what it is made of; this script replaces the lines below it.
 
-    ```text timeline OP FAMILY    weft.timeline of the family on the example that `weft schedules` shows
+    ```text timeline OP FAMILY    weft.schedule.timeline of the family on the example that `weft schedules` shows
     ```text families BY           which operator has which family: all of them but those of collectives alone
     ```text counts OP             what a rank pays in each family: kernels, copies, flags, bytes
     ```text chart MODEL           the chart that `weft plan MODEL` prints
@@ -66,8 +66,8 @@ CHART_WIDTH = 96
 def timeline(op: str, family: str) -> str:
     """One family on the small example, as rank 0 sees it."""
     problem = _example(op, **ON_NODES) if family == "node_slices" else _example(op)
-    schedule = weft.build(problem, family, EXAMPLE_CHUNKS)
-    return weft.timeline(schedule, width=WIDTH)
+    schedule = weft.schedule.build(problem, family, EXAMPLE_CHUNKS)
+    return weft.schedule.timeline(schedule, width=WIDTH)
 
 
 def _example(op: str, **changes: Any) -> weft.Problem:
@@ -108,7 +108,7 @@ def counts(op: Op) -> str:
     """A table: the fixed costs of every family that it has and traffic on rank 0 of 8, even shards, default chunks."""
     heads = ("", "GEMMs", "smallest", "gates", "reduce,", "copies", "copies", "waits,", "sent to", "pulled", "copied")
     below = ("", "", "GEMM rows", "", "collective", "by link", "local", "signals", "peers", "", "locally")
-    rows = [_row(weft.build(weft.Problem(op=op, **EVEN), name)) for name in names(op)]  # type: ignore[arg-type]
+    rows = [_row(weft.schedule.build(weft.Problem(op=op, **EVEN), name)) for name in names(op)]  # type: ignore[arg-type]
     return _table([heads, below, *rows])
 
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 import weft
 from weft.core import machine
 from weft.core.problem import Problem, Span1D
-from weft.core.schedule import Buffer, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
 from weft.runtime.ranks import Ranks
+from weft.schedule import Buffer, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
 
 RANKS = 2
 
@@ -88,19 +88,20 @@ def run_here(schedule: Schedule) -> float:
 
 def main() -> None:
     small = by_hand(Problem(op="all_gather_matmul", m=256, n=256, k=128, world_size=RANKS, dtype="float32"))
-    weft.check(small)
-    print(f"Checked: two calls in a row, at any speed of lanes and ranks.\n\n{weft.timeline(small, ranks=(0, 1), width=150)}\n")
+    weft.schedule.check(small)
+    print("Checked: two calls in a row, at any speed of lanes and ranks.\n")
+    print(f"{weft.schedule.timeline(small, ranks=(0, 1), width=150)}\n")
 
     try:
-        weft.check(without_free(small))
-    except weft.ScheduleError as error:
+        weft.schedule.check(without_free(small))
+    except weft.schedule.ScheduleError as error:
         print(f"Without the wait for `free` on rank 0:\n{error}\n")
 
     h200 = machine.load("h200x8")
     large = Problem(op="all_gather_matmul", m=8192, n=3072, k=8192, world_size=RANKS)
     print(f"Predicted for two GPUs of {h200.words}, {large}:")
-    for schedule in (weft.build(large, "sequential"), weft.build(large, "shard_p2p"), by_hand(large)):
-        print(f"  {schedule.name:<12}{max(span.end_us for span in weft.simulate(schedule, h200)):>6.0f} us")
+    for schedule in (weft.schedule.build(large, "sequential"), weft.schedule.build(large, "shard_p2p"), by_hand(large)):
+        print(f"  {schedule.name:<12}{max(span.end_us for span in weft.schedule.simulate(schedule, h200)):>6.0f} us")
 
     with Ranks(RANKS) as ranks:
         errors = ranks.run(run_here, small)

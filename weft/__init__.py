@@ -13,14 +13,15 @@ from weft.core.lazy import lazy_names
 from weft.core.version import __version__
 
 if TYPE_CHECKING:
-    from weft.checker import ScheduleError, check
+    from weft import models as models
+    from weft import planner as planner
+    from weft import schedule as schedule
+    from weft import triton as triton
     from weft.core import codec as codec
     from weft.core import machine as machine
     from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.core.machine import Machine
     from weft.core.problem import CollectiveProblem, LookupProblem, Problem
-    from weft.core.schedule import Schedule
-    from weft.core.span import Span
     from weft.models.expert_parallel import ExpertParallel
     from weft.models.inductor import CompilePass
     from weft.models.parallelize import parallelize
@@ -50,13 +51,10 @@ if TYPE_CHECKING:
         concurrent,
         concurrent_choices,
     )
-    from weft.perf import simulate
     from weft.planner import plan
     from weft.planner.explanation import explain
     from weft.report.overlap import overlap_report
     from weft.runtime.products import matmul_choices
-    from weft.schedules import build
-    from weft.schedules.timelines import timeline
 
 
 _HOMES = {
@@ -76,18 +74,13 @@ _HOMES = {
     "RowwiseAdagrad": "ops",
     "RowwiseParallel": "models.styles",
     "SGD": "ops",
-    "Schedule": "core.schedule",
-    "ScheduleError": "checker",
     "SendReceive": "overlap.concurrent",
     "SequenceParallel": "models.styles",
     "SharedInput": "models.styles",
-    "Span": "core.span",
     "WaitTimeout": "core.errors",
     "WeftError": "core.errors",
     "all_gather_matmul": "ops",
     "all_to_all_matmul": "ops",
-    "build": "schedules",
-    "check": "checker",
     "choices": "ops",
     "close": "ops",
     "codec": "core.codec",
@@ -106,13 +99,20 @@ _HOMES = {
     "overlap_report": "report.overlap",
     "parallelize": "models.parallelize",
     "plan": "planner",
-    "simulate": "perf",
     "synchronize": "ops",
-    "timeline": "schedules.timelines",
 }
 """The module in which each public name is defined; some names stand for a module itself."""
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+_MODULES = ("codec", "collectives", "controls", "hooks", "machine", "models", "planner", "schedule", "triton")
+"""Modules that users name, besides the names in __all__."""
+
+__getattr__, _ = lazy_names(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})
+
+
 if sys.modules.get("torch") is not None:
     from weft.compat.namespace import load_when_named
 
@@ -135,19 +135,14 @@ __all__ = [
     "ReduceScatter",
     "RowwiseAdagrad",
     "RowwiseParallel",
-    "Schedule",
-    "ScheduleError",
     "SendReceive",
     "SequenceParallel",
     "SharedInput",
-    "Span",
     "WaitTimeout",
     "WeftError",
     "__version__",
     "all_gather_matmul",
     "all_to_all_matmul",
-    "build",
-    "check",
     "choices",
     "close",
     "concurrent",
@@ -161,7 +156,5 @@ __all__ = [
     "overlap_report",
     "parallelize",
     "plan",
-    "simulate",
     "synchronize",
-    "timeline",
 ]

@@ -55,7 +55,7 @@ def built(op: str, spec: str, m: int, n: int, k: int, world_size: int, dtype: st
     """The Schedule that a spec names."""
     name, _, chunks = spec.partition(":")
     problem = weft.Problem(op=op, m=m, n=n, k=k, world_size=world_size, dtype=dtype)  # type: ignore[arg-type]
-    return weft.build(problem, name, int(chunks) if chunks else None)
+    return weft.schedule.build(problem, name, int(chunks) if chunks else None)
 
 
 def host(world: World) -> None:
@@ -92,7 +92,7 @@ def _lookups(world: World, sizes: Sizes) -> Iterator[Method]:
     offsets = torch.arange(0, 4 * bags + 1, 4, device=world.on)
     lookup = weft.LookupProblem.of(batch=sizes.batch, dims=((64,) * len(tables),) * world.size, pooling=4)
     op, given = "embedding_bag_all_to_all", (weft.embedding_bag_all_to_all, indices, offsets, tables)
-    for how, schedule in (("by name", "direct_store:1"), ("as a Schedule", weft.build(lookup, "direct_store", 1))):
+    for how, schedule in (("by name", "direct_store:1"), ("as a Schedule", weft.schedule.build(lookup, "direct_store", 1))):
         yield method(op, f"batch={sizes.batch} direct_store:1, {how}", *given, schedule=schedule, pooling=4)
 
 

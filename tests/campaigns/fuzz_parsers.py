@@ -113,7 +113,7 @@ def _entry() -> Entry:
 def _schedules() -> Iterator[str]:
     families = {"all_gather_matmul": "flag_gated", "matmul_reduce_scatter": "direct_store", "matmul_all_reduce": "two_shot"}
     for op, name in families.items():
-        yield codec.dumps(weft.build(Problem(op=op, m=8, n=6, k=4, world_size=2), name, 1))  # type: ignore[arg-type]
+        yield codec.dumps(weft.schedule.build(Problem(op=op, m=8, n=6, k=4, world_size=2), name, 1))  # type: ignore[arg-type]
 
 
 def _texts(folder: str) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ def _spec(text: str) -> None:
 def _proved(schedule: Schedule) -> None:
     """Printed and proved, or refused: ScheduleError is a ValueError."""
     str(schedule)
-    weft.check(schedule)
+    weft.schedule.check(schedule)
 
 
 class Choices:

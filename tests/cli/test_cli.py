@@ -63,7 +63,7 @@ def make_plan(problem: Problem, machine: Any, *, only: str | None = None, chunks
 
 
 class Runner:
-    """Stands in for run_model: remembers what it was asked, and finds what it is told to."""
+    """Stands in for run_model: remembers what it was asked, and finds what a test sets."""
 
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "gpu_count", lambda: 0)
+    monkeypatch.setattr(choices, "count_gpus", lambda: 0)
 
 
 def is_one_error(result: tuple[int, str, str], *says: str) -> None:
@@ -156,7 +156,7 @@ def test_run_defaults_on_a_machine_without_gpu(weft: Weft, runner: Runner, witho
 
 
 def test_run_takes_every_gpu_by_default(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "gpu_count", lambda: 8)
+    monkeypatch.setattr(choices, "count_gpus", lambda: 8)
     assert weft("run", "llama3-8b")[0] == 0
     assert (runner.asked["device"], runner.asked["ranks"], runner.asked["tokens"]) == ("cuda", 8, 8192)
 
@@ -178,7 +178,7 @@ def _rows(out: str) -> list[str]:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "gpu_count", lambda: 2)
+    monkeypatch.setattr(choices, "count_gpus", lambda: 2)
 
 
 def test_run_passes_the_choices_on(weft: Weft, runner: Runner, without_gpus: None) -> None:
@@ -254,8 +254,14 @@ def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: N
         (["run", "llama3-8b", "--json", "/tmp/weft_same", "--trace", "/tmp/weft_same"], ["--json and --trace"]),
         (["run", "dlrm-mlperf", "--op", "all_gather_matmul"], ["dlrm-mlperf", "no layer of it"]),
         (["run"], ["MODEL", "weft run --help"]),
+        (
+            ["plan", "meta-llama/Llama-3-8B"],
+            ["huggingface-cli download meta-llama/Llama-3-8B config.json", "Llama-3-8B/config.json"],
+        ),
+        (["run", "./nowhere/at/all"], ["nowhere/at/all"]),
+        (["calibrate", "--from", "h200x8"], ["--from needs --ranks"]),
         (["nope"], ["nope", "weft --help"]),
-        (["plan", "llama3-8b", "--tp", "7"], ["--tp is 7", "32 heads", "1, 2, 4, 8, 16, 32"]),
+        (["plan", "llama3-8b", "--ranks", "7"], ["--ranks is 7", "32 heads", "1, 2, 4, 8, 16, 32"]),
         (["plan", "llama3-8b", "--json", "--why"], ["--json is '--why'", "- for standard output"]),
         (["run", "llama3-8b", "--schedule", "flag_gated_2d:4"], ["'flag_gated_2d'", "--op all_gather_matmul"]),
         (["plan", "llama3-8b", "--schedule", "flag_gated_2d"], ["'flag_gated_2d'", "matmul_reduce_scatter has sequential"]),
@@ -289,12 +295,12 @@ def test_a_bad_config_is_one_line(weft: Weft, runner: Runner, tmp_path: Path, te
 
 
 def test_too_few_gpus_names_how_many_there_are(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "gpu_count", lambda: 2)
+    monkeypatch.setattr(choices, "count_gpus", lambda: 2)
     is_one_error(weft("run", "llama3-8b", "--device", "cuda", "--ranks", "4"), "--ranks 2", "--device cpu")
 
 
 def test_auto_falls_back_to_the_cpu_for_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "gpu_count", lambda: 2)
+    monkeypatch.setattr(choices, "count_gpus", lambda: 2)
     assert choices.choose_device("auto", 4) == ("cpu", 4)
     assert choices.choose_device("auto", None) == ("cuda", 2)
 
@@ -320,13 +326,23 @@ def test_a_narrow_terminal_loses_nothing(weft: Weft, runner: Runner, two_gpus: N
 # --- weft plan, machines, doctor, schedules ------------------------------------------------------------------------------
 
 
-def test_plan_shows_candidates_choice_and_why(weft: Weft, planner: None) -> None:
-    status, out, err = weft("plan", "llama3-8b", "--tp", "4", "--tokens", "2048")
+def test_plan_shows_verdict_gain_and_why_and_with_all_candidates(weft: Weft, planner: None, tmp_path: Path) -> None:
+    command = ("plan", "llama3-8b", "--ranks", "4", "--tokens", "2048")
+    status, out, err = weft(*command, "--report", tmp_path)
     assert (status, err) == (0, "")
-    row = next(line for line in out.splitlines() if line.split()[:1] == ["hetero_fused_1d"])
-    assert row.split()[1:] == [":8", "100*"] * 4
-    assert "4 ranks, 2048 tokens, bfloat16" in out
-    assert "attention QKV: the chunks" in out
+    assert "4 ranks, 2,048 tokens, bfloat16" in out
+    assert "1.50x as fast" in out
+    assert "4 overlapped" in out
+    row = next(line for line in out.splitlines() if line.startswith("attention QKV"))
+    assert " ".join(row.split()) == (
+        "attention QKV overlapped hetero_fused_1d:8 1.50x 150 -> 100 saves 50.0 of at most 60.0 us"
+    )
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "attention QKV: hetero_fused_1d:8" in page
+    assert f"wrote {tmp_path / 'index.html'}" in out
+    out = weft(*command, "--all")[1]
+    row = next(line for line in out.splitlines() if line.split()[:1] == ["hetero_fused_1d:8"])
+    assert row.split()[1:] == ["100*"] * 4
     assert "28 attention heads" in weft("plan", "t-nlg")[1], "which 8 ranks do not divide"
 
 
@@ -334,22 +350,22 @@ def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
     status, out, _ = weft("plan", "mixtral-8x7b", "--machine", "h200x8", "--json", "-")
     data = json.loads(out)
     assert status == 0
-    assert [site["site"] for site in data["sites"][:3]] == ["attention QKV", "attention out", "expert dispatch + gate/up"]
-    plan = codec.load(Plan, data["sites"][0]["plan"])
-    assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["sites"][0]["schedule"])
+    assert [one["layer"] for one in data["layers"][:3]] == ["attention QKV", "attention out", "expert dispatch + gate/up"]
+    plan = codec.load(Plan, data["layers"][0]["plan"])
+    assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["layers"][0]["schedule"])
 
 
 def test_a_model_is_planned_in_fp8(weft: Weft, planner: None) -> None:
     """Scales of whole operands are those of rows where rows travel."""
     options = ("--dtype", "float8_e5m2", "--recipe", "tensorwise", "--out-dtype", "float16")
     status, out, _ = weft("plan", "llama3-8b", *options, "--json", "-")
-    problems = [codec.load(Plan, site["plan"]).problem for site in json.loads(out)["sites"]]
+    problems = [codec.load(Plan, one["plan"]).problem for one in json.loads(out)["layers"]]
     assert status == 0
     assert {problem.dtype for problem in problems} == {"float16"}
     recipes = {"all_gather_matmul": "rowwise", "matmul_reduce_scatter": "tensorwise"}
     assert [problem.scaling for problem in problems] == [Scaling(a="float8_e5m2", recipe=recipes[p.op]) for p in problems]
     out = weft("plan", "llama3-8b", "--dtype", "float8_e4m3fn")[1]
-    assert "8192 tokens, float8_e4m3fn by float8_e4m3fn, rowwise, to bfloat16" in out
+    assert "8,192 tokens, float8_e4m3fn by float8_e4m3fn, rowwise, to bfloat16" in out
 
 
 @pytest.mark.parametrize(
@@ -365,7 +381,7 @@ def test_a_model_is_planned_in_fp8(weft: Weft, planner: None) -> None:
 def test_json_has_one_meaning(
     weft: Weft, runner: Runner, planner: None, without_gpus: None, tmp_path: Path, command: list[str]
 ) -> None:
-    """A file gets it beside the tables; - is standard output, and nothing else is printed there."""
+    """A file gets it in addition to the tables; - is standard output, and nothing else is printed there."""
     file = tmp_path / "out.json"
     _, printed, _ = weft(*command, "--json", "-")
     status, shown, _ = weft(*command, "--json", file)

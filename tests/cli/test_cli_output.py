@@ -25,7 +25,7 @@ from weft.report.page import write_page
 from weft.schedules import build
 from weft.studies.study import Done, Study
 
-SITE = ["plan", "llama3-8b", "--tp", "2", "--site", "MLP down"]
+LAYER = ["plan", "llama3-8b", "--ranks", "2", "--layer", "MLP down"]
 
 
 @pytest.mark.parametrize("width", [40, 80])
@@ -33,7 +33,7 @@ def test_a_table_that_is_too_wide_comes_in_parts_and_cuts_no_number(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr(output, "PIPE_WIDTH", width)
-    made = output.table("schedule", *(f"us of\nsite {i}" for i in range(12)))
+    made = output.table("schedule", *(f"us of\nlayer {i}" for i in range(12)))
     rows = [["shard_p2p", *(f"{1000 * row + i}.5" for i in range(12))] for row in (1, 2)]
     for row in rows:
         made.add_row(*row)
@@ -56,16 +56,37 @@ def test_machines_are_named_in_every_part_of_a_narrow_table(
     assert sum(line.split()[:1] == ["h200x8"] for line in lines) == 2
 
 
-def test_plan_shows_each_familys_best_and_with_why_every_candidate_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(SITE) == 0
+def test_plan_has_every_candidate_with_all_and_losses_with_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(LAYER) == 0
     short = capsys.readouterr().out
-    assert sum(line.startswith("direct_store") for line in short.splitlines()) == 1
-    assert main([*SITE, "--why"]) == 0
-    long = capsys.readouterr().out
-    assert sum(line.startswith("direct_store:") for line in long.splitlines()) > 1
-    assert long.count("-bound: the GEMM alone takes") == 1
-    assert "DIL: the pieces alone over the whole alone" in long
-    assert sum("matmul DIL" in line and "us exposed" in line for line in long.splitlines()) > 2
+    assert "direct_store" not in short
+    assert main([*LAYER, "--all"]) == 0
+    listed = capsys.readouterr().out
+    assert sum(line.startswith("direct_store:") for line in listed.splitlines()) > 1
+    assert "DIL" not in listed
+    assert main([*LAYER, "--why"]) == 0
+    explained = capsys.readouterr().out
+    assert explained.startswith(short.split("More:")[0])
+    assert explained.count("-bound: the GEMM alone takes") == 1
+    assert "DIL: the pieces alone over the whole alone" in explained
+    assert sum("matmul DIL" in line and "us exposed" in line for line in explained.splitlines()) > 2
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_plan_answers_within_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """What is gained in all comes first, then a verdict for each layer."""
+    monkeypatch.setattr(output, "PIPE_WIDTH", width)
+    assert main(["plan", "mixtral-8x7b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= width
+    total = next(at for at, line in enumerate(lines) if "x as fast" in line)
+    for layer, verdict in (("attention out", "overlapped"), ("expert down + combine", "faster but not overlapped")):
+        at = next(at for at, line in enumerate(lines) if line.startswith(layer))
+        assert at > total
+        assert verdict in lines[at]
+    assert main(["plan", "llama3-8b", "--ranks", "1"]) == 0
+    assert any(line.startswith("MLP down") and "sequential" in line for line in capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -75,8 +96,8 @@ def test_plan_shows_each_familys_best_and_with_why_every_candidate_once(capsys: 
         (["run", "llama3-8b", "--tokens", "100000000000"], "'--tokens'"),
         (["plan", "llama3-8b", "--schedule", "flag_gated:100000000"], "chunks is 100000000"),
         (["plan", "llama3-8b", "--schedule", "flag_gated:\u00b2"], "a chunk count is a whole number"),
-        ([*SITE, "--save", "/dev/full"], "--save /dev/full: No space left"),
-        ([*SITE, "--json", "/dev/full"], "--json /dev/full: No space left"),
+        ([*LAYER, "--save", "/dev/full"], "--save /dev/full: No space left"),
+        ([*LAYER, "--json", "/dev/full"], "--json /dev/full: No space left"),
     ],
 )
 def test_what_would_never_end_or_not_fit_is_one_line(capsys: pytest.CaptureFixture[str], command: list[str], says: str) -> None:
@@ -86,7 +107,7 @@ def test_what_would_never_end_or_not_fit_is_one_line(capsys: pytest.CaptureFixtu
     assert error.count("\n") == 1
 
 
-PLAN = ["plan", "MODEL.json", "--tp", "2", "--tokens", "64", "--site", "MLP down"]
+PLAN = ["plan", "MODEL.json", "--ranks", "2", "--tokens", "64", "--layer", "MLP down"]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +115,7 @@ PLAN = ["plan", "MODEL.json", "--tp", "2", "--tokens", "64", "--site", "MLP down
     [
         ([*PLAN, "--save", "one.json", "--trace", "./one.json"], "--save and --trace are both one.json"),
         ([*PLAN, "--save", "MODEL.json"], "MODEL and --save are both MODEL.json"),
+        ([*PLAN, "--report", "out", "--save", "out/index.html"], "--report and --save are both out/index.html"),
         (["plan", ".", *PLAN[2:], "--save", "config.json"], "MODEL and --save are both config.json"),
         ([*PLAN, "--machine", "machine.json", "--trace", "machine.json"], "--machine and --trace are both machine.json"),
         (["run", "MODEL.json", "--report", "out", "--trace", "out/index.html"], "--report and --trace are both out/index.html"),
@@ -129,13 +151,11 @@ LONG = "x" * 300
         (["plan", f"{LONG}/config.json"], f"cannot read {LONG}/config.json: "),
         (["plan", "llama3-8b", "--machine", LONG], f"machine is '{LONG}'"),
         (["simulate", LONG], f"study is '{LONG}'"),
-        ([*SITE, "--json", LONG], f"--json {LONG}: "),
+        ([*LAYER, "--json", LONG], f"--json {LONG}: "),
         (["calibrate", "--ranks", "2", "--device", "cpu", "--out", LONG], f"--out {LONG}: "),
     ],
 )
-def test_a_path_that_may_not_be_looked_at_is_told_by_its_argument(
-    capsys: pytest.CaptureFixture[str], command: list[str], says: str
-) -> None:
+def test_an_error_about_a_path_names_its_argument(capsys: pytest.CaptureFixture[str], command: list[str], says: str) -> None:
     assert main(command) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"weft: error: {says}")
@@ -154,8 +174,8 @@ def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture
     ("command", "files"),
     [
         (
-            ["plan", "model.json", "--tp", "2", "--site", "MLP down", "--save", "saved.json", "--trace", "trace.json"],
-            ("saved.json", "trace.json"),
+            ["plan", "model.json", "--ranks", "2", "--layer", "MLP down", "--save", "saved.json", "--report", "out"],
+            ("saved.json", "out/index.html"),
         ),
         (["simulate", "one.json", "--report", "out", "--trace", "trace.json"], ("out/index.html", "trace.json")),
     ],
@@ -211,7 +231,7 @@ def test_an_output_that_takes_nothing_is_no_traceback(redirect: str, status: int
 @pytest.mark.slow
 def test_names_in_letters_that_the_output_lacks(tmp_path: Path) -> None:
     (tmp_path / "Zw\u00f6lf.json").write_text(json.dumps(TINY))
-    command = [sys.executable, "-m", "weft", "plan", str(tmp_path / "Zw\u00f6lf.json"), "--tp", "2", "--site", "MLP down"]
+    command = [sys.executable, "-m", "weft", "plan", str(tmp_path / "Zw\u00f6lf.json"), "--ranks", "2", "--layer", "MLP down"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert (done.returncode, words_without_torchao(done.stderr)) == (0, [])

@@ -31,7 +31,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_what_the_plan_saves_is_what_it_chose(weft: Weft, tmp_path: Path) -> None:
     path, trace = tmp_path / "saved.json", tmp_path / "plan.trace"
-    words = ("--site", "MLP down", "--tokens", "4096", "--schedule", "hetero_unfused_1d")
+    words = ("--layer", "MLP down", "--tokens", "4096", "--schedule", "hetero_unfused_1d")
     status, out, _ = weft("plan", "llama3-8b", *words, "--save", path, "--trace", trace)
     assert (status, f"wrote {path}" in out, f"wrote {trace}" in out) == (0, True, True)
     schedule = codec.read(Schedule, path)
@@ -172,8 +172,8 @@ def test_a_schedule_that_could_go_wrong_is_refused(weft: Weft, saved: Path) -> N
     ("words", "says"),
     [
         (["simulate", "t3", "--machine", "h200x8"], "--machine"),
-        (["plan", "llama3-8b", "--save", "s.json"], "--site"),
-        (["plan", "llama3-8b", "--site", "none"], "site is 'none'"),
+        (["plan", "llama3-8b", "--save", "s.json"], "--layer"),
+        (["plan", "llama3-8b", "--layer", "none"], "--layer is 'none'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(weft: Weft, words: list[str], says: str) -> None:

@@ -52,7 +52,7 @@ def raised_by(schedule: Schedule, rank: int) -> list[Flag]:
 def test_the_last_rank_of_a_chain_is_named(family: str) -> None:
     """Rank 1 raises some flags of rank 0 only after rank 2 has told it something."""
     op: Any = "matmul_all_reduce" if family == "two_shot" else "matmul_reduce_scatter"
-    schedule = weft.build(weft.Problem(op=op, m=12, n=12, k=12, world_size=3), family)
+    schedule = weft.schedule.build(weft.Problem(op=op, m=12, n=12, k=12, world_size=3), family)
     schedule = spelled_out(schedule).schedule
     made = program_of(schedule)
     mine = [flag for flag in raised_by(schedule, 1) if flag.rank == 0]
@@ -71,7 +71,7 @@ def test_the_last_rank_of_a_chain_is_named(family: str) -> None:
 
 
 def test_ranks_that_wait_for_each_other_are_named_once() -> None:
-    schedule = weft.build(weft.Problem(op="matmul_all_reduce", m=12, n=12, k=12, world_size=3), "two_shot")
+    schedule = weft.schedule.build(weft.Problem(op="matmul_all_reduce", m=12, n=12, k=12, world_size=3), "two_shot")
     schedule = spelled_out(schedule).schedule
     made = program_of(schedule)
     for rank in range(3):

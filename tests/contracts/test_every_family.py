@@ -40,7 +40,7 @@ def test_every_operator_and_every_family_is_listed() -> None:
 @every_family
 def test_it_is_proved_and_comes_back_from_json(op: Op, spec: str, nodes: tuple[int, ...]) -> None:
     schedule = made(op, spec, nodes)
-    weft.check(schedule)
+    weft.schedule.check(schedule)
     assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
     if op == "concurrent":
         assert schedule.name == spec
@@ -61,7 +61,7 @@ def test_no_step_is_idle(op: Op, spec: str, nodes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("width", [80, 300])
 def test_its_timeline_fits_and_shows_every_step(op: Op, spec: str, nodes: tuple[int, ...], width: int) -> None:
     schedule = made(op, spec, nodes)
-    lines = weft.timeline(schedule, width=max(width, 24 * max(map(len, schedule.ranks)))).splitlines()
+    lines = weft.schedule.timeline(schedule, width=max(width, 24 * max(map(len, schedule.ranks)))).splitlines()
     assert max(map(len, lines)) <= max(width, 24 * max(map(len, schedule.ranks)))
     assert not any(line.startswith("never") for line in lines)
     assert len(lines) >= max(len(lane.steps) for lane in schedule.ranks[0])

@@ -78,7 +78,7 @@ FORMATS = (
     Format(
         name="losses of a schedule",
         kind=Signature,
-        values=lambda: iter([signature(weft.build(PROBLEM, "flag_gated", 1), machine.load("h200x8"))]),
+        values=lambda: iter([signature(weft.schedule.build(PROBLEM, "flag_gated", 1), machine.load("h200x8"))]),
         read=_of(Signature),
     ),
     Format(name="profile of T3", kind=t3.T3System, values=lambda: iter([t3.load()]), read=_of(t3.T3System)),

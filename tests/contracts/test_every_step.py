@@ -156,7 +156,7 @@ def test_a_kind_without_a_meaning_is_named() -> None:
         with pytest.raises(KeyError, match="Other"):
             ask(Other())  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="Other"):
-        weft.check(with_steps(made(*EXAMPLES[Wait]), 0, "compute", 0, Other()))  # type: ignore[arg-type]
+        weft.schedule.check(with_steps(made(*EXAMPLES[Wait]), 0, "compute", 0, Other()))  # type: ignore[arg-type]
 
 
 @every_kind
@@ -164,8 +164,8 @@ def test_the_checker_misses_one_that_is_left_out(kind: type) -> None:
     found = made(*EXAMPLES[kind])
     assert places(found, kind)
     for rank, lane, at, _ in places(found, kind):
-        with pytest.raises(weft.ScheduleError):
-            weft.check(with_steps(found, rank, lane, at))
+        with pytest.raises(weft.schedule.ScheduleError):
+            weft.schedule.check(with_steps(found, rank, lane, at))
 
 
 @pytest.mark.parametrize(("op", "spec", "nodes"), CASES, ids=lambda value: str(value or "node"))
@@ -184,8 +184,8 @@ def test_the_checker_misses_a_step_that_any_family_leaves_out(op: Op, spec: str,
 
 def _is_proved(found: Schedule) -> bool:
     try:
-        weft.check(found)
-    except weft.ScheduleError:
+        weft.schedule.check(found)
+    except weft.schedule.ScheduleError:
         return False
     return True
 
@@ -196,15 +196,15 @@ def test_the_checker_refuses_one_that_is_there_twice_or_elsewhere(kind: type) ->
     found = made(*EXAMPLES[kind])
     rank, lane, at, step = places(found, kind)[0]
     if advances(step) or isinstance(step, (Collective, FusedCollective, SendReceive, UserCall)):
-        with pytest.raises(weft.ScheduleError):
-            weft.check(with_steps(found, rank, lane, at, step, step))
+        with pytest.raises(weft.schedule.ScheduleError):
+            weft.schedule.check(with_steps(found, rank, lane, at, step, step))
     elsewhere = (
         codec.dumps(step).replace('"rank": 0', '"rank": 9').replace('"to": 1', '"to": 9').replace('"src": 0', '"src": 9')
     )
     if elsewhere != codec.dumps(step):
         moved = codec.loads(kind, elsewhere)
-        with pytest.raises(weft.ScheduleError):
-            weft.check(with_steps(found, rank, lane, at, moved))
+        with pytest.raises(weft.schedule.ScheduleError):
+            weft.schedule.check(with_steps(found, rank, lane, at, moved))
 
 
 @every_kind
@@ -241,7 +241,7 @@ def test_a_timeline_has_a_line_for_it(kind: type) -> None:
         SendReceive: "send",
         Collective: "all_reduce",
     }
-    text = weft.timeline(found, width=300)
+    text = weft.schedule.timeline(found, width=300)
     assert f" {words.get(kind, kind.__name__.lower())} " in " ".join(text.split()) + " "
 
 

@@ -1,6 +1,6 @@
 """What is proved is what runs: one thing of a proved schedule is changed, on one rank, and what then runs is changed with it.
 
-For each family and each kind of change (tests/helpers/promise_changes.py) the first changed schedule that `weft.check` accepts
+For each family and each kind of change (tests/helpers/promise_changes.py) the first changed schedule that `check` accepts
 is given to the operator. Its results have to be right. What happens below the schedule (tests/helpers/promise_trace.py) has to
 differ from what happens with the unchanged one on the ranks whose lanes are changed, and to be the same on all others. Step by
 step on CPUs, each lane also has to wait, signal and copy as its schedule says, in that order.
@@ -69,13 +69,14 @@ def _of(op: Op) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _built(problem: object, op: Op, spec: str) -> Schedule:
-    return weft.build(problem, spec) if op == "concurrent" or op.startswith("ragged") else weft.build(problem, *parse(spec))  # type: ignore[arg-type]
+    chosen = (spec,) if op == "concurrent" or op.startswith("ragged") else parse(spec)
+    return weft.schedule.build(problem, *chosen)  # type: ignore[arg-type]
 
 
 def _proved(schedule: Schedule) -> bool:
     try:
-        weft.check(schedule)
-    except (weft.ScheduleError, ValueError):
+        weft.schedule.check(schedule)
+    except (weft.schedule.ScheduleError, ValueError):
         return False
     return True
 

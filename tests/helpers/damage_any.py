@@ -31,7 +31,7 @@ def any_schedule(rng: random.Random) -> Schedule:
     if kind == "nodes":
         return damage_messages.random_schedule(rng)
     if kind == "ragged":
-        return weft.build(_ragged(rng), rng.choice(("fused", "sequential")))
+        return weft.schedule.build(_ragged(rng), rng.choice(("fused", "sequential")))
     if kind == "concurrent":
         return _concurrent(rng)
     problem = {"fused": _matmul, "lookup": _lookup, "columns": _columns, "alone": _alone}[kind](rng)
@@ -91,7 +91,7 @@ def _concurrent(rng: random.Random) -> Schedule:
     )
     while True:
         try:
-            return weft.build(problem, rng.choice(CONCURRENT))
+            return weft.schedule.build(problem, rng.choice(CONCURRENT))
         except ValueError:  # not of these collectives
             continue
 

@@ -87,8 +87,8 @@ def made(op: Op, spec: str, nodes: tuple[int, ...] = ()) -> Schedule:
     if nodes:
         problem = _on_nodes(problem, nodes)
     if op == "concurrent" or op.startswith("ragged"):
-        return weft.build(problem, spec)
-    return weft.build(problem, *parse(spec))
+        return weft.schedule.build(problem, spec)
+    return weft.schedule.build(problem, *parse(spec))
 
 
 def _on_nodes(problem: Problem, nodes: tuple[int, ...]) -> Problem:

@@ -60,7 +60,7 @@ def by_columns(problem: Problem) -> Schedule:
                 parts = tuple(replace(part, out=replace(part.out, cols=cols)) for part in step.parts)
                 yield replace(step, b=replace(step.b, cols=cols), parts=parts)
 
-    return steps_of(weft.build(problem, "flag_gated", 1), "by_columns", steps)
+    return steps_of(weft.schedule.build(problem, "flag_gated", 1), "by_columns", steps)
 
 
 def slices_gated(problem: Problem) -> Schedule:
@@ -77,12 +77,12 @@ def slices_gated(problem: Problem) -> Schedule:
             else:
                 yield step
 
-    return steps_of(weft.build(problem, "uniform_fused_2d", 2), "slices_gated", steps)
+    return steps_of(weft.schedule.build(problem, "uniform_fused_2d", 2), "slices_gated", steps)
 
 
 def two_results(problem: Problem) -> Schedule:
     """A sum whose second half of rows goes by a buffer of its own."""
-    schedule = weft.build(problem, "hetero_unfused_1d", 1)
+    schedule = weft.schedule.build(problem, "hetero_unfused_1d", 1)
     (out,) = (buffer for buffer in schedule.buffers if buffer.name == "out")
     schedule = replace(schedule, buffers=(*schedule.buffers, Buffer("half", "local", out.rows, out.cols)))
 
@@ -112,7 +112,7 @@ def own_first(problem: Problem) -> Schedule:
         for step in lane.steps:
             yield replace(step, parts=(step.parts[-1], *step.parts[:-1])) if isinstance(step, Gemm) else step
 
-    return steps_of(weft.build(problem, "track_and_trigger", 1), "own_first", steps)
+    return steps_of(weft.schedule.build(problem, "track_and_trigger", 1), "own_first", steps)
 
 
 def counted_at_the_end(problem: Problem) -> Schedule:
@@ -131,7 +131,7 @@ def counted_at_the_end(problem: Problem) -> Schedule:
         yield Wait(read)
         yield signal
 
-    return steps_of(weft.build(problem, "flag_gated", 1), "counted_at_the_end", steps)
+    return steps_of(weft.schedule.build(problem, "flag_gated", 1), "counted_at_the_end", steps)
 
 
 def _at(buffer: str, rank: int, rows: int, cols: int, corner: tuple[int, int] = (0, 0)) -> Region:
@@ -163,7 +163,7 @@ def from_parts(problem: Problem, corner: tuple[int, int], hops: int, *, multipli
         )
         ranks.append((Lane("compute", "compute", (*before, step)),))
     larger = {name: (rows + 2 * corner[0] + 3, cols + 2 * corner[1] + 5) for name, (rows, cols) in shapes.items()}
-    given = (buffer for buffer in weft.build(problem, "one_shot").buffers if buffer.kind in ("input", "output"))
+    given = (buffer for buffer in weft.schedule.build(problem, "one_shot").buffers if buffer.kind in ("input", "output"))
     local = (Buffer(name, "local", (rows,) * size, (cols,) * size) for name, (rows, cols) in larger.items())
     return Schedule(problem=problem, name="from_parts", buffers=(*given, *local), ranks=tuple(ranks))
 
@@ -180,7 +180,7 @@ def check_from_parts(op: Op, hops: int, multiplies: bool) -> None:
     problem = Problem(op=op, m=m, n=n, k=k, world_size=size, dtype="float16", addends=addends)
     for call, corner in enumerate(CORNERS):
         schedule = from_parts(problem, corner, hops, multiplies=multiplies)
-        weft.check(schedule)
+        weft.schedule.check(schedule)
         a, b, expected = whole(m, n, k, torch.float16, call)
         mine, more = slice(8 * rank, 8 * rank + 8), {}
         if addends:
@@ -208,7 +208,7 @@ def check_own(name: str, calls: int = 3) -> None:
     op, make = SCHEDULES[name]
     size, rank = dist.get_world_size(), dist.get_rank()
     schedule = make(Problem(op=op, m=M, n=N, k=K, world_size=size, dtype="float16"))
-    weft.check(schedule)
+    weft.schedule.check(schedule)
     for call in range(calls):
         generator = torch.Generator().manual_seed(call)
         a = torch.randn(size * M, K, generator=generator).half()

@@ -1,8 +1,8 @@
 """Changes of one thing in a schedule that its proof reads: order, gate, flag, region or lane.
 
 Each change is a function (schedule, rank) -> the schedules that it could make, those that are most worth running first. It
-changes what one rank does, and others only where they name what is changed. Most of what it makes is right, and `weft.check`
-says which."""
+changes what one rank does, and others only where they name what is changed. Most of what it makes is right, and
+`weft.schedule.check` says which."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def trials_by_a_clock(fast: str = "shard_p2p", rival: str = "shard_p2p") -> Iter
 
 
 @contextmanager
-def timed_trials(specs: tuple[str, ...], us: Callable[[weft.Schedule], int]) -> Iterator[list[str]]:
+def timed_trials(specs: tuple[str, ...], us: Callable[[weft.schedule.Schedule], int]) -> Iterator[list[str]]:
     """Trials on any device, by a clock that shows what it is told to; what is bound meanwhile. us: of a call by a schedule."""
     from weft.runtime import tuner
     from weft.runtime.programs import Programs
@@ -28,7 +28,7 @@ def timed_trials(specs: tuple[str, ...], us: Callable[[weft.Schedule], int]) -> 
     bind = Programs._bind
     made: list[str] = []
 
-    def noted(self: Programs, schedule: weft.Schedule, device: torch.device) -> object:
+    def noted(self: Programs, schedule: weft.schedule.Schedule, device: torch.device) -> object:
         made.append(schedule.name)
         return bind(self, schedule, device)
 

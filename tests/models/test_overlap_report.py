@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 import pytest
@@ -26,10 +27,10 @@ def _called(spec: str, us: float | None, **others: float) -> Called:
 
 
 def _place(count: int, *calls: Called, reason: str = "") -> ReportedPlace:
-    site = CommunicatingLayer(
+    layer = CommunicatingLayer(
         module="layers.*.mlp", parts=("up",), operators=() if reason else ("all_gather_matmul",), reason=reason, n=8, k=4
     )
-    return ReportedPlace(site=site, count=count, calls=calls)
+    return ReportedPlace(layer=layer, count=count, calls=calls)
 
 
 @pytest.fixture
@@ -41,12 +42,16 @@ def report() -> OverlapReport:
 
 
 def test_what_only_ran_sequentially_is_not_overlapped(report: OverlapReport) -> None:
-    assert report.headline == "Llama<1>: overlapped 6 of 10 places that communicate, 4 of them not called yet"
+    assert (
+        report.headline
+        == "Llama<1>: overlapped 6 of 10 places that communicate, 3 faster but not overlapped, 4 of them not called yet"
+    )
 
 
 def test_a_place_whose_backward_alone_is_overlapped_is_not() -> None:
     backward = Called(op="matmul_reduce_scatter", rows=8192, spec="shard_p2p", why="predicted")
     assert not _place(1, _called("sequential", 9.0), backward).overlapped
+    assert _place(1, backward).verdict == "sequential"
     assert _place(1, _called("shard_p2p", 9.0), backward).overlapped
 
 
@@ -60,8 +65,8 @@ def test_text_has_time_gain_and_share(report: OverlapReport) -> None:
 
 def test_page_has_the_same_and_no_markup_of_names(report: OverlapReport) -> None:
     page = report.html()
-    assert "<title>weft: Llama&lt;1&gt;: overlapped 6 of 10 places that communicate, 4 of them not called yet</title>" in page
-    states = ["overlapped", "one after the other", "not overlapped", "overlapped"]
+    assert f"<title>weft: {html.escape(report.headline)}</title>" in page
+    states = ["overlapped", "faster but not overlapped", "sequential", "overlapped"]
     assert re.findall(r'<span class="(?:right|wrong)">([^<]*)<', page) == states
     assert page.count(">not called yet<") == 1
     cells = re.findall(r"<td [^>]*>([^<]*)</td>", page)
@@ -77,9 +82,9 @@ def test_a_model_without_weft_is_refused() -> None:
 
 
 def test_what_is_to_run_sequentially_is_not_overlapped() -> None:
-    site = CommunicatingLayer(module="up", operators=("all_gather_matmul",), n=8, k=4, schedule="sequential")
-    assert not ReportedPlace(site=site, count=1, calls=()).overlapped
-    assert ReportedPlace(site=site, count=1, calls=(_called("shard_p2p", None),)).overlapped
+    layer = CommunicatingLayer(module="up", operators=("all_gather_matmul",), n=8, k=4, schedule="sequential")
+    assert not ReportedPlace(layer=layer, count=1, calls=()).overlapped
+    assert ReportedPlace(layer=layer, count=1, calls=(_called("shard_p2p", None),)).overlapped
 
 
 def _told(model: nn.Module) -> list[str]:
@@ -117,10 +122,10 @@ def test_places_of_equal_sizes_have_their_own_calls(ranks: RankFixture) -> None:
     def ran(spec: str, rows: int = 8) -> str:
         return f"all_gather_matmul M={rows} {spec} not measured (asked for)"
 
-    one, two, waits = "1 x one: all_gather_matmul", "1 x two: all_gather_matmul", "not called yet"
+    one, two = (f"1 x {name}: all_gather_matmul; overlapped" for name in ("one", "two"))
+    slow, waits = "1 x one: all_gather_matmul; sequential", "not called yet"
     head = "ModuleDict: overlapped {} of 2 places that communicate"
     for first, both, same, compiled in ranks(2).run(_alike_in_size):
-        slow = f"{one}; one after the other"
         assert first == [f"{head.format(1)}, 1 of them not called yet", slow, waits, two, ran("shard_p2p")]
         assert both == [head.format(1), slow, ran("sequential"), two, ran("shard_p2p")]
         assert same == [f"{head.format(2)}, 1 of them not called yet", one, waits, two, ran("shard_p2p"), ran("shard_p2p", 4)]
@@ -198,7 +203,7 @@ def _up_and_down() -> list[list[str]]:
 
 def test_a_forward_is_no_others_backward(ranks: RankFixture) -> None:
     for up, both, back in ranks(2).run(_up_and_down):
-        assert up[-2:] == ["1 x down: matmul_reduce_scatter", "not called yet"]
+        assert up[-2:] == ["1 x down: matmul_reduce_scatter; overlapped", "not called yet"]
         assert [line.split()[0] for line in both] == ["ModuleDict:", "1", "all_gather_matmul", "1", "matmul_reduce_scatter"]
         assert sorted(line.split()[0] for line in back[2:4]) == ["all_gather_matmul", "matmul_reduce_scatter"]
         assert sorted(line.split()[0] for line in back[5:]) == ["all_gather_matmul", "matmul_reduce_scatter"]

@@ -23,6 +23,7 @@ import weft.models.sites
 pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
+ROW = "matmul_reduce_scatter, matmul_all_reduce"
 BLOCKS = ["q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj"]
 
 
@@ -42,15 +43,15 @@ def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, kind:
     assert report.startswith(f"{model_work.KINDS[kind]}ForCausalLM: overlapped 9 of 13 places that communicate\n")
     told = places(report)
     assert {name.partition(": ")[2]: said for name, said in told.items() if "_proj" in name} == dict(
-        zip(BLOCKS, ["all_gather_matmul", "matmul_reduce_scatter, matmul_all_reduce"] * 2, strict=True)
+        zip(BLOCKS, [f"{one}; overlapped" for one in ("all_gather_matmul", ROW)] * 2, strict=True)
     )
     whole_lookup = "whole on every rank: it has padding_idx or max_norm"
     lookup = whole_lookup if kind == "mistral" else "torch's RowwiseParallel: weft has no operator"
     cut = "its input is cut to this rank's tokens: the gradient of that is gathered"
-    assert told["model.layers.*"] == f"not overlapped; {cut}"
-    assert told["model.norm"] == "not overlapped; its input is gathered: no matmul follows in every call"
-    assert told["lm_head"] == "not overlapped; its logits are gathered, so that every rank has all"
-    assert told["model.embed_tokens"].startswith(f"not overlapped; {lookup}")
+    assert told["model.layers.*"] == f"sequential; {cut}"
+    assert told["model.norm"] == "sequential; its input is gathered: no matmul follows in every call"
+    assert told["lm_head"] == "sequential; its logits are gathered, so that every rank has all"
+    assert told["model.embed_tokens"].startswith(f"sequential; {lookup}")
     assert "all_gather_matmul M=22 shard_p2p not measured (asked for)" in report
 
 
@@ -71,8 +72,8 @@ def _own_forwards() -> str:
 def test_forwards_that_were_put_on_modules_themselves_run(ranks: RankFixture) -> None:
     told = places(ranks(2).run(_own_forwards)[0])
     why = "its forward was put on the module itself"
-    assert told["model.layers.*.mlp"] == f"not overlapped; runs whole on every rank: up_proj: {why}"
-    assert told["lm_head"] == f"not overlapped; runs whole on every rank: {why}"
+    assert told["model.layers.*.mlp"] == f"sequential; runs whole on every rank: up_proj: {why}"
+    assert told["lm_head"] == f"sequential; runs whole on every rank: {why}"
 
 
 def _some_calls_of_few_tokens() -> None:
@@ -202,14 +203,11 @@ def test_adapters_are_put_in_before(ranks: RankFixture) -> None:
 def test_blocks_that_cannot_be_sharded_run_whole_and_say_why(ranks: RankFixture) -> None:
     experts, heads, adapter = (places(report) for report in ranks(2).run(_whole_blocks)[0])
     assert any(
-        said.startswith("not overlapped; runs whole on every rank: all experts on all tokens; pass")
-        for said in experts.values()
+        said.startswith("sequential; runs whole on every rank: all experts on all tokens; pass") for said in experts.values()
     )
-    assert heads["model.layers.*.self_attn"] == (
-        "not overlapped; runs whole on every rank: num_key_value_heads is 1, for 2 ranks"
-    )
-    assert adapter["model.layers.*.mlp"].startswith("not overlapped; runs whole on every rank: up_proj: Adapter is no torch.nn")
-    assert adapter["model.layers.*.mlp: down_proj"] == "matmul_reduce_scatter, matmul_all_reduce"
+    assert heads["model.layers.*.self_attn"] == ("sequential; runs whole on every rank: num_key_value_heads is 1, for 2 ranks")
+    assert adapter["model.layers.*.mlp"].startswith("sequential; runs whole on every rank: up_proj: Adapter is no torch.nn")
+    assert adapter["model.layers.*.mlp: down_proj"] == f"{ROW}; overlapped"
 
 
 class Idle(ParallelStyle):

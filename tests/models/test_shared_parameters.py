@@ -136,7 +136,7 @@ def _cases() -> list[dict[str, str]]:
         alike(trained(model, (8, 11)), trained(alone, (8, 11)))
         assert torch.equal(written(model, text(2, 9), 4), written(alone, text(2, 9), 4))
         places = weft.overlap_report(model).places
-        told.append({place.site.name: str(place.site).partition(": not overlapped; ")[2] for place in places})
+        told.append({place.layer.name: str(place.layer).partition(": not overlapped; ")[2] for place in places})
     return told
 
 

@@ -126,8 +126,8 @@ def test_a_block_is_as_torchs_and_as_one_process(ranks: RankFixture) -> None:
             head, *lines = text.splitlines()
             assert head == "Block: overlapped 2 of 2 places that communicate"
             assert [line.split(maxsplit=2)[2] for line in lines if " x " in line[:9]] == [
-                "inner: gate, up: all_gather_matmul",
-                "inner.down: matmul_reduce_scatter",
+                "inner: gate, up: all_gather_matmul; overlapped",
+                "inner.down: matmul_reduce_scatter; overlapped",
             ]
             # Forward and backward of each: one gather for two linears, and nothing for a gathered tensor that is not used.
             ran = [line.split()[0] for line in lines if "M=36" in line]
@@ -161,8 +161,8 @@ def _every_layout() -> list[str]:
         if found[0][0].numel():
             alike(found[1], found[0])
         place, *others = weft.overlap_report(linear).places
-        told = "".join(f" and {other.site.reason}" for other in others)
-        ran.append(f"{style.__name__} {given} {wanted}: {', '.join(place.site.operators) or place.site.reason}{told}")
+        told = "".join(f" and {other.layer.reason}" for other in others)
+        ran.append(f"{style.__name__} {given} {wanted}: {', '.join(place.layer.operators) or place.layer.reason}{told}")
     return ran
 
 
@@ -241,9 +241,9 @@ def _left_alone() -> list[str]:
 def test_what_is_left_to_torch_says_why(ranks: RankFixture) -> None:
     for head, *lines in ranks(2).run(_left_alone):
         assert head == "ModuleDict: overlapped 0 of 3 places that communicate"
-        assert "wrapped: not overlapped; torch's ColwiseParallel: Wrapped is no torch.nn.Linear" in lines[0]
-        assert "wide: not overlapped; torch's RowwiseParallel: its weight is a Parameter of torch.float64" in lines[1]
-        assert "lookup: not overlapped; torch's RowwiseParallel: Embedding is no torch.nn.Linear" in lines[2]
+        assert "wrapped: sequential; torch's ColwiseParallel: Wrapped is no torch.nn.Linear" in lines[0]
+        assert "wide: sequential; torch's RowwiseParallel: its weight is a Parameter of torch.float64" in lines[1]
+        assert "lookup: sequential; torch's RowwiseParallel: Embedding is no torch.nn.Linear" in lines[2]
 
 
 def _checkpoints(folder: str) -> None:

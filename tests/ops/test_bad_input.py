@@ -23,7 +23,7 @@ from weft.perf.ranking import heuristic
 from weft.schedules import MOST_CHUNKS, names
 
 GATHER = weft.Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2)
-SHARDS = weft.build(GATHER, "shard_p2p")
+SHARDS = weft.schedule.build(GATHER, "shard_p2p")
 
 
 @pytest.fixture
@@ -52,15 +52,15 @@ def test_a_destroyed_group_is_named(alone: None) -> None:
         (lambda: weft.plan(GATHER, None), "machine is a NoneType; use a weft.Machine, a name of weft machines"),
         (lambda: weft.plan(GATHER, "nope"), "machine is 'nope'; weft has a100x8"),
         (lambda: weft.plan(GATHER, "h200x8", schedules=(s for s in [SHARDS])), "schedules is a generator; use a row of"),
-        (lambda: weft.plan(GATHER, "h200x8", schedules=["shard_p2p"]), "schedules is a str; use a row of weft.Schedule"),
+        (lambda: weft.plan(GATHER, "h200x8", schedules=["shard_p2p"]), "schedules is a str; use a row of weft.schedule"),
         (lambda: weft.explain(GATHER, 3), "machine is a int"),
         (lambda: weft.explain("x"), "problem is a str"),
-        (lambda: weft.build("x", "sequential"), "problem is a str"),
-        (lambda: weft.check(GATHER), "schedule is a Problem; use a weft.Schedule"),
-        (lambda: weft.simulate(GATHER, "h200x8"), "schedule is a Problem"),
-        (lambda: weft.simulate(SHARDS, None), "machine is a NoneType"),
-        (lambda: weft.timeline(None), "schedule is a NoneType"),
-        (lambda: weft.timeline(SHARDS, width="80"), "width is a str"),
+        (lambda: weft.schedule.build("x", "sequential"), "problem is a str"),
+        (lambda: weft.schedule.check(GATHER), "schedule is a Problem; use a weft.schedule.Schedule"),
+        (lambda: weft.schedule.simulate(GATHER, "h200x8"), "schedule is a Problem"),
+        (lambda: weft.schedule.simulate(SHARDS, None), "machine is a NoneType"),
+        (lambda: weft.schedule.timeline(None), "schedule is a NoneType"),
+        (lambda: weft.schedule.timeline(SHARDS, width="80"), "width is a str"),
         (lambda: dataclasses.replace(GATHER, nodes=(1.0, 1)), r"nodes is \(1.0, 1\); it must be a tuple of whole"),
         (
             lambda: dataclasses.replace(GATHER, m=10**400),
@@ -98,15 +98,15 @@ def test_the_largest_extents_have_a_heuristic_and_a_reason(op: Op) -> None:
 def test_machines_go_by_name_or_by_value() -> None:
     machine = load("h200x8")
     assert weft.plan(GATHER, "h200x8") == weft.plan(GATHER, machine)
-    assert weft.simulate(SHARDS, "h200x8") == weft.simulate(SHARDS, machine)
+    assert weft.schedule.simulate(SHARDS, "h200x8") == weft.schedule.simulate(SHARDS, machine)
 
 
 def test_more_chunks_than_can_be_proved_soon_are_refused() -> None:
     with pytest.raises(ValueError, match="chunks is 1000000000; use at most 512"):
-        weft.build(GATHER, "flag_gated", 10**9)
+        weft.schedule.build(GATHER, "flag_gated", 10**9)
     with pytest.raises(ValueError, match="chunks is 513"):
         weft.plan(GATHER, "h200x8", only="flag_gated", chunks=MOST_CHUNKS + 1)
-    assert weft.build(GATHER, "flag_gated", MOST_CHUNKS).chunks == MOST_CHUNKS
+    assert weft.schedule.build(GATHER, "flag_gated", MOST_CHUNKS).chunks == MOST_CHUNKS
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -114,7 +114,7 @@ def test_a_result_without_elements_is_predicted_by_every_family(op: Op) -> None:
     for sizes in ({"m": 8, "n": 0}, {"m": 0, "n": 8}):
         problem = weft.Problem(op=op, k=16, world_size=2, **sizes)
         for name in names(op):
-            weft.simulate(weft.build(problem, name), "h200x8")
+            weft.schedule.simulate(weft.schedule.build(problem, name), "h200x8")
         assert "no elements" in weft.plan(problem, "h200x8").why
 
 

@@ -191,7 +191,8 @@ def test_a_nodes_ranks_meet_alone(two_nodes: Ranks) -> None:
 def _refused() -> list[str]:
     a, b = torch.ones(8, 4), torch.ones(4, 8)
     messages = []
-    schedule = weft.build(weft.Problem(op="matmul_all_to_all", m=8, n=8, k=4, world_size=4, dtype="float32"), "direct_store")
+    problem = weft.Problem(op="matmul_all_to_all", m=8, n=8, k=4, world_size=4, dtype="float32")
+    schedule = weft.schedule.build(problem, "direct_store")
     for asked in ("direct_store", "track_and_trigger:2", schedule):
         with pytest.raises(ValueError, match=r"nodes of|schedule is for") as caught:
             weft.matmul_all_to_all(a, b, schedule=asked)

@@ -130,10 +130,12 @@ def _auto_and_values() -> None:
     a, b, expected = whole(8, 6, 4, torch.float32, 1)
     problem = weft.Problem(op="all_gather_matmul", m=8, n=6, k=4, world_size=size, dtype="float32")
     (low, high), (left, right) = split(8, size)[rank], split(6, size)[rank]
-    out = weft.all_gather_matmul(a[low:high], b[:, left:right], schedule=weft.build(problem, "flag_gated", 2))
+    out = weft.all_gather_matmul(a[low:high], b[:, left:right], schedule=weft.schedule.build(problem, "flag_gated", 2))
     torch.testing.assert_close(out, expected[:, left:right].float())
     with pytest.raises(ValueError, match=r"schedule is for .* M=8 .*; this call is .* M=16"):
-        weft.all_gather_matmul(torch.cat([a[low:high]] * 2), b[:, left:right], schedule=weft.build(problem, "flag_gated", 2))
+        weft.all_gather_matmul(
+            torch.cat([a[low:high]] * 2), b[:, left:right], schedule=weft.schedule.build(problem, "flag_gated", 2)
+        )
     check_gather(8, 6, 4, torch.float32, "flag_gated", 2)  # a mistake that all ranks share breaks nothing
 
 

@@ -196,7 +196,7 @@ def _changed(dtype: torch.dtype) -> dict[str, list[object]]:
             )
         )
         for schedule in (there, home):
-            weft.check(schedule)
+            weft.schedule.check(schedule)
         round_trip("random", EXPERTS, 16, 8, dtype, SEED, most=MOST, schedules=(there, home))
         programs = {program.schedule: program for program in _programs()}
         found[change.__name__] = [_walked(programs[schedule]) for schedule in (there, home)]

@@ -136,7 +136,7 @@ def _as_a_schedule() -> list[str]:
     messages = []
     for numbers in (tensor.numel(), 2 * tensor.numel()):
         one = CollectiveProblem(op="all_reduce", m=numbers, world_size=size, dtype="float32", reduce_op="avg")
-        schedule = weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "copy_engine+late")
+        schedule = weft.schedule.build(ConcurrentProblem(collectives=(one,), world_size=size), "copy_engine+late")
         try:
             with weft.concurrent(collectives=mean, key="schedule", method=schedule) as context:
                 messages.append(context.method)
@@ -156,7 +156,7 @@ def test_a_schedule_is_a_method(ranks: RankFixture) -> None:
 def _built_for(tensor: torch.Tensor) -> Schedule:
     size = dist.get_world_size()
     one = CollectiveProblem(op="all_reduce", m=tensor.numel(), world_size=size, dtype="float32", reduce_op="avg")
-    return weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "nccl")
+    return weft.schedule.build(ConcurrentProblem(collectives=(one,), world_size=size), "nccl")
 
 
 def _wrong_schedules() -> str:
@@ -222,7 +222,7 @@ def _own_steps() -> list[list[int]]:
     size, rank = dist.get_world_size(), dist.get_rank()
     given, out = torch.arange(8.0) + 10 * rank, torch.zeros(8 * size)
     one = CollectiveProblem(op="all_gather", m=8 * size, world_size=size, dtype="float32")
-    right = weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "copy_engine")
+    right = weft.schedule.build(ConcurrentProblem(collectives=(one,), world_size=size), "copy_engine")
     halves = replace(right, ranks=(right.ranks[0], tuple(map(_halved, right.ranks[1]))))
     for schedule in (right, halves):
         out.zero_()

@@ -107,7 +107,7 @@ def test_the_bucket_of_all_gradients_is_averaged_by_nccl(ranks: RankFixture) -> 
 
 def _program(spec: str, collectives: Any) -> Program:
     one = CollectiveProblem(op="all_reduce", m=64, world_size=2, dtype="float32")
-    return program_of(weft.build(ConcurrentProblem(collectives=(one,), world_size=2), spec), 0)
+    return program_of(weft.schedule.build(ConcurrentProblem(collectives=(one,), world_size=2), spec), 0)
 
 
 def _left_free(ends: tuple[bool, ...]) -> list[str]:

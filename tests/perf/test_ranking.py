@@ -125,7 +125,7 @@ def test_it_names_a_schedule_of_the_operator_always(problem: Problem, on: Machin
     assert spec(name, chunks or 1) == heuristic(problem, on)
     assert all(0 <= us < float("inf") for us in ranked(problem, on).values())
     if problem.m * problem.n * problem.k < 1 << 30:
-        weft.check(build(problem, name, chunks))
+        weft.schedule.check(build(problem, name, chunks))
 
 
 def test_what_is_known_of_h200() -> None:

@@ -50,7 +50,7 @@ def test_what_is_tried_can_be_built() -> None:
         assert specs[0] == "sequential"
         assert len(set(specs)) == len(specs)
         for spec in specs:
-            assert weft.build(problem, *parse(spec)).problem == problem
+            assert weft.schedule.build(problem, *parse(spec)).problem == problem
 
 
 def predictions(us: dict[str, float], m: int = 4096, **of: dict[str, float]) -> Any:

@@ -14,7 +14,7 @@ HEAVY = ["torch", "triton", "numpy", "simpy", "plotly", "rich", "typer", "atomic
 LOADS = f"""
 import json, sys
 before = set(sys.modules)
-import weft
+import weft.schedule
 print(json.dumps(sorted(set({HEAVY}) & (set(sys.modules) - before))))
 """
 
@@ -80,13 +80,23 @@ def test_every_public_name_stays_what_it_is() -> None:
     assert set(weft.__all__) <= set(dir(weft))
 
 
+def test_the_top_level_lists_what_users_call() -> None:
+    """Rooms that only weft imports from are not listed; schedules are built in weft.schedule."""
+    import weft
+
+    assert not {"comm", "compat", "kernels", "runtime", "tools", "report", "build", "check", "Schedule"} & set(dir(weft))
+    assert {"Schedule", "ScheduleError", "build", "check", "simulate", "timeline"} <= set(dir(weft.schedule))
+    assert all(getattr(weft, name) for name in dir(weft))
+    assert all(getattr(weft.schedule, name) for name in weft.schedule.__all__)
+
+
 NAMED = """
 import weft
 for name in ("overlap.controls.sm_budget", "overlap.hooks.units", "models.experts.MoE", "hooks.ddp", "collectives.all_reduce",
              "planner.Plan", "report.write_report", "core.machine.load", "triton.Peers"):
     found = weft
     for part in name.split("."):
-        assert part in dir(found), f"{part} of {name} is not listed"
+        assert found is weft or part in dir(found), f"{part} of {name} is not listed"
         found = getattr(found, part)
 """
 
@@ -102,7 +112,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
     import weft
 
-    for package, name in ((weft, "nothing"), (weft.overlap, "nothing"), (weft.models, "nothing")):
+    for package, name in ((weft, "nothing"), (weft.overlap, "nothing"), (weft.models, "nothing"), (weft.schedule, "nothing")):
         with pytest.raises(AttributeError, match="nothing"):
             getattr(package, name)
 

@@ -93,7 +93,7 @@ def test_names_cannot_be_markup(page: Path, read: Reader) -> None:
 
 
 def test_predicted_comes_first_and_its_numbers_are_text(read: Reader) -> None:
-    numbers = ["8,192 × 28,672 × 4,096", "flag_gated:8", "0.790", "0.512", "0.480", "94 %", "1.54 ×"]
+    numbers = ["8,192 × 28,672 × 4,096", "flag_gated:8", "overlapped", "0.790", "0.512", "0.480", "94 %", "1.54 ×"]
     assert [NAME, *numbers] in read.rows
     text = "".join(read.texts)
     assert text.index("8 x NVIDIA H200") < text.index("4 CPU ranks")

@@ -312,7 +312,7 @@ def _bound_in(rounds: Iterable[Iterable[int]], gpu: bool) -> list[int]:
     made: list[int] = []
     bind = Programs._bind
 
-    def noted(self: Programs, schedule: weft.Schedule, device: torch.device) -> object:
+    def noted(self: Programs, schedule: weft.schedule.Schedule, device: torch.device) -> object:
         made[-1] += 1
         return bind(self, schedule, device)
 

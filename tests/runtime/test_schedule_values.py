@@ -86,7 +86,7 @@ def _copied_out(problem: Problem) -> Schedule:
 
 def _several_results() -> str:
     schedule = _copied_out(PROBLEM)
-    weft.check(schedule)
+    weft.schedule.check(schedule)
     a, b = torch.ones(32, 8), torch.ones(8, 8)
     assert (weft.all_gather_matmul(a, b, schedule=schedule) == 8).all()
     try:

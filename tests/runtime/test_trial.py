@@ -18,7 +18,7 @@ import weft
 from weft.core.errors import RankMismatch, WeftError
 from weft.core.problem import Problem
 from weft.runtime.bound import BoundProgram
-from weft.runtime.trial import Choice, Contest, Trial, calls_of_a_run, leader
+from weft.runtime.trial import Choice, Choices, Contest, Trial, calls_of_a_run, leader
 from weft.schedules import parse, spec
 
 PROBLEM = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
@@ -244,8 +244,10 @@ def test_a_choice_prints_what_was_measured() -> None:
     trials = (Trial(spec="sequential", us=100.2), Trial(spec="shard_p2p", us=80.0))
     choice = Choice(problem=PROBLEM, spec="shard_p2p", trials=trials)
     assert choice.us == {"sequential": 100.2, "shard_p2p": 80.0}
-    assert str(choice) == f"{PROBLEM}: shard_p2p (sequential 100 us, shard_p2p 80 us)"
-    assert str(Choice(problem=PROBLEM, spec="shard_p2p")).endswith("shard_p2p (not measured)")
+    assert str(choice) == f"{PROBLEM}: shard_p2p, overlapped (sequential 100 us, shard_p2p 80 us)"
+    planned = Choice(problem=PROBLEM, spec="sequential_stores")
+    assert str(planned) == f"{PROBLEM}: sequential_stores, sequential (not measured)"
+    assert str(Choices([choice, planned])) == f"{choice}\n{planned}"
 
 
 Found = tuple[list[tuple[str, dict[str, float]]], list[str], int, list[str]]
@@ -268,7 +270,7 @@ def _measured(fault: str = "") -> Found:
     rank = dist.get_rank()
     weft.close()
 
-    def noted(self: Programs, schedule: weft.Schedule, device: torch.device) -> BoundProgram:
+    def noted(self: Programs, schedule: weft.schedule.Schedule, device: torch.device) -> BoundProgram:
         program = bind(self, schedule, device)
         if rank == 1 and schedule.name == fault:
             program.close()

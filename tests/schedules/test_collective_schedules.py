@@ -41,8 +41,8 @@ def problems(draw: st.DrawFn) -> CollectiveProblem:
 @given(problems(), st.sampled_from((1, 2, 5)), st.booleans())
 def test_every_schedule_is_proved_and_keeps_to_its_room(problem: CollectiveProblem, chunks: int, fan_out: bool) -> None:
     for name in names(problem.op):
-        schedule = weft.build(problem, name, chunks, fan_out=fan_out)
-        weft.check(schedule)
+        schedule = weft.schedule.build(problem, name, chunks, fan_out=fan_out)
+        weft.schedule.check(schedule)
         assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
         # A part begins at a multiple of 256 bytes: that is all there may be beyond the bound.
         assert layout(schedule).staging <= problem.staging_bytes + 2 * 256
@@ -64,14 +64,14 @@ def places(schedule: Schedule, kind: type[Step]) -> list[tuple[int, Lane, int]]:
 
 @pytest.mark.parametrize(("op", "name", "reachable"), OVERLAPS)
 def test_a_copy_to_another_place_is_noticed(op: Op, name: str, reachable: bool) -> None:
-    schedule = weft.build(replace(SMALL[op], reachable=reachable), name, 4)
+    schedule = weft.schedule.build(replace(SMALL[op], reachable=reachable), name, 4)
     for rank, lane, at in places(schedule, Copy):
         step = lane.steps[at]
         assert isinstance(step, Copy)
         low, high = step.dst.rows
         moved = replace(step, dst=replace(step.dst, rows=(low + 4, high + 4)))
-        with pytest.raises(weft.ScheduleError):
-            weft.check(changed(schedule, rank, lane.name, at, moved))
+        with pytest.raises(weft.schedule.ScheduleError):
+            weft.schedule.check(changed(schedule, rank, lane.name, at, moved))
 
 
 def _reordered(schedule: Schedule, change: str) -> Schedule:
@@ -87,14 +87,14 @@ def _reordered(schedule: Schedule, change: str) -> Schedule:
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("change", ["less", "twice"])
 def test_a_rank_left_out_of_a_sum_or_added_twice_is_noticed(op: Op, change: str) -> None:
-    with pytest.raises(weft.ScheduleError, match=r"the result there is \(A @ B\).* over K of 0:3|K summed twice"):
-        weft.check(_reordered(weft.build(SMALL[op], "copy_engine", 2), change))
+    with pytest.raises(weft.schedule.ScheduleError, match=r"the result there is \(A @ B\).* over K of 0:3|K summed twice"):
+        weft.schedule.check(_reordered(weft.schedule.build(SMALL[op], "copy_engine", 2), change))
 
 
 def test_what_is_right_only_apart_is_refused() -> None:
     """An all_reduce of two ranks that clears nothing up: rank 0 keeps its own part of a, which it has yet to push, in out."""
     problem = CollectiveProblem(op="all_gather", m=64, world_size=2, dtype="float32")
-    schedule = weft.build(problem, "copy_engine", 1)
+    schedule = weft.schedule.build(problem, "copy_engine", 1)
     lane, at = next((lane, at) for rank, lane, at in places(schedule, Copy) if lane.name == "copy" and rank == 0)
     step = lane.steps[at]
     assert isinstance(step, Copy)
@@ -102,12 +102,12 @@ def test_what_is_right_only_apart_is_refused() -> None:
     wrong = Copy(replace(step.src, rows=(16, 32)), replace(step.src, buffer="out", rows=(0, 16)))
     compute = next(lane for lane in schedule.ranks[0] if lane.name == "compute")
     damaged = changed(schedule, 0, "compute", 0, wrong, compute.steps[0])
-    with pytest.raises(weft.ScheduleError, match=r"touches a@0\["):
-        weft.check(damaged)
+    with pytest.raises(weft.schedule.ScheduleError, match=r"touches a@0\["):
+        weft.schedule.check(damaged)
     # In an all-to-all the two are never one: the same is allowed.
-    apart = weft.build(replace(problem, op="all_to_all"), "copy_engine", 1)
+    apart = weft.schedule.build(replace(problem, op="all_to_all"), "copy_engine", 1)
     compute = next(lane for lane in apart.ranks[0] if lane.name == "compute")
-    weft.check(changed(apart, 0, "compute", 0, wrong, compute.steps[0]))
+    weft.schedule.check(changed(apart, 0, "compute", 0, wrong, compute.steps[0]))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_problems_that_are_none_are_refused(changes: dict[str, object], says: st
 def test_too_little_room_is_named() -> None:
     problem = CollectiveProblem(op="all_reduce", m=1 << 26, world_size=2, staging_bytes=1 << 16)
     with pytest.raises(ValueError, match=r"staging_bytes is 65536.* use at least (\d+) bytes") as raised:
-        weft.build(problem, "copy_engine", 1)
+        weft.schedule.build(problem, "copy_engine", 1)
     least = int(str(raised.value).split("use at least ")[1].split()[0])
-    weft.build(replace(problem, staging_bytes=least), "copy_engine", 1)
+    weft.schedule.build(replace(problem, staging_bytes=least), "copy_engine", 1)
 
 
 def test_the_planner_prefers_nccl_for_small_ones_and_says_what_it_takes() -> None:
@@ -151,7 +151,7 @@ def test_the_planner_prefers_nccl_for_small_ones_and_says_what_it_takes() -> Non
 def test_more_sms_sum_faster_up_to_the_memory() -> None:
     def us(sms: int) -> float:
         problem = CollectiveProblem(op="reduce_scatter", m=1 << 26, world_size=4, dtype="float32", sms=sms)
-        return run(weft.build(problem, "copy_engine", 4), machine.load("h200x8")).total_us
+        return run(weft.schedule.build(problem, "copy_engine", 4), machine.load("h200x8")).total_us
 
     assert us(1) > 2 * us(4) > us(16)
     assert us(64) < 1.01 * us(128)

@@ -45,7 +45,7 @@ def test_specs_are_read_as_they_print() -> None:
 @pytest.mark.parametrize("spec", ["", "streams", "nccl+late+late", "nccl+ctas", "nccl+ctas=", "nccl+ctas=-1", "nccl+late=1"])
 def test_mistakes_get_the_grammar(spec: str) -> None:
     with pytest.raises(ValueError, match=r"^method is '.*'; use auto, sequential, or nccl or copy_engine with any of \+late"):
-        weft.build(GEMMS, spec)
+        weft.schedule.build(GEMMS, spec)
 
 
 def test_sequential_takes_no_options() -> None:
@@ -72,7 +72,7 @@ def test_only_what_the_device_has_is_a_candidate() -> None:
 
 @pytest.mark.parametrize("spec", ["nccl+ahead=2", "nccl+unsharded+ctas=4", "copy_engine+late+resident=1", "nccl+left=3"])
 def test_what_is_asked_of_the_computation_is_in_the_schedule(spec: str) -> None:
-    found = program_of(weft.build(problem("reduce_scatter"), spec), 1).computation
+    found = program_of(weft.schedule.build(problem("reduce_scatter"), spec), 1).computation
     asked = parse(spec)
     assert (found.left, found.resident, found.ahead, found.unsharded) == (
         asked.left,
@@ -84,26 +84,26 @@ def test_what_is_asked_of_the_computation_is_in_the_schedule(spec: str) -> None:
 
 def test_lanes_are_in_the_order_in_which_they_are_enqueued() -> None:
     def names(spec: str) -> list[str]:
-        return [lane.name for lane in weft.build(problem("all_reduce"), spec).ranks[0]]
+        return [lane.name for lane in weft.schedule.build(problem("all_reduce"), spec).ranks[0]]
 
     assert names("sequential") == ["compute"]
     assert names("nccl") == ["network", "compute"]
     assert names("nccl+late") == ["compute", "network"]
     assert names("copy_engine")[-1] == names("copy_engine+late")[0] == "compute"
-    heads = weft.timeline(weft.build(problem("all_reduce"), "nccl+priority+ctas=16")).splitlines()[2]
+    heads = weft.schedule.timeline(weft.schedule.build(problem("all_reduce"), "nccl+priority+ctas=16")).splitlines()[2]
     assert heads.split("    ")[0] == "rank 0, network, priority, ctas=16"
 
 
 def test_what_cannot_be_described_is_called_by_nccl_alone() -> None:
     whole = ConcurrentProblem(collectives=(collective(), OpaqueCollective(name="send_receive")), world_size=4)
     assert not any(spec.startswith("copy_engine") for spec in candidates(whole))
-    schedule = weft.build(whole, "nccl")
-    weft.check(schedule)
+    schedule = weft.schedule.build(whole, "nccl")
+    weft.schedule.check(schedule)
     assert [type(step) for step in schedule.ranks[0][0].steps] == [Collective, UserCall]
     with pytest.raises(ValueError, match="copy engines do not run send_receive"):
-        weft.build(whole, "copy_engine")
+        weft.schedule.build(whole, "copy_engine")
     with pytest.raises(ValueError, match="all_to_all is not pulled"):
-        weft.build(problem("all_to_all"), "copy_engine+pull")
+        weft.schedule.build(problem("all_to_all"), "copy_engine+pull")
 
 
 def changed(schedule: Schedule, lane: str, steps: tuple[Step, ...]) -> Schedule:
@@ -114,7 +114,7 @@ def changed(schedule: Schedule, lane: str, steps: tuple[Step, ...]) -> Schedule:
 
 def test_what_is_wrong_is_refused() -> None:
     whole = problem("all_reduce", "all_gather")
-    by_nccl, moved = weft.build(whole, "nccl"), weft.build(whole, "copy_engine")
+    by_nccl, moved = weft.schedule.build(whole, "nccl"), weft.schedule.build(whole, "copy_engine")
     call = by_nccl.ranks[1][1].steps
     first, second = by_nccl.ranks[1][0].steps
     copies = next(lane.steps for lane in moved.ranks[1] if lane.name == "copy")
@@ -132,14 +132,14 @@ def test_what_is_wrong_is_refused() -> None:
     ]
     for schedule, match in wrong:
         with pytest.raises(ScheduleError, match=match):
-            weft.check(schedule)
+            weft.schedule.check(schedule)
     mixed = Copy(Region("a", 1, (0, 8), (0, 1)), Region("recv.1", 1, (0, 8), (0, 1)))
     with pytest.raises(ScheduleError, match=r"touches buffers or flags of collectives \[0, 1\]"):
-        weft.check(changed(moved, "blocks", (mixed,)))
-    alone = weft.build(collective(), "sequential")
+        weft.schedule.check(changed(moved, "blocks", (mixed,)))
+    alone = weft.schedule.build(collective(), "sequential")
     lanes = (replace(alone.ranks[0][0], steps=(*alone.ranks[0][0].steps, *call)), *alone.ranks[0][1:])
     with pytest.raises(ScheduleError, match="a call of the user's own is for a ConcurrentProblem"):
-        weft.check(replace(alone, ranks=(lanes, *alone.ranks[1:])))
+        weft.schedule.check(replace(alone, ranks=(lanes, *alone.ranks[1:])))
 
 
 def test_a_problem_says_what_is_wrong_with_it() -> None:
@@ -157,7 +157,7 @@ def test_a_problem_says_what_is_wrong_with_it() -> None:
 
 
 def predicted_us(whole: ConcurrentProblem, spec: str) -> float:
-    return total_us(weft.simulate(weft.build(whole, spec), H200))
+    return total_us(weft.schedule.simulate(weft.schedule.build(whole, spec), H200))
 
 
 def test_predictions_lie_between_ideal_and_sequential() -> None:
@@ -186,7 +186,10 @@ def test_what_holds_fewer_sms_is_predicted_nearer_to_the_ideal() -> None:
 
 def test_a_machine_that_does_not_say_treats_all_streams_alike() -> None:
     bare = replace(H200, contention={}, sources={k: v for k, v in H200.sources.items() if not k.startswith("contention")})
-    us = {spec: total_us(weft.simulate(weft.build(GEMMS, spec), bare)) for spec in ("nccl", "nccl+late", "nccl+priority")}
+    us = {
+        spec: total_us(weft.schedule.simulate(weft.schedule.build(GEMMS, spec), bare))
+        for spec in ("nccl", "nccl+late", "nccl+priority")
+    }
     assert len(set(us.values())) == 1
 
 
@@ -215,7 +218,7 @@ def with_lanes(schedule: Schedule, rank: int, *lanes: Lane) -> Schedule:
 
 
 def test_each_rank_runs_its_own_lanes() -> None:
-    schedule = weft.build(problem("all_reduce"), "nccl")
+    schedule = weft.schedule.build(problem("all_reduce"), "nccl")
     network, compute = schedule.ranks[1]
     (call,) = compute.steps
     assert isinstance(call, UserCall)
@@ -237,14 +240,14 @@ def test_each_rank_runs_its_own_lanes() -> None:
         ),
     ):
         other = with_lanes(schedule, 1, *lanes)
-        weft.check(other)
+        weft.schedule.check(other)
         assert program_of(other, 1) == expected
         assert program_of(other, 0) == program_of(schedule, 0) != expected
 
 
 def test_ranks_do_not_differ_where_collectives_have_to_match() -> None:
     whole = problem("all_reduce", "all_reduce")
-    by_nccl, moved = weft.build(whole, "nccl+ctas=8"), weft.build(whole, "copy_engine+ctas=8")
+    by_nccl, moved = weft.schedule.build(whole, "nccl+ctas=8"), weft.schedule.build(whole, "copy_engine+ctas=8")
     network, compute = by_nccl.ranks[1]
     (call,) = compute.steps
     blocks = next(at for at, lane in enumerate(moved.ranks[1]) if lane.kind == "blocks")
@@ -271,7 +274,7 @@ def test_ranks_do_not_differ_where_collectives_have_to_match() -> None:
         (with_lanes(moved, 1, *moved.ranks[1][:-1], replace(network, steps=(first,)), compute), "use NCCL for all"),
     ):
         with pytest.raises(ScheduleError, match=match):
-            weft.check(wrong)
+            weft.schedule.check(wrong)
 
 
 def by_name(lanes: tuple[Lane, ...]) -> list[Lane]:
@@ -308,15 +311,15 @@ def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> No
 def test_one_rank_has_the_schedules_of_many(ops: tuple[Op, ...]) -> None:
     alone = problem(*ops, world_size=1)
     for spec in (*candidates(alone), "copy_engine", "copy_engine+pull"):
-        schedule, method = weft.build(alone, spec), parse(spec)
-        weft.check(schedule)
+        schedule, method = weft.schedule.build(alone, spec), parse(spec)
+        weft.schedule.check(schedule)
         found = program_of(schedule, 0)
         assert (found.name, found.computation.left, found.priority) == (spec, method.left, method.priority)
 
 
 def test_two_names_are_never_one_to_the_proof() -> None:
     """A rank would wait for a flag that nobody raises."""
-    schedule = weft.build(problem("all_reduce", "all_reduce"), "copy_engine")
+    schedule = weft.schedule.build(problem("all_reduce", "all_reduce"), "copy_engine")
     assert any(flag.name.endswith(".1") for flag in schedule.flags)
 
     def waits_elsewhere(step: Step) -> Step:
@@ -327,9 +330,9 @@ def test_two_names_are_never_one_to_the_proof() -> None:
     ranks = tuple(
         tuple(replace(lane, steps=tuple(map(waits_elsewhere, lane.steps))) for lane in lanes) for lanes in schedule.ranks
     )
-    weft.check(schedule)
+    weft.schedule.check(schedule)
     with pytest.raises(ScheduleError, match=r"\.01"):
-        weft.check(replace(schedule, ranks=ranks))
+        weft.schedule.check(replace(schedule, ranks=ranks))
 
 
 @pytest.mark.parametrize("name", ["out.01", "out.00", "out.\u0661", "out.", "1", "out.x"])
@@ -340,7 +343,7 @@ def test_only_plain_numbers_name_a_collective(name: str) -> None:
 def test_numbers_that_nothing_reads_are_refused() -> None:
     with pytest.raises(ValueError, match="ctas is -7"):
         Lane("compute", "compute", (), ctas=-7)
-    schedule = weft.build(collective(), "sequential")
+    schedule = weft.schedule.build(collective(), "sequential")
     for chunks in (0, -3):
         with pytest.raises(ValueError, match=f"chunks is {chunks}"):
             replace(schedule, chunks=chunks)

@@ -301,5 +301,5 @@ def test_names_of_the_schedule_are_not_taken() -> None:
 
 def test_a_prediction_is_of_the_steps() -> None:
     schedule = build(dataclasses.replace(REDUCE, m=64, n=4096, k=4096, world_size=4), "two_shot")
-    spans = weft.simulate(schedule, "h200x8")
+    spans = weft.schedule.simulate(schedule, "h200x8")
     assert {span.kind for span in spans} >= {"gemm", "copy", "wait", "reduce"}

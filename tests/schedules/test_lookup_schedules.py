@@ -29,7 +29,7 @@ def test_every_schedule_is_proved_and_goes_to_json_and_back(dims: tuple[tuple[in
     problem = LookupProblem.of(batch=batch, dims=dims, pooling=3, mode="mean")
     assert codec.loads(LookupProblem, codec.dumps(problem)) == problem
     for schedule in candidates(problem):
-        weft.check(schedule)
+        weft.schedule.check(schedule)
         assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
         run(schedule, machine.load("h200x8"))
 
@@ -52,7 +52,7 @@ def _positions(schedule: Schedule, rank: int, lane: str, kind: type) -> list[int
 
 
 def _part_changed(part: Bags) -> Schedule:
-    schedule = weft.build(PROBLEM, "direct_store", 1)
+    schedule = weft.schedule.build(PROBLEM, "direct_store", 1)
     (at,) = _positions(schedule, 0, "compute", Lookup)
     (steps,) = (lane.steps for lane in schedule.ranks[0] if lane.name == "compute")
     parts = steps[at].parts  # type: ignore[union-attr]
@@ -60,18 +60,18 @@ def _part_changed(part: Bags) -> Schedule:
 
 
 def test_bags_in_the_wrong_place_are_named() -> None:
-    schedule = weft.build(PROBLEM, "direct_store", 1)
+    schedule = weft.schedule.build(PROBLEM, "direct_store", 1)
     (lookup,) = (s for _, lane, _, s in schedule if isinstance(s, Lookup) and lane is schedule.ranks[0][0])
     part = lookup.parts[0]
     other_rows = replace(part, bags=replace(part.bags, rows=(5, 8)))
-    with pytest.raises(weft.ScheduleError, match=r"leaves out@1\[.*with P\[.*the result there is P\["):
-        weft.check(_part_changed(other_rows))
+    with pytest.raises(weft.schedule.ScheduleError, match=r"leaves out@1\[.*with P\[.*the result there is P\["):
+        weft.schedule.check(_part_changed(other_rows))
     cut = replace(part, bags=replace(part.bags, cols=(0, 5)), out=replace(part.out, cols=(0, 5)))
-    with pytest.raises(weft.ScheduleError, match=r"cuts a table; the tables of rank 0 end at columns \[0, 4, 6\]"):
-        weft.check(_part_changed(cut))
+    with pytest.raises(weft.schedule.ScheduleError, match=r"cuts a table; the tables of rank 0 end at columns \[0, 4, 6\]"):
+        weft.schedule.check(_part_changed(cut))
     narrow = replace(part, out=replace(part.out, cols=(0, 4)))
-    with pytest.raises(weft.ScheduleError, match=r"has shape .* but it is looked up into"):
-        weft.check(_part_changed(narrow))
+    with pytest.raises(weft.schedule.ScheduleError, match=r"has shape .* but it is looked up into"):
+        weft.schedule.check(_part_changed(narrow))
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_nodes_that_do_not_add_up(nodes: tuple[int, ...], words: str) -> None:
 
 
 def test_timeline() -> None:
-    drawn = weft.timeline(
+    drawn = weft.schedule.timeline(
         build(Problem(op="all_to_all_matmul", m=4, n=2, k=2, world_size=2, nodes=(1, 1)), "node_slices", 1), width=120
     )
     assert [line.rstrip() for line in drawn.splitlines()[3:]] == [
@@ -334,7 +334,7 @@ def test_story_of_a_message() -> None:
     """64 bytes at 32 a us, after 2 us of fixed cost, and half a us until the last one is seen. Two tiles take 1.5 us, one after
     the other on the SM that the network leaves, after a launch of 3; the second GEMM is launched as the rows are in."""
     problem = Problem(op="all_to_all_matmul", m=8, n=4, k=8, world_size=2, nodes=(1, 1))
-    assert log(weft.simulate(build(problem, "node_slices", 1), connected(world_size=1))) == [
+    assert log(weft.schedule.simulate(build(problem, "node_slices", 1), connected(world_size=1))) == [
         "compute: gemm 4x4x8 0 4.5",
         "network: send 1, receive 1 0 4.5",
         "compute: wait landed[0] 4.5 5.5",
@@ -346,7 +346,7 @@ def test_story_of_a_message() -> None:
 def test_messages_share_an_adapter() -> None:
     """Two messages of 128 bytes out of one rank, and two into another, at 32 bytes a us."""
     problem = Problem(op="all_to_all_matmul", m=24, n=1, k=8, world_size=3, nodes=(1, 1, 1))
-    spans = weft.simulate(build(problem, "node_slices", 1), connected(world_size=1))
+    spans = weft.schedule.simulate(build(problem, "node_slices", 1), connected(world_size=1))
     sent = next(span for span in spans if span.lane == "network")
     assert sent.end_us == 2 + 2 * 128 / 32 + 0.5
     assert sent.bytes == 2 * 128

@@ -135,7 +135,7 @@ def _runs_right(make: str) -> list[int]:
     """Calls on new data, one rank late; how many parts each Push has."""
     many = 8 * 65
     schedule = {"both": _both, "two sources": _two_sources, "over": _over}[make](many, 64)
-    weft.check(schedule)
+    weft.schedule.check(schedule)
     rank = dist.get_rank()
     for call in range(6):
         generator = torch.Generator().manual_seed(call)

@@ -23,7 +23,7 @@ def test_a_profile_of_more_gpus_loads_and_says_what_is_derived() -> None:
 
 
 def test_fewer_gpus_and_links_that_are_shared_are_refused() -> None:
-    with pytest.raises(ValueError, match="--world-size is 8"):
+    with pytest.raises(ValueError, match="--ranks is 8"):
         derived(H200, 8, "h200x8")
     mesh = dataclasses.replace(H200, links=dataclasses.replace(H200.links, topology="mesh"))
     with pytest.raises(ValueError, match=r"links\.topology is 'mesh'"):

@@ -48,7 +48,7 @@ __all__ = ["ScheduleError", "check"]
 
 def check(schedule: Schedule) -> None:
     """Prove the schedule right. Raises ScheduleError, a ValueError, that names rank, lane, step and region or flag."""
-    require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
+    require("schedule", schedule, Schedule, "use a weft.schedule.Schedule, as weft.schedule.build makes")
     if isinstance(schedule.problem, ConcurrentProblem):
         check_concurrent(schedule, schedule.problem, check)
         return

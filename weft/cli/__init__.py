@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """SIGTERM ends what runs as Ctrl-C does, so that ranks end and temporary folders go. Only the first: what closes goes on.
-    Left alone where who started weft has it ignored, and beside the main thread, which alone may have handlers."""
+    Does nothing where the parent process ignores SIGTERM, and outside the main thread, since only that may set handlers."""
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
         yield

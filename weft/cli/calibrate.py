@@ -17,29 +17,35 @@ MOST_UNSTEADY = 8
 def command(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the profile goes, as JSON.")] = Path("machine.json"),
     ranks: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Ranks. Default: every GPU on cuda, 4 on the CPU.")
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="Number of ranks. Default: every GPU on cuda, 4 on the CPU. With --from: GPUs of the new profile.",
+        ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = "auto",
-    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="Of the profile. Default: the file's.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Name of the profile. Default: that of the file.")
+    ] = None,
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="NAME", help="Measure nothing: derive it from this one, for more GPUs."),
+        typer.Option("--from", metavar="NAME", help="Measure nothing: derive the profile from this one, for --ranks GPUs."),
     ] = None,
-    world_size: Annotated[int | None, typer.Option(min=2, metavar="N", help="GPUs of the profile that --from derives.")] = None,
 ) -> None:
     """Measure this machine: matmuls, copies, stores, collectives, flags. Writes a profile for --machine."""
     name = name or out.stem
     if not name.isprintable():
         raise ValueError(f"--name is {name!r}; it must be one line of letters that print")
-    if choices.machine_file(str(out)) is None:
+    if choices.find_machine_file(str(out)) is None:
         raise ValueError(f"--out is {out}, the name of a profile that weft has, which --machine takes; use {out}.json")
-    if (source is None) != (world_size is None):
-        raise ValueError("--from and --world-size go together: --from h100x2.json --world-size 8 --out h100x8.json")
-    if source is not None and world_size is not None:
+    if source is not None and ranks is None:
+        raise ValueError("--from needs --ranks: --from h100x2.json --ranks 8 --out h100x8.json")
+    if source is not None and ranks is not None:
         from weft.core.machine import load
         from weft.tools.calibrate.derive import derived
 
-        machine = derived(load(source), world_size, name)
+        machine = derived(load(source), ranks, name)
         output.write_text(out, codec.dumps(machine, indent=2) + "\n", "--out")
         output.console().print(f"{machine}\nwrote {out}")
         return
@@ -63,4 +69,4 @@ def command(
         "Least steady, by half of what repeated measurements spread: "
         + ", ".join(f"{path} +-{spread:.1%}" for path, spread in unsteady)
     )
-    console.print(f"wrote {out}; use it by --machine {out}, compare it by weft machines --diff h200x8 {out}")
+    console.print(f"wrote {out}; use it with --machine {out}, compare it with weft machines --diff h200x8 {out}")

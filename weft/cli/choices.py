@@ -15,22 +15,22 @@ MOST_CPU_RANKS = 64
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def choose_sites(name: str, op: str | None, site: str | None = None) -> tuple[Model, tuple[Site, ...]]:
-    """The model, and its sites: only those of `op`, and the one of that name, if it is given."""
+def choose_layers(name: str, op: str | None, layer: str | None = None) -> tuple[Model, tuple[Site, ...]]:
+    """The model and its communicating layers: only those of `op`, and only the one named `layer`, if these are given."""
     only = None if op is None else choose_op(op)
     with progress_bar(f"reading {name}"):
         model = load_model(name)
     everything = decode_sites(model) if only == "matmul_all_reduce" else sites(model)
-    found = tuple(s for s in everything if only in (None, s.op))
+    found = tuple(one for one in everything if only in (None, one.op))
     if only is not None and not found:
-        raise ValueError(f"op is {op!r}; model {model.name} has no layer of it, use another or none")
-    named = tuple(one for one in found if site in (None, one.name))
+        raise ValueError(f"--op is {op!r}; model {model.name} has no layer of it, use another operator or leave --op out")
+    named = tuple(one for one in found if layer in (None, one.name))
     if not named:
-        raise ValueError(f"site is {site!r}; model {model.name} has {', '.join(one.name for one in found)}")
+        raise ValueError(f"--layer is {layer!r}; model {model.name} has {', '.join(one.name for one in found)}")
     return model, named
 
 
-def machine_file(name: str) -> Path | None:
+def find_machine_file(name: str) -> Path | None:
     """The file that a machine is read from; None for one that weft has."""
     from weft.core.machine import names
 
@@ -56,24 +56,24 @@ def choose_elements(dtype: str, recipe: str | None, out_dtype: str | None) -> tu
     return choose_dtype(dtype), None
 
 
-def problem_of(site: Site, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
-    """The site's problem. Raises ValueError that names the site."""
+def make_problem(layer: Site, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
+    """The problem of a communicating layer. Raises ValueError that names the layer."""
     try:
-        return site.problem(tokens, ranks, dtype, scaling)
+        return layer.problem(tokens, ranks, dtype, scaling)
     except ValueError as error:
-        raise ValueError(f"{error}, at {site.name}") from None
+        raise ValueError(f"{error}, at {layer.name}") from None
 
 
-def choose_schedule(schedule: str, sites: Sequence[Site]) -> tuple[str | None, int | None]:
-    """(family, chunks), if the operators of all sites have it; (None, None) for auto."""
+def choose_schedule(schedule: str, layers: Sequence[Site]) -> tuple[str | None, int | None]:
+    """(family, chunks), if the operators of all layers have it; (None, None) for auto."""
     from weft.schedules import FAMILIES, check_op, parse
 
     if schedule == "auto":
         return None, None
     name, chunks = parse(schedule)
-    for site in sites:
+    for layer in layers:
         try:
-            check_op(name, site.op)
+            check_op(name, layer.op)
         except ValueError as error:
             raise ValueError(f"{error}; or use --op {' or --op '.join(FAMILIES[name].builders)}") from None
     return name, chunks
@@ -97,7 +97,7 @@ def choose_device(device: str, ranks: int | None) -> tuple[str, int]:
         raise ValueError(f"device is {device!r}; use {', '.join(DEVICES)}")
     if device == "cpu":
         return "cpu", _cpu_ranks(ranks)
-    count = gpu_count()
+    count = count_gpus()
     if device == "auto":
         return ("cuda", ranks or count) if count >= max(2, ranks or 0) else ("cpu", _cpu_ranks(ranks))
     if count < max(1, ranks or 0):
@@ -114,7 +114,7 @@ def _cpu_ranks(ranks: int | None) -> int:
     return ranks or CPU_RANKS
 
 
-def gpu_count() -> int:
+def count_gpus() -> int:
     """GPUs that PyTorch sees."""
     import torch
 

@@ -1,4 +1,4 @@
-"""weft doctor: what this machine has of what weft needs, and how to mend what it lacks."""
+"""weft doctor: what this machine lacks of what weft needs, and how to get it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ STYLES = {"ok": "green", "warn": "yellow", "missing": "bold red"}
 
 def command(
     json: options.JSON = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Time no transport: that takes up to 20 s on GPUs.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip the timing of transports, which takes up to 20 s on GPUs.")
+    ] = False,
 ) -> None:
-    """Check this machine: packages, shared memory, GPUs, whether peers read what others write, how fast, if overlap pays."""
+    """Check this machine: packages, shared memory, GPUs, transfers between ranks and their speed, and whether overlap pays."""
     output.require_json(json)
     with progress_bar("looking at packages, memory, GPUs and links"):
         found = diagnose(quick=quick)

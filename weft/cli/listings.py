@@ -27,16 +27,18 @@ if TYPE_CHECKING:
     from weft.core.machine import Machine
 
 EXAMPLE_RANKS, EXAMPLE_CHUNKS = 3, 2
-"""Of the example. On two ranks a ring would look like any other way."""
+"""Of the example. On two ranks a ring would look like any other schedule."""
 Values = dict[tuple[int, ...], float]
 """What a path of a profile has, by sizes: a number by none, a table's by those of its row."""
 
 
 def schedules(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one.")] = None,
-    op: Annotated[str | None, typer.Option(metavar="NAME", help="Operator of the example. Default: the first of it.")] = None,
+    op: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Operator of the example. Default: the first that has NAME.")
+    ] = None,
 ) -> None:
-    """List the ways to overlap: what each does, where it is from, and its timeline on a small example."""
+    """List the families of schedules: what each does, where it is from, and its timeline on a small example."""
     from weft.schedules import FAMILIES, NAMES, build, check_op, names
     from weft.schedules.timelines import timeline
 
@@ -58,7 +60,7 @@ def schedules(
         out.print(f"Not for {problem.op}: {', '.join(others)}.")
     out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank; >=0 waits for the calls before.")
     out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
-    out.print("Use one by weft run --schedule NAME or NAME:CHUNKS.")
+    out.print("Use one with weft run --schedule NAME or NAME:CHUNKS.")
 
 
 def _example(op: Op) -> Problem:
@@ -85,7 +87,7 @@ def machines(
             raise ValueError(f"--diff compares two by itself; leave {name or '--json'} out")
         print_difference(load(diff[0]), load(diff[1]))
         return
-    output.require_apart({"NAME": None if name is None else choices.machine_file(name), "--json": json})
+    output.require_distinct({"NAME": None if name is None else choices.find_machine_file(name), "--json": json})
     output.require_json(json)
     found = [load(each) for each in (names() if name is None else (name,))]
     if json is not None and output.write_json(json, output.as_json(codec.dump(found if name is None else found[0]))):

@@ -30,23 +30,25 @@ OP = Annotated[str | None, typer.Option(metavar="NAME", help=f"Only layers of th
 JSON = Annotated[
     Path | None,
     typer.Option(
-        "--json", metavar="FILE", help="Write all results, as JSON; - writes them to standard output, and nothing else."
+        "--json", metavar="FILE|-", help="Write all results as JSON; with -, only that is written to standard output."
     ),
 ]
+REPORT = Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML page, DIR/index.html.")]
+TRACE = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")]
 OPERAND_DTYPE = Annotated[
     str,
     typer.Option(
         "--dtype",
         metavar="NAME",
-        help="bfloat16, float16 or float32. Or float8_e4m3fn or float8_e5m2: of a, where b is float8_e4m3fn.",
+        help="Dtype of operands: bfloat16, float16, float32; or of a, float8_e4m3fn or float8_e5m2, with float8_e4m3fn for b.",
     ),
 ]
 RECIPE = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="What shares a scale of FP8 operands: tensorwise, rowwise or blockwise. Default: rowwise. "
-        "Where rows travel before they are multiplied, tensorwise becomes rowwise.",
+        help="Which elements of an FP8 operand share a scale: tensorwise, rowwise (default) or blockwise. "
+        "Operators that send rows before they multiply use rowwise instead of tensorwise.",
     ),
 ]
-OUT_DTYPE = Annotated[str | None, typer.Option(metavar="NAME", help="Of the result of FP8 operands. Default: bfloat16.")]
+OUT_DTYPE = Annotated[str | None, typer.Option(metavar="NAME", help="Dtype of the result of FP8 operands. Default: bfloat16.")]

@@ -127,7 +127,7 @@ def require_file(path: Path | None, option: str) -> None:
         target.unlink()
 
 
-def require_apart(paths: Mapping[str, Path | None]) -> None:
+def require_distinct(paths: Mapping[str, Path | None]) -> None:
     """Raises ValueError if two arguments, by name, are one file: what is written last would be all that is left of both."""
     seen: dict[str, str] = {}
     for name, path in paths.items():
@@ -135,8 +135,8 @@ def require_apart(paths: Mapping[str, Path | None]) -> None:
             raise ValueError(f"{other} and {name} are both {path}; name two files")
 
 
-def page(folder: Path | None) -> Path | None:
-    """What --report writes in a folder."""
+def page_path(folder: Path | None) -> Path | None:
+    """The file that --report writes in a folder."""
     return folder and folder / "index.html"
 
 

@@ -1,4 +1,4 @@
-"""weft plan: what the planner would choose for a model on a machine, with every candidate's predicted time."""
+"""weft plan: which schedule the planner chooses for each communicating layer of a model, what is gained, and why."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from weft.cli import choices, options, output, tables
 from weft.cli.progress import Progress, progress_bar
 from weft.core import codec
 from weft.planner.models import config_path
+from weft.report.words import count, judge_plan
 
 if TYPE_CHECKING:
     from weft.core.machine import Machine
@@ -21,81 +22,96 @@ if TYPE_CHECKING:
 
 ROWS_OF_A_RANK = ("all_to_all_matmul", "matmul_all_to_all")
 SHARDS_TOKENS = ("all_gather_matmul", "matmul_reduce_scatter")
-OVER_IDEAL = "Over 100% of ideal: the ideal is the vendor's slower half alone, which the schedule does without."
+MOST_NOTES = 4
+"""Notes on a model that are printed without --all, so that the answer stays on one screen."""
+OVER_IDEAL = "Over 100% of ideal: the ideal is the slower of cuBLAS and NCCL alone; the schedule does without that one."
+MORE = "More: --why explains each choice, --all lists every candidate with a timeline, --report DIR writes a page."
 TERMS = (
     "ideal: the longer of the matmul alone and the collective alone. head, tail, waits: what nothing hides. "
     "Exposed: beyond the longer of the schedule's halves alone, contention included. "
-    "DIL: the pieces alone over the whole alone. CIL: beside the other kind over alone. By sizes alone: what "
-    "the ranking puts first, before anything is simulated."
+    "DIL: the pieces alone over the whole alone. CIL: the time while the other kind runs, over the time alone. "
+    "By sizes alone: what the ranking puts first, before anything is simulated."
 )
 
 
 def command(
     model: options.MODEL,
     machine: options.MACHINE = options.DEFAULT_MACHINE,
-    tp: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks that share a layer. Default: the machine's GPUs.")
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of ranks that share a layer. Default: all GPUs of the machine."),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens: rows of every matmul.")
+        int, typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Number of tokens: rows of every matmul.")
     ] = options.DEFAULT_MACHINE_TOKENS,
     op: options.OP = None,
     schedule: options.SCHEDULE = "auto",
     dtype: options.OPERAND_DTYPE = "bfloat16",
     recipe: options.RECIPE = None,
     out_dtype: options.OUT_DTYPE = None,
-    site: Annotated[str | None, typer.Option(metavar="NAME", help="Only this site, as the tables name it.")] = None,
+    layer: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only this communicating layer, by its name in the output.")
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the machine: gpu.sms=264. Repeatable."),
     ] = None,
-    why: Annotated[bool, typer.Option("--why", help="Take each choice apart: its time, and what would change it.")] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="Explain each choice: its time in parts, its losses, and what would change it.")
+    ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Also print every candidate's time, sizes, all notes and a timeline.")
+    ] = False,
     json: options.JSON = None,
+    report: options.REPORT = None,
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the schedule of the one site, for weft simulate FILE.")
+        Path | None, typer.Option(metavar="FILE", help="Write the schedule of the one layer, for weft simulate FILE.")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the predictions as a trace for ui.perfetto.dev.")
-    ] = None,
+    trace: options.TRACE = None,
 ) -> None:
-    """Choose a schedule for each distributed site of a model, without running anything."""
+    """Choose a schedule for each communicating layer of a model, and predict what it gains. Nothing runs."""
     from weft.cli.simulate_schedule import machine_with
 
-    sizes, sites = choices.choose_sites(model, op, site)
-    if save is not None and len(sites) != 1:
-        raise ValueError(f"--save takes one schedule; name its site by --site, of {', '.join(one.name for one in sites)}")
-    read = {"MODEL": config_path(model), "--machine": choices.machine_file(machine)}
-    output.require_apart({**read, "--json": json, "--save": save, "--trace": trace})
+    sizes, layers = choices.choose_layers(model, op, layer)
+    if save is not None and len(layers) != 1:
+        raise ValueError(f"--save takes one schedule; name its layer by --layer, of {', '.join(one.name for one in layers)}")
+    read = {"MODEL": config_path(model), "--machine": choices.find_machine_file(machine)}
+    written = {"--json": json, "--report": output.page_path(report), "--save": save, "--trace": trace}
+    output.require_distinct({**read, **written})
     output.require_json(json)
+    output.require_folder(report, "--report")
     output.require_file(save, "--save")
     output.require_file(trace, "--trace")
-    only, chunks = choices.choose_schedule(schedule, sites)
+    only, chunks = choices.choose_schedule(schedule, layers)
     result, scaling = choices.choose_elements(dtype, recipe, out_dtype)
     target = machine_with(machine, changes or [])
-    ranks = tp or target.world_size
-    _check_heads(sizes, tp)
+    _check_heads(sizes, ranks)
+    ranks = ranks or target.world_size
     from weft.planner import plan
 
-    plans, reasons = [], {}
+    plans: list[tables.LayerPlan] = []
+    reasons: dict[str, Explanation] = {}
     with progress_bar() as progress:
-        for at, site_ in enumerate(sites):
-            progress(f"planning {site_.name}", at, len(sites))
-            problem = choices.problem_of(site_, tokens, ranks, result, scaling)
-            plans.append((site_.name, plan(problem, target, only=only, chunks=chunks)))
+        for at, one in enumerate(layers):
+            progress(f"planning {one.name}", at, len(layers))
+            problem = choices.make_problem(one, tokens, ranks, result, scaling)
+            plans.append((one.name, plan(problem, target, only=only, chunks=chunks)))
         if why:
-            reasons = _reasons(target, plans, progress)
-    written = _write(target, plans, save, trace)  # before anything is shown: a reader of that may go away
+            reasons = _explain_all(target, plans, progress)
+    dtypes = result if scaling is None else f"{scaling}, to {result}"
+    files = _write(sizes, target, tokens, dtypes, plans, report, save, trace)  # before printing: the reader may go away
     if json is not None:
         if output.write_json(json, output.as_json(_as_data(sizes, target, plans, reasons))):
             return
-        written.append(json)
-    dtypes = result if scaling is None else f"{scaling}, to {result}"
-    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {dtypes}", plans, reasons)
-    for path in written:
+        files.append(json)
+    counts = [one.layers or sizes.layers for one in layers]
+    setting = f"{target.words}: {count(ranks, 'rank')}, {count(tokens, 'token')}, {dtypes}"
+    _show(sizes, setting, plans, counts, reasons, every=every)
+    for path in files:
         print(f"wrote {path}")
 
 
-def _check_heads(model: Model, tp: int | None) -> None:
+def _check_heads(model: Model, asked: int | None) -> None:
     """Raises ValueError if attention heads cannot be split by the ranks that were asked for. Key/value heads are split, or each
     is on several ranks."""
 
@@ -104,17 +120,30 @@ def _check_heads(model: Model, tp: int | None) -> None:
     def fits(ranks: int) -> bool:
         return model.heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
-    if tp is not None and model.heads and not fits(tp):
+    if asked is not None and model.heads and not fits(asked):
         fitting = ", ".join(str(ranks) for ranks in range(1, model.heads + 1) if fits(ranks))
         raise ValueError(
-            f"--tp is {tp}; {model.name} has {model.heads} heads, which it must divide, and {shared} kv_heads, which it must "
-            f"divide or be a multiple of: use {fitting}"
+            f"--ranks is {asked}; {model.name} has {model.heads} heads, which it must divide, and {shared} kv_heads, which it "
+            f"must divide or be a multiple of: use {fitting}"
         )
 
 
-def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None, trace: Path | None) -> list[Path]:
-    """The chosen schedule of the only site, and the predicted spans of all."""
+def _write(
+    model: Model,
+    machine: Machine,
+    tokens: int,
+    dtypes: str,
+    plans: Sequence[tables.LayerPlan],
+    report: Path | None,
+    save: Path | None,
+    trace: Path | None,
+) -> list[Path]:
+    """Write the page, the schedule of the only layer, and the predicted spans of all, where they are asked for."""
     written = []
+    if report is not None:
+        from weft.report.plan import write_plan_report
+
+        written.append(write_plan_report(model.name, machine, plans, report, tokens=tokens, dtypes=dtypes))
     if save is not None:
         from weft.schedules import build
 
@@ -125,38 +154,47 @@ def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None
     if trace is not None:
         from weft.report.trace import write_calls
 
-        calls = {f"{site} {plan.chosen.spec} predicted": plan.spans for site, plan in plans}
+        calls = {f"{layer} {plan.chosen.spec} predicted": plan.spans for layer, plan in plans}
         written.append(write_calls(calls, trace, about=f"predicted on {machine.name}"))
     return written
 
 
-def _reasons(machine: Machine, plans: Sequence[tables.SitePlan], progress: Progress) -> dict[str, Explanation]:
-    """Each site's choice, taken apart."""
-    from weft.planner.explanation import explained
+def _explain_all(machine: Machine, plans: Sequence[tables.LayerPlan], progress: Progress) -> dict[str, Explanation]:
+    """Explain the choice of each layer."""
+    from weft.planner.explanation import explain_plan
 
     found = {}
-    for at, (site, plan) in enumerate(plans):
-        progress(f"explaining {site}", at, len(plans))
-        found[site] = explained(plan, machine)
+    for at, (layer, plan) in enumerate(plans):
+        progress(f"explaining {layer}", at, len(plans))
+        found[layer] = explain_plan(plan, machine)
     return found
 
 
 def _as_data(
-    model: Model, machine: Machine, plans: Sequence[tables.SitePlan], reasons: Mapping[str, Explanation]
+    model: Model, machine: Machine, plans: Sequence[tables.LayerPlan], reasons: Mapping[str, Explanation]
 ) -> dict[str, object]:
     why = {
-        site: {
+        layer: {
             "parts": dict(one.parts),
             "losses": codec.dump(one.signatures),
             "taxes": codec.dump(one.taxes),
             "changes": one.changes,
         }
-        for site, one in reasons.items()
+        for layer, one in reasons.items()
     }
+    layers = [
+        {
+            "layer": layer,
+            "verdict": judge_plan(plan),
+            "schedule": plan.chosen.spec,
+            "plan": codec.dump(plan),
+        }
+        for layer, plan in plans
+    ]
     return {
         "model": model.name,
         "machine": machine.name,
-        "sites": [{"site": site, "schedule": plan.chosen.spec, "plan": codec.dump(plan)} for site, plan in plans],
+        "layers": layers,
         "notes": list(model.notes),
         "uncovered": codec.dump(model.uncovered),
         **({"why": why} if reasons else {}),
@@ -164,46 +202,52 @@ def _as_data(
 
 
 def _show(
-    model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan], reasons: Mapping[str, Explanation]
+    model: Model,
+    setting: str,
+    plans: Sequence[tables.LayerPlan],
+    counts: Sequence[int],
+    reasons: Mapping[str, Explanation],
+    *,
+    every: bool,
 ) -> None:
+    """Print the answer, then what was asked for besides. counts: how many layers of the model have each of the plans."""
     out = output.console()
     out.print(str(model))
-    if plans and model.heads % plans[0][1].problem.world_size:
-        out.print(f"note: {plans[0][1].problem.world_size} ranks do not divide the {model.heads} attention heads; see --tp")
-    for note in model.notes:
+    if plans:
+        tables.print_answer(out, setting, plans, counts)
+    notes = [*_warn_of_shapes(model, plans), *model.notes]
+    for note in notes if every else notes[:MOST_NOTES]:
         out.print(f"note: {note}")
+    if not every and len(notes) > MOST_NOTES:
+        out.print(f"note: --all prints {len(notes) - MOST_NOTES} more")
+    if every and plans:
+        out.print()
+        tables.print_candidates(out, plans)
+        tables.print_chart(out, plans)
+        tables.print_predictions(out, f"Chosen for {setting}", plans)
+        if any(plan.share_of_ideal > 1 for _, plan in plans):
+            out.print(f"note: {OVER_IDEAL}")
+        if any(plan.problem.op in ROWS_OF_A_RANK for _, plan in plans):
+            out.print("note: M of an expert's matmul counts the rows of one rank, each token once per expert that it visits")
+    for layer, plan in plans if reasons else ():
+        out.print(f"\n{layer}: {plan.problem}", style="bold")
+        out.print(str(reasons[layer]))
+    if reasons:
+        out.print(f"\n{TERMS}")
+    elif plans and not every:
+        out.print(MORE)
+
+
+def _warn_of_shapes(model: Model, plans: Sequence[tables.LayerPlan]) -> list[str]:
+    """Notes on ranks and tokens that fit the model badly."""
+    notes = []
+    if plans and model.heads % plans[0][1].problem.world_size:
+        ranks = plans[0][1].problem.world_size
+        notes.append(f"{ranks} ranks do not divide the {model.heads} attention heads; use --ranks with a number that does")
     few = [name for name, plan in plans if plan.problem.op in SHARDS_TOKENS and plan.problem.m < plan.problem.world_size]
     if few:
-        out.print(
-            f"note: fewer tokens than ranks: some ranks of {', '.join(few)} have none, and a gain says little; "
-            "decoding does not shard tokens: use --op matmul_all_reduce"
+        notes.append(
+            f"there are fewer tokens than ranks: some ranks of {', '.join(few)} have none. Decoding does not shard tokens: use "
+            "--op matmul_all_reduce"
         )
-    if any(plan.share_of_ideal > 1 for _, plan in plans):
-        out.print(f"note: {OVER_IDEAL}")
-    if any(plan.problem.op in ROWS_OF_A_RANK for _, plan in plans):
-        out.print(
-            "note: M of experts' matmuls is the rows of one rank: its share of the tokens, once for each expert of a token"
-        )
-    out.print()
-    if plans:
-        tables.print_candidates(out, plans, every=bool(reasons))
-        tables.print_chart(out, plans)
-        tables.print_predictions(out, f"Chosen for {machine.words}: {what}", plans)
-    if reasons:
-        _explain(plans, reasons)
-    else:
-        for site, plan in plans:
-            out.print(f"{site}: {plan.why}")
-
-
-def _explain(plans: Sequence[tables.SitePlan], reasons: Mapping[str, Explanation]) -> None:
-    from weft.planner.explanation import summary
-
-    out = output.console()
-    for site, plan in plans:
-        out.print(f"{site}: {plan.problem}", style="bold")
-        out.print(str(reasons[site]))
-        out.print()
-    out.print(TERMS)
-    out.print()
-    out.print(summary(plans))
+    return notes

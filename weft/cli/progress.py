@@ -1,4 +1,4 @@
-"""How commands show how far they are."""
+"""Progress bars of commands."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CPU_TOKENS, GPU_TOKENS = 256, 8192
 def command(
     model: options.MODEL,
     ranks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks. Default: 4 on the CPU, every GPU on cuda.")
+        int | None, typer.Option(min=1, metavar="N", help="Number of ranks. Default: 4 on the CPU, every GPU on cuda.")
     ] = None,
     device: Annotated[
         str, typer.Option(metavar="NAME", help="auto, cpu or cuda. auto takes the GPUs if there are enough.")
@@ -44,27 +44,27 @@ def command(
     dtype: options.OPERAND_DTYPE = "bfloat16",
     recipe: options.RECIPE = None,
     out_dtype: options.OUT_DTYPE = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the random inputs.")] = 0,
     json: options.JSON = None,
-    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
+    report: options.REPORT = None,
+    trace: options.TRACE = None,
 ) -> None:
     """Predict a model's communicating layers on a machine, run their schedules here, and check the results.
 
     GPUs are also timed."""
     from weft.core.machine import load
 
-    sizes, sites = choices.choose_sites(model, op)
+    sizes, layers = choices.choose_layers(model, op)
     result, scaling = choices.choose_elements(dtype, recipe, out_dtype)
-    choices.choose_schedule(schedule, sites)
+    choices.choose_schedule(schedule, layers)
     target = load(machine)
-    read = {"MODEL": config_path(model), "--machine": choices.machine_file(machine)}
-    output.require_apart({**read, "--json": json, "--report": output.page(report), "--trace": trace})
+    read = {"MODEL": config_path(model), "--machine": choices.find_machine_file(machine)}
+    output.require_distinct({**read, "--json": json, "--report": output.page_path(report), "--trace": trace})
     _require_outputs(json, report, trace)
     device, ranks = choices.choose_device(device, ranks)
     tokens = tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS)
     out = output.console(quiet=json == output.STANDARD_OUTPUT)
-    out.print(_story(sizes.name, len(sites), schedule, target, f"{ranks} {tables.DEVICES[device]} ranks"))
+    out.print(_describe_steps(sizes.name, len(layers), schedule, target, f"{ranks} {tables.DEVICES[device]} ranks"))
     for note in sizes.notes:
         out.print(f"note: {note}")
 
@@ -102,14 +102,14 @@ def _require_outputs(json: Path | None, report: Path | None, trace: Path | None)
     output.require_file(trace, "--trace")
 
 
-def _story(model: str, layers: int, schedule: str, machine: Machine, ranks: str) -> str:
+def _describe_steps(model: str, layers: int, schedule: str, machine: Machine, ranks: str) -> str:
     """What the command does, before it does it."""
     some = "1 communicating layer" if layers == 1 else f"{layers} communicating layers"
-    how = "a schedule that weft's planner chooses" if schedule == "auto" else f"the schedule {schedule}"
+    chosen = "a schedule that weft's planner chooses" if schedule == "auto" else f"the schedule {schedule}"
     return (
         "weft hides communication between GPUs behind computation. "
         f"{model} has {some}: matmuls or lookups with a collective next to them.\n"
-        f"1. Predict each of them on {machine.words}, sequentially and with {how}.\n"
+        f"1. Predict each of them on {machine.words}, sequentially and with {chosen}.\n"
         f"2. Prove each schedule, run it here on {ranks} (processes), and compare the results with the sequential program in "
         "float32."
     )
@@ -124,7 +124,7 @@ def _show(run: Run) -> None:
     out.print()
     tables.print_predictions(out, title, plans, "ms")
     out.print(
-        "Overlapped is the named schedule; :N says in how many chunks each rank's part is sent. Ideal is the longer of the "
+        "weft is the named schedule; :N says in how many chunks each rank's part is sent. Ideal is the longer of the "
         "matmul alone and the collective alone."
     )
     for name, plan in plans:

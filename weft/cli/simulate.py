@@ -1,4 +1,4 @@
-"""weft simulate: a published evaluation, simulated, with its figures beside ours; or one schedule on one machine."""
+"""weft simulate: a published evaluation, simulated, with its figures next to ours; or one schedule on one machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command(
     ],
     machine: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of a schedule: a name from weft machines, or a JSON file. Default: h200x8."),
+        typer.Option(metavar="NAME", help="Machine of a schedule: a name from weft machines, or a JSON file. Default: h200x8."),
     ] = None,
     changes: Annotated[
         list[str] | None,
@@ -40,7 +40,7 @@ def command(
     ] = None,
     scenarios: Annotated[
         list[str] | None,
-        typer.Option("--scenario", metavar="NAME", help="ficco: of its GEMMs this one, such as g5. Repeatable. Default: all."),
+        typer.Option("--scenario", metavar="NAME", help="ficco: only this GEMM, such as g5. Repeatable. Default: all."),
     ] = None,
     sensitivity: Annotated[
         bool,
@@ -58,11 +58,10 @@ def command(
         ),
     ] = 0,
     json: options.JSON = None,
-    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
+    report: options.REPORT = None,
+    trace: options.TRACE = None,
 ) -> None:
-    """Simulate a published evaluation, if need be on hardware that does not exist, and compare with what was published; or one
-    schedule on one machine."""
+    """Simulate a published evaluation and compare it with the published figures, or simulate one schedule on one machine."""
     outputs = Outputs(json=json, report=report, trace=trace)
     if study not in STUDIES and (study.endswith(".json") or os.path.isfile(study)):
         for option, given in (("sensitivity", sensitivity), ("draws", draws), ("scenario", scenarios)):

@@ -32,8 +32,8 @@ class Outputs:
     def require(self, read: Mapping[str, Path | None]) -> None:
         """Try every path now. read: files that nothing may be written over, by argument. Raises ValueError that names the
         option."""
-        report = output.page(self.report)
-        output.require_apart({**read, "--json": self.json, "--report": report, "--trace": self.trace})
+        report = output.page_path(self.report)
+        output.require_distinct({**read, "--json": self.json, "--report": report, "--trace": self.trace})
         output.require_json(self.json)
         output.require_folder(self.report, "--report")
         output.require_file(self.trace, "--trace")
@@ -47,7 +47,7 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
     from weft.planner.simulated import simulated
 
     schedule, target = codec.read(Schedule, path), machine_with(machine, settings)
-    outputs.require({"FILE": path, "--machine": choices.machine_file(machine)})
+    outputs.require({"FILE": path, "--machine": choices.find_machine_file(machine)})
     with progress_bar("checking the schedule") as progress:
         check(schedule)
         found = simulated(schedule, target, progress)

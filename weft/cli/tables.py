@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,38 +12,81 @@ from rich.text import Text
 
 from weft.cli.gantt import gantt
 from weft.cli.output import print_table, share, table, us, width_of
-from weft.report.words import ms
+from weft.report.words import judge_plan, ms
+from weft.schedules import VERDICTS, overlaps
 
 if TYPE_CHECKING:
     from weft.core.problem import Problem
     from weft.planner.values import Plan
     from weft.tools.results import Run, Speeds
 
-    SitePlan = tuple[str, Plan]
+    LayerPlan = tuple[str, Plan]
 
-    SiteRow = tuple[str, str, Problem, Sequence[str | Text]]
+    LayerRow = tuple[str, str, Problem, Sequence[str | Text]]
     """layer, schedule, problem, and a cell for each further column."""
 
 OVER_IDEAL = "Over 100% of ideal: the slower half alone took longer than the overlapped call; times scatter by that much."
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
-BROKEN = {"sequential": "sequen-\ntial", "overlapped": "over-\nlapped"}
+BROKEN = {"sequential": "sequen-\ntial"}
 
 
-def print_predictions(out: Console, title: str, plans: Sequence[SitePlan], unit: str = "us") -> None:
+def print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts: Sequence[int]) -> None:
+    """What the whole model gains, then a line for each layer. setting: machine, ranks and sizes. counts: how many layers of the
+    model have each of the plans."""
+    before = sum(count * plan.sequential_us for count, (_, plan) in zip(counts, plans, strict=True))
+    after = sum(count * plan.chosen.predicted_us for count, (_, plan) in zip(counts, plans, strict=True))
+    verdicts = Counter(judge_plan(plan) for _, plan in plans)
+    kinds = ", ".join(f"{verdicts[kind]} {kind}" for kind in VERDICTS if verdicts[kind])
+    out.print(f"Predicted on {setting}.\n")
+    gain = f"{before / after:.2f}x as fast: " if after else ""
+    times = f"take {ms(after)} ms instead of {ms(before)} ms sequentially"
+    out.print(f"{gain}the communicating layers of one forward pass {times}; {kinds}.", style="bold")
+    out.print()
+    made = table("layer", "verdict", "schedule", "gain", "us", "why", left=3)
+    made.columns[-1].justify = "left"
+    rows = [(name, judge_plan(plan), plan.chosen.spec, _gain(plan, plan.chosen.predicted_us), plan) for name, plan in plans]
+    for *cells, plan in rows:
+        made.add_row(*cells, f"{us(plan.sequential_us)} -> {us(plan.chosen.predicted_us)}", give_reason(plan))
+    if width_of(out, made) <= out.width:
+        out.print(made)
+    else:
+        for name, verdict, schedule, gain, plan in rows:
+            out.print(f"{name}: {verdict}, {gain} by {schedule}: {give_reason(plan)}")
+    out.print()
+
+
+def give_reason(plan: Plan) -> str:
+    """Why the chosen schedule was chosen, in a few words with the time that decided."""
+    best, problem = plan.chosen, plan.problem
+    if problem.world_size == 1 or not problem.m or not problem.n:
+        return "there is nothing to communicate"
+    saved, most = plan.sequential_us - best.predicted_us, plan.sequential_us - plan.ideal_us
+    if overlaps(best.schedule):
+        if saved < 0:
+            return f"takes {us(-saved)} us more than sequential, but was asked for"
+        return f"saves {us(saved)} of at most {us(most)} us" if saved < most else f"saves {us(saved)} us"
+    rival = next((one for one in plan.candidates if overlaps(one.schedule)), None)
+    other = "nothing that overlaps was considered"
+    if rival is not None:
+        other = f"{rival.spec} would take {us(rival.predicted_us - best.predicted_us)} us more"
+    return f"its stores save {us(saved)} us over NCCL; {other}" if saved > 0 else other
+
+
+def print_predictions(out: Console, title: str, plans: Sequence[LayerPlan], unit: str = "us") -> None:
     """One row a layer: the chosen schedule and what it is predicted to reach. unit: us or ms."""
     rows = [(name, plan.chosen.spec, plan.problem, _times(plan, plan.chosen.predicted_us, unit)) for name, plan in plans]
-    _print_sites(out, title, _heads(unit), rows)
+    _print_layers(out, title, _heads(unit), rows)
 
 
 def print_ran(out: Console, run: Run) -> None:
     """One row a layer: proved, run and checked."""
     title = f"2. Run here on {run.world_size} {DEVICES[run.device]} ranks: {run.tokens} tokens, {run.dtype}"
-    rows: list[SiteRow] = []
+    rows: list[LayerRow] = []
     for layer in run.layers:
         result = Text("right") if layer.ok else Text("WRONG", style="bold red")
         cells = "proved", result, f"{layer.max_error:.1e}", f"{layer.tolerance:.1e}"
         rows.append((layer.name, layer.spec, layer.problem, cells))
-    _print_sites(out, title, ("schedule is", "result is", "max error", "allowed error"), rows)
+    _print_layers(out, title, ("schedule is", "result is", "max error", "allowed error"), rows)
 
 
 def print_speeds(out: Console, run: Run) -> None:
@@ -54,7 +98,7 @@ def print_speeds(out: Console, run: Run) -> None:
         )
         for layer, speeds in run.measured
     ]
-    _print_sites(out, "Measured: medians of the slowest rank", (*_heads("ms"), f"{run.machine} ms"), rows)
+    _print_layers(out, "Measured: medians of the slowest rank", (*_heads("ms"), f"{run.machine} ms"), rows)
     out.print(f"{run.machine} ms is the prediction above, for {run.machine_ranks} ranks and {run.machine_tokens} tokens.")
     if run.over_ideal:
         out.print(OVER_IDEAL)
@@ -66,17 +110,20 @@ def print_speeds(out: Console, run: Run) -> None:
 
 
 def _heads(unit: str) -> Sequence[str]:
-    return (f"sequential {unit}", f"overlapped {unit}", f"ideal {unit}", "of ideal", "speed-up")
+    return (f"sequential {unit}", f"weft {unit}", f"ideal {unit}", "of ideal", "speed-up")
 
 
 def _times(times: Plan | Speeds, overlapped_us: float, unit: str) -> Sequence[str]:
     number = {"us": us, "ms": ms}[unit]
-    gain = f"{times.sequential_us / overlapped_us:.2f}x" if overlapped_us else ""
     found = (times.sequential_us, overlapped_us, times.ideal_us)
-    return (*map(number, found), share(times.share_of_ideal), gain)
+    return (*map(number, found), share(times.share_of_ideal), _gain(times, overlapped_us))
 
 
-def print_chart(out: Console, plans: Sequence[SitePlan], unit: str = "us") -> None:
+def _gain(times: Plan | Speeds, overlapped_us: float) -> str:
+    return f"{times.sequential_us / overlapped_us:.2f}x" if overlapped_us else ""
+
+
+def print_chart(out: Console, plans: Sequence[LayerPlan], unit: str = "us") -> None:
     """The predicted timeline of the layer with the most work, on rank 0. unit: us or ms."""
     name, plan = max(plans, key=lambda item: item[1].problem.flops)
     out.print(f"{name} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}", style="bold")
@@ -84,33 +131,25 @@ def print_chart(out: Console, plans: Sequence[SitePlan], unit: str = "us") -> No
     out.print()
 
 
-def print_candidates(out: Console, plans: Sequence[SitePlan], *, every: bool) -> None:
-    """Candidates' predicted times, a column for each layer; the chosen one is marked, and so are those that were ranked and not
-    simulated. every: else the fastest of each family, with its chunk count."""
-    made = table("schedule", *(site for site, _ in plans))
-    columns = [_cells(plan, every=every) for _, plan in plans]
+def print_candidates(out: Console, plans: Sequence[LayerPlan]) -> None:
+    """Every candidate's predicted time, a column for each layer; the chosen one is marked, and so are those that were ranked
+    and not simulated."""
+    made = table("schedule", *(layer for layer, _ in plans))
+    columns = [_format_candidates(plan) for _, plan in plans]
     for name in dict.fromkeys(name for cells in columns for name in cells):
         made.add_row(name, *(cells.get(name, "") for cells in columns))
-    which = "every candidate" if every else "each family's best, behind :chunks"
-    which += " (* chosen, ~ ranked, not simulated" + ("" if every else "; --why has all") + ")"
-    out.print(f"Predicted us of {which}", style="bold")
+    out.print("Predicted us of every candidate (* chosen, ~ ranked, not simulated)", style="bold")
     print_table(out, made)
     out.print()
 
 
-def _cells(plan: Plan, *, every: bool) -> dict[str, str]:
-    """By row, those that were simulated first, fastest first."""
-    cells: dict[str, str] = {}
-    known = {one.spec: ("", one.predicted_us, "*" if one == plan.chosen else " ") for one in plan.candidates}
-    known |= {spec: ("~", estimate, " ") for spec, estimate in plan.estimates.items() if spec not in known}
-    for spec, (sign, time, mark) in known.items():
-        name, _, chunks = spec.partition(":")
-        row, before = (spec, "") if every else (name, f":{chunks} " if chunks else "")
-        cells.setdefault(row, f"{before}{sign}{us(time)}{mark}")
-    return cells
+def _format_candidates(plan: Plan) -> dict[str, str]:
+    """A cell for each schedule; those that were simulated first, fastest first."""
+    cells = {one.spec: f"{us(one.predicted_us)}{'*' if one == plan.chosen else ' '}" for one in plan.candidates}
+    return cells | {spec: f"~{us(estimate)} " for spec, estimate in plan.estimates.items() if spec not in cells}
 
 
-def _print_sites(out: Console, title: str, heads: Sequence[str], rows: Sequence[SiteRow]) -> None:
+def _print_layers(out: Console, title: str, heads: Sequence[str], rows: Sequence[LayerRow]) -> None:
     """A row for each layer on one line; on two or three lines where the console is too narrow for that."""
     made = _wide(heads, rows)
     if width_of(out, made) > out.width:
@@ -120,16 +159,16 @@ def _print_sites(out: Console, title: str, heads: Sequence[str], rows: Sequence[
     out.print()
 
 
-def _wide(heads: Sequence[str], rows: Sequence[SiteRow]) -> Table:
+def _wide(heads: Sequence[str], rows: Sequence[LayerRow]) -> Table:
     made = table("layer", "schedule", "M", "N", "K", *heads, left=2)
-    for site, schedule, problem, cells in rows:
-        made.add_row(site, schedule, str(problem.m), str(problem.n), str(problem.k), *cells)
+    for layer, schedule, problem, cells in rows:
+        made.add_row(layer, schedule, str(problem.m), str(problem.n), str(problem.k), *cells)
     return made
 
 
-def _narrow(heads: Sequence[str], rows: Sequence[SiteRow]) -> Table:
+def _narrow(heads: Sequence[str], rows: Sequence[LayerRow]) -> Table:
     folded = ["\n".join(BROKEN.get(word, word) for word in head.split()) for head in heads]
     made = table("layer\nschedule", "M\nN x K", *folded)
-    for site, schedule, problem, cells in rows:
-        made.add_row(f"{site}\n{schedule}", f"{problem.m}\n{problem.n}x{problem.k}", *cells)
+    for layer, schedule, problem, cells in rows:
+        made.add_row(f"{layer}\n{schedule}", f"{problem.m}\n{problem.n}x{problem.k}", *cells)
     return made

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package whose modules and names are imported when they are first named.
+    """The `__getattr__` and `__dir__` of a package, or a module, whose names are imported when they are first named.
 
     package: its `__name__`. homes: the module in which each of its public names is defined, relative to the package or from
     `weft.` on; a name that the module does not define stands for the module.
@@ -18,7 +18,8 @@ def lazy_names(package: str, homes: Mapping[str, str] | None = None) -> tuple[Ca
     known = dict(homes or {})
 
     def modules() -> list[str]:
-        return [found.name for found in pkgutil.iter_modules(sys.modules[package].__path__) if not found.name.startswith("_")]
+        path = vars(sys.modules[package]).get("__path__", ())
+        return [found.name for found in pkgutil.iter_modules(path) if not found.name.startswith("_")]
 
     def get(name: str) -> Any:
         if name in known:

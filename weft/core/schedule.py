@@ -16,7 +16,7 @@ its own call. `Wait(flag, at_least=0)` waits for the signal of the call before, 
 writer learns that a buffer may be written again. A Wait lowers its flag when it has passed; a kernel lowers its gates on the
 call before where it starts, for it waits for all of them there, and its gates on this call where it ends. No flag may be
 signalled again before every step that waits for it has lowered it, and what a kernel counts tile by tile has one step that
-waits for it: `weft.check` proves both.
+waits for it: `weft.schedule.check` proves both.
 
 Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers;
 "local" is scratch of its rank. Peers may only touch symmetric buffers, and the output of a CollectiveProblem that says so:
@@ -560,7 +560,7 @@ class Schedule:
     """The steps of every rank for one problem. help(weft.core.schedule) says what they mean.
 
     name: the family, as `weft schedules` lists it. chunks: pieces a shard is cut into. ranks: per rank, its lanes.
-    A Schedule may be wrong; `weft.check` proves one right.
+    A Schedule may be wrong; `weft.schedule.check` proves one right.
 
     Raises ValueError for chunks below 1, and for lanes with priority or ctas where nothing reads them.
     """

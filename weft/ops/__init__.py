@@ -31,7 +31,7 @@ from weft.ops.embedding import embedding_bag_all_to_all
 from weft.ops.optimizers import SGD, RowwiseAdagrad
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from weft.runtime.groups import GROUPS
-from weft.runtime.trial import Choice
+from weft.runtime.trial import Choices
 
 __all__ = [
     "SGD",
@@ -76,8 +76,9 @@ def synchronize(group: dist.ProcessGroup | None = None) -> None:
     GROUPS.synchronize(group_of(group)[0])
 
 
-def choices(group: dist.ProcessGroup | None = None) -> list[Choice]:
-    """What schedule="auto" has stood for in a group so far, a problem each: its spec, and on GPUs the times in us that
-    were measured, by spec. The same on every rank. Empty where no call was made. Not collective.
+def choices(group: dist.ProcessGroup | None = None) -> Choices:
+    """What schedule="auto" has stood for in a group so far: a list with a choice for each problem, which prints a line each.
+    A choice has a spec, and on GPUs the measured times in us by spec. The same on every rank. Empty where no call was made.
+    Not collective.
     """
-    return GROUPS.choices(group_of(group)[0])
+    return Choices(GROUPS.choices(group_of(group)[0]))

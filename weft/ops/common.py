@@ -300,7 +300,7 @@ def spec_of(schedule: str | Schedule, op: Op) -> str:
     if isinstance(schedule, Schedule):
         return GROUPS.keep(schedule)
     if not isinstance(schedule, str):
-        raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.Schedule")
+        raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.schedule.Schedule")
     if schedule not in MODES:
         _check_name(schedule, op)
     return schedule

@@ -375,7 +375,8 @@ def _spec(schedule: str | Schedule) -> str:
         return GROUPS.keep(schedule)
     if schedule not in (*MODES, *ragged.FAMILIES):
         named = schedule if isinstance(schedule, str) else type(schedule).__name__
-        raise ValueError(f"schedule is {named!r}; with splits use {', '.join((*MODES, *ragged.FAMILIES))}, or a weft.Schedule")
+        known = ", ".join((*MODES, *ragged.FAMILIES))
+        raise ValueError(f"schedule is {named!r}; with splits use {known}, or a weft.schedule.Schedule")
     return schedule
 
 

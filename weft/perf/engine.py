@@ -103,7 +103,7 @@ def simulate(schedule: Schedule, machine: Machine | str | Path) -> tuple[Span, .
     machine: a Machine, a shipped profile's name, or a JSON file's path. Raises ValueError if it has fewer GPUs than the
     schedule has ranks, or no rate for its dtype, or if the schedule never ends because a step waits for what nobody signals.
     """
-    require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
+    require("schedule", schedule, Schedule, "use a weft.schedule.Schedule, as weft.schedule.build makes")
     return run(schedule, as_machine(machine)).spans
 
 

@@ -124,15 +124,15 @@ def _check_asked(problem: Problem, schedules: Sequence[Schedule] | None, only: s
         if chunks is not None and not FAMILIES[only].chunked:
             raise ValueError(f"chunks is {chunks}, but only is {only!r}, which has no chunks; leave it out")
     if schedules is not None:
-        require("schedules", schedules, Sequence, "use a row of weft.Schedule")  # read more than once
+        require("schedules", schedules, Sequence, "use a row of weft.schedule.Schedule")  # read more than once
     for schedule in schedules or ():
-        require("schedules", schedule, Schedule, "use a row of weft.Schedule, as weft.build makes")
+        require("schedules", schedule, Schedule, "use a row of weft.schedule.Schedule, as weft.schedule.build makes")
         if schedule.problem != problem:
             raise ValueError(f"schedules holds one for {schedule.problem}; this plan is for {problem}")
 
 
 def _predict(schedules: Iterable[Schedule], machine: Machine) -> tuple[list[Option], Outcome]:
-    """All options, fastest first, and the fastest one's outcome; the others' spans are not kept."""
+    """All options, fastest first, and the fastest one's outcome; the others' spans are dropped."""
     options: list[Option] = []
     best: tuple[Option, Outcome] | None = None
     for schedule in schedules:

@@ -39,7 +39,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What of rank 0 costs time whatever its size, and by how much the call would be shorter if nothing did. lanes: beside the
+    """What of rank 0 costs time whatever its size, and by how much the call would be shorter if nothing did. lanes: without the
     compute lane."""
 
     lanes: int
@@ -66,46 +66,46 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
     if problem.world_size == 1:
         return f"One rank has nothing to communicate: {chosen.candidate.spec} takes {chosen.predicted_us:.0f} us."
     if isinstance(problem, ConcurrentProblem):
-        return _beside(problem, machine, chosen, sequential_us)
-    bound = _bound(whole_gemm_us(machine, problem), whole_collective_us(machine, problem), problem)
+        return _explain_concurrent(problem, machine, chosen, sequential_us)
+    bound = _describe_bound(whole_gemm_us(machine, problem), whole_collective_us(machine, problem), problem)
     if asked and chosen.schedule.name == "sequential":
         return f"{bound} sequential was asked for and takes {chosen.predicted_us:.0f} us."
     if asked:
-        return f"{bound} {chosen.candidate.spec} was asked for and {_against(chosen.predicted_us, sequential_us)}."
+        return f"{bound} {chosen.candidate.spec} was asked for and {_compare(chosen.predicted_us, sequential_us)}."
     rivals = [option for option in options if option.schedule.name != chosen.schedule.name]
     if chosen.schedule.name == "sequential":
-        return f"{bound} {_stays(chosen, rivals, problem, machine)}"
-    hidden = f"{chosen.candidate.spec} {_against(chosen.predicted_us, sequential_us)}"
+        return f"{bound} {_explain_sequential(chosen, rivals, problem, machine)}"
+    hidden = f"{chosen.candidate.spec} {_compare(chosen.predicted_us, sequential_us)}"
     over = f"{chosen.candidate.over_ideal_us:.0f}" if chosen.candidate.over_ideal_us else "no"
     left = f" and {over} more than the longer of the two"
     return f"{bound} {hidden}{left}{_runner_up(chosen, rivals, machine)}."
 
 
-def _beside(problem: ConcurrentProblem, machine: Machine, chosen: Option, sequential_us: float) -> str:
+def _explain_concurrent(problem: ConcurrentProblem, machine: Machine, chosen: Option, sequential_us: float) -> str:
     parts = f"the computation alone takes {whole_gemm_us(machine, problem):.0f} us, the collectives alone "
     parts += f"{whole_collective_us(machine, problem):.0f}"
     if chosen.schedule.name == "sequential":
         return f"It stays sequential, since no other schedule is predicted to be faster: {parts}."
-    return f"{chosen.schedule.name} {_against(chosen.predicted_us, sequential_us)}: {parts}."
+    return f"{chosen.schedule.name} {_compare(chosen.predicted_us, sequential_us)}: {parts}."
 
 
-def _bound(computation_us: float, communication_us: float, problem: Problem) -> str:
+def _describe_bound(computation_us: float, communication_us: float, problem: Problem) -> str:
     kernel = "lookup" if problem.op in LOOKUP_OPS else "GEMM"
     collective = COLLECTIVES[problem.op].removesuffix("_columns").replace("_", "-")
     if problem.op in COLLECTIVE_OPS:
-        return f"The vendor's {collective} takes {communication_us:.0f} us."
+        return f"NCCL's {collective} takes {communication_us:.0f} us."
     times = f"the {kernel} alone takes {computation_us:.0f} us, the {collective} alone {communication_us:.0f}."
     if max(computation_us, communication_us) <= BALANCED * min(computation_us, communication_us):
         return f"Balanced: {times}"
     return f"{'Computation' if computation_us > communication_us else 'Communication'}-bound: {times}"
 
 
-def _against(predicted_us: float, sequential_us: float) -> str:
+def _compare(predicted_us: float, sequential_us: float) -> str:
     more = "less" if predicted_us <= sequential_us else "more"
     return f"takes {predicted_us:.0f} us, {abs(sequential_us - predicted_us):.0f} {more} than sequential"
 
 
-def _stays(chosen: Option, rivals: Sequence[Option], problem: Problem, machine: Machine) -> str:
+def _explain_sequential(chosen: Option, rivals: Sequence[Option], problem: Problem, machine: Machine) -> str:
     if not rivals and problem.world_size > MOST_RANKS:
         beyond = f"of more than {MOST_RANKS} ranks others take minutes to simulate, and are predicted where they are named"
         return f"Only the sequential program was considered: {beyond}."

@@ -26,7 +26,7 @@ from weft.planner.choose import plan
 from weft.planner.signature import FREE_US, Signature, signature, without_communication, without_computation
 from weft.planner.taxes import Taxes, taxes
 from weft.planner.values import Plan
-from weft.schedules import build, overlaps, parse
+from weft.schedules import build, parse
 
 FACTORS = (2.0, 4.0, 16.0)
 """By which sizes and rates are varied, both ways, to see what changes the choice."""
@@ -53,7 +53,7 @@ class Explanation:
     changes: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [self.plan.why, *(_told(found) for found in self.signatures)]
+        lines = [self.plan.why, *(_describe_losses(found) for found in self.signatures)]
         named = ", ".join(f"{name} {us:+.0f}" for name, us in self.parts.items())
         if self.parts:
             lines.insert(1, f"Predicted {self.plan.chosen.predicted_us:.0f} us: {named}.")
@@ -69,10 +69,10 @@ def explain(problem: Problem, machine: Machine | str | Path = DEFAULT_MACHINE) -
     have to change. Raises ValueError as `weft.plan` does.
     """
     where = as_machine(machine)
-    return explained(plan(problem, where), where)
+    return explain_plan(plan(problem, where), where)
 
 
-def explained(found: Plan, machine: Machine) -> Explanation:
+def explain_plan(found: Plan, machine: Machine) -> Explanation:
     """A plan for `machine`, taken apart."""
     problem = found.problem
     if problem.world_size == 1 or not problem.m or not problem.n:
@@ -81,11 +81,11 @@ def explained(found: Plan, machine: Machine) -> Explanation:
     simulated = {one.spec: one for one in reversed(found.candidates)}
     first = [spec for spec in specs if spec in simulated][:2]
     shown = dict.fromkeys([*first, *(one.spec for one in found.candidates)])
-    signatures = tuple(signature(_built(problem, spec, machine), machine, simulated[spec]) for spec in shown)
-    parts = _parts(signatures[0], machine)
+    signatures = tuple(signature(_build(problem, spec, machine), machine, simulated[spec]) for spec in shown)
+    parts = _split_time(signatures[0], machine)
     changes = tuple(_changes(found, specs, machine))
     paid = tuple(
-        taxes(_built(problem, one.spec, machine), machine, one)
+        taxes(_build(problem, one.spec, machine), machine, one)
         for one in dict.fromkeys([signatures[0], *(one for one in signatures if one.spec == "sequential")])
     )
     return Explanation(
@@ -108,11 +108,11 @@ def _rivals(found: Plan) -> list[str]:
     return [spec for name, spec in best.items() if name != found.chosen.schedule]
 
 
-def _built(problem: Problem, spec: str, machine: Machine) -> Schedule:
+def _build(problem: Problem, spec: str, machine: Machine) -> Schedule:
     return build(problem, *parse(spec), fan_out=machine.fans_out)
 
 
-def _parts(found: Signature, machine: Machine) -> dict[str, float]:
+def _split_time(found: Signature, machine: Machine) -> dict[str, float]:
     """See the module's text."""
     computes = found.pieces_us >= found.transfers_us
     name = "matmul" if computes else "communication"
@@ -146,7 +146,7 @@ def _fixed_us(found: Signature, machine: Machine, *, computes: bool) -> float:
     return max(0.0, now - then - one_us)
 
 
-def _told(found: Signature) -> str:
+def _describe_losses(found: Signature) -> str:
     losses = (
         ("matmul DIL", found.gemm_dil),
         ("CIL", found.gemm_cil),
@@ -202,14 +202,3 @@ def _variations(
     yield lambda f: f"With links {f:g} times as fast", links
     yield lambda f: f"If a copy cost {machine.copies.copy_us / f:.2g} us", lambda f: copies(1 / f)
     yield lambda f: f"If a copy cost {machine.copies.copy_us * f:.2g} us", copies
-
-
-def summary(plans: Sequence[tuple[str, Plan]]) -> str:
-    """A model in a few sentences: how many of its sites are overlapped, and of the others why not."""
-    stay = [(site, found) for site, found in plans if not overlaps(found.chosen.schedule)]
-    lines = [f"Overlapped {len(plans) - len(stay)} of {len(plans)} sites."]
-    for site, found in stay:
-        name = found.chosen.schedule
-        does = "stays sequential" if name == "sequential" else f"overlaps nothing, but exchanges sooner ({name})"
-        lines.append(f"{site} {does}. {found.why}")
-    return "\n".join(lines)

@@ -38,7 +38,7 @@ class Signature:
     """One schedule of one problem. where: what it was simulated or measured on.
 
     total_us: of the overlapped call. computation_us, communication_us: the whole matmul and the whole collective alone.
-    pieces_us: the schedule's matmuls alone; transfers_us: its communication alone. A loss is None where it cannot be told.
+    pieces_us: the schedule's matmuls alone; transfers_us: its communication alone. A loss is None where it is not known.
     """
 
     problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem
@@ -71,7 +71,7 @@ class Signature:
 
     @property
     def of_ideal(self) -> str:
-        """The loss in words. Schedules that do without the vendor's calls may take less than the ideal, which is theirs."""
+        """The loss in words. Schedules without cuBLAS's or NCCL's calls may take less than the ideal."""
         return f"{abs(self.loss):.0%} {'over' if self.loss >= 0 else 'under'} the ideal"
 
     @property
@@ -117,7 +117,7 @@ def _over(beside_us: float, alone_us: float) -> float | None:
     return beside_us / alone_us if alone_us > FREE_US else None
 
 
-def apart(machine: Machine) -> Machine:
+def without_contention(machine: Machine) -> Machine:
     """`machine`, whose kernels and copies do not slow each other."""
     sources, spreads = (
         {path: value for path, value in known.items() if not path.startswith("contention.")}
@@ -128,7 +128,7 @@ def apart(machine: Machine) -> Machine:
 
 def without_communication(machine: Machine) -> Machine:
     """`machine`, whose copies, stores, links, flags, collectives and network cost nothing; their SMs stay theirs."""
-    machine = apart(machine)
+    machine = without_contention(machine)
     network = machine.network and dataclasses.replace(machine.network, gbps=FREE_GBPS, latency_us=FREE_US, step_us=FREE_US)
     host_gbps = FREE_GBPS if machine.links.host_gbps else None
     # Numbers of a model have other paths than a table's, and every number needs a source.
@@ -154,7 +154,7 @@ def without_communication(machine: Machine) -> Machine:
 
 def without_computation(machine: Machine) -> Machine:
     """`machine`, whose tiles and memory cost nothing. Launches stay: a collective pays one, too."""
-    machine = apart(machine)
+    machine = without_contention(machine)
     gpu = machine.gpu
     tiles = tuple(Tile(rows=tile.rows, cols=tile.cols, efficiency=1.0) for tile in gpu.tiles)
     fast = dataclasses.replace(

@@ -55,7 +55,7 @@ class Taxes:
 
 def taxes(schedule: Schedule, machine: Machine, losses: Signature | None = None) -> Taxes:
     """What a schedule pays on a machine, simulated: one run, and three more where `losses`, its signature there, is not given.
-    Raises ValueError as weft.simulate does."""
+    Raises ValueError as weft.schedule.simulate does."""
     losses = losses or signature(schedule, machine)
     free = run(schedule, dataclasses.replace(machine, launch_us=FREE_US))
     spelled = spelled_out(schedule).schedule
@@ -86,5 +86,5 @@ def _launched(schedule: Schedule, rank: int) -> int:
 def _between(schedule: Schedule, rank: int) -> int:
     """Bytes that steps of all ranks write to and read from those of a rank's buffers that are neither operand nor result."""
     found = (one for lanes in schedule.ranks for lane in lanes for step in lane.steps for one in regions(step))
-    kept = (one for one in found if one.rank == rank and schedule.buffer[one.buffer].kind in ("symmetric", "local"))
-    return sum(region_bytes(schedule, one) for one in kept)
+    staged = (one for one in found if one.rank == rank and schedule.buffer[one.buffer].kind in ("symmetric", "local"))
+    return sum(region_bytes(schedule, one) for one in staged)

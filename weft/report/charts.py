@@ -18,7 +18,7 @@ from weft.report.words import ms
 
 Figure = dict[str, Any]
 
-# Told apart by people who do not see all colours (Okabe and Ito's set), and by lightness on white and on black.
+# Okabe and Ito's set, which people with colour blindness can distinguish; lightness differs on white and on black.
 KIND_COLOURS: dict[str, str] = {
     "gemm": "#0072b2",
     "lookup": "#56b4e9",
@@ -30,7 +30,7 @@ KIND_COLOURS: dict[str, str] = {
     "wait": "#8c8c8c",
     "signal": "#d55e00",
 }
-BAR_COLOURS: dict[str, str] = {"sequential": "#8c8c8c", "overlapped": "#0072b2", "ideal": "#009e73"}
+BAR_COLOURS: dict[str, str] = {"sequential": "#8c8c8c", "weft": "#0072b2", "ideal": "#009e73"}
 FAINT = frozenset({"wait", "signal"})
 SHOWN_RANKS = 2
 LANE_PX, BAR_PX = 26, 24

@@ -25,7 +25,7 @@ from weft.models.sites import CommunicatingLayer, LayerCalls, sites
 from weft.ops.common import backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.overlap_page import page
-from weft.report.places import Called, ReportedPlace, lines
+from weft.report.places import Called, ReportedPlace, describe_place
 from weft.runtime.buckets import serves
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS
@@ -34,7 +34,7 @@ from weft.runtime.trial import Choice
 _BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
 """What an operator's gradient communicates by; matmul_all_reduce's is local."""
 _BY_SPLITS = "by splits"
-"""In a schedule's place, for rows that go in numbers that the device knows: one kernel, stores beside products."""
+"""In a schedule's place, for rows that go in numbers that the device knows: one kernel, which stores while it multiplies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,13 @@ class OverlapReport:
 
     @property
     def overlapped(self) -> int:
-        return sum(place.count for place in self.places if place.overlapped)
+        return self._count(schedules.OVERLAPPED)
+
+    def _count(self, verdict: str) -> int:
+        return sum(place.count for place in self.places if place.verdict == verdict)
 
     def __str__(self) -> str:
-        return "\n".join([self.headline, *(line for place in self.places for line in lines(place))])
+        return "\n".join([self.headline, *(line for place in self.places for line in describe_place(place))])
 
     @property
     def headline(self) -> str:
@@ -62,8 +65,10 @@ class OverlapReport:
     @property
     def counted(self) -> str:
         waiting = sum(place.count for place in self.places if place.waits)
+        faster = self._count(schedules.FASTER)
+        others = f", {faster} {schedules.FASTER}" if faster else ""
         later = f", {waiting} of them not called yet" if waiting else ""
-        return f"overlapped {self.overlapped} of {self.total} places that communicate{later}"
+        return f"overlapped {self.overlapped} of {self.total} places that communicate{others}{later}"
 
     def html(self) -> str:
         """A page of its own, without scripts."""
@@ -82,8 +87,8 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     """
     require("model", model, nn.Module, "pass the model that weft.parallelize or parallelize_module was called with")
     found: dict[CommunicatingLayer, list[CommunicatingLayer]] = {}
-    for site in sites(model):
-        found.setdefault(_without_layer(site), []).append(site)
+    for layer in sites(model):
+        found.setdefault(_without_number(layer), []).append(layer)
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} in which weft runs nothing; apply weft.parallelize, or parallelize_module with "
@@ -93,100 +98,100 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     places = []
-    for alike in found.values():
-        site = replace(_without_layer(alike[0]), ran=_together(alike))
-        # Problems that differ in nothing that is told, in their dtype say, are one line.
-        places.append(ReportedPlace(site=site, count=len(alike), calls=tuple(dict.fromkeys(_calls(site, device)))))
+    for same in found.values():
+        layer = replace(_without_number(same[0]), ran=_merge_calls(same))
+        # Problems that the report cannot tell apart, because they differ in their dtype say, are one line.
+        places.append(ReportedPlace(layer=layer, count=len(same), calls=tuple(dict.fromkeys(_find_calls(layer, device)))))
     return OverlapReport(model=type(model).__name__, places=tuple(places))
 
 
-def _together(alike: Sequence[CommunicatingLayer]) -> LayerCalls | None:
-    """What any of these sites has run; None if one of them has not written that down."""
-    all_ran = [site.ran for site in alike if site.ran is not None]
-    if len(all_ran) < len(alike):
+def _merge_calls(layers: Sequence[CommunicatingLayer]) -> LayerCalls | None:
+    """What any of these layers has run; None if one of them has not written that down."""
+    all_ran = [layer.ran for layer in layers if layer.ran is not None]
+    if len(all_ran) < len(layers):
         return None
     return LayerCalls({call for ran in all_ran for call in ran.calls}, any(ran.compiled for ran in all_ran))
 
 
-def _without_layer(site: CommunicatingLayer) -> CommunicatingLayer:
-    """A site whose module's name is that of all layers: model.layers.*.mlp."""
-    return replace(site, module=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.module))
+def _without_number(layer: CommunicatingLayer) -> CommunicatingLayer:
+    """The layer with a module name that stands for all blocks: model.layers.*.mlp."""
+    return replace(layer, module=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.module))
 
 
-def _calls(site: CommunicatingLayer, device: torch.device) -> Iterator[Called]:
-    """What has run of a site's problems, forward and backward, the earliest first."""
-    if not site.n:
-        yield from _calls_by_splits(site, device)
+def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[Called]:
+    """What has run of a layer's problems, forward and backward, the earliest first."""
+    if not layer.n:
+        yield from _find_calls_by_splits(layer, device)
         return
-    state = GROUPS.known(site.group)
+    state = GROUPS.known(layer.group)
     if state is None:
         return
     choices = {choice.problem: choice for choice in state.programs.tuner.choices()}
     seen: set[tuple[Problem, str]] = set()
     for schedule, asked in state.programs.asked():
         problem, spec = schedule.problem, schedules.spec(schedule.name, schedule.chunks)
-        if not isinstance(problem, Problem) or (problem, spec) in seen or not _is_of(problem, asked, site):
+        if not isinstance(problem, Problem) or (problem, spec) in seen or not _is_of(problem, asked, layer):
             continue
-        if _was_asked(asked, spec, problem, site, choices.get(problem)):
+        if _was_asked(asked, spec, problem, layer, choices.get(problem)):
             seen.add((problem, spec))
-            yield _called(problem, spec, choices.get(problem), device)
+            yield _describe_call(problem, spec, choices.get(problem), device)
 
 
-def _calls_by_splits(site: CommunicatingLayer, device: torch.device) -> Iterator[Called]:
+def _find_calls_by_splits(layer: CommunicatingLayer, device: torch.device) -> Iterator[Called]:
     """Experts' calls, which have no schedule to choose: on CPUs torch.distributed moves rows before or after products."""
     spec = "sequential" if device.type == "cpu" else _BY_SPLITS
-    for op, rows in sorted(site.ran.calls if site.ran else ()):
+    for op, rows in sorted(layer.ran.calls if layer.ran else ()):
         yield Called(op=op, rows=rows, spec=spec, why="no other for rows by splits")
 
 
-def _was_asked(asked: str, spec: str, problem: Problem, site: CommunicatingLayer, choice: Choice | None) -> bool:
-    """Whether a schedule, which runs what was asked for so, is what the site has asked for, as far as that is known."""
-    wanted = backward_schedule(site.schedule, problem.op)
+def _was_asked(asked: str, spec: str, problem: Problem, layer: CommunicatingLayer, choice: Choice | None) -> bool:
+    """Whether a schedule, which runs what was asked for so, is what the layer has asked for, as far as that is known."""
+    wanted = backward_schedule(layer.schedule, problem.op)
     wanted = automatic() if wanted == "auto" else wanted
     if wanted == "auto" == asked:
         return choice is None or choice.spec == spec
     return wanted in ("", asked)
 
 
-def _is_of(problem: Problem, asked: str, site: CommunicatingLayer) -> bool:
-    """Whether a problem is a site's, forward or backward: by its operator, its sizes, and what the site has run. What gathers
+def _is_of(problem: Problem, asked: str, layer: CommunicatingLayer) -> bool:
+    """Whether a problem is a layer's, forward or backward: by its operator, its sizes, and what the layer has run. What gathers
     has n and k swapped where what reduces has them straight."""
-    served = partial(serves if asked == "auto" else _has, problem)
-    if site.ran is not None and not site.ran.may_have(problem.op, served):
+    served = partial(serves if asked == "auto" else _has_rows, problem)
+    if layer.ran is not None and not layer.ran.may_have(problem.op, served):
         return False
-    if problem.op not in {*site.operators, *(_BACKWARD.get(operator) for operator in site.operators)}:
+    if problem.op not in {*layer.operators, *(_BACKWARD.get(operator) for operator in layer.operators)}:
         return False
-    alike = (problem.op in REDUCTIONS) == (site.operators[0] in REDUCTIONS)
-    return (problem.n, problem.k) == ((site.n, site.k) if alike else (site.k, site.n))
+    straight = (problem.op in REDUCTIONS) == (layer.operators[0] in REDUCTIONS)
+    return (problem.n, problem.k) == ((layer.n, layer.k) if straight else (layer.k, layer.n))
 
 
-def _has(problem: Problem, rows: int) -> bool:
+def _has_rows(problem: Problem, rows: int) -> bool:
     return problem.m == rows
 
 
-def _called(problem: Problem, spec: str, choice: Choice | None, device: torch.device) -> Called:
+def _describe_call(problem: Problem, spec: str, choice: Choice | None, device: torch.device) -> Called:
     chosen = choice is not None and choice.spec == spec
     us = choice.us if choice is not None and chosen else {}
     return Called(
         op=problem.op,
         rows=problem.m,
         spec=spec,
-        why=_why(choice) if choice is not None and chosen else "asked for",
+        why=_explain_choice(choice) if choice is not None and chosen else "asked for",
         us=us.get(spec),
         sequential_us=us.get("sequential"),
-        ideal_us=_ideal_us(problem, device),
+        ideal_us=_predict_ideal_us(problem, device),
     )
 
 
-def _why(choice: Choice) -> str:
+def _explain_choice(choice: Choice) -> str:
     if choice.like:
         return f"as with {' and '.join(map(str, choice.like))} rows"
     if choice.kept:
-        return "kept from an earlier run"
+        return "from an earlier run"
     return f"fastest of {len(choice.trials)} measured" if choice.trials else "predicted"
 
 
-def _ideal_us(problem: Problem, device: torch.device) -> float | None:
+def _predict_ideal_us(problem: Problem, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     try:

@@ -8,9 +8,9 @@ from weft.report.html import html_page, join, table, tag
 from weft.report.places import Called, ReportedPlace
 from weft.report.words import percent
 
-_HEADS = ("place", "times", "state", "operator", "rows", "schedule", "time, us", "sequential, us", "of the ideal", "why")
+_HEADS = ("place", "times", "verdict", "operator", "rows", "schedule", "time, us", "sequential, us", "of the ideal", "why")
 _WORDS = (
-    "Times were measured when a schedule was chosen, at the first call of a size, beside the sequential program's. The ideal, "
+    "Times were measured when a schedule was chosen, at the first call of a size; so was the sequential program. The ideal, "
     "the larger of the matmul alone and the collective alone, is predicted for this machine; 100 % hides one of the two wholly."
 )
 
@@ -24,9 +24,9 @@ def page(model: str, headline: str, lead: str, places: Sequence[ReportedPlace]) 
 
 
 def _rows(place: ReportedPlace) -> Iterator[tuple[str, ...]]:
-    state = tag("span", place.state, class_="right" if place.overlapped else "wrong")
-    said = "; ".join(filter(None, (place.site.reason, "not called yet" if place.waits else "")))
-    yield place.site.name, str(place.count), state, ", ".join(place.site.operators), *[""] * 5, said
+    verdict = tag("span", place.verdict, class_="right" if place.overlapped else "wrong")
+    said = "; ".join(filter(None, (place.layer.reason, "not called yet" if place.waits else "")))
+    yield place.layer.name, str(place.count), verdict, ", ".join(place.layer.operators), *[""] * 5, said
     for call in place.calls:
         yield "", "", "", *_cells(call)
 

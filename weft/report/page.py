@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that loads nothing, with every number as text beside its chart.
+"""The page of a run: one HTML file that loads nothing, with every number as text next to its chart.
 
 From the top: what weft is and what the rows are, what is predicted for the named machine, what ran here. The page's policy
 forbids all loading, so a browser holds it to being self-contained; plotly.js stands in it once.
@@ -47,7 +47,13 @@ def page(run: Run) -> str:
     charts: dict[str, Figure] = {}
     sections = [
         _header(run),
-        predicted_section(run, charts),
+        predicted_section(
+            f"1. Predicted for {run.machine_words}",
+            [(layer.name, layer.plan) for layer in run.layers],
+            charts,
+            ranks=run.machine_ranks,
+            tokens=run.machine_tokens,
+        ),
         ran_section(run, charts),
     ]
     return document(run.model, sections, charts)

@@ -31,44 +31,49 @@ class Called:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedPlace:
-    """Sites alike but for their layer. count: how many. calls: what they have run, forward and backward."""
+    """Communicating layers that differ only in the number of the block that they are in. count: how many. calls: what they have
+    run, forward and backward."""
 
-    site: CommunicatingLayer
+    layer: CommunicatingLayer
     count: int
     calls: tuple[Called, ...]
 
     @property
     def waits(self) -> bool:
         """Whether weft's operator is there, and has not been called yet: nothing has been hidden so far."""
-        ran = self.site.ran
-        known = bool(self.site.n) or (ran is not None and not ran.compiled)
-        return self.site.overlapped and known and not self.calls
+        ran = self.layer.ran
+        known = bool(self.layer.n) or (ran is not None and not ran.compiled)
+        return self.layer.overlapped and known and not self.calls
+
+    @property
+    def verdict(self) -> str:
+        """One of weft.schedules.VERDICTS, of the calls of the forward pass, whatever the backward pass runs: the best of them.
+        Before the first call, of what was asked for."""
+        if not self.layer.overlapped:
+            return schedules.SEQUENTIAL
+        if not self.calls:
+            return schedules.judge(self.layer.schedule)
+        forward = (call for call in self.calls if call.op in self.layer.operators)
+        found = {schedules.judge(call.spec, call.us, call.sequential_us) for call in forward}
+        return next((verdict for verdict in schedules.VERDICTS if verdict in found), schedules.SEQUENTIAL)
 
     @property
     def overlapped(self) -> bool:
-        """Whether a call of the forward pass was overlapped; before the first call, whether one will be. A place whose backward
-        pass alone is overlapped does not count: its lines show that."""
-        forward = [call.spec for call in self.calls if call.op in self.site.operators]
-        specs = forward or [call.spec for call in self.calls] or [self.site.schedule]
-        return self.site.overlapped and any(map(schedules.overlaps, specs))
-
-    @property
-    def state(self) -> str:
-        """In words: what runs there overlaps, or could and does not, or cannot."""
-        return "overlapped" if self.overlapped else "one after the other" if self.site.overlapped else "not overlapped"
+        return self.verdict == schedules.OVERLAPPED
 
 
-def lines(place: ReportedPlace) -> Iterator[str]:
+def describe_place(place: ReportedPlace) -> Iterator[str]:
     """A place as the report lists it: a line, and one for each problem that has run there."""
-    # A place without an operator says itself that it is not overlapped.
-    yield f"{place.count:4} x {place.site}" + (f"; {place.state}" if place.state == "one after the other" else "")
+    layer = place.layer
+    words = (", ".join(layer.operators), layer.reason, place.verdict) if layer.operators else (place.verdict, layer.reason)
+    yield f"{place.count:4} x {layer.name}: {'; '.join(filter(None, words))}"
     for call in place.calls:
-        yield f"         {' '.join(_words(call))}"
+        yield f"         {' '.join(_describe_call(call))}"
     if place.waits:
         yield "         not called yet"
 
 
-def _words(call: Called) -> Sequence[str]:
+def _describe_call(call: Called) -> Sequence[str]:
     """(operator, rows, schedule, time and what it is to be compared with, why)"""
     time_ = f"{call.us:.0f} us" if call.us else "not measured"
     gain = f"{call.sequential_us / call.us:.2f}x sequential" if call.us and call.sequential_us else ""

@@ -8,46 +8,42 @@ from weft.planner.values import Plan
 from weft.report.charts import Figure, bars
 from weft.report.html import Html, table, tag
 from weft.report.panels import Charts, bars_panel, timeline_panel
-from weft.report.words import count, ms, percent, reason, sizes
+from weft.report.words import count, judge_plan, ms, percent, reason, sizes
 from weft.schedules import overlaps
 from weft.tools.results import LayerRun, Run, Speeds
 
-Times = Sequence[tuple[LayerRun, Plan | Speeds, float]]
-"""Layers, with their times, and that of the overlapped call in us."""
+Times = Sequence[tuple[str, Plan | Speeds, float]]
+"""Layers, with their times, and that of the planned call in us."""
 HEADS = ("communicating layer", "M × N × K", "schedule")
-TIMES = ("sequential ms", "overlapped ms", "ideal ms", "share of ideal", "speed-up")
+TIMES = ("sequential ms", "weft ms", "ideal ms", "share of ideal", "speed-up")
 
 
-def predicted_section(run: Run, charts: Charts) -> Html:
-    """What the named machine is predicted to take."""
-    title = f"1. Predicted for {run.machine_words}"
-    if not run.layers:
+def predicted_section(title: str, plans: Sequence[tuple[str, Plan]], charts: Charts, *, ranks: int, tokens: int) -> Html:
+    """What the machine in the title is predicted to take. plans: by layer."""
+    if not plans:
         return tag("section", tag("h2", title), tag("p", "No layer was planned."))
-    times = [(layer, layer.plan, layer.plan.chosen.predicted_us) for layer in run.layers]
+    times = [(name, plan, plan.chosen.predicted_us) for name, plan in plans]
     texts = (
-        f"A rank is one process with one GPU; here there are {run.machine_ranks}. A schedule says what each rank computes and "
+        f"A rank is one process with one GPU; here there are {ranks}. A schedule says what each rank computes and "
         "sends, in which order, and what waits for what. A name that ends in :N sends each rank's part in N chunks.",
-        "Sequential is the matmul and the collective one after the other. Overlapped is the named schedule, which weft's "
-        "planner chose unless it was asked for. Ideal is the longer of the matmul alone and the collective alone, as if the "
-        "other one were hidden completely. The share of ideal is ideal divided by overlapped, and the speed-up is sequential "
-        "divided by overlapped.",
+        "Sequential is the matmul and the collective one after the other. The column weft is the named schedule, which weft's "
+        "planner chose unless it was asked for: it overlaps both, or is only faster than sequential, or is sequential itself. "
+        "Ideal is the longer of the matmul alone and the collective alone, as if the other one were hidden completely. The "
+        "share of ideal is ideal divided by weft, and the speed-up is sequential divided by weft.",
     )
     rows = [
-        (layer.name, sizes(layer.plan.problem), layer.plan.chosen.spec, *_times(plan, overlapped_us))
-        for layer, plan, overlapped_us in times
+        (name, sizes(plan.problem), plan.chosen.spec, judge_plan(plan), *_times(plan, planned_us))
+        for name, plan, planned_us in times
     ]
-    caption = f"One call, {count(run.machine_ranks, 'rank')}, {count(run.machine_tokens, 'token')}; M, N and K of all ranks"
+    caption = f"One call, {count(ranks, 'rank')}, {count(tokens, 'token')}; M, N and K of all ranks"
     lines = [
         timeline_panel(
-            *(f"timeline-predicted-{i}", f"{s.name}: {s.plan.chosen.spec}"),
-            s.plan.spans,
-            _marks(s.plan),
-            charts,
-            reason(s.plan),
+            *(f"timeline-predicted-{i}", f"{name}: {plan.chosen.spec}"), plan.spans, _marks(plan), charts, reason(plan)
         )
-        for i, s in enumerate(run.layers)
+        for i, (name, plan) in enumerate(plans)
     ]
-    parts = [*(tag("p", text) for text in texts), _lead(run), table(caption, (*HEADS, *TIMES), rows, words=(0, 2))]
+    heads = (*HEADS, "verdict", *TIMES)
+    parts = [*(tag("p", text) for text in texts), _lead(plans), table(caption, heads, rows, words=(0, 2, 3))]
     parts += [
         bars_panel("bars-predicted", "Bars: predicted times; the table has the numbers", _bars(times), charts),
         _how_to_read(),
@@ -55,13 +51,13 @@ def predicted_section(run: Run, charts: Charts) -> Html:
     return tag("section", tag("h2", title), *parts, *lines)
 
 
-def _lead(run: Run) -> Html:
-    before = sum(s.plan.sequential_us for s in run.layers)
-    after = sum(s.plan.chosen.predicted_us for s in run.layers)
-    ideal = sum(s.plan.ideal_us for s in run.layers)
+def _lead(plans: Sequence[tuple[str, Plan]]) -> Html:
+    before = sum(plan.sequential_us for _, plan in plans)
+    after = sum(plan.chosen.predicted_us for _, plan in plans)
+    ideal = sum(plan.ideal_us for _, plan in plans)
     gain = f"{before / after:.2f} times as fast as" if after else "as fast as"
     text = (
-        f"All {len(run.layers)} together are predicted to take {ms(before)} ms sequentially and {ms(after)} ms overlapped, "
+        f"One call of each layer is predicted to take {ms(before)} ms sequentially and {ms(after)} ms as planned, "
         f"which is {gain} sequential; ideal is {ms(ideal)} ms."
     )
     return tag("p", text, class_="lead")
@@ -131,7 +127,7 @@ def _ran_table(run: Run) -> Html:
 
 def _speeds(run: Run, charts: Charts) -> list[Html]:
     """What GPUs took."""
-    times = [(layer, speeds, speeds.overlapped_us) for layer, speeds in run.measured]
+    times = [(layer.name, speeds, speeds.overlapped_us) for layer, speeds in run.measured]
     notes = []
     if run.over_ideal:
         notes.append(
@@ -157,7 +153,7 @@ def _times(times: Plan | Speeds, overlapped_us: float) -> tuple[str, ...]:
 def _bars(times: Times) -> Figure:
     sequential, ideal = [t.sequential_us for _, t, _ in times], [t.ideal_us for _, t, _ in times]
     overlapped = [overlapped_us for _, _, overlapped_us in times]
-    return bars([s.name for s, _, _ in times], {"sequential": sequential, "overlapped": overlapped, "ideal": ideal})
+    return bars([name for name, _, _ in times], {"sequential": sequential, "weft": overlapped, "ideal": ideal})
 
 
 def _marks(times: Plan | Speeds) -> dict[str, float]:

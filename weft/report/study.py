@@ -1,4 +1,4 @@
-"""The page of a simulated evaluation: the published figures redrawn beside ours, each with its numbers as text.
+"""The page of a simulated evaluation: the published figures redrawn next to ours, each with its numbers as text.
 
 From the top: how many predicted figures are within tolerance; every published number and ours; the study's charts and tables;
 what the sweeps found; where each number of the system is from.
@@ -18,7 +18,7 @@ from weft.studies.published import Figure, Unit
 from weft.studies.study import Chart, Done, Points, StudyTable, Timeline, tables, words
 
 COLOURS = ("#8c8c8c", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999933")
-"""Told apart by people who do not see all colours (Okabe and Ito; the last: Tol)."""
+"""Colours that people with colour blindness can distinguish (Okabe and Ito; the last: Tol)."""
 FIRST = ("figures", "labels")
 """Tables that come before the study's own."""
 SWEPT = ("sensitivity", "joint")
@@ -70,7 +70,7 @@ def _sources(system: StudyTable, sources: Mapping[str, str]) -> Html:
 
 
 def _published(found: Sequence[Figure], charts: Charts) -> list[Html]:
-    """Published figures beside ours: those that are shares as charts["published"], ratios as charts["ratios"]."""
+    """Published figures next to ours: those that are shares as charts["published"], ratios as charts["ratios"]."""
     units: dict[Unit, tuple[str, int, str]] = {"percent": ("published", 100, "%"), "ratio": ("ratios", 1, "times")}
     panels = []
     for unit, (chart, scale, label) in units.items():

@@ -6,10 +6,15 @@ import math
 from typing import TYPE_CHECKING
 
 from weft.core.problem import LookupProblem, Problem
-from weft.schedules import overlaps
+from weft.schedules import judge, overlaps
 
 if TYPE_CHECKING:
     from weft.planner.values import Plan
+
+
+def judge_plan(plan: Plan) -> str:
+    """Judge the schedule that a plan has chosen."""
+    return judge(plan.chosen.schedule, plan.chosen.predicted_us, plan.sequential_us)
 
 
 def ms(us: float) -> str:

@@ -56,7 +56,9 @@ def choose(problem: Problem, spec: str, device: torch.device, kept: Mapping[str,
     if spec.startswith("value:"):
         schedule = kept.get(spec)
         if schedule is None:
-            raise ValueError(f"schedule {spec} is a weft.Schedule that no longer exists; keep it for as long as calls name it")
+            raise ValueError(
+                f"schedule {spec} is a weft.schedule.Schedule that no longer exists; keep it for as long as calls name it"
+            )
         if schedule.problem != problem:
             raise ValueError(f"schedule is for {schedule.problem}; this call is {problem}")
         return schedule

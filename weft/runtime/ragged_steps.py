@@ -4,7 +4,7 @@ A flag that ShareCounts advances is a word of `told` on its rank, of the number 
 advances is a word of `arrived`: the n-th such flag of a rank, by name and index, is its n-th word. `RankOrders` has one rank's
 side, as weft.kernels.exchange takes it.
 
-The kernels run what weft.check proves, within limits of their own, which it refuses by name: one lane, which shares
+The kernels run what weft.schedule.check proves, within limits of their own, which it refuses by name: one lane, which shares
 its counts first, with all ranks, and waits for all; steps that copy from one buffer to one other; copies of a GroupedGemm
 before its products in a dispatch, behind them in a combine; products of all the segments of an expert in one step, since tiles
 are cut from an expert's rows whatever segments they hold; a part that signals the rank that its rows go to. A dispatch

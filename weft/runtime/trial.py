@@ -42,6 +42,7 @@ import torch
 from weft.core.errors import WeftError
 from weft.core.logs import warn_once
 from weft.core.problem import Problem
+from weft.schedules import judge
 
 P = TypeVar("P")
 """The type of a bound candidate. For an operator's schedules it is BoundProgram."""
@@ -105,9 +106,18 @@ class Choice:
 
     def __str__(self) -> str:
         measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
-        earlier = "kept from an earlier run" if self.kept else ""
+        verdict = judge(self.spec, self.us.get(self.spec), self.us.get("sequential"))
+        earlier = "from an earlier run" if self.kept else ""
         like = f"as with {' and '.join(map(str, self.like))} rows" if self.like else ""
-        return f"{self.problem}: {self.spec} ({', '.join(filter(None, (earlier, like, measured))) or 'not measured'})"
+        why = ", ".join(filter(None, (earlier, like, measured))) or "not measured"
+        return f"{self.problem}: {self.spec}{f', {verdict}' if verdict != self.spec else ''} ({why})"
+
+
+class Choices(list[Choice]):
+    """Choices is a list that prints a line for each choice."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or 'no call has used schedule="auto"'
 
 
 def _time_ratios(trial: Trial, other: Trial) -> tuple[float, ...]:

@@ -221,6 +221,8 @@ FAMILIES: dict[str, Family] = {
 NAMES: tuple[str, ...] = tuple(FAMILIES)
 IN_ORDER = ("sequential", "sequential_stores")
 """The families that overlap nothing: they compute, and exchange before or after that."""
+VERDICTS = OVERLAPPED, FASTER, SEQUENTIAL = "overlapped", "faster but not overlapped", "sequential"
+"""What reports say of a schedule that was chosen."""
 CUT_COLUMNS = ("uniform_fused_2d", "flag_gated_2d")
 """The families that cut columns of a or of b."""
 QUANTISING = ("sequential", "sequential_stores", "direct_store")
@@ -241,8 +243,19 @@ def names(op: Op) -> tuple[str, ...]:
 
 
 def overlaps(name: str) -> bool:
-    """Whether a schedule of that name runs any of its communication beside its computation."""
+    """Whether a schedule of that name, or spec, runs any of its communication during its computation."""
     return name not in IN_ORDER
+
+
+def judge(name: str, us: float | None = None, sequential_us: float | None = None) -> str:
+    """Say whether a schedule overlaps, is only faster than the sequential program, or neither. Times: where they are known.
+
+    >>> judge("flag_gated:2"), judge("sequential_stores", 90.0, 99.0), judge("sequential")
+    ('overlapped', 'faster but not overlapped', 'sequential')
+    """
+    if overlaps(name):
+        return OVERLAPPED
+    return FASTER if us is not None and sequential_us is not None and us < sequential_us else SEQUENTIAL
 
 
 def simplicity(name: str, chunks: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ Every function takes these arguments in addition to torch's:
 
     schedule        "auto": the fastest of a short autotuning run (on CPUs, for results above 1 GiB, and for those in tensors of
                     `empty`: what is predicted to be); or "sequential", which is NCCL's,
-                    "copy_engine", "copy_engine_pull", with :CHUNKS for pieces a part; or a weft.Schedule
+                    "copy_engine", "copy_engine_pull", with :CHUNKS for pieces a part; or a weft.schedule.Schedule
     staging_bytes   symmetric memory that pieces pass through, a rank; default: WEFT_STAGING_BYTES, or 1 GiB on a GPU, less
                     where less is free, and 16 MiB on a CPU. More bytes go through it in turns
     sms             SMs that sum, default: twice the machine's `stores.sms`

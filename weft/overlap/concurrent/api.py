@@ -90,7 +90,7 @@ def concurrent(
         compute_us: how long the computation takes alone, for the planner. Default: as long as the collectives. The
             same on every rank.
         method: auto, or the name of a schedule: sequential, nccl or copy_engine, with +late,
-            +priority, +pull, +ctas=N, +left=N, +resident=N (weft.schedules.concurrent); or a Schedule that weft.build has made
+            +priority, +pull, +ctas=N, +left=N, +resident=N (weft.schedules.concurrent); or a Schedule that weft.schedule.build has made
             of such a name for these collectives.
         kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
             context has them as `kernels`.
@@ -217,7 +217,10 @@ def _program(
     """What this rank runs. Raises ValueError for a schedule of other collectives or about sharded parameters, and for what
     would change nothing here."""
     require(
-        "method", method, (str, Schedule), "use auto, a name such as nccl+priority, or a weft.Schedule for these collectives"
+        "method",
+        method,
+        (str, Schedule),
+        "use auto, a name such as nccl+priority, or a weft.schedule.Schedule for these collectives",
     )
     if isinstance(method, Schedule):
         mine = calls.problem(collectives).collectives

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -32,6 +33,9 @@ from weft.planner.models.config import read_config
 from weft.planner.models.values import LookupSite, Model, Site, Uncovered
 
 __all__ = ["LookupSite", "Model", "Site", "Uncovered", "decode_sites", "load_model", "preset_names", "sites"]
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""How the Hugging Face Hub names a model: OWNER/NAME."""
 
 
 def sites(model: Model) -> tuple[Site, ...]:
@@ -77,7 +81,15 @@ def load_model(name_or_path: str) -> Model:
     path = config_path(name_or_path)
     if path is None:
         return codec.loads(Model, (_folder() / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path)
-    if os.path.exists(path) or path.suffix == ".json" or len(path.parts) > 1:
+    if os.path.exists(path) or path.suffix == ".json":
+        return read_config(path)
+    if _HUB_ID.fullmatch(name_or_path):
+        folder = name_or_path.partition("/")[2]
+        raise ValueError(
+            f"model is {name_or_path!r}, which is no local folder; weft does not download models. If it is on the Hugging Face "
+            f"Hub, run huggingface-cli download {name_or_path} config.json --local-dir {folder}, then pass {folder}/config.json"
+        )
+    if len(path.parts) > 1:
         return read_config(path)
     raise ValueError(_unknown(name_or_path))
 

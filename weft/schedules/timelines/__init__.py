@@ -29,7 +29,7 @@ def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 10
     A schedule that deadlocks is drawn up to where it stops, then the lines that never run. Raises ValueError for a rank
     that the schedule lacks, and for less than 40 columns of width, or than the ranks' lanes need.
     """
-    require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
+    require("schedule", schedule, Schedule, "use a weft.schedule.Schedule, as weft.schedule.build makes")
     require("ranks", ranks, Sequence, "use a row of ranks, such as (0, 1)")
     require("width", width, int, "use a whole number of columns, at least 40")
     wrong = [r for r in ranks if not (isinstance(r, int) and 0 <= r < len(schedule.ranks))]

@@ -1,7 +1,7 @@
 """The lines of a timeline and the rows they stand in: every step of every rank as text, in an order that could run.
 
 A row is a topological level of one call. A kernel of several parts has a line for itself and, in any order, one for each
-part. Used by `weft.timeline`, which draws the lines.
+part. Used by `weft.schedule.timeline`, which draws the lines.
 """
 
 from __future__ import annotations

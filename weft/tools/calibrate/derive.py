@@ -16,7 +16,7 @@ def derived(machine: Machine, world_size: int, name: str) -> Machine:
     """`machine` with `world_size` GPUs; sources say what is derived. Raises ValueError for fewer GPUs than it has, and for
     links that more GPUs would divide among them."""
     if world_size <= machine.world_size:
-        raise ValueError(f"--world-size is {world_size}; {machine.name} has {machine.world_size}: derive a profile of more")
+        raise ValueError(f"--ranks is {world_size}; {machine.name} has {machine.world_size}: derive a profile of more")
     if machine.links.topology != "switch":
         raise ValueError(
             f"links.topology is {machine.links.topology!r}; only behind a switch do more GPUs leave links as they are"

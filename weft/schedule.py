@@ -1,0 +1,81 @@
+"""What schedules are made of, and what is done with one: build, check, draw and simulate it.
+
+    schedule = weft.schedule.build(problem, "flag_gated", 2)
+    weft.schedule.check(schedule)                         raises ScheduleError unless every execution is right
+    print(weft.schedule.timeline(schedule))
+    spans = weft.schedule.simulate(schedule, "h200x8")
+
+Operators take a Schedule as `schedule=`. One written by hand consists of the buffers, lanes and steps that are named here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from weft.checker import ScheduleError, check
+    from weft.core.schedule import (
+        Bags,
+        Buffer,
+        Collective,
+        Copy,
+        Flag,
+        Gemm,
+        Lane,
+        Lookup,
+        Part,
+        Push,
+        Reduce,
+        Region,
+        Schedule,
+        Signal,
+        Step,
+        Store,
+        Sum,
+        Wait,
+    )
+    from weft.core.span import Span
+    from weft.perf import simulate
+    from weft.schedules import build
+    from weft.schedules.timelines import timeline
+
+__all__ = [
+    "Bags",
+    "Buffer",
+    "Collective",
+    "Copy",
+    "Flag",
+    "Gemm",
+    "Lane",
+    "Lookup",
+    "Part",
+    "Push",
+    "Reduce",
+    "Region",
+    "Schedule",
+    "ScheduleError",
+    "Signal",
+    "Span",
+    "Step",
+    "Store",
+    "Sum",
+    "Wait",
+    "build",
+    "check",
+    "simulate",
+    "timeline",
+]
+
+_HOMES = {
+    **dict.fromkeys(__all__, "weft.core.schedule"),
+    "ScheduleError": "weft.checker",
+    "Span": "weft.core.span",
+    "build": "weft.schedules",
+    "check": "weft.checker",
+    "simulate": "weft.perf",
+    "timeline": "weft.schedules.timelines",
+}
+"""The module in which each name is defined."""
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
