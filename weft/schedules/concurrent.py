@@ -191,8 +191,11 @@ def candidates(problem: ConcurrentProblem, abilities: Abilities | None = None) -
 
 
 def build(problem: ConcurrentProblem, spec: str, *, fan_out: bool = False) -> Schedule:
-    """The schedule of that name. fan_out: as `weft.schedule.build`. Raises ValueError for another name, and for copy engines where they
-    cannot run one of the collectives."""
+    """Return the schedule of that name.
+
+    fan_out: as for `weft.schedule.build`.
+    Raises ValueError for another name, and for copy engines if they cannot run one of the collectives.
+    """
     method = parse(spec)
     computation = UserCall(COMPUTATION, None, method.left, method.resident, method.ahead, method.unsharded)
     if method.transport == "copy_engine":

@@ -90,8 +90,8 @@ def concurrent(
         compute_us: how long the computation takes alone, for the planner. Default: as long as the collectives. The
             same on every rank.
         method: auto, or the name of a schedule: sequential, nccl or copy_engine, with +late,
-            +priority, +pull, +ctas=N, +left=N, +resident=N (weft.schedules.concurrent); or a Schedule that weft.schedule.build has made
-            of such a name for these collectives.
+            +priority, +pull, +ctas=N, +left=N, +resident=N (weft.schedules.concurrent); or a Schedule that
+            weft.schedule.build has made of such a name for these collectives.
         kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
             context has them as `kernels`.
         residents: blocks an SM to try where repeatable. Default: one less than fit, and half.
