@@ -154,7 +154,7 @@ def there(named: str) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if not name.startswith("docs/lab/")])
 def test_files_and_names_of_weft_exist(name: str) -> None:
-    """Those in code font: `weft/core/schedule.py`, `schedule.py`, `weft.schedule.check(schedule)`. The laboratory book names what
-    there was on its days."""
+    """Those in code font: `weft/core/schedule.py`, `schedule.py`, `weft.schedule.check(schedule)`. The laboratory book names
+    what there was on its days."""
     words = re.findall(r"`((?:[\w./-]+\.(?:py|md|json|jsonl|png)|weft(?:\.\w+)+))(?:\(.*?\))?`", TEXTS[name])
     assert [word for word in dict.fromkeys(words) if not there(word)] == []
