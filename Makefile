@@ -17,7 +17,7 @@ endef
 # Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-slow test-all test-gpu mutate lint types docs ledger site audit clean
+.PHONY: run test test-slow test-all recipes test-gpu mutate lint types docs ledger site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -37,6 +37,11 @@ test-slow: $(VENV)/.set-up-test
 test-all: $(VENV)/.set-up-test
 	WEFT_ORACLE=50000 $(PYTEST)
 	$(MAKE) mutate
+
+# The recipes with the real packages, which lie in a folder of their own.
+recipes: $(VENV)/.set-up-test
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target out/recipes --requirement examples/recipes/requirements.txt
+	PYTHONPATH=out/recipes $(BIN)/python -m pytest -q -m slow tests/project/test_recipes.py
 
 # Those of tests/gpu, on a machine with two or more GPUs: two files at a time on each pair.
 test-gpu: $(VENV)/.set-up-test

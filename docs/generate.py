@@ -1,6 +1,11 @@
-"""Writes the parts of the documents that code can write: `make docs`, or `python docs/generate.py` from the root.
+"""Makes the parts of the documents that code can write.
 
-A generated part is a fenced block whose first line says what it is made of; this script replaces the lines below it.
+    python docs/generate.py              fill README's blocks, and empty those of docs/, which the site fills (`make docs`)
+    python docs/generate.py --print cases h200x2/tp    print what a block shows
+    python docs/generate.py studies      also make the stored sweeps of the studies, in about ten minutes; t3, ficco, dlrm or
+                                         iso instead makes one of them (docs/*_study.json)
+
+A generated part is a fenced block whose first line says what it shows:
 
     ```text timeline OP FAMILY    weft.schedule.timeline of the family on the example that `weft schedules` shows
     ```text families BY           which operator has which family: all of them but those of collectives alone
@@ -15,9 +20,8 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text t3 WHAT               study_tables.py: published evaluations, simulated; also ficco, dlrm and iso WHAT
     ```text targets OF            which kernels compile for which GPUs (weft.kernels.targets), and why others do not
 
-tests/project/test_docs.py holds that nothing is out of date. What takes long to make lies in files: the sweeps of the studies,
-and FiCCO's evaluation, in docs/*_study.json. `python docs/generate.py studies`
-writes all of them in about ten minutes, `python docs/generate.py t3` (or ficco, or dlrm) one.
+README is committed with its blocks filled in. The blocks of docs/ are committed empty, and docs/site_pages.py fills them when
+the site is built.
 """
 
 from __future__ import annotations
@@ -49,11 +53,6 @@ text_tables, measured_tables, model_tables, study_tables = map(
 )
 _table = text_tables.table
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = (
-    *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/nodes.md"),
-    *("docs/fp8.md", "docs/kernels.md", "docs/models.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
-    "docs/studies.md",
-)
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48
 EXAMPLE_CHUNKS = 2
@@ -246,29 +245,53 @@ MAKERS: dict[str, Callable[..., str]] = {
 BLOCK = re.compile(rf"^```text ({'|'.join(MAKERS)}) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
-def rewritten(text: str) -> str:
-    """A document with every generated block made anew."""
+PLACEHOLDER = "The site shows this part. This command prints it: python docs/generate.py --print {words}"
 
-    def block(match: re.Match[str]) -> str:
-        kind, arguments = match.groups()
-        return f"```text {kind} {arguments}\n{MAKERS[kind](*arguments.split())}\n```"
 
-    return BLOCK.sub(block, text)
+def made(words: str) -> str:
+    """Return what a block with these words (a kind and its arguments) shows. Raises ValueError for an unknown kind."""
+    kind, *arguments = words.split()
+    if kind not in MAKERS:
+        raise ValueError(f"there is no generated block {kind!r}; use one of {', '.join(MAKERS)}")
+    return MAKERS[kind](*arguments)
+
+
+def filled(text: str) -> str:
+    """Return a document in which every generated block has its lines."""
+    return BLOCK.sub(lambda match: f"```text {match[1]} {match[2]}\n{made(f'{match[1]} {match[2]}')}\n```", text)
+
+
+def emptied(text: str) -> str:
+    """Return a document in which every generated block says where it can be seen."""
+    return BLOCK.sub(
+        lambda match: f"```text {match[1]} {match[2]}\n{PLACEHOLDER.format(words=f'{match[1]} {match[2]}')}\n```", text
+    )
+
+
+def rewritten(path: Path) -> str:
+    """Return a document as it is to be committed. README is read on its own, so it has its blocks filled in."""
+    text = path.read_text(encoding="utf-8")
+    return filled(text) if path.name == "README.md" else emptied(text)
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--print"]:
+        print(made(" ".join(sys.argv[2:])))
+        return
     names = list(study_tables.STUDIES)
     for name in names if sys.argv[1:] == ["studies"] else [name for name in names if name in sys.argv[1:]]:
         study_tables.keep(name)
     if text_tables.whole_history():
         text_tables.keep_days()
-    for name in DOCUMENTS:
-        path = ROOT / name
-        before = path.read_text(encoding="utf-8")
-        after = rewritten(before)
-        if after != before:
+    for path in documents():
+        after = rewritten(path)
+        if after != path.read_text(encoding="utf-8"):
             path.write_text(after, encoding="utf-8")
-            print(f"{name}: rewritten", file=sys.stderr)
+            print(f"{path.relative_to(ROOT)}: rewritten", file=sys.stderr)
 
 
 if __name__ == "__main__":

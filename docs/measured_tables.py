@@ -89,7 +89,7 @@ def cases(bench: str) -> str:
 
 def _case(some: Mapping[str, Row], modes: Sequence[str]) -> list[str]:
     first = some.get(modes[0])
-    cells = list(map(_us, (best_us(first, "communication/"), _computation(first)))) if first else ["-", "-"]
+    cells = list(map(_us, (best_us(first, "communication/"), best_us(first, "computation/")))) if first else ["-", "-"]
     for mode in modes:
         row = some.get(mode)
         if row is None:
@@ -99,18 +99,13 @@ def _case(some: Mapping[str, Row], modes: Sequence[str]) -> list[str]:
         auto = default(row) or math.nan
         times = [_us(us), _us(auto)]
         if mode == modes[0]:
-            halves = best_us(row, "communication/") and _computation(row)
+            halves = best_us(row, "communication/") and best_us(row, "computation/")
             share = f"{ideal(row) / auto:.2f}" if halves else "-"
             cells += [benchmark("gains").alternative_name(row), *times, row.chosen or "-", share]
         else:
             cells += times
         cells.append(f"{gain(row):.2f}x")
     return cells
-
-
-def _computation(row: Row) -> float | None:
-    """Of lookups weft's own kernel alone is no computation that it replaces."""
-    return best_us(row, "computation/", but=("computation/weft",))
 
 
 def paper(bench: str, mode: str) -> str:

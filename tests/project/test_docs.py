@@ -100,18 +100,27 @@ def test_commands_are_found() -> None:
     assert {words[1] for words in command_lines("make")} >= {"run", "test", "docs"}
 
 
-@pytest.mark.slow
 def test_what_code_writes_is_up_to_date(generate: SimpleNamespace) -> None:
-    stale = [name for name in generate.DOCUMENTS if generate.rewritten(TEXTS[name]) != TEXTS[name]]
+    stale = [path.name for path in generate.documents() if generate.rewritten(path) != path.read_text(encoding="utf-8")]
     assert stale == [], "run `make docs`"
 
 
-def test_what_is_out_of_date_is_rewritten(generate: SimpleNamespace) -> None:
+@pytest.mark.slow
+def test_every_generated_block_can_be_made(generate: SimpleNamespace) -> None:
+    for path in generate.documents():
+        for match in generate.BLOCK.finditer(path.read_text(encoding="utf-8")):
+            assert len(generate.made(f"{match[1]} {match[2]}").splitlines()) > 1, match[0]
+
+
+def test_blocks_are_filled_and_emptied(generate: SimpleNamespace) -> None:
     text = "before\n```text timeline all_gather_matmul sequential\nold\n```\nafter\n"
-    new = generate.rewritten(text)
-    assert "old" not in new
-    assert new.startswith("before\n```text timeline all_gather_matmul sequential\n")
-    assert new.endswith("\n```\nafter\n")
+    head = "before\n```text timeline all_gather_matmul sequential\n"
+    for new in (generate.filled(text), generate.emptied(text)):
+        assert "old" not in new
+        assert new.startswith(head)
+        assert new.endswith("\n```\nafter\n")
+    assert "rank 0" in generate.filled(generate.emptied(text))
+    assert len(generate.emptied(text).splitlines()) == 5
 
 
 def test_a_table_of_several_machines_is_refused(generate: SimpleNamespace) -> None:

@@ -15,16 +15,14 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_links_out_of_the_site_become_paths() -> None:
-    on_page_markdown = runpy.run_path(str(ROOT / "docs" / "site_links.py"))["on_page_markdown"]
-    assert (
-        on_page_markdown("[a](../weft/perf/engine.py#x) [b](design.md#y)\n") == "a (`weft/perf/engine.py`) [b](design.md#y)\n"
-    )
-    assert on_page_markdown("[log](lab/log.md#x)\n") == "log (`docs/lab/log.md`)\n"
+    adapted = runpy.run_path(str(ROOT / "docs" / "site_pages.py"))["adapted"]
+    assert adapted("[a](../weft/perf/engine.py#x) [b](design.md#y)\n") == "a (`weft/perf/engine.py`) [b](design.md#y)\n"
+    assert adapted("[log](lab/log.md#x)\n") == "log (`docs/lab/log.md`)\n"
 
 
 def test_every_fenced_block_of_the_site_has_a_language_alone() -> None:
     """Else mkdocs takes it for prose, and kernel[grid](arguments) in it for a link."""
-    on_page_markdown = runpy.run_path(str(ROOT / "docs" / "site_links.py"))["on_page_markdown"]
+    adapted = runpy.run_path(str(ROOT / "docs" / "site_pages.py"))["adapted"]
     for page in sorted((ROOT / "docs").glob("*.md")):
-        fences = re.findall(r"^```(.*)$", on_page_markdown(page.read_text(encoding="utf-8")), re.MULTILINE)
+        fences = re.findall(r"^```(.*)$", adapted(page.read_text(encoding="utf-8")), re.MULTILINE)
         assert not [fence for fence in fences if not re.fullmatch("[a-z]*", fence)], page.name

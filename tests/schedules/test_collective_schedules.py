@@ -139,7 +139,7 @@ def test_the_planner_prefers_nccl_for_small_ones_and_says_what_it_takes() -> Non
     h200 = machine.load("h200x8")
     small = plan(CollectiveProblem(op="all_gather", m=1 << 16, world_size=8, dtype="uint8"), h200)
     assert small.chosen.schedule == "sequential"
-    assert "The vendor's all-gather takes" in small.why
+    assert "NCCL's all-gather takes" in small.why
     for op in COLLECTIVE_OPS:
         problem = CollectiveProblem(op=op, m=1 << 26, world_size=4, dtype="float32")
         found = [(schedule.name, run(schedule, h200).total_us) for schedule in candidates(problem)]

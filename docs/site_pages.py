@@ -1,8 +1,11 @@
-"""What the site changes in the documents: links to files that the site does not have become paths in the repository."""
+"""What the site makes of a page: generated blocks are filled in, and links to files outside the site become paths."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./|lab/)([^)\s#]+)[^)\s]*\)")
@@ -11,11 +14,17 @@ _FENCE = re.compile(r"^(```[a-z]+) [^\n]*$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by mkdocs for each page. Fenced blocks keep their language alone: what else stands there is for docs/generate.py.
+    """mkdocs calls this for each page."""
+    sys.path.append(str(Path(__file__).parent))
+    return adapted(importlib.import_module("generate").filled(markdown))
 
-    >>> on_page_markdown("see [the engine](../weft/perf/engine.py#x), [engine.py](../weft/perf/engine.py)")
+
+def adapted(markdown: str) -> str:
+    """Return a page whose links lead somewhere on the site, and whose fenced blocks name their language alone.
+
+    >>> adapted("see [the engine](../weft/perf/engine.py#x), [engine.py](../weft/perf/engine.py)")
     'see the engine (`weft/perf/engine.py`), `weft/perf/engine.py`'
-    >>> on_page_markdown("in the [log](lab/log.md#fp8)")
+    >>> adapted("in the [log](lab/log.md#fp8)")
     'in the log (`docs/lab/log.md`)'
     """
     return _FENCE.sub(r"\1", _OUTSIDE.sub(_path, markdown))
