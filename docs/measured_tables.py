@@ -71,41 +71,37 @@ def gains(folder: str) -> str:
 
 
 def cases(bench: str) -> str:
-    """Every case, in us: communication alone, computation alone, the fastest alternative, and `auto` with what it chose, in
-    graphs; then the fastest alternative and `auto` as eager calls. gain: the alternative's time over that of `auto`."""
+    """Every case, in us. In graphs, or else eager: the gain, `auto`, the fastest alternative and its name, the share of the
+    ideal, what `auto` chose, and each half alone. If both modes were measured, also the gain and the two times of eager calls."""
     rows = [row for row in lines(bench) if default(row)]
     modes = [mode for mode in ("graph", "eager") if any(row.mode == mode for row in rows)]
-    heads = ["operator, case", "comm.", "comp."]
-    for mode in modes:
-        heads += (
-            ["other", f"{mode} us", "auto", "chosen", "of ideal", "gain"] if mode == modes[0] else ["eager", "auto", "gain"]
-        )
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         found.setdefault((row.op, row.case), {})[row.mode] = row
-    body = [(f"{op} {case}", *_case(some, modes)) for (op, case), some in found.items()]
-    return table([tuple(heads), *body]) + source(rows, " and ".join(modes))
+    heads = ("gain", "auto", "other", "which", "of ideal", "chosen", "comm.", "comp.")
+    eager = ("eager gain", "auto", "other") if modes[1:] else ()
+    body = [
+        (f"{op} {case}", *_case(some.get(modes[0])), *(_eager_case(some.get("eager")) if eager else ()))
+        for (op, case), some in found.items()
+    ]
+    return table([("operator, case", *heads, *eager), *body]) + source(rows, " and ".join(modes))
 
 
-def _case(some: Mapping[str, Row], modes: Sequence[str]) -> list[str]:
-    first = some.get(modes[0])
-    cells = list(map(_us, (best_us(first, "communication/"), best_us(first, "computation/")))) if first else ["-", "-"]
-    for mode in modes:
-        row = some.get(mode)
-        if row is None:
-            cells += ["-"] * (6 if mode == modes[0] else 3)
-            continue
-        us = alternative(row)[1]
-        auto = default(row) or math.nan
-        times = [_us(us), _us(auto)]
-        if mode == modes[0]:
-            halves = best_us(row, "communication/") and best_us(row, "computation/")
-            share = f"{ideal(row) / auto:.2f}" if halves else "-"
-            cells += [benchmark("gains").alternative_name(row), *times, row.chosen or "-", share]
-        else:
-            cells += times
-        cells.append(f"{gain(row):.2f}x")
-    return cells
+def _case(row: Row | None) -> tuple[str, ...]:
+    if row is None:
+        return ("-",) * 8
+    halves = best_us(row, "communication/"), best_us(row, "computation/")
+    share = f"{ideal(row) / (default(row) or math.nan):.2f}" if all(halves) else "-"
+    other = benchmark("gains").alternative_name(row)
+    return (*_gain(row), other, share, row.chosen or "-", *map(_us, halves))
+
+
+def _eager_case(row: Row | None) -> tuple[str, ...]:
+    return _gain(row) if row else ("-",) * 3
+
+
+def _gain(row: Row) -> tuple[str, ...]:
+    return (f"{gain(row):.2f}x", _us(default(row)), _us(alternative(row)[1]))
 
 
 def paper(bench: str, mode: str) -> str:
