@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from text_tables import RESULTS, benchmark, date_of, lines, source, table, versions
 
@@ -72,7 +72,7 @@ def gains(folder: str) -> str:
 
 def cases(bench: str) -> str:
     """Every case, in us. In graphs, or else eager: the gain, `auto`, the fastest alternative and its name, the share of the
-    ideal, what `auto` chose, and each half alone. If both modes were measured, also the gain and the two times of eager calls."""
+    ideal, what `auto` chose, and each half alone. If both modes were measured, also the gain and both times of eager calls."""
     rows = [row for row in lines(bench) if default(row)]
     modes = [mode for mode in ("graph", "eager") if any(row.mode == mode for row in rows)]
     found: dict[tuple[str, str], dict[str, Row]] = {}
