@@ -216,9 +216,9 @@ def _compiled(name: str, pointers: str, **constants: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "pointers", "constants"),
     [
-        ("_spread_kernel", "*bf16 *i64 *bf16", {"TOP": 2}),
-        ("_total_kernel", "*bf16 *i64 *fp32 *bf16", {"TOP": 2, "WEIGHED": 1}),
-        ("_total_backward_kernel", "*bf16 *bf16 *i64 *fp32 *bf16 *fp32", {"TOP": 2}),
+        ("_permute_kernel", "*bf16 *i64 *bf16", {"TOP": 2}),
+        ("_unpermute_kernel", "*bf16 *i64 *fp32 *bf16", {"TOP": 2, "WEIGHED": 1}),
+        ("_unpermute_backward_kernel", "*bf16 *bf16 *i64 *fp32 *bf16 *fp32", {"TOP": 2}),
         ("_swiglu_kernel", "*bf16 *i32 *bf16", {"COUNTS": 8}),
         ("_swiglu_backward_kernel", "*bf16 *bf16 *i32 *bf16", {"COUNTS": 8}),
     ],

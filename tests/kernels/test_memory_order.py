@@ -24,7 +24,7 @@ def ptx(module: str) -> str:
         return str(for_a_gpu(one.kernel, one.constants, one.types, **options).asm["ptx"])
 
 
-@pytest.mark.parametrize("module", ["gemm_kernel", "push", "lookup", "words"])
+@pytest.mark.parametrize("module", ["gemm_kernel", "push", "lookup", "flag_operations"])
 def test_flags_are_raised_with_release(module: str) -> None:
     text = ptx(module)
     raised = [line for line in text.splitlines() if re.search(r"\b(?:atom|red)\.", line) and "acquire" not in line]
@@ -32,7 +32,7 @@ def test_flags_are_raised_with_release(module: str) -> None:
     assert all(".sys.release." in line for line in raised)
 
 
-@pytest.mark.parametrize("module", ["gemm_kernel", "words"])
+@pytest.mark.parametrize("module", ["gemm_kernel", "flag_operations"])
 def test_flags_are_waited_for_with_acquire(module: str) -> None:
     text = ptx(module)
     assert re.search(r"\b(?:ld|atom)\.global\.sys\.acquire\.", text)

@@ -175,7 +175,7 @@ def test_stores_to_another_node_are_refused() -> None:
         if name == "sequential":
             check(schedule)
         else:
-            refused(schedule, "lies on another node, out of reach")
+            refused(schedule, "is on another node, out of reach")
 
 
 def test_families_that_store_everywhere_are_refused_by_name() -> None:
@@ -270,7 +270,7 @@ def test_other_steps_stay_off_a_network_lane() -> None:
     )
 
 
-def test_messages_beside_a_collective_are_refused() -> None:
+def test_messages_during_a_collective_are_refused() -> None:
     schedule = build(COMBINE, "node_slices", 1)
     ranks = tuple(
         tuple(
@@ -292,9 +292,9 @@ def test_messages_beside_a_collective_are_refused() -> None:
 
 def test_a_signal_to_another_node_is_refused() -> None:
     schedule = build(COMBINE, "node_slices", 1)
-    told = [*network(schedule, 0), Signal(Flag("told", 2))]
+    lanes = [*network(schedule, 0), Signal(Flag("notified", 2))]
     refused(
-        with_network(schedule, 0, told), "told[0]@2 lies on another node", "send a message, and signal where it is received"
+        with_network(schedule, 0, lanes), "notified[0]@2 is on another node", "send a message, and signal where it is received"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the builders share: lanes that grow step by step, and how rows are cut into pieces."""
+"""The base of the builders: lanes that grow step by step, and the cutting of rows into pieces."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Build = Callable[[Request], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Chunk `index` of the shard of rank `shard`: rows [low, high) of the global matrix, and where they lie when staged."""
+    """Chunk `index` of the shard of rank `shard`: rows [low, high) of the global matrix, and their rows when staged."""
 
     shard: int
     index: int
@@ -64,7 +64,7 @@ class Piece:
 def cut(problem: Problem, chunks: int) -> list[list[Piece]]:
     """Pieces of every shard, by shard and index, without the empty ones.
 
-    Staged rows are laid out by step: all shards' chunk 0, then all shards' chunk 1, so that what arrives in a step lies
+    Staged rows are laid out by step: all shards' chunk 0, then all shards' chunk 1, so that rows that arrive in a step lie
     together.
 
     >>> p = Problem(op="all_gather_matmul", m=5, n=1, k=1, world_size=2)
@@ -104,7 +104,7 @@ class Builder:
 
     @property
     def quantises(self) -> bool:
-        """Whether a becomes FP8 on its way, so that own rows, too, are multiplied as they land."""
+        """Whether a is quantised to FP8 before it is sent, so that own rows are also multiplied from the landing buffer."""
         return self.problem.scaling is not None and self.problem.scaling.quantises
 
     @property
@@ -187,7 +187,7 @@ class Builder:
             self.add(rank, lane or self.copy_lane(peer), self.free(rank, peer))
 
     def release(self, rank: int, peers: Iterable[int], lane: str = "compute") -> None:
-        """Tell peers that what they sent to `rank` has been read for the last time in this call."""
+        """Signal peers that their data on `rank` has been read for the last time in this call."""
         for peer in peers:
             self.add(rank, lane, Signal(Flag("free", peer, rank)))
 

@@ -8,7 +8,7 @@ Buffers of rank r; all are elements below each other, p = world_size
     out     output               the result
 
 Flags of rank r (who advances ~> who waits), one for each peer and piece
-    arrived[p, i]@r   p ~> r: p's piece i lies in recv         free[p, i]@r   p ~> r: p has read r's piece i out of its recv
+    arrived[p, i]@r   p ~> r: p's piece i is in recv         free[p, i]@r   p ~> r: p has read r's piece i out of its recv
     ready[p, i]@r     p ~> r: so, in summed                    read[p, i]@r   likewise
     made[i]@r         r's sums ~> r's copies: piece i of r's own part is summed (all_reduce)
     open[p]@r         p ~> r: p has begun this call, so that r may write p's out (where out is reachable)
@@ -30,10 +30,10 @@ is copied to out. Where peers pull, a sum is made in staged, and ready says so:
 
 Pushes of a rank are on one lane, piece by piece, each to all peers in turn.
 
-Where out lies in symmetric memory (`reachable`), pieces are pushed straight to it, and nothing is handed out. Until a rank has
+Where out is in symmetric memory (`reachable`), pieces are pushed straight to it, and nothing is handed out. Until a rank has
 begun a call its out is its caller's: `open` says that it has; of an all_reduce, the parts that it has pushed do.
 
-Room is bounded. A part has `slots` slots of one piece each at its receiver, and piece i lies in slot i % slots: it may be sent
+Room is bounded. A part has `slots` slots of one piece each at its receiver, and piece i is in slot i % slots: it may be sent
 once piece i - slots has been read, of this call or the one before. So a collective of any size goes through `staging_bytes`.
 
 Bad interleaving: r pushes piece i + slots while o still sums piece i. `free` prevents it, from call to call, too: the first
@@ -61,25 +61,25 @@ MOST_PUSHES = 4096
 class Channel(NamedTuple):
     """Room that every rank has for the pieces of its peers, and its flags.
 
-    apart: slots for each peer; else for the rank's own pieces, which peers pull. across: a call waits until the last pieces of
-    the call before have been read; not so where that follows from what the rank has had back.
+    per_peer: slots for each peer; else for the rank's own pieces, which peers pull. across: a call waits until the last pieces
+    of the call before have been read; not so where that follows from what the rank has had back.
     """
 
     buffer: str
     arrived: str
     free: str
-    apart: bool = True
+    per_peer: bool = True
     across: bool = True
 
 
 LANDING = Channel("recv", "arrived", "free")
-STAGED = Channel("staged", "arrived", "free", apart=False)
+STAGED = Channel("staged", "arrived", "free", per_peer=False)
 PARTS, SUMS = Channel("recv", "arrived", "free", across=False), Channel("summed", "ready", "read", across=False)
-OFFERED = Channel("staged", "ready", "read", apart=False, across=False)
+OFFERED = Channel("staged", "ready", "read", per_peer=False, across=False)
 
 
 class SlotTurns(NamedTuple):
-    """How the pieces of a part take turns in its slots. length: of a piece, and a slot, in elements."""
+    """The slots of a part, which its pieces use in turn. length: of a piece, and a slot, in elements."""
 
     length: int
     slots: int
@@ -133,7 +133,7 @@ def _collective(asked: Request) -> CollectiveProblem:
 
 
 class _Collective(Builder):
-    """The caller's buffers, and the repeated idioms. parts: how many have slots on a rank."""
+    """The caller's buffers, and the repeated idioms. parts: the number of parts with slots on a rank."""
 
     def __init__(self, asked: Request, *, parts: int | None = None) -> None:
         super().__init__(asked)
@@ -144,7 +144,7 @@ class _Collective(Builder):
         self.count = self.turns.pieces(max(self.owned))
 
     def room(self, channel: Channel) -> None:
-        rows = (self.world_size - 1 if channel.apart else 1) * self.turns.slots * self.turns.length
+        rows = (self.world_size - 1 if channel.per_peer else 1) * self.turns.slots * self.turns.length
         self.buffer(channel.buffer, "symmetric", rows, 1)
 
     def pieces_of(self, part: int) -> range:
@@ -170,9 +170,9 @@ class _Collective(Builder):
         return self.region("out", rank, self.turns.piece(self.problem.arrivals(src, rank), piece))
 
     def slot(self, channel: Channel, src: int, rank: int, like: Region, piece: int) -> Region:
-        """Where a piece of rank `src` lies in the room of `rank`: as long as `like`."""
-        apart = (src - (src > rank)) * self.turns.slots * self.turns.length if channel.apart else 0
-        low = apart + self.turns.slot(piece)
+        """Return the region of a piece of rank `src` in the slots of `rank`, as long as `like`."""
+        offset = (src - (src > rank)) * self.turns.slots * self.turns.length if channel.per_peer else 0
+        low = offset + self.turns.slot(piece)
         return self.region(channel.buffer, rank, (low, low + like.shape[0]))
 
     def flag(self, name: str, rank: int, src: int, index: int = 0) -> Flag:
@@ -187,14 +187,14 @@ class _Collective(Builder):
         return (Wait(self.flag(channel.free, rank, peer, last), 0),) if first else ()
 
     def after(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Signal, ...]:
-        """`rank` tells a peer that it has read its piece, if the peer will ask."""
+        """Let `rank` signal a peer that it has read the peer's piece, if the peer waits for that."""
         asked = piece + self.turns.slots <= last or (piece == last and channel.across)
         return (Signal(self.flag(channel.free, peer, rank, piece)),) if asked else ()
 
     def push(self, channel: Channel, rank: int, peer: int, src: Region, piece: int, last: int) -> None:
         there = self.slot(channel, rank, peer, src, piece)
-        lane, told = self.copy_lane(peer), Signal(self.flag(channel.arrived, peer, rank, piece))
-        self.add(rank, lane, *self.before(channel, rank, peer, piece, last), Copy(src, there), told)
+        lane, signal = self.copy_lane(peer), Signal(self.flag(channel.arrived, peer, rank, piece))
+        self.add(rank, lane, *self.before(channel, rank, peer, piece, last), Copy(src, there), signal)
 
     def hand_out(self, channel: Channel, rank: int, src: int, piece: int, last: int) -> None:
         """What a peer has pushed becomes the caller's."""

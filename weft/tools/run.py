@@ -80,23 +80,23 @@ def run_model(
     element = cast(DType, dtype)
     found = decode_sites(model) if op == "matmul_all_reduce" else sites(model)
     chosen = [s for s in found if op in (None, s.op)]
-    for site in chosen:
-        schedules.check_op(schedule.partition(":")[0], site.op)
+    for layer in chosen:
+        schedules.check_op(schedule.partition(":")[0], layer.op)
     like, rounds = (machine.fans_out, 0) if device == "cpu" else (None, ROUNDS[device])
     done: list[LayerRun] = []
     with Ranks(ranks if chosen else 0, device=device) as pool:
-        for index, site in enumerate(chosen):
-            progress(f"{site.name}: predicting on {machine.name}", 2 * index, 2 * len(chosen))
-            there = _predict(site.problem(machine_tokens, machine_ranks, element, scaling), schedule, machine)
+        for index, layer in enumerate(chosen):
+            progress(f"{layer.name}: predicting on {machine.name}", 2 * index, 2 * len(chosen))
+            there = _predict(layer.problem(machine_tokens, machine_ranks, element, scaling), schedule, machine)
             _proved(there.problem, there.chosen.spec, machine.fans_out)
-            problem = replace(site.problem(tokens, ranks, element, scaling), nodes=cut(ranks))
+            problem = replace(layer.problem(tokens, ranks, element, scaling), nodes=cut(ranks))
             spec = _choose(problem, schedule, there, machine, device)
             if spec != "auto":
                 _proved(problem, spec, bool(like))
-            progress(f"{site.name}: running {spec} on {ranks} ranks", 2 * index + 1, 2 * len(chosen))
-            seeds = seed + zlib.crc32(site.name.encode())
-            measured = pool.run(measure_site, problem, spec, seeds, device, like, rounds)
-            done.append(_layer_run(site.name, _proved(problem, measured[0].spec, bool(like)), measured, there))
+            progress(f"{layer.name}: running {spec} on {ranks} ranks", 2 * index + 1, 2 * len(chosen))
+            seeds = seed + zlib.crc32(layer.name.encode())
+            measured = pool.run(measure_layer, problem, spec, seeds, device, like, rounds)
+            done.append(_layer_run(layer.name, _proved(problem, measured[0].spec, bool(like)), measured, there))
         progress("done", 2 * len(chosen), 2 * len(chosen))
     return Run(
         model=model.name,
@@ -106,7 +106,7 @@ def run_model(
         dtype=dtype if scaling is None else f"{scaling}, to {dtype}",
         seed=seed,
         machine=machine.name,
-        machine_words=machine.words,
+        machine_words=machine.description,
         machine_ranks=machine_ranks,
         machine_tokens=machine_tokens,
         layers=tuple(done),
@@ -184,11 +184,11 @@ class Measured:
     tried: dict[str, float]
 
 
-def measure_site(
+def measure_layer(
     problem: Problem, spec: str, seed: int, device: str, fan_out: bool | None = None, rounds: int | None = None
 ) -> Measured:
     """One rank's part: draw inputs, check the result, time the schedule against the sequential one, record a call. fan_out:
-    whether it has a copy lane for each peer; default: as the device's profile has it. rounds: how often it is timed; default:
+    whether it has a copy lane for each peer; default: as the device's profile has it. rounds: of timing; default:
     as ROUNDS has it."""
     rounds = ROUNDS[device] if rounds is None else rounds
     rank = dist.get_rank()
@@ -208,7 +208,7 @@ def measure_site(
 
 def _asked(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) -> tuple[str, Schedule | None]:
     """What names the schedule in calls: `spec`, unless the device's profile would have another one built by that name. Then
-    that one, too, to be kept for as long as it is named."""
+    that one, too; the caller must hold it as long as it uses the name."""
     if fan_out in (None, fans_out(on)):
         return spec, None
     name: str = dist.group.WORLD.group_name  # type: ignore[union-attr]

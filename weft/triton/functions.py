@@ -1,6 +1,6 @@
 """Functions that any Triton kernel may call to exchange data with the kernels of other ranks. Stock Triton, nothing patched.
 
-    peer_pointer                              where a symmetric tensor lies on a peer
+    peer_pointer                              address of a symmetric tensor on a peer
     put  get  reduce_add                      tiles to and from there
     signal  wait  put_signal                  flags: release, and acquire with a bound, at system scope
     remote_first  last_of                     order of tiles; the last block of a slice
@@ -17,7 +17,7 @@ for that signal, on any rank:
                                                            ~> block of rank 1: wait (acquire, system) -> get
 
 `get` reads past this SM's first-level cache, which may hold what lay there before: after a wait, read with it what peers
-wrote, in your own memory too. A load by a tensor descriptor goes another way and is not ordered by any of this.
+wrote, in your own memory too. Loads by tensor descriptors (TMA) are not ordered by any of this.
 
 Progress. Blocks that wait hold their SM. What a block waits for must come from blocks that run already or have ended: launch
 no more blocks than `Peers.resident_blocks`, and let them loop. Triton's interpreter runs the blocks of a rank one after the
@@ -37,8 +37,8 @@ from weft.triton.flags import behind, look, pause
 def peer_pointer(local_ptr, peers_ptr, peer):
     """Pointer to the first element of a symmetric tensor on rank `peer`.
 
-    local_ptr: the same tensor here; it gives the type. peers_ptr: its table, `SymmetricTensor.peers`. The compiler is told
-    that the address is a multiple of 16 bytes: without that, what is addressed through a table moves element by element.
+    local_ptr: the same tensor here; it gives the type. peers_ptr: its table, `SymmetricTensor.peers`. The compiler
+    gets the hint that the address is a multiple of 16 bytes; without it, accesses through a table move element by element.
     """
     address = tl.load(peers_ptr + peer)
     return tl.multiple_of(address.to(tl.pointer_type(local_ptr.dtype.element_ty)), 16)
@@ -60,7 +60,7 @@ def _places(base_ptr, offsets, ALIGN: tl.constexpr):
 
 @triton.jit
 def _inside(mask, offsets, ALIGN: tl.constexpr):
-    """The mask, of which the compiler knows that ALIGN neighbours are alike."""
+    """Return the mask with the hint that ALIGN neighbours are equal."""
     if ALIGN > 1:
         # A hint sticks to an operation, and the mask may be an argument: this comparison is there to carry it.
         mask = mask & (offsets >= 0)
@@ -70,11 +70,11 @@ def _inside(mask, offsets, ALIGN: tl.constexpr):
 
 @triton.jit
 def put(dst_ptr, offsets, value, mask=None, ALIGN: tl.constexpr = 1):
-    """Store a tile, or a number: value[i] to dst_ptr + offsets[i] where mask[i], as the type that lies there.
+    """Store a tile, or a number: value[i] to dst_ptr + offsets[i] where mask[i], as the type of dst_ptr.
 
     dst_ptr: of a peer (`peer_pointer`), or of memory here. offsets: in elements, not negative. ALIGN: in elements, a power of
-    two: what the caller promises of the tile's last dimension, that every run of ALIGN neighbours lies together, begins at a
-    multiple of ALIGN * itemsize bytes, and is masked alike. With 16 bytes of them, accesses are 16 bytes wide, whatever the
+    two: the caller's promise that every run of ALIGN neighbours of the tile's last dimension is contiguous, begins at a
+    multiple of ALIGN * itemsize bytes, and has one mask value. With 16 bytes of them, accesses are 16 bytes wide, whatever the
     compiler knows of offsets and mask. The peer sees it after a `signal` that it has waited for.
     """
     if mask is None:
@@ -85,7 +85,7 @@ def put(dst_ptr, offsets, value, mask=None, ALIGN: tl.constexpr = 1):
 
 @triton.jit
 def get(src_ptr, offsets, mask=None, other=0.0, ALIGN: tl.constexpr = 1):
-    """Load a tile that a peer wrote, or that lies on a peer: src_ptr[offsets[i]] where mask[i], else `other`.
+    """Load a tile that a peer wrote, or that is on a peer: src_ptr[offsets[i]] where mask[i], else `other`.
 
     Past this SM's first-level cache. offsets, ALIGN: as for `put`.
     """
@@ -150,7 +150,7 @@ def wait(flag_ptr, at_least, tries, status_ptr):
 
 @triton.jit
 def put_signal(dst_ptr, offsets, value, mask, flag_ptr, by=1, ALIGN: tl.constexpr = 1):
-    """`put`, then `signal` of a flag at the same peer: for one tile, the least that tells it of it.
+    """`put`, then `signal` a flag at the same peer: sends one tile and notifies its receiver.
 
     Where a block puts several tiles for one flag, put them all and signal once: a release waits until the peer has taken all
     stores before it.
@@ -163,7 +163,7 @@ def put_signal(dst_ptr, offsets, value, mask, flag_ptr, by=1, ALIGN: tl.constexp
 def remote_first(tile, tiles_per_rank, rank, world_size):
     """(dst_rank, tile of dst_rank) of a linear tile in [0, world_size * tiles_per_rank): peers from the successor on, own last.
 
-    What has a way to go starts first, the own tiles run while it travels, and no two ranks send to one peer at once.
+    Remote tiles start first, own tiles are computed during their transfer, and no two ranks send to one peer at the same time.
     """
     return (rank + 1 + tile // tiles_per_rank) % world_size, tile % tiles_per_rank
 
