@@ -1,5 +1,5 @@
 """What compilers make of flags: a release behind every thread's stores, and an acquire before what the flag guards, both for
-the whole system, since flags and rows lie on peers. On x86-64, and on one GPU, a test that runs would pass without them."""
+the whole system, since flags and rows are on peers. On x86-64, and on one GPU, a test that runs would pass without them."""
 
 from __future__ import annotations
 

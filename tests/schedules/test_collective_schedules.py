@@ -105,9 +105,9 @@ def test_what_is_right_only_apart_is_refused() -> None:
     with pytest.raises(weft.schedule.ScheduleError, match=r"touches a@0\["):
         weft.schedule.check(damaged)
     # In an all-to-all the two are never one: the same is allowed.
-    apart = weft.schedule.build(replace(problem, op="all_to_all"), "copy_engine", 1)
-    compute = next(lane for lane in apart.ranks[0] if lane.name == "compute")
-    weft.schedule.check(changed(apart, 0, "compute", 0, wrong, compute.steps[0]))
+    separate = weft.schedule.build(replace(problem, op="all_to_all"), "copy_engine", 1)
+    compute = next(lane for lane in separate.ranks[0] if lane.name == "compute")
+    weft.schedule.check(changed(separate, 0, "compute", 0, wrong, compute.steps[0]))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_planner_prefers_nccl_for_small_ones_and_says_what_it_takes() -> Non
     h200 = machine.load("h200x8")
     small = plan(CollectiveProblem(op="all_gather", m=1 << 16, world_size=8, dtype="uint8"), h200)
     assert small.chosen.schedule == "sequential"
-    assert "The vendor's all-gather takes" in small.why
+    assert "NCCL's all-gather takes" in small.why
     for op in COLLECTIVE_OPS:
         problem = CollectiveProblem(op=op, m=1 << 26, world_size=4, dtype="float32")
         found = [(schedule.name, run(schedule, h200).total_us) for schedule in candidates(problem)]

@@ -222,10 +222,10 @@ def test_a_message_without_its_other_end_is_refused() -> None:
 def test_ranks_that_receive_before_they_send_deadlock() -> None:
     schedule = build(COMBINE, "node_slices", 1)
     for rank in range(4):
-        apart: list[Step] = []
+        separate: list[Step] = []
         for step in network(schedule, rank):
-            apart += [SendReceive((), step.receives), SendReceive(step.sends)] if isinstance(step, SendReceive) else [step]
-        schedule = with_network(schedule, rank, apart)
+            separate += [SendReceive((), step.receives), SendReceive(step.sends)] if isinstance(step, SendReceive) else [step]
+        schedule = with_network(schedule, rank, separate)
     refused(
         schedule, "deadlock: rank 0, lane network", "waits for rank 2 to begin its end of message 0", "rank 2, lane network"
     )

@@ -156,8 +156,8 @@ def test_what_weft_s_kernels_reach_is_read_off_their_samples() -> None:
 
 
 def test_a_probe_that_fails_costs_its_own_numbers_alone(caplog: pytest.LogCaptureFixture) -> None:
-    kept = [s for s in samples_of(H200) if s.what not in ("launch", "sums", "all_to_all")]
-    broken = [dataclasses.replace(s, us=(0.0,) * 3) if s.what == "lookup" else s for s in kept]
+    remaining = [s for s in samples_of(H200) if s.what not in ("launch", "sums", "all_to_all")]
+    broken = [dataclasses.replace(s, us=(0.0,) * 3) if s.what == "lookup" else s for s in remaining]
     failed = {"launch_us": "probe 'launches' failed: rank 1: boom", "kernels.sm_gbps": "probe 'sums' failed: rank 0: no"}
     made = Profile(H200, broken, world_size=8, when="2026-11-21", failed=failed).machine("mine", "")
     assert (made.launch_us, made.kernels.sm_gbps) == (H200.launch_us, H200.kernels.sm_gbps)

@@ -84,7 +84,7 @@ def _calls_of_a_site(problem: Problem, spec: str) -> tuple[list[tuple[str, bool]
     calls: list[tuple[str, bool]] = []
     call = run._run
 
-    def noted(problem: Problem, spec: str, given: run.Given, spans: list[Span] | None = None) -> torch.Tensor:
+    def noted(problem: Problem, spec: str, given: run.Inputs, spans: list[Span] | None = None) -> torch.Tensor:
         calls.append((spec, spans is not None))
         return call(problem, spec, given, spans)
 
@@ -103,8 +103,8 @@ def test_every_round_sees_every_method(ranks: RankFixture, spec: str) -> None:
     for calls, measured in ranks(2).run(_calls_of_a_site, problem, spec):
         assert calls == [(spec, False), *one * (ROUNDS["cpu"] + 1), (spec, True)]
         assert len(measured.rounds) == ROUNDS["cpu"]
-        alike = [r.sequential_us == r.overlapped_us for r in measured.rounds]
-        assert all(alike) == (spec == "sequential"), "two times may be equal by chance"
+        equal = [r.sequential_us == r.overlapped_us for r in measured.rounds]
+        assert all(equal) == (spec == "sequential"), "two times may be equal by chance"
         for r in measured.rounds:
             assert [s.kind for s in r.sequential_spans] == ["gemm", "collective"]
             assert sum(s.duration_us for s in r.sequential_spans) > 0 < min(r.sequential_us, r.overlapped_us)

@@ -206,15 +206,15 @@ class Effects:
         for number, (name, owner) in enumerate(self.program.memories):
             buffer = self.program.schedule.buffer[name]
             if owner == rank and buffer.kind == "output" and buffer.whole(rank).size:
-                self._check_output(number, (0, buffer.rows[rank], 0, buffer.cols[rank]), self._wanted(name, rank))
+                self._check_output(number, (0, buffer.rows[rank], 0, buffer.cols[rank]), self._expected_rows(name, rank))
 
-    def _wanted(self, name: str, rank: int) -> list[tuple[Span1D, Content]]:
+    def _expected_rows(self, name: str, rank: int) -> list[tuple[Span1D, Content]]:
         """What ranges of rows must hold."""
         problem, rows = self.problem, (0, self.program.schedule.buffer[name].rows[rank])
         if problem.op in EXCHANGES or problem.op == "all_to_all":
-            return [self._arrived(name, src_rank, rank) for src_rank in range(problem.world_size)]
+            return [self._expected_arrivals(name, src_rank, rank) for src_rank in range(problem.world_size)]
         if isinstance(problem, ColumnProblem):
-            return _wanted_of_columns(problem, name, rank)
+            return _expected_columns(problem, name, rank)
         if isinstance(problem, CollectiveProblem):
             low, every = problem.shards[rank][0] if problem.op == "reduce_scatter" else 0, ((0, problem.world_size),)
             return [(rows, ("AB", low, 0, every, problem.divide_by) if problem.sums else ("A", 0, 0))]
@@ -231,7 +231,7 @@ class Effects:
         divide_by = problem.world_size if problem.reduce_op == "avg" else 1
         return [(rows, ("AB", problem.shards[rank][0], 0, every_k, divide_by))]
 
-    def _arrived(self, name: str, src_rank: int, rank: int) -> tuple[Span1D, Content]:
+    def _expected_arrivals(self, name: str, src_rank: int, rank: int) -> tuple[Span1D, Content]:
         """The rows of an all-to-all that `rank` has from `src_rank`: in `out`, multiplied by the b of whoever multiplies."""
         problem = self.problem
         rows = problem.arrivals(src_rank, rank)
@@ -283,7 +283,7 @@ class Effects:
         return ScheduleError(f"{where}: {does} {region}, which {they} {verb}; nothing orders the two")
 
 
-def _wanted_of_columns(problem: ColumnProblem, name: str, rank: int) -> list[tuple[Span1D, Content]]:
+def _expected_columns(problem: ColumnProblem, name: str, rank: int) -> list[tuple[Span1D, Content]]:
     every_k = ((0, problem.k),)
     if problem.sends_columns:
         left = problem.blocks[rank][0]
@@ -308,7 +308,7 @@ def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:
         return moved(cells[0], rects[0], out)
     if action.do is Do.ADD:
         return divided(total([moved(c, rect, out) for c, rect in zip(cells, rects, strict=True)]), action.divide_by)
-    fresh = product(_joined(action, cells), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]
+    fresh = product(_merge_slices(action, cells), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]
     if action.adds:
         first = len(action.reads)
         more = [moved(c, rect, out) for c, rect in zip(cells[first:], rects[first:], strict=True)]
@@ -316,7 +316,7 @@ def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:
     return added(old, fresh) if old is not None else fresh
 
 
-def _joined(action: Action, cells: list[Cells]) -> tuple[Rect, Cells]:
+def _merge_slices(action: Action, cells: list[Cells]) -> tuple[Rect, Cells]:
     """Return everything that a product reads of `a`: its slices, which are adjacent, as one."""
     rect = action.reads[0][1]
     if not action.slices:

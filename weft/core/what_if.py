@@ -50,7 +50,7 @@ def what_if(machine: Machine, changes: Mapping[str, Any]) -> Machine:
     moved |= _with_sms(machine, changed, edits, moved)
     sources: dict[str, str | None] = dict.fromkeys(path for path in edits if path not in _TEXT_FIELDS)
     sources |= {path: RESCALED + machine.sources[path] for path in moved if path in machine.sources}
-    return _replaced(changed, moved, sources, _describe(machine, edits))
+    return _replace(changed, moved, sources, _describe(machine, edits))
 
 
 def _refuse(machine: Machine, edits: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ def _put(data: dict[str, Any], path: str, value: Any) -> None:
     data[last] = value
 
 
-def _replaced(data: dict[str, Any], moved: Mapping[str, Any], sources: Mapping[str, str | None], description: str) -> Machine:
+def _replace(data: dict[str, Any], moved: Mapping[str, Any], sources: Mapping[str, str | None], description: str) -> Machine:
     for path, value in moved.items():
         _put(data, path, value)
     for path, source in sources.items():
@@ -142,16 +142,16 @@ _LINKS: dict[str, Callable[[int], float]] = {
 
 def _along(op: str, model: Table | AlphaBeta, factor: float) -> dict[str, Any]:
     """By path, a collective on links of `factor` times the rate: what grows with bytes takes as much less."""
-    found = codec.dump(rescaled(model, factor))
+    found = codec.dump(rescale(model, factor))
     names = ("gbps",) if isinstance(model, AlphaBeta) else ("points", "also") if model.also else ("points",)
     return {f"collectives.{op}.{name}": found[name] for name in names}
 
 
-def rescaled(model: Table | AlphaBeta, factor: float) -> Table | AlphaBeta:
+def rescale(model: Table | AlphaBeta, factor: float) -> Table | AlphaBeta:
     """`model` on links of `factor` times the rate: what grows with bytes takes as much less, latency stays. Numbers stay within
     what a machine's may be.
 
-    >>> rescaled(Table(world_size=2, points=((64, 10.0), (1024, 30.0))), 2.0).points
+    >>> rescale(Table(world_size=2, points=((64, 10.0), (1024, 30.0))), 2.0).points
     ((64, 10.0), (1024, 20.0))
     """
     if isinstance(model, AlphaBeta):
@@ -162,7 +162,7 @@ def rescaled(model: Table | AlphaBeta, factor: float) -> Table | AlphaBeta:
 
 
 def _table(table: Table, factor: float) -> Table:
-    made = rescaled(table, factor)
+    made = rescale(table, factor)
     assert isinstance(made, Table)
     return made
 

@@ -31,9 +31,9 @@ class Clock:
     def sample(self, what: str, key: tuple[int, ...], work: Work, *, repeat: int = 1, per: int = 1) -> ProbeSample:
         """The time of one of `per` equal parts of a work. Collective. repeat: calls in a round."""
         work()
-        run = self._captured(work, repeat) if self.device.type == "cuda" else _repeated(work, repeat)
+        run = self._capture(work, repeat) if self.device.type == "cuda" else _repeat(work, repeat)
         run()
-        times = [self._once(run) for _ in range(self._rounds)]
+        times = [self._time_round(run) for _ in range(self._rounds)]
         return self.slowest(what, key, [us / repeat / per for us in times])
 
     def sample_concurrent(self, what: str, work: Work, other: Work, *, others: int, repeat: int = 1) -> ProbeSample:
@@ -68,7 +68,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
         dist.barrier()
 
-    def _once(self, run: Work) -> float:
+    def _time_round(self, run: Work) -> float:
         self.barrier()
         if self.device.type == "cuda":
             return self._events(run)
@@ -84,9 +84,9 @@ class Clock:
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e3
 
-    def _captured(self, work: Work, repeat: int) -> Work:
+    def _capture(self, work: Work, repeat: int) -> Work:
         torch.cuda.synchronize(self.device)
-        return _captures(self.device).record(_repeated(work, repeat)).replay
+        return _captures(self.device).record(_repeat(work, repeat)).replay
 
 
 @cache
@@ -95,7 +95,7 @@ def _captures(device: torch.device) -> Captures:
     return Captures(device)
 
 
-def _repeated(work: Work, repeat: int) -> Callable[[], None]:
+def _repeat(work: Work, repeat: int) -> Callable[[], None]:
     def run() -> None:
         for _ in range(repeat):
             work()

@@ -12,7 +12,7 @@ import dataclasses
 from weft.core.machine import Machine
 
 
-def derived(machine: Machine, world_size: int, name: str) -> Machine:
+def derive(machine: Machine, world_size: int, name: str) -> Machine:
     """`machine` with `world_size` GPUs; sources say what is derived. Raises ValueError for fewer GPUs than it has, and for
     links that more GPUs would divide among them."""
     if world_size <= machine.world_size:
