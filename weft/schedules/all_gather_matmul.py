@@ -88,22 +88,22 @@ class _Gather(Builder):
         return [Part(self.region("a", rank), self.region("out", rank, rows))] if rows[1] > rows[0] else []
 
     def gated(self, rank: int, pieces: Iterable[Piece]) -> None:
-        """One GEMM of the own shard and of these pieces, each of which waits until it has arrived. Own rows that are quantised
-        on their way arrive as others do."""
+        """Add one GEMM of the own shard and of these pieces, each of which waits until it has arrived. Own rows that are
+        quantised also arrive in a_full."""
         awaited, own = [*pieces], self.own_shard(rank)
         if self.quantises:
             awaited, own = [*self.pieces[rank], *awaited], []
         self.gemm(rank, own + [self.part(rank, p, (Wait(self.arrived(rank, p)),)) for p in awaited])
 
     def gemm_of(self, rank: int, pieces: Sequence[Piece]) -> None:
-        """Wait for pieces, given in the order of their arrival; then multiply them in the order of their rows, which so lie in
-        as few runs as they can."""
+        """Wait for pieces in the order of their arrival; then multiply them in the order of their rows, in as few contiguous
+        runs as possible."""
         for piece in pieces:
             self.add(rank, "compute", Wait(self.arrived(rank, piece)))
         self.gemm(rank, [self.part(rank, piece) for piece in sorted(pieces, key=lambda piece: piece.rows)])
 
     def push_all(self, *, lane: str | None = None, stage_own: bool = False) -> None:
-        """Every rank sends its pieces to all peers, chunk by chunk; at any time to different peers.
+        """Let every rank send its pieces to all peers, chunk by chunk; at any time ranks send to different peers.
 
         lane: as for `send`. stage_own: its pieces also go to their places in its own a_full.
         """
@@ -115,11 +115,11 @@ class _Gather(Builder):
             self.send(rank, (Store(own, self.landing(to, one), self.arrived(to, one)) for own, to, one in pushed), lane)
 
     def slice_arrived(self, rank: int, shard: int, index: int) -> Wait:
-        """Until slice `index` of a peer's columns is in rank's a_full."""
+        """Return the wait until slice `index` of a peer's columns is in rank's a_full."""
         return Wait(self.flag("arrived", rank, shard, index))
 
     def push_columns(self, rank: int, slices: Sequence[Span1D], *, lane: str | None = None) -> None:
-        """The rank sends its shard to all peers, slice by slice of its columns. lane: as for `send`."""
+        """Send the rank's shard to all peers, slice by slice of its columns. lane: as for `send`."""
         peers, rows = self.peers(rank, step=-1) if self.pieces[rank] else [], self.problem.shards[rank]
         self.wait_free(rank, peers, lane)
         pushed = ((index, cols, peer) for index, cols in enumerate(slices) for peer in peers)
@@ -132,7 +132,7 @@ class _Gather(Builder):
         self.send(rank, stores, lane)
 
     def finish(self, *, senders: Callable[[int], Iterable[int]] | None = None) -> Schedule:
-        """Hand the gathered rows over if asked for, signal the senders that a_full is free, and freeze."""
+        """Return the gathered rows if requested, signal the senders that a_full is free, and freeze."""
         for rank in self.each:
             if self.problem.return_gathered:
                 self._copy_gathered(rank)

@@ -57,8 +57,8 @@ class Dispatch(AllToAllBuilder):
         return Part(self.arrival("recv", src_rank, piece), self.arrival("out", src_rank, piece), gates)
 
     def gated(self, rank: int) -> None:
-        """One GEMM of the own rows, and of those of the peers, which wait until they have arrived. Own rows that are quantised
-        on their way arrive as others do."""
+        """Add one GEMM of own rows and of peers' rows, which wait until they have arrived. Own rows that are quantised also
+        arrive in recv."""
         own = [(rank, piece) for piece in self.pieces[rank]] if self.quantises else []
         awaited = [self.part(src, p, (Wait(self.arrived(src, p)),)) for src, p in (*own, *self.remote(rank))]
         self.gemm(rank, awaited if own else self.own_shard(rank) + awaited)
