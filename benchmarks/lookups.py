@@ -112,7 +112,7 @@ class Tables:
             target=lambda _: kernel.OutputPlace(self.pooled.data_ptr(), self.columns * 4, False),
             count_address=lambda _: 0,
         )
-        launched_by, sms = kernel.launcher(), torch.cuda.get_device_properties(device).multi_processor_count
+        launched_by, sms = kernel.make_launcher(), torch.cuda.get_device_properties(device).multi_processor_count
 
         def work() -> torch.Tensor:
             options: dict[str, Any] = {"mean": False, "dtype": torch.float32, "sms": sms, "launched_by": launched_by}

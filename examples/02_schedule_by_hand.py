@@ -99,7 +99,7 @@ def main() -> None:
 
     h200 = machine.load("h200x8")
     large = Problem(op="all_gather_matmul", m=8192, n=3072, k=8192, world_size=RANKS)
-    print(f"Predicted for two GPUs of {h200.words}, {large}:")
+    print(f"Predicted for two GPUs of {h200.description}, {large}:")
     for schedule in (weft.schedule.build(large, "sequential"), weft.schedule.build(large, "shard_p2p"), by_hand(large)):
         print(f"  {schedule.name:<12}{max(span.end_us for span in weft.schedule.simulate(schedule, h200)):>6.0f} us")
 

@@ -138,7 +138,7 @@ STRUCTURE: list[tuple[str, Any, dict[str, Any], str]] = [
     ("shard_p2p", Copy, {"src": region("a_full", 1, (4, 8), (0, 6))}, "a_full@1[4:8, 0:6]"),
     ("shard_p2p", Wait, {"flag": Flag("free", 1, 0)}, "from rank 0"),
     ("shard_p2p", Wait, {"at_least": -1}, "at_least is -1 for free[1]@0"),
-    ("shard_p2p", Signal, {"flag": Flag("arrived", 5)}, "arrived[0]@5 lies on no rank"),
+    ("shard_p2p", Signal, {"flag": Flag("arrived", 5)}, "arrived[0]@5 is on no rank"),
     ("shard_p2p", Signal, {"flag": Flag("free", 0, 1)}, "free[1]@0"),
     ("shard_p2p", Gemm, {"b": region("b", 0, (0, 5), (0, 2))}, "b@0[0:5, 0:2]"),
     ("shard_p2p", Gemm, {"b": region("b", 0, (0, 6), (0, 1))}, "out@0[0:4, 0:2]"),
@@ -192,8 +192,8 @@ def test_structure_of_the_whole() -> None:
     refused(with_step(schedule, first(schedule, Collective)), "runs collectives", "all ranks need the same, in order")
     two = Lane("more", "blocks", (step_at(schedule, first(schedule, Collective)),))
     refused(with_lanes(schedule, 0, [*lanes, two]), "rank 0 has collectives on lanes compute, more; one lane must run them all")
-    beside = Lane("more", "compute", (Signal(Flag("x", 0)),))
-    refused(with_lanes(schedule, 0, [*lanes, beside]), "rank 0 has lanes compute, more of kind compute, which is the caller's")
+    second = Lane("more", "compute", (Signal(Flag("x", 0)),))
+    refused(with_lanes(schedule, 0, [*lanes, second]), "rank 0 has lanes compute, more of kind compute, which is the caller's")
     engine = [dataclasses.replace(lanes[0], kind="copy")]
     refused(with_lanes(schedule, 0, engine), "a copy engine runs copies, waits and signals")
     for buffers, message in [
@@ -226,7 +226,7 @@ def _staged(lane: str, *, first_stage: bool = False) -> Schedule:
     return with_lanes(schedule, 0, [*schedule.ranks[0], stage])
 
 
-def test_a_gated_kernel_that_waits_for_a_kernel_beside_it_may_starve_it() -> None:
+def test_a_gated_kernel_that_waits_for_a_concurrent_kernel_may_starve_it() -> None:
     schedule = _staged("copy")
     refused(
         schedule,

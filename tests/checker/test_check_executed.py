@@ -1,4 +1,4 @@
-"""What executors do beside what a schedule's steps say, and the checker therefore proves, or refuses: kernels of fused steps,
+"""What executors do in addition to a schedule's steps, and the checker therefore proves, or refuses: kernels of fused steps,
 the one compute lane, NCCL's collectives, sums as kernels, memory of the caller's and of float32."""
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_collectives_that_a_problem_has_no_shape_for() -> None:
     side = ColumnProblem(op="all_to_all_columns_matmul", m=4, n=2, k=4, world_size=2)
     schedule = build(side, "sequential")
     step = step_at(schedule, first(schedule, Collective))
-    refused(change(schedule, Collective, op="all_to_all"), "lies side by side: use all_to_all_columns")
+    refused(change(schedule, Collective, op="all_to_all"), "concatenates columns: use all_to_all_columns")
     below = build(Problem(op="all_to_all_matmul", m=4, n=2, k=4, world_size=2), "sequential")
     refused(change(below, Collective, op="all_to_all_columns"), "every rank has all of them: use all_to_all")
     assert step.op == "all_to_all_columns"

@@ -43,7 +43,7 @@ def test_an_inner_gate_orders_what_follows_its_kernel(inner: bool) -> None:
 
 
 def test_a_kernel_passes_its_gates_on_the_call_before_where_it_starts() -> None:
-    """The peer may go on once any part of the kernel has told it: all gates on the call before are behind each part."""
+    """The peer may go on once any part of the kernel has signalled it: all gates on the call before are behind each part."""
     free, sent = Flag("free", 0), (Flag("sent", 1, 0), Flag("sent", 1, 1))
     a, b, out = Region("a_full", 0, (0, 0), (0, 2)), Region("b", 0, (0, 2), (0, 0)), Region("out", 0, (0, 0), (0, 0))
     parts = (Part(a, out, (), sent[0]), Part(a, out, (Wait(free, 0),), sent[1]))

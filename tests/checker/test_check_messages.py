@@ -1,6 +1,6 @@
 """The checker and a brute-force interpreter agree on damaged schedules of several nodes, in both directions.
 
-As tests/checker/test_check_damage.py, whose ways to damage are tried, too. With WEFT_DAMAGES=9000 all agree.
+As tests/checker/test_check_damage.py, whose damages are tried, too. With WEFT_DAMAGES=9000 all agree.
 """
 
 from __future__ import annotations

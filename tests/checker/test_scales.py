@@ -1,4 +1,4 @@
-"""What the checker says of schedules with FP8 operands: where scales lie, what may read them, and what may not."""
+"""The checker on schedules with FP8 operands: where scales are stored, and which steps may read them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def with_copy(schedule: Schedule, step: Step, buffer: Buffer) -> Schedule:
 def copied(recipe: Recipe, columns: tuple[int, int], operand: str = "a") -> Schedule:
     """A sequential schedule that also copies some columns of its own rows."""
     wide = columns[1] - columns[0]
-    kept = Buffer("kept", "local", (4, 4), (512, 512), operand=operand)  # type: ignore[arg-type]
-    step = Copy(Region("a", 0, (0, 4), columns), Region("kept", 0, (0, 4), (columns[0], columns[0] + wide)))
-    return with_copy(schedules.build(problem(recipe), "sequential"), step, kept)
+    copied = Buffer("copied", "local", (4, 4), (512, 512), operand=operand)  # type: ignore[arg-type]
+    step = Copy(Region("a", 0, (0, 4), columns), Region("copied", 0, (0, 4), (columns[0], columns[0] + wide)))
+    return with_copy(schedules.build(problem(recipe), "sequential"), step, copied)
 
 
 def test_columns_that_share_a_scale_are_not_cut() -> None:
@@ -68,6 +68,6 @@ def test_only_a_push_quantises() -> None:
     """A copy of the rows that a push would quantise is refused."""
     schedule = schedules.build(problem(quantises=True), "sequential")
     check(schedule)
-    step = Copy(Region("a", 0, (0, 4), (0, 512)), Region("kept", 0, (0, 4), (0, 512)))
+    step = Copy(Region("a", 0, (0, 4), (0, 512)), Region("copied", 0, (0, 4), (0, 512)))
     with pytest.raises(ScheduleError, match="differ in dtype; a copy moves bytes"):
-        check(with_copy(schedule, step, Buffer("kept", "local", (4, 4), (512, 512), operand="a")))
+        check(with_copy(schedule, step, Buffer("copied", "local", (4, 4), (512, 512), operand="a")))

@@ -89,7 +89,7 @@ class Runner:
             machine=asked["machine"].name,
             machine_ranks=asked["machine_ranks"],
             machine_tokens=asked["machine_tokens"],
-            machine_words=asked["machine"].words,
+            machine_words=asked["machine"].description,
             layers=tuple(self.layer(site, asked) for site in found),
         )
 

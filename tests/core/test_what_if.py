@@ -25,7 +25,7 @@ def test_links_take_copies_stores_and_collectives_along() -> None:
     assert gather.also[0].points[-1][1] < 0.51 * before.also[0].points[-1][1]
     assert faster.sources["copies.gbps"].startswith("scaled with what was set by hand; before: measured")
     assert faster.sources["links.gbps"] == "set by hand"
-    assert faster.words == "8 x NVIDIA H200 SXM on NVSwitch; what if links.gbps 780.0"
+    assert faster.description == "8 x NVIDIA H200 SXM on NVSwitch; what if links.gbps 780.0"
 
 
 def test_what_is_set_itself_goes_along_with_nothing() -> None:
@@ -65,7 +65,7 @@ def test_links_and_sms_go_together() -> None:
 
 
 def test_more_gpus_are_named() -> None:
-    assert H200.what_if(world_size=64).words.startswith("64 x NVIDIA H200")
+    assert H200.what_if(world_size=64).description.startswith("64 x NVIDIA H200")
 
 
 def test_latency_can_be_nothing() -> None:

@@ -141,13 +141,13 @@ def test_push(cols: int) -> None:
 
 
 def test_words() -> None:
-    from weft.kernels.words import Phase, do_words, words_table
+    from weft.kernels.flag_operations import Phase, make_flag_table, run_flag_operations
 
     words = torch.tensor([5, 0, 0, 0, 0, 9], device=GPU, dtype=torch.int32)
     at = [words.data_ptr() + 4 * i for i in range(6)]
     first = Phase(here=[(at[4], 3)], waits=[(at[0], 5)], lowers=[(at[0], 0)], signals=[(at[1], 7), (at[2], 8)])
     never = Phase(waits=[(at[1], 7), (at[3], 1)], lowers=[(at[5], 0)])  # it gives up, and goes on
-    do_words(words_table([first, never], GPU), tries=1000)
+    run_flag_operations(make_flag_table([first, never], GPU), tries=1000)
     assert words.tolist() == [0, 7, 8, 0, 3, 0]
 
 
@@ -156,7 +156,7 @@ def test_words() -> None:
 def test_lookup_and_its_backward(dtype: torch.dtype, mean: bool) -> None:
     """Odd and wide columns, bags of none and of many, indices that no table has; then the rows' gradients."""
     from weft.kernels.lookup import OutputPlace, lookup, lookup_tables
-    from weft.kernels.places import places_of, sort_indices
+    from weft.kernels.places import locate_indices, sort_indices
     from weft.kernels.update import update, weight_gradients
 
     torch.manual_seed(0)
@@ -182,7 +182,7 @@ def test_lookup_and_its_backward(dtype: torch.dtype, mean: bool) -> None:
     )
     lookup(plan, indices, offsets, None, mean=mean, dtype=dtype, out=out, sms=7)
     assert int(words) == plan.tiles
-    places = places_of(indices, offsets, None, rows, mean=mean)
+    places = locate_indices(indices, offsets, None, rows, mean=mean)
     grad = torch.randn(batch, 1599, device=GPU, dtype=dtype)
     found = sort_indices(indices, places, rows, batch)
     base = torch.zeros(16 * 1024 * 1024, device=GPU, dtype=torch.uint8).view(dtype)

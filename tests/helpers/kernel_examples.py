@@ -17,6 +17,7 @@ from weft.kernels import (
     all_reduce,
     exchange,
     experts,
+    flag_operations,
     gemm,
     gemm_kernel,
     lookup,
@@ -30,7 +31,6 @@ from weft.kernels import (
     segments,
 )
 from weft.kernels import update as update_kernels
-from weft.kernels import words as words_kernel
 from weft.kernels.shapes import TileShape, promotes, shapes_for
 
 SCALINGS = (
@@ -48,7 +48,7 @@ Types = dict[str, str | tuple[str | None, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One way to launch a kernel. words: what distinguishes it from others of the kernel. types, multiples: as for
+    """One launch of a kernel. words: what distinguishes it from others of the kernel. types, multiples: as for
     compiled.for_a_gpu."""
 
     kernel: Any
@@ -75,7 +75,7 @@ def examples(module: str, gpu: Capabilities) -> Iterator[Example]:
         "quantise": _quantise,
         "reduce": _reduce,
         "runs": _runs,
-        "words": _words,
+        "flag_operations": _flag_operations,
     }[module](gpu)
 
 
@@ -308,7 +308,7 @@ def _rows(_: Capabilities) -> Iterator[Example]:
 def _layout(_: Capabilities) -> Iterator[Example]:
     tables = segments.LayoutTables(*[_NUMBERS] * len(segments.LayoutTables._fields))._replace(calls=_ADDRESSES)
     types: Types = {"splits_ptr": "*i64", "notes_ptr": "*i64", "host_address": "i64", "tables": tables}
-    types |= dict.fromkeys(("counts", "told"), _shared("*i32"))
+    types |= dict.fromkeys(("counts", "notified"), _shared("*i32"))
     sizes = segments.LayoutSizes(
         W=8, E=4, Q=32, EQ=4, RANKS=8, COPYING=1, MULTIPLYING=1, TURNS=4, DISPATCH=1, MOVE_ROWS=64, TILE_ROWS=128
     )
@@ -318,9 +318,9 @@ def _layout(_: Capabilities) -> Iterator[Example]:
 def _experts(gpu: Capabilities) -> Iterator[Example]:
     columns, top, counts = {"COLS": experts._COLS}, {"TOP": 2}, {"COUNTS": 8}
     for name, types, constants in (
-        ("_spread_kernel", "*bf16 *i64 *bf16", top),
-        ("_total_kernel", "*bf16 *i64 *fp32 *bf16", top | {"WEIGHED": 1}),
-        ("_total_backward_kernel", "*bf16 *bf16 *i64 *fp32 *bf16 *fp32", top),
+        ("_permute_kernel", "*bf16 *i64 *bf16", top),
+        ("_unpermute_kernel", "*bf16 *i64 *fp32 *bf16", top | {"WEIGHED": 1}),
+        ("_unpermute_backward_kernel", "*bf16 *bf16 *i64 *fp32 *bf16 *fp32", top),
         ("_swiglu_kernel", "*bf16 *i32 *bf16", counts),
         ("_swiglu_backward_kernel", "*bf16 *bf16 *i32 *bf16", counts),
     ):
@@ -374,5 +374,6 @@ def _runs(_: Capabilities) -> Iterator[Example]:
     yield _typed(runs._sum_runs_kernel, "*i64 i64 i64", constants, warps=runs._WARPS)
 
 
-def _words(_: Capabilities) -> Iterator[Example]:
-    yield _typed(words_kernel._words_kernel, "*i64", {"KINDS": words_kernel._KINDS, "SIZE": words_kernel._LEAST}, warps=1)
+def _flag_operations(_: Capabilities) -> Iterator[Example]:
+    constants = {"KINDS": flag_operations._KINDS, "SIZE": flag_operations._LEAST}
+    yield _typed(flag_operations._flag_kernel, "*i64", constants, warps=1)

@@ -13,7 +13,7 @@ def tiny(*, world_size: int = 2, topology: Topology = "switch", link_gbps: float
     copies = CopyEngines(copy_us=2.0, gbps=1000.0, several_gbps=1000.0, engines=1)
     machine = {
         "name": "tiny",
-        "words": "made up",
+        "description": "made up",
         "world_size": world_size,
         "gpu": Gpu(
             sms=2,

@@ -106,8 +106,8 @@ class _Places:
             for rank, base in enumerate(program.ragged.exchange.arrived.peers.tolist()):
                 count = program.ragged.exchange.arrived.local.numel()
                 self._add(base, 4 * count, lambda low, high, r=rank: flags.get((r, low // 4), "no flag"))  # type: ignore[misc]
-            for rank, base in enumerate(program.ragged.exchange.told.peers.tolist()):
-                count = program.ragged.exchange.told.local.numel()
+            for rank, base in enumerate(program.ragged.exchange.notified.peers.tolist()):
+                count = program.ragged.exchange.notified.local.numel()
                 self._add(base, 4 * count, lambda low, high, r=rank: f"told[{low // 4}]@{r}")  # type: ignore[misc]
 
     def _add(self, base: int, nbytes: int, name: Callable[[int, int], str]) -> None:

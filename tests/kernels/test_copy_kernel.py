@@ -28,7 +28,7 @@ alone, ranks = interpreted_ranks(1), interpreted_ranks([2], slow=[3])
 
 @dataclass(frozen=True)
 class Shape:
-    """A copy: its extent, and by how many elements the rows of either side lie further apart, and begin later."""
+    """A copy: its extent, and the additional stride and offset of the rows on either side, in elements."""
 
     rows: int
     cols: int
@@ -154,7 +154,7 @@ def test_copies_of_any_shape(alone: Ranks, shapes: list[Shape], dtype: torch.dty
 
 
 def _flags_as_copies_see_them() -> list[list[int]]:
-    """Three copies of the flags' own words, which lie in the last of two tiles; what each copied, and the words at the end."""
+    """Three copies of the flags' own words, which are in the last of two tiles; what each copied, and the words at the end."""
     from weft.kernels.push import push, push_tables
 
     words, seen = torch.zeros(1, 256, dtype=torch.int64), torch.zeros(3, 256, dtype=torch.int64)

@@ -21,7 +21,7 @@ interpreted = interpreted_ranks([2], slow=[4])
 
 
 def _lookups() -> int:
-    """Every family, every option; how often the kernel ran."""
+    """Run every family with every option; return the number of kernel launches."""
     from weft.runtime.lookups import FusedLookup
 
     assert os.environ["TRITON_INTERPRET"] == "1"

@@ -1,4 +1,4 @@
-"""What lies around experts' matmuls: the operators' gradients, and their kernels, interpreted and compiled for a GPU."""
+"""Operators before and after experts' matmuls: their gradients, and their kernels, interpreted and compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _sides(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     found = []
     for call in range(3):
         torch.manual_seed(call)
-        # Counts lie apart, and rows by columns now and then.
+        # Counts are strided, and rows are sometimes column-major.
         routing, counts = _routing(call), torch.tensor([[2, 7, 0], [1 + call, 7, 2]], dtype=torch.int32)[:, ::2]
         rows, weights, x = _drawn(TOKENS * TOP, WIDTH, dtype=dtype), _drawn(TOKENS, TOP), _drawn(TOKENS, WIDTH, dtype=dtype)
         rows = rows.detach().t().contiguous().t() if call % 2 else rows
@@ -174,7 +174,7 @@ def test_experts_without_gradients(ranks: RankFixture) -> None:
 
 
 def _unused_rows() -> None:
-    """Received rows that are only kept for a weight's gradient have no gradient themselves."""
+    """Received rows that are only saved for a weight's gradient have no gradient themselves."""
     size, eye = dist.get_world_size(), torch.eye
     a, b = torch.randn(4 * size, 8, requires_grad=True), torch.randn(2, 8, 12, requires_grad=True)
 
@@ -216,9 +216,9 @@ def _compiled(name: str, pointers: str, **constants: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "pointers", "constants"),
     [
-        ("_spread_kernel", "*bf16 *i64 *bf16", {"TOP": 2}),
-        ("_total_kernel", "*bf16 *i64 *fp32 *bf16", {"TOP": 2, "WEIGHED": 1}),
-        ("_total_backward_kernel", "*bf16 *bf16 *i64 *fp32 *bf16 *fp32", {"TOP": 2}),
+        ("_permute_kernel", "*bf16 *i64 *bf16", {"TOP": 2}),
+        ("_unpermute_kernel", "*bf16 *i64 *fp32 *bf16", {"TOP": 2, "WEIGHED": 1}),
+        ("_unpermute_backward_kernel", "*bf16 *bf16 *i64 *fp32 *bf16 *fp32", {"TOP": 2}),
         ("_swiglu_kernel", "*bf16 *i32 *bf16", {"COUNTS": 8}),
         ("_swiglu_backward_kernel", "*bf16 *bf16 *i32 *bf16", {"COUNTS": 8}),
     ],

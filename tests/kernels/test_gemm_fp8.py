@@ -32,7 +32,7 @@ def columns_together(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(cols, rows).to(dtype).t()
 
 
-def apart(matrix: torch.Tensor) -> torch.Tensor:
+def strided(matrix: torch.Tensor) -> torch.Tensor:
     """The same numbers, no two of which are neighbours in memory."""
     rows, cols = matrix.shape
     found = torch.full((cols, 3 * rows + 1), torch.nan)[:, 1::3].t()
@@ -61,8 +61,8 @@ class Operands:
         scaling = Scaling(recipe=self.recipe)
         self.sources = tuple(torch.randn(rows, self.k).to(self.a) for rows in self.rows)
         self.matrix = columns_together(self.k, self.n, self.b)
-        self.scale_a = tuple(apart(0.25 + torch.rand(scaling.scales_shape("a", rows, self.k))) for rows in self.rows)
-        self.scale_b = apart(0.25 + torch.rand(scaling.scales_shape("b", self.k, self.n)))
+        self.scale_a = tuple(strided(0.25 + torch.rand(scaling.scales_shape("a", rows, self.k))) for rows in self.rows)
+        self.scale_b = strided(0.25 + torch.rand(scaling.scales_shape("b", self.k, self.n)))
 
     def products(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For all rows of both sources, one below the other: the product in float64, and what its terms add up to without
@@ -354,7 +354,7 @@ def assembled(text: str, folder: Path) -> str:
     ids=str,
 )
 def test_what_hopper_runs(scaling: Scaling, shape: int, tmp_path: Path) -> None:
-    """Products of FP8, of operands that TMA loads; one of them is under way while others are added, or the next one issued."""
+    """Products of FP8, of operands that TMA loads; one of them is in flight while others are added, or the next one issued."""
     from compiled import for_a_gpu
     from kernel_examples import scaled_example
 

@@ -1,5 +1,5 @@
 """What compilers make of flags: a release behind every thread's stores, and an acquire before what the flag guards, both for
-the whole system, since flags and rows lie on peers. On x86-64, and on one GPU, a test that runs would pass without them."""
+the whole system, since flags and rows are on peers. On x86-64, and on one GPU, a test that runs would pass without them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ptx(module: str) -> str:
         return str(for_a_gpu(one.kernel, one.constants, one.types, **options).asm["ptx"])
 
 
-@pytest.mark.parametrize("module", ["gemm_kernel", "push", "lookup", "words"])
+@pytest.mark.parametrize("module", ["gemm_kernel", "push", "lookup", "flag_operations"])
 def test_flags_are_raised_with_release(module: str) -> None:
     text = ptx(module)
     raised = [line for line in text.splitlines() if re.search(r"\b(?:atom|red)\.", line) and "acquire" not in line]
@@ -32,7 +32,7 @@ def test_flags_are_raised_with_release(module: str) -> None:
     assert all(".sys.release." in line for line in raised)
 
 
-@pytest.mark.parametrize("module", ["gemm_kernel", "words"])
+@pytest.mark.parametrize("module", ["gemm_kernel", "flag_operations"])
 def test_flags_are_waited_for_with_acquire(module: str) -> None:
     text = ptx(module)
     assert re.search(r"\b(?:ld|atom)\.global\.sys\.acquire\.", text)

@@ -28,7 +28,7 @@ def test_what_gpus_run(name: str, transposed: int) -> None:
     assert "sys.acquire" in text
     # Rows of peers that TMA loads are acquired for it, too; a combine loads its own.
     assert ("fence.proxy.async.global" in text) == (name == "dispatch_kernel")
-    # A tile that TMA stores is told of when it has been written, not when it has been read from shared memory.
+    # A tile that TMA stores is signalled after it has been written; having been read from shared memory does not suffice.
     assert text.count("bulk.wait_group 0;") == (2 if name == "combine_kernel" else 0)
     assert "st.global.b16" not in text
 

@@ -1,4 +1,4 @@
-"""Tiles that count and lie elsewhere: under one descriptor where TMA can have it, told of once written; what GPUs run."""
+"""Tiles that count and are stored at other addresses: one descriptor where TMA allows it, and signals after the stores."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_what_one_descriptor_cannot_have() -> None:
     flat = torch.zeros(4096, dtype=torch.float16)
     odd = flat[1 : 1 + 1024].view(32, 32)
     narrow = flat[:480].view(32, 15)
-    apart = flat[: 32 * 32].view(32, 32), flat[16 : 16 + 32 * 32].view(32, 32)
-    for tiles in ([odd], [narrow], list(apart)):
+    unaligned = flat[: 32 * 32].view(32, 32), flat[16 : 16 + 32 * 32].view(32, 32)
+    for tiles in ([odd], [narrow], list(unaligned)):
         assert far_places(tiles) == (None, [-1] * len(tiles))
 
 
@@ -122,7 +122,7 @@ def _gemm(shape: int, *, addressed: bool, tma: bool = True) -> tuple[str, int]:
 
 @pytest.mark.parametrize(("shape", "addressed", "tma"), [(0, True, True), (1, True, True), (2, False, True), (1, True, False)])
 def test_what_gpus_run(shape: int, addressed: bool, tma: bool) -> None:
-    """Products run ahead of each other though a tile is told of between them; it is told of once written, at system scope."""
+    """Loads of the next product are hoisted over the signal of a tile, which is released at system scope after its stores."""
     text, shared = _gemm(shape, addressed=addressed, tma=tma)
     loops = 2 if SHAPES[shape].halves else 1
     assert shared <= 227 << 10
@@ -133,9 +133,9 @@ def test_what_gpus_run(shape: int, addressed: bool, tma: bool) -> None:
     assert re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", text) == ["1", "0"] * loops
     stores = re.findall(r"cp\.async\.bulk\.tensor\.(\dd)\.global", text)
     assert stores == ([f"{2 + addressed}d"] * loops if tma else [])
-    told = [text[: release.start()] for release in re.finditer(r"sys\.release\.add", text)]
-    assert len(told) == (4 if loops == 2 else 2)
-    for before in told:
+    before_releases = [text[: release.start()] for release in re.finditer(r"sys\.release\.add", text)]
+    assert len(before_releases) == (4 if loops == 2 else 2)
+    for before in before_releases:
         settled = before.rindex("cp.async.bulk.wait_group 0; bar.sync 0;")
         assert "cp.async.bulk.tensor" not in before[settled:], "nothing is stored between what is waited for and the release"
     assert "st.global.b16" not in text

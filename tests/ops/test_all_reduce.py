@@ -36,7 +36,7 @@ from weft.core.schedule import (
 from weft.planner.models import decode_sites, load_model
 from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
-from weft.tools.run import Measured, measure_site, tolerance
+from weft.tools.run import Measured, measure_layer, tolerance
 
 FAMILIES = names("matmul_all_reduce")
 KERNELS = ("one_shot", "two_shot", "sequential_stores")
@@ -60,7 +60,7 @@ def test_weft_run_checks_decode_sites(ranks: RankFixture, harm: float) -> None:
 
 
 def _harmed(problem: Problem, harm: float) -> Measured:
-    """measure_site, with an element of rank 1's partial result off by `harm`."""
+    """measure_layer, with an element of rank 1's partial result off by `harm`."""
     from weft.runtime.host import HostProgram
 
     matmul = HostProgram.multiply
@@ -71,7 +71,7 @@ def _harmed(problem: Problem, harm: float) -> Measured:
 
     HostProgram.multiply = wrong  # type: ignore[method-assign]
     try:
-        return measure_site(problem, "two_shot", 5, "cpu")
+        return measure_layer(problem, "two_shot", 5, "cpu")
     finally:
         HostProgram.multiply = matmul  # type: ignore[method-assign]
 

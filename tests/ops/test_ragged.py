@@ -346,7 +346,7 @@ def _many_calls() -> list[list[int]]:
         dist.barrier()
         if call == 0:
             exchange.calls.fill_(2**31 - 1)
-            exchange.told.local.fill_(2**31 - 1)
+            exchange.notified.local.fill_(2**31 - 1)
             dist.barrier()
         found.append(exchange.calls.tolist())
     weft.close()

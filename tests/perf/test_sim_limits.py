@@ -13,7 +13,7 @@ from machine_tiny import tiny
 from weft.core.machine import Machine, Table, load, numbers
 from weft.core.problem import OPS, Op, Problem
 from weft.core.schedule import Lane
-from weft.core.what_if import rescaled
+from weft.core.what_if import rescale
 from weft.perf import collective_us, run
 from weft.perf.engine import us_within
 from weft.perf.network import Fabric
@@ -146,7 +146,7 @@ def test_a_table_on_other_links() -> None:
     """What grows with bytes does with the rate; numbers stay what a machine may have."""
     table = H200.collectives["all_gather"]
     assert isinstance(table, Table)
-    halved, slowest = rescaled(table, 0.5), rescaled(table, 1e-15)
+    halved, slowest = rescale(table, 0.5), rescale(table, 1e-15)
     assert isinstance(halved, Table)
     assert halved.points[0][1] == table.points[0][1] == 13.28
     assert halved.points[-1][1] - 13.28 == pytest.approx(2 * (table.points[-1][1] - 13.28))

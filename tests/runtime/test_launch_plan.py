@@ -19,7 +19,7 @@ from weft.core.fused_collective import spelled_out
 from weft.core.machine import load
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Flag, Gemm, Push, Region, Schedule, waits
-from weft.kernels.words import phases
+from weft.kernels.flag_operations import split_into_phases
 from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.launch_plan import LaunchPlan, merged
@@ -117,7 +117,7 @@ def in_phases(batch: Sequence[Word]) -> list[Word]:
     kinds: tuple[Literal["here", "wait", "lower", "signal"], ...] = ("here", "wait", "lower", "signal")
     return [
         Word(kind, *operation)
-        for phase in phases(batch)
+        for phase in split_into_phases(batch)
         for kind, operations in zip(kinds, phase.kinds, strict=True)
         for operation in operations
     ]
@@ -210,11 +210,11 @@ def test_phases() -> None:
     """Waits that follow each other are one phase; what comes after a signal is another; so is a step that says where it is."""
     here, wait, lower, signal = (lambda at, k=kind: Word(k, at, at) for kind in ("here", "wait", "lower", "signal"))  # type: ignore[misc]
     batch = [here(9), wait(1), lower(1), wait(2), lower(2), signal(3), wait(4), lower(4), here(7)]
-    first, second, third = phases(batch)
+    first, second, third = split_into_phases(batch)
     assert first.kinds == ([(9, 9)], [(1, 1), (2, 2)], [(1, 1), (2, 2)], [(3, 3)])
     assert second.kinds == ([], [(4, 4)], [(4, 4)], [])
     assert third.kinds == ([(7, 7)], [], [], [])
-    gates, after = phases([lower(1), lower(2), wait(3), lower(3)])
+    gates, after = split_into_phases([lower(1), lower(2), wait(3), lower(3)])
     assert gates.kinds == ([], [], [(1, 1), (2, 2)], [])
     assert after.kinds == ([], [(3, 3)], [(3, 3)], [])
 

@@ -105,9 +105,9 @@ def test_what_is_right_only_apart_is_refused() -> None:
     with pytest.raises(weft.schedule.ScheduleError, match=r"touches a@0\["):
         weft.schedule.check(damaged)
     # In an all-to-all the two are never one: the same is allowed.
-    apart = weft.schedule.build(replace(problem, op="all_to_all"), "copy_engine", 1)
-    compute = next(lane for lane in apart.ranks[0] if lane.name == "compute")
-    weft.schedule.check(changed(apart, 0, "compute", 0, wrong, compute.steps[0]))
+    separate = weft.schedule.build(replace(problem, op="all_to_all"), "copy_engine", 1)
+    compute = next(lane for lane in separate.ranks[0] if lane.name == "compute")
+    weft.schedule.check(changed(separate, 0, "compute", 0, wrong, compute.steps[0]))
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,10 @@ def test_rows_that_no_longer_lie_together_are_another_program() -> None:
 def test_candidates_are_programs_once_each_by_their_simplest_names(op: Op, world_size: int) -> None:
     found = candidates(problem(op, world_size))
     assert not [(str(a), str(b)) for a, b in combinations(found, 2) if is_same_program(a, b)]
-    kept = [spec(schedule.name, schedule.chunks) for schedule in found]
+    specs = [spec(schedule.name, schedule.chunks) for schedule in found]
     for name in of_one_node(op):
         text = spec(name, 1)
-        assert text in kept or simplicity(*parsed(synonym(problem(op, world_size), text, kept))) < simplicity(name, 1)
+        assert text in specs or simplicity(*parsed(synonym(problem(op, world_size), text, specs))) < simplicity(name, 1)
 
 
 def parsed(text: str | None) -> tuple[str, int]:

@@ -226,7 +226,7 @@ def test_three_copies_are_enough_only_because_ranks_wait_for_each_other(hops: in
 
 def _can_overwrite(hops: int, copies: int, calls: int = 5, *, waits: bool = True) -> bool:
     """Whether two ranks can come to write a place that is full, in all states of their programs that messages allow. A rank
-    empties places beside all else that it does in a call, at any time before the call ends."""
+    clears slots concurrently with everything else that it does in a call, at any time before the call ends."""
     program = ["send 1", "wait 1", *(["send 2", "wait 2"] if hops == 2 else [])]
     seen, open_ = set(), [((0, 0), (0, 0))]
     while open_:
@@ -278,15 +278,15 @@ def test_no_other_lane_needs_sms_while_its_blocks_wait() -> None:
     side = Buffer("side", "local", (7, 7, 7), (2, 2, 2))
     copy = Copy(Region("a", 0, (0, 7), (0, 2)), Region("side", 0, (0, 7), (0, 2)))
 
-    def beside(kind: Any) -> Schedule:
+    def with_lane(kind: Any) -> Schedule:
         lanes = (*schedule.ranks[0], Lane("aside", kind, (copy,)))
         return dataclasses.replace(schedule, buffers=(*schedule.buffers, side), ranks=(lanes, *schedule.ranks[1:]))
 
-    check(beside("blocks"))
+    check(with_lane("blocks"))
     with pytest.raises(
         ScheduleError, match=r"rank 0, lane aside, step 0.*it needs SMs, but the blocks of rank 0, lane compute"
     ):
-        check(beside("copy"))
+        check(with_lane("copy"))
 
 
 def test_names_of_the_schedule_are_not_taken() -> None:

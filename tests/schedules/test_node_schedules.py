@@ -175,7 +175,7 @@ def test_stores_to_another_node_are_refused() -> None:
         if name == "sequential":
             check(schedule)
         else:
-            refused(schedule, "lies on another node, out of reach")
+            refused(schedule, "is on another node, out of reach")
 
 
 def test_families_that_store_everywhere_are_refused_by_name() -> None:
@@ -222,10 +222,10 @@ def test_a_message_without_its_other_end_is_refused() -> None:
 def test_ranks_that_receive_before_they_send_deadlock() -> None:
     schedule = build(COMBINE, "node_slices", 1)
     for rank in range(4):
-        apart: list[Step] = []
+        separate: list[Step] = []
         for step in network(schedule, rank):
-            apart += [SendReceive((), step.receives), SendReceive(step.sends)] if isinstance(step, SendReceive) else [step]
-        schedule = with_network(schedule, rank, apart)
+            separate += [SendReceive((), step.receives), SendReceive(step.sends)] if isinstance(step, SendReceive) else [step]
+        schedule = with_network(schedule, rank, separate)
     refused(
         schedule, "deadlock: rank 0, lane network", "waits for rank 2 to begin its end of message 0", "rank 2, lane network"
     )
@@ -270,7 +270,7 @@ def test_other_steps_stay_off_a_network_lane() -> None:
     )
 
 
-def test_messages_beside_a_collective_are_refused() -> None:
+def test_messages_during_a_collective_are_refused() -> None:
     schedule = build(COMBINE, "node_slices", 1)
     ranks = tuple(
         tuple(
@@ -292,9 +292,9 @@ def test_messages_beside_a_collective_are_refused() -> None:
 
 def test_a_signal_to_another_node_is_refused() -> None:
     schedule = build(COMBINE, "node_slices", 1)
-    told = [*network(schedule, 0), Signal(Flag("told", 2))]
+    lanes = [*network(schedule, 0), Signal(Flag("notified", 2))]
     refused(
-        with_network(schedule, 0, told), "told[0]@2 lies on another node", "send a message, and signal where it is received"
+        with_network(schedule, 0, lanes), "notified[0]@2 is on another node", "send a message, and signal where it is received"
     )
 
 

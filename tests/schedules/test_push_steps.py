@@ -1,6 +1,6 @@
 """A Push, one kernel of stores: what is refused of one, what is proved of it, and that interpreted kernels do just that.
 
-Nothing orders the parts of a Push: the flag of one tells of no other. A few rows behind many are there long before those.
+Nothing orders the parts of a Push: the flag of one implies nothing about another. Few rows after many arrive long before them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sent(src: Region, dst: Region, flag: str, index: int = 0) -> tuple[Step, Ste
 
 
 def _gather(m: int, k: int, pairs: dict[str, tuple[Region, Region]], waits: Sequence[str], kind: LaneKind) -> Schedule:
-    """all_gather_matmul on two ranks. pairs: what rank 0 sends to rank 1, by flag, in this order; rank 1 does alike. waits:
+    """all_gather_matmul on two ranks. pairs: what rank 0 sends to rank 1, by flag, in this order; rank 1 does the same. waits:
     those that a receiver waits for before it multiplies; for the others it waits afterwards."""
     ranks = []
     for rank in (0, 1):
@@ -132,7 +132,7 @@ def test_a_part_of_a_push_is_named() -> None:
 
 
 def _runs_right(make: str) -> list[int]:
-    """Calls on new data, one rank late; how many parts each Push has."""
+    """Calls on new data, one rank late; return the number of parts of each Push."""
     many = 8 * 65
     schedule = {"both": _both, "two sources": _two_sources, "over": _over}[make](many, 64)
     weft.schedule.check(schedule)

@@ -245,7 +245,7 @@ def test_a_flag_on_no_rank_is_refused(rank: int) -> None:
 
 
 def test_a_segment_that_does_not_fit_the_columns_of_its_target_is_refused() -> None:
-    """A combine may let its rows, which are 8 columns wide, lie for a while in a peer's products, which have 4."""
+    """A combine may let its rows, which are 8 columns wide, be stored temporarily in a peer's products, which have 4."""
 
     def through_products(step: Step) -> list[Step]:
         if not isinstance(step, GroupedGemm):

@@ -208,7 +208,7 @@ def test_report_redraws_the_figures(study: FiccoStudy) -> None:
         assert all(len(trace["x"]) == len(trace["y"]) == len(CASES) for trace in charts[name]["data"])
     first = charts["loss0"]["data"][0]
     assert first["y"][0] == round(study.signatures[0].gemm_dil, 4)
-    assert "contention.copy beside gemm" in text
+    assert "contention.copy during gemm" in text
 
 
 @pytest.fixture

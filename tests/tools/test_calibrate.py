@@ -47,7 +47,7 @@ def samples_of(of_machine: machine.Machine) -> list[ProbeSample]:
         sample("power", (1,), 100.0),
         sample("power", (40,), (100.0 + 39 * 100.0 / (of_machine.gpu.sustained or 1.0)) / 40),
         sample("gemm alone", (), 100.0),
-        sample("gemm beside copy", (), 110.0),
+        sample("gemm during copy", (), 110.0),
         *kernel_samples(of_machine),
     ]
     found += [sample("gemm bfloat16", key, gemm_us(of_machine, *key, "bfloat16")) for key in GPU_SHAPES]
@@ -93,9 +93,9 @@ def kernel_samples(machine: machine.Machine) -> list[ProbeSample]:
     copied, slowed = 1 << 24, gpu.hbm_gbps / (gpu.hbm_gbps - kernels.lookup_copy_bytes * kernels.lookup_copy_gbps)
     found += [
         sample("strided copy alone", (copied,), 60.0),
-        sample("strided copy beside lookup", (), launch + copied / (kernels.lookup_copy_gbps * 1e3)),
+        sample("strided copy during lookup", (), launch + copied / (kernels.lookup_copy_gbps * 1e3)),
         sample("lookup alone", (), 100.0),
-        sample("lookup beside strided copy", (), 100.0 * slowed),
+        sample("lookup during strided copy", (), 100.0 * slowed),
         sample("cached", (20 << 20,), launch + (20 << 20) / ((gpu.l2_gbps or 1.0) * 1e3)),
         sample("one run", (4096, 8192), 200.0),
         sample("two runs", (4096, 8192), 200.0 + staged_us(machine, rows=2, row_bytes=4096 * 8192, outs=1, out_bytes=0)),
@@ -122,7 +122,7 @@ def test_a_machine_is_read_off_its_samples() -> None:
     for op in COLLECTIVES:
         for nbytes in GPU_BYTES:
             assert collective_us(made, op, nbytes, 8) == pytest.approx(collective_us(truth, op, nbytes, 8), abs=1e-3)
-    assert made.contention == {**H200.contention, "gemm beside copy": 1.1}
+    assert made.contention == {**H200.contention, "gemm during copy": 1.1}
 
 
 def test_what_weft_s_kernels_reach_is_read_off_their_samples() -> None:
@@ -156,8 +156,8 @@ def test_what_weft_s_kernels_reach_is_read_off_their_samples() -> None:
 
 
 def test_a_probe_that_fails_costs_its_own_numbers_alone(caplog: pytest.LogCaptureFixture) -> None:
-    kept = [s for s in samples_of(H200) if s.what not in ("launch", "sums", "all_to_all")]
-    broken = [dataclasses.replace(s, us=(0.0,) * 3) if s.what == "lookup" else s for s in kept]
+    remaining = [s for s in samples_of(H200) if s.what not in ("launch", "sums", "all_to_all")]
+    broken = [dataclasses.replace(s, us=(0.0,) * 3) if s.what == "lookup" else s for s in remaining]
     failed = {"launch_us": "probe 'launches' failed: rank 1: boom", "kernels.sm_gbps": "probe 'sums' failed: rank 0: no"}
     made = Profile(H200, broken, world_size=8, when="2026-11-21", failed=failed).machine("mine", "")
     assert (made.launch_us, made.kernels.sm_gbps) == (H200.launch_us, H200.kernels.sm_gbps)
@@ -235,9 +235,7 @@ def test_lines_and_spreads() -> None:
 def test_probes_can_be_sent_to_ranks(device: str) -> None:
     found = probes(device)
     assert len({probe.name for probe in found}) == len(found)
-    assert {"launches", "flags", "flags between ranks", "memory", "one beside the other", *COLLECTIVES} <= {
-        p.name for p in found
-    }
+    assert {"launches", "flags", "flags between ranks", "memory", "concurrent pairs", *COLLECTIVES} <= {p.name for p in found}
     for probe in found:
         assert pickle.loads(pickle.dumps((probe.work, probe.arguments))) == (probe.work, probe.arguments)
 
@@ -254,7 +252,7 @@ def _probed() -> list[ProbeSample]:
     found += common.gemms("cpu", SMALL["gemms"][0], "float16")
     for op in COLLECTIVES:
         found += common.collectives("cpu", op, (256, 4096))
-    for probe in (host_probes.launches, host_probes.flags, host_probes.hops, host_probes.copies, host_probes.beside):
+    for probe in (host_probes.launches, host_probes.flags, host_probes.hops, host_probes.copies, host_probes.concurrent):
         found += probe("cpu")
     weft.close()
     return found
@@ -269,7 +267,7 @@ def test_host_probes_make_a_profile_that_plans(ranks: RankFixture) -> None:
     (half,) = (one for one in first if one.what == "gemm float16")
     found = [dataclasses.replace(one, us=(20.0,) * len(one.us)) if one is half else one for one in first]
     made = Profile(base("cpu", 2), found, world_size=2, when="2026-11-21").machine("host", "this host")
-    assert made.contention.keys() == {"gemm beside copy", "copy beside gemm"}
+    assert made.contention.keys() == {"gemm during copy", "copy during gemm"}
     problem = weft.Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2, dtype="float32")
     for dtype in ("float32", "float16"):
         assert weft.plan(dataclasses.replace(problem, dtype=dtype), made).chosen.predicted_us > 0

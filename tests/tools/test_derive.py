@@ -9,13 +9,13 @@ import pytest
 from weft.core import codec
 from weft.core.machine import Machine, load
 from weft.perf.terms import collective_us
-from weft.tools.calibrate.derive import derived
+from weft.tools.calibrate.derive import derive
 
 H200 = load("h200x8")
 
 
 def test_a_profile_of_more_gpus_loads_and_says_what_is_derived() -> None:
-    found = derived(H200, 16, "h200x16")
+    found = derive(H200, 16, "h200x16")
     assert codec.loads(Machine, codec.dumps(found), "") == found
     assert (found.name, found.world_size) == ("h200x16", 16)
     assert found.sources["copies.gbps"].startswith("derived from h200x8: measured")
@@ -24,7 +24,7 @@ def test_a_profile_of_more_gpus_loads_and_says_what_is_derived() -> None:
 
 def test_fewer_gpus_and_links_that_are_shared_are_refused() -> None:
     with pytest.raises(ValueError, match="--ranks is 8"):
-        derived(H200, 8, "h200x8")
+        derive(H200, 8, "h200x8")
     mesh = dataclasses.replace(H200, links=dataclasses.replace(H200.links, topology="mesh"))
     with pytest.raises(ValueError, match=r"links\.topology is 'mesh'"):
-        derived(mesh, 16, "x")
+        derive(mesh, 16, "x")

@@ -19,7 +19,7 @@ from weft.core.problem import GATHERS, OPS, RECIPES, Problem, Recipe, Scaling
 from weft.core.span import Kind, Span
 from weft.planner import plan
 from weft.planner.models import Model
-from weft.tools.run import ROUNDS, Measured, Round, _layer_run, measure_site, run_model, tolerance
+from weft.tools.run import ROUNDS, Measured, Round, _layer_run, measure_layer, run_model, tolerance
 
 pytestmark = pytest.mark.ranks
 TINY = Model(name="tiny", source="this test", hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96)
@@ -39,7 +39,7 @@ REQUEST: dict[str, Any] = {
 
 
 def _measure(problem: Problem, spec: str, harm: float) -> Measured:
-    """measure_site on ranks of which the last one's matmuls are off by `harm` of the largest element."""
+    """measure_layer on ranks of which the last one's matmuls are off by `harm` of the largest element."""
     from weft.runtime.host import HostProgram
 
     matmul = HostProgram.multiply
@@ -51,7 +51,7 @@ def _measure(problem: Problem, spec: str, harm: float) -> Measured:
     if dist.get_rank() == dist.get_world_size() - 1:
         HostProgram.multiply = wrong  # type: ignore[method-assign]
     try:
-        return measure_site(problem, spec, 1, "cpu")
+        return measure_layer(problem, spec, 1, "cpu")
     finally:
         HostProgram.multiply = matmul  # type: ignore[method-assign]
         weft.close()
@@ -78,19 +78,19 @@ def test_a_wrong_element_is_found_in_fp8(ranks: RankFixture, recipe: Recipe, har
 
 
 def _calls_of_a_site(problem: Problem, spec: str) -> tuple[list[tuple[str, bool]], Measured]:
-    """What measure_site calls, in order: (schedule, is it recorded); and what it finds."""
+    """What measure_layer calls, in order: (schedule, is it recorded); and what it finds."""
     from weft.tools import run
 
     calls: list[tuple[str, bool]] = []
     call = run._run
 
-    def noted(problem: Problem, spec: str, given: run.Given, spans: list[Span] | None = None) -> torch.Tensor:
+    def noted(problem: Problem, spec: str, given: run.Inputs, spans: list[Span] | None = None) -> torch.Tensor:
         calls.append((spec, spans is not None))
         return call(problem, spec, given, spans)
 
     run._run = noted
     try:
-        return calls, measure_site(problem, spec, 1, "cpu")
+        return calls, measure_layer(problem, spec, 1, "cpu")
     finally:
         run._run = call
         weft.close()
@@ -103,8 +103,8 @@ def test_every_round_sees_every_method(ranks: RankFixture, spec: str) -> None:
     for calls, measured in ranks(2).run(_calls_of_a_site, problem, spec):
         assert calls == [(spec, False), *one * (ROUNDS["cpu"] + 1), (spec, True)]
         assert len(measured.rounds) == ROUNDS["cpu"]
-        alike = [r.sequential_us == r.overlapped_us for r in measured.rounds]
-        assert all(alike) == (spec == "sequential"), "two times may be equal by chance"
+        equal = [r.sequential_us == r.overlapped_us for r in measured.rounds]
+        assert all(equal) == (spec == "sequential"), "two times may be equal by chance"
         for r in measured.rounds:
             assert [s.kind for s in r.sequential_spans] == ["gemm", "collective"]
             assert sum(s.duration_us for s in r.sequential_spans) > 0 < min(r.sequential_us, r.overlapped_us)
@@ -121,7 +121,7 @@ def test_auto_says_what_ran(ranks: RankFixture) -> None:
 
 def _lanes(problem: Problem, spec: str, fan_out: bool) -> tuple[Measured, set[str]]:
     try:
-        measured = measure_site(problem, spec, 1, "cpu", fan_out)
+        measured = measure_layer(problem, spec, 1, "cpu", fan_out)
     finally:
         weft.close()
     return measured, {span.lane for span in measured.spans}

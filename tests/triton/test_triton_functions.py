@@ -112,9 +112,9 @@ def test_wrong_arguments_are_named(interpreted: Ranks) -> None:
 
 def test_peers_that_are_over_say_what_to_do(interpreted: Ranks) -> None:
     """Not weft.close(group), which is not of their business."""
-    for told in interpreted.run(used_when_over):
-        assert told[:2] == ["these Peers are closed; make new ones on every rank"] * 2
-        assert told[2:] == ["these Peers have failed (planted); close them, and make new ones on every rank"] * 2
+    for messages in interpreted.run(used_when_over):
+        assert messages[:2] == ["these Peers are closed; make new ones on every rank"] * 2
+        assert messages[2:] == ["these Peers have failed (planted); close them, and make new ones on every rank"] * 2
 
 
 def test_peers_and_operators_share_what_there_is_of_a_group(interpreted: Ranks) -> None:

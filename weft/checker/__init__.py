@@ -13,12 +13,12 @@ flag. What it proves, for any number of calls in a row and any speed of lanes, r
 Of races, deadlocks and results it refuses exactly those schedules that can go wrong: tests/checker/test_check_damage.py holds
 it, in both directions, against a brute-force interpreter that tries directed interleavings of small schedules. Structure also
 has rules of weft's own, which a lucky schedule may break: kernels stay off copy lanes, a product reads local memory only, a
-copy touches the rank that runs it, a push reads one local buffer and tells its receivers alone, nothing narrower than float32
+copy touches the rank that runs it, a push reads one local buffer and signals only its receivers, nothing narrower than float32
 is added to, only local buffers are wider than the problem's dtype, and a rank has one lane of kind compute. The one thing
 left open is a schedule whose kernels share the SMs of a rank in more orders than `weft.checker.starvation` tries; it is
-refused, and told so.
+refused with that reason.
 
-Where row counts live on devices, what steps touch are segments and the counts; `weft.checker.ragged` gives those a meaning.
+Where row counts live on devices, steps access segments and counts; `weft.checker.ragged` models them.
 
 The proof is one walk through two calls, or four where row counts live on devices (`weft.checker.walk`). It does no work per
 element: its cost is that of steps, parts and gates, whatever M, N and K are. 8 ranks with chunks=8, so that the matrix moves in

@@ -1,10 +1,10 @@
-"""The proof of collectives beside a user's computation: each collective by itself, and what they have in common.
+"""The proof of collectives that run concurrently with a user's computation: each collective alone, then their common rules.
 
 Every buffer and flag belongs to one collective (`weft.core.concurrent.number_of`), and in each lane the steps of a collective
-come before those of the next. So each collective's steps are a schedule, which is proved as any other, and together they are
-right: they share no memory; and the first collective's steps, which wait for nothing of the others', come to their end,
-after which the next one's do. A UserCall touches none of the schedule's buffers; it delays what is behind it in its lane, and
-the proof of a collective holds for any delay.
+come before those of the next. So each collective's steps are a schedule, which is proved as any other. Together they are also
+correct: they share no memory; and the first collective's steps, which wait for none of the others', complete, then the next
+one's do. A UserCall accesses none of the schedule's buffers. It delays later steps of its lane, and the proof of a collective
+holds for any delay.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ A content says what element (i, j) of its buffer holds, by displacement, so that
     ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
     ("?", why)                  something that no result may hold
 
-What is added to a result stands for one more k each: ADDED tells its range. dr of a row that is added to every row is None; any
+Each addend of a result counts as one more k, in the range ADDED. dr of a row that is added to every row is None; any
 other row that is laid on several stands for nothing that a result may hold.
 
-ks is a tuple of disjoint, sorted, merged ranges, each k counted once. Nothing summed at all is ZERO, wherever it lies.
+ks is a tuple of disjoint, sorted, merged ranges, each k counted once. An empty sum is ZERO in any buffer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Cells = list[tuple[Rect, Any]]
 Ranges = tuple[tuple[int, int], ...]
 ZERO: Content = ("AB", 0, 0, (), 1)
 ADDED: dict[str, tuple[int, int]] = {"bias": (-2, -1), "residual": (-4, -3)}
-"""Below every k, and apart, so that none merges with another."""
+"""Ranges below every k, with gaps between them, so that no two merge."""
 
 
 def moved(cells: Cells, src: Rect, dst: Rect) -> Cells:
-    """The cells of `src` as they lie in `dst` once copied there."""
+    """Return the cells of `src` after a copy to `dst`."""
     down, right = dst[0] - src[0], dst[2] - src[2]
     if src[1] - src[0] == 1 < dst[1] - dst[0]:
         return [((dst[0], dst[1], r[2] + right, r[3] + right), _for_all(_displaced(c, down, right))) for r, c in cells]
@@ -97,7 +97,7 @@ def _divided(content: Content, by: int) -> Content:
 
 
 def total(sums: list[Cells]) -> Cells:
-    """Cells that lie over each other, added up."""
+    """Add up overlapping cells."""
     cells = sums[0]
     for more in sums[1:]:
         cells = added(cells, more)
@@ -154,7 +154,7 @@ def _term(a_rect: Rect, a: tuple[Rect, Content], b_rect: Rect, b: tuple[Rect, Co
 
 
 def describe(content: Content | None, rect: Rect = (0, 1, 0, 1)) -> str:
-    """In words, for an element range of its buffer."""
+    """Return the text of a content for an element range of its buffer."""
     if not content or content[0] == "?":
         return content[1] if content else "nothing"
     down = 0 if content[1] is None else content[1]

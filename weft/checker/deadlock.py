@@ -1,4 +1,4 @@
-"""A deadlock in words: who waits for whom, until the circle closes."""
+"""Describes a deadlock: who waits for whom, until the cycle closes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StuckLane(NamedTuple):
 
 
 def deadlock(program: CompiledSchedule, stuck: dict[Place, StuckLane]) -> str:
-    """The circle among stuck lanes, as a sentence."""
+    """Return the cycle among stuck lanes as a sentence."""
     here, path, lines = min(stuck), list[Place](), list[str]()
     while here not in path:
         path.append(here)

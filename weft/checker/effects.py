@@ -1,8 +1,8 @@
-"""What the steps of a schedule do to memory, as the walk meets them: races, and which numbers end up where.
+"""The effects of a schedule's steps on memory, in the order of the walk: detects races and tracks contents.
 
 Contract: actions come in an order that fits happens-before, each with the set of its ancestors (an int, a bit a node).
 The first access that is not ordered after one that it conflicts with, the first read of what nobody wrote, or the first
-wrong element of a result raises: `Conflict`, which `refusal` puts in words, or `ScheduleError`.
+wrong element of a result raises: `Conflict`, which `refusal` turns into a message, or `ScheduleError`.
 
 Contents are followed in the first call only. Where no read of the first call finds unwritten memory and no two calls race,
 every later call does the same one call on: a read that finds something stale in a later call would find nothing in the
@@ -17,7 +17,7 @@ from itertools import chain
 from operator import or_
 
 from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total
-from weft.checker.memory import Conflict, Constant, Given, Memory
+from weft.checker.memory import AliasedInput, Conflict, Constant, Memory
 from weft.checker.program import CALLER, Access, Action, CompiledSchedule, Do, Rect, ScheduleError, overlap
 from weft.checker.shapes import reachable_outputs
 from weft.core.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, ColumnProblem, Span1D
@@ -37,22 +37,22 @@ class Effects:
         self.program = program
         self.problem = program.schedule.problem
         self.nodes: list[At] = []
-        self.given: dict[int, Given] = {}
+        self.aliased: dict[int, AliasedInput] = {}
         """By memory of a result, the input that may be one with it."""
         self.memories = [self._memory(number, name, rank) for number, (name, rank) in enumerate(program.memories)]
 
-    def _memory(self, number: int, name: str, rank: int) -> Memory | Constant | Given:
+    def _memory(self, number: int, name: str, rank: int) -> Memory | Constant | AliasedInput:
         is_input = self.program.schedule.buffer[name].kind == "input"
-        return self._given(number, name, rank) if is_input else Memory(number)
+        return self._input_memory(number, name, rank) if is_input else Memory(number)
 
-    def _given(self, number: int, name: str, rank: int) -> Constant | Given:
+    def _input_memory(self, number: int, name: str, rank: int) -> Constant | AliasedInput:
         content = self._input(name, rank)
         alias = self.problem.alias(rank) if isinstance(self.problem, CollectiveProblem) else None
         if alias is None:
             return Constant(content)
         rows, cols = self.program.schedule.buffer[name].whole(rank).shape
-        given = self.given[self._result_of(rank)] = Given(number, content, (0, rows, 0, cols), alias)
-        return given
+        aliased = self.aliased[self._result_of(rank)] = AliasedInput(number, content, (0, rows, 0, cols), alias)
+        return aliased
 
     def _result_of(self, rank: int) -> int:
         return self.program.memories.index(("out", rank))
@@ -96,7 +96,7 @@ class Effects:
         node = self.node(at)
         cells = self._read(action.reads, node, started if action.late else ancestors)
         for number, more in enumerate(behind):
-            # What lies behind an inner gate is an access of its own, after all that was read before it.
+            # Reads after an inner gate are a separate access, after all reads before it.
             ancestors |= 1 << node | more
             node = self.node(at)
             cells += self._read(action.slices[number : number + 1], node, ancestors)
@@ -115,7 +115,7 @@ class Effects:
         return [self.memories[m].read(rect, node, ancestors) for m, rect in accesses]
 
     def _write(self, action: Action, cells: Cells | None, node: int, ancestors: int, *, by_collective: bool = False) -> None:
-        """cells: what is written; None in calls after the first. The result may lie where an input lies. by_collective: by a
+        """cells: what is written; None in calls after the first. The result may share memory with an input. by_collective: by a
         collective. What is copied to itself stays: executors leave such copies out, but NCCL does not."""
         assert action.write is not None
         number, rect = action.write
@@ -126,16 +126,16 @@ class Effects:
             return
         for part, content in cells:
             memory.write(part, content, node, ancestors)
-        given = self.given.get(number)
-        place = given and given.place(rect)
-        if given and place and (by_collective or action.do is not Do.COPY or action.reads != ((given.number, place),)):
-            given.overwrite(place, node, ancestors, by_collective=by_collective)
+        aliased = self.aliased.get(number)
+        place = aliased and aliased.place(rect)
+        if aliased and place and (by_collective or action.do is not Do.COPY or action.reads != ((aliased.number, place),)):
+            aliased.overwrite(place, node, ancestors, by_collective=by_collective)
 
     def collect(self, actions: list[Action], ats: list[At], ancestors: list[int]) -> list[int]:
         """A collective, once all ranks have started it: by rank, the action and what that rank had behind it."""
         nodes = [self.node(at) for at in ats]
-        given = zip(actions, nodes, ancestors, strict=True)
-        found = [list(chain(*self._read(action.reads, node, before))) for action, node, before in given]
+        accesses = zip(actions, nodes, ancestors, strict=True)
+        found = [list(chain(*self._read(action.reads, node, before))) for action, node, before in accesses]
         for rank, (action, node) in enumerate(zip(actions, nodes, strict=True)):
             if action.write is not None:
                 cells = None if ats[rank][4] else self._collected(actions, found, rank, action.write[1])
@@ -206,15 +206,15 @@ class Effects:
         for number, (name, owner) in enumerate(self.program.memories):
             buffer = self.program.schedule.buffer[name]
             if owner == rank and buffer.kind == "output" and buffer.whole(rank).size:
-                self._check_output(number, (0, buffer.rows[rank], 0, buffer.cols[rank]), self._wanted(name, rank))
+                self._check_output(number, (0, buffer.rows[rank], 0, buffer.cols[rank]), self._expected_rows(name, rank))
 
-    def _wanted(self, name: str, rank: int) -> list[tuple[Span1D, Content]]:
+    def _expected_rows(self, name: str, rank: int) -> list[tuple[Span1D, Content]]:
         """What ranges of rows must hold."""
         problem, rows = self.problem, (0, self.program.schedule.buffer[name].rows[rank])
         if problem.op in EXCHANGES or problem.op == "all_to_all":
-            return [self._arrived(name, src_rank, rank) for src_rank in range(problem.world_size)]
+            return [self._expected_arrivals(name, src_rank, rank) for src_rank in range(problem.world_size)]
         if isinstance(problem, ColumnProblem):
-            return _wanted_of_columns(problem, name, rank)
+            return _expected_columns(problem, name, rank)
         if isinstance(problem, CollectiveProblem):
             low, every = problem.shards[rank][0] if problem.op == "reduce_scatter" else 0, ((0, problem.world_size),)
             return [(rows, ("AB", low, 0, every, problem.divide_by) if problem.sums else ("A", 0, 0))]
@@ -231,7 +231,7 @@ class Effects:
         divide_by = problem.world_size if problem.reduce_op == "avg" else 1
         return [(rows, ("AB", problem.shards[rank][0], 0, every_k, divide_by))]
 
-    def _arrived(self, name: str, src_rank: int, rank: int) -> tuple[Span1D, Content]:
+    def _expected_arrivals(self, name: str, src_rank: int, rank: int) -> tuple[Span1D, Content]:
         """The rows of an all-to-all that `rank` has from `src_rank`: in `out`, multiplied by the b of whoever multiplies."""
         problem = self.problem
         rows = problem.arrivals(src_rank, rank)
@@ -252,10 +252,10 @@ class Effects:
                 has, right = self._describe(fragment.content, rect), self._describe(wrong, rect)
                 by = self.program.where(*self.nodes[fragment.writer][:4])
                 raise ScheduleError(
-                    f"{by}: it leaves {self.program.words((number, rect))} with {has}; the result there is {right}"
+                    f"{by}: it leaves {self.program.describe((number, rect))} with {has}; the result there is {right}"
                 )
         if missing:
-            name, rank = self.program.words((number, whole)), self.program.memories[number][1]
+            name, rank = self.program.describe((number, whole)), self.program.memories[number][1]
             raise ScheduleError(f"rank {rank}: {missing} {self.UNIT} of {name} are never written")
 
     def _describe(self, content: Content | None, rect: Rect) -> str:
@@ -266,12 +266,12 @@ class Effects:
 
     def refusal(self, conflict: Conflict) -> ScheduleError:
         at = self.nodes[conflict.node]
-        where, region = self.program.where(*at[:4]), self.program.words(conflict.access)
+        where, region = self.program.where(*at[:4]), self.program.describe(conflict.access)
         if conflict.other is None:
             return ScheduleError(f"{where}: it reads {region}, but no write of all of it is ordered before that")
         other = self.nodes[conflict.other]
         they = self.program.where(*other[:4])
-        if conflict.given:
+        if conflict.aliased:
             late, early = f"where {they} may have written the result", f"which {they} reads, and nothing orders the two"
             what = f"it touches {region}, {late}" if conflict.wrote else f"the result touches {region}, {early}"
             return ScheduleError(f"{where}: {what}, since out may be the memory of a")
@@ -283,7 +283,7 @@ class Effects:
         return ScheduleError(f"{where}: {does} {region}, which {they} {verb}; nothing orders the two")
 
 
-def _wanted_of_columns(problem: ColumnProblem, name: str, rank: int) -> list[tuple[Span1D, Content]]:
+def _expected_columns(problem: ColumnProblem, name: str, rank: int) -> list[tuple[Span1D, Content]]:
     every_k = ((0, problem.k),)
     if problem.sends_columns:
         left = problem.blocks[rank][0]
@@ -294,7 +294,7 @@ def _wanted_of_columns(problem: ColumnProblem, name: str, rank: int) -> list[tup
 
 
 def _rows_of(action: Action, cells: Cells, low: int, high: int) -> tuple[Rect, Cells]:
-    """Of what a rank gives to a collective, the rows [low, high): where they lie, and what they hold."""
+    """Return the location and the content of rows [low, high) of a rank's input to a collective."""
     src = action.reads[0][1]
     own = (src[0] + low, src[0] + high, src[2], src[3])
     return own, [(common, content) for rect, content in cells if (common := overlap(rect, own))]
@@ -308,7 +308,7 @@ def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:
         return moved(cells[0], rects[0], out)
     if action.do is Do.ADD:
         return divided(total([moved(c, rect, out) for c, rect in zip(cells, rects, strict=True)]), action.divide_by)
-    fresh = product(_joined(action, cells), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]
+    fresh = product(_merge_slices(action, cells), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]
     if action.adds:
         first = len(action.reads)
         more = [moved(c, rect, out) for c, rect in zip(cells[first:], rects[first:], strict=True)]
@@ -316,8 +316,8 @@ def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:
     return added(old, fresh) if old is not None else fresh
 
 
-def _joined(action: Action, cells: list[Cells]) -> tuple[Rect, Cells]:
-    """All that a product reads of `a`: its slices, which lie side by side, as one."""
+def _merge_slices(action: Action, cells: list[Cells]) -> tuple[Rect, Cells]:
+    """Return everything that a product reads of `a`: its slices, which are adjacent, as one."""
     rect = action.reads[0][1]
     if not action.slices:
         return rect, cells[0]

@@ -55,7 +55,7 @@ def _common(step: FusedCollective) -> tuple[object, ...]:
 
 
 def _fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
-    """What is wrong with a step, in words."""
+    """Return what is wrong with a step as text."""
     problem = schedule.problem
     if isinstance(problem, (CollectiveProblem, ColumnProblem, LookupProblem, RaggedProblem)):
         return f"{problem.op} has no product whose sum over ranks a kernel could make"
@@ -108,7 +108,7 @@ def _overlap(one: Region, other: Region) -> bool:
 
 
 def written_too_early(step: FusedCollective, world_size: int) -> str:
-    """What goes wrong where a mailbox has too few copies, in words; nothing if it has enough.
+    """Return what goes wrong if a mailbox has too few copies; an empty text if it has enough.
 
     Call c uses copy c mod copies. In a call a rank sends its tiles to all ranks, itself among them; it empties the places that
     it has read in the call before; it waits for all ranks' tiles. A second hop sends and waits again. So a place that is

@@ -1,4 +1,4 @@
-"""Messages between ranks, while the check walks the schedule: which have begun at both ends, and what they bring.
+"""Messages between ranks during the walk: which have begun at both ends, and the data that they carry.
 
 The n-th message that a rank sends to another is the n-th that the other receives from it, calls of both counted through. A step
 with messages ends once the other end of each has begun: NCCL may keep a sender waiting until then. It need not, so a sender
@@ -54,8 +54,8 @@ class Mail:
             self.awaited[pair] += 1
         return Leg(pair, number, sent, action, at)
 
-    def meets(self, leg: Leg) -> bool:
-        """Whether its other end has begun."""
+    def is_complete(self, leg: Leg) -> bool:
+        """Return whether the other end has begun."""
         return (self.awaited[leg.pair] if leg.sent else len(self.posted[leg.pair])) > leg.number
 
     def end(self, effects: Effects, leg: Leg, ancestors: int) -> int:

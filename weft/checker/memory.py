@@ -16,14 +16,14 @@ Reader = tuple[int, Rect]
 
 
 class Conflict(Exception):
-    """An access that is not ordered after another, or (other is None) that reads what nobody wrote. given: by memory that an
+    """An access that is not ordered after another, or (other is None) that reads what nobody wrote. aliased: by memory that an
     input and the result may share, the input's."""
 
     def __init__(
-        self, memory: int, rect: Rect, node: int, other: int | None, *, wrote: bool = True, given: bool = False
+        self, memory: int, rect: Rect, node: int, other: int | None, *, wrote: bool = True, aliased: bool = False
     ) -> None:
-        super().__init__(memory, rect, node, other, wrote, given)
-        self.access, self.node, self.other, self.wrote, self.given = (memory, rect), node, other, wrote, given
+        super().__init__(memory, rect, node, other, wrote, aliased)
+        self.access, self.node, self.other, self.wrote, self.aliased = (memory, rect), node, other, wrote, aliased
 
 
 class Fragment:
@@ -157,7 +157,7 @@ class Constant:
         return [(rect, self.content)]
 
 
-class Given:
+class AliasedInput:
     """An input that may be the result's own memory, or a part of it: written by the caller before all lanes start, and by
     whatever writes the result there. Nobody may read an element after that, or at once, but who writes that very element.
 
@@ -173,12 +173,12 @@ class Given:
         for writer, place in self._overwritten:
             common = overlap(place, rect)
             if common:
-                raise Conflict(self.number, common, node, writer, given=True)
+                raise Conflict(self.number, common, node, writer, aliased=True)
         self._readers.append((node, rect))
         return [(rect, self.content)]
 
     def place(self, out: Rect) -> Rect | None:
-        """Where a rectangle of the result lies here; None if nowhere."""
+        """Return the rectangle of this input that shares memory with one of the result; None if there is none."""
         return overlap((out[0] + self.alias, out[1] + self.alias, out[2], out[3]), self.whole)
 
     def overwrite(self, rect: Rect, node: int, ancestors: int, *, by_collective: bool) -> None:
@@ -186,7 +186,7 @@ class Given:
         for reader, place in self._readers:
             same = reader == node and (by_collective or place == rect)
             if not same and not ancestors >> reader & 1 and overlap(place, rect):
-                raise Conflict(self.number, rect, node, reader, wrote=False, given=True)
+                raise Conflict(self.number, rect, node, reader, wrote=False, aliased=True)
         self._overwritten.append((node, rect))
 
 

@@ -99,9 +99,12 @@ class Op(NamedTuple):
 
 
 class CompiledSchedule(NamedTuple):
-    """ops: by rank, lane and position. owners: by flag, the lane that advances it. waiters: by flag, the steps that wait for
-    it, and their at_least. memories: (buffer, rank) by number. shared: those that peers may touch. words: an access in words,
-    as a schedule prints it."""
+    """A schedule with numbers in place of names, which the walk runs.
+
+    ops: by rank, lane and position. owners: by flag, the lane that advances it. waiters: by flag, the steps that wait for it
+    and their at_least. memories: (buffer, rank) by number. shared: the memories that peers may touch. describe: returns the
+    text of an access as a schedule prints it.
+    """
 
     spelled_out: SpelledOut
     ops: tuple[tuple[tuple[Op, ...], ...], ...]
@@ -110,7 +113,7 @@ class CompiledSchedule(NamedTuple):
     waiters: tuple[dict[Place, int], ...]
     memories: tuple[tuple[str, int], ...]
     shared: set[int]
-    words: Callable[[Access], str]
+    describe: Callable[[Access], str]
 
     @property
     def schedule(self) -> Schedule:
@@ -118,17 +121,17 @@ class CompiledSchedule(NamedTuple):
         return self.spelled_out.schedule
 
     def where(self, rank: int, lane: int, position: int, part: int | None = None) -> str:
-        """A step, or its part, in words, for messages; or the caller of a rank, at CALLER."""
+        """The text of a step or of its part for messages; at CALLER, that of the rank's caller."""
         if (lane, position) == CALLER:
             return f"the caller of rank {rank}"
         name, step = self.schedule.ranks[rank][lane].name, self.schedule.ranks[rank][lane].steps[position]
         parts = getattr(step, "parts", ())
         detail = f", part {part}: {parts[part]}" if part is not None and len(parts) > 1 else ""
-        return words(self.spelled_out, rank, name, position, f"{step}{detail}")
+        return describe_step(self.spelled_out, rank, name, position, f"{step}{detail}")
 
 
-def words(spelled_out: SpelledOut, rank: int, lane: str, position: int, step: str) -> str:
-    """A step in words, by its place in the schedule as it was given."""
+def describe_step(spelled_out: SpelledOut, rank: int, lane: str, position: int, step: str) -> str:
+    """Return the text of a step, named by its place in the schedule that the caller passed."""
     at, kernel = spelled_out.place(rank, lane, position)
     return f"rank {rank}, lane {lane}, step {at} ({f'{kernel}: {step}' if kernel else step})"
 

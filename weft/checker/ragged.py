@@ -1,6 +1,6 @@
 """What the steps of schedules do whose row counts only devices know, for every assignment of counts at once.
 
-Steps name whole segments (src, dst, expert). In one buffer of one rank segments lie one after the other, in an order that
+Steps name whole segments (src, dst, expert). In one buffer of one rank segments are contiguous, in an order that
 does not depend on the counts, so two of them never share a row, and one that is cut at the capacity ends there: whatever the
 counts are, two accesses conflict only if they name the same segment of the same buffer. So a buffer is taken to have one row of
 one element for each segment, in its order. An empty segment does nothing, and its flags are advanced all the same.
@@ -9,9 +9,9 @@ The counts are a memory of their own on each rank, with a row for each rank whos
 all rows of its rank where the kernel starts, since where segments begin depends on them. The memory has two places, which calls
 take in turn (`weft.checker.memory.AlternatingMemory`).
 
-The next call may have other counts, so that a segment lies where another one has lain. That is no conflict that the proof
-misses: a kernel has the counts of all ranks for its call behind it, and each rank shares those after all of its lanes have
-ended the call before. So what a call does to segments comes after all that the call before has done to them.
+The next call may have other counts, so a segment may occupy rows of another segment of this call. That is no conflict that the
+proof misses: a kernel runs after the counts of all ranks for its call, and each rank shares those after all of its lanes have
+ended the previous call. So a call accesses segments only after all accesses of the previous call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ClassVar, NoReturn
 
 from weft.checker.content import Cells, Content
 from weft.checker.effects import Effects
-from weft.checker.memory import AlternatingMemory, Constant, Given, Memory
+from weft.checker.memory import AliasedInput, AlternatingMemory, Constant, Memory
 from weft.checker.program import Access, Action, Do, Op, Rect, ScheduleError
 from weft.checker.structure import Compiler, as_kernel
 from weft.core.fused_collective import SpelledOut
@@ -46,7 +46,7 @@ Name = tuple[int, int, int]
 
 
 def _order(problem: RaggedProblem, buffer: str, rank: int) -> tuple[Name, ...]:
-    """The segments of a buffer, in the order in which they lie there."""
+    """Return the segments of a buffer, in their order there."""
     return problem.sent_order(rank) if buffer in ("a", "product") else problem.received_order(rank)
 
 
@@ -65,7 +65,7 @@ class RaggedCompiler(Compiler):
             for name in self.buffers
             for rank in range(self.world_size)
         }
-        """By buffer and rank, where each segment lies."""
+        """By buffer and rank, the place of each segment."""
 
     def lanes(self, rank: int, lanes: tuple[Lane, ...]) -> tuple[tuple[Op, ...], ...]:
         kinds = [lane.kind for lane in lanes]
@@ -119,7 +119,7 @@ class RaggedCompiler(Compiler):
         for side in (source, target):
             buffer = self.buffers.get(side.buffer)
             if buffer is None:
-                self.fail(f"{side} lies in no buffer of segments")
+                self.fail(f"{side} is in no buffer of segments")
             if side.name not in self.rows.get((side.buffer, side.rank), ()):
                 self.fail(f"{side.buffer} of rank {side.rank} does not hold {side}")
             if side.rank != self.rank and buffer.kind != "symmetric":
@@ -152,7 +152,7 @@ class RaggedCompiler(Compiler):
                 f"it multiplies {source}, which must be of {needs}, and writes {target}, which must be of the problem's dtype"
             )
 
-    def words(self, access: Access) -> str:
+    def describe(self, access: Access) -> str:
         """A segment, the counts of a rank, or a whole buffer."""
         (name, rank), (row, end, *_) = self.memories[access[0]], access[1]
         if name == COUNTS:
@@ -178,7 +178,7 @@ class _Rows(Constant):
 
 
 class RaggedEffects(Effects):
-    """A segment holds (what, name): its rows, or their product. CALLS: counts lie in the same place again two calls later."""
+    """A segment holds (what, name): its rows, or their product. CALLS: counts use the same slot again two calls later."""
 
     CALLS = 4
     UNIT = "segments"
@@ -188,7 +188,7 @@ class RaggedEffects(Effects):
         assert isinstance(self.problem, RaggedProblem), f"{self.problem} has no segments"
         return self.problem
 
-    def _memory(self, number: int, name: str, rank: int) -> Memory | Constant | Given:
+    def _memory(self, number: int, name: str, rank: int) -> Memory | Constant | AliasedInput:
         if name == COUNTS:
             return AlternatingMemory(number, self.nodes)
         is_input = self.program.schedule.buffer[name].kind == "input"

@@ -1,6 +1,6 @@
 """Rules on shapes and buffers that need no walk over the flags: part of the check's first stage.
 
-Each rule hands back what is wrong, in words, or an empty text.
+Each rule returns what is wrong as text, or an empty text.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _operand_fault(buffer: Buffer, problem: Problem) -> str:
     """What is wrong with a buffer's operand: the caller's a, b and gathered or received rows are FP8 where the problem has
     scaling, and nothing is where it has none."""
     scaling = problem.scaling
-    given = {"a": "" if scaling and scaling.quantises else "a", "b": "b", "gathered": "a", "received": "a"}.get(buffer.name, "")
-    wanted = given if scaling is not None and buffer.kind in ("input", "output") else buffer.operand
+    operands = {"a": "" if scaling and scaling.quantises else "a", "b": "b", "gathered": "a", "received": "a"}
+    wanted = operands.get(buffer.name, "") if scaling is not None and buffer.kind in ("input", "output") else buffer.operand
     if problem.scaling is None and buffer.operand:
         return f"has operand {buffer.operand!r}, but the problem has no scaling; leave it out"
     if buffer.operand and buffer.float32:
@@ -94,7 +94,7 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
 
 
 def _segmented_buffers(problem: RaggedProblem) -> dict[str, tuple[str, Shape]]:
-    """What there may be beside the caller's."""
+    """Return the buffers that may exist in addition to the caller's."""
     return {
         "landing": ("symmetric", _shape(problem, problem.m, problem.k)),
         "product": ("symmetric", _shape(problem, problem.capacity, problem.n)),
@@ -120,15 +120,15 @@ def reachable_outputs(schedule: Schedule) -> set[str]:
 
 
 def region_fault(region: Region, buffers: Mapping[str, Buffer], size: int) -> str:
-    """A region lies within a declared buffer of one of `size` ranks."""
+    """Return what is wrong unless a region is within a declared buffer of one of `size` ranks."""
     buffer = buffers.get(region.buffer)
     if buffer is None:
         return f"{region} is in no declared buffer; there are {', '.join(buffers)}"
     rank, (low, high), (left, right) = region.rank, region.rows, region.cols
     if not 0 <= rank < size:
-        return f"{region} lies on no rank; ranks are 0 to {size - 1}"
+        return f"{region} is on no rank; ranks are 0 to {size - 1}"
     if not (0 <= low <= high <= buffer.rows[rank] and 0 <= left <= right <= buffer.cols[rank]):
-        return f"{region} does not lie within {buffer.whole(rank)}"
+        return f"{region} is not within {buffer.whole(rank)}"
     return ""
 
 
@@ -158,7 +158,7 @@ def gemm_fault(step: Gemm, part: Part) -> str:
         if add.shape != part.out.shape:
             return f"{add} has shape {add.shape}, but it is added into {part.out} of shape {part.out.shape}"
     if part.adds and step.accumulate:
-        return f"it adds to {part.out} what lies there, and {part.adds[0]}; use one of accumulate and adds"
+        return f"it adds to {part.out} its old content, and {part.adds[0]}; use one of accumulate and adds"
     return inner_fault(step, part) if part.inner else ""
 
 
@@ -200,7 +200,7 @@ def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     full, part, cols = problem.shards[-1][1], high - low, step.src.shape[1]
     blocks = problem.blocks
     if step.op == "all_to_all" and isinstance(problem, ColumnProblem) and not problem.sends_columns:
-        return f"all_to_all lays rows below each other; what {problem.op} sends lies side by side: use all_to_all_columns"
+        return f"all_to_all stacks rows; {problem.op} concatenates columns: use all_to_all_columns"
     if step.op == "all_to_all_columns" and sum(right - left for left, right in blocks) != blocks[-1][1]:
         return f"all_to_all_columns lays columns side by side; in {problem.op} every rank has all of them: use all_to_all"
     shapes = {
@@ -257,7 +257,7 @@ Message = tuple[tuple[int, int], bool]
 
 def check_messages(schedule: Schedule) -> None:
     """What a rank sends to another in a call is what that one receives from it, in order, on one lane each, and without a
-    NCCL collective beside it: two communicators at once could wait for each other. Raises ScheduleError."""
+    concurrent NCCL collective: two communicators could wait for each other. Raises ScheduleError."""
     sent: dict[tuple[int, int], list[Message]] = {}
     received: dict[tuple[int, int], list[Message]] = {}
     for rank, lanes in enumerate(schedule.ranks):

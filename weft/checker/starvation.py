@@ -14,7 +14,7 @@ A step that happens before the kernel's start, or after its end, is safe. The ot
 ends when each contested step lets every kernel that may keep it out go first, it ends in any order: a state in which all
 is stuck would be stuck there too. Else all orders in which contested steps can start are tried, each by a walk of its own in
 which everything else runs as soon as it can: that takes nothing from the adversary, for it only ever enables more. One call is
-enough, since waits look back: a circle of waits lies within one call, and the first call has the fewest of them.
+enough, since waits look back: a cycle of waits is within one call, and the first call has the fewest of them.
 """
 
 from __future__ import annotations
@@ -153,13 +153,13 @@ class _Starts(Walk):
     def why(self) -> str:
         """The kernel that waits, and the step that it keeps out."""
         holders = self._holders()
-        kept = min((place for place in self.held if place[0] in holders), default=None)
-        if kept is None:
+        waiting = min((place for place in self.held if place[0] in holders), default=None)
+        if waiting is None:
             return "kernels with gates and other lanes share the SMs of a rank"
-        kernel = holders[kept[0]]
+        kernel = holders[waiting[0]]
         step = self.program.where(kernel.rank, kernel.index, kernel.position, kernel.part)
         return (
-            f"possible deadlock: {step} may fill all SMs of rank {kept[0]} with waiting blocks, while "
-            f"{self.program.where(*kept)} has not started and needs some; order one before the other, "
+            f"possible deadlock: {step} may fill all SMs of rank {waiting[0]} with waiting blocks, while "
+            f"{self.program.where(*waiting)} has not started and needs some; order one before the other, "
             "or run it on a lane of kind blocks"
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
 
-from weft.checker.program import Access, Action, CompiledSchedule, Do, Op, Place, ScheduleError, area, overlap, words
+from weft.checker.program import Access, Action, CompiledSchedule, Do, Op, Place, ScheduleError, area, describe_step, overlap
 from weft.checker.shapes import (
     bags_fault,
     check_collectives,
@@ -72,7 +72,7 @@ def compile_schedule(compiler: Compiler) -> CompiledSchedule:
     ops = tuple(compiler.lanes(rank, lanes) for rank, lanes in enumerate(schedule.ranks))
     flags, owners, waiters = tuple(compiler.flags), tuple(compiler.owners), tuple(compiler.waiters)
     memories, shared = tuple(compiler.memories), compiler.shared
-    program = CompiledSchedule(spelled_out, ops, flags, owners, waiters, memories, shared, compiler.words)
+    program = CompiledSchedule(spelled_out, ops, flags, owners, waiters, memories, shared, compiler.describe)
     _check_waits(program, compiler.counted)
     check_collectives(schedule)
     check_messages(schedule)
@@ -128,7 +128,7 @@ class Compiler:
         return tuple(ops)
 
     def fail(self, text: str) -> NoReturn:
-        where = words(self.spelled_out, self.rank, self.lane.name, self.position, str(self.step))
+        where = describe_step(self.spelled_out, self.rank, self.lane.name, self.position, str(self.step))
         raise ScheduleError(f"{where}: {text}")
 
     def refuse(self, fault: str) -> None:
@@ -151,7 +151,7 @@ class Compiler:
         known = self.numbers.get(flag)
         if known is None:
             if not 0 <= flag.rank < self.world_size:
-                self.fail(f"{flag} lies on no rank; ranks are 0 to {self.world_size - 1}")
+                self.fail(f"{flag} is on no rank; ranks are 0 to {self.world_size - 1}")
             known = self.numbers[flag] = len(self.flags)
             self.flags.append(flag)
             self.owners.append(None)
@@ -172,7 +172,7 @@ class Compiler:
     def advance(self, flag: Flag) -> int:
         number, me = self.number(flag), (self.rank, self.index)
         if self.node_of[flag.rank] != self.node_of[self.rank]:
-            self.fail(f"{flag} lies on another node, out of reach; send a message, and signal where it is received")
+            self.fail(f"{flag} is on another node, out of reach; send a message, and signal where it is received")
         owner = self.owners[number]
         if owner is None:
             self.owners[number] = me
@@ -191,10 +191,10 @@ class Compiler:
         buffer, rank = self.buffers[region.buffer], region.rank
         if rank != self.rank:
             if self.node_of[rank] != self.node_of[self.rank]:
-                self.fail(f"{region} lies on another node, out of reach of loads, stores and copies; send and receive it")
+                self.fail(f"{region} is on another node, out of reach of loads, stores and copies; send and receive it")
             if not (remote and buffer.name in self.open):
                 what = f"buffer {buffer.name} is {buffer.kind}; peers may only touch symmetric buffers"
-                self.fail(f"{region} lies on a peer; {what if remote else 'this operand must be local'}")
+                self.fail(f"{region} is on a peer; {what if remote else 'this operand must be local'}")
         if buffer.operand:
             self.refuse(scales_fault(region, buffer, self.problem))
         if write and buffer.kind == "input":
@@ -224,14 +224,14 @@ class Compiler:
     def copy(self, step: Copy) -> Op:
         self.off("network")
         read, write = self.access(step.src), self.access(step.dst, write=True)
-        self.alike(step.src, step.dst)
+        self.check_same_shape(step.src, step.dst)
         if step.src.rank != self.rank and step.dst.rank != self.rank:
-            self.fail(f"neither {step.src} nor {step.dst} lies on rank {self.rank}, which runs the copy")
+            self.fail(f"neither {step.src} nor {step.dst} is on rank {self.rank}, which runs the copy")
         is_kernel = step.src.rank == step.dst.rank and self.lane.kind != "blocks"
         return Op(_WORK, -1, 0, (self.action(_COPY, (read,), write),), is_kernel)
 
-    def alike(self, src: Region, dst: Region, *, pushed: bool = False) -> None:
-        """One can be copied to the other. pushed: by a Push, which may quantise whole rows."""
+    def check_same_shape(self, src: Region, dst: Region, *, pushed: bool = False) -> None:
+        """Fail unless one region can be copied to the other. pushed: by a Push, which may quantise whole rows."""
         if src.shape != dst.shape:
             self.fail(f"{src} has shape {src.shape}, {dst} has {dst.shape}; a copy needs them equal")
         one, other, scaling = self.buffers[src.buffer], self.buffers[dst.buffer], self.problem.scaling
@@ -253,15 +253,15 @@ class Compiler:
     def store(self, part: Store, source: tuple[str, int]) -> Action:
         src, dst = part.src, part.dst
         read, write = self.access(src, remote=False), self.access(dst, write=True)
-        self.alike(src, dst, pushed=True)
+        self.check_same_shape(src, dst, pushed=True)
         if not src.size:
             self.fail(f"{src} has no element, so that nothing would advance {part.count}; signal it by a step of its own")
         if (src.buffer, src.rank) != source:
             self.fail(f"{src} and {source[0]}@{source[1]} are two sources; a push reads one buffer: make two pushes")
         if (dst.buffer, dst.rank) == source:
-            self.fail(f"{dst} lies in the buffer that it reads; a push writes none of its source")
+            self.fail(f"{dst} is in the buffer that it reads; a push writes none of its source")
         if part.count.rank != dst.rank:
-            self.fail(f"{part.count} is not on rank {dst.rank}, which receives {dst}; a push tells its receivers alone")
+            self.fail(f"{part.count} is not on rank {dst.rank}, which receives {dst}; a push signals only its receivers")
         return self.action(_COPY, (read,), write, (), part.count)
 
     def gemm(self, step: Gemm) -> tuple[Action, ...]:
@@ -376,9 +376,9 @@ class Compiler:
         """Nothing is read that is written at once; in_place: but for exactly the same rectangle."""
         for read in reads:
             if read[0] == write[0] and overlap(read[1], write[1]) and not (in_place and read[1] == write[1]):
-                self.fail(f"it reads {self.words(read)} while it writes {self.words(write)}, which overlaps")
+                self.fail(f"it reads {self.describe(read)} while it writes {self.describe(write)}, which overlaps")
 
-    def words(self, access: Access) -> str:
+    def describe(self, access: Access) -> str:
         name, rank = self.memories[access[0]]
         return str(Region(name, rank, access[1][:2], access[1][2:]))
 

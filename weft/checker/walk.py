@@ -13,7 +13,7 @@ call before, where it has passed them; by a kernel for its gates on this call at
 later call must have those that lowered the first call's behind it.
 
 Waits only ever look back, to signals of their own call or of earlier ones. So a lane that gets stuck does so in every
-order, in the first call: that is a deadlock, and its message follows who waits for whom until the circle closes.
+order, in the first call: that is a deadlock, and its message follows who waits for whom until the cycle closes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 
 class LaneState:
     """Where a lane is. part, joined: of its kernel, the next part (-1: it is in none), and all that its finished parts had
-    behind them. gated: the flags of this call that its kernel waits for. legs: its ends of messages that are under way."""
+    behind them. gated: the flags of this call that its kernel waits for. legs: its ends of messages in progress."""
 
     __slots__ = ("call", "gated", "index", "joined", "legs", "mask", "ops", "part", "position", "rank")
 
@@ -66,7 +66,7 @@ class Walk:
         """By flag and waiting step: the node at which the step has lowered the flag's first signal."""
         self.parked: dict[int, list[LaneState]] = {}
         self.ready: deque[LaneState] = deque()
-        self.meeting: list[LaneState] = []
+        self.at_collective: list[LaneState] = []
         self.mail, self.mailing = Mail(), list[LaneState]()
 
         for lanes in self.lanes:
@@ -112,7 +112,7 @@ class Walk:
                 self._exchange(lane, op)
                 return
             elif do is not _WORK:
-                self._meet(lane, op)
+                self._join_collective(lane, op)
                 return
             elif not self._work(lane, op):
                 return
@@ -230,14 +230,14 @@ class Walk:
             node = self.occupied[place].end = self.effects.node((*place, 0, 0))
             lane.mask |= 1 << node
 
-    def _meet(self, lane: LaneState, op: Op) -> None:
+    def _join_collective(self, lane: LaneState, op: Op) -> None:
         """Arrive at a collective; the last rank to arrive lets all go on."""
         if not self._enter(lane, op):
             return
-        self.meeting.append(lane)
-        if len(self.meeting) < len(self.lanes):
+        self.at_collective.append(lane)
+        if len(self.at_collective) < len(self.lanes):
             return
-        ranks, self.meeting = sorted(self.meeting, key=lambda other: other.rank), []
+        ranks, self.at_collective = sorted(self.at_collective, key=lambda other: other.rank), []
         actions = [self._followed(other.ops[other.position].actions[0], other.call) for other in ranks]
         ats = [(other.rank, other.index, other.position, 0, other.call) for other in ranks]
         bits = self.effects.collect(actions, ats, [other.mask for other in ranks])
@@ -259,7 +259,7 @@ class Walk:
             for part, (action, (sent, peer)) in enumerate(zip(actions, op.messages, strict=True))
         ]
         self.mailing.append(lane)
-        for other in [other for other in self.mailing if all(map(self.mail.meets, other.legs))]:
+        for other in [other for other in self.mailing if all(map(self.mail.is_complete, other.legs))]:
             self.mailing.remove(other)
             for leg in other.legs:
                 other.joined |= self.mail.end(self.effects, leg, other.mask)
@@ -287,9 +287,9 @@ class Walk:
 
     def _stuck(self) -> dict[tuple[int, int], StuckLane]:
         """By rank and lane: the position and part that cannot go on, and the flag (-1: a collective) that it waits for."""
-        found = {(lane.rank, lane.index): StuckLane(lane.position, 0, -1) for lane in self.meeting}
+        found = {(lane.rank, lane.index): StuckLane(lane.position, 0, -1) for lane in self.at_collective}
         for lane in self.mailing:
-            part = next(part for part, leg in enumerate(lane.legs) if not self.mail.meets(leg))
+            part = next(part for part, leg in enumerate(lane.legs) if not self.mail.is_complete(leg))
             found[lane.rank, lane.index] = StuckLane(lane.position, part, -1)
         for flag, parked in self.parked.items():
             for lane in parked:

@@ -52,7 +52,7 @@ def schedules(
     for family in (FAMILIES[each] for each in names(problem.op) if name in (None, each)):
         schedule = build(problem, family.name, EXAMPLE_CHUNKS)
         out.print(family.name, style="bold")
-        out.print(f"{family.words} [{family.source}]")
+        out.print(f"{family.summary} [{family.source}]")
         out.print(timeline(schedule, width=max(40, out.width)), soft_wrap=True)
         out.print()
     others = [each for each in NAMES if each not in names(problem.op)]
@@ -111,7 +111,7 @@ def _print_list(found: Sequence[Machine]) -> None:
     output.print_table(out, listed)
     out.print()
     for machine in found:
-        out.print(f"{machine.name}: {machine.words}. Numbers: {sources(machine)}.")
+        out.print(f"{machine.name}: {machine.description}. Numbers: {sources(machine)}.")
     out.print("Each number, its unit, and where it is from: weft machines NAME.")
     out.print("A machine of your own: weft plan MODEL --machine FILE.json, with the fields of weft machines NAME --json FILE.")
 

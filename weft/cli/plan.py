@@ -105,7 +105,7 @@ def command(
             return
         files.append(json)
     counts = [one.layers or sizes.layers for one in layers]
-    setting = f"{target.words}: {count(ranks, 'rank')}, {count(tokens, 'token')}, {dtypes}"
+    setting = f"{target.description}: {count(ranks, 'rank')}, {count(tokens, 'token')}, {dtypes}"
     _show(sizes, setting, plans, counts, reasons, every=every)
     for path in files:
         print(f"wrote {path}")

@@ -54,7 +54,7 @@ def print_profile(machine: Machine, named: str) -> None:
     if machine.device:
         out.print(f"Measured on {machine.device}.")
     words = {path: value for path, value in fields(machine) if isinstance(value, (str, bool)) and value != ""}
-    out.print(", ".join(f"{path}: {value}" for path, value in words.items() if path not in ("name", "words", "device")))
+    out.print(", ".join(f"{path}: {value}" for path, value in words.items() if path not in ("name", "description", "device")))
     out.print()
     spreads = bool(machine.spreads)
     listed = output.table("number", "value", *["spread"] * spreads, "unit", "from", left=4 + spreads)

@@ -109,7 +109,7 @@ def _describe_steps(model: str, layers: int, schedule: str, machine: Machine, ra
     return (
         "weft hides communication between GPUs behind computation. "
         f"{model} has {some}: matmuls or lookups with a collective next to them.\n"
-        f"1. Predict each of them on {machine.words}, sequentially and with {chosen}.\n"
+        f"1. Predict each of them on {machine.description}, sequentially and with {chosen}.\n"
         f"2. Prove each schedule, run it here on {ranks} (processes), and compare the results with the sequential program in "
         "float32."
     )

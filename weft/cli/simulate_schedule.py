@@ -103,7 +103,7 @@ def _losses(found: Simulation) -> list[tuple[str, float | None]]:
 def _show(schedule: Schedule, machine: Machine, found: Simulation) -> None:
     out, losses = output.console(), found.losses
     out.print(f"{losses.spec} for {schedule.problem}", style="bold")
-    out.print(f"on {machine.words}")
+    out.print(f"on {machine.description}")
     out.print()
     times = output.table("", "ms", "of sequential")
     parts = {

@@ -24,4 +24,4 @@ class Capabilities:
 
 
 H200 = Capabilities(sms=132, shared_bytes=227 << 10, tma=True)
-"""What predictions take a machine's kernels to have: its profile says how many SMs, and nothing of shared memory."""
+"""The capabilities that predictions assume. A machine's profile has the number of SMs, but not the size of shared memory."""

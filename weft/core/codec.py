@@ -5,7 +5,8 @@ one, or a value of the wrong type raises `ValueError` that names the path ("step
 Nothing is evaluated and nothing is imported by name, so a file from elsewhere can do no more than be refused.
 
 Supported hints: int, float, str, bool, None, unions, tuple[X, ...], tuple[X, Y], Mapping[str, X], Literal, and frozen
-dataclasses. A union of dataclasses is told apart by a "type" key that holds the class name; one of them may go without.
+dataclasses. The members of a union of dataclasses are distinguished by a "type" key with the class name; one of them may omit
+it.
 """
 
 from __future__ import annotations

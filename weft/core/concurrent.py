@@ -1,7 +1,7 @@
 """ConcurrentProblem: collectives, and a computation of the user's own that does not depend on them.
 
-The collectives run one after the other, in the order given; the computation may run before, after or beside them. weft knows
-nothing of the computation but how long it takes by itself, where that was measured or is given.
+The collectives run one after the other, in this order; the computation may run before, after or concurrently with them. weft
+knows only the computation's time without collectives, if it was measured or passed.
 
 Buffers of the collective number i are those of its CollectiveProblem, with ".i" behind their names: "a.1", "out.1". The first
 collective's have the plain names "a" and "out", so a problem of one collective has the buffers of that collective.

@@ -1,4 +1,4 @@
-"""What can go wrong while ranks run together. User mistakes are ValueErrors; these are about other ranks and time."""
+"""The errors of distributed runs. A user's mistake is a ValueError; these errors concern other ranks and timeouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WeftError(RuntimeError):
 
 
 class RankMismatch(WeftError, ValueError):
-    """Ranks called different things: the message prints the difference."""
+    """Ranks made different calls: the message prints the difference."""
 
 
 class PeerLost(WeftError):
@@ -25,4 +25,5 @@ class PeerLost(WeftError):
 
 
 class WaitTimeout(WeftError):
-    """A bounded wait ended: the message has rank, lane, step, flag, expected and seen value, and who was to raise it."""
+    """A bounded wait ended: the message has rank, lane, step, flag, expected and seen value, and the rank that should have
+    raised it."""

@@ -1,21 +1,21 @@
-"""How a router's indices that name no expert travel to where they are refused: as a number of rows that is less than none.
+"""The encoding of invalid router indices as negative row counts, which every rank refuses.
 
-Only devices know a router's indices, and no host waits for them. But the numbers of rows by expert go to all ranks, and every
-rank refuses one below zero. So an index that cannot be takes the place of a number of rows, far below zero.
+Only devices know a router's indices, and no host waits for them. The row counts by expert go to all ranks, and every rank
+refuses a negative one. So an invalid index is encoded as a large negative row count.
 """
 
 from __future__ import annotations
 
 NONE = -1
-"""The index of no expert: the token has nothing of this one of its k."""
+"""The index of no expert: the token uses fewer than k experts."""
 REFUSED = -(1 << 62)
-"""What a refused index is added to."""
+"""The offset that is added to an invalid index."""
 FARTHEST = 1 << 60
-"""Indices are cut off here, in both directions, so that a sum tells what it was made of."""
+"""Indices are clamped to this magnitude, so that they can be recovered from the sum with REFUSED."""
 
 
 def refused_index(count: int) -> int | None:
-    """The index that a number of rows stands for; None for a number of rows.
+    """Return the invalid index that a row count encodes; None for an ordinary row count.
 
     >>> refused_index(REFUSED + 7), refused_index(REFUSED - 5), refused_index(-1), refused_index(8)
     (7, -5, None, None)

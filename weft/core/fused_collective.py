@@ -156,7 +156,7 @@ class _Scratch:
         return self._region("recv", owner, (at, at + high - low))
 
     def _sum(self, rank: int, step: FusedCollective, partial: Region, peers: list[int]) -> Iterator[Step]:
-        """Sum what has arrived, and tell every peer that it has been read."""
+        """Sum the tiles that arrived, and signal every peer that they have been read."""
         mine = _within(partial, self.rows[rank], self.columns[rank])
         srcs = [mine if src == rank else self._slot(src, rank) for src in range(self.size)]
         out = step.out if step.hops == 1 else _within(step.out, (0, step.out.shape[0]), self.columns[rank])

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 LOGGER = logging.getLogger("weft")
 _REMEMBERED = 1024
-"""How many warnings a process remembers so that it does not repeat them."""
+"""A process remembers this many warnings and does not repeat them."""
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -1,16 +1,16 @@
-"""Machine: where a problem runs, as numbers. Profiles are data files in weft/core/machines, each number with its source.
+"""Machine: the numbers of a host with GPUs. Profiles are data files in weft/core/machines, each number with its source.
 
 Contract: a Machine that exists is complete. Every number is from 1e-12 to 1e15 (latencies and `stores.stall`: zero, too), so
-that times made of them are finite, and `sources` says of each where it is from: measured (with its date), the paper or the
-vendor's data sheet, or assumed. A file that lacks a number or a source, or has one too many, is refused with the name of the
-file and of the field.
+that times made of them are finite, and `sources` says of each where it is from: measured (with its date), a paper, a data
+sheet, or assumed. A file that lacks a number or a source, or has an unknown one, is refused with the name of the file and of
+the field.
 
 Numbers that are time are in microseconds, rates in 1e9 bytes/s (gbps) or 1e12 operations/s (tflops).
 Topologies, for ranks 0 .. world_size-1:
 
     switch   each GPU has a port out and a port in of `gbps`; any pair at full speed
-    mesh     a link of `gbps` each way between every pair
-    ring     a link of `gbps` each way to both neighbours; further ranks are reached through the nearer ones
+    mesh     a link of `gbps` in each direction between every pair
+    ring     a link of `gbps` in each direction to both neighbours; traffic to further ranks passes through nearer ones
     pcie     as switch, and all traffic shares the host's `host_gbps`
 """
 
@@ -35,7 +35,7 @@ MAY_BE_ZERO = frozenset({"stores.stall", "links.latency_us", "network.latency_us
 STORES_SHARE = 4
 """Communication blocks occupy at most a quarter of a small GPU's SMs."""
 LEAST, MOST = 1e-12, 1e15
-"""Of any number."""
+"""The bounds of any number."""
 _NOTHING_US = 1e-3
 """Numbers are above zero; times count whole nanoseconds."""
 _PROFILES = Path(__file__).with_name("machines")
@@ -55,7 +55,7 @@ _TILE_AREA = 128 * 256
 
 
 def _between(known: Mapping[int, float], at: int) -> float:
-    """On the straight line between the neighbours of an area; the first or the last value outside."""
+    """Interpolate linearly between the neighbours of an area; clamp to the first and the last value."""
     below, above = (
         max((x for x in known if x <= at), default=min(known)),
         min((x for x in known if x >= at), default=max(known)),
@@ -75,8 +75,8 @@ class Gpu:
     rate of a copy; above 1 where reading alone is faster than reading and writing. burst_bytes: what memory is read by.
     tile_us: a tile's prologue and epilogue. flag_efficiency: speed of a GEMM kernel that waits on flags, counts tiles or
     stores to peers, relative to cuBLAS's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU.
-    burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
-    rate, since its power is bounded; None of both: at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
+    burst_us, sustained: after matmuls have kept the GPU busy for burst_us within a call, its power limit reduces their rate by
+    the factor `sustained`; both None: they run at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
     may use, where they are others; stored_tiles: the same where hardware stores their results, since they neither count nor add
     nor go to peers. l2_gbps: what kernels read of the last-level cache, if known.
     tile_step: its library's tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see
@@ -113,9 +113,9 @@ class Gpu:
         """Columns, and elements over efficiency, of few of `tiles`, by their rows: of each area the tile with fewest rows, but
         64 at least. On shapes of models their matmuls take within 1% of what all take, on average."""
         high = [tile for tile in self.tiles if tile.rows >= 64] or self.tiles
-        kept = {tile.rows * tile.cols: tile for tile in sorted(high, key=lambda tile: -tile.rows)}
+        largest = {tile.rows * tile.cols: tile for tile in sorted(high, key=lambda tile: -tile.rows)}
         found: dict[float, list[tuple[float, float]]] = {}
-        for area, tile in kept.items():
+        for area, tile in largest.items():
             found.setdefault(float(tile.rows), []).append((float(tile.cols), area / tile.efficiency))
         return tuple((rows, tuple(wide)) for rows, wide in found.items())
 
@@ -165,9 +165,9 @@ class CopyEngines:
     """copy_us: fixed cost of a copy. gbps: one copy at a time; several_gbps: all copies of a GPU together, where several run.
 
     engines: copies that one GPU should have in flight; schedules for a machine with more than one have a copy lane a peer.
-    turning: copies that go to several peers in turns, round after round, take up to so much more of their time: ranks drift
-    apart, and two send to one. None for nothing.
-    strided: what moves rows that do not lie together; a kernel waits for SMs.
+    turning: copies that go to several peers in turns take up to this share of their time more, because ranks get out of step
+    and two of them send to one. None for 0.
+    strided: what copies non-contiguous rows; a kernel waits for SMs.
     """
 
     copy_us: float
@@ -219,9 +219,9 @@ class Stores:
 class Kernels:
     """What weft's own kernels reach on the GPU.
 
-    sm_gbps: what one SM reads and writes of the GPU's memory, with 16 warps and 16-byte loads; pull_gbps: what it loads from
-    peers, with 96 KiB under way. l2_share: of the last-level cache, what a stream through it leaves to be found again. sums: of
-    the blocks that sum what copy engines bring, so many share an SM.
+    sm_gbps: rate at which one SM reads and writes the GPU's memory, with 16 warps and 16-byte loads; pull_gbps: rate at which
+    it loads from peers, with 96 KiB in flight. l2_share: of the last-level cache, what a stream through it leaves to be found
+    again. sums: of the blocks that sum what copy engines bring, so many share an SM.
 
     streamed: of the matrix peak, what the kernel reaches that multiplies and exchanges (weft.kernels.all_reduce). row_us: the
     least that a row of b takes it, since its loads are not asynchronous. exchange_us: what such a kernel takes besides, to look
@@ -245,7 +245,8 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """gbps: usable, each way, of what the topology calls a link. latency_us: of one hop. host_gbps: pcie only."""
+    """The links between GPUs. gbps: usable, in each direction, of one link of the topology. latency_us: of one hop. host_gbps:
+    pcie only."""
 
     topology: Topology
     gbps: float
@@ -268,8 +269,9 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Between hosts: an adapter for each GPU. gbps: usable, each way. latency_us: of a message's last byte. step_us: fixed cost
-    of a group of sends and receives. sms: what it occupies while it runs.
+    """The network between hosts: an adapter for each GPU. gbps: usable, in each direction. latency_us: of a message's last
+    byte.
+    step_us: fixed cost of a group of sends and receives. sms: SMs that it occupies while it runs.
     """
 
     gbps: float
@@ -312,24 +314,26 @@ class AlphaBeta:
 class Machine:
     """One host's GPUs and what connects them. help(weft.machine) has units and sources; weft.core.machine.load reads one.
 
-    name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
-    a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from the signal to the going on
-    of a copy lane that waited for it, None for nothing. fork_us: of a call on several lanes, to start those beside the compute
-    lane, and from a copy lane to come back, where that was measured. stages: whether library matmuls and collectives are
+    name: as `--machine` takes it. description: one line for reports. world_size: its GPUs. launch_us: from the end of one
+    kernel of a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from a signal to the
+    next step of the copy lane that waited for it, None for 0. fork_us: in a call on several lanes, the time to start the lanes
+    other than
+        the
+    compute lane, and from a copy lane back to it, if measured. stages: whether library matmuls and collectives are
     called through torch, with what that does around them (weft.perf.staging). collectives: NCCL's, by name; all_to_all may be
     missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
     collective_sms: SMs that an NCCL collective holds by itself; None for as many as stores.sms.
-    contention: how many times as long the first takes beside the second ("gemm beside copy"), where that is known; the
-    simulator uses that of gemm and copy, of copies at the full rate, and of a user's computation and collectives
-    (weft.perf.concurrent). slow_lookups: whether lookups and the kernels that copy
-    rows beside them slow each other, too (weft.perf.lookups). network: between several such hosts, if known. device:
-    what its numbers were measured on, as its driver names it; empty where they are of several sources.
-    sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
-    measurements differ: half of what lies between their quartiles, as a share of the median.
+    contention: the slowdown of the first during the second ("gemm during copy"), if known; the simulator uses that of gemm and
+    copy, of copies at the full rate, and of a user's computation and collectives (weft.perf.concurrent). slow_lookups: whether
+    lookups and concurrent kernels that copy rows slow each other (weft.perf.lookups). network: between several such hosts, if
+        known.
+    device: the GPU on which its numbers were measured, as its driver names it; empty if they have several sources.
+    sources: the source of each number, by the path that `numbers` gives it. spreads: the variation of measured numbers: half of
+    their interquartile range, as a share of the median.
     """
 
     name: str
-    words: str
+    description: str
     world_size: int
     gpu: Gpu
     copies: CopyEngines
@@ -351,7 +355,7 @@ class Machine:
     slow_lookups: bool = True
 
     def __post_init__(self) -> None:
-        texts = {"name": self.name, "words": self.words, "device": self.device}
+        texts = {"name": self.name, "description": self.description, "device": self.device}
         for path, text in (texts | {f"sources.{path}": text for path, text in self.sources.items()}).items():
             if not text.isprintable():
                 raise ValueError(f"{path} is {text!r:.80}; it must be one line of letters that print")
@@ -446,7 +450,7 @@ class Machine:
 
     @property
     def fans_out(self) -> bool:
-        """Whether copies to several peers should be under way at once: then schedules have a copy lane for each peer."""
+        """Whether copies to several peers should be in flight together: then schedules have a copy lane for each peer."""
         return self.copies.engines > 1
 
     def require_for(self, problem: Problem) -> None:
@@ -466,7 +470,7 @@ class Machine:
             )
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.words} ({self.world_size} GPUs, {self.links.topology})"
+        return f"{self.name}: {self.description} ({self.world_size} GPUs, {self.links.topology})"
 
 
 def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""Problem: what is to be computed, with nothing of where or how.
+"""Problem: a distributed operator by its sizes, independent of machine and schedule.
 
 M, N and K are the global extents of the sequential program; shards follow from world_size by `split`, the same
 rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but the last ones, which are shorter or empty.
@@ -8,19 +8,19 @@ rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but
     matmul_all_reduce       a_Mk (columns)       b_kN (rows sharded)     ->  out_MN       all_reduce(a @ b) + bias + residual
     embedding_bag_all_to_all   bags of M samples, tables by rank         ->  out_mN       all_to_all(embedding_bag(...))
 
-Where rows go all to all, every rank has a whole matmul of its own: M, N and K are a rank's, the same on all, and b is not
-sharded. Shard d of the M rows goes to rank d, which has them from every rank, in the order of ranks (`arrivals`):
+In an all-to-all of rows, every rank has a whole matmul of its own: M, N and K are a rank's, the same on all, and b is not
+sharded. Shard d of each rank's M rows goes to rank d, which stores them in the order of ranks (`arrivals`):
 
     matmul_all_to_all       a_MK  b_KN  ->  out [world_size * m, N]       all_to_all(a @ b)
     all_to_all_matmul       a_MK  b_KN  ->  out [world_size * m, N]       all_to_all(a) @ b
 
-Between parts of a sequence and parts of its features (Ulysses), one side of the exchange lies across columns. Rank d has
-shard d of the product's columns, for the rows of all ranks; or shard d of the rows, with the columns of all ranks side by side:
+An exchange between shards of a sequence and shards of its features (Ulysses) is cut by columns on one side. Rank d has shard d
+of the product's columns, for the rows of all ranks; or shard d of the rows, with the columns of all ranks concatenated:
 
     matmul_all_to_all_columns   a_MK  b_KN  ->  out [world_size * M, n]   all_to_all of the columns of a @ b
-    all_to_all_columns_matmul   a_Mk  b_KN  ->  out_mN                    all_to_all(a), side by side, @ b
+    all_to_all_columns_matmul   a_Mk  b_KN  ->  out_mN                    all_to_all(a), concatenated, @ b
 
-Collectives alone move M elements, which lie one after the other (`CollectiveProblem`):
+A collective alone moves M contiguous elements (`CollectiveProblem`):
 
     all_gather      a_m  ->  out_M        reduce_scatter  a_M  ->  out_m
     all_to_all      a_M  ->  out_M        all_reduce      a_M  ->  out_M
@@ -56,36 +56,37 @@ Op = Literal[
 DType = Literal["bfloat16", "float16", "float32", "uint8"]
 Ops = tuple[Op, ...]
 OPS: Ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul", "matmul_all_reduce")
-"""Those around a matmul: a Problem each."""
+"""Operators with a matmul; each is a Problem."""
 LOOKUP_OPS: Ops = ("embedding_bag_all_to_all",)
-"""Those around a lookup: a LookupProblem each."""
+"""Operators with a lookup; each is a LookupProblem."""
 COLUMN_OPS: Ops = ("matmul_all_to_all_columns", "all_to_all_columns_matmul")
-"""Those around a matmul one side of whose exchange lies across columns: a ColumnProblem each."""
+"""Operators with a matmul and an exchange that is cut by columns on one side; each is a ColumnProblem."""
 COLLECTIVE_OPS: Ops = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-"""Those of no computation but a sum: a CollectiveProblem each."""
+"""Collectives without other computation; each is a CollectiveProblem."""
 RAGGED_OPS: Ops = ("ragged_all_to_all_matmul", "ragged_matmul_all_to_all")
-"""Those around a grouped matmul whose row counts live on devices: a RaggedProblem each."""
+"""Operators with a grouped matmul whose row counts are on devices; each is a RaggedProblem."""
 EXCHANGES: Ops = ("matmul_all_to_all", "all_to_all_matmul")
-"""Those around a matmul whose rows go all to all."""
+"""Operators with a matmul and an all-to-all of rows."""
 REDUCTIONS: Ops = ("matmul_reduce_scatter", "matmul_all_reduce")
-"""Those whose products are summed over ranks: K is sharded."""
+"""Operators whose products are summed over ranks: K is sharded."""
 AVERAGES: Ops = ("matmul_reduce_scatter", "reduce_scatter", "all_reduce")
+"""Operators that accept reduce_op="avg"."""
 GATHERS: Ops = ("all_gather_matmul", "all_to_all_matmul", "all_to_all_columns_matmul")
-"""Those that may average what they sum; that hand back what they have received and multiplied."""
+"""Operators that can also return the rows that they received and multiplied."""
 Addend = Literal["bias", "residual"]
 SCALED_OPS: Ops = (*OPS, *RAGGED_OPS)
-"""Those whose operands may be FP8, with scales."""
+"""Operators whose operands may be FP8, with scales."""
 ROWWISE_OPS: Ops = ("all_gather_matmul", "all_to_all_matmul", *RAGGED_OPS)
-"""Those of them in which each row of an FP8 a has scales of its own, since rows of several ranks are multiplied together, or
-rows are multiplied by several b: a tensorwise scale becomes a rowwise one."""
+"""Operators of SCALED_OPS that need rowwise scales of an FP8 a, since rows of several ranks are multiplied together, or by
+several b. A tensorwise scale is expanded to rows."""
 ADDENDS: tuple[Addend, ...] = ("bias", "residual")
-"""What matmul_all_reduce adds to its sum, alike on every rank: a row, added to each, and a matrix."""
+"""Tensors that matmul_all_reduce adds to its sum, the same on every rank: a row that is added to each row, and a matrix."""
 ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Of what weft computes with."""
+"""Bytes of an element, by dtype that weft computes with."""
 
 Float8 = Literal["float8_e4m3fn", "float8_e5m2"]
 FLOAT8: tuple[Float8, ...] = ("float8_e4m3fn", "float8_e5m2")
-"""Dtypes of operands that come with scales. Of two of them, one is float8_e4m3fn at least, as in torch."""
+"""Dtypes of operands with scales. At least one of a and b must be float8_e4m3fn, as in torch."""
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
 RATE_ITEMSIZE: dict[str, int] = {**ITEMSIZE, "float8": 1, "float8_blockwise": 1, "float8_kernel": 1, "float8_promoted": 1}
@@ -93,12 +94,12 @@ RATE_ITEMSIZE: dict[str, int] = {**ITEMSIZE, "float8": 1, "float8_blockwise": 1,
 SCALE_BLOCK = 128
 """Elements of K, and of N, that share a scale of the blockwise recipe."""
 LEAST_MAGNITUDE = 1e-12
-"""What a row or a block counts at least when its scale is computed, as in torchao: zeros have a scale above 0."""
+"""The lower bound of the magnitude from which a scale is computed, as in torchao, so that zeros have a scale above 0."""
 FLOAT8_UNIT = 16
 """K and N of FP8 operands are multiples of it, as torch's scaled products need them."""
 
 MOST_EXTENT, MOST_WORLD = 2**63 - 1, 1 << 16
-"""No tensor has more, and times of far more are no floats. Every rank's part is laid out: of far more, that never ends."""
+"""Bounds of extents and ranks. Tensors cannot be larger, and layouts are computed rank by rank."""
 Span1D = tuple[int, int]
 """A half-open range [low, high)."""
 
@@ -125,11 +126,11 @@ class Scaling:
         rowwise      a row of a: [M, 1]      a column of b: [1, N]
         blockwise    1 x 128: [M, K / 128]   128 x 128: [K / 128, N / 128], the last block of N may be narrower
 
-    use_fast_accum: whether tensor cores may add up with fewer bits, as torch has it. quantises: whether the caller's a is of
-    the problem's dtype, and becomes FP8 on its way: the scale of a row, or of a block, is its largest magnitude over the
-    largest of FP8.
-    Raises ValueError for a name that is none of these, for two operands of float8_e5m2, and for a tensorwise scale of an a that
-    is quantised, which no rank knows.
+    use_fast_accum: whether tensor cores may accumulate with fewer bits, as in torch. quantises: whether the caller's a has the
+    problem's dtype and is quantised to FP8 before it is sent; the scale of a row, or of a block, is its largest magnitude over
+    the largest FP8 number.
+    Raises ValueError for an unknown name, for two operands of float8_e5m2, and for a tensorwise scale of a quantised a, which
+    would need a maximum over all ranks.
     """
 
     a: Float8 = "float8_e4m3fn"
@@ -145,10 +146,12 @@ class Scaling:
         if self.a == self.b == "float8_e5m2":
             raise ValueError("a and b are both float8_e5m2; one of them must be float8_e4m3fn")
         if self.quantises and (self.recipe == "tensorwise" or self.a != "float8_e4m3fn"):
-            raise ValueError(f"a is quantised on its way, {self.recipe} to {self.a}; use float8_e4m3fn, rowwise or blockwise")
+            raise ValueError(
+                f"a is quantised {self.recipe} to {self.a} before it is sent; use float8_e4m3fn, rowwise or blockwise"
+            )
 
     def scales_of(self, operand: Literal["a", "b"], rows: Span1D, cols: Span1D) -> tuple[Span1D, Span1D]:
-        """Where the scales of a rectangle of an operand lie in the matrix of its scales: their rows and columns.
+        """Return the rows and columns of the scales of a rectangle of an operand.
 
         >>> Scaling(recipe="blockwise").scales_of("a", (4, 8), (128, 384))
         ((4, 8), (1, 3))
@@ -161,7 +164,7 @@ class Scaling:
         return (rows if operand == "a" else (rows[0] // SCALE_BLOCK, -(-rows[1] // SCALE_BLOCK))), blocks
 
     def scales_shape(self, operand: Literal["a", "b"], rows: int, cols: int) -> tuple[int, int]:
-        """The shape of the scales of an operand of so many rows and columns."""
+        """Return the shape of the scales of an operand with these rows and columns."""
         (_, height), (_, width) = self.scales_of(operand, (0, rows), (0, cols))
         return height, width
 
@@ -172,29 +175,30 @@ class Scaling:
 
     @property
     def kernel_rate_name(self) -> str:
-        """The same for weft's GEMM kernel, where the machine has one: it is slower where it adds each 128 of K in float32."""
+        """The rate name of weft's GEMM kernel, which is slower if it adds each 128 of K in float32. A machine may lack this
+        rate."""
         return "float8_kernel" if self.use_fast_accum and self.recipe != "blockwise" else "float8_promoted"
 
     def __str__(self) -> str:
-        flags = ", fast accumulation" * self.use_fast_accum + ", a quantised on its way" * self.quantises
+        flags = ", fast accumulation" * self.use_fast_accum + ", a quantised before it is sent" * self.quantises
         return f"{self.a} by {self.b}, {self.recipe}{flags}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One distributed operator, by its static sizes.
+    """A distributed operator with static sizes.
 
     op: which operator. m, n, k: global extents (rows of the result, columns of the result, contraction); of an all-to-all, each
     rank's (rows of its a, columns of its result, contraction).
     dtype: of inputs and result; partial results are summed in float32. world_size: ranks that share the work.
     scaling: of FP8 operands a and b; dtype is then that of the result, and of what is summed, alone.
-    return_gathered: those of GATHERS also hand back the rows that they multiply. reduce_op: "avg" for one of AVERAGES.
+    return_gathered: operators of GATHERS also return the rows that they multiply. reduce_op: "avg" for one of AVERAGES.
     row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
-    b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives; not of an all-to-all.
-    addends: of matmul_all_reduce, what is added to the sum over ranks, in the order of ADDENDS.
+    b_sizes: by rank, the length of b's sharded dimension (N or K) if it differs from `split`; not for an all-to-all.
+    addends: the tensors that matmul_all_reduce adds to the sum over ranks, in the order of ADDENDS.
     nodes: ranks on each node, where there are several; ranks of one node are neighbours.
-    Raises ValueError for an unknown name, an extent below zero (k and world_size: below one) or past MOST_EXTENT (world_size:
-    MOST_WORLD), or sizes that do not add up.
+    Raises ValueError for an unknown name, an extent below zero (k and world_size: below one) or above MOST_EXTENT (world_size:
+    MOST_WORLD), or inconsistent sizes.
     """
 
     KNOWN: ClassVar[tuple[Op, ...]] = OPS
@@ -255,7 +259,7 @@ class Problem:
         if scaling.recipe == "tensorwise" and self.op in ROWWISE_OPS:
             raise ValueError(f"scaling is tensorwise; in {self.op} each row of a has a scale of its own: use rowwise")
         if scaling.quantises and self.op not in GATHERS:
-            raise ValueError(f"scaling quantises a on its way; in {self.op} no rows of a travel: quantise a first")
+            raise ValueError(f"scaling quantises a before it is sent; {self.op} sends no rows of a: quantise a first")
         unit = SCALE_BLOCK if scaling.recipe == "blockwise" else FLOAT8_UNIT
         for rank in range(self.world_size):
             inner, columns = self.inner(rank), self.columns(rank)
@@ -284,40 +288,40 @@ class Problem:
 
     @property
     def rate_name(self) -> str:
-        """The name of the matrix rate, in a machine's gpu.tflops, at which a and b are multiplied: dtype, or of FP8 operands
-        float8, and float8_blockwise where sums are scaled within K."""
+        """The name of the matrix rate in a machine's gpu.tflops: dtype; for FP8 operands float8, or float8_blockwise if scales
+        vary along K."""
         return self.dtype if self.scaling is None else self.scaling.rate_name
 
     def itemsize_of(self, buffer: str) -> int:
-        """Bytes of one element of a buffer that is neither float32 in any case nor of FP8."""
+        """Return the bytes of an element of a buffer that is neither always float32 nor FP8."""
         return self.itemsize
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of a, of so many columns, with its scales."""
+        """Return the bytes of a row of a with this many columns and its scales."""
         if self.scaling is None:
             return columns * self.itemsize
         return columns + 4 * self.scaling.scales_shape("a", 1, columns)[1]
 
     @cached_property
     def shards(self) -> tuple[Span1D, ...]:
-        """Rows of M that each rank owns (of `a` before the gather, of the result after the scatter); of an all-to-all, those of
-        every rank that go to it."""
+        """Rows of M that each rank owns (of `a` before the gather, of the result after the scatter); in an all-to-all, the rows
+        of every rank that go to it."""
         unit = self.row_multiple
         return tuple((low * unit, high * unit) for low, high in split(self.m // unit, self.world_size))
 
     @cached_property
     def node_ranks(self) -> tuple[range, ...]:
-        """The ranks of each node; of the only one, all."""
+        """The ranks of each node; a single node has all ranks."""
         ends = tuple(accumulate(self.nodes or (self.world_size,)))
         return tuple(range(first, end) for first, end in zip((0, *ends), ends, strict=False))
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """By rank, its node."""
+        """The node of each rank."""
         return tuple(node for node, ranks in enumerate(self.node_ranks) for _ in ranks)
 
     def arrivals(self, src_rank: int, dst_rank: int) -> Span1D:
-        """All-to-all: where the rows that `src_rank` sends to `dst_rank` lie among all that arrive there."""
+        """Return, for an all-to-all, the position of the rows from `src_rank` among all rows that arrive at `dst_rank`."""
         low, high = self.shards[dst_rank]
         return src_rank * (high - low), (src_rank + 1) * (high - low)
 
@@ -334,41 +338,41 @@ class Problem:
 
     @cached_property
     def blocks(self) -> tuple[Span1D, ...]:
-        """Where columns lie side by side that come from different ranks, those of each."""
+        """The columns from each rank, where columns of different ranks are concatenated."""
         return self.b_shards
 
     def columns(self, rank: int) -> int:
-        """Columns of b, and of the result, on `rank`: its shard for all_gather_matmul, else all N."""
+        """Return the columns of b, and of the result, on `rank`: its shard for all_gather_matmul, else all N."""
         if self.op != "all_gather_matmul":
             return self.n
         low, high = self.b_shards[rank]
         return high - low
 
     def inner(self, rank: int) -> int:
-        """Contraction length on `rank`: its shard where the product is reduced, else all K."""
+        """Return the contraction length on `rank`: its shard where the product is reduced, else all K."""
         if self.op not in REDUCTIONS:
             return self.k
         low, high = self.b_shards[rank]
         return high - low
 
     def a_columns(self, rank: int) -> int:
-        """Columns of a on `rank`."""
+        """Return the columns of a on `rank`."""
         return self.inner(rank)
 
     def a_rows(self, rank: int) -> int:
-        """Rows of a on `rank`: its shard for all_gather_matmul, else M."""
+        """Return the rows of a on `rank`: its shard for all_gather_matmul, else M."""
         low, high = self.shards[rank]
         return high - low if self.op == "all_gather_matmul" else self.m
 
     def out_rows(self, rank: int) -> int:
-        """Rows of the result on `rank`: M, its shard, or for an all-to-all what arrives from all ranks."""
+        """Return the rows of the result on `rank`: M, its shard, or for an all-to-all the rows that arrive from all ranks."""
         low, high = self.shards[rank]
         if self.op in ("all_gather_matmul", "matmul_all_reduce"):
             return self.m
         return (high - low) * (self.world_size if self.op in EXCHANGES else 1)
 
     def product_rows(self, rank: int) -> int:
-        """Rows that `rank` multiplies: what arrives for all_to_all_matmul, else M."""
+        """Return the rows that `rank` multiplies: those that arrive for all_to_all_matmul, else M."""
         return self.out_rows(rank) if self.op == "all_to_all_matmul" else self.m
 
     @property
@@ -379,7 +383,7 @@ class Problem:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that one rank sends to one peer: of its a where rows travel before the matmul, else of its product (if it were
+        """Bytes that one rank sends to one peer: of its a if rows are sent before the matmul, else of its product (if it were
         scattered)."""
         low, high = self.shards[0]
         before = self.op in ("all_gather_matmul", "all_to_all_matmul")
@@ -397,12 +401,12 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class LookupProblem(Problem):
-    """Bags of rows, looked up in tables that lie whole on one rank each, pooled, and handed to the ranks of the samples.
+    """Embedding bags whose tables are each on one rank; pooled bags are sent to the ranks of their samples.
 
-    It reads as a product: M samples (the global batch, sharded as `split` gives it) by N columns, those of all ranks' tables
-    side by side in the order of ranks; K rows are added up for each element. `LookupProblem.of` fills these in.
-    k: rows in a bag on average, for predictions alone; bags are as long as each call's offsets say.
-    dims: by rank, the columns of each of its tables. mode: how a bag is pooled.
+    Its sizes are those of a product: M samples (the global batch, sharded by `split`) by N columns (all ranks' tables,
+    concatenated in the order of ranks), with K rows summed for each element. `LookupProblem.of` fills them in.
+    k: rows in a bag on average, used only by predictions; each call's offsets define the bags.
+    dims: by rank, the columns of each of its tables. mode: the pooling of a bag.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -423,7 +427,8 @@ class LookupProblem(Problem):
         mode: Literal["sum", "mean"] = "sum",
         dtype: DType = "float32",
     ) -> LookupProblem:
-        """The problem of `batch` samples and tables of these columns, by rank. Raises ValueError as the class does."""
+        """Return the problem of `batch` samples and, by rank, tables with these columns. Raises ValueError as the class
+        does."""
         dims = _whole_numbers("dims", dims)
         widths = tuple(sum(own) for own in dims)
         return cls(m=batch, n=sum(widths), k=pooling, world_size=len(dims), b_sizes=widths, dims=dims, mode=mode, dtype=dtype)
@@ -442,17 +447,17 @@ class LookupProblem(Problem):
             )
 
     def _check_sizes(self) -> None:
-        """Held against dims."""
+        """Check sizes against dims."""
 
     def columns(self, rank: int) -> int:
-        """Columns of the tables on `rank`."""
+        """Return the columns of the tables on `rank`."""
         return self.b_sizes[rank]
 
     def inner(self, rank: int) -> int:
         return self.k
 
     def table_columns(self, rank: int) -> tuple[Span1D, ...]:
-        """Of each table on `rank`: its columns, counted from the rank's first."""
+        """Return the columns of each table on `rank`, counted from the rank's first."""
         ends = tuple(accumulate(self.dims[rank]))
         return tuple((end - dim, end) for dim, end in zip(self.dims[rank], ends, strict=True))
 
@@ -472,10 +477,10 @@ class LookupProblem(Problem):
 class ColumnProblem(Problem):
     """A matmul, and an all-to-all between parts of rows and parts of columns. m, k, n: a rank's; k rows of b.
 
-    matmul_all_to_all_columns: the columns of a @ b are cut. What goes to one rank is computed and laid together, so the product
-    reads as one of world_size * m rows and n / world_size columns, whose shard d, of m rows, goes to rank d (`shards`).
+    matmul_all_to_all_columns: the columns of a @ b are cut. The columns for one rank are stored contiguously, so the product
+    has world_size * m rows and n / world_size columns, and its shard d, of m rows, goes to rank d (`shards`).
     all_to_all_columns_matmul: the m rows are cut; each rank has k / world_size columns of a.
-    Raises ValueError where world_size does not divide what is cut.
+    Raises ValueError if world_size does not divide the dimension that is cut.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -495,12 +500,12 @@ class ColumnProblem(Problem):
 
     @property
     def sends_columns(self) -> bool:
-        """Whether the product's columns are cut, and received rows lie below each other."""
+        """Whether the product's columns are cut, and received rows are stacked."""
         return self.op == "matmul_all_to_all_columns"
 
     @cached_property
     def shards(self) -> tuple[Span1D, ...]:
-        """Of the rows that are sent, those that go to each rank."""
+        """The sent rows that go to each rank."""
         return split(self.m * (self.world_size if self.sends_columns else 1), self.world_size)
 
     def arrivals(self, src_rank: int, dst_rank: int) -> Span1D:
@@ -510,7 +515,7 @@ class ColumnProblem(Problem):
 
     @cached_property
     def blocks(self) -> tuple[Span1D, ...]:
-        """Of the columns that are cut, or that lie side by side once received, those of each rank."""
+        """Each rank's part of the columns that are cut, or that are concatenated when received."""
         return split(self.n if self.sends_columns else self.k, self.world_size)
 
     @cached_property
@@ -518,7 +523,7 @@ class ColumnProblem(Problem):
         return ((0, self.n),) * self.world_size
 
     def columns(self, rank: int) -> int:
-        """Of the result, and of the product as it is laid together."""
+        """Return the columns of the result and of the stored product."""
         return self.n // self.world_size if self.sends_columns else self.n
 
     def a_columns(self, rank: int) -> int:
@@ -540,16 +545,16 @@ class ColumnProblem(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveProblem(Problem):
-    """A collective by itself, of M elements that lie one after the other: rows of one column.
+    """A collective without other computation, of M contiguous elements: rows of one column.
 
-    all_gather: m elements of each rank, M in all. reduce_scatter: M of each rank, summed; each keeps its m. all_reduce: M of
-    each, summed. all_to_all: M of each; m of them go to each rank.
-    In place: a may be the part of out that it becomes (all_gather), out the part of a that it stands for (reduce_scatter), or
-    both the same (all_reduce). A schedule has to be right for these, too.
-    m: M. dtype: "uint8" for bytes of any type, where nothing is summed; sums are in float32, over ranks in their order,
-    rounded once. staging_bytes: symmetric memory that a schedule may take on a rank. sms: SMs that sum.
-    reachable: out lies in symmetric memory, on every rank, so that peers may write it while a call is under way.
-    Raises ValueError as Problem does, and where M is no multiple of world_size, but for an all_reduce.
+    all_gather: m elements of each rank, M in all. reduce_scatter: M of each rank, summed; each gets m of the sum. all_reduce: M
+    of each, summed. all_to_all: M of each; m of them go to each rank.
+    Calls may be in place: a may be its own part of out (all_gather), out its own part of a (reduce_scatter), or both may be the
+    same (all_reduce). A schedule must be correct for these, too.
+    m: M. dtype: "uint8" for bytes of any type if nothing is summed; sums are in float32, in the order of ranks, rounded once.
+    staging_bytes: the symmetric memory that a schedule may use on a rank. sms: SMs that sum.
+    reachable: out is in symmetric memory on every rank, so that peers may write it during a call.
+    Raises ValueError as Problem does, and if M is no multiple of world_size, except for an all_reduce.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -557,7 +562,7 @@ class CollectiveProblem(Problem):
     DTYPES: ClassVar[tuple[str, ...]] = (*ITEMSIZE, "uint8")
     LEAST_STAGING: ClassVar[int] = 1 << 16
     ALIGN_BYTES: ClassVar[int] = 16
-    """Parts of an all_reduce, and pieces of all parts, begin at multiples of it, counted from the part's first byte."""
+    """Parts of an all_reduce, and all pieces, begin at multiples of this number of bytes from the part's first byte."""
 
     n: int = 1
     k: int = 1
@@ -585,7 +590,7 @@ class CollectiveProblem(Problem):
 
     @property
     def divide_by(self) -> int:
-        """Of the sum."""
+        """The divisor of the sum."""
         return self.world_size if self.reduce_op == "avg" else 1
 
     @property
@@ -594,7 +599,7 @@ class CollectiveProblem(Problem):
 
     @cached_property
     def shards(self) -> tuple[Span1D, ...]:
-        """Elements of M that each rank owns; of an all-to-all, those of every rank that go to it."""
+        """Elements of M that each rank owns; in an all-to-all, those of every rank that go to it."""
         unit = self.ALIGN_BYTES // self.itemsize if self.op == "all_reduce" else 1
         cuts = split(-(-self.m // unit), self.world_size)
         return tuple((min(low * unit, self.m), min(high * unit, self.m)) for low, high in cuts)
@@ -610,7 +615,7 @@ class CollectiveProblem(Problem):
         return high - low if self.op == "reduce_scatter" else self.m
 
     def alias(self, rank: int) -> int | None:
-        """In place: which element of a is the first of out, if they are one memory; None where they must not be."""
+        """Return, for an in-place call, which element of a is the first of out; None if a call cannot be in place."""
         low = self.shards[rank][0]
         return {"all_gather": -low, "reduce_scatter": low, "all_reduce": 0}.get(self.op)
 
@@ -631,15 +636,15 @@ class RaggedProblem(Problem):
     ragged_matmul_all_to_all (combine): rows are multiplied by their expert's b and go to the ranks that own them.
 
     m: max_rows, the most rows that may arrive at a rank. capacity: the most rows that a rank's a may have. experts: on each
-    rank; expert e of a rank has a b of its own, k by n. gated: the result is silu(left half) * right half of a product of 2 n
-    columns. return_received: a dispatch hands back the rows that it multiplies, too. limit: the settings that m follows from,
-    as errors name them; "" where the caller has passed max_rows. world_size, dtype, scaling: as in Problem; rows that travel
-    before they are multiplied take their scales along.
+    rank; each expert has its own b, k by n. gated: the result is silu(left half) * right half of a product of 2 n
+    columns. return_received: a dispatch also returns the rows that it multiplies. limit: the settings that determine m, as
+    errors name them; "" if the caller passed max_rows. world_size, dtype, scaling: as in Problem; rows that are sent before
+    they are multiplied are sent with their scales.
 
     A segment is the rows that rank src sends to rank dst for one expert. Their number may be any, 0 included. A buffer holds
     whole segments, one after the other without gaps, so that a segment begins at the sum of the counts of all segments before
-    it in the buffer's order (`sent_order`, `received_order`). What does not fit into `capacity` rows of a, or `m` rows at the
-    receiver, is cut off the end of the order, on both ranks alike, is reported, and nothing is written past the capacity.
+    it in the buffer's order (`sent_order`, `received_order`). Rows beyond `capacity` rows of a, or `m` rows at the receiver,
+    are cut off the end of the order by sender and receiver, and are reported; nothing is written past the capacity.
     Raises ValueError as Problem does, and for a capacity or experts below 1, or an option that the operator does not have.
     """
 
@@ -678,24 +683,24 @@ class RaggedProblem(Problem):
 
     @property
     def dispatches(self) -> bool:
-        """Whether rows travel before they are multiplied."""
+        """Whether rows are sent before they are multiplied."""
         return self.op == "ragged_all_to_all_matmul"
 
     @property
     def arriving(self) -> tuple[int, int]:
-        """The extents of the counts of what arrives at a rank, in the order in which it lands."""
+        """The shape of the counts of segments that arrive at a rank, in the order in which they land."""
         extents = (self.experts, self.world_size)
         return extents if self.dispatches else extents[::-1]
 
     def sent_order(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """The segments (src, dst, expert) that `rank` sends, in the order in which they lie in its a and in its products."""
+        """Return the segments (src, dst, expert) that `rank` sends, in the order of its a and of its products."""
         ranks, experts = range(self.world_size), range(self.experts)
         if self.dispatches:
             return tuple((rank, dst, expert) for dst in ranks for expert in experts)
         return tuple((rank, dst, expert) for expert in experts for dst in ranks)
 
     def received_order(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """The segments (src, dst, expert) that arrive at `rank`, in the order in which they land there."""
+        """Return the segments (src, dst, expert) that arrive at `rank`, in the order in which they land."""
         ranks, experts = range(self.world_size), range(self.experts)
         if self.dispatches:
             return tuple((src, rank, expert) for expert in experts for src in ranks)
@@ -704,9 +709,10 @@ class RaggedProblem(Problem):
     def places(
         self, counts: Mapping[tuple[int, int, int], int], rows: Sequence[int] = (), *, room: int = 0
     ) -> dict[tuple[int, int, int], tuple[int, int, int]]:
-        """By segment, for given counts: where it begins on its sender, where on its receiver, and how many rows move: those
-        that lie within a on the sender, and of these, those that land within `m` on the receiver. rows: by rank, how many its a
-        has in this call (default: capacity). room: for rows that arrive, in place of `m`."""
+        """Return for each segment its first row on the sender, its first row on the receiver, and the number of rows that move:
+        those within a on the sender that also land within `m` on the receiver. rows: by rank, the rows of its a in this call
+            (default:
+        capacity). room: the bound of rows that arrive, in place of `m`."""
         begins, held = dict[tuple[int, int, int], int](), dict[tuple[int, int, int], int]()
         for rank in range(self.world_size):
             at, limit = 0, rows[rank] if rows else self.capacity
@@ -728,7 +734,7 @@ class RaggedProblem(Problem):
 
 
 def _whole_numbers(name: str, rows: Any) -> tuple[tuple[int, ...], ...]:
-    """Rows of whole numbers as tuples. Raises ValueError for anything else."""
+    """Return rows of whole numbers as tuples. Raises ValueError for anything else."""
     listed = isinstance(rows, (tuple, list)) and all(isinstance(row, (tuple, list)) for row in rows)
     if not listed or any(not isinstance(one, int) for row in rows for one in row):
         raise ValueError(f"{name} is {rows!r}; it must have a list of whole numbers for each rank")

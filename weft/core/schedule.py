@@ -1,29 +1,29 @@
-"""Schedule: who does what, in which order, after what. The one value that planner, checker, executors and simulator share.
+"""Schedule: the steps of every rank, their order and their dependencies. Planner, checker, executors and simulator share it.
 
-A schedule lists, for every rank, its lanes; a lane runs its steps in order, and lanes run beside each other. Whatever
-must cross lanes or ranks goes through a flag. Everything that differs between two ways of overlapping is in this value.
+A schedule lists the lanes of every rank. A lane runs its steps in order, and lanes run concurrently. Every dependency between
+lanes or ranks is a flag. Two methods of overlapping differ in this value alone.
 
 Time, within one call on one rank:
 
     caller writes inputs --> all lanes of the rank start --> ... --> all lanes end --> caller reads outputs
 
-and the next call on that rank starts after that. Nothing orders two ranks but flags and collectives.
+and the next call on that rank starts after that. Only flags and collectives order two ranks.
 
-Flags. A flag lies on `flag.rank`; only that rank's steps wait for it, and one step of one lane of one rank advances it, once a
-call: a Signal, or the `count` of a part. Each step that waits for a flag has its own view of it, which the signal raises and
-the step lowers once it has passed; so nothing grows, and a CUDA graph may replay a call. `Wait(flag)` waits for the signal of
-its own call. `Wait(flag, at_least=0)` waits for the signal of the call before, and for nothing in the first call: it is how a
-writer learns that a buffer may be written again. A Wait lowers its flag when it has passed; a kernel lowers its gates on the
-call before where it starts, for it waits for all of them there, and its gates on this call where it ends. No flag may be
-signalled again before every step that waits for it has lowered it, and what a kernel counts tile by tile has one step that
-waits for it: `weft.schedule.check` proves both.
+Flags. A flag is stored on `flag.rank`; only that rank's steps wait for it. One step of one lane of one rank advances it, once a
+call: a Signal, or the `count` of a part. Each step that waits for a flag has its own copy of it, which the signal raises and
+the step lowers after its wait; so no value grows, and a CUDA graph may replay a call. `Wait(flag)` waits for the signal of its
+own call. `Wait(flag, at_least=0)` waits for the signal of the previous call, and for nothing in the first call; a writer uses
+it to learn that a buffer may be written again. A Wait lowers its flag when it has passed. A kernel waits for all its gates on
+the previous call where it starts, and lowers them there; it lowers its gates on this call where it ends. No flag may be
+signalled again before every step that waits for it has lowered it, and a flag that a kernel counts tile by tile has one waiting
+step. `weft.schedule.check` proves both.
 
-Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers;
-"local" is scratch of its rank. Peers may only touch symmetric buffers, and the output of a CollectiveProblem that says so:
-between two calls that is its caller's alone, as ever.
+Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers; "local"
+is scratch memory of its rank. Peers may only access symmetric buffers, and during a call the output of a CollectiveProblem that
+is `reachable`.
 
-Nodes. Memory and flags of a rank on another node are out of reach: there is only SendReceive, on a lane of kind network.
-Whoever has received a message knows that its sender's step had begun; a sender knows nothing of its receiver.
+Nodes. Memory and flags of a rank on another node cannot be accessed; there is only SendReceive, on a lane of kind network. A
+received message implies that the sender's step had begun; a sender learns nothing about its receiver.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, P
 T = TypeVar("T")
 LaneKind = Literal["compute", "copy", "blocks", "network"]
 """compute: kernels on all SMs; a rank has one such lane at most. copy: a copy engine. blocks: communication blocks on SMs of
-their own (SM stores). network: NCCL's sends and receives; beside a computation of the user's own
-(UserCall) NCCL's collectives, too."""
+their own (SM stores). network: NCCL's sends and receives; concurrent with a UserCall also NCCL's collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class Region:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return (self.rows[1] - self.rows[0]) * (self.cols[1] - self.cols[0])
 
     def __str__(self) -> str:
@@ -71,7 +70,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A word on `rank`, told apart by name and index."""
+    """A flag on `rank`, identified by name and index."""
 
     name: str
     rank: int
@@ -83,7 +82,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Go on once `flag` has been signalled in this call (at_least=1), or in the call before (at_least=0)."""
+    """Wait until `flag` has been signalled in this call (at_least=1), or in the previous call (at_least=0)."""
 
     TAGGED: ClassVar[bool] = True
     flag: Flag
@@ -91,7 +90,7 @@ class Wait:
 
     @property
     def on_previous_call(self) -> bool:
-        """Whether it waits for the signal of the call before; else for that of its own call."""
+        """Whether it waits for the signal of the previous call; else for that of its own call."""
         return self.at_least == 0
 
     def __str__(self) -> str:
@@ -111,7 +110,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """dst = src; same shape. One side may lie on a peer: push if dst does, pull if src does."""
+    """dst = src; same shape. One side may be on a peer: it pushes if dst is, and pulls if src is."""
 
     TAGGED: ClassVar[bool] = True
     src: Region
@@ -137,11 +136,11 @@ class Store:
 class Push:
     """One kernel of stores from SMs, on a lane of kind compute or blocks. All of its parts read one buffer of this rank.
 
-    Nothing orders the parts: the flag of one says that its own copy has arrived, and whatever came before the Push in its lane,
-    and nothing of the other parts. The kernel counts tiles, so each flag is this part's alone.
+    Parts are unordered: the flag of a part implies that its own copy has arrived, and everything before the Push in its lane,
+    but nothing about other parts. The kernel counts tiles, so no two parts share a flag.
 
-    Where the problem's scaling quantises a, the destinations may be of FP8 and the source not: whole rows are quantised on
-    their way, once for all destinations, and their scales are stored beside them.
+    If the problem's scaling quantises a, the destinations may be FP8 while the source is not. Whole rows are then quantised,
+    once for all destinations, and their scales are stored with them.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -163,15 +162,16 @@ class Push:
 class Part:
     """Rows of a GEMM that are computed together: out = a @ b, for the Gemm's b.
 
-    gates: its tiles wait for these. count: raised once all its tiles are done. out may lie on a peer: a store from the kernel.
+    gates: its tiles wait for these. count: raised once all its tiles are done. out may be on a peer: the kernel stores it
+    there.
 
-    adds: out = (a @ b + sum(adds)) / the Gemm's divide_by, summed in float32 in the order given and rounded once. The gates of
-    a part that adds are late: its tiles wait for them after they have read a and b, before they read what they add, so that
-    the wait hides behind the multiplication. Nothing is known of a and b then but what is known where the Gemm starts.
+    adds: out = (a @ b + sum(adds)) / the Gemm's divide_by, summed in float32 in this order and rounded once. Tiles of a part
+    that adds wait for its gates late: after they have read a and b, and before they read the addends, so that the
+    multiplication hides the wait. a and b must be ready when the Gemm starts, since these gates do not protect them.
 
-    inner: (column, wait), columns ascending, counted from a's first and between its ends: its tiles wait for this after they
-    have multiplied the columns of a below `column`, and before they read those from `column` on. Of b nothing more is known
-    then than where its gates are open. Not together with adds, or with the Gemm's accumulate.
+    inner: (column, wait), columns ascending, counted from a's first and between its ends. Tiles wait after they have multiplied
+    the columns of a below `column`, and before they read those from `column` on. All of b must be ready once the gates are
+    open. Not allowed with adds, or with the Gemm's accumulate.
     """
 
     a: Region
@@ -183,7 +183,7 @@ class Part:
 
     @property
     def waits(self) -> tuple[Wait, ...]:
-        """All that its tiles wait for, in this order: gates, then inner gates."""
+        """All waits of its tiles, in this order: gates, then inner gates."""
         return self.gates + tuple(wait for _, wait in self.inner)
 
     def __str__(self) -> str:
@@ -193,10 +193,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """One GEMM kernel: its parts share b and are produced in this order, but run beside each other.
+    """One GEMM kernel: its parts share b and are produced in this order, but run concurrently.
 
-    A part may keep back those after it while it waits, never those before it. accumulate: add to out instead of overwriting
-    it; then no part has adds. divide_by: world_size for an average; of parts with adds alone, the others being partial.
+    A waiting part may delay those after it, never those before it. accumulate: add to out instead of overwriting it; then no
+    part has adds. divide_by: world_size for an average; it applies only to parts with adds, since the others are partial.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -214,7 +214,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Elements of a reduction that are summed together: out = sum(srcs) in float32, in the order given, rounded once.
+    """Elements that a reduction sums: out = sum(srcs) in float32, in this order, rounded once.
 
     A source may be a single row, which is added to every row of `out`; the first one is as tall as `out`.
     """
@@ -226,7 +226,7 @@ class Sum:
 
     @property
     def waits(self) -> tuple[Wait, ...]:
-        """All that it waits for: its gates."""
+        """All its waits: its gates."""
         return self.gates
 
     def __str__(self) -> str:
@@ -235,7 +235,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """One reduction kernel. divide_by: world_size for an average. Sources may lie on a peer: loads from the kernel."""
+    """One reduction kernel. divide_by: world_size for an average. Sources may be on a peer: the kernel loads them."""
 
     TAGGED: ClassVar[bool] = True
     parts: tuple[Sum, ...]
@@ -252,8 +252,8 @@ class Reduce:
 class Bags:
     """Bags that are looked up together, of the rank that runs the step: out = their pooled rows.
 
-    bags: rows are samples of the whole batch, columns those of the rank's tables side by side, whole tables only. out may
-    lie on a peer: a store from the kernel. count: raised once all of them are done.
+    bags: rows are samples of the whole batch, columns those of the rank's tables, concatenated, whole tables only. out may be
+    on a peer: the kernel stores it there. count: raised once all bags are done.
     """
 
     bags: Region
@@ -266,7 +266,7 @@ class Bags:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """One kernel: rows of tables, gathered and pooled bag by bag. Its parts are produced in this order, beside each other."""
+    """One kernel that gathers rows of tables and pools them bag by bag. Its parts start in this order and run concurrently."""
 
     TAGGED: ClassVar[bool] = True
     parts: tuple[Bags, ...]
@@ -284,7 +284,8 @@ class Collective:
     all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
     all_to_all: dst[arrivals from s] = this rank's shard of the src of rank s.
     all_reduce: dst = the sum over ranks of src; dst may be src. divide_by: of the two that sum, 1 or world_size.
-    all_to_all_columns: dst[:, columns of s] = this rank's shard (rows) of src of rank s; dst has those of all side by side.
+    all_to_all_columns: dst[:, columns of s] = this rank's shard (rows) of src of rank s; dst has those of all ranks,
+        concatenated.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -299,7 +300,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class FusedCollective:
-    """One persistent kernel that sums what all ranks have, tile by tile, on a lane of kind compute. Every rank runs the same.
+    """One persistent kernel that sums the tiles of all ranks, on a lane of kind compute. Every rank runs the same.
 
     factors: (a, b), whose product the kernel makes; or (partial,), which is ready: M x N on every rank.
     op: all_reduce gives every rank the whole sum. reduce_scatter gives a rank the rows of its shard.
@@ -307,13 +308,13 @@ class FusedCollective:
     equal cut of N; the owner sums the tiles of its columns, and sends the sums to all.
     addends: added to the sum once; each as large as out, or one row that is added to all rows. divide_by: as of a Reduce.
 
-    Tiles travel through a mailbox, memory of the kernel's own that every rank has. A word of the mailbox is empty or holds
-    data, so the data is its own flag. mailbox: its name; no other kernel of a rank uses it. copies: how many of it there are,
-    which calls take in turns.
+    Tiles are sent through a mailbox, the kernel's own symmetric memory. A 32-bit word of the mailbox is empty or holds data, so
+    the data is its own flag. mailbox: its name; no other kernel of a rank uses it. copies: the number of copies, which calls
+    use in turn.
 
-    `weft.core.fused_collective.spelled_out` says what the kernel does as steps without such a kernel. The checker proves those,
-    the simulator predicts those, and a device that lacks the kernel runs those. weft.checker.fused_collective proves that a
-    mailbox is never written before it is empty.
+    `weft.core.fused_collective.spelled_out` returns equivalent steps without such a kernel. The checker proves those steps, the
+    simulator predicts them, and a device without the kernel runs them. weft.checker.fused_collective proves that a mailbox is
+    never written before it is empty.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -339,7 +340,7 @@ class FusedCollective:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Whole rows of a buffer of this rank, to another one."""
+    """A message of whole rows from a buffer of this rank to another rank."""
 
     src: Region
     to: int
@@ -350,7 +351,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """What another rank sends, into whole rows of a buffer of this one."""
+    """A message from another rank, received into whole rows of a buffer of this rank."""
 
     dst: Region
     source: int
@@ -361,9 +362,9 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class SendReceive:
-    """Messages that go on together. The n-th that a rank sends to another in a call is the n-th that the other receives.
+    """Concurrent messages. The n-th message that a rank sends to another in a call is the n-th that the other receives.
 
-    It ends once all of its messages are through: not before each one's other end has begun.
+    The step ends once all of its messages have been transferred, which requires that the other end of each has begun.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -371,8 +372,9 @@ class SendReceive:
     receives: tuple[Receive, ...] = ()
 
     def __str__(self) -> str:
-        ways = [("send", self.sends), ("receive", self.receives)]
-        return ", ".join(f"{verb} {', '.join(map(str, messages))}" for verb, messages in ways if messages) or "send nothing"
+        directions = [("send", self.sends), ("receive", self.receives)]
+        texts = (f"{verb} {', '.join(map(str, messages))}" for verb, messages in directions if messages)
+        return ", ".join(texts) or "send nothing"
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -382,14 +384,14 @@ class SendReceive:
 
 @dataclass(frozen=True, slots=True)
 class UserCall:
-    """What the user's own program does; it reads and writes nothing of the schedule's buffers.
+    """The user's own program. It accesses no buffer of the schedule.
 
     On a compute lane it is the user's computation. On any lane, with `collective`, it is the communication of that number among
     the collectives of a ConcurrentProblem, whose tensors are not described (OpaqueCollective).
-    left: SMs that cuBLAS GEMMs of the computation leave free. resident: blocks an SM that the kernels named by the user
-    keep to; 0 for as many as fit. Of sharded parameters, which the computation gathers itself (fully_shard): ahead, how many
-    groups are gathered before the one that computes, 0 for as fully_shard does; unsharded, whether they are gathered once a
-    step for both passes.
+    left: SMs that the computation's cuBLAS GEMMs leave free. resident: the limit of blocks on an SM for the kernels that the
+    user named; 0 for no limit. The others concern sharded parameters (fully_shard): ahead, the number of groups that are
+    gathered before the one that computes, 0 for fully_shard's default; unsharded, whether they are gathered once a step for
+    both passes.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -407,8 +409,8 @@ class UserCall:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The rows of a buffer on `rank` that rank src sends to an expert of rank dst. How many they are, and so where they begin,
-    is read on the device: help(weft.core.problem.RaggedProblem) says how segments lie."""
+    """The rows of a buffer on `rank` that rank src sends to an expert of rank dst. Their number and their first row are known
+    only on the device: help(weft.core.problem.RaggedProblem) defines the layout of segments."""
 
     buffer: str
     rank: int
@@ -418,7 +420,7 @@ class Segment:
 
     @property
     def name(self) -> tuple[int, int, int]:
-        """The segment itself, in whichever buffer it lies."""
+        """The segment itself, in any buffer."""
         return self.src, self.dst, self.expert
 
     def __str__(self) -> str:
@@ -430,7 +432,7 @@ class ShareCounts:
     """Write this rank's row counts at each rank that has a flag here, and advance that flag; then wait for the gates, which are
     for the counts of the other ranks.
 
-    The counts lie in memory of the step's own. It has two places for each rank, which calls take in turn: a peer may be one
+    The counts are stored in the step's own memory. It has two slots for each rank, used by alternate calls: a peer may be one
     call behind, but not two.
     """
 
@@ -445,7 +447,7 @@ class ShareCounts:
 @dataclass(frozen=True, slots=True)
 class SegmentCopy:
     """dst = src, the same segment, in a SegmentCopies or a GroupedGemm. It waits for its gates, and advances count at its end.
-    It pushes if dst lies on a peer, and pulls if src does."""
+    It pushes if dst is on a peer, and pulls if src is."""
 
     TAGGED: ClassVar[bool] = True
     src: Segment
@@ -496,8 +498,7 @@ class SegmentProduct:
 class GroupedGemm:
     """One kernel that multiplies segments by the b of their experts, and copies segments on some of its blocks.
 
-    Each part has gates of its own. Parts run in the order given as far as waiting goes: one that waits may hold the SMs that
-    later ones need. Beyond that, nothing orders them.
+    Each part has its own gates. A waiting part may hold the SMs that later parts need. Otherwise, parts are unordered.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -509,17 +510,17 @@ class GroupedGemm:
 
 
 RaggedStep = ShareCounts | SegmentCopies | GroupedGemm
-"""Steps of a RaggedProblem alone, which read row counts on the device."""
+"""Steps that only a RaggedProblem has. They read row counts on the device."""
 Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | FusedCollective | SendReceive | UserCall | RaggedStep
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Steps that run one after the other. kind says on what.
+    """Steps that run one after the other. kind: the resource that runs them.
 
-    Beside a UserCall, the lanes of a rank are enqueued in the order in which they are listed. priority: on streams of the
-    highest priority. ctas: the blocks of this lane's kernels, 0 for their own choice. Only a schedule for a ConcurrentProblem
-    may have the two.
+    In a schedule with a UserCall, the lanes of a rank are enqueued in the order in which they are listed. priority: use streams
+    of the highest priority. ctas: the blocks of this lane's kernels, 0 for their default. Only a schedule for a
+    ConcurrentProblem may set priority and ctas.
 
     Raises ValueError for ctas below zero.
     """
@@ -537,11 +538,13 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A named buffer: rows and cols by rank. float32: holds partial sums, whatever the problem's dtype; a local one alone.
+    """A named buffer: rows and cols by rank. float32: it holds float32 partial sums, whatever the problem's dtype; only a local
+    buffer may.
 
-    operand: "a" or "b" where it holds FP8 elements of that operand and their scales, as the problem's scaling has them. The
-    scales are a matrix of their own beside the elements. A region of such a buffer is its elements and their scales: a step
-    that reads, writes or moves a region does so with both, and a flag says so of both.
+    operand: "a" or "b" if the buffer holds FP8 elements of that operand and their scales, as the problem's scaling defines
+        them. The
+    scales are a separate matrix. A region of such a buffer includes the scales of its elements: a step that accesses a region
+    accesses both, and a flag covers both.
     """
 
     name: str
@@ -557,12 +560,12 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The steps of every rank for one problem. help(weft.core.schedule) says what they mean.
+    """The steps of every rank for one problem. help(weft.core.schedule) explains them.
 
     name: the family, as `weft schedules` lists it. chunks: pieces a shard is cut into. ranks: per rank, its lanes.
     A Schedule may be wrong; `weft.schedule.check` proves one right.
 
-    Raises ValueError for chunks below 1, and for lanes with priority or ctas where nothing reads them.
+    Raises ValueError for chunks below 1, and for lanes with priority or ctas in a schedule that does not use them.
     """
 
     problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem | RaggedProblem
@@ -591,12 +594,12 @@ class Schedule:
 
     @cached_property
     def signals_per_call(self) -> Counter[Flag]:
-        """How often each flag is advanced in one call: once, in a schedule that is right."""
+        """The number of advances of each flag in one call: one, in a correct schedule."""
         return Counter(flag for _, _, _, step in self for flag in advances(step))
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits that are the same for equal schedules, in every process. Computed once for each value."""
+        """A hash of 16 hexadecimal digits, equal for equal schedules in every process."""
         return hashlib.sha256(codec.dumps(self).encode()).hexdigest()[:16]
 
     @cached_property
@@ -622,7 +625,7 @@ def _nothing(step: Any) -> tuple[()]:
 
 
 def _of_parts(each: Callable[[Any], tuple[T, ...]]) -> Callable[[Any], tuple[T, ...]]:
-    """What `each` finds in every part of a step, in their order."""
+    """Return a function that concatenates the results of `each` for the parts of a step."""
     return lambda step: tuple(found for part in step.parts for found in each(part))
 
 
@@ -631,7 +634,7 @@ def _counts(step: Any) -> tuple[Flag, ...]:
 
 
 class Named(NamedTuple):
-    """What the steps of a type name, each as a function of the step."""
+    """Functions that return the regions, segments, waits, flags and collectives of a step of one type."""
 
     regions: Callable[[Any], tuple[Region, ...]] = _nothing
     segments: Callable[[Any], tuple[Segment, ...]] = _nothing
@@ -661,51 +664,51 @@ NAMED: dict[type, Named] = {
     SegmentCopies: _SEGMENTS,
     GroupedGemm: _SEGMENTS,
 }
-"""By type of step, all of them."""
+"""Every type of step."""
 
 
 def waits(step: Step) -> tuple[Wait, ...]:
-    """Every wait of a step, gates and inner gates included, part by part."""
+    """Return every wait of a step, gates and inner gates included, part by part."""
     return NAMED[type(step)].waits(step)
 
 
 def advances(step: Step) -> tuple[Flag, ...]:
-    """Every flag that a step advances, in order."""
+    """Return every flag that a step advances, in order."""
     return NAMED[type(step)].advances(step)
 
 
 def segments(step: Step) -> tuple[Segment, ...]:
-    """Every segment that a step reads or writes."""
+    """Return every segment that a step reads or writes."""
     return NAMED[type(step)].segments(step)
 
 
 def regions(step: Step) -> tuple[Region, ...]:
-    """Every region that a step reads or writes."""
+    """Return every region that a step reads or writes."""
     return NAMED[type(step)].regions(step)
 
 
 def collective_numbers(step: Step) -> tuple[int, ...]:
-    """The collectives of a ConcurrentProblem that a step names by their number."""
+    """Return the numbers of the ConcurrentProblem's collectives that a step names."""
     return NAMED[type(step)].collectives(step)
 
 
 def places_of(kind: type[T], lanes: Iterable[Lane]) -> Iterator[tuple[Lane, int, T]]:
-    """The steps of one type, lane by lane: each with its lane and its position there."""
+    """Yield the steps of one type, lane by lane, each with its lane and its position."""
     return ((lane, at, step) for lane in lanes for at, step in enumerate(lane.steps) if isinstance(step, kind))
 
 
 def quantises(step: Push, schedule: Schedule) -> bool:
-    """Whether a Push makes FP8 elements and their scales of what it reads."""
+    """Return whether a Push quantises its source to FP8."""
     return not schedule.buffer[step.source[0]].operand and any(schedule.buffer[one.dst.buffer].operand for one in step.parts)
 
 
 def steps_of(kind: type[T], lanes: Iterable[Lane]) -> Iterator[T]:
-    """The steps of one type, lane by lane."""
+    """Yield the steps of one type, lane by lane."""
     return (step for _, _, step in places_of(kind, lanes))
 
 
 def runs(regions: Sequence[Region]) -> list[Region]:
-    """The regions in their order, neighbours whose rows follow each other as one.
+    """Merge neighbouring regions whose rows are contiguous.
 
     >>> parts = [Region("a", 0, rows, (0, 8)) for rows in ((0, 2), (2, 4), (6, 8))]
     >>> [region.rows for region in runs(parts)]

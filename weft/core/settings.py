@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def parse(setting: str, example: str) -> tuple[str, str]:
-    """(key, value) of one setting. Raises ValueError, with the example, where it is none.
+    """Split KEY=VALUE into (key, value). Raises ValueError, with the example, for anything else.
 
     >>> parse("hbm.gbps = 2000", "")
     ('hbm.gbps', '2000')
@@ -27,10 +27,10 @@ def parse(setting: str, example: str) -> tuple[str, str]:
 
 
 def changed(value: T, path: str, text: str, *, known: Collection[str], what: str) -> T:
-    """`value` with what lies at `path` replaced by `text`, read as JSON; a word is text.
+    """Return `value` with the field at `path` set to `text`, which is read as JSON unless the field is a string.
 
-    known: paths that there are. what: the value in words. Raises ValueError that names the path and says which there are, or
-    what the value must be.
+    known: the existing paths. what: a description of the value. Raises ValueError that names the path and lists the existing
+    ones, or says what the value must be.
     """
     if path not in known:
         raise ValueError(f"{path!r} is no number of {what}; it has {', '.join(known)}")
@@ -38,7 +38,8 @@ def changed(value: T, path: str, text: str, *, known: Collection[str], what: str
 
 
 def replaced(value: T, path: str, make: Callable[[Any], Any]) -> T:
-    """`value` with what lies at `path` made anew from what lies there, both as JSON has them. Raises what the value raises."""
+    """Return `value` with the field at `path` replaced by `make` of its old value, both as JSON data. Raises what the value
+    raises."""
     data = codec.dump(value)
     *parents, last = path.split(".")
     at: Any = data
@@ -49,7 +50,7 @@ def replaced(value: T, path: str, make: Callable[[Any], Any]) -> T:
 
 
 def numbers_of(path: str, text: str) -> Any:
-    """What a text says of `path`, as JSON gives it. Raises ValueError that says what it must be."""
+    """Parse the text of a field as JSON. Raises ValueError that says what it must be."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Span: what ran where and when. The executors measure spans, the simulator predicts them; all else reads them alike."""
+"""Span: the time that a step took on a lane of a rank. Executors measure spans and the simulator predicts them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Kind = Literal["gemm", "lookup", "copy", "reduce", "collective", "message", "cal
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One step's stretch of time: microseconds since the call began, on one rank's lane.
+    """The time of one step on one rank's lane, in microseconds since the call began.
 
     kind: what the step does. name: its short text, as the schedule prints it. flops, bytes: work done, 0 where it has none.
     """
@@ -27,7 +27,7 @@ class Span:
 
     def __post_init__(self) -> None:
         if self.end_us < self.start_us:
-            raise ValueError(f"end_us is {self.end_us}; it must not lie before start_us {self.start_us}")
+            raise ValueError(f"end_us is {self.end_us}; it must not be before start_us {self.start_us}")
 
     @property
     def duration_us(self) -> float:

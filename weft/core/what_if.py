@@ -23,55 +23,54 @@ from weft.core.machine import STORES_SHARE, AlphaBeta, Machine, Table, numbers, 
 from weft.core.settings import numbers_of
 
 BY_HAND = "set by hand"
-"""The source of a number that was given for a what-if."""
+"""The source of a number that was set for a what-if."""
 RESCALED = f"scaled with what was {BY_HAND}; before: "
 """What the source of a number begins with that went along."""
-_WORDS = ("links.topology", "copies.strided")
+_TEXT_FIELDS = ("links.topology", "copies.strided")
 _OPTIONAL = ("links.host_gbps",)
 
 
 def what_if(machine: Machine, changes: Mapping[str, Any]) -> Machine:
     """See the module's text. changes: by path, a value, or a text that has it as JSON. Raises ValueError for a path that the
     machine does not have, and for a value that it cannot have, with what would work."""
-    known = dict.fromkeys([*(path for path, _ in numbers(machine)), *_WORDS, *_OPTIONAL])
+    known = dict.fromkeys([*(path for path, _ in numbers(machine)), *_TEXT_FIELDS, *_OPTIONAL])
     for path in changes:
         if path not in known:
             raise ValueError(f"{path!r} is no number of machine {machine.name}; it has {', '.join(known)}")
 
     def read(path: str, value: Any) -> Any:
-        return numbers_of(path, value) if isinstance(value, str) and path not in _WORDS else value
+        return numbers_of(path, value) if isinstance(value, str) and path not in _TEXT_FIELDS else value
 
-    given = {path: read(path, value) for path, value in changes.items()}
-    if not given:
+    edits = {path: read(path, value) for path, value in changes.items()}
+    if not edits:
         return machine
-    _refuse(machine, given)
-    changed = _set(machine, given)
-    moved = _with_links(machine, changed, given)
-    moved |= _with_sms(machine, changed, given, moved)
-    sources = {path: RESCALED + machine.sources[path] for path in moved if path in machine.sources}
-    return _replaced(changed, moved, {**dict.fromkeys(p for p in given if p not in _WORDS), **sources}, _words(machine, given))
+    _refuse(machine, edits)
+    changed = _set(machine, edits)
+    moved = _with_links(machine, changed, edits)
+    moved |= _with_sms(machine, changed, edits, moved)
+    sources: dict[str, str | None] = dict.fromkeys(path for path in edits if path not in _TEXT_FIELDS)
+    sources |= {path: RESCALED + machine.sources[path] for path in moved if path in machine.sources}
+    return _replace(changed, moved, sources, _describe(machine, edits))
 
 
-def _refuse(machine: Machine, given: Mapping[str, Any]) -> None:
+def _refuse(machine: Machine, edits: Mapping[str, Any]) -> None:
     """What cannot be said, with what would work."""
-    if given.get("copies.engines") == 0:
+    if edits.get("copies.engines") == 0:
         raise ValueError(
             "copies.engines is 0; schedules of copies need an engine: for a GPU without one, name a schedule of stores by "
             "--schedule, such as direct_store or flag_gated_2d"
         )
-    blocks, sms = given.get("stores.sms", 1), given.get("gpu.sms", machine.gpu.sms)
+    blocks, sms = edits.get("stores.sms", 1), edits.get("gpu.sms", machine.gpu.sms)
     if isinstance(blocks, int) and isinstance(sms, int) and blocks > max(1, sms // 2):
-        raise ValueError(
-            f"stores.sms is {blocks}; a GEMM runs beside communication blocks: use at most {sms // 2}, half of gpu.sms"
-        )
-    if given.get("gpu.sms") == 1:
-        raise ValueError("gpu.sms is 1; communication blocks and a GEMM run beside each other: use 2 or more")
+        raise ValueError(f"stores.sms is {blocks}; a GEMM runs during communication: use at most {sms // 2}, half of gpu.sms")
+    if edits.get("gpu.sms") == 1:
+        raise ValueError("gpu.sms is 1; communication blocks and a GEMM run concurrently: use 2 or more")
 
 
-def _set(machine: Machine, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The machine as JSON has it, with the given values."""
+def _set(machine: Machine, edits: Mapping[str, Any]) -> dict[str, Any]:
+    """The machine as JSON has it, with the edited values."""
     data: dict[str, Any] = codec.dump(machine)
-    for path, value in given.items():
+    for path, value in edits.items():
         _put(data, path, value)
     return data
 
@@ -83,42 +82,42 @@ def _put(data: dict[str, Any], path: str, value: Any) -> None:
     data[last] = value
 
 
-def _replaced(data: dict[str, Any], moved: Mapping[str, Any], sources: Mapping[str, str | None], words: str) -> Machine:
+def _replace(data: dict[str, Any], moved: Mapping[str, Any], sources: Mapping[str, str | None], description: str) -> Machine:
     for path, value in moved.items():
         _put(data, path, value)
     for path, source in sources.items():
         data["sources"][path] = source or BY_HAND
-    data["words"] = words
+    data["description"] = description
     made: Machine = codec.load(Machine, data)
     return made
 
 
-def _words(machine: Machine, given: Mapping[str, Any]) -> str:
-    """As people read it: of how many GPUs, and what is otherwise."""
-    words = machine.words
-    if "world_size" in given:
-        words = re.sub(rf"^{machine.world_size}\b", str(given["world_size"]), words)
-    others = [f"{path} {value}" for path, value in given.items() if not isinstance(value, list)]
-    others += [path for path, value in given.items() if isinstance(value, list)]
-    return f"{words}; what if {', '.join(others)}"
+def _describe(machine: Machine, edits: Mapping[str, Any]) -> str:
+    """Return the description of the changed machine: its number of GPUs, and the edits."""
+    description = machine.description
+    if "world_size" in edits:
+        description = re.sub(rf"^{machine.world_size}\b", str(edits["world_size"]), description)
+    others = [f"{path} {value}" for path, value in edits.items() if not isinstance(value, list)]
+    others += [path for path, value in edits.items() if isinstance(value, list)]
+    return f"{description}; what if {', '.join(others)}"
 
 
-def _with_links(machine: Machine, data: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _with_links(machine: Machine, data: dict[str, Any], edits: Mapping[str, Any]) -> dict[str, Any]:
     """What goes along with the rate of links, or their topology."""
     links, ranks = machine.links, max(2, data["world_size"])
     moved: dict[str, Any] = {}
-    topology = given.get("links.topology", links.topology)
+    topology = edits.get("links.topology", links.topology)
     if topology not in _LINKS:
         return moved  # the machine says which there are
-    if topology != links.topology and "links.gbps" not in given:
+    if topology != links.topology and "links.gbps" not in edits:
         moved["links.gbps"] = within(links.gbps * _LINKS[links.topology](ranks) / _LINKS[topology](ranks))
-    rate = given.get("links.gbps", moved.get("links.gbps", links.gbps))
+    rate = edits.get("links.gbps", moved.get("links.gbps", links.gbps))
     if not isinstance(rate, (int, float)) or not rate > 0:
         return moved  # the machine says what it must be
-    host = given.get("links.host_gbps", links.host_gbps)
-    if "links.gbps" in given and topology == links.topology:
+    host = edits.get("links.host_gbps", links.host_gbps)
+    if "links.gbps" in edits and topology == links.topology:
         factor = rate / links.gbps
-        if links.host_gbps and "links.host_gbps" not in given:
+        if links.host_gbps and "links.host_gbps" not in edits:
             host = moved["links.host_gbps"] = within(links.host_gbps * factor)
         for path, gbps in (("copies.gbps", machine.copies.gbps), ("copies.several_gbps", machine.copies.several_gbps)):
             moved[path] = within(gbps * factor)
@@ -127,9 +126,9 @@ def _with_links(machine: Machine, data: dict[str, Any], given: Mapping[str, Any]
     for op, model in machine.collectives.items():
         factor = links.wire_us(op, 1.0, ranks) / after.wire_us(op, 1.0, ranks)
         paths = {path for path, _ in numbers(model, f"collectives.{op}") if not path.endswith(".world_size")}
-        if factor != 1.0 and not paths & set(given):
+        if factor != 1.0 and not paths & set(edits):
             moved |= _along(op, model, factor)
-    return {path: value for path, value in moved.items() if path not in given}
+    return {path: value for path, value in moved.items() if path not in edits}
 
 
 _LINKS: dict[str, Callable[[int], float]] = {
@@ -138,21 +137,21 @@ _LINKS: dict[str, Callable[[int], float]] = {
     "ring": lambda n: 2.0,
     "mesh": lambda n: n - 1.0,
 }
-"""How many links a GPU has to n - 1 peers."""
+"""The number of links of a GPU to n - 1 peers."""
 
 
 def _along(op: str, model: Table | AlphaBeta, factor: float) -> dict[str, Any]:
     """By path, a collective on links of `factor` times the rate: what grows with bytes takes as much less."""
-    found = codec.dump(rescaled(model, factor))
+    found = codec.dump(rescale(model, factor))
     names = ("gbps",) if isinstance(model, AlphaBeta) else ("points", "also") if model.also else ("points",)
     return {f"collectives.{op}.{name}": found[name] for name in names}
 
 
-def rescaled(model: Table | AlphaBeta, factor: float) -> Table | AlphaBeta:
+def rescale(model: Table | AlphaBeta, factor: float) -> Table | AlphaBeta:
     """`model` on links of `factor` times the rate: what grows with bytes takes as much less, latency stays. Numbers stay within
     what a machine's may be.
 
-    >>> rescaled(Table(world_size=2, points=((64, 10.0), (1024, 30.0))), 2.0).points
+    >>> rescale(Table(world_size=2, points=((64, 10.0), (1024, 30.0))), 2.0).points
     ((64, 10.0), (1024, 20.0))
     """
     if isinstance(model, AlphaBeta):
@@ -163,17 +162,17 @@ def rescaled(model: Table | AlphaBeta, factor: float) -> Table | AlphaBeta:
 
 
 def _table(table: Table, factor: float) -> Table:
-    made = rescaled(table, factor)
+    made = rescale(table, factor)
     assert isinstance(made, Table)
     return made
 
 
 def _with_sms(
-    machine: Machine, data: dict[str, Any], given: Mapping[str, Any], moved_before: Mapping[str, Any]
+    machine: Machine, data: dict[str, Any], edits: Mapping[str, Any], moved_before: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What goes along with the number of SMs. moved_before: what has gone along with the links."""
     sms, before = data["gpu"]["sms"], machine.gpu.sms
-    if "gpu.sms" not in given or not isinstance(sms, int) or sms < 2:
+    if "gpu.sms" not in edits or not isinstance(sms, int) or sms < 2:
         return {}
     moved: dict[str, Any] = {f"gpu.tflops.{dtype}": within(rate * sms / before) for dtype, rate in machine.gpu.tflops.items()}
     stores = machine.stores
@@ -187,4 +186,4 @@ def _with_sms(
             moved["network.sms"] = max(1, min(machine.network.sms, sms // STORES_SHARE))
         if machine.collective_sms:
             moved["collective_sms"] = max(1, min(machine.collective_sms, sms // STORES_SHARE))
-    return {path: value for path, value in moved.items() if path not in given}
+    return {path: value for path, value in moved.items() if path not in edits}

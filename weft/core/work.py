@@ -1,4 +1,4 @@
-"""What a step is called in a span, and how much work it is. Executors and simulator name and count alike."""
+"""The label, kind and amount of work of a step in a span, shared by executors and simulator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weft.core.span import Kind, Span
 
 
 def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, end_us: float) -> Span:
-    """A step's stretch of time on `rank`."""
+    """Return the span of a step on `rank`."""
     return Span(
         rank=rank,
         lane=lane,
@@ -71,7 +71,7 @@ def _flag_label(rank: int, step: Wait | Signal) -> str:
 
 
 def _push_label(rank: int, step: Push) -> str:
-    """Of one part its rows, of several how many rows there are; and the receivers, each once."""
+    """Return the rows of a single part, or the number of rows of several, and the receivers, each once."""
     rows = [part.src.rows for part in step.parts]
     ranges = f"[{rows[0][0]}:{rows[0][1]}]" if len(rows) == 1 else f", {sum(high - low for low, high in rows)} rows,"
     receivers = ", ".join(str(rank) for rank in dict.fromkeys(part.dst.rank for part in step.parts))
@@ -136,10 +136,6 @@ def continued(lane: Lane, kernels: Mapping[Span1D, FusedCollective] | None = Non
         flags = [WORK[type(step)].kind in ("wait", "signal") for step in lane.steps]
         found |= {at for at in range(1, len(flags)) if flags[at - 1] and flags[at]}
     return frozenset(found)
-
-
-def _gemm_flops(step: Gemm) -> int:
-    return sum(2 * part.a.size * step.b.shape[1] for part in step.parts)
 
 
 class StepWork(NamedTuple):

@@ -1,39 +1,37 @@
-"""One kernel for matmul_all_reduce and matmul_reduce_scatter of few rows: tiles are multiplied, exchanged and summed by blocks
-that stay.
+"""The kernel of matmul_all_reduce and matmul_reduce_scatter with few rows: persistent blocks multiply, exchange and sum tiles.
 
-    _all_reduce_kernel   one launch is a whole call       all_reduce()  its launcher       AllReducePlan, Mailbox  what it
-    works with
+    _all_reduce_kernel   one launch is a whole call
+    all_reduce()         its launcher; AllReducePlan, Mailbox  its layout and its memory
 
     block i, rank r                               block i, rank p
     1  multiply its tiles, send pieces    ~~~~~~~>  (no wait before all are sent)
-       empty the places of the call before
-    2  wait for all ranks' partial pieces <~~~~~~~  of what r sums: whole tiles (one hop), or its piece of each tile
+       clear the slots of the previous call
+    2  wait for all ranks' partial pieces <~~~~~~~  of the tiles that r sums: whole tiles (one hop), or its piece of each tile
        sum, add bias and residual, round; one hop: store in out; two hops: send the sum to all, itself among them
     3  two hops: wait for all pieces' sums, store the tile in out
 
-Tile t is block t mod blocks' on every rank. So block i waits for blocks i of its peers alone, and for their phases before its
-own alone: the call ends if all blocks find room, and if not, as long as they start in the order of their numbers. With two hops
-a tile has columns of every owner, PIECE of each one's: every block of every rank sums as much as any other.
+Tile t belongs to block t mod the number of blocks on every rank. So block i waits for blocks i of its peers alone, and only for
+their earlier phases. The call ends if all blocks are resident, or if blocks start in the order of their numbers. With two hops
+a tile has PIECE columns of every owner, so all blocks of all ranks sum equally many elements.
 
-A mailbox is symmetric memory: for each tile a region for each source's piece, and for two hops one for each piece's sum. Data
-is its own flag (weft.kernels.mailbox): one trip, no fence.
+A mailbox is symmetric memory: for each tile a region for each source's piece, and with two hops a region for each piece's sum.
+The data is its own flag (weft.kernels.mailbox), which takes one trip and no fence.
 
-Who writes, reads, empties. A region is written by one rank's block alone, and read and emptied by one block alone, that of the
-mailbox's rank. All regions are there three times, and calls use them in turns; block i counts its calls in device memory
-(`epochs`), so that a replayed CUDA graph goes on counting. Call c empties what call c - 1 has read, for call c + 2. Rank r
-writes to p in call c + 2 only after its call c + 1, in which it waited for what p sent in that call: so p had ended call c, and
-its stores with it. Bad interleaving with two copies: r, in call c + 1, writes what p, in its call c, empties after r's words
-have come; p waits for them for ever.
+Ownership. Each region is written by one block of one rank, and read and cleared by one block of the mailbox's rank. There are
+three copies of all regions, which calls use in turn. Block i counts its calls in device memory (`epochs`), so a replayed CUDA
+graph continues the count. Call c clears the regions that call c - 1 read, for call c + 2. Rank r writes to p in call c + 2 only
+after its call c + 1, in which it waited for data that p sent in that call; so p had ended call c and its stores. A bad
+interleaving with two copies: in call c + 1, r writes words that p then clears in its call c, and p waits for them forever.
 
-Sums are in float32 in the order of ranks, the own partial tile among them as it was rounded: the same bits each call, and on
-each rank. Each wait ends after `tries` looks, or once `abort` is set; status then says which region was late, and its sum is
-NaN, here and wherever it is sent: half a sum would pass for a result.
+Sums are in float32 in the order of ranks; the own partial tile is rounded like the others. So results have the same bits in
+each call and on each rank. A wait gives up after `tries` looks, or once `abort` is set. status then names the late region, and
+its sum is NaN, here and at every receiver, because an incomplete sum would look valid.
 
-FP8 factors are multiplied by their scales in float32 before their product is rounded to the words that travel. The product of
-few rows takes as long as b takes to come from memory: with FP8 that is half of it.
+FP8 factors are multiplied by their scales in float32 before their product is rounded to words. The product of few rows is bound
+by reading b from memory, and FP8 halves its bytes.
 
-Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; WIDTH words a row of a tile, PART of a piece, which has HEIGHT
-rows; a share is what an owner has, of columns, or of rows (SCATTER).
+Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; a row of a tile has WIDTH words, a row of a piece PART words,
+and a piece HEIGHT rows; a share is an owner's columns, or rows (SCATTER).
 """
 
 from __future__ import annotations
@@ -50,22 +48,22 @@ from weft.compat.device import capabilities
 from weft.core.capabilities import Capabilities
 from weft.core.problem import SCALE_BLOCK, Problem, Span1D
 from weft.kernels.launch import Launcher
-from weft.kernels.mailbox import as_words, clear, place, received
+from weft.kernels.mailbox import clear, pack_words, place, received
 from weft.kernels.scaled import RowScales, block_scales, operand, scaled, scales_of, specialised
 from weft.perf.shapes import EXCHANGED_BYTES, promotes, streamed_tile, streams_wide
 from weft.triton.flags import table
 
 COPIES = 3
 _SHARED_BYTES = 180 << 10
-"""For tiles that are on their way, where a block may have as much."""
+"""Shared memory for tiles in flight, if the GPU allows a block that much."""
 _EXCHANGING = 4
-"""Blocks an SM of a kernel that only exchanges. On 4 x H200, 128 x 8192: 12.0 us in all, with one block of 128 rows 12.8."""
+"""Blocks on an SM when the kernel only exchanges. On 4 x H200, 128 x 8192 takes 12.0 us with 4 blocks, and 12.8 with one."""
 _ELEMENTS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """Tile shape, and how a block runs."""
+    """A tile shape, and a block's warps and pipeline stages."""
 
     m: int
     n: int
@@ -77,10 +75,10 @@ class Tiling:
 def tiling(
     problem: Problem, width: int, pieces: int, multiply: bool, device: torch.device, sms: int, *, height: int | None = None
 ) -> Tiling:
-    """The shape that weft.perf.shapes chooses. width: columns of each of the pieces that a tile has. height: rows of all
-    tiles, M if not given. Steps of 128 along K where they fit: 8192 x 8192 at 64 rows takes 37.4 us with them, and 40.5 with
-    steps of 64 (torch.mm: 37.8). FP8 takes steps of as many bytes. Without a product, small tiles: several blocks an SM hide
-    each other's trips."""
+    """Return the tile shape that weft.perf.shapes chooses. width: columns of each of a tile's pieces. height: rows of all
+    tiles, default M. Steps over K have 128 elements where they fit: 8192 x 8192 at 64 rows takes 37.4 us with them, and 40.5 us
+    with 64 (torch.mm: 37.8 us). FP8 steps have as many bytes. Without a product tiles are small, so that several blocks on an
+    SM hide each other's latency."""
     height = problem.m if height is None else height
     if device.type != "cuda":
         return Tiling(m=16, n=16, k=16 if problem.scaling is None else SCALE_BLOCK, warps=4, stages=1)
@@ -96,15 +94,16 @@ def tiling(
 
 
 Hops = Literal["one", "two", "scatter"]
-"""How the exchange ends: every rank sums all, owners of columns sum and tell all, or owners of rows sum and keep."""
+"""The form of the exchange. one: every rank sums everything. two: owners of columns sum and send to all. scatter: owners of
+rows sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReducePlan:
-    """What one rank's launches have in common.
+    """The layout of one rank's launches.
 
-    pieces: of a tile, each with its own owner; 1 where every rank sums all. share: columns, or rows, that an owner has, at
-    most. multiply: the kernel multiplies; else it finds the partial results ready.
+    pieces: pieces of a tile, each with its own owner; 1 where every rank sums everything. share: the most columns, or rows, of
+    an owner. multiply: whether the kernel multiplies; else it reads partial results.
     """
 
     problem: Problem
@@ -117,7 +116,7 @@ class AllReducePlan:
 
     @property
     def region_rows(self) -> int:
-        """Rows of a tile that travel together."""
+        """Rows of a tile in one region."""
         return self.tiling.m // (self.pieces if self.hops == "scatter" else 1)
 
     @property
@@ -126,19 +125,19 @@ class AllReducePlan:
 
     @property
     def count(self) -> int:
-        """Tiles."""
+        """The number of tiles."""
         if self.hops == "scatter":
             return self.row_tiles * -(-self.problem.n // self.tiling.n)
         return self.row_tiles * -(-self.share // (self.tiling.n // self.pieces))
 
     @property
     def regions(self) -> int:
-        """Of a tile, in one copy: a source's piece each, then an owner's sum each."""
+        """The regions of a tile in one copy: one for each source's piece, then one for each owner's sum."""
         return self.problem.world_size + (self.pieces if self.hops == "two" else 0)
 
     @property
     def received_rows(self) -> int:
-        """Rows that this rank gets pieces of, cut into row tiles from the first on."""
+        """Rows whose pieces this rank receives, cut into row tiles from the first on."""
         return self.row_tiles * self.region_rows if self.hops == "scatter" else self.problem.m
 
     @property
@@ -150,7 +149,7 @@ class AllReducePlan:
         return COPIES * self.count * self.regions * self.region_bytes
 
     def blocks(self, sms: int) -> int:
-        """One an SM; several where they hold next to nothing."""
+        """Return the number of blocks: one on each SM, or several if they only exchange."""
         return min(sms if self.multiply else _EXCHANGING * sms, self.count)
 
 
@@ -164,8 +163,8 @@ def plan(
     device: torch.device,
     sms: int,
 ) -> AllReducePlan:
-    """Lay the tiles out: the same on every rank. owned: columns, or rows ("scatter"), that each rank sums, by rank: as many as
-    the first has, while there are any; of no use for one hop. sms: of the GPU; blocks, where interpreted."""
+    """Plan the tiles, the same on every rank. owned: by rank, the columns, or rows ("scatter"), that it sums: equal shares, the
+    last ones shorter or empty; unused for one hop. sms: of the GPU; under the interpreter, the number of blocks."""
     scatter = hops == "scatter"
     cut, extent = owned[0][1], problem.m if scatter else problem.n
     assert all(span == (min(r * cut, extent), min(r * cut + cut, extent)) for r, span in enumerate(owned)), "equal shares"
@@ -174,7 +173,7 @@ def plan(
     if scatter:
         shape = tiling(problem, problem.n, 1, multiply, device, sms, height=pieces * share)
         if not multiply and device.type == "cuda":
-            # A piece has few rows: as wide as all pieces, so that each thread looks at 16 bytes at once.
+            # A piece has few rows. It is as wide as all pieces together, so that each thread loads 16 bytes.
             shape = replace(shape, n=shape.n * pieces)
     else:
         shape = tiling(problem, share, pieces, multiply, device, sms)
@@ -183,8 +182,11 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True)
 class Mailbox:
-    """A rank's memory for its launches, zeroed once. addresses: of every rank's mailbox, on the device. epochs: by block, its
-    calls so far. abort: set to end all waits. status: of the last wait that ended early: region + 1, and the call."""
+    """A rank's memory for its launches, zeroed once.
+
+    addresses: of every rank's mailbox, on the device. epochs: by block, its calls so far. abort: set to end all waits. status:
+    region + 1 and the call of the last wait that gave up.
+    """
 
     addresses: torch.Tensor
     epochs: torch.Tensor
@@ -193,7 +195,7 @@ class Mailbox:
 
 
 def mailbox(addresses: list[int], blocks: int, device: torch.device) -> Mailbox:
-    """For mailboxes of `AllReducePlan.mailbox_bytes` zeroed bytes that lie at these addresses, by rank."""
+    """Return the Mailbox of regions at these addresses, by rank: `AllReducePlan.mailbox_bytes` zeroed bytes each."""
     return Mailbox(
         addresses=table(addresses, torch.int64, device),
         epochs=torch.zeros(blocks, dtype=torch.int64, device=device),
@@ -202,8 +204,8 @@ def mailbox(addresses: list[int], blocks: int, device: torch.device) -> Mailbox:
     )
 
 
-def launcher() -> Launcher:
-    """For `all_reduce`, call after call."""
+def make_launcher() -> Launcher:
+    """Return the launcher for repeated calls of `all_reduce`."""
     return Launcher(_all_reduce_kernel)
 
 
@@ -226,8 +228,8 @@ def all_reduce(
 
     factors: a [M, k] whose rows' elements are adjacent, b [k, N] of any strides. partial: [M, N], whose rows' elements are
     adjacent. bias [1, N], residual [M, N] and out are without gaps. scales: of FP8 factors a and b, float32, of the shapes that
-    weft.core.problem.Scaling names, with any strides. live: exchange and count; else nothing is sent or waited
-    for (a rehearsal), and out means nothing. launched_by, stream: as for weft.kernels.gemm.gemm.
+    weft.core.problem.Scaling names, with any strides. live: exchange and count; else it is a rehearsal, which
+    neither sends nor waits, and out is invalid. launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     assert (factors is not None) == layout.multiply, "factors, or a partial result"
     problem, shape = layout.problem, layout.tiling
@@ -243,7 +245,7 @@ def all_reduce(
     sizes = (problem.m, problem.n, a.shape[1], a.stride(0), b.stride(0), b.stride(1))
     constants = _constants(layout, bias is not None, residual is not None, capabilities(out.device))
     key = (sizes, *(t.data_ptr() % 16 for t in pointers), *specialised(scales_argument))
-    (launched_by or launcher())(
+    (launched_by or make_launcher())(
         memory.epochs.numel(),
         (
             *pointers,
@@ -296,11 +298,11 @@ def _constants(layout: AllReducePlan, bias: bool, residual: bool, gpu: Capabilit
 
 @triton.jit
 def _spread(tile, owner, share, extent, COUNT: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr):
-    """COUNT columns, or rows, of a tile, from the piece of `owner` on, and which of them exist."""
+    """Return COUNT columns, or rows, of a tile, from the piece of `owner` on, and which of them exist."""
     index = tl.arange(0, COUNT)
     inner = tile * PIECE + index % PIECE
     places = tl.multiple_of((owner + index // PIECE) * share + inner, ALIGN)
-    # ALIGN divides share and extent, so that no access of ALIGN columns is torn.
+    # ALIGN divides share and extent, so that no access of ALIGN columns crosses a boundary.
     return places, tl.max_constancy((inner < share) & (places < extent), ALIGN)
 
 
@@ -310,11 +312,10 @@ def _product(
     RECIPE: tl.constexpr, PROMOTED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a @ b in float32; zero where it lies beyond the matrices. there: which columns do not.
+    """Return a tile of a @ b in float32; zero outside the matrices. there: which columns exist.
 
-    RECIPE, of FP8 factors, says what their scales are; empty if they are none. A step over K has PARTS, and with blockwise
-    scales each part lies in one block of K. PROMOTED: each part is a product of its own, which is added in float32, as
-    weft.kernels.gemm_kernel does.
+    RECIPE: of the scales of FP8 factors; empty for other factors. A step over K has PARTS; with blockwise scales each part is
+    within one block of K. PROMOTED: each part is a separate product, which is added in float32, as in weft.kernels.gemm_kernel.
     """
     INNER: tl.constexpr = BLOCK_K // PARTS
     inner = tl.arange(0, INNER)
@@ -365,8 +366,8 @@ def _all_reduce_kernel(
     row, word = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, WIDTH)[None, :]
     for tile in range(block, tiles, blocks):
         at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
-        # Asked for now and used after the product, which so starts at once and hides what a miss takes. `tile % blocks` is the
-        # block, and keeps what depends on it within the loop. All boxes' addresses share a few lines of the cache.
+        # Loaded here and used after the product, which hides the latency of a cache miss. `tile % blocks` equals `block`;
+        # written so, the compiler keeps the load in the loop. All boxes' addresses share a few cache lines.
         calls, mine = tl.load(epochs_ptr + tile % blocks), tl.load(boxes_ptr + rank)
         rows, valid = _spread(tile % row_tiles, 0, share if SCATTER else m, m, BLOCK_M, HEIGHT, 1)
         cols, there = _spread(tile // row_tiles, 0, n if SCATTER else share, n, BLOCK_N, PIECE, ALIGN)
@@ -378,8 +379,8 @@ def _all_reduce_kernel(
             )  # fmt: skip
         else:
             total = tl.load(a_ptr + rows[:, None].to(tl.int64) * stride_am + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        # Before the branch: for sm_100, Triton 3.6 compiles no tensor-core product that is read only within one.
-        words = as_words(total.to(ELEMENT), BLOCK_M, WIDTH)
+        # Before the branch: for sm_100, Triton 3.6 cannot compile a tensor-core product that is used only within a branch.
+        words = pack_words(total.to(ELEMENT), BLOCK_M, WIDTH)
         if live != 0:
             here, before = (calls + 1) % 3 * copy_bytes, calls % 3 * copy_bytes
             for step in tl.static_range(1, WORLD + 1):
@@ -414,7 +415,7 @@ def _all_reduce_kernel(
         if not TWO_HOPS:
             tl.store(out_ptr + places, total.to(ELEMENT), mask=mask)
         elif live != 0:
-            words = as_words(total.to(ELEMENT), BLOCK_M, PART)
+            words = pack_words(total.to(ELEMENT), BLOCK_M, PART)
             for step in tl.static_range(1, WORLD + 1):
                 box = place(boxes_ptr, (rank + step) % WORLD, here + at + 4 * REGION * (WORLD + rank))
                 tl.store(box + offsets, words, mask=sent)

@@ -1,14 +1,14 @@
-"""One operator of one shape with splits on the device: what it keeps there between calls, and the launches of its kernels.
+"""The device state and the kernel launches of one operator of one shape whose splits are on the device.
 
-    lay_out(rows)   where rows land, or products wait, on every rank               before the first launch
-    start(splits)   layout_kernel, one block: counts exchanged, tables made        first in every call
-    dispatch()      dispatch_kernel: a step that multiplies what arrives, and pushes rows before
-    combine()       combine_kernel: a step that multiplies rows, and pulls those of peers behind
-    push() pull()   push_kernel, pull_kernel: a step that does nothing else
-    collect()       collect_kernel: a step that hands back the rows that have arrived
-    await_words()   await_kernel: waits of the lane
+    lay_out(rows)      set the buffers where rows land, or products are read, on every rank    before the first launch
+    start(splits)      layout_kernel, one block: exchange counts, make tables                  first in every call
+    dispatch()         dispatch_kernel: a step that pushes rows, then multiplies rows that arrive
+    combine()          combine_kernel: a step that multiplies rows, then pulls products of peers
+    push() pull()      push_kernel, pull_kernel: a step that only pushes, or only pulls
+    collect()          collect_kernel: a step that returns the rows that arrived
+    wait_for_flags()   await_kernel: waits of the lane
 
-What they do is in weft.kernels.segments, weft.kernels.ragged and weft.kernels.ragged_rows. Legend: N, K of each GEMM.
+The kernels are in weft.kernels.segments, weft.kernels.ragged and weft.kernels.ragged_rows. Legend: N, K of each GEMM.
 """
 
 from __future__ import annotations
@@ -53,25 +53,29 @@ from weft.kernels.shapes import INTERPRETED, INTERPRETED_FP8, TileShape, promote
 from weft.triton.flags import asynchronous
 
 MOST_SEGMENTS = 256
-"""World size times experts: the layout compares each of a rank's segments with each."""
+"""The bound of world size times experts, because the layout compares all pairs of a rank's segments in registers."""
 _ALIGN = 8
-"""Elements of 16 bits that are accessed at once: widths and row strides are multiples of it."""
+"""16-bit elements of one access; widths and row strides are multiples of it."""
 _COPY_BYTES = 16
-"""Bytes of an FP8 row that are accessed at once."""
+"""Bytes of an FP8 row that one access moves."""
 _MOST_SCALES = 64
-"""Scales of an FP8 row that a block copies at once."""
+"""The most scales of an FP8 row that a block copies together."""
 _PULL_SMS = (4, 12)
-"""At least, so that one slow peer does not hold up all; at most, so that most SMs multiply."""
+"""The least and the most SMs that pull: at least 4, so that one slow peer does not block all; at most 12, so that most SMs
+multiply."""
 _STAGES = 4
-_TURN_WORDS = 2
-"""A step's words on the device that blocks draw from: the next unit or tile; how many blocks have begun."""
+_TURN_FIELDS = 2
+"""A step has two counters on the device: the next unit or tile to draw, and the number of blocks that have started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of an exchange; the same on every rank but for rank. max_rows: that may arrive. a_rows: of a at most, for a combine. n:
-    of what is stored. dtype: of results. gated: b has 2 n columns, of which a dispatch makes silu(left half) * right half.
-    scaling: of FP8 operands."""
+    """The sizes of an exchange. All but rank are the same on every rank.
+
+    max_rows: the most rows that may arrive. a_rows: the most rows of a, for a combine. n: columns that are stored. dtype: of
+        results.
+    gated: b has 2 n columns, and a dispatch stores silu(left half) * right half. scaling: of FP8 operands.
+    """
 
     rank: int
     world_size: int
@@ -89,17 +93,17 @@ class Shape:
 
     @property
     def segments(self) -> int:
-        """Rows of the table of moves: a power of two."""
+        """The number of rows of the table of moves, a power of two."""
         return max(2, int(triton.next_power_of_2(self.world_size * self.experts)))
 
     @property
     def groups(self) -> int:
-        """Rows of the table of groups: a power of two."""
+        """The number of rows of the table of groups, a power of two."""
         return max(2, int(triton.next_power_of_2(self.experts)))
 
     @property
     def blocks(self) -> TileShape:
-        """The tile shape: lower where experts have few rows; the same on every rank."""
+        """The tile shape, with fewer rows where experts have few; the same on every rank."""
         if self.device.type != "cuda":
             found = INTERPRETED if self.scaling is None else INTERPRETED_FP8
         else:
@@ -108,13 +112,14 @@ class Shape:
 
     @property
     def move(self) -> tuple[int, int]:
-        """Rows and columns that a block moves at once."""
+        """Rows and columns that a block moves together."""
         rows, cols = (64, 256) if self.device.type == "cuda" else (16, 64)
         return rows, cols * (1 + (self.dispatch and self.scaling is not None))
 
     @property
     def movers(self) -> int:
-        """Blocks that push, or pull: those that pull keep up with those that multiply, and half as many again."""
+        """The number of blocks that push, or pull. Pulling blocks are 1.5 times as many as keep up with the multiplying
+        blocks."""
         if self.device.type != "cuda":
             return 1
         machine, blocks = self.machine, self.blocks
@@ -129,8 +134,8 @@ class Shape:
 
 
 class SegmentPart(NamedTuple):
-    """One part of a step: the segment of an expert that goes to another rank, or comes from it. signals: the word that counts
-    it, on the rank that its rows go to; -1: none. waits: words of this rank."""
+    """One part of a step: the segment of an expert that goes to another rank, or comes from it. signals: its counter on the
+    rank that its rows go to; -1: none. waits: counters of this rank."""
 
     expert: int
     other: int
@@ -139,17 +144,17 @@ class SegmentPart(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """What a step copies, and what it multiplies, or hands back by tiles, each in its order."""
+    """The segments that a step copies, and those that it multiplies, or returns by tiles, each in its order."""
 
     copies: tuple[SegmentPart, ...]
     products: tuple[SegmentPart, ...]
 
 
 class Orders(NamedTuple):
-    """What a rank's steps do, as the schedule says; the same in every call.
+    """The work of a rank's steps, as the schedule defines it; the same in every call.
 
-    shares: the peers in the order in which they are told of this rank's counts. arriving: by expert and rank, the word that
-    counts what comes from there; -1: none.
+    shares: the peers in the order in which they get this rank's counts. arriving: by expert and rank, the counter of the
+    segment that arrives from there; -1: none.
     """
 
     shares: tuple[int, ...]
@@ -158,8 +163,11 @@ class Orders(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step's kernels read on the device: where one copies and multiplies, where it only copies, and where it hands back
-    what has arrived. waits: words that its products wait for, all of them."""
+    """The tables that a step's kernels read on the device.
+
+    both: for a kernel that copies and multiplies. copies: for one that only copies. collected: for one that returns the rows
+    that arrived. waits: all counters that its products wait for. copying: whether the step copies.
+    """
 
     both: StepTables
     copies: StepTables
@@ -169,24 +177,24 @@ class Step(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A tensor that every rank has: this rank's, and int64 [world_size], the address of each rank's."""
+    """A tensor that every rank has. local: this rank's. peers: int64 [world_size], the address of each rank's."""
 
     local: torch.Tensor
     peers: torch.Tensor
 
 
 class RaggedScales(NamedTuple):
-    """The scales of FP8 operands in one call, float32: of a [rows, .], contiguous, and of b [experts, ., .]."""
+    """The float32 scales of FP8 operands in one call: of a [rows, .], contiguous, and of b [experts, ., .]."""
 
     a: torch.Tensor
     b: torch.Tensor
 
 
 class RaggedExchange:
-    """What one operator of one shape keeps on a device between calls, and its kernels.
+    """The device state of one operator of one shape, and the launches of its kernels.
 
-    addresses, memory: `word_bytes` of symmetric memory, zero at first: by rank where it lies, and this rank's. sms: blocks that
-    may run at once. tries: how often a kernel looks at a word.
+    addresses: by rank, the address of `symmetric_bytes` of zeroed symmetric memory. memory: this rank's. sms: the most
+    concurrent blocks. tries: a wait gives up after this many looks.
     """
 
     def __init__(
@@ -201,48 +209,48 @@ class RaggedExchange:
             peers = torch.tensor([address + first for address in addresses], dtype=torch.int64, device=shape.device)
             return Shared(memory[first:at].view(torch.int32), peers)
 
-        self.counts, self.told, self.arrived = map(shared, _word_counts(shape))
+        self.counts, self.notified, self.arrived = map(shared, _section_lengths(shape))
         self.rows: Shared | None = None
         self.landed_scales: Shared | None = None
         self._row_addresses: list[int] = []
 
-        def words(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        def zeros(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=shape.device)
 
         segments = shape.world_size * shape.experts
-        self.calls, self.goals = words(1, torch.int64), words(segments)
-        self.groups, self.parts = words(GROUP_FIELDS.value * shape.groups), words(PART_FIELDS.value * segments)
-        self.notes = words(NOTES.value, torch.int64)
+        self.calls, self.goals = zeros(1, torch.int64), zeros(segments)
+        self.groups, self.parts = zeros(GROUP_FIELDS.value * shape.groups), zeros(PART_FIELDS.value * segments)
+        self.notes = zeros(NOTES.value, torch.int64)
         self.host_notes = torch.zeros(NOTES.value, dtype=torch.int64, pin_memory=shape.device.type == "cuda")
-        self._lay_steps(orders)
+        self._make_steps(orders)
         kernels: tuple[Any, ...] = (layout_kernel, dispatch_kernel, combine_kernel, collect_kernel)
         self._layout, self._dispatch, self._combine, self._collect = map(Launcher, kernels)
         others: tuple[Any, ...] = (push_kernel, pull_kernel, await_kernel)
         self._push, self._pull, self._await = map(Launcher, others)
 
-    def _lay_steps(self, orders: Orders) -> None:
-        """The constant tables, and room for those that each call makes of them. Steps of one order share these."""
+    def _make_steps(self, orders: Orders) -> None:
+        """Make the constant tables, and allocate the tables that each call writes. Steps of one order share these."""
         shape = self.shape
 
         def table(values: Sequence[object]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=shape.device)
 
         def rows(parts: Sequence[SegmentPart]) -> tuple[tuple[int, int, int], ...]:
-            """Of the table of orders."""
+            """Return the rows of the table of orders."""
             found = [(part.expert, part.other, part.signals) for part in parts]
             return (*found, *[(shape.experts, 0, -1)] * (shape.segments - len(found)))
 
         copying = list(dict.fromkeys(rows(step.copies) for step in orders.steps if step.copies))
         multiplying = list(dict.fromkeys(rows(step.products) for step in orders.steps if step.products))
         self._copying, self._multiplying = len(copying), len(multiplying)
-        # One more, which stays empty, for steps that copy nothing, or multiply nothing.
+        # One more table stays empty, for steps that copy nothing, or multiply nothing.
         moves = torch.zeros(len(copying) + 1, shape.segments * MOVE_FIELDS.value, dtype=torch.int32, device=shape.device)
         tiles = torch.zeros(len(multiplying) + 1, shape.segments * TILE_FIELDS.value, dtype=torch.int32, device=shape.device)
         self.moves, self.tiles = moves, tiles
-        self.turns = table([0] * triton.next_power_of_2(1 + _TURN_WORDS * len(orders.steps)))
+        self.turns = table([0] * triton.next_power_of_2(1 + _TURN_FIELDS * len(orders.steps)))
         self._tables = LayoutTables(
             shares=table(orders.shares),
-            words=table(orders.arriving),
+            arriving=table(orders.arriving),
             orders=table([*copying, *multiplying]),
             places=table([self._places(order) for order in multiplying]),
             calls=self.calls,
@@ -256,16 +264,19 @@ class RaggedExchange:
         )
         self.steps = []
         for number, step in enumerate(orders.steps):
-            copy_gates, gates = table(self._gates(step.copies)), table(self._gates(step.products))
+            copy_gates, gates = (
+                table(self._gates_by_segment(step.copies)),
+                table(self._gates_by_segment(step.products)),
+            )
             both = StepTables(
                 groups=self.groups,
                 parts=self.parts,
                 moves=self.moves[copying.index(rows(step.copies)) if step.copies else -1],
                 tiles=self.tiles[multiplying.index(rows(step.products)) if step.products else -1],
                 gates=gates if shape.dispatch else copy_gates,
-                counters=table(self._by_segment(step.products)),
+                counters=table(self._counters_by_segment(step.products)),
                 turns=self.turns,
-                turn=self.turns[1 + _TURN_WORDS * number :],
+                turn=self.turns[1 + _TURN_FIELDS * number :],
                 goals=self.goals,
                 notes=self.notes,
             )
@@ -276,31 +287,31 @@ class RaggedExchange:
             self.steps.append(Step(both, pushed if shape.dispatch else pulled, collected, waits, bool(step.copies)))
 
     def _places(self, order: Sequence[tuple[int, int, int]]) -> list[int]:
-        """By segment, its place in an order."""
+        """Return by segment its place in an order."""
         found = [self.shape.segments] * (self.shape.experts * self.shape.world_size)
         for place, (expert, other, _) in enumerate(order):
             if expert < self.shape.experts:
                 found[expert * self.shape.world_size + other] = place
         return found
 
-    def _gates(self, parts: Sequence[SegmentPart]) -> list[list[int]]:
-        """By segment, the words to wait for, as many for each."""
+    def _gates_by_segment(self, parts: Sequence[SegmentPart]) -> list[list[int]]:
+        """Return by segment the counters to wait for, padded to equal numbers with -1."""
         shape, most = self.shape, max([1, *(len(part.waits) for part in parts)])
         found = [[-1] * most for _ in range(shape.experts * shape.world_size)]
         for part in parts:
             found[part.expert * shape.world_size + part.other][: len(part.waits)] = part.waits
         return found
 
-    def _by_segment(self, parts: Sequence[SegmentPart]) -> list[int]:
-        """By segment, the word that counts it."""
+    def _counters_by_segment(self, parts: Sequence[SegmentPart]) -> list[int]:
+        """Return by segment its counter."""
         found = [-1] * (self.shape.experts * self.shape.world_size)
         for part in parts:
             found[part.expert * self.shape.world_size + part.other] = part.signals
         return found
 
     def lay_out(self, rows: Sequence[torch.Tensor], scales: Sequence[torch.Tensor] = ()) -> None:
-        """rows: by rank, where rows land (dispatch), or products wait (combine), contiguous. scales: by rank, where those
-        of FP8 rows land."""
+        """Set the shared buffers. rows: by rank, contiguous: rows land there (dispatch), or products are read there (combine).
+        scales: by rank, the buffers for the scales of FP8 rows."""
         addresses = [each.data_ptr() for each in rows]
         if addresses != self._row_addresses:
             self.rows, self._row_addresses = self._shared(rows), addresses
@@ -311,15 +322,16 @@ class RaggedExchange:
         return Shared(by_rank[self.shape.rank], peers)
 
     @property
-    def _laid(self) -> Shared:
+    def _landing_rows(self) -> Shared:
         assert self.rows is not None, "lay_out comes first"
         return self.rows
 
     def start(self, splits: torch.Tensor, received: torch.Tensor, *, a_rows: int) -> None:
-        """Exchange counts and lay out. splits: this rank's, int32 or int64. received: int32, written. a_rows: what a holds."""
+        """Exchange counts and make the tables. splits: this rank's, int32 or int64. received: int32, written. a_rows: rows of
+        a."""
         shape, blocks = self.shape, self.shape.blocks
         arguments = (
-            *(splits, self.counts, self.told, self._tables, received, self.notes, self.host_notes.data_ptr()),
+            *(splits, self.counts, self.notified, self._tables, received, self.notes, self.host_notes.data_ptr()),
             *(a_rows, shape.max_rows, self.tries, shape.rank, -(-shape.n // blocks.n)),
         )
         sizes = LayoutSizes(
@@ -336,12 +348,12 @@ class RaggedExchange:
             TILE_ROWS=blocks.m,
         )
         key = (splits.dtype, *_alignments(splits, received))
-        # Each segment is compared with each, in registers.
+        # All pairs of segments are compared in registers.
         self._layout(1, arguments, {"S": sizes}, key=key, num_warps=max(8, shape.segments // 8))
 
     def _landing(self) -> Shared:
-        """Where rows land, those of FP8 as bytes."""
-        return Shared(_as_moved(self._laid.local), self._laid.peers)
+        """Return the landing buffers, viewed as bytes for FP8 rows."""
+        return Shared(_as_moved(self._landing_rows.local), self._landing_rows.peers)
 
     def dispatch(
         self,
@@ -353,13 +365,14 @@ class RaggedExchange:
         keep_own: bool = False,
         scales: RaggedScales | None = None,
     ) -> None:
-        """out = what arrives @ b, by expert, gated or not; zeros below. step: its number in the orders. a: [rows, K],
-        contiguous. keep_own: all own rows are pushed, too. scales: of FP8 operands."""
+        """Multiply the rows that arrive by b, by expert, gated or not; zeros below. step: its number in the orders. a: [rows,
+        K],
+        contiguous. keep_own: push all own rows, too. scales: of FP8 operands."""
         blocks = self.shape.blocks
         a_block = [blocks.m, blocks.k]
         first = (
             TensorDescriptor.from_tensor(a, a_block),
-            TensorDescriptor.from_tensor(self._laid.local, a_block),
+            TensorDescriptor.from_tensor(self._landing_rows.local, a_block),
             _b_descriptor(b, blocks),
             _descriptor(out, blocks),
             _as_moved(a),
@@ -367,24 +380,25 @@ class RaggedExchange:
         )
         landed = [] if self.landed_scales is None else [self.landed_scales.local]
         self._grouped(self._dispatch, step, first, (int(keep_own),), a, b, out, self._landing(), scales, landed)
-        if not self.shape.n:  # without columns there is no tile, and none that waits
-            self.await_words(self.steps[step].waits)
+        if not self.shape.n:  # without columns no tile would wait
+            self.wait_for_flags(self.steps[step].waits)
 
     def combine(
         self, step: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, scales: RaggedScales | None = None
     ) -> None:
-        """out = what arrives of all ranks' a @ b, by expert; zeros below. step: its number in the orders. a: [rows, K],
-        contiguous, of at most a_rows. scales: of FP8 operands."""
+        """Compute a @ b by expert and pull this rank's rows of all ranks' products; zeros below. step: its number in the
+        orders.
+        a: [rows, K], contiguous, at most a_rows. scales: of FP8 operands."""
         blocks = self.shape.blocks
         first = (
             TensorDescriptor.from_tensor(a, [blocks.m, blocks.k]),
             _b_descriptor(b, blocks),
-            _descriptor(self._laid.local, blocks),
+            _descriptor(self._landing_rows.local, blocks),
         )
-        self._grouped(self._combine, step, first, (), a, b, out, self._laid, scales, [])
+        self._grouped(self._combine, step, first, (), a, b, out, self._landing_rows, scales, [])
 
     def _movers(self, step: int) -> int:
-        """How many blocks of a step that multiplies copy."""
+        """Return the number of copying blocks of a multiplying step."""
         return self.shape.movers if self.steps[step].copying else 0
 
     def _grouped(
@@ -400,8 +414,8 @@ class RaggedExchange:
         scales: RaggedScales | None,
         landed: Sequence[torch.Tensor],
     ) -> None:
-        """Launch a kernel that multiplies. first, last: the arguments that the other one does not take in the same order. rows:
-        where rows land, or products wait. landed: the scales of rows that have."""
+        """Launch a multiplying kernel. first, last: the arguments in which the two kernels differ. rows: the shared buffer of
+        rows or products. landed: the scales of rows that landed."""
         shape, blocks, movers, tables = self.shape, self.shape.blocks, self._movers(step), self.steps[step].both
         scaling, read, pitch = shape.scaling, None, None
         if scales is not None and scaling is not None:
@@ -435,8 +449,8 @@ class RaggedExchange:
         )
 
     def push(self, step: int, a: torch.Tensor, *, keep_own: bool, scale_a: torch.Tensor | None = None) -> None:
-        """Rows of a to where they land. step: its number in the orders. keep_own: of the own rows, all. scale_a: of FP8 rows,
-        contiguous."""
+        """Push rows of a to their destinations. step: its number in the orders. keep_own: push all own rows, too. scale_a: of
+        FP8 rows, contiguous."""
         tables, pushed = self.steps[step].copies, self._pushed(scale_a)
         arguments = (
             *(_as_moved(a), self._landing(), pushed, self.arrived, tables),
@@ -446,24 +460,25 @@ class RaggedExchange:
         self._push(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
 
     def _pushed(self, scale_a: torch.Tensor | None) -> CopiedScales | None:
-        """Where the scales of rows lie that are pushed, and where they land."""
+        """Return the sources and destinations of the scales of pushed rows."""
         landed = self.landed_scales
         return None if scale_a is None or landed is None else CopiedScales(scale_a, scale_a.shape[1], *landed)
 
     def pull(self, step: int, out: torch.Tensor) -> None:
-        """What peers have made for this rank to out. step: its number in the orders."""
+        """Pull this rank's products from peers into out. step: its number in the orders."""
         tables = self.steps[step].copies
-        arguments = (out, self._laid, self.arrived.local, tables, self.tries, self.shape.n)
+        arguments = (out, self._landing_rows, self.arrived.local, tables, self.tries, self.shape.n)
         key = (tables.gates.shape[1], *_alignments(out))
         self._pull(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
 
-    def await_words(self, words: torch.Tensor) -> None:
-        """Wait for words of this rank, int32."""
-        arguments = (words, words.numel(), self.arrived.local, self.goals, self.notes, self.tries)
+    def wait_for_flags(self, counters: torch.Tensor) -> None:
+        """Wait for counters of this rank; their numbers are int32."""
+        arguments = (counters, counters.numel(), self.arrived.local, self.goals, self.notes, self.tries)
         self._await(1, arguments, {}, key=(), num_warps=1)
 
     def collect(self, step: int, out: torch.Tensor, scales: torch.Tensor | None = None) -> None:
-        """out = what a dispatch has brought, and scales = those of FP8 rows; zeros below. step: its number in the orders."""
+        """Copy the rows that arrived to out, and the scales of FP8 rows to scales; zeros below. step: its number in the
+        orders."""
         shape, tables, copied = self.shape, self.steps[step].collected, None
         if scales is not None and self.landed_scales is not None:
             copied = CopiedScales(self.landed_scales.local, scales.shape[1], scales)
@@ -475,7 +490,7 @@ class RaggedExchange:
         self._collect(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
 
     def _moving(self, tables: StepTables) -> Moving:
-        """How a kernel that reads these tables moves rows."""
+        """Return the constexpr parameters of a kernel that moves rows by these tables."""
         shape, (rows, cols), scales = self.shape, self.shape.move, 0
         if shape.dispatch and shape.scaling is not None:
             scales = shape.scaling.scales_shape("a", 1, shape.k)[1]
@@ -495,31 +510,33 @@ class RaggedExchange:
 
 
 def gated_shape(blocks: TileShape) -> TileShape:
-    """That of both tiles which a block makes at once. A turn of its loop takes one step over K, where `blocks` may take two."""
+    """Return the shape of the two tiles that a block of a gated GEMM computes. Its loop takes one step over K where `blocks`
+    may take two."""
     return replace(blocks, n=blocks.n // 2, stages=blocks.stages * (1 + blocks.pairs))
 
 
 def _tallest(rows: int, gpu: Capabilities, scaling: Scaling | None) -> TileShape:
-    """The best shape that fits a GPU and is no taller than an expert's rows; the best of the lowest where all are taller."""
+    """Return the best shape that fits a GPU and has no more rows than an expert; if none has, the best of those with fewest
+    rows."""
     fitting = shapes_for(gpu, scaling)
     low = min(blocks.m for blocks in fitting)
     return next(blocks for blocks in fitting if blocks.m <= max(rows, low))
 
 
-def _word_counts(shape: Shape) -> tuple[int, int, int]:
-    """How many words of 32 bits there are: for counts, and behind them for what is wrong with splits, both in two places for
-    each rank; for who has told them; for what arrived."""
+def _section_lengths(shape: Shape) -> tuple[int, int, int]:
+    """Return the int32 elements of each section of symmetric memory: counts and the faults of splits, both in two slots for
+    each rank; notifications; arrivals."""
     segments = shape.world_size * shape.experts
     return 2 * shape.world_size * (segments + FAULT_FIELDS.value), shape.world_size, segments
 
 
-def word_bytes(shape: Shape) -> int:
-    """The symmetric memory that a RaggedExchange needs beside where rows land."""
-    return 4 * sum(_word_counts(shape))
+def symmetric_bytes(shape: Shape) -> int:
+    """Return the symmetric memory that a RaggedExchange needs in addition to the landing buffers."""
+    return 4 * sum(_section_lengths(shape))
 
 
 def _as_moved(rows: torch.Tensor) -> torch.Tensor:
-    """Rows as kernels copy them: those of FP8 as bytes."""
+    """Return rows as kernels copy them: FP8 rows as bytes."""
     return rows.view(torch.uint8) if rows.element_size() == 1 else rows
 
 
@@ -528,7 +545,7 @@ def _alignments(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 
 def _descriptor(rows: torch.Tensor, blocks: TileShape) -> TensorDescriptor:
-    """Of a contiguous matrix that whole tiles are stored to. Without columns nothing is stored: any descriptor will do."""
+    """Return the descriptor for storing whole tiles of a contiguous matrix. A matrix without columns gets a dummy."""
     return TensorDescriptor.from_tensor(rows if rows.numel() else rows.new_empty(1, _ALIGN), [blocks.m, blocks.n])
 
 
@@ -537,7 +554,7 @@ def _transposed(b: torch.Tensor) -> bool:
 
 
 def _b_descriptor(b: torch.Tensor, blocks: TileShape) -> TensorDescriptor:
-    """b [experts, K, N], either stride 1. Without columns nothing is loaded: any descriptor will do."""
+    """Return the descriptor of b [experts, K, N], either stride 1. A b without columns gets a dummy."""
     if not b.numel():
         b = b.new_empty(1, _ALIGN, _ALIGN)
     if _transposed(b):

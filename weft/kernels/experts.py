@@ -1,16 +1,15 @@
-"""What lies around experts' matmuls, each in one pass over memory: rows to experts, their activation, the sum of a token's.
+"""Kernels before, between and after experts' matmuls, each one pass over memory: permute, activate, quantise, unpermute.
 
-    count()    index [T, k]            to counts [E] of rows, and the least index that is refused
-    places()   order of a sort         to place [T, k]                     place[order[i]] = i; -1 for a token without an expert
-    spread()   x [T, H]                to rows by expert [T k, H]          rows[place[t, j]] = x[t]
-    total()    rows by expert          to [T, H]                           sum over j of weights[t, j] * rows[place[t, j]]
-    swiglu()   [rows, 2 F]             to [rows, F]                        silu(left half) * right half, for the rows there are
-    quantise() [rows, K]               to FP8 [rows, K], scales            largest of 128 columns / 448, for the rows there are
+    count_rows()   index [T, k]     to counts [E] of rows, and the least refused index
+    places()       order of a sort  to place [T, k]             place[order[i]] = i; -1 for a token without an expert
+    permute()      x [T, H]         to rows by expert [T k, H]  rows[place[t, j]] = x[t]
+    unpermute()    rows by expert   to [T, H]                   sum over j of weights[t, j] * rows[place[t, j]]
+    swiglu()       [rows, 2 F]      to [rows, F]                silu(left half) * right half, for valid rows
+    quantise()     [rows, K]        to FP8 [rows, K], scales    largest of 128 columns / 448, for valid rows
 
-and their gradients. place: [T, k] int64, each token's rows among the T k rows, or -1 for no row, of which nothing is stored,
-read or added. Sums are in float32, over j in order, and rounded once; nothing but whole numbers is added atomically, so that
-results have the same bits each time. How many rows there are, of those that a capacity has
-room for, is the sum of counts, which lies on the device: the others are stored as zeros, and not read.
+and their gradients. place: [T, k] int64, each token's rows among the T k rows; -1 means no row: nothing is stored, read or
+added. Sums are in float32, over j in order, and rounded once. Only integers are added atomically, so results are deterministic.
+The number of valid rows is the sum of counts, which is on the device. Rows beyond it are not read, and stored as zeros.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from weft.kernels.scaled import rounded
 _COLS = 2048
 _WARPS = 8
 _INDICES = 1024
-"""Indices that a block counts, or places."""
+"""The number of indices that a block processes."""
 
 
 @triton.jit
 def _count_kernel(
     index_ptr, words_ptr, count, experts, last, REFUSED: tl.constexpr, FARTHEST: tl.constexpr, SIZE: tl.constexpr
 ):
-    """words: rows by expert, and behind them the least index below -1 or past `last`, added to REFUSED; zeros at first."""
+    """Count rows by expert. words: the counts, then the least index below -1 or past `last`, plus REFUSED; zeros at first."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     index = tl.load(index_ptr + at, inside, 0).to(tl.int64)
@@ -47,8 +46,8 @@ def _count_kernel(
 
 @triton.jit
 def _places_kernel(order_ptr, words_ptr, place_ptr, counts_ptr, count, experts, EXPERTS: tl.constexpr, SIZE: tl.constexpr):
-    """place, of rows that are sorted by expert with those of no expert behind. The first of counts says which index is
-    refused, if one is."""
+    """Write place for rows sorted by expert, those without an expert last. If an index is refused, the first count encodes
+    it."""
     each = tl.arange(0, EXPERTS)
     rows = tl.load(words_ptr + each, each < experts, 0)
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -61,12 +60,12 @@ def _places_kernel(order_ptr, words_ptr, place_ptr, counts_ptr, count, experts, 
 
 @triton.jit
 def _columns_of(row, width):
-    """How many columns a token's row has: none where it has no row."""
+    """Return the number of columns of a token's row: 0 if it has no row."""
     return tl.where(row >= 0, width, 0)
 
 
 @triton.jit
-def _spread_kernel(x_ptr, place_ptr, rows_ptr, width, TOP: tl.constexpr, COLS: tl.constexpr):
+def _permute_kernel(x_ptr, place_ptr, rows_ptr, width, TOP: tl.constexpr, COLS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     for first in range(0, width, COLS):
         col = first + tl.arange(0, COLS)
@@ -77,7 +76,7 @@ def _spread_kernel(x_ptr, place_ptr, rows_ptr, width, TOP: tl.constexpr, COLS: t
 
 
 @triton.jit
-def _total_kernel(
+def _unpermute_kernel(
     rows_ptr, place_ptr, weights_ptr, out_ptr, width, TOP: tl.constexpr, COLS: tl.constexpr, WEIGHED: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -94,7 +93,7 @@ def _total_kernel(
 
 
 @triton.jit
-def _total_backward_kernel(
+def _unpermute_backward_kernel(
     grad_ptr,
     rows_ptr,
     place_ptr,
@@ -122,7 +121,7 @@ def _total_backward_kernel(
 
 @triton.jit
 def _columns_there(counts_ptr, count, row, width, COUNTS: tl.constexpr):
-    """How many columns of a row there are: none of one behind those that counts tell of."""
+    """Return the number of columns to read of a row: 0 for a row past the sum of counts."""
     each = tl.arange(0, COUNTS)
     return tl.where(row < tl.sum(tl.load(counts_ptr + each, each < count, 0).to(tl.int32), 0), width, 0)
 
@@ -178,8 +177,9 @@ def _quantise_kernel(
         tl.store(scales_ptr + row * (width // BLOCK) + block, scale, block < there // BLOCK)
 
 
-def count(index: torch.Tensor, experts: int, last: int) -> torch.Tensor:
-    """index: [T, k]. Returns int64 [experts + 1]: rows of each, then the least index below -1 or past `last`, plus REFUSED."""
+def count_rows(index: torch.Tensor, experts: int, last: int) -> torch.Tensor:
+    """Count the rows of each expert. index: [T, k]. Returns int64 [experts + 1]: rows of each, then the least index below -1 or
+    past `last`, plus REFUSED."""
     words = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
     if index.numel():
         constants = {"REFUSED": REFUSED, "FARTHEST": FARTHEST, "SIZE": _INDICES}
@@ -188,7 +188,8 @@ def count(index: torch.Tensor, experts: int, last: int) -> torch.Tensor:
 
 
 def places(order: torch.Tensor, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """order: [T k], where each row is in index, sorted by expert. words: what `count` returns. Returns (place, counts)."""
+    """Invert a sort of rows by expert. order: [T k], each row's position in index. words: returned by `count_rows`. Returns
+    (place, counts)."""
     place, experts = torch.empty_like(order), len(words) - 1
     if not order.numel():
         return place, words[:experts]
@@ -202,41 +203,42 @@ def _blocks(indices: torch.Tensor) -> tuple[int]:
     return (triton.cdiv(indices.numel(), _INDICES),)
 
 
-def spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """x: [T, H]. place: [T, k]. Returns [T k, H]."""
+def permute(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Copy each token to its rows. x: [T, H]. place: [T, k]. Returns [T k, H]."""
     tokens, top = place.shape
     rows = x.new_empty(tokens * top, x.shape[1])
     if rows.numel():
-        _spread_kernel[(tokens,)](x.contiguous(), place, rows, x.shape[1], TOP=top, **_by_columns(x))
+        _permute_kernel[(tokens,)](x.contiguous(), place, rows, x.shape[1], TOP=top, **_by_columns(x))
     return rows
 
 
-def total(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """rows: [T k, H]. place, weights: [T, k]; without weights all are 1. Returns [T, H]."""
+def unpermute(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """Sum each token's rows. rows: [T k, H]. place, weights: [T, k]; without weights all are 1. Returns [T, H]."""
     tokens, top = place.shape
     out, weighed = rows.new_empty(tokens, rows.shape[1]), weights is not None
     factors = rows if weights is None else weights.contiguous()
     if out.numel():
-        _total_kernel[(tokens,)](
+        _unpermute_kernel[(tokens,)](
             rows.contiguous(), place, factors, out, rows.shape[1], TOP=top, WEIGHED=int(weighed), **_by_columns(rows)
         )
     return out
 
 
-def total_backward(
+def unpermute_backward(
     grad: torch.Tensor, rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `total` with weights: (gradient of rows, gradient of weights). grad: [T, H]."""
+    """Return the gradients of rows and of weights of `unpermute`. grad: [T, H]."""
     tokens, top = place.shape
     grad_rows, grad_weights = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (rows, weights))
     if rows.numel():
         sources = grad.contiguous(), rows.contiguous(), place, weights.contiguous()
-        _total_backward_kernel[(tokens,)](*sources, grad_rows, grad_weights, rows.shape[1], TOP=top, **_by_columns(rows))
+        _unpermute_backward_kernel[(tokens,)](*sources, grad_rows, grad_weights, rows.shape[1], TOP=top, **_by_columns(rows))
     return grad_rows, grad_weights
 
 
 def swiglu(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """hidden: [rows, 2 F]. counts: int32 or int64, any shape; their sum says how many rows there are. Returns [rows, F]."""
+    """Return silu(left half) * right half. hidden: [rows, 2 F]. counts: int32 or int64, any shape; their sum is the number of
+    valid rows. Returns [rows, F]."""
     rows, width = hidden.shape[0], hidden.shape[1] // 2
     out = hidden.new_empty(rows, width)
     if out.numel():
@@ -247,7 +249,7 @@ def swiglu(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_backward(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The gradient of hidden. grad: [rows, F]."""
+    """Return the gradient of hidden. grad: [rows, F]."""
     rows, width = grad.shape
     out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     if out.numel():
@@ -259,9 +261,9 @@ def swiglu_backward(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tens
 def quantise(
     rows: torch.Tensor, counts: torch.Tensor | None, largest: float, least: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows: [rows, K], K a multiple of 128. counts: as for swiglu; without them all rows are there. Every 128 columns are
-    divided by their scale: the largest of them, but at least `least`, by `largest`. Returns float8_e4m3fn [rows, K] and
-    float32 [rows, K / 128]; of rows that are not there, anything."""
+    """Quantise rows to FP8. rows: [rows, K], K a multiple of 128. counts: as for swiglu; without them all rows are valid. Every
+    128 columns are divided by their scale: their largest magnitude, but at least `least`, over `largest`. Returns float8_e4m3fn
+    [rows, K] and float32 [rows, K / 128]; rows that are not valid are undefined."""
     height, width = rows.shape
     out = torch.empty(height, width, dtype=torch.float8_e4m3fn, device=rows.device)
     scales = torch.empty(height, width // SCALE_BLOCK, dtype=torch.float32, device=rows.device)
@@ -276,7 +278,7 @@ def quantise(
 
 
 def _by_columns(like: torch.Tensor) -> dict[str, int]:
-    """How a block goes over a row; the interpreter minds how often, not how far."""
+    """Return the constants of a loop over a row: columns of an iteration and warps."""
     return {"COLS": min(_COLS, int(triton.next_power_of_2(like.shape[1]))), "num_warps": _WARPS if like.is_cuda else 1}
 
 

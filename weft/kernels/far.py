@@ -1,13 +1,13 @@
 """Tiles of several buffers, on several GPUs, under one TMA descriptor.
 
-TMA stores through descriptors, which a launch takes as arguments, one a tensor. Results that lie at peers would need one for
-each. But all of them have rows of one width and stride, and a GPU maps its peers' memory into its own addresses: so row tiles
-are places of one tensor [places, rows, N], which strides over whatever lies between them.
+TMA stores through descriptors, which a launch takes as arguments, one for each tensor. Results at several peers would need one
+descriptor each. But all of them have the same row width and stride, and a GPU maps its peers' memory into its own address
+space. So the row tiles are slices of one tensor [places, rows, N], whose first stride skips the memory between them.
 
     address   base            base + pitch              base + 2 pitch        ...
               row tile 0      (not ours, never touched)  row tile 1, at a peer
 
-Nothing is read or written between places: a store names a place, and has no more rows than a tile.
+Memory between places is never accessed: a store names a place and has at most a tile's rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _MOST_PITCH_BYTES, _MOST_PLACES = 1 << 40, 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class Far:
-    """Place p begins `pitch` * p elements behind the first row of `base`, the tile that has the lowest address."""
+    """Tiles at several addresses, as one tensor. Place p begins `pitch` * p elements after `base`, the tile with the lowest
+    address."""
 
     base: torch.Tensor
     pitch: int
@@ -39,19 +40,19 @@ class Far:
 
 
 def far_places(tiles: Sequence[torch.Tensor]) -> tuple[Far | None, list[int]]:
-    """One tensor for all tiles, and the place of each; None, and -1 for each, where TMA cannot have it so.
+    """Return one tensor for all tiles and the place of each; None, and -1 for each, where TMA cannot address them so.
 
-    tiles: from the first row of each on, of one dtype, width and stride. Strides of a TMA tensor are multiples of 16 bytes and
-    of those of the dimension within.
+    tiles: each from its first row on, all of one dtype, width and stride. A TMA tensor's strides must be multiples of 16 bytes
+    and of the stride of the next inner dimension.
     """
     if not tiles:
         return None, []
     base = min(tiles, key=lambda tile: tile.data_ptr())
     gaps = [tile.data_ptr() - base.data_ptr() for tile in tiles]
     row_bytes = base.stride(0) * base.element_size()
-    apart = math.gcd(*gaps) or row_bytes
-    places = [gap // apart for gap in gaps]
-    aligned = base.data_ptr() % 16 == row_bytes % 16 == apart % row_bytes == 0
-    if not aligned or apart >= _MOST_PITCH_BYTES or max(places) >= _MOST_PLACES:
+    pitch_bytes = math.gcd(*gaps) or row_bytes
+    places = [gap // pitch_bytes for gap in gaps]
+    aligned = base.data_ptr() % 16 == row_bytes % 16 == pitch_bytes % row_bytes == 0
+    if not aligned or pitch_bytes >= _MOST_PITCH_BYTES or max(places) >= _MOST_PLACES:
         return None, [-1] * len(tiles)
-    return Far(base=base, pitch=apart // base.element_size(), places=max(places) + 1), places
+    return Far(base=base, pitch=pitch_bytes // base.element_size(), places=max(places) + 1), places

@@ -1,13 +1,14 @@
-"""One GEMM kernel for every schedule whose tiles wait for flags, add what arrived, count when done, or are stored at a peer.
+"""The launcher of the GEMM kernel whose tiles wait for flags, add received data, count when done, or are stored at a peer.
 
     gemm_kernel    persistent blocks; row tiles in the order of the step's parts; TMA loads
-    gemm()         its launcher; Tables  what a step's parts mean to the kernel, computed once
+    gemm()         its launcher; Tables  a step's parts in the form that the kernel reads, computed once
 
-What a tile does, chosen by constexpr: wait for its part's gates (GATED), multiply, waiting again between slices of K
-(INNER), add its part's sources (ADDS), store it in `out` or elsewhere, at a peer, too (ADDRESSED), by TMA where it is whole
-(OUT_TMA), add to its part's flag (COUNTED). A tile adds 1, or 2 where the shape allows half tiles, of which each adds 1. The
-part is done when its flag has reached the sum over its tiles (`tiles_of`), which is what a waiter waits for. Where the last
-wave would leave half of the blocks idle, its tiles are cut in two (HALVES).
+A tile does the following; constexpr arguments select what applies. It waits for its part's gates (GATED) and multiplies,
+waiting again between slices of K (INNER). It adds its part's sources (ADDS), is stored in `out` or at another address, also at
+a peer (ADDRESSED), by TMA if it is a whole tile (OUT_TMA), and adds to its part's flag (COUNTED). A tile adds 1; where the
+shape allows half tiles, a whole tile adds 2 and a half tile 1. The part is done when its flag has reached the sum over its
+tiles (`tiles_of`), and that sum is what a waiter waits for. Where the last wave would leave half of the blocks idle, its tiles
+are cut in two (HALVES).
 
     block 0: tile 0, 132, 264 ...    gate open? -> load a, b; dot ... -> store    and some steps into tile 132:
                                      all written? -> barrier -> count (release, system)
@@ -15,24 +16,24 @@ wave would leave half of the blocks idle, its tiles are cut in two (HALVES).
     block 2: a tile that adds        load a, b; dot ... -> gate open? -> load a source, add ... -> divide -> store
     block 3: a tile of slices        gate open? -> load a, b; dot ... -> inner gate open? -> load a, b; dot ... -> store
 
-Sources are added to the unrounded product in float32. Loads of three are in flight at once, in the shared memory that the
-multiplication has left; one at a time, each would pay the latency of memory.
+Sources are added to the unrounded product in float32. Up to three loads are in flight, in the shared memory that the
+multiplication has released, so that their latencies overlap.
 
-Slices are a loop around the loop over K, not a question within it: loads run ahead of the products by some steps, and none
-may run ahead of its gate. So each slice fills that pipeline anew, which costs the latency of memory.
+Slices are a loop around the loop over K. Loads run some steps ahead of the products, and no load may run ahead of its gate, so
+each slice refills the pipeline, which costs one memory latency.
 
-A block takes its tiles in order, so a tile that waits keeps back those behind it. Tiles take turns among the row tiles of a
-group; no group mixes parts that count with later ones that wait, else two ranks could wait for each other (`in_order`):
+A block takes its tiles in order, so a waiting tile delays those behind it. Tiles take turns among the row tiles of a group. No
+group mixes parts that count with later parts that wait, because two ranks could then wait for each other (`in_order`):
 
     rank 0, block 7: own tile, waits for a tile of rank 1 ...   then a tile that rank 1 waits for
     rank 1, block 7: own tile, waits for a tile of rank 0 ...   then a tile that rank 0 waits for
 
-The word of a gate is lowered only after the kernel has ended, so a block that looks late still sees it raised. A wait ends
-after `tries` looks: the tile goes on with what is there, and `status` records the gate. Under the interpreter the host raises
-WaitTimeout from it. On GPUs the bound of the watchdog ends first, and nobody reads `status`. The checker proves that blocks
-that wait never keep an SM from what they wait for (weft.checker.starvation).
+A gate's flag is lowered only after the kernel has ended, so a block that looks late still sees it raised. A wait gives up after
+`tries` looks: the tile continues with the data that is there, and `status` records the gate. Under the interpreter the host
+then raises WaitTimeout. On GPUs the watchdog's timeout ends first, and nobody reads `status`. The checker proves that waiting
+blocks never occupy the SMs that the work they wait for needs (weft.checker.starvation).
 
-Legend: M N K of one GEMM; a tile is BLOCK_M x BLOCK_N. Sources: `a` may lie in two tensors (own shard, gathered rows).
+Legend: M N K of one GEMM; a tile is BLOCK_M x BLOCK_N. Sources: `a` may be in two tensors (own shard, gathered rows).
 """
 
 from __future__ import annotations
@@ -57,29 +58,30 @@ from weft.kernels.shapes import TileShape, blocks_for, promotes, whole_tiles
 from weft.triton.flags import asynchronous, table
 
 _MOST_SOURCES = 3
-"""Of those that a tile adds: loads in flight at once, if they fit."""
+"""At most this many loads of added sources are in flight, if shared memory has room."""
 _PUBLISH_STEPS = 6
-"""Into the next tile's multiplication: some 4 us, by which a tile is written to this GPU's memory."""
+"""A tile is published this many steps into the next tile's loop over K: about 4 us, after which its stores have completed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
     """A Gemm step's parts as the kernel reads them, on the device.
 
-    A tile that adds waits for its gates late: after the multiplication, before it reads what it adds.
+    A tile that adds waits late: after the multiplication, before it reads its sources.
 
     rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count; where parts have
         inner gates, slices [first, last) in place of gates.
     slices: for each slice: the step over K where it ends, and the gates [first, last) that it waits for.
-    outs: for each row tile: the address of its first element, or 0 where it lies in the launch's `out`; its place in `far`, or
-    -1. align_bytes: divides these addresses. far: all results that lie elsewhere, as TMA stores them; None if TMA cannot, or if
-    there are none. at_peers: whether some of them are on another GPU. adds: for each row tile that adds: its gates [first,
-    last), how many sources, the first row of the first, the rows from one
-        source to the next.
+    outs: for each row tile: the address of its first element, or 0 for a tile of the launch's `out`; its place in `far`, or -1.
+    align_bytes: divides these addresses.
+    far: all results outside `out` as one TMA tensor; None if there are none or TMA cannot store them.
+    at_peers: whether some results are on another GPU.
+    adds: for each row tile that adds: gates [first, last), the number of sources, the first row of the first source, and the
+        rows from one source to the next.
     early: the number of row tiles before the first that adds.
-    gates, needs: addresses, and the values to wait for.
-    no_needs: zeros, used by a silent launch, so that every gate is open.
-    counts: addresses of the flags.
+    gates, needs: addresses of flags, and the values to wait for.
+    no_needs: zeros; a silent launch uses them, so that every gate is open.
+    counts: addresses of the flags that tiles add to.
     """
 
     rows: torch.Tensor
@@ -104,8 +106,8 @@ class Tables:
 
 
 def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether TMA can load the operands: 16-bit elements, one unit stride, rows that start at multiples of 16 bytes. Of FP8
-    ones, too, if each column of b is contiguous, as matrix units take them."""
+    """Return whether TMA can load the operands: 16-bit elements, one unit stride, rows that start at multiples of 16 bytes. FP8
+    operands also need contiguous columns of b, since the tensor cores take no other layout."""
     fp8 = a.dtype in FLOAT8_DTYPES
     if fp8 != (b.dtype in FLOAT8_DTYPES) or not (fp8 or a.element_size() == 2) or min(a.numel(), b.numel()) == 0:
         return False
@@ -117,14 +119,14 @@ def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def loads(matrix: torch.Tensor) -> bool:
-    """Whether TMA can load tiles of a matrix: contiguous rows that start at multiples of 16 bytes."""
+    """Return whether TMA can load tiles of a matrix: contiguous rows that start at multiples of 16 bytes."""
     pitch_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.numel() > 0 and matrix.stride(1) == 1 and pitch_bytes % 16 == matrix.data_ptr() % 16 == 0
 
 
 def in_order(step: Gemm) -> bool:
-    """Whether the kernel's order of tiles keeps to the order of parts where one may wait for another: those that add are last,
-    and of the others, as of those, none that waits within the call comes after one that counts."""
+    """Return whether the kernel's order of tiles respects the order of parts where one may wait for another. Parts that add
+    must come last; among them, and among the others, no part that waits within the call may follow one that counts."""
     adding = [bool(part.adds) for part in step.parts]
     if adding != sorted(adding):
         return False
@@ -138,12 +140,13 @@ def in_order(step: Gemm) -> bool:
 
 
 def whole_slices(step: Gemm, blocks: TileShape) -> bool:
-    """Whether every slice between inner gates is whole steps of the kernel's loop over K."""
+    """Return whether every slice between inner gates consists of whole steps of the kernel's loop over K."""
     return all(column % blocks.k == 0 for part in step.parts for column, _ in part.inner)
 
 
 def pitch(part: Part) -> int | None:
-    """Rows from one of a part's sources to the next; None if they do not lie in one local buffer so, or are not as wide."""
+    """Return the rows from one of a part's sources to the next; None unless all are equally spaced in one local buffer and as
+    wide as the result."""
     first, *more = (add.rows[0] for add in part.adds)
     step = more[0] - first if more else 0
     regular = all(
@@ -164,8 +167,8 @@ def tables(
     need: Callable[[Wait], int],
     blocks: TileShape,
 ) -> Tables:
-    """Lay a step out for the kernel. source: which tensor of a. stored_at: a part's result from a row of it on, None if that is
-    in the launch's `out`; no function if all are. need: the value of its word that opens a gate."""
+    """Build the tables of a step. source: which tensor of a a part reads. stored_at: a part's result from a row on, None if it
+    is in the launch's `out`; None instead of a function if all results are. need: the value of the flag that opens a gate."""
     assert whole_slices(step, blocks), f"{step}: its slices end within a step of {blocks.k} over K"
     inner = any(part.inner for part in step.parts)
     slices: list[tuple[int, int, int]] = []
@@ -185,12 +188,12 @@ def tables(
         if inner:
             slices += _slices(part, early, blocks)
             early = (len(slices) - len(part.inner) - 1, len(slices))
-        added, apart = (part.adds[0].rows[0], pitch(part) or 0) if part.adds else (0, 0)
+        added, distance = (part.adds[0].rows[0], pitch(part) or 0) if part.adds else (0, 0)
         for at in range(0, part.out.shape[0], blocks.m):
             valid = min(blocks.m, part.out.shape[0] - at)
             rows.append((source(part), part.a.rows[0] + at, valid, part.out.rows[0] + at, *early, count))
             outs.append(stored_at(part, at) if stored_at else None)
-            adds.append((*late, len(part.adds), added + at, apart))
+            adds.append((*late, len(part.adds), added + at, distance))
 
     far, places = far_places([out for out in outs if out is not None])
     addresses = [out.data_ptr() if out is not None else 0 for out in outs]
@@ -219,14 +222,14 @@ def tables(
 
 
 def _slices(part: Part, gates: tuple[int, int], blocks: TileShape) -> list[tuple[int, int, int]]:
-    """A part's rows in the table of slices. gates: of the first one; those of the others follow."""
+    """Return a part's rows of the table of slices. gates: those of the first slice; the gates of later slices follow them."""
     ends = (*(column for column, _ in part.inner), part.a.shape[1])
     waits = [gates, *((gates[1] + i, gates[1] + i + 1) for i in range(len(part.inner)))]
     return [(-(-end // blocks.k), *pair) for end, pair in zip(ends, waits, strict=True)]
 
 
-def launcher() -> Launcher:
-    """For `gemm`, call after call."""
+def make_launcher() -> Launcher:
+    """Return the launcher for repeated calls of `gemm`."""
     return Launcher(gemm_kernel)
 
 
@@ -248,21 +251,25 @@ def gemm(
 ) -> None:
     """out = a @ b, tile by tile as `plan` says.
 
-    sources: one or two tensors [rows, K] that parts read a from. b: [K, N], either stride 1. out: [rows, N], or any tensor
-    of the result's dtype and width if all parts are stored by address. adds: [rows, N], where parts find what they add.
-    scales: of FP8 operands, whose b has stride (1, ...): those of each source, those of b, and their recipe; float32, of the
-    shapes that weft.core.problem.Scaling names, with any strides. A row's scales are those of the same row of its source.
-    use_fast_accum: tensor cores may sum FP8 products alone, which rounds more on Hopper; not with blockwise scales.
-    status: int32 [2]; [gate + 1, value seen] after a wait ended without its flag. silent:
-    neither wait nor count. sms: blocks. launched_by: what made earlier launches on this device with the same plan. stream:
-    default, torch's current one.
+    sources: one or two tensors [rows, K] that parts read a from.
+    b: [K, N]; either stride may be 1.
+    out: [rows, N], or any tensor of the result's dtype and width if all parts are stored by address.
+    adds: [rows, N], the tensor that holds the sources which parts add.
+    scales: of FP8 operands, whose b has stride (1, ...): the scales of each source, those of b, and their recipe; float32, of
+        the shapes that weft.core.problem.Scaling names, with any strides. A row of a source has the same row of its scales.
+    use_fast_accum: tensor cores sum FP8 products themselves, which rounds more on Hopper; not with blockwise scales.
+    status: int32 [2]; set to [gate + 1, value seen] when a wait gives up.
+    silent: neither wait nor count.
+    sms: the number of blocks.
+    launched_by: the launcher of earlier launches on this device with the same plan.
+    stream: default, torch's current stream.
     """
     blocks = plan.blocks
     transposed = scales is not None or b.stride(1) != 1
     gpu, recipe = capabilities(out.device), scales[2] if scales is not None else ""
     promoted = recipe != "" and promotes(gpu, Scaling(recipe=recipe, use_fast_accum=use_fast_accum))
     within = blocks.k == SCALE_BLOCK and SCALE_BLOCK % blocks.n == 0
-    assert recipe != "blockwise" or within, f"{blocks}: its tiles lie across blocks of scales"
+    assert recipe != "blockwise" or within, f"{blocks}: its tiles cross blocks of scales"
     scales_argument = scales_of(*scales) if scales is not None else None
     a_shape, b_shape = [blocks.m, blocks.k], [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
     first = TensorDescriptor.from_tensor(sources[0], a_shape)
@@ -271,7 +278,7 @@ def gemm(
     out_tma = align == 16 and staged and (not plan.addressed or plan.far is not None)
     row_tiles = plan.rows.shape[0]
     tiles = row_tiles * -(-b.shape[1] // blocks.n)
-    # Interpreted blocks run one after the other: one that waits would keep back another, for whose tile a peer waits.
+    # Interpreted blocks run one after the other: a waiting block would delay a block whose tile a peer waits for.
     at_once = min(sms, tiles) if out.is_cuda or not plan.adding else 1
     whole = whole_tiles(tiles, at_once, blocks)
     halves = whole < tiles
@@ -312,7 +319,7 @@ def gemm(
         PROMOTED=promoted,
         PAIRS=promoted and blocks.pairs,
     )
-    (launched_by or launcher())(
+    (launched_by or make_launcher())(
         at_once,
         arguments,
         {"V": variant},
@@ -333,8 +340,8 @@ def gemm(
 
 
 class PlainGemm:
-    """A product of FP8 operands by the kernel, of one size (M, N, K): nothing waits, counts or adds. The tables that it reads
-    are made here, which no capture takes."""
+    """A plain product of FP8 operands of one size (M, N, K) by the kernel. The constructor makes the tables, since none can be
+    made within a CUDA graph capture."""
 
     def __init__(self, size: tuple[int, int, int], device: torch.device, machine: Machine, scaling: Scaling) -> None:
         m, n, k = size
@@ -351,7 +358,7 @@ class PlainGemm:
             blocks=blocks_for(step, device, machine, scaling),
         )
         self._status = torch.zeros(2, dtype=torch.int32, device=device)
-        self._sms, self._launcher = capabilities(device).sms, launcher()
+        self._sms, self._launcher = capabilities(device).sms, make_launcher()
 
     def multiply(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, of: Scaling
@@ -365,22 +372,21 @@ class PlainGemm:
 
 
 def _publish_at(plan: Tables, inner: int) -> int:
-    """The step over K of the next tile before which a block publishes the tile before it. Half of the loop if tiles are stored
-    at a peer, since such stores take that long when all SMs store at once; otherwise step _PUBLISH_STEPS, or the last one if
-    there are fewer."""
+    """Return how many steps into the loop over K of tile i a block publishes tile i-1. Half of the loop if tiles are stored at
+    a peer, since such stores take that long when all SMs store concurrently; else _PUBLISH_STEPS, or the last step."""
     steps = -(-inner // plan.blocks.k)
     return steps // 2 if plan.at_peers else min(_PUBLISH_STEPS, steps - 1)
 
 
 def _add_stages(blocks: TileShape, out_tma: bool, gpu: Capabilities, itemsize: int = 2) -> int:
-    """One more than the sources in flight, which lie in shared memory beside a tile that is being stored. itemsize: bytes of an
-    element of both."""
+    """Return one more than the number of added sources in flight. They share shared memory with a tile that is being stored.
+    itemsize: bytes of an element."""
     tile_bytes = blocks.m * blocks.n * itemsize
     return 1 + min(_MOST_SOURCES, (gpu.shared_bytes - tile_bytes * out_tma) // tile_bytes)
 
 
 def _stores(out: torch.Tensor, plan: Tables, half: list[int], halves: bool, out_tma: bool) -> tuple[object, ...]:
-    """How whole tiles and halves are stored in `out`, then elsewhere."""
+    """Return the descriptors that store whole tiles and halves: in `out`, then at other addresses."""
     whole = [plan.blocks.m, plan.blocks.n]
     if not out_tma:
         return (out,) * 4
@@ -392,6 +398,6 @@ def _stores(out: torch.Tensor, plan: Tables, half: list[int], halves: bool, out_
 
 
 def _both(matrix: torch.Tensor, shape: list[int], half: list[int], halves: bool) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """How whole tiles and halves of a matrix are loaded and stored."""
+    """Return the descriptors of whole tiles and of halves of a matrix."""
     whole = TensorDescriptor.from_tensor(matrix, shape)
     return whole, TensorDescriptor.from_tensor(matrix, half) if halves else whole

@@ -1,19 +1,20 @@
 """The GEMM kernel's device code: persistent blocks that take tiles in order (weft.kernels.gemm launches them).
 
-gemm_kernel    whole tiles, then halves of those that are left
-_tile          one of them: wait, multiply, add, store          _put        a whole one by TMA, also at peers
-place_of       which tile comes next                            _publish    add to the flag of its part
-_multiply      its product, summed by matrix units              promote     in float32, for FP8 operands (weft.kernels.scaled)
+gemm_kernel    all whole tiles, then the halves of the remaining ones
+_tile          one tile: wait, multiply, add, store             _put        store a whole tile by TMA, also at peers
+place_of       position of a tile                               _publish    add to the flag of a tile's part
+_multiply      product, summed by tensor cores                  promote     product, summed in float32, for FP8 operands
 
-A block publishes a tile `publish_at` steps into the multiplication of its next one (weft.kernels.gemm says when), or at once if
-there is no next one. By then the stores by TMA have normally completed, here or at a peer, so that `_publish` does not stall:
+A block publishes a tile `publish_at` steps into the loop over K of its next tile (weft.kernels.gemm computes the number), or
+immediately if there is no next tile. By then the TMA stores have normally completed, here or at a peer, and `_publish` does not
+stall:
 
     tile 0: load, dot ... -> store ..........> written
     tile 1:                  load, dot, dot ... -> publish tile 0 -> dot ... -> store
 
-Hopper's tensor cores add up products of FP8 operands with some 14 bits. So where sums are to be exact, or each block of K has
-scales, each step of 128 is a product of its own, which CUDA cores scale and add in float32. Two steps take turns (PAIRS), so
-that tensor cores run meanwhile:
+Hopper's tensor cores sum products of FP8 operands with about 14 bits. Where sums need float32 precision, or each block of K has
+scales, each step of 128 is a separate product, which CUDA cores scale and add in float32. Two steps alternate (PAIRS), so that
+tensor cores multiply meanwhile:
 
     tensor cores    even step        odd step       |  even step
     CUDA cores      (wait)      +odd  +even, loads  |  (wait)      +odd ...
@@ -36,8 +37,8 @@ ROW_FIELDS, SLICE_FIELDS, OUT_FIELDS, ADD_FIELDS = map(tl.constexpr, (7, 3, 2, 5
 class Variant(NamedTuple):
     """What the kernel is compiled for: its constexpr argument V.
 
-    RECIPE: of the scales of FP8 operands; empty if operands are none. PROMOTED: each step over K is added in float32 to the sum
-    of those before. PAIRS: by two steps a turn.
+    RECIPE: of the scales of FP8 operands; empty for other operands. PROMOTED: each step over K is added to the sum in float32.
+    PAIRS: two steps in each iteration.
     """
 
     BLOCK_M: int
@@ -63,7 +64,7 @@ class Variant(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """The tables of a step (weft.kernels.gemm.Tables), and where waits that ended early are noted."""
+    """The tables of a step (weft.kernels.gemm.Tables), and the status that records waits which gave up."""
 
     adds: Any
     rows: Any
@@ -76,8 +77,8 @@ class Pointers(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """How TMA loads and stores tiles of one width. Triton 3.6 takes no tuple of descriptors from the host, so that the kernel
-    makes this one."""
+    """The TMA descriptors for tiles of one width. The kernel builds this tuple, because Triton 3.6 accepts no tuple of
+    descriptors from the host."""
 
     a0: Any
     a1: Any
@@ -88,8 +89,8 @@ class Descriptors(NamedTuple):
 
 
 class Unpublished(NamedTuple):
-    """The tile that a block has stored last: the address of its flag, what to add to that, and before which step of the next
-    tile's multiplication."""
+    """The tile that a block stored last: the address of its flag, the number to add, and the step over K of the next tile at
+    which to add it."""
 
     flag: Any
     by: Any
@@ -98,8 +99,8 @@ class Unpublished(NamedTuple):
 
 @triton.jit
 def place_of(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
-    """Row and column of a tile. Row tiles take turns in groups, so that blocks that run together share rows of a and columns of
-    b in the L2 cache."""
+    """Return the row tile and the column tile of a tile. Row tiles take turns in groups, so that concurrent blocks share rows
+    of a and columns of b in the L2 cache."""
     group = tile // (GROUP * col_tiles)
     height = tl.minimum(row_tiles - group * GROUP, GROUP)
     within = tile - group * GROUP * col_tiles
@@ -108,17 +109,17 @@ def place_of(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _wait(pair_ptr, tables, tries, ASYNCHRONOUS: tl.constexpr):
-    """Wait for the gates [first, last) whose two numbers lie at pair_ptr."""
+    """Wait for the gates [first, last); both numbers are stored at pair_ptr."""
     wait_gates(tables.gates, tables.needs, tl.load(pair_ptr), tl.load(pair_ptr + 1), tries, tables.status, ASYNCHRONOUS)
 
 
 @triton.jit
 def _publish(flag, by, ASYNCHRONOUS: tl.constexpr):
-    """Add `by` to the flag at an address, if it is one, once all that this block has stored before is written."""
+    """Add `by` to the flag at an address after all earlier stores of this block have been written. Address 0: no flag."""
     if ASYNCHRONOUS:
-        # Each thread waits for the stores by TMA that it has issued: until they are written, not until they are read from
-        # shared memory, which is all that Triton waits for. Then all threads meet. As one piece of assembly, since loads are
-        # not moved ahead in a loop that has one of Triton's own barriers.
+        # Each thread waits until the TMA stores that it issued have been written. Triton itself only waits until they have been
+        # read from shared memory. Then the block synchronises. This is one piece of assembly, because Triton does not hoist
+        # loads in a loop that contains one of its own barriers.
         tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; bar.sync 0; mov.b32 $0, $1;", "=r,r", [by], tl.int32, False, 1)
     else:
         tl.debug_barrier()
@@ -128,7 +129,7 @@ def _publish(flag, by, ASYNCHRONOUS: tl.constexpr):
 
 @triton.jit
 def load_b(b_desc, expert, k, col, V: tl.constexpr):
-    """BLOCK_K x columns of b, from row k and column col on. expert: whose, of a b of three dimensions; else None."""
+    """Load BLOCK_K x columns of b from row k and column col on. expert: the first index of a three-dimensional b, else None."""
     if expert is None:
         tile = b_desc.load([col, k]).T if V.B_TRANSPOSED else b_desc.load([k, col])
     elif V.B_TRANSPOSED:
@@ -140,14 +141,14 @@ def load_b(b_desc, expert, k, col, V: tl.constexpr):
 
 @triton.jit
 def _product(a_desc, b_desc, acc, a_row, k, expert, col, V: tl.constexpr):
-    """The sum `acc` and the product of one step over K: rows of a from a_row on, columns of a from k on, columns of b from col
+    """Return `acc` plus the product of one step over K: rows of a from a_row on, columns of a from k on, columns of b from col
     on."""
     return tl.dot(operand(a_desc.load([a_row, k])), load_b(b_desc, expert, k, col, V), acc)
 
 
 @triton.jit
 def _multiply(a_desc, b_desc, acc, a_row, col, first, last, unpublished, V: tl.constexpr):
-    """A tile and its product over steps [first, last) of K: rows from a_row on, columns from col on."""
+    """Return `acc` plus a tile's product over steps [first, last) of K: rows from a_row on, columns from col on."""
     for step in range(first, last):
         if V.COUNTED:  # noqa: SIM102 - a constexpr, then a value of the device
             if (step == unpublished.step) & (unpublished.flag != 0):
@@ -158,7 +159,7 @@ def _multiply(a_desc, b_desc, acc, a_row, col, first, last, unpublished, V: tl.c
 
 @triton.jit
 def plus(acc, product, factor, V: tl.constexpr):
-    """A sum, and the product of one step over K times the scale of each of its rows, if it has one."""
+    """Return a sum plus the product of one step over K, multiplied by its rows' scales if it has any."""
     if V.RECIPE == "blockwise":
         acc += product * factor[:, None]
     else:
@@ -168,8 +169,8 @@ def plus(acc, product, factor, V: tl.constexpr):
 
 @triton.jit
 def before_next(acc, V: tl.constexpr):
-    """A tile that compilers compute before the next product is issued. Else they add the product of the step before after it,
-    which then needs registers of its own, and ptxas waits for each instruction of a product by itself."""
+    """Return the tile, and make compilers compute it before the next product is issued. Otherwise they add the previous product
+    after the next one, which needs more registers, and ptxas waits for each instruction of a product separately."""
     if V.ASYNCHRONOUS:
         acc = tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, False, 1)
     return acc
@@ -177,7 +178,7 @@ def before_next(acc, V: tl.constexpr):
 
 @triton.jit
 def of_rows(rows, step, last, V: tl.constexpr):
-    """The scales of the rows of a step's product, with blockwise scales. The step is a block of K."""
+    """Return the blockwise scales of the rows of a step's product. The step is one block of K."""
     factor = tl.full((V.BLOCK_M,), 0, tl.float32)
     if V.RECIPE == "blockwise":
         factor = rows_in_block(rows, step, last)
@@ -186,7 +187,7 @@ def of_rows(rows, step, last, V: tl.constexpr):
 
 @triton.jit
 def with_column(factor, scales, step, last, col, V: tl.constexpr):
-    """What each row of a step's product is multiplied by: its own scale, and that of the block of b."""
+    """Return the factor of each row of a step's product: the row's scale times the scale of the block of b."""
     if V.RECIPE == "blockwise":
         factor *= column_in_block(scales, step, last, col)
     return factor
@@ -194,7 +195,7 @@ def with_column(factor, scales, step, last, col, V: tl.constexpr):
 
 @triton.jit
 def factor_of(scales, rows, step, last, col, V: tl.constexpr):
-    """What each row of a step's product is multiplied by, with blockwise scales."""
+    """Return the factor of each row of a step's product with blockwise scales."""
     return with_column(of_rows(rows, step, last, V), scales, step, last, col, V)
 
 
@@ -203,7 +204,7 @@ def promote(
     a_desc, b_desc, acc, a_row, expert, col, first, last, K, scales, rows, unpublished,
     BLOCK_N: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """As _multiply, where each step's product is scaled and added in float32. expert: as for load_b."""
+    """Do as _multiply, but scale and add each step's product in float32. expert: as for load_b."""
     none = tl.full((V.BLOCK_M, BLOCK_N), 0, tl.float32)
     odd, odd_factor = none, tl.full((V.BLOCK_M,), 0, tl.float32)
     for step in range(first, last, 1 + V.PAIRS):
@@ -215,10 +216,10 @@ def promote(
         if V.PAIRS:
             acc = before_next(plus(acc, odd, odd_factor, V), V)
             odd_factor = factor_of(scales, rows, step + 1, last, col, V)
-            # An odd step past the last one loads what lies behind K, which is zeros.
+            # An odd step past the last one loads zeros from beyond K.
             k = tl.where(step + 1 < last, (step + 1) * V.BLOCK_K, K)
             odd = _product(a_desc, b_desc, none, a_row, k, expert, col, V)
-        # The scale of b is loaded behind the odd product: before it, the compiler would scale the even one there, while tensor
+        # The scale of b is loaded after the odd product: before it, the compiler would scale the even one there, while tensor
         # cores wait.
         acc = plus(acc, product, with_column(factor, scales, step, last, col, V), V)
     if V.PAIRS:
@@ -228,11 +229,11 @@ def promote(
 
 @triton.jit
 def _add(desc, fields, acc, col, STAGES: tl.constexpr, DIVIDE_BY: tl.constexpr):
-    """A tile with its sources added in their order, then divided; as it is if it has none."""
+    """Add a tile's sources in order, then divide. A tile without sources is returned unchanged."""
     sources = tl.load(fields + 2)
     if sources > 0:
         row = tl.load(fields + 3)
-        # A table of rows would do, but a load that the next load's address comes from halves how far ahead sources are loaded.
+        # Rows are computed: with a table, the dependent load would halve the number of sources in flight.
         pitch = tl.load(fields + 4)
         for source in tl.range(0, sources, num_stages=STAGES):
             acc += desc.load([row + source * pitch, col]).to(tl.float32)
@@ -243,7 +244,7 @@ def _add(desc, fields, acc, col, STAGES: tl.constexpr, DIVIDE_BY: tl.constexpr):
 
 @triton.jit
 def _store(base_ptr, result, valid, col, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The valid part of a tile, below the row at base_ptr."""
+    """Store the valid rows of a tile from the row at base_ptr on."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = col + tl.arange(0, BLOCK_N)[None, :]
     tl.store(base_ptr + rows.to(tl.int64) * stride + cols, result, mask=(rows < valid) & (cols < N))
@@ -251,10 +252,10 @@ def _store(base_ptr, result, valid, col, N, stride, BLOCK_M: tl.constexpr, BLOCK
 
 @triton.jit
 def _base(address_ptr, out_ptr, out_row, out_stride, ADDRESSED: tl.constexpr, ALIGN_BYTES: tl.constexpr):
-    """Where a tile's first row is stored: at its address, if it has one that is not 0, else in out."""
+    """Return the pointer to a tile's first row: its own address if that is not 0, else its row of out."""
     base_ptr = out_ptr + out_row.to(tl.int64) * out_stride
     if ADDRESSED:
-        # An address from a table has no alignment that the compiler knows of: without the hint, stores are of one element.
+        # The compiler knows no alignment of an address from a table. Without the hint it stores element by element.
         address = tl.load(address_ptr)
         base_ptr = tl.where(address == 0, base_ptr, address.to(tl.pointer_type(out_ptr.dtype.element_ty)))
         base_ptr = tl.multiple_of(base_ptr, ALIGN_BYTES)
@@ -263,10 +264,10 @@ def _base(address_ptr, out_ptr, out_row, out_stride, ADDRESSED: tl.constexpr, AL
 
 @triton.jit
 def _put(descs, place_ptr, out_row, col, result, BLOCK_N: tl.constexpr, V: tl.constexpr):
-    """Store a whole tile by TMA: in out, or elsewhere if it has a place there (weft.kernels.far)."""
+    """Store a whole tile by TMA: in out, or at its place of `far` if it has one (weft.kernels.far)."""
     if V.ADDRESSED:
         far = tl.load(place_ptr + 1).to(tl.int32)
-        # One store for both, which has one buffer in shared memory.
+        # One store serves both cases, so that it needs one buffer in shared memory.
         desc = descs.out
         if far >= 0:
             desc = descs.far
@@ -278,7 +279,7 @@ def _put(descs, place_ptr, out_row, col, result, BLOCK_N: tl.constexpr, V: tl.co
 
 @triton.jit
 def _place_late(tile, row_tiles, early, col_tiles, GROUP: tl.constexpr, ADDS: tl.constexpr):
-    """As place_of, where no group has row tiles that add and row tiles that a peer may wait for."""
+    """Do as place_of, with groups that never mix row tiles that add and row tiles that a peer may wait for."""
     if not ADDS:
         return place_of(tile, row_tiles, col_tiles, GROUP)
     is_late = tile >= early * col_tiles  # all are where early is 0
@@ -292,14 +293,14 @@ def _tile(
     row_tile, col, descs, out_ptr, out_stride, N, K, tables, scales, tries, unpublished,
     BLOCK_N: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Wait, multiply, add and store: the tile of a row tile whose first column is `col`; on the way, publish the one before."""
+    """Wait, multiply, add and store the tile of a row tile whose first column is `col`; meanwhile publish the previous tile."""
     fields = tables.rows + ROW_FIELDS * row_tile
     a_row = tl.load(fields + 1)
     valid = tl.load(fields + 2)
     out_row = tl.load(fields + 3)
     if V.GATED and not V.INNER:
         _wait(fields + 4, tables, tries, V.ASYNCHRONOUS)
-    # One loop for either source: two loops would hold two sets of pipeline buffers in shared memory.
+    # One loop serves both sources: two loops would need two sets of pipeline buffers in shared memory.
     a_desc = descs.a0
     if V.TWO_SOURCES:  # noqa: SIM102 - a constexpr, then a value of the device
         if tl.load(fields) == 1:
@@ -345,7 +346,7 @@ def _tile(
 
 @triton.jit
 def _flag(row_tile, tables):
-    """The address of a row tile's flag, or 0 where it has none."""
+    """Return the address of a row tile's flag, or 0 if it has none."""
     count = tl.load(tables.rows + ROW_FIELDS * row_tile + 6)
     return tl.load(tables.counts + count, mask=count >= 0, other=0)
 
@@ -356,9 +357,9 @@ def gemm_kernel(
     adds_desc, adds_half_desc, tables, scales, count_by, tries, publish_at, whole, row_tiles, early, N, K, out_stride,
     V: tl.constexpr,
 ):  # fmt: skip
-    """Tiles up to `whole` as they are, then, with HALVES, the left and the right half of each that is left.
+    """Compute tiles up to `whole` as whole tiles; with HALVES, compute the left and the right half of each remaining tile.
 
-    tables: Pointers. scales: Scales of FP8 operands, or None. count_by: what a tile adds to its flag. publish_at:
+    tables: Pointers. scales: Scales of FP8 operands, or None. count_by: the number that a tile adds to its flag. publish_at:
     Unpublished.step. V: a Variant.
     """
     block, blocks = tl.program_id(0), tl.num_programs(0)

@@ -1,4 +1,4 @@
-"""Launching a kernel again without binding its arguments again."""
+"""Repeated launches of a kernel without Triton's argument binding."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from weft.compat.triton_kernels import finished, relaunch
 
 
 class Launcher:
-    """Launches of one kernel on one device. From the second launch with the same key on, a launch goes straight to the compiled
-    kernel; Triton's own way binds and specialises every argument each time.
+    """Launches one kernel on one device. From the second launch with the same key on, it calls the compiled kernel directly;
+    Triton's own launch binds and specialises every argument each time.
 
-    key: all that Triton specialises on and that may differ between launches: the alignment of pointers, the integers that it
-    folds in, the constants.
+    key: everything that Triton specialises on and that may differ between launches: the alignment of pointers, the integers
+    that it folds in, the constants.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -30,8 +30,8 @@ class Launcher:
         stream: int | None = None,
         **options: int,
     ) -> None:
-        """Run it on `blocks` blocks. constants: the constexpr arguments, in the kernel's order. stream: default, torch's
-        current one, which is the only one that a first launch takes."""
+        """Launch `blocks` blocks. constants: the constexpr arguments, in the kernel's order. stream: default, torch's current
+        stream; a first launch accepts no other."""
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = finished(self._kernel[(blocks,)](*arguments, **constants, **options))

@@ -1,23 +1,23 @@
-"""One lookup kernel: gathers rows of tables, pools them bag by bag, and stores each bag where it belongs, also at a peer.
+"""The lookup kernel: gathers rows of tables, pools them bag by bag, and stores each bag at its destination, also at a peer.
 
     _lookup_kernel   blocks of one warp; tiles (a few bags of one table) in the order of the parts
-    lookup()         its launcher; LookupTables  what a step's parts and this rank's tables mean to the kernel
+    lookup()         its launcher; LookupTables  a step's parts and this rank's tables in the form that the kernel reads
 
-It replaces torch.nn.functional.embedding_bag, table by table. A warp pools one bag at a time: it loads as many rows at once
-as fill 4 KiB, 16 bytes a thread where the columns allow, and has the next rows' indices under way meanwhile. Sums are in
-float32, rounded once. Gathering is bound by how many bytes are under way, not by arithmetic: 32 warps an SM with 4 KiB each
-are 128 KiB, where the memory of an H200 needs some 36 (4.8 TB/s at 1 us).
+It replaces torch.nn.functional.embedding_bag, table by table. A warp pools one bag at a time: it loads 4 KiB of rows together,
+16 bytes a thread where the columns allow, and prefetches the next rows' indices. Sums are in float32, rounded once. The rate of
+gathering depends on the bytes in flight: 32 warps an SM with 4 KiB each are 128 KiB, and the memory of an H200 needs about 36
+KiB an SM (4.8 TB/s at 1 us).
 
     block 0: bags 0-3 of part 0 | bags of part 0 ... -> barrier -> count (release, system) | bags of part 1 ...
                  row 0 .. 7 -> row 8 .. 15 -> ... -> store the bag (NVLink, or local)      ~> the peer's copy lane
 
-A block adds what it has finished of a part once it goes on to another one: to publish, it must wait until the peer has
-acknowledged its stores. Every thread's stores come before the block's barrier, that before the one release, and that before
-the acquire that sees it. Each block's count stands for its own tiles, so that only the sum of all shows a part complete.
+A block adds its finished tiles of a part when it goes on to another part, because publishing waits until the peer has
+acknowledged the block's stores. Every thread's stores precede the block's barrier, which precedes the release, which precedes
+the acquire that sees it. Each block's count stands for its own tiles, so only the full sum shows that a part is complete.
 
-The kernel waits for nothing, so it cannot deadlock, whatever SMs it holds. It reads no index past the end of `indices`,
-whatever the offsets say, and no row that its table does not have: such an index counts for its bag's length and adds
-nothing. Where it stores depends on nothing that a caller's indices or offsets hold.
+The kernel never waits, so it cannot deadlock, whatever SMs it holds. It reads no index past the end of `indices`, whatever the
+offsets say, and no row that its table does not have: such an index counts for its bag's length and adds nothing. The addresses
+that it stores to do not depend on the caller's indices or offsets.
 
 Legend: a slice is a table, or a part of one that is wider than a block's columns.
 """
@@ -45,21 +45,22 @@ _BAGS = 4
 _WIDEST = 1024
 """Columns that a warp holds: 32 sums a thread."""
 _ROW_BYTES = 4096
-"""Of rows under way in a warp."""
+"""Bytes of rows in flight in a warp."""
 _WARPS_PER_SM = 32
 _REGISTERS = 64
-"""A thread: as many as let all these warps run at once. One that had to wait for another to end would double the time."""
+"""Registers of a thread: few enough that all these warps are resident. A second wave of warps would double the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupTables:
     """A step and a rank's tables as the kernel reads them, on the device.
 
-    parts: by part: first tile, the tile after its last, first sample, samples, tiles a slice, first slice, address of its
-    first slice's first element or its offset in `out`, whether that is an offset, bytes from sample to sample; flags: by part
-    the address of its flag, or 0. slices: address, elements from row to row, rows, columns, table, bytes from the rank's
-    first column. width: columns of a block. align: elements that every address, stride and column count is a multiple of. item:
-    bytes of an element.
+    parts: by part: first tile, the tile after its last, first sample, samples, tiles of a slice, first slice, address of its
+        first slice's first element or its offset in `out`, whether that is an offset, bytes from sample to sample.
+    flags: by part, the address of its flag, or 0.
+    slices: address, elements from row to row, rows, columns, table, bytes from the rank's first column.
+    width: columns of a block. align: elements; every address, stride and column count is a multiple of it. item: bytes of an
+        element.
     """
 
     parts: torch.Tensor
@@ -73,7 +74,7 @@ class LookupTables:
 
 
 def slices_of(columns: Sequence[Span1D]) -> list[tuple[int, Span1D]]:
-    """(table, its columns among the rank's) of every slice. columns: of every table.
+    """Return (table, its columns among the rank's) of every slice. columns: of every table.
 
     >>> slices_of([(0, 8), (8, 1100)])
     [(0, (0, 8)), (1, (8, 1032)), (1, (1032, 1100))]
@@ -86,7 +87,7 @@ def slices_of(columns: Sequence[Span1D]) -> list[tuple[int, Span1D]]:
 
 
 def tiles_of_bags(part: Bags, columns: Sequence[Span1D]) -> int:
-    """Tiles of a part: how far its flag grows in a call. columns: of every table of the rank that looks up."""
+    """Return the tiles of a part, by which its flag grows in a call. columns: of every table of the rank that looks up."""
     return len(_slices_within(part, columns)) * _groups(part)
 
 
@@ -101,7 +102,7 @@ def _slices_within(part: Bags, columns: Sequence[Span1D]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """Where a part's region lies: address of its first element, bytes from row to row; relative: an offset in `out`."""
+    """The destination of a part: address of its first element, bytes from row to row; relative: an offset in `out`."""
 
     address: int
     pitch: int
@@ -118,9 +119,10 @@ def lookup_tables(
     target: Callable[[Region], OutputPlace],
     count_address: Callable[[Flag], int],
 ) -> LookupTables:
-    """Lay a step out for the kernel. tables: of this rank, rows contiguous. columns: theirs among the rank's. batch: samples of
-    all ranks. target: where a part's result goes. count_address: of an int32 word. Regions and words may lie on any peer that
-    this device can reach."""
+    """Build the tables of a step. tables: of this rank, rows contiguous. columns: theirs among the rank's. batch: samples of
+    all ranks.
+    target: the destination of a part. count_address: of an int32 flag. Destinations and flags may be on any peer that this
+    device can reach."""
     slices, item = slices_of(columns), tables[0].element_size()
     places = [target(part.out) for part in step.parts]
     parts, tile = [], 0
@@ -151,8 +153,8 @@ def _slice(matrix: torch.Tensor, at: int, cols: Span1D, first: int) -> tuple[int
     return address, matrix.stride(0), matrix.shape[0], cols[1] - cols[0], at, cols[0] * matrix.element_size()
 
 
-def launcher() -> Launcher:
-    """For `lookup`, call after call."""
+def make_launcher() -> Launcher:
+    """Return the launcher for repeated calls of `lookup`."""
     return Launcher(_lookup_kernel)
 
 
@@ -171,12 +173,12 @@ def lookup(
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
-    """Look up what `plan` says.
+    """Run the lookups of `plan`.
 
     indices [L]: rows of the tables, int32 or int64. offsets [tables * batch + 1]: bag (table, sample) is
     indices[offsets[table * batch + sample] : offsets[... + 1]]. weights [L]: a factor for each index. mean: divide by a bag's
-    length; an empty bag is zero. dtype: of the tables and of the result. out: what relative places lie in. silent: do not
-    count, for a rehearsal. load_only: launch without tiles, so that CUDA loads the kernel. sms: of the device. launched_by,
+    length; an empty bag is zero. dtype: of the tables and of the result. out: the tensor of relative destinations. silent: do
+    not count, for a rehearsal. load_only: launch without tiles, so that CUDA loads the kernel. sms: of the device. launched_by,
     stream: as for weft.kernels.gemm.gemm.
     """
     if not plan.tiles:
@@ -197,7 +199,7 @@ def lookup(
         "PART": _PART,
         "SLICE": _SLICE,
     }
-    (launched_by or launcher())(
+    (launched_by or make_launcher())(
         min(_WARPS_PER_SM * sms, plan.tiles),
         (
             indices,
@@ -229,7 +231,7 @@ def variant(
     *,
     mean: bool,
 ) -> tuple[object, ...]:
-    """What calls that one compiled kernel serves have in common. Arguments as for `lookup`."""
+    """Return the key of the compiled kernel that serves a call. Arguments as for `lookup`."""
     kinds = (indices.dtype, offsets.dtype, None if weights is None else weights.dtype)
     return (*kinds, plan.width, _align(plan, out), plan.item, mean)
 
@@ -240,7 +242,7 @@ def _align(plan: LookupTables, out: torch.Tensor | None) -> int:
 
 @triton.jit
 def _offset(offsets_ptr, at, indices):
-    """An offset within the indices that there are, whatever it says."""
+    """Load an offset, clamped to the number of indices."""
     return tl.minimum(tl.maximum(tl.load(offsets_ptr + at).to(tl.int64), 0), indices)
 
 
@@ -259,12 +261,12 @@ def pool(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The sum over indices [start, end) of their rows' columns `cols`, in float32; each times its weight, if WEIGHTED."""
+    """Sum columns `cols` of the rows of indices [start, end) in float32; each row times its weight, if WEIGHTED."""
     slot = tl.arange(0, ROWS)
     total = tl.zeros((WIDTH,), tl.float32)
     index = tl.load(indices_ptr + start + slot, mask=start + slot < end, other=-1).to(tl.int64)
     for at in range(start, end, ROWS):
-        # The next rows' indices come while this round's rows do.
+        # Prefetch the next rows' indices.
         ahead = at + ROWS + slot
         index_ahead = tl.load(indices_ptr + ahead, mask=ahead < end, other=-1).to(tl.int64)
         there = (index >= 0) & (index < rows)
@@ -278,7 +280,7 @@ def pool(
 
 
 @triton.jit(
-    # Nor on where vectors begin, which may differ from call to call: one kernel serves all.
+    # One kernel serves all alignments of these vectors, which may differ from call to call.
     do_not_specialize=["indices_ptr", "offsets_ptr", "weights_ptr", "out_base", "indices", "batch", "count_by", "tiles"]
 )
 def _lookup_kernel(
@@ -317,7 +319,7 @@ def _lookup_kernel(
         within = tile - tl.load(part_ptr)
         slice_ptr = slices_ptr + SLICE * (tl.load(part_ptr + 5) + within // groups)
         sample = within % groups * BAGS
-        # What comes from a table has no alignment that the compiler knows of: without these hints it moves element by element.
+        # The compiler knows no alignment of values from a table. Without these hints it moves element by element.
         table_ptr = tl.multiple_of(tl.load(slice_ptr).to(tl.pointer_type(ELEMENT)), ALIGN * ITEM)
         stride = tl.multiple_of(tl.load(slice_ptr + 1), ALIGN)
         inside = cols < tl.multiple_of(tl.load(slice_ptr + 3), ALIGN)
@@ -335,7 +337,7 @@ def _lookup_kernel(
             out_ptr = tl.multiple_of((address + i * pitch).to(tl.pointer_type(ELEMENT)), ALIGN * ITEM)
             tl.store(out_ptr + cols, total.to(ELEMENT), mask=inside)
         done += count_by
-        # This block's next tile, if it is of another part or there is none: what it has done of this one is told.
+        # If this block's next tile is of another part, or there is none, publish the finished tiles of this part.
         ahead = tile + tl.num_programs(0)
         flag = tl.load(flag_ptr)
         if (ahead >= part_end) & (flag != 0):

@@ -1,9 +1,9 @@
-"""Device functions for tiles that travel as words: send one, sum those that have come, make room again.
+"""Device functions for tiles sent as 32-bit words: pack a tile, sum the tiles that arrived, clear their slots.
 
-A word is 4 bytes of values: one float32, or two values of 16 bits. Zero is no value but an empty place, so that the data is its
-own flag: a word is stored and seen as a whole, and who sees other bits than zero has its values. One trip, no fence, no byte
-more than the data. A word of zeros travels as a negative zero, which adds nothing to a sum either. Who may write a place, and
-when it is empty again: weft.kernels.all_reduce.
+A word is 4 bytes of values: one float32, or two 16-bit values. A zero word means that the slot is empty, so the data is its own
+flag: the hardware stores and loads a word as a whole, and a reader that sees a nonzero word has its values. That takes one
+trip, no fence, and no extra byte. A word of zero values is sent as a negative zero, which leaves every sum unchanged.
+weft.kernels.all_reduce says who may write a slot and when it is empty again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from weft.triton.flags import pause
 
 
 @triton.jit
-def as_words(value, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile as BLOCK_M x WIDTH words, none of them empty."""
+def pack_words(value, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Return a tile as BLOCK_M x WIDTH nonzero words."""
     if value.dtype.primitive_bitwidth == 16:
         low, high = tl.split(tl.reshape(value, (BLOCK_M, WIDTH, 2)))
         words = low.to(tl.uint16, bitcast=True).to(tl.int32) | (high.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
@@ -27,13 +27,13 @@ def as_words(value, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def place(boxes_ptr, peer, offset):
-    """The words at this offset, a multiple of 16 bytes, of a peer's mailbox."""
+    """Return a pointer to the words at an offset of a peer's mailbox. offset: a multiple of 16 bytes."""
     return tl.multiple_of((tl.load(boxes_ptr + peer) + offset).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
 def clear(words_ptr, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """Empty COUNT times SIZE words that follow each other."""
+    """Set COUNT * SIZE contiguous words to empty."""
     for part in tl.static_range(COUNT):
         tl.store(words_ptr + part * SIZE + tl.arange(0, SIZE), tl.zeros((SIZE,), tl.int32))
 
@@ -43,7 +43,7 @@ def _look(
     words_ptr, offsets, mask,
     SOURCES: tl.constexpr, STRIDE: tl.constexpr, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Sums of words, as (all or the low halves, the high halves), and by word, zero if any source's is not there."""
+    """Return the sums of the low and the high halves of words, and for each word zero if any source has not arrived."""
     low = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     high = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     least = tl.full((BLOCK_M, WIDTH), 1, tl.uint32)
@@ -64,21 +64,21 @@ def received(
     SOURCES: tl.constexpr, STRIDE: tl.constexpr, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """The sum, in float32, of SOURCES tiles that lie STRIDE words apart, once all of their words are there.
+    """Wait until all words of SOURCES tiles, STRIDE words from one to the next, have arrived; return their float32 sum.
 
-    offsets, mask: of BLOCK_M x WIDTH words. Looks `tries` times, or until abort is set: status then names region and call, and
-    the sum is NaN everywhere. tries = 0 neither looks nor complains, and the sum means nothing. THREADS: of the block.
+    offsets, mask: of BLOCK_M x WIDTH words. The wait gives up after `tries` looks, or once abort is set: it then writes region
+    and call to status, and the sum is NaN. With tries = 0 it does not wait, and the sum is invalid. THREADS: of the block.
 
-    Where a block has more threads than words, Triton has several threads load the same word, and at times of their own. One
-    that comes late may see what the one whose value counts did not, and end the wait for both. So all look again then: what any
-    of them has seen, all see behind a barrier.
+    Where a block has more threads than words, Triton lets several threads load the same word at different times. A late thread
+    may see a value that the thread whose result is used has not seen, and end the wait for both. So all threads load once more
+    after a barrier, behind which every thread sees what any thread has seen.
     """
     low = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     high = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     late = 1
     looks = 0
     while (late == 1) & (looks < tries):
-        # On its way together with the words.
+        # Loaded concurrently with the words.
         aborted = tl.load(abort_ptr, volatile=True)
         low, high, least = _look(words_ptr, offsets, mask, SOURCES, STRIDE, ELEMENT, BLOCK_M, WIDTH)
         # Each thread loads `abort` by itself: what the block agrees on ends the loop, 0 all there, 1 not yet, 2 or 3 aborted.
@@ -96,5 +96,5 @@ def received(
     total = low
     if ELEMENT.primitive_bitwidth == 16:
         total = tl.reshape(tl.join(low, high), (BLOCK_M, 2 * WIDTH))
-    # Without a rank's part a sum looks like any other; a graph that replays calls has nobody who reads status.
+    # A sum without one rank's part would look valid, and nobody reads status after a replayed graph. So the result is NaN.
     return total + tl.where(gave_up, float("nan"), 0.0)

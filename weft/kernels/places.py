@@ -1,9 +1,9 @@
-"""Where a lookup's indices belong, and in which order their rows' gradients are summed: by torch, from indices alone.
+"""Torch code that finds each lookup index's bag, and the order in which the gradients of table rows are summed.
 
-    places_of()      of every index: its bag, its factor, whether it counts; Places
-    sort_indices()   what refers to one row lies together; Sorted
+    locate_indices()   Places: for every index its bag, its factor, and whether it counts
+    sort_indices()     SortedIndices: indices of one row are adjacent
 
-Nothing here waits for the device or depends on how many indices count, so that a CUDA graph can hold it. Without Triton.
+No function waits for the device, and no shape depends on how many indices count, so a CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from weft.kernels.tables import DeviceTables
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Of every index: the bag (table * batch + sample) that holds it, its factor in that bag's result, and whether it counts:
-    it lies in a bag, and its table has that row."""
+    """The bag of every index.
+
+    bag: table * batch + sample. factor: the index's factor in the result of its bag. counts: whether the index is in a bag and
+    its table has that row.
+    """
 
     bag: torch.Tensor
     factor: torch.Tensor
@@ -28,9 +31,11 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sorted:
-    """Indices in the order of (table, row), those that count first. starts [L + 1]: where each row's begin; L from the last
-    one on. tables, rows, samples, factors [L]: of each."""
+class SortedIndices:
+    """Indices sorted by (table, row); those that count come first.
+
+    starts [L + 1]: the first index of each row, L after the last row. tables, rows, samples, factors [L]: of each index.
+    """
 
     starts: torch.Tensor
     tables: torch.Tensor
@@ -39,35 +44,35 @@ class Sorted:
     factors: torch.Tensor
 
 
-def places_of(
+def locate_indices(
     indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, rows: Sequence[int], *, mean: bool
 ) -> Places:
-    """Where each index belongs. rows: of each table."""
+    """Return the Places of all indices. rows: the number of rows of each table."""
     offsets = offsets.long().clamp(0, indices.numel())
     bags = offsets.numel() - 1
     position = torch.arange(indices.numel(), device=indices.device)
     bag = torch.searchsorted(offsets, position, right=True) - 1
     held = (bag >= 0) & (bag < bags)
     bag = bag.clamp(0, bags - 1)
-    height = constant(tuple(rows), indices.device)[bag // (bags // len(rows))]
+    height = cached_constant(tuple(rows), indices.device)[bag // (bags // len(rows))]
     factor = indices.new_ones(indices.numel(), dtype=torch.float32) if weights is None else weights.float()
     if mean:
         factor = factor / offsets.diff().clamp(min=1)[bag]
     return Places(bag=bag, factor=factor, counts=held & (indices >= 0) & (indices < height))
 
 
-def sort_indices(indices: torch.Tensor, places: Places, rows: Sequence[int], batch: int) -> Sorted:
-    """What refers to one row lies together. rows: of each table."""
+def sort_indices(indices: torch.Tensor, places: Places, rows: Sequence[int], batch: int) -> SortedIndices:
+    """Sort indices so that those of one row are adjacent. rows: the number of rows of each table."""
     length, device = indices.numel(), indices.device
     first = (0, *accumulate(rows))[:-1]
     owner = places.bag // batch
     total = sum(rows)
-    keys = torch.where(places.counts, constant(first, device)[owner] + indices, total)
+    keys = torch.where(places.counts, cached_constant(first, device)[owner] + indices, total)
     keys, order = keys.sort(stable=True)
     position = torch.arange(length, device=device)
     heads = torch.ones_like(places.counts)
     heads[1:] = keys[1:] != keys[:-1]
-    # What does not count makes the last segment, which is none.
+    # Indices that do not count sort last. They start no segment.
     heads &= keys < total
     slot = torch.where(heads, heads.cumsum(0) - 1, length)
     starts = torch.full((length + 1,), length, device=device)
@@ -75,7 +80,7 @@ def sort_indices(indices: torch.Tensor, places: Places, rows: Sequence[int], bat
     counted = places.counts.sum()
     starts = torch.minimum(starts, counted)
     owner = owner[order]
-    return Sorted(
+    return SortedIndices(
         starts=starts,
         tables=owner,
         rows=indices[order].long(),
@@ -84,8 +89,8 @@ def sort_indices(indices: torch.Tensor, places: Places, rows: Sequence[int], bat
     )
 
 
-def constant(values: tuple[object, ...], device: torch.device) -> torch.Tensor:
-    """A table on the device. It is made once, because none can be made while a CUDA graph is captured."""
+def cached_constant(values: tuple[object, ...], device: torch.device) -> torch.Tensor:
+    """Return a constant tensor on the device, cached because none can be made while a CUDA graph is captured."""
 
     def made() -> torch.Tensor:
         with torch.inference_mode(False):
@@ -95,4 +100,4 @@ def constant(values: tuple[object, ...], device: torch.device) -> torch.Tensor:
 
 
 _CONSTANTS: DeviceTables[torch.Tensor] = DeviceTables(256)
-"""For the heights of tables, and for the addresses of gradients, which may differ from step to step."""
+"""Holds numbers of table rows, and addresses of gradients, which may differ from step to step."""

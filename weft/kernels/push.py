@@ -1,13 +1,12 @@
-"""The kernel of a Push: a set number of blocks store regions where they belong, and count what has arrived.
+"""The kernel of a Push: a fixed number of blocks store regions at their destinations and count finished tiles.
 
     _push_kernel   persistent blocks; tiles in the order of the copies
-    push()         its launcher; PushTables  what the copies mean to the kernel, computed once
+    push()         its launcher; PushTables  the copies in the form that the kernel reads, computed once
 
-A copy is one part of the Push. It is cut into tiles of as many bytes, counted along its rows one after the other, wherever
-those lie: how many it has depends on the region's shape alone, so that a peer which waits for it knows. Its flag grows by
-that number in a call. A block adds what it has finished once it goes on to another copy, not after each tile: to publish, it
-must wait until the peer has acknowledged its stores, and a copy is complete only with its last tile. Until then its tiles
-overlap.
+A copy is one part of the Push. It is cut into tiles of a fixed number of bytes, counted along its rows, whatever their strides.
+So the number of tiles depends on the region's shape alone, and a peer that waits for the copy knows it. A copy's flag grows by
+that number in each call. A block adds its finished tiles when it goes on to another copy: publishing waits until the peer has
+acknowledged the block's stores, and until then the stores of several tiles overlap.
 
     block 0: tile 0, 16, 32 of copy 0 -> barrier -> count 3 (release, system) -> tile 48 of copy 1 ...
     block 1: tile 1, 17      of copy 0 -> barrier -> count 2                   -> tile 33 of copy 1 ...
@@ -15,16 +14,15 @@ overlap.
 
 Order. Every thread's stores come before the block's barrier, the barrier before the one release, and that before the
 acquire which sees it: of a kernel's gate (weft.triton.flags) at system scope, or of a peer's stream that waits for the word.
-Each block's count stands for its own tiles alone, so that only the sum of all shows the copy complete; and it shows no
-other copy: the flag of a later one may be full while an earlier one is still under way. The bad interleaving is two copies
-on one flag: block 0 is done with both, block 1 with neither, and the word says that the first is there. So no two copies
-of a Push share a flag.
+Each block's count stands for its own tiles alone, so only the full sum shows that the copy is complete. The flag of a later
+copy may be full while an earlier copy is still in progress. A bad interleaving with two copies on one flag: block 0 has
+finished both, block 1 neither, and the flag shows the first as complete. So no two copies of a Push share a flag.
 
-The kernel waits for nothing. What it reads must be there, and what it overwrites be free, when its stream comes to it. When
-its stream has passed it, all of its copies are done.
+The kernel never waits. When its stream reaches it, its sources must be ready and its destinations free. When it has ended, all
+of its copies are done.
 
-Legend: a unit is what one thread moves at once, the widest of 16, 8, 4, 2 and 1 bytes that divides all addresses, strides and
-row lengths; a run is a copy whose rows follow each other without gaps on both sides: one row to the kernel.
+Legend: a unit is what one thread moves in one access, the widest of 16, 8, 4, 2 and 1 bytes that divides all addresses, strides
+and row lengths; a run is a copy whose source and destination rows are contiguous: one row to the kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from weft.triton.flags import table
 _FIELDS = 8
 _WARPS = 16
 _TILE_BYTES = 32768
-"""Four loads of 16 bytes under way in each of 512 threads."""
+"""Each of 512 threads has four loads of 16 bytes in flight."""
 _INTERPRETED_TILE_BYTES = 1024
 _ELEMENTS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
@@ -53,9 +51,10 @@ _ELEMENTS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 class PushTables:
     """Copies as the kernel reads them, on the device.
 
-    tiles: for each tile: addresses of its source and destination, units in it, address of its flag or 0; and where not all
-    copies are runs, in units: where it begins in its first row (its addresses are that row's), row length, strides of source
-    and destination. count: tiles. unit: bytes. tile_bytes: of a whole tile. runs: whether all are.
+    tiles: for each tile: addresses of its source and destination, its units, and the address of its flag or 0. Where not all
+        copies are runs, also in units: its offset in its first row (its addresses are that row's), row length, strides of
+        source and destination.
+    count: the number of tiles. unit: bytes. tile_bytes: bytes of a whole tile. runs: whether all copies are runs.
     """
 
     tiles: torch.Tensor
@@ -66,12 +65,12 @@ class PushTables:
 
 
 def tile_bytes_on(device: torch.device) -> int:
-    """Bytes of a tile: alike on every rank, whatever it sends."""
+    """Return the bytes of a tile: the same on every rank, whatever it sends."""
     return _TILE_BYTES if device.type == "cuda" else _INTERPRETED_TILE_BYTES
 
 
 def tiles_of_copy(region: Region, *, itemsize: int, device: torch.device) -> int:
-    """Tiles of a copy of this shape, source or destination: how far its flag grows in a call. itemsize: bytes."""
+    """Return the tiles of a copy of this shape, by which its flag grows in a call. itemsize: bytes."""
     return -(-region.size * itemsize // tile_bytes_on(device))
 
 
@@ -92,11 +91,11 @@ class _Move:
 
     @property
     def unit(self) -> int:
-        """The widest unit that divides it."""
+        """The widest unit that divides all sizes of the copy."""
         return math.gcd(16, self.src, self.dst, self.width, self.src_stride, self.dst_stride)
 
     def tiles(self, unit: int, tile_bytes: int) -> list[tuple[int, ...]]:
-        """A row of the table for each tile; a tile of a run is a row of its own."""
+        """Return the table's row of each tile. Each tile of a run is described as one row."""
         nbytes = self.rows * self.width
         found = []
         for at in range(0, nbytes, tile_bytes):
@@ -112,7 +111,7 @@ class _Move:
 
 
 def _move(src: int, dst: int, shape: tuple[int, int], strides: tuple[int, int], flag: int) -> _Move:
-    """A copy of shape (rows, bytes); the strides of a single row mean nothing: torch gives any."""
+    """Return a copy of shape (rows, bytes). The strides of a single row are ignored, since torch may report any."""
     rows, width = shape
     if rows == 1 or strides == (width, width):
         return _Move(src=src, dst=dst, rows=1, width=rows * width, src_stride=0, dst_stride=0, flag=flag)
@@ -128,11 +127,11 @@ def push_tables(
     stride: Callable[[Region], int],
     count_address: Callable[[Flag], int],
 ) -> PushTables:
-    """Lay copies out for the kernel: (source, destination, flag that its tiles add to) in the order of sending.
+    """Build the tables of copies: (source, destination, flag that its tiles add to) in the order of sending.
 
     itemsize: bytes of an element. address: of a region's first element. stride: bytes from a row to the next, elements of
-    a row being adjacent. count_address: of an int32 word. Regions and words may lie on any peer that this device can reach;
-    neither the copies' destinations nor their flags may be the same.
+    a row being adjacent. count_address: of an int32 flag. Regions and flags may be on any peer that this device can reach. No
+    two copies may share a destination or a flag.
     """
     moves = []
     for src, dst, flag in copies:
@@ -153,8 +152,8 @@ def _lay_out(moves: Sequence[_Move], device: torch.device) -> PushTables:
     return PushTables(tiles=table(tiles, torch.int64, device), count=len(tiles), unit=unit, tile_bytes=tile_bytes, runs=runs)
 
 
-def launcher() -> Launcher:
-    """For `push`, call after call."""
+def make_launcher() -> Launcher:
+    """Return the launcher for repeated calls of `push`."""
     return Launcher(_push_kernel)
 
 
@@ -167,10 +166,11 @@ def push(
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
-    """Make the copies that `plan` says, and count.
+    """Make the copies of `plan`, and count finished tiles.
 
-    sms: blocks. silent: do not count, for a rehearsal. src_base: what the plan's source addresses count from, a multiple of
-    16, so that a plan serves tensors that move from call to call. launched_by, stream: as for weft.kernels.gemm.gemm.
+    sms: the number of blocks. silent: do not count, for a rehearsal. src_base: added to the plan's source addresses, a multiple
+    of 16, so that one plan serves tensors whose address changes between calls. launched_by, stream: as for
+        weft.kernels.gemm.gemm.
     """
     assert src_base % 16 == 0, f"src_base is {src_base}, no multiple of 16"
     if not plan.count:
@@ -180,7 +180,7 @@ def push(
     units = plan.tile_bytes // plan.unit
     constants = {
         "UNITS": units,
-        # Narrow units in rounds: all at once, they would take every register.
+        # Narrow units are moved in rounds: all of them together would need too many registers.
         "ROUND": min(units, plan.tile_bytes // 8),
         "LANES": lanes,
         "UNIT_BYTES": plan.unit,
@@ -188,7 +188,7 @@ def push(
         "RUNS": plan.runs,
         "FIELDS": _FIELDS,
     }
-    (launched_by or launcher())(
+    (launched_by or make_launcher())(
         min(sms, plan.count),
         (plan.tiles, src_base, int(not silent), plan.count),
         constants,
@@ -200,7 +200,7 @@ def push(
 
 @triton.jit
 def _pointer(address, ELEMENT: tl.constexpr, UNIT_BYTES: tl.constexpr):
-    """An address as a pointer; without the hint its accesses would be one element wide."""
+    """Return an address as a pointer. Without the alignment hint, accesses would be one element wide."""
     return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), UNIT_BYTES)
 
 
@@ -218,7 +218,7 @@ def _push_kernel(
     RUNS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    # Masks and rows by unit, not by element: then the compiler knows that a unit's elements go together.
+    # Masks and rows are computed per unit, so that the compiler sees that a unit's elements share them.
     first = tl.arange(0, ROUND)[:, None]
     lane = tl.arange(0, LANES)[None, :]
     done = 0
@@ -238,12 +238,12 @@ def _push_kernel(
                 col = at - row * width
                 src_at = row * tl.load(fields + 6) + col
                 dst_at = row * tl.load(fields + 7) + col
-            # Not through this SM's first-level cache: it may hold what lay here in an earlier call.
+            # Bypass this SM's L1 cache, which may hold data of an earlier call.
             data = tl.load(src_ptr + src_at * LANES + lane, mask=unit < units, cache_modifier=".cg")
             tl.store(dst_ptr + dst_at * LANES + lane, data, mask=unit < units)
         done += count_by
         flag = tl.load(fields + 3)
-        # This block's next tile; its fields come into the cache meanwhile.
+        # Loading the next tile's flag also brings its fields into the cache.
         ahead = tile + tl.num_programs(0)
         next_flag = tl.load(tiles_ptr + FIELDS * ahead + 3, mask=ahead < tiles, other=-1)
         if flag != next_flag:

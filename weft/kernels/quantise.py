@@ -1,16 +1,17 @@
-"""Quantises rows and stores them where they belong, in one kernel: the Push of a problem whose scaling quantises a.
+"""A kernel that quantises rows and stores them at their destinations: the Push of a problem whose scaling quantises a.
 
     _quantise_kernel   persistent blocks; tiles of ROWS rows, each read from HBM once
-    quantise()         its launcher; QuantiseTables  what the copies mean to the kernel, computed once
+    quantise()         its launcher; QuantiseTables  the copies in the form that the kernel reads, computed once
 
-A tile has destinations: every rank that its rows go to, this one included. A block finds the scales of its rows (rowwise: in a
-pass over K, after which they lie in the cache), divides, rounds, and stores elements and scales at each destination. Then it
-adds one to the flag of each: a part of the Push is there when its flag has reached the number of its tiles.
+The destinations of a tile are all ranks that its rows go to, this rank included. A block computes the scales of its rows
+(rowwise: in a first pass over K, which leaves the rows in the cache), divides, rounds, and stores elements and scales at each
+destination. Then it adds one to the flag of each destination. A part of the Push is complete when its flag has reached the
+number of its tiles.
 
     block 0: tile 0   largest magnitudes -> scales -> FP8 -> store here, at rank 1, ... -> barrier -> count 1 at each (release)
     block 1: tile 1   ...                                     ~> peer: flag has grown by all tiles: the part is there
 
-Order is that of weft.kernels.push: all stores of a tile come before the block's barrier, that before the release of each flag.
+Order, as in weft.kernels.push: all stores of a tile precede the block's barrier, which precedes the release of each flag.
 The result has the same bits as weft.runtime.scaled_products.quantise.
 """
 
@@ -31,7 +32,7 @@ from weft.kernels.scaled import rounded
 from weft.triton.flags import table
 
 ROWS = 4
-"""Of a tile."""
+"""Rows of a tile."""
 TILE_FIELDS, PLACE_FIELDS = map(tl.constexpr, (4, 3))
 """Columns of the tables tiles and places of QuantiseTables."""
 _COLUMNS, _WARPS = 2048, 8
@@ -42,10 +43,11 @@ _LEAST = tl.constexpr(LEAST_MAGNITUDE)
 class QuantiseTables:
     """Copies as the kernel reads them, on the device.
 
-    tiles: for each tile: its first row in the source, how many rows it has, and its places [first, last). places: for each
-    destination of a tile: the addresses of its first element, of its first scale, and of its flag. pitches: elements from row
-    to row of the elements, and of the scales, at every destination. count: tiles. blockwise: whether each block of SCALE_BLOCK
-    columns has a scale, not each row.
+    tiles: for each tile: its first row in the source, the number of its rows, and its places [first, last).
+    places: for each destination of a tile: the addresses of its first element, of its first scale, and of its flag.
+    pitches: elements from row to row, of the elements and of the scales, at every destination.
+    count: the number of tiles.
+    blockwise: whether each block of SCALE_BLOCK columns has a scale; else each row has one.
     """
 
     tiles: torch.Tensor
@@ -57,7 +59,7 @@ class QuantiseTables:
 
 
 def tiles_of_rows(region: Region) -> int:
-    """Tiles of a copy of this shape: how far its flag grows in a call."""
+    """Return the tiles of a copy of this shape, by which its flag grows in a call."""
     return -(-region.shape[0] // ROWS)
 
 
@@ -70,8 +72,7 @@ def quantise_tables(
     scales: Callable[[Region], torch.Tensor],
     count_address: Callable[[Flag], int],
 ) -> QuantiseTables:
-    """Lay the parts of a Push out for the kernel. elements, scales: those of a destination. Parts of the same rows share
-    tiles."""
+    """Build the tables of a Push's parts. elements, scales: those of a destination. Parts with the same rows share tiles."""
     tiles: list[tuple[int, int, int, int]] = []
     places: list[tuple[int, int, int]] = []
     pitches = set[tuple[int, int]]()
@@ -94,8 +95,8 @@ def quantise_tables(
     )
 
 
-def launcher() -> Launcher:
-    """For `quantise`, call after call."""
+def make_launcher() -> Launcher:
+    """Return the launcher for repeated calls of `quantise`."""
     return Launcher(_quantise_kernel)
 
 
@@ -108,8 +109,8 @@ def quantise(
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
-    """Make the copies that `plan` says, and count. source: [rows, columns], rows contiguous. sms: blocks. silent: do not count,
-    for a rehearsal. launched_by, stream: as for weft.kernels.gemm.gemm."""
+    """Make the copies of `plan`, and count finished tiles. source: [rows, columns], rows contiguous. sms: blocks. silent: do
+    not count, for a rehearsal. launched_by, stream: as for weft.kernels.gemm.gemm."""
     if not plan.count:
         return
     constants = {
@@ -118,7 +119,7 @@ def quantise(
         "ROWS": ROWS,
         "MOST": torch.finfo(torch.float8_e4m3fn).max,
     }
-    (launched_by or launcher())(
+    (launched_by or make_launcher())(
         min(sms, plan.count),
         (source, plan.tiles, plan.places, source.stride(0), plan.columns, *plan.pitches, int(not silent), plan.count),
         constants,
@@ -130,7 +131,7 @@ def quantise(
 
 @triton.jit
 def _largest(values, AXIS: tl.constexpr):
-    """The largest magnitude along an axis; NaN where one of them is."""
+    """Return the largest magnitude along an axis; NaN if any element is NaN."""
     bad = tl.max((values != values).to(tl.int32), AXIS)
     return tl.where(bad > 0, float("nan"), tl.max(tl.abs(values), AXIS))
 
@@ -171,8 +172,8 @@ def _quantise_kernel(
                 block = at // BLOCK + tl.arange(0, COLUMNS // BLOCK)[None, :]
                 for place in range(begin, end):
                     scales_ptr = tl.load(places_ptr + PLACE_FIELDS * place + 1).to(tl.pointer_type(tl.float32))
-                    kept = (row < rows) & (block * BLOCK < columns)
-                    tl.store(scales_ptr + row * scale_pitch + block, factor, mask=kept)
+                    inside_blocks = (row < rows) & (block * BLOCK < columns)
+                    tl.store(scales_ptr + row * scale_pitch + block, factor, mask=inside_blocks)
             data = rounded(tl.clamp(scaled, -MOST, MOST)).to(tl.int8, bitcast=True)
             data = tl.where(scaled != scaled, 0x7F, data).to(tl.int8)
             for place in range(begin, end):

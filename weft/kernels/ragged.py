@@ -1,11 +1,10 @@
-"""Grouped GEMMs whose rows go all to all, in numbers that only devices know. See weft.kernels.segments for where they go.
+"""Grouped GEMMs with an all-to-all of their rows, whose counts only devices know. weft.kernels.segments computes the layout.
 
-    dispatch_kernel   some blocks push rows first; all multiply what arrives
-    combine_kernel    most blocks multiply, and signal to the owners of the rows; the others pull what peers have made for this
-    rank,
-                      and so do those, when they have nothing left to multiply
+    dispatch_kernel   some blocks push rows first; then all blocks multiply rows that arrived
+    combine_kernel    most blocks multiply, and signal the owners of the rows; the others pull this rank's products from peers,
+                      and multiplying blocks join them when they have no tiles left
 
-weft.kernels.exchange launches them; how rows are moved, waited for and told of is in weft.kernels.ragged_rows.
+weft.kernels.exchange launches them. weft.kernels.ragged_rows moves rows, waits for them and signals them.
 
     dispatch                                           combine
     rank r, pushing block        rank p                rank r, multiplying block        rank p, pulling block
@@ -14,25 +13,26 @@ weft.kernels.exchange launches them; how rows are moved, waited for and told of 
     ... then tiles               of a tile's segments  own rows -> out                  product of r -> out
                                  multiply -> out
 
-A tile has rows of one expert, from any ranks, and signals to, or waits for, each of those; only an expert's last tile may be
-short. In a dispatch, tiles of own rows alone read a; own rows that share a tile with others are pushed, too, into the own
-landing, so that a tile's rows lie together. Its last tiles are taken in turn by whichever block is free: pushing takes a part
-of the time that multiplying takes.
+A tile has rows of one expert, from any ranks, and signals or waits for each of these ranks. Only an expert's last tile may be
+short. In a dispatch, a tile of own rows alone reads a. Own rows that share a tile with others' are also pushed into the own
+landing buffer, so that a tile's rows are contiguous. The last tiles of a dispatch are drawn by whichever block is free, because
+pushing takes only part of the time that multiplying takes.
 
-Whole tiles are stored by TMA, which in a combine goes on while the next tile is multiplied. A block publishes a tile after
-that, when it has long been stored; a wait for the stores comes first all the same.
+Whole tiles are stored by TMA. In a combine, the stores overlap with the multiplication of the next tile, and a block publishes
+a tile after that. It still waits for the stores first.
 
-A block that waits never keeps back what it waits for: pushing blocks wait for nothing until they have pushed all, here and on
-every peer; multiplying blocks of a combine wait for nothing, and come before pulling ones. They pull, too, in the end, if all
-of them have begun.
+A waiting block never delays the work that it waits for. Pushing blocks do not wait until they have pushed everything, here and
+on every peer. Multiplying blocks of a combine never wait, and precede pulling blocks. They join in pulling at the end, if all
+of them have started.
 
-Zeros below what arrives are stored between tiles, when memory is idle. Once a wait has ended early, what has not come in time,
-and all that follows, is NaN: the error is raised by a later call only.
+Zeros below the rows that arrive are stored between tiles, when memory is idle. Once a wait has given up, late rows and
+everything after them are NaN, since only a later call raises the error.
 
-b has three dimensions, expert by expert; both of its last two may be the contiguous one. A gated dispatch multiplies by 2 N
-columns and stores silu(left half) * right half: a block makes both tiles, and what is not stored is not read again (3 x 235 MB
-of a Mixtral layer's 8192 rows). FP8 rows travel with their scales, under the same flags, and are multiplied as the GEMM kernel
-multiplies them (weft.kernels.gemm_kernel). Legend: N of what is stored, K of each GEMM.
+b is [experts, ., .]; either of the last two dimensions may be contiguous. A gated dispatch multiplies by 2 N columns and stores
+silu(left half) * right half. One block computes both tiles, which saves writing and reading the product (3 x 235 MB for a
+Mixtral layer's 8192 rows). FP8 rows are sent with their scales, under the same flags, and are multiplied as in
+weft.kernels.gemm_kernel.
+Legend: N columns are stored, K is each GEMM's.
 """
 
 from __future__ import annotations
@@ -59,9 +59,11 @@ from weft.triton.flags import descriptors_too
 
 
 class GroupedProduct(NamedTuple):
-    """What a kernel that multiplies is compiled for: its constexpr argument P. Its tiles have BLOCK_M rows as those of M.
-    RECIPE, PROMOTED, PAIRS: as in weft.kernels.gemm_kernel.Variant. COUNTED: whether a tile is published while the next one is
-    multiplied, which none is."""
+    """The parameters that a multiplying kernel is compiled for: its constexpr argument P.
+
+    BLOCK_M: TILE_ROWS of M. RECIPE, PROMOTED, PAIRS: as in weft.kernels.gemm_kernel.Variant. COUNTED: False; these kernels
+    publish no tile within the multiplication of the next one.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
@@ -78,7 +80,8 @@ class GroupedProduct(NamedTuple):
 
 @triton.jit
 def _multiply(a_desc, b_desc, row, expert, col, N, K, scales, rows, P: tl.constexpr):
-    """One tile in float32, by the expert's b. scales, rows: of FP8 operands, those of the expert, and of the tile's rows."""
+    """Return one tile of the product with the expert's b in float32. scales, rows: FP8 scales of the expert and of the tile's
+    rows."""
     acc = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
     if P.PROMOTED:
         steps = tl.cdiv(K, P.BLOCK_K)
@@ -95,7 +98,7 @@ def _multiply(a_desc, b_desc, row, expert, col, N, K, scales, rows, P: tl.conste
 
 @triton.jit
 def _multiply_gated(a_desc, b_desc, row, expert, col, N, K, scales, rows, P: tl.constexpr):
-    """silu of one tile, times the one N columns further right, in float32. scales, rows: as for _multiply."""
+    """Return silu of one tile times the tile N columns further right, in float32. scales, rows: as for _multiply."""
     gate = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
     up = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
     if P.PROMOTED:
@@ -115,7 +118,7 @@ def _multiply_gated(a_desc, b_desc, row, expert, col, N, K, scales, rows, P: tl.
 
 @triton.jit
 def _promote_gated(a_desc, b_desc, gate, up, row, expert, col, N, K, scales, rows, P: tl.constexpr):
-    """Both sums, where each step's products are scaled and added in float32. With PAIRS a step's product for `up` is added in
+    """Return both sums, scaling and adding each step's products in float32. With PAIRS a step's product for `up` is added in
     the next step, while tensor cores multiply for `gate`."""
     none = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
     late, late_factor = none, tl.full((P.BLOCK_M,), 0, tl.float32)
@@ -142,14 +145,17 @@ def dispatch_kernel(
     a_desc, landing_desc, b_desc, out_desc, a_ptr, pushed_scales, out_ptr, landing, arrived, tables, scales, scales_pitch,
     tries, rank, N, K, max_rows, movers, keep_own, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """pushed_scales: CopiedScales of FP8 rows. scales, scales_pitch: Scales of FP8 operands, and in elements, how far those of
-    an expert's b are from the next one's."""
+    """Push rows and multiply rows that arrive.
+
+    pushed_scales: CopiedScales of FP8 rows. scales: Scales of FP8 operands. scales_pitch: elements from the scales of one
+    expert's b to the next expert's.
+    """
     block, blocks = tl.program_id(0) - movers, tl.num_programs(0)
     if block < 0:
         push_rows(block + movers, movers, a_ptr, landing, pushed_scales, arrived, tables, rank, K, keep_own, M)
     row_tiles, col_tiles = tl.load(tables.tiles + TILE_FIELDS * (M.Q - 1)), tl.cdiv(N, P.BLOCK_N)
     tiles = row_tiles * col_tiles
-    # The first tiles are each block's own, which costs nothing; the last rounds are drawn.
+    # The first tiles are assigned statically, which costs nothing; the last two rounds are drawn from a counter.
     own = tl.maximum(tiles // blocks - 2, 0) * (blocks - movers)
     tile = block
     if (block < 0) | (block >= own):
@@ -199,7 +205,7 @@ def combine_kernel(
     a_desc, b_desc, product_desc, out_ptr, product, arrived, tables, scales, scales_pitch,
     tries, rank, N, K, max_rows, movers, M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """scales, scales_pitch: as for dispatch_kernel."""
+    """Multiply rows and pull products. scales, scales_pitch: as for dispatch_kernel."""
     block, blocks = tl.program_id(0), tl.num_programs(0) - movers
     pulls, fill = 1, fill_of(in_time(tables.notes))
     if block < blocks:
@@ -210,7 +216,7 @@ def combine_kernel(
         units = tl.cdiv(max_rows - below, M.ROWS) * tl.cdiv(N, M.COLS)
         unit = block
         each = tl.cdiv(units, tl.maximum(tiles, 1))
-        # The tile before: its expert, rows, and how many; none at first.
+        # The previous tile: its expert, first row and number of rows.
         last_expert, last_row, last_rows = 0, 0, 0
         for tile in range(block, tiles, blocks):
             times = tl.minimum(each, tl.cdiv(units - unit, blocks))
@@ -238,7 +244,7 @@ def combine_kernel(
         publish_rows(last_expert, last_row, last_rows, arrived, tables, M.W, P.ASYNCHRONOUS)
         times = tl.cdiv(units - unit, blocks)
         fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, M)
-        # Not before all that multiply are on an SM: one that waits here would keep an SM from those.
+        # Pull only once all multiplying blocks are resident: a block that waits here would occupy an SM that they need.
         pulls = (tl.atomic_add(tables.turn + 1, 0, sem="relaxed", scope="gpu") >= blocks).to(tl.int32)
     if pulls != 0:
         pull_rows(out_ptr, product, arrived.local, tables, tries, N, M)

@@ -1,15 +1,14 @@
-"""Rows of a ragged all-to-all on their way: pushed to where they land, pulled from where they were made, waited for, told of.
+"""Device functions that move the rows of a ragged all-to-all: push, pull, wait for and signal them.
 
-    push_rows   pull_rows         units of segments, by a step's table of moves (weft.kernels.segments)
-    await_rows  publish_rows      the segments that a tile has rows of
+    push_rows   pull_rows         copy units of segments, by a step's table of moves (weft.kernels.segments)
+    await_rows  publish_rows      wait for, or signal, the segments that a tile has rows of
     copy_rows   store_rows   fill_rows   fill_below
     copy_scales fill_scales       the scales of FP8 rows
-    push_kernel pull_kernel       a step that only pushes, or pulls
-    collect_kernel                what has landed, to where the caller has it; zeros below it
-    await_kernel                  one block: flags that a lane waits for
+    push_kernel pull_kernel       a step that only pushes, or only pulls
+    collect_kernel                copies rows that landed to the caller's tensor, zeros below them
+    await_kernel                  one block; waits for the flags that a lane waits for
 
-weft.kernels.ragged has the kernels that multiply, and says which of their blocks call these; weft.kernels.exchange launches
-them all.
+weft.kernels.ragged has the multiplying kernels, which call these functions; weft.kernels.exchange launches all of them.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ from weft.triton.functions import get, peer_pointer, put, signal, wait
 
 
 class StepTables(NamedTuple):
-    """A step's tables, counters and flags on this rank (weft.kernels.segments); those that its kernel does not read are None.
+    """A step's tables, counters and flags on this rank (weft.kernels.segments). Those that its kernel does not read are None.
 
-    gates: what its copies, or its tiles, wait for. counters: by segment, the word that counts it, on the rank that its rows go
-    to, or -1. turns, turn: the rows that arrive in all, and the words that the step's blocks draw from.
+    gates: the counters that its copies or tiles wait for. counters: by segment, its counter on the rank that its rows go to, or
+        -1.
+    turns: its first entry is the number of rows that arrive. turn: the counters from which the step's blocks draw work.
     """
 
     groups: Any = None
@@ -43,10 +43,12 @@ class StepTables(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """What a kernel that moves rows is compiled for: its constexpr argument M. ROWS, COLS: what a block moves at once, with
-    STAGES - 1 loads under way. ALIGN, COPY_ALIGN: elements that are accessed at once, of results, and of rows that are copied.
-    TILE_ROWS: of a product's tile. SCALES: columns of scales that a block copies at once; 0 where rows are not FP8, which are
-    copied as bytes."""
+    """The parameters that a row-moving kernel is compiled for: its constexpr argument M.
+
+    ROWS, COLS: rows and columns that a block moves together, with STAGES - 1 loads in flight. ALIGN, COPY_ALIGN: elements of
+    one access, of results, and of copied rows. TILE_ROWS: rows of a product's tile. SCALES: columns of scales that a block
+    copies together; 0 unless rows are FP8, which are copied as bytes.
+    """
 
     W: int
     E: int
@@ -62,8 +64,11 @@ class Moving(NamedTuple):
 
 
 class CopiedScales(NamedTuple):
-    """Scales of FP8 rows that are copied, float32. source: where they are read. width: how many a row has. target: where they
-    are stored here; peers: int64 [world_size], the addresses of that on each rank, if rows go there."""
+    """The float32 scales of FP8 rows that are copied.
+
+    source: the scales to read. width: scales of a row. target: the tensor to store them in on this rank. peers: int64
+    [world_size], the address of each rank's target, if rows are sent to peers.
+    """
 
     source: Any
     width: Any
@@ -73,7 +78,7 @@ class CopiedScales(NamedTuple):
 
 @triton.jit
 def copy_rows(src_ptr, src_row, dst_ptr, dst_row, valid, width, M: tl.constexpr):
-    """Up to ROWS rows from one contiguous matrix to another, either here or at a peer."""
+    """Copy up to ROWS rows from one contiguous matrix to another, either here or at a peer."""
     src_ptr += src_row.to(tl.int64) * width
     dst_ptr += dst_row.to(tl.int64) * width
     rows = tl.arange(0, M.ROWS)[:, None]
@@ -85,7 +90,7 @@ def copy_rows(src_ptr, src_row, dst_ptr, dst_row, valid, width, M: tl.constexpr)
 
 @triton.jit
 def copy_scales(src_ptr, src_row, dst_ptr, dst_row, valid, width, plus, M: tl.constexpr):
-    """The scales of up to ROWS rows, as copy_rows. plus: what is added to each."""
+    """Copy the scales of up to ROWS rows. plus: added to each scale."""
     src_ptr += src_row.to(tl.int64) * width
     dst_ptr += dst_row.to(tl.int64) * width
     rows = tl.arange(0, M.ROWS)[:, None]
@@ -97,7 +102,7 @@ def copy_scales(src_ptr, src_row, dst_ptr, dst_row, valid, width, plus, M: tl.co
 
 @triton.jit
 def fill_scales(dst_ptr, row, valid, width, fill, M: tl.constexpr):
-    """The scales of up to ROWS rows, all with one value."""
+    """Fill the scales of up to ROWS rows with one value."""
     rows = tl.arange(0, M.ROWS)[:, None]
     for col in range(0, width, M.SCALES):
         cols = col + tl.arange(0, M.SCALES)[None, :]
@@ -108,30 +113,30 @@ def fill_scales(dst_ptr, row, valid, width, fill, M: tl.constexpr):
 
 @triton.jit
 def store_rows(base_ptr, row, acc, low, high, col, N, ALIGN: tl.constexpr):
-    """Rows [low, high) of a tile whose first row is `row` of a contiguous matrix."""
+    """Store rows [low, high) of a tile whose first row is `row` of a contiguous matrix."""
     rows = tl.arange(0, acc.shape[0])[:, None]
     cols = col + tl.arange(0, acc.shape[1])[None, :]
     first = row.to(tl.int64) * N
-    # Rows above `low` may lie above the matrix: offsets are those of where they are stored.
+    # Rows above `low` may be outside the matrix, so offsets start at the first stored row.
     put(base_ptr + first + low * N, (rows - low) * N + cols, acc, (rows >= low) & (rows < high) & (cols < N), ALIGN)
 
 
 @triton.jit
 def in_time(notes_ptr):
-    """1, or, once a wait has ended early, 0: then results are NaN. Those that the caller reads before a later call raises would
-    else look like results."""
+    """Return 1, or 0 once a wait has given up. Results are then NaN, because the caller may read them before a later call
+    raises."""
     return (tl.load(notes_ptr) == 0).to(tl.int32)
 
 
 @triton.jit
 def fill_of(came):
-    """What is stored where nothing arrives, and added to what does."""
+    """Return the value that is stored below the rows that arrive, and added to these: 0, or NaN after a wait gave up."""
     return tl.where(came != 0, 0.0, float("nan"))
 
 
 @triton.jit
 def fill_rows(dst_ptr, row, valid, width, fill, M: tl.constexpr):
-    """Up to ROWS rows of a contiguous matrix, all with one value."""
+    """Fill up to ROWS rows of a contiguous matrix with one value."""
     rows = tl.arange(0, M.ROWS)[:, None]
     for col in range(0, width, M.COLS):
         cols = col + tl.arange(0, M.COLS)[None, :]
@@ -142,7 +147,7 @@ def fill_rows(dst_ptr, row, valid, width, fill, M: tl.constexpr):
 
 @triton.jit
 def fill_below(out_ptr, first, max_rows, N, unit, stride, times, fill, M: tl.constexpr):
-    """One value for `times` units of ROWS x COLS from row `first` on, of which this block has every stride-th; the next one."""
+    """Fill `times` units of ROWS x COLS from row `first` on, every stride-th one, with a value; return the next unit."""
     across = tl.cdiv(N, M.COLS)
     for _ in range(times):
         row = first + unit // across * M.ROWS
@@ -156,8 +161,9 @@ def fill_below(out_ptr, first, max_rows, N, unit, stride, times, fill, M: tl.con
 
 @triton.jit
 def push_rows(block, blocks, a_ptr, landing, scales, arrived, tables, rank, K, keep_own, M: tl.constexpr):
-    """Rows of a to where they land, unit by unit, each with a signal. Of the own rows, those that share a tile with others; all
-    if keep_own. scales: CopiedScales of FP8 rows."""
+    """Push rows of a to their destinations, unit by unit, and signal each. Own rows are pushed if they share a tile with
+    others'; all
+    of them if keep_own. scales: CopiedScales of FP8 rows."""
     for unit in range(block, tl.load(tables.moves + MOVE_FIELDS * (M.Q - 1)), blocks):
         fields, within = move_of(tables.moves, unit, M.Q)
         at = within * M.ROWS
@@ -166,7 +172,7 @@ def push_rows(block, blocks, a_ptr, landing, scales, arrived, tables, rank, K, k
         here, there, rows = tl.load(fields + 2) + at, tl.load(fields + 3) + at, tl.load(fields + 1) - at
         group = tables.groups + GROUP_FIELDS * tl.load(fields + 5)
         top = tl.load(group)
-        # The tiles that have rows of this unit, all of their rows.
+        # All rows of the tiles that have rows of this unit.
         first = top + (there - top) // M.TILE_ROWS * M.TILE_ROWS
         last = top + ((there + tl.minimum(rows, M.ROWS) - 1 - top) // M.TILE_ROWS + 1) * M.TILE_ROWS
         shared = (first < there - at) | (tl.minimum(last, top + tl.load(group + 1)) > there + rows)
@@ -182,7 +188,7 @@ def push_rows(block, blocks, a_ptr, landing, scales, arrived, tables, rank, K, k
 
 @triton.jit
 def pull_rows(out_ptr, product, arrived_ptr, tables, tries, N, M: tl.constexpr):
-    """What peers have made for this rank to where it belongs, unit by unit, each segment behind its gates; units are drawn."""
+    """Pull products of peers for this rank, unit by unit, each after its segment's gates. Blocks draw units from a counter."""
     units = tl.load(tables.moves + MOVE_FIELDS * (M.Q - 1))
     unit = tl.atomic_add(tables.turn, 1, sem="relaxed", scope="gpu")
     while unit < units:
@@ -202,7 +208,7 @@ def pull_rows(out_ptr, product, arrived_ptr, tables, tries, N, M: tl.constexpr):
 
 @triton.jit
 def await_gates(segment, came, arrived_ptr, tables, tries, GATES: tl.constexpr):
-    """Wait for the words of a segment; whether they came in time, and all before them."""
+    """Wait for a segment's counters; return whether they and all earlier ones were reached in time."""
     for at in tl.static_range(GATES):
         word = tl.load(tables.gates + segment * GATES + at)
         if word >= 0:
@@ -212,8 +218,8 @@ def await_gates(segment, came, arrived_ptr, tables, tries, GATES: tl.constexpr):
 
 @triton.jit
 def await_rows(row, valid, expert, known, came, arrived_ptr, tables, tries, M: tl.constexpr):
-    """Wait for the words of all segments that have rows of [row, row + valid). known: bits of those that this block has waited
-    for, if there are at most 64; came: whether all came in time. Both are returned as they are then."""
+    """Wait for the counters of all segments that have rows of [row, row + valid). known: bits of the segments that this block
+    has waited for, if there are at most 64; came: whether all were in time. Both are returned updated."""
     for other in range(M.W):
         segment = expert * M.W + other
         part = tables.parts + PART_FIELDS * segment
@@ -228,9 +234,9 @@ def await_rows(row, valid, expert, known, came, arrived_ptr, tables, tries, M: t
 
 @triton.jit
 def publish_rows(expert, row, valid, arrived, tables, W: tl.constexpr, ASYNCHRONOUS: tl.constexpr):
-    """Signal to every peer that has rows of [row, row + valid), once they are stored."""
+    """Signal every peer that owns rows of [row, row + valid), after they have been stored."""
     if ASYNCHRONOUS:
-        # What Triton waits for after a store by TMA is that it has been read from shared memory, not that it has been written.
+        # After a TMA store, Triton waits until shared memory has been read. The data must also have been written.
         tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [valid], tl.int32, False, 1)
     for other in range(W):
         part, word = tables.parts + PART_FIELDS * (expert * W + other), tl.load(tables.counters + expert * W + other)
@@ -251,7 +257,7 @@ def pull_kernel(out_ptr, product, arrived_ptr, tables, tries, N, M: tl.constexpr
 
 @triton.jit(do_not_specialize=["count", "tries"])
 def await_kernel(words_ptr, count, arrived_ptr, goals_ptr, notes_ptr, tries):
-    """Wait for so many words."""
+    """Wait for `count` counters."""
     for at in range(count):
         word = tl.load(words_ptr + at)
         wait(arrived_ptr + word, tl.load(goals_ptr + word), tries, notes_ptr)
@@ -259,7 +265,7 @@ def await_kernel(words_ptr, count, arrived_ptr, goals_ptr, notes_ptr, tries):
 
 @triton.jit(do_not_specialize=["tries"])
 def collect_kernel(landing_ptr, out_ptr, scales, arrived_ptr, tables, tries, width, max_rows, M: tl.constexpr):
-    """scales: CopiedScales of FP8 rows. Of rows that have not come in time, the scales are NaN."""
+    """Copy rows that landed. scales: CopiedScales of FP8 rows; the scales of late rows are NaN."""
     block, blocks = tl.program_id(0), tl.num_programs(0)
     known, came = tl.full((), 0, tl.int64), in_time(tables.notes)
     for row_tile in range(block, tl.load(tables.tiles + TILE_FIELDS * (M.Q - 1)), blocks):

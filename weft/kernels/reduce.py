@@ -1,10 +1,10 @@
-"""One reduction kernel: sums partial results in float32, wherever they lie.
+"""The reduction kernel: sums partial results of this GPU and of its peers in float32.
 
     _reduce_kernel   persistent blocks; each tile adds up its sources and rounds once
-    reduce()         its launcher; ReduceTables  what a step's parts mean to the kernel
+    reduce()         its launcher; ReduceTables  a step's parts in the form that the kernel reads
 
-Sources are addresses: local memory, or a peer's that this GPU can load from. They are added in the order of the step, so
-that a result has the same bits each call. The kernel does not wait: all its sources are there where it starts.
+Sources are addresses in local memory, or in a peer's memory that this GPU can load from. They are added in the order of the
+step, so a result has the same bits in each call. The kernel never waits: all its sources are ready when it starts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ _FIELDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceTables:
-    """tiles: (part, first row, first column within it) of each tile. parts: row and column of the result, rows, columns.
-    srcs: by part, the addresses of its sources. align: elements; every address, column and width is a multiple of it, so that a
-    thread may load as many at once."""
+    """A step's parts as the kernel reads them.
+
+    tiles: (part, first row, first column within it) of each tile. parts: row and column of the result, rows, columns. srcs: by
+    part, the addresses of its sources. align: elements of one access; every address, column and width is a multiple of it.
+    """
 
     tiles: torch.Tensor
     parts: torch.Tensor
@@ -46,7 +48,7 @@ def reduce_tables(
     address: Callable[[Region], int],
     itemsize: int,
 ) -> ReduceTables:
-    """Lay a step out for the kernel. address: of a region's first element. itemsize: bytes of one."""
+    """Build the tables of a step. address: of a region's first element. itemsize: bytes of one."""
     rows, cols = (4, 1024) if device.type == "cuda" else (16, 64)
     tiles: list[tuple[int, int, int]] = []
     parts: list[tuple[int, ...]] = []
@@ -67,7 +69,7 @@ def reduce_tables(
 
 
 def _align(step: Reduce, srcs: list[list[int]], itemsize: int) -> int:
-    """The most elements, up to 16 bytes of them, that divide every source address, and every column and width of results."""
+    """Return the most elements, at most 16 bytes, that divide every source address, result column and result width."""
     columns = [n for part in step.parts for n in part.out.cols]
     elements = 16 // itemsize
     return math.gcd(elements, *columns, *(_elements(address, itemsize) for row in srcs for address in row))
@@ -77,8 +79,8 @@ def _elements(address: int, itemsize: int) -> int:
     return address // itemsize if address % itemsize == 0 else 1
 
 
-def launcher() -> Launcher:
-    """For `reduce`, call after call."""
+def make_launcher() -> Launcher:
+    """Return the launcher for repeated calls of `reduce`."""
     return Launcher(_reduce_kernel)
 
 
@@ -92,7 +94,7 @@ def reduce(
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
-    """out = the sums that `plan` says, divided by `divide_by`.
+    """Store the sums of `plan`, divided by `divide_by`, in out.
 
     like: a tensor of the sources' dtype and row stride. out: the whole result. The rest as for weft.kernels.gemm.gemm.
     """
@@ -109,7 +111,7 @@ def reduce(
         divide_by,
     )
     align = math.gcd(plan.align, like.stride(0), out.stride(0), out.data_ptr() // out.element_size())
-    (launched_by or launcher())(
+    (launched_by or make_launcher())(
         min(8 * sms, count),
         arguments,
         {
@@ -146,14 +148,14 @@ def _reduce_kernel(
         part = tl.load(tiles_ptr + 3 * tile)
         fields = parts_ptr + FIELDS * part
         rows = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, ROWS)[:, None]
-        # What comes from a table has no alignment that the compiler knows of: without these hints it moves element by element.
+        # The compiler knows no alignment of values from a table. Without these hints it moves element by element.
         cols = tl.multiple_of(tl.load(tiles_ptr + 3 * tile + 2), COLS) + tl.arange(0, COLS)[None, :]
         inside = (rows < tl.load(fields + 2)) & (cols < tl.multiple_of(tl.load(fields + 3), ALIGN))
         total = tl.zeros((ROWS, COLS), tl.float32)
         for source in tl.static_range(SOURCES):
             src_ptr = tl.load(srcs_ptr + part * SOURCES + source).to(tl.pointer_type(like_ptr.dtype.element_ty))
             src_ptr = tl.multiple_of(src_ptr, ALIGN * like_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            # Not through this SM's first-level cache: it may hold what lay here in an earlier call.
+            # Bypass this SM's L1 cache, which may hold data of an earlier call.
             here = src_ptr + rows.to(tl.int64) * src_stride + cols
             total += tl.load(here, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         total = total / divide_by

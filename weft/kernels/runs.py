@@ -1,14 +1,15 @@
-"""One kernel that sums runs: contiguous elements of every rank, in the order of ranks, on a set number of SMs.
+"""A kernel that sums runs, one contiguous range of elements of every rank, in the order of ranks, on a fixed number of SMs.
 
     _sum_runs_kernel   one block an SM; tile after tile: load all sources, add in float32, divide, round once, store
-    sum_runs()         its launcher; RunTable  where a step's fixed sources lie
+    sum_runs()         its launcher; RunTable  addresses of a step's fixed sources
 
-Beside other kernels, a sum for a collective is to take few SMs and to keep many bytes under way on each: blocks of 16 warps,
-each with two loads of 16 bytes a source. It waits for nothing: its stream has.
+A collective's sum should occupy few SMs while other kernels run, with many bytes in flight on each. So blocks have 16 warps,
+each with two loads of 16 bytes for each source. The kernel never waits, because its stream has waited before.
 
-One of the sources is the caller's own tensor, and the result may be too; both lie elsewhere each call, so their addresses are
-arguments, of which Triton may know nothing but what the variant says. There are two variants: every address at a multiple of
-16 bytes, or none. Both are loaded before the first call that may wait (`load`): loading waits for all streams.
+One of the sources is the caller's own tensor, and so may be the result. Their addresses differ from call to call and are
+arguments, of which Triton knows only what the variant states. There are two variants: all addresses are multiples of 16 bytes,
+or none needs to be. Both are loaded before the first call that may wait (`load`), because loading a kernel waits for all
+streams.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ _ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float
 
 @dataclass(frozen=True, kw_only=True)
 class RunTable:
-    """addresses: of each source, in order, on the device; the entry `own` is the caller's and means nothing. aligned: whether
-    the others lie at multiples of 16 bytes. dtype: of sources and result. tile: elements."""
+    """The sources of a sum.
+
+    addresses: of each source, in order, on the device. own: the number of the caller's source, whose entry is unused. aligned:
+    whether the other addresses are multiples of 16 bytes. dtype: of sources and result. tile: elements.
+    """
 
     addresses: torch.Tensor
     own: int
@@ -44,7 +48,7 @@ class RunTable:
 
 
 def run_table(addresses: Sequence[int], *, own: int, dtype: torch.dtype, divide_by: int, device: torch.device) -> RunTable:
-    """Lay a sum out for the kernel. own: which source is given at each launch."""
+    """Build the table of a sum. own: the number of the source whose address is passed at each launch."""
     return RunTable(
         addresses=table(list(addresses), torch.int64, device),
         own=own,
@@ -56,19 +60,19 @@ def run_table(addresses: Sequence[int], *, own: int, dtype: torch.dtype, divide_
     )
 
 
-def launcher() -> Launcher:
-    """For `sum_runs`, call after call."""
+def make_launcher() -> Launcher:
+    """Return the launcher for repeated calls of `sum_runs`."""
     return Launcher(_sum_runs_kernel)
 
 
 def load(plan: RunTable, *, launched_by: Launcher, address: int) -> None:
-    """Compile and load both variants. address: of anything; nothing is read or written."""
+    """Compile and load both variants. address: any address; it is not accessed."""
     for align in {1, _vector(plan)}:
         _launch(plan, address, address, 0, 0, align, 1, launched_by, None)
 
 
 def sum_runs(plan: RunTable, *, own: int, out: int, elements: int, sms: int, launched_by: Launcher, stream: int | None) -> None:
-    """out = the sum of `elements` of each source, divided. own, out: addresses; they may be the same.
+    """Store the sum of `elements` of each source, divided, at out. own, out: addresses; they may be the same.
 
     sms: SMs, and blocks. launched_by, stream: as for weft.kernels.gemm.gemm.
     """
@@ -125,7 +129,7 @@ def _sum_runs_kernel(
     ALIGN: tl.constexpr,
 ):
     WIDTH: tl.constexpr = ALIGN * ELEMENT.primitive_bitwidth // 8
-    # As multiples: of an argument, the compiler takes no hint.
+    # Passed divided by ALIGN, because the compiler accepts no alignment hint on an argument.
     low = first * ALIGN
     high = last * ALIGN
     for tile in range(tl.program_id(0), tl.cdiv(high - low, TILE), tl.num_programs(0)):
@@ -135,7 +139,7 @@ def _sum_runs_kernel(
         for source in tl.static_range(SOURCES):
             address = own if source == OWN else tl.load(addresses_ptr + source)
             here = tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), WIDTH)
-            # Not through this SM's first-level cache: it may hold what lay here in an earlier call.
+            # Bypass this SM's L1 cache, which may hold data of an earlier call.
             total += tl.load(here + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         if DIVIDE_BY != 1:
             total = tl.div_rn(total, DIVIDE_BY * 1.0)

@@ -1,4 +1,4 @@
-"""Scales of FP8 operands of weft's GEMM kernels: what the host passes, and how a tile reads them.
+"""The scales of FP8 operands: the argument that the host passes to GEMM kernels, and the functions that read it for a tile.
 
 scales_of      the kernel's argument, from tensors            operand      a tile of FP8, as tl.dot takes it
 specialised    what a kernel is compiled for of it            scaled       a sum times the scales of its rows and columns
@@ -28,9 +28,12 @@ _BLOCK = tl.constexpr(SCALE_BLOCK)
 
 
 class Scales(NamedTuple):
-    """a0, a1, b: the scales of both sources of a, and of b, float32. The strides, in elements: from one row of a to the next,
-    from one block of a's columns to the next; from one block of b's rows to the next, and from one column of b, or block of
-    columns, to the next. Strides that the recipe has no use for are 0."""
+    """The scales of a GEMM's FP8 operands.
+
+    a0, a1, b: the scales of both sources of a, and of b, float32. The strides are in elements; those that the recipe does not
+    use are 0. a0_row, a1_row: from one row of a to the next. a0_block, a1_block: from one block of a's columns to the next.
+    b_block: from one block of b's rows to the next. b_col: from one column of b, or block of columns, to the next.
+    """
 
     a0: Any
     a1: Any
@@ -44,8 +47,8 @@ class Scales(NamedTuple):
 
 
 class RowScales(NamedTuple):
-    """Of a tile: pointers to the first scale of each of its rows, whether a row has one, and the stride from one block of K to
-    the next."""
+    """The scales of a tile's rows: pointers to the first scale of each row, whether a row has one, and the stride from one
+    block of K to the next."""
 
     pointers: Any
     mask: Any
@@ -53,7 +56,7 @@ class RowScales(NamedTuple):
 
 
 def scales_of(scale_a: Sequence[torch.Tensor], scale_b: torch.Tensor, recipe: str) -> Scales:
-    """scale_a: of each source. Shapes as in weft.core.problem.Scaling; any strides."""
+    """Return the kernel's argument. scale_a: of each source. Shapes as in weft.core.problem.Scaling; any strides."""
     first, last = scale_a[0], scale_a[-1]
     if recipe == "tensorwise":
         return Scales(first, last, scale_b, 0, 0, 0, 0, 0, 0)
@@ -63,15 +66,15 @@ def scales_of(scale_a: Sequence[torch.Tensor], scale_b: torch.Tensor, recipe: st
 
 
 def specialised(scales: Scales | None) -> tuple[int, ...]:
-    """What a kernel is compiled for of its scales."""
+    """Return the properties of scales that a kernel is compiled for."""
     return tuple(one.data_ptr() % 16 if isinstance(one, torch.Tensor) else one for one in scales or ())
 
 
 if triton.knobs.runtime.interpret:
 
     def operand(tile: Any) -> Any:
-        """Interpreted: a tile of FP8 as float32, in which products are exact, and sums are rounded as numpy rounds them: more
-        exactly than tensor cores do. The interpreter's own conversions know no NaN of float8_e4m3fn and no infinity."""
+        """Return an FP8 tile as float32, in which products are exact, for the interpreter. The interpreter's own conversions
+        support neither the NaN of float8_e4m3fn nor infinity."""
         if not tile.dtype.is_fp8():
             return tile
         bits = tile.to(tl.uint8, bitcast=True)
@@ -80,8 +83,8 @@ if triton.knobs.runtime.interpret:
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), tile.to(tl.float32))
 
     def rounded(tile: Any) -> Any:
-        """Interpreted: numbers of float32, up to 448, as float8_e4m3fn. They are rounded before, since the interpreter's own
-        conversion loses what a rounded mantissa carries."""
+        """Convert float32 numbers up to 448 to float8_e4m3fn under the interpreter. They are rounded first, because the
+        interpreter's own conversion loses the carry of a rounded mantissa."""
         bits = tile.to(tl.uint32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
         small = (tile + 1.5 * 2**14) - 1.5 * 2**14
@@ -91,18 +94,18 @@ else:
 
     @triton.jit
     def operand(tile):
-        """On GPUs a tile as it is: matrix units multiply FP8."""
+        """Return the tile unchanged: tensor cores multiply FP8."""
         return tile
 
     @triton.jit
     def rounded(tile):
-        """Numbers of float32, up to 448, as float8_e4m3fn."""
+        """Convert float32 numbers up to 448 to float8_e4m3fn."""
         return tile.to(tl.float8e4nv)
 
 
 @triton.jit
 def scales_of_expert(scales, expert, pitch):
-    """The scales where b is that of an expert. pitch: from one expert's first scale to the next's, in elements."""
+    """Return the scales with b's replaced by those of one expert. pitch: elements from one expert's scales to the next's."""
     return Scales(
         scales.a0,
         scales.a1,
@@ -118,7 +121,7 @@ def scales_of_expert(scales, expert, pitch):
 
 @triton.jit
 def scale_rows(scales, second, first, valid, ROWS: tl.constexpr):
-    """The RowScales of `valid` rows of a from row `first` on. second: whether they are rows of the second source."""
+    """Return the RowScales of `valid` rows of a from row `first` on. second: whether the rows are in the second source."""
     rows = tl.arange(0, ROWS)
     stride = tl.where(second, scales.a1_row, scales.a0_row)
     block = tl.where(second, scales.a1_block, scales.a0_block)
@@ -128,20 +131,20 @@ def scale_rows(scales, second, first, valid, ROWS: tl.constexpr):
 
 @triton.jit
 def rows_in_block(rows, block, end):
-    """Of each row, its scale in a block of K; 0 from block `end` on."""
+    """Return each row's scale in a block of K; 0 from block `end` on."""
     return tl.load(rows.pointers + block * rows.block, mask=rows.mask & (block < end), other=0)
 
 
 @triton.jit
 def column_in_block(scales, block, end, col):
-    """The scale of the block of b that has column `col`, in a block of K; 0 from block `end` on."""
+    """Return the scale of b's block that has column `col`, in a block of K; 0 from block `end` on."""
     return tl.load(scales.b + block * scales.b_block + (col // _BLOCK) * scales.b_col, mask=block < end, other=0)
 
 
 @triton.jit
 def block_scales(scales, rows, first, k, cols, there):
-    """Of each element of a tile, the scale of its row in the block of K that begins with column `first` of a, times that of the
-    block of b that has its column; 0 from column k on. there: which of the tile's columns exist."""
+    """Return for each element of a tile its row's scale times its column's scale, in the block of K that begins with column
+    `first` of a; 0 from column k on. there: which of the tile's columns exist."""
     block, inside = first // _BLOCK, first < k
     of_b = tl.load(scales.b + block * scales.b_block + (cols // _BLOCK) * scales.b_col, mask=there & inside, other=0)
     of_a = tl.load(rows.pointers + block * rows.block, mask=rows.mask & inside, other=0)
@@ -150,7 +153,7 @@ def block_scales(scales, rows, first, k, cols, there):
 
 @triton.jit
 def scaled(acc, scales, rows, cols, there):
-    """A tile's sums times the scales of its rows, and of its columns. there: which of the columns exist."""
+    """Multiply a tile's sums by the scales of its rows and columns. there: which of the columns exist."""
     of_b = tl.load(scales.b + cols * scales.b_col, mask=there, other=0)
     of_a = tl.load(rows.pointers, mask=rows.mask, other=0)
     return acc * of_a[:, None] * of_b[None, :]

@@ -1,24 +1,24 @@
-"""Where rows go when only devices know how many: counts of all ranks, exchanged and laid out by one block, with no host.
+"""The layout of a ragged all-to-all: one block exchanges the row counts of all ranks and computes where rows go, on the device.
 
-A segment is the rows that one rank sends to one expert of another: (src_rank, dst_rank, expert). Its rows lie together on both
-sides; E experts a rank, W ranks.
+A segment is the rows that one rank sends to one expert of another: (src_rank, dst_rank, expert). Its rows are contiguous on
+both sides. Each of W ranks has E experts.
 
                      a, on the sender, is sorted by     rows land on the receiver sorted by
     DISPATCH         dst_rank, expert                   expert, src_rank
     combine          expert, dst_rank                   src_rank, expert
 
-Each is the other's way back. The rows that an expert multiplies lie together in both: tiles are cut from those, whatever
-segments they hold.
+Each is the inverse of the other. The rows that an expert multiplies are contiguous in both, and tiles are cut from them
+regardless of segments.
 
-What a step does, in which order, what it waits for and what it signals is the schedule's: weft.runtime.ragged_kernels makes
-constant tables of it, once.
+The schedule defines what a step does, in which order, and which flags it waits for and signals. weft.runtime.ragged_kernels
+makes constant tables of it, once. A counter is a flag that counts; it is named by its number.
 
-    shares  by place: the peer that is told of this rank's counts
-    words   by segment that arrives: the word that counts it, or -1
-    orders  by copying step, then by multiplying step, and by place: expert (E: none), other rank, word of that rank to signal
-            (-1: none)
-    places  by multiplying step and segment: its place; Q: it is not multiplied there
-    gates   by step and segment: words to wait for (-1: none)
+    shares    by place: the peer that gets this rank's counts
+    arriving  by segment that arrives: its counter, or -1
+    orders    by copying step, then by multiplying step, and by place: expert (E: none), other rank, counter of that rank to
+              signal (-1: none)
+    places    by multiplying step and segment: its place; Q: the step does not multiply it
+    gates     by step and segment: counters to wait for (-1: none)
 
 In each call `layout_kernel` publishes this rank's counts, waits for those of all, and writes tables of int32 from them:
 
@@ -27,36 +27,36 @@ In each call `layout_kernel` publishes this rank's counts, waits for those of al
     moved   by expert and other rank: rows of the segment that is copied, here (first row where it is read), there (where it
             lands)
     moves   by copying step and place: end (units of this segment and all before it), rows, here, there, other rank, expert,
-            word
+            counter
     tiles   by multiplying step and place: end (row tiles of this place and all before it), its first tile, first row of the
             expert, rows of the expert, expert
     groups  by expert: first row, rows
 
-A unit is what one block moves at once: as many rows of one segment. A tile may have rows of several segments. It belongs to
-that which comes last in the order of a DISPATCH, whose tiles wait for what arrives, and first in that of a combine, whose tiles
-are told of. The tiles of one place are multiplied downwards in a DISPATCH, and upwards in a combine.
+A unit is the rows of one segment that one block moves together. A tile may have rows of several segments. In a DISPATCH, whose
+tiles wait for rows that arrive, it belongs to the last of them in the step's order; in a combine, whose tiles are signalled, to
+the first. The tiles of one place are multiplied downwards in a DISPATCH, and upwards in a combine.
 
 Two calls cannot race:
 
     rank 0, call c                       rank 1, call c
-    publish counts, tell all             (still in call c - 1: it reads what landed, or pulls from rank 0)
-    wait for told[1] >= c  <~~~~~~~~~~~  publish counts, tell all: call c - 1 of this rank is over
+    publish counts, notify all           (still in call c - 1: it reads rows that landed, or pulls from rank 0)
+    wait for notified[1] >= c  <~~~~~~~  publish counts, notify all: call c - 1 of this rank is over
     store rows at rank 1, or products here
 
-Nobody overwrites what a peer may still read before that peer has told of this call, which it does when all its kernels of the
-call before have ended. Counts themselves are written before that: they have two places that calls take in turn, since a peer
-may be one call ahead, but not two.
+A rank overwrites memory that a peer may still read only after that peer's notification of this call, which the peer sends when
+all its kernels of the previous call have ended. Counts are written before that, so they have two slots, used by alternate
+calls: a peer may be one call ahead, but not two.
 
-A word is a flag of the schedule. It counts: `told` one a call, `arrived` one for each unit of a segment that has been pushed,
-or for each tile that has rows of it. The flag is raised when its word has reached what the receiver keeps in `calls` and
-`goals`. The next call's layout_kernel raises these, which lowers all flags of this rank: all its kernels of the call before
-have ended, and no peer signals before it has been told. The number of the call is a word on the device, so that graphs may be
-replayed.
+The schedule's flags are counters here. `notified` grows by one in each call, `arrived` by one for each unit of a segment that
+has been pushed, or for each tile that has rows of it. A flag is raised when its counter has reached the value in the receiver's
+`calls` or `goals`. The next call's layout_kernel increases these, which lowers all flags of this rank: all its kernels of the
+previous call have ended, and no peer signals before it has been notified. The number of the call is in device memory, so that
+graphs may be replayed.
 
-Bounds. What does not fit, in a or at a receiver (max_rows), is cut off on both sides alike, and noted: nothing is written
-outside. A number of rows below zero is none, and noted. A rank publishes what is wrong with its splits along with its counts,
-and all ranks have all counts: so every rank notes the same, of the same rank. A wait ends after `tries` looks, and is noted,
-too. Notes (NOTES int64 words) go to host memory with the next call.
+Bounds. Rows that do not fit, in a or at a receiver (max_rows), are cut off by sender and receiver, and noted; nothing is
+written out of bounds. A negative number of rows counts as zero, and is noted. A rank publishes the faults of its splits with
+its counts, and all ranks have all counts, so every rank notes the same fault of the same rank. A wait that gives up after
+`tries` looks is noted, too. Notes (NOTES int64 values) are copied to host memory in the next call.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ import triton.language as tl
 from weft.triton.functions import get, peer_pointer, put, signal, wait
 
 MOVE_FIELDS, TILE_FIELDS, PART_FIELDS, GROUP_FIELDS, ORDER_FIELDS = map(tl.constexpr, (7, 5, 3, 2, 3))
-"""Columns of the tables. Kernels read them as they are, the host their `value`."""
+"""Columns of the tables; constexprs for kernels, `.value` for the host."""
 NOTES = tl.constexpr(8)
-"""Words: of a late wait, the flag's address, what it waited for, what it saw; then 1 (a) or 2 (max_rows), rows, capacity, or 3,
-a number of rows that is less than none, 0; and the rank of which that is so."""
+"""The fields of notes: of a wait that gave up, the flag's address, the expected and the seen value; then a fault: 1 (a) or 2
+(max_rows), rows, capacity, or 3, a negative number of rows, 0; and the rank that has the fault."""
 LATE, CUT = 0, 3
 FAULT_FIELDS = tl.constexpr(4)
-"""Words that a rank publishes with its counts: as in notes, what is wrong with its splits, 0 if nothing is; the upper and the
-lower half of rows; capacity."""
+"""The fields that a rank publishes with its counts: the fault of its splits as in notes, 0 for none; the upper and the lower
+half of rows; capacity."""
 IN_A, AT_RECEIVER, NEGATIVE = 1, 2, 3
 
 
 class LayoutTables(NamedTuple):
-    """The constant tables of a rank, and those that layout_kernel writes."""
+    """The constant tables of a rank, and the tables that layout_kernel writes."""
 
     shares: Any
-    words: Any
+    arriving: Any
     orders: Any
     places: Any
     calls: Any
@@ -98,10 +98,10 @@ class LayoutTables(NamedTuple):
 
 
 class LayoutSizes(NamedTuple):
-    """What layout_kernel is compiled for: its constexpr argument S.
+    """The sizes that layout_kernel is compiled for: its constexpr argument S.
 
-    Q: places of a table, at least W * E. EQ, RANKS: at least E, and W. TURNS: words of turns. These four are powers of two.
-    COPYING, MULTIPLYING: how many steps copy, and multiply. MOVE_ROWS, TILE_ROWS: of a unit, and of a tile.
+    Q: places of a table, at least W * E. EQ, RANKS: at least E, and W. TURNS: entries of turns. These four are powers of two.
+    COPYING, MULTIPLYING: the number of steps that copy, and that multiply. MOVE_ROWS, TILE_ROWS: rows of a unit, and of a tile.
     """
 
     W: int
@@ -119,7 +119,7 @@ class LayoutSizes(NamedTuple):
 
 @triton.jit
 def _before(rank_1, expert_1, rank_2, expert_2, BY_EXPERT: tl.constexpr):
-    """Whether a segment lies before another."""
+    """Return whether a segment is stored before another."""
     if BY_EXPERT:
         return (expert_1 < expert_2) | ((expert_1 == expert_2) & (rank_1 < rank_2))
     else:  # noqa: RET505 - one of the two is compiled
@@ -128,7 +128,7 @@ def _before(rank_1, expert_1, rank_2, expert_2, BY_EXPERT: tl.constexpr):
 
 @triton.jit
 def _note(notes_ptr, wrong, kind, rows, capacity, rank):
-    """Keep the first thing that is wrong."""
+    """Record a fault, unless an earlier one is recorded."""
     first = wrong & (tl.load(notes_ptr) == 0)
     tl.store(notes_ptr, kind, mask=first)
     tl.store(notes_ptr + 1, rows, mask=first)
@@ -138,8 +138,8 @@ def _note(notes_ptr, wrong, kind, rows, capacity, rank):
 
 @triton.jit
 def _note_faults(notes_ptr, counts_ptr, faults_ptr, max_rows, S: tl.constexpr):
-    """Note what is wrong with any rank's splits, or a rank at which more rows arrive than max_rows. All ranks have the same
-    counts here, look for the first rank, and so note the same. Call it once all counts are there."""
+    """Note a fault of any rank's splits, or a rank at which more rows arrive than max_rows. All counts must have arrived. All
+    ranks then have the same counts, look for the first rank with a fault, and so note the same."""
     rank = tl.arange(0, S.RANKS)
     kinds = get(faults_ptr, FAULT_FIELDS * rank, rank < S.W, 0)
     first = tl.min(tl.where(kinds > 0, rank, S.RANKS), axis=0)
@@ -148,7 +148,7 @@ def _note_faults(notes_ptr, counts_ptr, faults_ptr, max_rows, S: tl.constexpr):
         rows = (get(fault, 1).to(tl.int64) << 32) | (get(fault, 2).to(tl.int64) & 0xFFFFFFFF)
         _note(notes_ptr, True, get(fault, 0), rows, get(fault, 3), first)
     place = tl.arange(0, S.Q)[:, None]
-    # Of sender place // E its expert place % E.
+    # Place p is expert p % E of sender p // E.
     at = place // S.E * S.W * S.E + rank[None, :] * S.E + place % S.E
     arrive = tl.sum(get(counts_ptr, at, (place < S.W * S.E) & (rank[None, :] < S.W), 0), axis=0)
     first = tl.min(tl.where(arrive > max_rows, rank, S.RANKS), axis=0)
@@ -158,10 +158,10 @@ def _note_faults(notes_ptr, counts_ptr, faults_ptr, max_rows, S: tl.constexpr):
 
 @triton.jit
 def _publish(
-    splits_ptr, counts, told, shares_ptr, notes_ptr, call, slot, faults_at, a_rows, tries, rank, S: tl.constexpr
+    splits_ptr, counts, notified, shares_ptr, notes_ptr, call, slot, faults_at, a_rows, tries, rank, S: tl.constexpr
 ):  # fmt: skip
-    """This rank's counts, as far as a holds them, to all, with what is wrong with its splits; whether those of all are here
-    then. faults_at: where the faults of all ranks begin, counted from counts.local."""
+    """Publish this rank's counts, as far as a holds them, and the faults of its splits to all ranks; wait for those of all
+    ranks and return whether all arrived in time. faults_at: offset of all ranks' faults from counts.local."""
     place = tl.arange(0, S.Q)
     peer, expert, known = place // S.E, place % S.E, place < S.W * S.E
     if S.DISPATCH:
@@ -170,7 +170,7 @@ def _publish(
         asked = tl.load(splits_ptr + expert * S.W + peer, mask=known, other=0)
     asked = asked.to(tl.int64)
     least = tl.min(asked, axis=0)
-    # One more than there are is too many already, and cannot wrap around in a sum.
+    # a_rows + 1 is already too many, and cannot overflow in a sum.
     asked = tl.minimum(tl.maximum(asked, 0), a_rows + 1)
     earlier = _before(peer[None, :], expert[None, :], peer[:, None], expert[:, None], not S.DISPATCH)
     first = tl.sum(tl.where(earlier, asked[None, :], 0), axis=1)
@@ -188,16 +188,16 @@ def _publish(
         put(theirs, fault + 2, wrong.to(tl.int32))
         put(theirs, fault + 3, tl.where(least < 0, 0, a_rows).to(tl.int32))
     for at in range(S.W):
-        signal(peer_pointer(told.local, told.peers, tl.load(shares_ptr + at)) + rank)
-    all_told = 1
+        signal(peer_pointer(notified.local, notified.peers, tl.load(shares_ptr + at)) + rank)
+    all_notified = 1
     for other in range(S.W):
-        all_told = all_told & wait(told.local + other, call, tries, notes_ptr - 3).to(tl.int32)
-    return all_told
+        all_notified = all_notified & wait(notified.local + other, call, tries, notes_ptr - 3).to(tl.int32)
+    return all_notified
 
 
 @triton.jit
 def _rows_before(counts_ptr, rank, peer, expert, SENT: tl.constexpr, BY_EXPERT: tl.constexpr, S: tl.constexpr):
-    """By segment, the rows before it: of all that `rank` sends to peers (SENT), or receives from them."""
+    """Return by segment the number of rows before it among all that `rank` sends to peers (SENT), or receives from them."""
     place = tl.arange(0, S.Q)[None, :]
     other, its = place // S.E, place % S.E
     if SENT:  # noqa: SIM108 - one of the two is compiled
@@ -210,7 +210,7 @@ def _rows_before(counts_ptr, rank, peer, expert, SENT: tl.constexpr, BY_EXPERT: 
 
 @triton.jit
 def _write_groups(groups_ptr, rows, expert, EQ: tl.constexpr):
-    """rows: of each segment that is multiplied here, by its expert."""
+    """Write the table of groups. rows: of each segment that is multiplied here."""
     group = tl.arange(0, EQ)
     height = tl.sum(tl.where(group[:, None] == expert[None, :], rows[None, :], 0), axis=1)
     tl.store(groups_ptr + GROUP_FIELDS * group, tl.cumsum(height, 0) - height)
@@ -219,7 +219,7 @@ def _write_groups(groups_ptr, rows, expert, EQ: tl.constexpr):
 
 @triton.jit
 def _write_moves(step: tl.constexpr, tables, S: tl.constexpr):
-    """Of a copying step: what it copies, in its order."""
+    """Write the table of moves of a copying step, in its order."""
     place = tl.arange(0, S.Q)
     order = tables.orders + step * S.Q * ORDER_FIELDS + ORDER_FIELDS * place
     expert, peer = tl.load(order), tl.load(order + 1)
@@ -237,7 +237,7 @@ def _write_moves(step: tl.constexpr, tables, S: tl.constexpr):
 
 @triton.jit
 def _write_tiles(step: tl.constexpr, tables, S: tl.constexpr):
-    """Of a multiplying step: what it multiplies, in its order."""
+    """Write the table of tiles of a multiplying step, in its order."""
     place = tl.arange(0, S.Q)
     order = tables.orders + (S.COPYING + step) * S.Q * ORDER_FIELDS + ORDER_FIELDS * place
     expert, other = tl.load(order), tl.load(order + 1)
@@ -274,32 +274,32 @@ def _write_tiles(step: tl.constexpr, tables, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["a_rows", "max_rows", "tries", "rank", "col_tiles"])
 def layout_kernel(
-    splits_ptr, counts, told, tables, received_ptr, notes_ptr, host_address,
+    splits_ptr, counts, notified, tables, received_ptr, notes_ptr, host_address,
     a_rows, max_rows, tries, rank, col_tiles, S: tl.constexpr,
 ):  # fmt: skip
-    """One block. Writes the tables, goals, and received, the counts in the order of landing. Of turns, the first word is how
-    many rows arrive in all, and the others are 0."""
+    """Write all tables, goals and received, the counts in the order of landing. It runs as one block. The first entry of turns
+    becomes the total number of rows that arrive, the others 0."""
     W: tl.constexpr = S.W
     E: tl.constexpr = S.E
     noted_at = tl.arange(0, NOTES)
     call = tl.load(tables.calls) + 1
     slot = call % 2 * W * W * E
     faults_at = 2 * W * W * E + call % 2 * W * FAULT_FIELDS
-    all_told = _publish(
-        splits_ptr, counts, told, tables.shares, notes_ptr + 3, call, slot, faults_at, a_rows, tries, rank, S
+    all_notified = _publish(
+        splits_ptr, counts, notified, tables.shares, notes_ptr + 3, call, slot, faults_at, a_rows, tries, rank, S
     )  # fmt: skip
     counts_ptr = counts.local + slot
     place = tl.arange(0, S.Q)
-    # By counts that are not all there, or after a wait that has ended early (note LATE), rows would go where a late peer still
-    # reads: then none go at all. Read after the wait: whoever releases it after a failure notes that first.
+    # If counts are missing, or a wait has given up (note LATE), rows could overwrite memory that a late peer still reads, so no
+    # rows are moved. `late` is read after the wait, because whoever releases the wait after a failure writes the note first.
     late = tl.load(notes_ptr)
-    # No mask of a block with a scalar: Triton 3.9's interpreter makes 32-bit words of it.
-    expert, other, known = place // W, place % W, place < tl.where((all_told > 0) & (late == 0), W * E, 0)
+    # A block is not combined with a scalar mask, since Triton 3.9's interpreter turns that into 32-bit integers.
+    expert, other, known = place // W, place % W, place < tl.where((all_notified > 0) & (late == 0), W * E, 0)
     me, there_is = tl.full((S.Q,), 0, tl.int32) + rank, place < W * E
-    if (all_told > 0) & (late == 0):
+    if (all_notified > 0) & (late == 0):
         _note_faults(notes_ptr + 3, counts_ptr, counts.local + faults_at, max_rows, S)
 
-    # What this rank sends to another. Beyond the last segment, no rows.
+    # What this rank sends to each other rank. Beyond the last segment there are no rows.
     part, moved = tables.parts + PART_FIELDS * place, tables.moved + PART_FIELDS * place
     rows = get(counts_ptr, rank * W * E + other * E + expert, known)
     here = _rows_before(counts_ptr, me, other, expert, True, not S.DISPATCH, S)
@@ -315,7 +315,7 @@ def layout_kernel(
         tl.store(part + 1, rows, mask=there_is)
         tl.store(part + 2, there, mask=there_is)
 
-    # What it receives from another.
+    # What this rank receives from each other rank.
     sent = get(counts_ptr, other * W * E + rank * E + expert, known)
     there = _rows_before(counts_ptr, me, other, expert, False, S.DISPATCH, S)
     rows = tl.minimum(sent, tl.maximum(max_rows - there, 0))
@@ -334,13 +334,14 @@ def layout_kernel(
         within = here - _rows_before(counts_ptr, other, tl.full((S.Q,), 0, tl.int32), expert, True, True, S)
         tiles = (within + sent - 1) // S.TILE_ROWS - within // S.TILE_ROWS + 1
         signals = tl.where(sent > 0, tiles * col_tiles, 0)
-    word = tl.load(tables.words + place, mask=there_is, other=-1)
-    tl.store(tables.goals + word, tl.load(tables.goals + word, mask=word >= 0, other=0) + signals, mask=word >= 0)
+    counter = tl.load(tables.arriving + place, mask=there_is, other=-1)
+    expected = tl.load(tables.goals + counter, mask=counter >= 0, other=0) + signals
+    tl.store(tables.goals + counter, expected, mask=counter >= 0)
     turn = tl.arange(0, S.TURNS)
     tl.store(tables.turns + turn, tl.where(turn == 0, tl.sum(rows, axis=0), 0))
     tl.store(tables.calls, call)
 
-    # Each step's parts, in its order, from what lies by segment until here.
+    # Each step's tables are in its order; everything so far is stored by segment.
     tl.debug_barrier()
     COPYING: tl.constexpr = S.COPYING
     MULTIPLYING: tl.constexpr = S.MULTIPLYING
@@ -349,7 +350,7 @@ def layout_kernel(
     for step in tl.static_range(MULTIPLYING):
         _write_tiles(step, tables, S)
 
-    # The host sees what this call has noted so far, and what earlier ones have noted anywhere.
+    # Copy the notes of this call so far, and of earlier calls, to the host.
     tl.debug_barrier()
     noted = tl.load(notes_ptr + noted_at)
     if tl.max(tl.abs(noted), axis=0) != 0:
@@ -358,7 +359,7 @@ def layout_kernel(
 
 @triton.jit
 def move_of(moves_ptr, unit, Q: tl.constexpr):
-    """(the segment's fields, units of it before this one) of a unit."""
+    """Return (the segment's fields, the unit's number within the segment) of a unit."""
     ends = tl.load(moves_ptr + MOVE_FIELDS * tl.arange(0, Q))
     segment = tl.sum((ends <= unit).to(tl.int32), axis=0)
     first = tl.load(moves_ptr + MOVE_FIELDS * (segment - 1), mask=segment > 0, other=0)
@@ -367,7 +368,7 @@ def move_of(moves_ptr, unit, Q: tl.constexpr):
 
 @triton.jit
 def tile_of(tiles_ptr, row_tile, Q: tl.constexpr, ROWS: tl.constexpr, DOWNWARDS: tl.constexpr):
-    """(expert, first row, rows) of a row tile."""
+    """Return (expert, first row, rows) of a row tile."""
     ends = tl.load(tiles_ptr + TILE_FIELDS * tl.arange(0, Q))
     place = tl.sum((ends <= row_tile).to(tl.int32), axis=0)
     fields = tiles_ptr + TILE_FIELDS * place

@@ -1,4 +1,4 @@
-"""Which tile shape a GEMM step takes on a device: that of weft.perf.shapes on GPUs; small tiles under the interpreter."""
+"""Chooses the tile shape of a GEMM step: by weft.perf.shapes on GPUs; small tiles under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ __all__ = [
     "whole_tiles",
 ]
 INTERPRETED = TileShape(m=32, n=32, k=32, warps=4, stages=1, halves=True)
-"""What the interpreter runs, element by element."""
+"""The tile shape under the interpreter, which runs element by element."""
 INTERPRETED_FP8 = TileShape(m=32, n=32, k=SCALE_BLOCK, warps=4, stages=1, halves=True, pairs=True, itemsize=1)
 """The same for FP8 operands, whose scales may be those of blocks of K."""
 
 
 def blocks_for(step: Gemm, device: torch.device, machine: Machine, scaling: Scaling | None = None) -> TileShape:
-    """The tile shape for a step. machine: the profile that all ranks have. scaling: of FP8 operands."""
+    """Return the tile shape for a step. machine: the profile that all ranks share. scaling: of FP8 operands."""
     if device.type == "cuda":
         return shape_of(step, capabilities(device), machine, scaling)
     return INTERPRETED if scaling is None else INTERPRETED_FP8

@@ -1,4 +1,4 @@
-"""Small tables on a device, made once for a key: a bounded number of them, and those that a CUDA graph reads for good."""
+"""A bounded cache of small device tensors. Tables that a CUDA graph reads are never evicted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ T = TypeVar("T")
 
 
 class DeviceTables(Generic[T]):
-    """At most `most` tables besides those that were asked for while a graph was captured: the graph goes on reading them, and
-    none can be made within a capture. The least recently used one goes first; kernels that were enqueued before on the same
-    stream still find it, because torch reuses memory in a stream's order."""
+    """An LRU cache of at most `most` tables, plus all tables that were requested while a graph was captured.
+
+    A captured graph keeps reading its tables, and none can be made within a capture. Evicting a table is safe for kernels that
+    were enqueued before on the same stream, because torch reuses memory in stream order.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most

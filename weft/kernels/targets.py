@@ -1,4 +1,4 @@
-"""The GPUs that every kernel is compiled for in CI, by Triton's own compilers: no GPU is needed.
+"""The GPUs that every kernel is compiled for in CI. Triton's compilers need no GPU.
 
 docs/kernels.md shows `rows`, and tests/kernels/test_targets.py compiles what they promise.
 """
@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One architecture. gpus: products that have it. backend, arch, warp: as Triton's GPUTarget takes them. binary: the last
-    thing that Triton compiles to, which a driver loads."""
+    """One GPU architecture.
+
+    gpus: products that have it. backend, arch, warp: as Triton's GPUTarget takes them. binary: the format that the driver
+    loads.
+    """
 
     gpus: str
     backend: str
@@ -32,9 +35,9 @@ NOT_COMPILED: dict[tuple[str, str], str] = {
 """Why the kernels of a module are not compiled for a target: {(module, target): reason}."""
 MODULES = (
     *("gemm_kernel", "all_reduce", "ragged", "ragged_rows", "segments", "experts"),
-    *("lookup", "update", "push", "quantise", "reduce", "runs", "words"),
+    *("lookup", "update", "push", "quantise", "reduce", "runs", "flag_operations"),
 )
-"""Those of this room that hold kernels."""
+"""The modules of this package that define kernels."""
 
 
 def rows() -> list[tuple[str, ...]]:

@@ -1,18 +1,19 @@
-"""Kernels of a lookup's backward: the rows' gradients, reduced and written or applied at once, and those of weights.
+"""Kernels of a lookup's backward: they reduce the gradients of table rows and write or apply them, and compute those of
+weights.
 
     _update_kernel      one warp a row that was looked up: sums its gradients, then applies them; update() is its launcher
     _weights_kernel     the gradient of per-sample weights; weight_gradients() is its launcher
 
-A row's gradient is a lookup of its own: the sum, over all bags that hold the row, of the gradient of that bag. So the sum is
-`weft.kernels.lookup.pool`, in float32, in the order in which the indices stand, which is the same each time. Nothing is
-materialised by index. What is done with the sum:
+A row's gradient is itself a lookup: the sum of the gradients of all bags that hold the row. So `weft.kernels.lookup.pool`
+computes it in float32, in the order of the indices, which is deterministic. No gradient per index is materialised. The sum is
+used as:
 
     gradient          grad[row] = sum (a dense gradient, zeroed before)
     sgd               row -= lr * sum
     rowwise_adagrad   state[row] += mean(sum^2); row -= lr * sum / (sqrt(state[row]) + eps)
 
-Nothing here asks the host for a length, so all of it can be captured in a CUDA graph: there are as many segments as indices,
-those that hold nothing last.
+No launch depends on a length on the host, so a CUDA graph can capture all of it: there are as many segments as indices, and
+empty segments come last.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ import triton
 import triton.language as tl
 
 from weft.kernels.lookup import ELEMENTS, pool
-from weft.kernels.places import Places, Sorted, constant
+from weft.kernels.places import Places, SortedIndices, cached_constant
 
 KINDS = ("gradient", "sgd", "rowwise_adagrad")
 _FIELDS = 6
 _ROW_BYTES = 4096
 _WIDE = 1024
 _WARPS_PER_SM, _REGISTERS = 32, 64
-"""A thread's registers: as many as let all these warps run at once."""
+"""With 64 registers a thread, 32 warps fit on an SM."""
 
 
 def update(
     kind: str,
     grad: torch.Tensor,
-    found: Sorted,
+    found: SortedIndices,
     targets: Sequence[torch.Tensor],
     states: Sequence[torch.Tensor] = (),
     *,
@@ -47,9 +48,12 @@ def update(
     eps: float = 0.0,
     sms: int,
 ) -> None:
-    """Reduce and apply. grad [batch, columns of all targets side by side]: of what was looked up. targets: the tables, or their
-    dense gradients. states: of rowwise_adagrad, float32 [rows] for each. kind: of KINDS. base: what all targets lie in, if that
-    lies elsewhere each call."""
+    """Reduce the gradients of rows and apply them.
+
+    kind: one of KINDS. grad [batch, columns of all targets, concatenated]: the gradient of the lookup's result. targets: the
+    tables, or their dense gradients. states: of rowwise_adagrad, float32 [rows] for each. base: the tensor that holds all
+    targets, if its address differs from call to call.
+    """
     assert kind in KINDS, kind
     if not found.rows.numel():
         return
@@ -84,7 +88,7 @@ def update(
 def weight_gradients(
     grad: torch.Tensor, indices: torch.Tensor, places: Places, tables: Sequence[torch.Tensor], *, sms: int
 ) -> torch.Tensor:
-    """Of every index: the product of its row and its bag's gradient, in float32; 0 for those that do not count."""
+    """Return for every index the dot product of its row and its bag's gradient, in float32; 0 for indices that do not count."""
     out = torch.zeros(indices.numel(), device=indices.device)
     if not indices.numel():
         return out
@@ -113,8 +117,8 @@ def weight_gradients(
 def _plan(
     grad: torch.Tensor, targets: Sequence[torch.Tensor], states: Sequence[torch.Tensor], base: int = 0
 ) -> tuple[torch.Tensor, int, int]:
-    """By target: address from `base` on, elements from row to row, columns, first column in grad, address of its state, and
-    elements from row to row of grad. Then a block's columns, and the elements that all of these are multiples of."""
+    """Return the table of targets, a block's columns, and the alignment in elements. A row of the table has a target's address
+    from `base` on, its row stride, columns, first column in grad, the address of its state, and the row stride of grad."""
     item, rows, column = grad.element_size(), [], 0
     for at, target in enumerate(targets):
         state = states[at].data_ptr() if states else 0
@@ -123,7 +127,7 @@ def _plan(
     places = [n for address, *sizes, _, stride in rows for n in (address, *(size * item for size in (*sizes, stride)))]
     align = math.gcd(16, base, grad.data_ptr(), *places) // item
     width = triton.next_power_of_2(max(target.shape[1] for target in targets))
-    return constant(tuple(rows), grad.device), width, align
+    return cached_constant(tuple(rows), grad.device), width, align
 
 
 @triton.jit(do_not_specialize=["length", "batch", "base", "lr", "eps"])

@@ -63,7 +63,7 @@ def _route(index: torch.Tensor, experts: int, last: int) -> tuple[torch.Tensor, 
     if index.is_cuda or _interpreted():
         from weft.kernels import experts as kernels
 
-        place, counts = kernels.places(order, kernels.count(flat, experts, last))
+        place, counts = kernels.places(order, kernels.count_rows(flat, experts, last))
         return order, place.view(index.shape), counts
     counts = _counted_by_expert(flat.long(), experts, last)
     place = torch.full_like(order, -1)
@@ -101,7 +101,7 @@ def _spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     if _by_kernels(x):
         from weft.kernels import experts
 
-        return experts.spread(x, place)
+        return experts.permute(x, place)
     tokens, top = place.shape
     rows = x.new_empty(tokens * top, x.shape[1])
     token, turn = _there(place)
@@ -146,7 +146,7 @@ def _total(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None
     if _by_kernels(rows):
         from weft.kernels import experts
 
-        return experts.total(rows, place, weights)
+        return experts.unpermute(rows, place, weights)
     each = _wide(rows[place])
     if weights is not None:
         each = each * _wide(weights)[..., None]
@@ -182,7 +182,7 @@ def _weighed_gradients(
     if _by_kernels(rows):
         from weft.kernels import experts
 
-        return experts.total_backward(grad, rows, place, weights)
+        return experts.unpermute_backward(grad, rows, place, weights)
     each = _wide(grad)[:, None] * _wide(weights)[..., None]
     grad_rows, (token, turn) = torch.empty_like(rows), _there(place)
     grad_rows[place[token, turn]] = each[token, turn].to(rows.dtype)

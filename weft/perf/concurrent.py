@@ -26,9 +26,9 @@ from weft.perf.transfers import meet
 from weft.perf.world import Process, World, ns
 
 LATE, FIRST, PRIOR = (
-    "computation beside late collective",
-    "computation beside collective",
-    "computation beside collective with priority",
+    "computation during late collective",
+    "computation during collective",
+    "computation during collective with priority",
 )
 """Names in the machine's contention: by how much longer a computation takes while an NCCL collective runs that was enqueued
 after it, before it, or on a stream with priority. On a machine that does not say it takes no longer."""

@@ -4,10 +4,10 @@ A kernel's tiles are counted in time of their own, a SlowedClock's, which runs a
 alone takes the longer of multiplying and of its memory traffic; beside copies which move `rate` through the GPU's memory,
 what leaves and what arrives together,
 
-    multiplying     (1 + (c - 1) * rate / full) times as long      c: contention "gemm beside copy"
+    multiplying     (1 + (c - 1) * rate / full) times as long      c: contention "gemm during copy"
     its traffic     1 / (1 - rate / gpu.hbm_gbps) times as long    full: the rate of all copies of a GPU, out and in
 
-and while a kernel runs, the copies of its GPU reach together several_gbps / c', with c' = "copy beside gemm". So a matmul of
+and while a kernel runs, the copies of its GPU reach together several_gbps / c', with c' = "copy during gemm". So a matmul of
 many operations a byte loses by c alone, a thin one by the memory's rate; one copy at a time on a mesh slows neither much.
 A machine without these two numbers has steady clocks: nothing slows anything. Kernels that wait count as running.
 """

@@ -43,7 +43,7 @@ CUTS = (1, 2, 4)
 """Into how many parts cuBLAS's GEMMs may cut K, each with float32 sums that are written and read."""
 
 
-GEMM_BESIDE_COPY, COPY_BESIDE_GEMM = "gemm beside copy", "copy beside gemm"
+GEMM_BESIDE_COPY, COPY_BESIDE_GEMM = "gemm during copy", "copy during gemm"
 """Names in the machine's contention."""
 LEAST_SPEED = 0.01
 """Of a kernel whose memory copies take whole: it goes on, slowly."""

@@ -20,7 +20,8 @@ def write_plan_report(
     """Write `folder`/index.html; returns its path. plans: by layer. Raises ValueError if it cannot be written."""
     charts: Charts = {}
     ranks = plans[0][1].problem.world_size if plans else machine.world_size
-    facts = [("Machine", machine.words), ("Size", f"{count(ranks, 'rank')}, {count(tokens, 'token')}"), ("Inputs", dtypes)]
+    size = f"{count(ranks, 'rank')}, {count(tokens, 'token')}"
+    facts = [("Machine", machine.description), ("Size", size), ("Inputs", dtypes)]
     header = tag("header", tag("h1", f"{model}: schedules that weft plans"), facts_list(facts))
-    section = predicted_section(f"Predicted for {machine.words}", plans, charts, ranks=ranks, tokens=tokens)
+    section = predicted_section(f"Predicted for {machine.description}", plans, charts, ranks=ranks, tokens=tokens)
     return write_page(document(f"{model} planned", [header, section], charts), folder)

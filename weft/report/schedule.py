@@ -34,7 +34,7 @@ def schedule_page(schedule: Schedule, machine: Machine, found: Simulation) -> st
 
 
 def _header(schedule: Schedule, machine: Machine, found: Simulation) -> Html:
-    facts = [("Problem", str(schedule.problem)), ("Machine", machine.words), ("Steps", str(len(found.spans)))]
+    facts = [("Problem", str(schedule.problem)), ("Machine", machine.description), ("Steps", str(len(found.spans)))]
     return tag("header", tag("h1", f"{found.losses.spec} simulated"), facts_list(facts))
 
 

@@ -85,7 +85,7 @@ class CudaSpace:
         must not wait behind it."""
         self._invalidating = comm_stream(priority=max(_INVALID_PRIORITY, priority_number("high")), device=device)
         self.tries = min(int(rank_group.timeout_s * _LOOKS_PER_S), 2**31 - 1)
-        self._words_launcher: Launcher | None = None
+        self._flag_launcher: Launcher | None = None
         self.captures = take_captures(device)
         self._replayed: tuple[int | None, int] = (None, 0)
         """Stream and ticket of the last replay that multiplies by cuBLAS: all use one workspace, that of `captures`."""
@@ -195,15 +195,15 @@ class CudaSpace:
         """A function that enqueues memory operations on a stream."""
         if not by_kernel:
             return self.driver.words(words)
-        from weft.kernels.words import do_words, launcher, phases, words_table
+        from weft.kernels.flag_operations import make_flag_table, make_launcher, run_flag_operations, split_into_phases
 
-        if self._words_launcher is None:
-            self._words_launcher = launcher()
-        table = words_table(phases(words), self.device)
+        if self._flag_launcher is None:
+            self._flag_launcher = make_launcher()
+        table = make_flag_table(split_into_phases(words), self.device)
         # Loaded now: loading waits for all streams, and later one may wait for a flag.
-        do_words(table, tries=0, launched_by=self._words_launcher)
-        tries, launched_by = self.tries, self._words_launcher
-        return lambda stream: do_words(table, tries=tries, launched_by=launched_by, stream=stream)
+        run_flag_operations(table, tries=0, launched_by=self._flag_launcher)
+        tries, launched_by = self.tries, self._flag_launcher
+        return lambda stream: run_flag_operations(table, tries=tries, launched_by=launched_by, stream=stream)
 
     def after_replays(self, stream: int) -> None:
         """`stream` goes on once no replay on another stream uses the workspace of cuBLAS that this group's graphs share. Other

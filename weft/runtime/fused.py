@@ -144,7 +144,7 @@ class FusedGemm(GatedKernel):
         self._irregular = _irregular(step, self._blocks, len(given))
         self._counts = any(part.count for part in step.parts)
         self._plans = Plans(self._elsewhere, self._laid_out)
-        self._launcher = gemm_kernel.launcher()
+        self._launcher = gemm_kernel.make_launcher()
         self._unfit: dict[tuple[int, ...], str] = {}
         """By the alignments and strides of the tensors of a call, why the kernel cannot take them; nothing where it can."""
 
@@ -266,7 +266,7 @@ class FusedReduce(StepKernel):
         self._device, self.step = device, step
         self._sources = [src for part in step.parts for src in part.srcs]
         self._plans = Plans(self._sources, self._laid_out)
-        self._launcher = reduce_kernel.launcher()
+        self._launcher = reduce_kernel.make_launcher()
 
     def runs(self, bindings: Bindings) -> bool:
         reason = self._reason_against(bindings)

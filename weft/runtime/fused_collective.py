@@ -10,7 +10,7 @@ import torch
 from weft.core.errors import WaitTimeout
 from weft.core.problem import split
 from weft.core.schedule import Flag, FusedCollective, Schedule
-from weft.kernels.all_reduce import COPIES, AllReducePlan, Hops, Mailbox, all_reduce, launcher, mailbox, plan
+from weft.kernels.all_reduce import COPIES, AllReducePlan, Hops, Mailbox, all_reduce, mailbox, make_launcher, plan
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.step_kernels import StepKernel
 
@@ -73,7 +73,7 @@ class FusedCollectiveKernel(StepKernel):
         )
         addresses, self._box = owner.mailbox(self.plan.mailbox_bytes)
         self._memory: Mailbox = mailbox(addresses, self.plan.blocks(blocks), device)
-        self._launcher = launcher()
+        self._launcher = make_launcher()
         # Pinned now: to pin memory may wait for the GPU, whose blocks may wait for this.
         one = torch.ones(1, dtype=torch.int32)
         self._raised = one.pin_memory() if device.type == "cuda" else one

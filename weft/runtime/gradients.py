@@ -20,7 +20,7 @@ import torch
 
 from weft.compat.device import capabilities
 from weft.core.problem import LookupProblem
-from weft.kernels.places import Places, places_of, sort_indices
+from weft.kernels.places import Places, locate_indices, sort_indices
 from weft.runtime.unscheduled import AllToAll
 
 
@@ -113,7 +113,7 @@ class Backward:
         if not tables or not self.problem.m:
             return None
         mean = self.problem.mode == "mean"
-        return places_of(self.indices, self.offsets, self.weights, _heights(tables), mean=mean)
+        return locate_indices(self.indices, self.offsets, self.weights, _heights(tables), mean=mean)
 
     def _kernels(self, tables: Sequence[torch.Tensor]) -> bool:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1" and all(t.dtype != torch.bfloat16 for t in tables)

@@ -38,7 +38,7 @@ _CHUNKS = 1 << 20
 
 def space() -> str:
     """A digest of the schedules that there are to choose from: what was measured among others may no longer be the best."""
-    families = [[f.name, f.chunked, sorted(f.builders), f.words] for f in FAMILIES.values()]
+    families = [[f.name, f.chunked, sorted(f.builders), f.summary] for f in FAMILIES.values()]
     return hashlib.sha256(json.dumps([_FORMAT, families]).encode()).hexdigest()[:16]
 
 

@@ -23,7 +23,7 @@ signal on their own stream: the copies between the signals are slower otherwise 
 Neighbouring FlagOperations become one submission. On a GPU these are stream memory operations on copy lanes and network lanes,
 for signals that go aside, and on every lane of a CollectiveProblem, which is a collective without a matmul that the user may
 run beside other kernels. Memory operations need no SM, and waiting blocks may hold all SMs. On other lanes a submission is a
-kernel of one warp (weft.kernels.words), which does the operations of a phase at once.
+kernel of one warp (weft.kernels.flag_operations), which does the operations of a phase at once.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Flag, Lookup, Region
-from weft.kernels.lookup import LookupTables, OutputPlace, launcher, lookup, lookup_tables, tiles_of_bags, variant
+from weft.kernels.lookup import LookupTables, OutputPlace, lookup, lookup_tables, make_launcher, tiles_of_bags, variant
 from weft.kernels.tables import DeviceTables
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.step_kernels import StepKernel
@@ -62,7 +62,7 @@ class FusedLookup(StepKernel):
         self._problem = problem
         self._columns = problem.table_columns(where.rank)
         self._targets = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
-        self._launcher = launcher()
+        self._launcher = make_launcher()
         self._plans: DeviceTables[LookupTables] = DeviceTables(_PLANS)
         self._loaded: set[tuple[object, ...]] = set()
 

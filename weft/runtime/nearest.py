@@ -58,7 +58,7 @@ def _estimated(name: str, device: torch.device) -> Machine:
     _LOG.warning(
         "no machine profile was measured on %s: its profile is estimated (%s, %d SMs, %.0f TFLOP/s in bfloat16); "
         "`weft calibrate` measures one for WEFT_MACHINE",
-        *(name, made.words, made.gpu.sms, made.gpu.tflops["bfloat16"]),
+        *(name, made.description, made.gpu.sms, made.gpu.tflops["bfloat16"]),
     )
     return made
 
@@ -76,7 +76,7 @@ def estimated(name: str, found: Any) -> Machine:
     return replace(
         made,
         name=f"{nearest}-estimated",
-        words=f"{nearest} with what {name} reports",
+        description=f"{nearest} with what {name} reports",
         device="",
         sources={**made.sources, **sources},
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.core.schedule import Flag, Push, Region, quantises
-from weft.kernels.push import PushTables, launcher, push, push_tables, tiles_of_copy
+from weft.kernels.push import PushTables, make_launcher, push, push_tables, tiles_of_copy
 from weft.kernels.quantise import tiles_of_rows
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.quantising import QuantisingPush
@@ -41,7 +41,7 @@ class FusedPush(StepKernel):
         super().__init__(where)
         self._step, self._device, self._flags = step, device, flags
         self._source = step.source
-        self._launcher = launcher()
+        self._launcher = make_launcher()
         self._tables: dict[tuple[int, ...], list[PushTables]] = {}
 
     def lay_out(self, bindings: Bindings) -> None:

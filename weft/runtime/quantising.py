@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weft.core.schedule import Push
-from weft.kernels.quantise import QuantiseTables, launcher, quantise, quantise_tables
+from weft.kernels.quantise import QuantiseTables, make_launcher, quantise, quantise_tables
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.step_kernels import StepKernel
 
@@ -18,7 +18,7 @@ class QuantisingPush(StepKernel):
 
     def __init__(self, step: Push, where: Where, program: BoundProgram) -> None:
         super().__init__(where)
-        self._step, self._program, self._launcher = step, program, launcher()
+        self._step, self._program, self._launcher = step, program, make_launcher()
         self._alone = where.lane == "compute"
         """Whether nothing runs beside it, so that it has all SMs."""
         self._targets = list(dict.fromkeys((part.dst.buffer, part.dst.rank) for part in step.parts))

@@ -22,7 +22,7 @@ from weft.core.errors import WaitTimeout
 from weft.core.machine import Machine
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import GroupedGemm, Schedule, SegmentCopies, ShareCounts, Step, Wait
-from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, RaggedScales, Shape, word_bytes
+from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, RaggedScales, Shape, symmetric_bytes
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
 from weft.kernels.shapes import shapes_for
 from weft.runtime.bindings import Bindings, Where, scales_name
@@ -105,7 +105,7 @@ class RaggedKernels:
             device=device,
             machine=machine,
         )
-        addresses, words = owner.mailbox(word_bytes(shape))
+        addresses, words = owner.mailbox(symmetric_bytes(shape))
         self.exchange = RaggedExchange(shape, self._plan.orders, addresses, words, sms=sms, tries=tries)
         self._waits = {
             at: torch.tensor(waited, dtype=torch.int32, device=device) for at, waited in self._plan.waits.items() if waited
@@ -139,7 +139,7 @@ class RaggedKernels:
 
     def _wait(self, step: Wait, at: int, bindings: Bindings) -> None:
         if at in self._waits:
-            self.exchange.await_words(self._waits[at])
+            self.exchange.wait_for_flags(self._waits[at])
 
     def _share(self, step: ShareCounts, at: int, bindings: Bindings) -> None:
         (splits,), (counts,) = bindings.loose["splits"], bindings.loose["counts"]
@@ -200,7 +200,7 @@ class RaggedKernels:
             raise WaitTimeout(f"rank {self._rank}: {self._late_word(notes[LATE])}: expected {notes[1]}, seen {notes[2]}")
 
     def _late_word(self, address: int) -> str:
-        told = (address - self.exchange.told.local.data_ptr()) // 4
+        told = (address - self.exchange.notified.local.data_ptr()) // 4
         if 0 <= told < self._problem.world_size:
             return f"counts of rank {told}"
         arrived = (address - self.exchange.arrived.local.data_ptr()) // 4
@@ -208,7 +208,7 @@ class RaggedKernels:
 
     def missing(self) -> str:
         """What the call under way has yet to receive, in words; nothing if it waits for nothing. Takes copies, and no SM."""
-        call, told = int(self.exchange.calls.cpu()), self.exchange.told.local.cpu().tolist()
+        call, told = int(self.exchange.calls.cpu()), self.exchange.notified.local.cpu().tolist()
         # A call counts itself once it has all counts.
         late = [rank for rank, seen in enumerate(told) if seen <= call and told[self._rank] > call]
         if late:
@@ -224,7 +224,7 @@ class RaggedKernels:
         """What ends every wait of the kernels, now and later, in this order: first the note that says that nothing which comes
         from here on is a result, then the words that they wait for."""
         words = [Word("signal", self.exchange.notes.data_ptr() + 8 * LATE, 1)]
-        for memory in (self.exchange.told.local, self.exchange.arrived.local):
+        for memory in (self.exchange.notified.local, self.exchange.arrived.local):
             words += [Word("signal", memory.data_ptr() + 4 * at, _RAISED) for at in range(memory.numel())]
         return words
 

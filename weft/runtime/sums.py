@@ -8,7 +8,7 @@ import torch
 
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Reduce, Region, Schedule
-from weft.kernels.runs import RunTable, launcher, load, run_table, sum_runs
+from weft.kernels.runs import RunTable, load, make_launcher, run_table, sum_runs
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.step_kernels import StepKernel
 
@@ -45,7 +45,7 @@ class FusedSum(StepKernel):
         super().__init__(where)
         self._device, self.step = device, step
         (self._part,) = step.parts
-        self._sms, self._dtype, self._launcher = problem.sms, getattr(torch, problem.dtype), launcher()
+        self._sms, self._dtype, self._launcher = problem.sms, getattr(torch, problem.dtype), make_launcher()
         self._own = next(number for number, src in enumerate(self._part.srcs) if src.buffer == "a")
         self._table: tuple[tuple[int, ...], RunTable] | None = None
 

@@ -1,4 +1,4 @@
-"""The schedule space: every family by name, what it is, and how to build it for a problem.
+"""All families of schedules by name, with their description and their builders.
 
 Sources: FiCCO (arXiv 2512.10236) for the chunked four; T3 (arXiv 2401.16677) for track-and-trigger; fused
 computation-collectives (arXiv 2305.06942) for direct-store; PyTorch's asynchronous tensor parallelism for shard-level.
@@ -17,7 +17,7 @@ from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Op, Problem, RaggedPro
 from weft.core.schedule import Gemm, Push, Schedule, steps_of
 from weft.core.work import is_plain
 from weft.schedules import all_gather_matmul as ag
-from weft.schedules import all_to_all_columns_matmul as beside
+from weft.schedules import all_to_all_columns_matmul as columns_matmul
 from weft.schedules import all_to_all_matmul as dispatch
 from weft.schedules import collectives, concurrent, ragged
 from weft.schedules import embedding_bag_all_to_all as bags
@@ -40,15 +40,16 @@ UNFUSED: dict[Op, Build] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A way to overlap. chunked: its chunk count is free. words: one line for lists. source: where the idea is from.
+    """A method of overlapping: a family of schedules. chunked: its chunk count is free. summary: one line for lists. source:
+    where the idea is from.
 
     builders: by operator; one that it makes no sense for is not there. across: right where ranks are on several nodes; the
-    others load from and store to all ranks. fans_out: copies to several peers may be under way at once; else a rank sends to
+    others load from and store to all ranks. fans_out: copies to several peers may be in flight together; else a rank sends to
     one peer after the other, or from kernels.
     """
 
     name: str
-    words: str
+    summary: str
     source: str
     builders: dict[Op, Build]
     chunked: bool = True
@@ -56,7 +57,7 @@ class Family:
     fans_out: bool = True
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.words} [{self.source}]"
+        return f"{self.name}: {self.summary} [{self.source}]"
 
 
 FAMILIES: dict[str, Family] = {
@@ -64,7 +65,7 @@ FAMILIES: dict[str, Family] = {
     for f in (
         Family(
             name="sequential",
-            words="cuBLAS GEMM and NCCL collective, one after the other",
+            summary="cuBLAS GEMM and NCCL collective, one after the other",
             source="cuBLAS and NCCL",
             chunked=False,
             across=True,
@@ -76,13 +77,13 @@ FAMILIES: dict[str, Family] = {
                 "matmul_all_reduce": ar.sequential,
                 "embedding_bag_all_to_all": bags.sequential,
                 "matmul_all_to_all_columns": combine.sequential,
-                "all_to_all_columns_matmul": beside.sequential,
+                "all_to_all_columns_matmul": columns_matmul.sequential,
                 **dict.fromkeys(COLLECTIVE_OPS, collectives.sequential),
             },
         ),
         Family(
             name="sequential_stores",
-            words="cuBLAS GEMM, and before or after it an exchange by a kernel's stores or loads",
+            summary="cuBLAS GEMM, and before or after it an exchange by a kernel's stores or loads",
             source="fused computation-collectives",
             chunked=False,
             builders={
@@ -95,7 +96,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="shard_p2p",
-            words="one shard a step, from peer to peer, a GEMM for each",
+            summary="one shard a step, from peer to peer, a GEMM for each",
             source="PyTorch async TP",
             chunked=False,
             fans_out=False,
@@ -103,17 +104,17 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="uniform_fused_1d",
-            words="row chunks of all ranks, the own one too, as one GEMM a step",
+            summary="row chunks of all ranks, the own one too, as one GEMM a step",
             source="FiCCO",
             builders={
                 "all_gather_matmul": partial(ag.fused, uniform=True),
                 "matmul_reduce_scatter": partial(rs.fused, uniform=True),
-                "all_to_all_columns_matmul": beside.fused,
+                "all_to_all_columns_matmul": columns_matmul.fused,
             },
         ),
         Family(
             name="hetero_fused_1d",
-            words="the own shard as one GEMM; row chunks of all peers as one GEMM a step",
+            summary="the own shard as one GEMM; row chunks of all peers as one GEMM a step",
             source="FiCCO",
             builders={
                 "all_gather_matmul": partial(ag.fused, uniform=False),
@@ -122,30 +123,30 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="hetero_unfused_1d",
-            words="the own shard as one GEMM; one GEMM for each row chunk",
+            summary="the own shard as one GEMM; one GEMM for each row chunk",
             source="FiCCO",
             builders=UNFUSED,
         ),
         Family(
             name="uniform_fused_2d",
-            words="column chunks of all ranks, one GEMM a step: slices of K summed up, or slices of N",
+            summary="column chunks of all ranks, one GEMM a step: slices of K summed up, or slices of N",
             source="FiCCO",
             builders={"all_gather_matmul": ag.fused_2d, "matmul_reduce_scatter": rs.fused_2d},
         ),
         Family(
             name="flag_gated",
-            words="one kernel whose tiles wait for the flag of their chunk, in order of arrival",
+            summary="one kernel whose tiles wait for the flag of their chunk, in order of arrival",
             source="Iris, quack",
             builders={
                 "all_gather_matmul": partial(ag.gated, blocks=False),
                 "matmul_reduce_scatter": rs.pulled,
                 "all_to_all_matmul": partial(dispatch.gated, blocks=False),
-                "all_to_all_columns_matmul": partial(beside.gated, blocks=False),
+                "all_to_all_columns_matmul": partial(columns_matmul.gated, blocks=False),
             },
         ),
         Family(
             name="track_and_trigger",
-            words="one GEMM; what is finished, or has arrived, triggers the copy that sends it on",
+            summary="one GEMM; what is finished, or has arrived, triggers the copy that sends it on",
             source="T3",
             builders={
                 "all_gather_matmul": ag.ring,
@@ -157,7 +158,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="direct_store",
-            words="stores from kernels straight to the peer's buffer, remote rows first",
+            summary="stores from kernels straight to the peer's buffer, remote rows first",
             source="fused computation-collectives",
             fans_out=False,
             builders={
@@ -167,32 +168,32 @@ FAMILIES: dict[str, Family] = {
                 "all_to_all_matmul": partial(dispatch.gated, blocks=True),
                 "embedding_bag_all_to_all": bags.stored,
                 "matmul_all_to_all_columns": partial(combine.counted, stored=True),
-                "all_to_all_columns_matmul": partial(beside.gated, blocks=True),
+                "all_to_all_columns_matmul": partial(columns_matmul.gated, blocks=True),
             },
         ),
         Family(
             name="flag_gated_2d",
-            words="one kernel whose tiles wait, slice by slice of K, for the columns of all ranks",
+            summary="one kernel whose tiles wait, slice by slice of K, for the columns of all ranks",
             source="weft",
             builders={"all_gather_matmul": ag.gated_2d},
         ),
         Family(
             name="one_shot",
-            words="one kernel: partial tiles are stored at every rank that sums them, in one hop",
+            summary="one kernel: partial tiles are stored at every rank that sums them, in one hop",
             source="fused computation-collectives",
             chunked=False,
             builders={"matmul_all_reduce": ar.one_shot, "matmul_reduce_scatter": rs.one_shot},
         ),
         Family(
             name="two_shot",
-            words="one kernel: a tile's owner sums partial tiles, and stores the sum at every peer",
+            summary="one kernel: a tile's owner sums partial tiles, and stores the sum at every peer",
             source="fused computation-collectives",
             chunked=False,
             builders={"matmul_all_reduce": ar.two_shot},
         ),
         Family(
             name="node_slices",
-            words="stores and copies within a node; between nodes, slices that are sent when their last tile is done",
+            summary="stores and copies within a node; between nodes, slices that are sent when their last tile is done",
             source="fused computation-collectives",
             across=True,
             builders={
@@ -206,13 +207,13 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="copy_engine",
-            words="copy engines push pieces to the peers; a set number of SMs sum them as they arrive",
+            summary="copy engines push pieces to the peers; a set number of SMs sum them as they arrive",
             source="FiCCO, T3",
             builders=collectives.PUSHED,
         ),
         Family(
             name="copy_engine_pull",
-            words="copy engines of the peers pull pieces to where they belong",
+            summary="copy engines of the peers pull pieces to where they belong",
             source="FiCCO, T3",
             builders=collectives.PULLED,
         ),
@@ -290,7 +291,7 @@ def unfit(name: str, problem: Problem) -> str:
     if problem.scaling is not None and name in CUT_COLUMNS:
         return f"schedule is {name!r}, which cuts columns of FP8 operands, whose elements share scales; use a schedule of rows"
     if problem.scaling is not None and problem.scaling.quantises and name not in QUANTISING:
-        return f"schedule is {name!r}, which sends rows as they are; a is quantised on its way by {', '.join(QUANTISING)}"
+        return f"schedule is {name!r}, which sends rows unquantised; schedules that quantise a are {', '.join(QUANTISING)}"
     if name == "node_slices" and problem.op == "matmul_all_reduce" and len(set(problem.nodes)) > 1:
         return f"schedule is {name!r}, whose all-reduce needs nodes of one size, not of {problem.nodes}; use sequential"
     return ""
@@ -365,11 +366,11 @@ def synonym(problem: Problem, spec: str, among: Iterable[str]) -> str | None:
 def programs(problem: Problem, specs: Iterable[str]) -> tuple[str, ...]:
     """The specs, in their order, less those that are the program of a simpler one among them."""
     listed = tuple(dict.fromkeys(specs))
-    kept: list[str] = []
+    found: list[str] = []
     for spec in sorted(listed, key=_simplicity):
-        if synonym(problem, spec, kept) is None:
-            kept.append(spec)
-    return tuple(spec for spec in listed if spec in kept)
+        if synonym(problem, spec, found) is None:
+            found.append(spec)
+    return tuple(spec for spec in listed if spec in found)
 
 
 def _simplicity(spec: str) -> tuple[int, int]:

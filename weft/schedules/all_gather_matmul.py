@@ -10,12 +10,12 @@ Buffers of rank r
     sums      local      M x n_r    float32 partial sums; only for two-dimensional chunks
 
 Flags of rank r (who advances ~> who waits)
-    arrived[i]@r   the lane that pushes chunk i ~> r's compute lane: the chunk lies in r's a_full
+    arrived[i]@r   the lane that pushes chunk i ~> r's compute lane: the chunk is in r's a_full
     free[p]@r      p's compute lane ~> r's pushing lane: p has read its a_full for the last time in this call
     sent[0]@r      r's copy lane ~> r's compute lane (ring only): r has forwarded from its a_full for the last time
 
     landed[i]@r    r's network lane ~> r's copy and compute lanes: chunk i of the shards of other nodes that r takes for its
-                   node lies in r's a_full (node_slices)
+                   node is in r's a_full (node_slices)
 
 `free` is waited for with at_least=0: before the first push of a call, the peer must be past its previous call.
 
@@ -41,7 +41,7 @@ from weft.schedules.builder import Builder, Piece, Request, aligned_slices
 
 class _Gather(Builder):
     """Buffers, flags and repeated idioms of this operator. staged: a_full is laid out by step, not by row, with the rank's own
-    pieces ("all") or without them ("peers"), so that what a step multiplies lies together."""
+    pieces ("all") or without them ("peers"), so that the rows that a step multiplies are contiguous."""
 
     def __init__(self, asked: Request, *, staged: Literal["all", "peers"] | None = None) -> None:
         super().__init__(asked)
@@ -67,7 +67,7 @@ class _Gather(Builder):
         return self.region("a_full", rank, (piece.staged[0] - before, piece.staged[1] - before))
 
     def _own_before(self, rank: int, piece: Piece) -> int:
-        """How many of the rank's own rows come before a peer's piece, step by step."""
+        """The number of own rows before a peer's piece, step by step."""
         (low, high), own = self.problem.shards[rank], self.pieces[rank]
         steps = piece.index + (rank < piece.shard)
         return own[steps].rows[0] - low if steps < len(own) else high - low
@@ -78,8 +78,8 @@ class _Gather(Builder):
         return self.region("a", piece.shard, (piece.rows[0] - base, piece.rows[1] - base))
 
     def part(self, rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
-        as_given = piece.shard == rank and not (self.staged or self.quantises)
-        src = self.own(piece) if as_given else self.landing(rank, piece)
+        reads_input = piece.shard == rank and not (self.staged or self.quantises)
+        src = self.own(piece) if reads_input else self.landing(rank, piece)
         return Part(src, self.region("out", rank, piece.rows), gates)
 
     def own_shard(self, rank: int) -> list[Part]:
@@ -88,22 +88,22 @@ class _Gather(Builder):
         return [Part(self.region("a", rank), self.region("out", rank, rows))] if rows[1] > rows[0] else []
 
     def gated(self, rank: int, pieces: Iterable[Piece]) -> None:
-        """One GEMM of the own shard and of these pieces, each of which waits until it has arrived. Own rows that are quantised
-        on their way arrive as others do."""
+        """Add one GEMM of the own shard and of these pieces, each of which waits until it has arrived. Own rows that are
+        quantised also arrive in a_full."""
         awaited, own = [*pieces], self.own_shard(rank)
         if self.quantises:
             awaited, own = [*self.pieces[rank], *awaited], []
         self.gemm(rank, own + [self.part(rank, p, (Wait(self.arrived(rank, p)),)) for p in awaited])
 
     def gemm_of(self, rank: int, pieces: Sequence[Piece]) -> None:
-        """Wait for pieces, given in the order of their arrival; then multiply them in the order of their rows, which so lie in
-        as few runs as they can."""
+        """Wait for pieces in the order of their arrival; then multiply them in the order of their rows, in as few contiguous
+        runs as possible."""
         for piece in pieces:
             self.add(rank, "compute", Wait(self.arrived(rank, piece)))
         self.gemm(rank, [self.part(rank, piece) for piece in sorted(pieces, key=lambda piece: piece.rows)])
 
     def push_all(self, *, lane: str | None = None, stage_own: bool = False) -> None:
-        """Every rank sends its pieces to all peers, chunk by chunk; at any time to different peers.
+        """Let every rank send its pieces to all peers, chunk by chunk; at any time ranks send to different peers.
 
         lane: as for `send`. stage_own: its pieces also go to their places in its own a_full.
         """
@@ -115,11 +115,11 @@ class _Gather(Builder):
             self.send(rank, (Store(own, self.landing(to, one), self.arrived(to, one)) for own, to, one in pushed), lane)
 
     def slice_arrived(self, rank: int, shard: int, index: int) -> Wait:
-        """Until slice `index` of a peer's columns lies in rank's a_full."""
+        """Return the wait until slice `index` of a peer's columns is in rank's a_full."""
         return Wait(self.flag("arrived", rank, shard, index))
 
     def push_columns(self, rank: int, slices: Sequence[Span1D], *, lane: str | None = None) -> None:
-        """The rank sends its shard to all peers, slice by slice of its columns. lane: as for `send`."""
+        """Send the rank's shard to all peers, slice by slice of its columns. lane: as for `send`."""
         peers, rows = self.peers(rank, step=-1) if self.pieces[rank] else [], self.problem.shards[rank]
         self.wait_free(rank, peers, lane)
         pushed = ((index, cols, peer) for index, cols in enumerate(slices) for peer in peers)
@@ -132,7 +132,7 @@ class _Gather(Builder):
         self.send(rank, stores, lane)
 
     def finish(self, *, senders: Callable[[int], Iterable[int]] | None = None) -> Schedule:
-        """Hand the gathered rows over if asked for, tell the senders that a_full is free, and freeze."""
+        """Return the gathered rows if requested, signal the senders that a_full is free, and freeze."""
         for rank in self.each:
             if self.problem.return_gathered:
                 self._copy_gathered(rank)
@@ -142,10 +142,10 @@ class _Gather(Builder):
     def _copy_gathered(self, rank: int) -> None:
         for shard, pieces in enumerate(self.pieces):
             rows = self.problem.shards[shard]
-            as_given = shard == rank and not self.quantises
-            src = self.region("a", rank) if as_given else self.region("a_full", rank, rows)
+            reads_input = shard == rank and not self.quantises
+            src = self.region("a", rank) if reads_input else self.region("a_full", rank, rows)
             found = [(src, rows)] if pieces else []
-            if self.staged and not as_given:
+            if self.staged and not reads_input:
                 found = [(self.landing(rank, piece), piece.rows) for piece in pieces]
             for src, rows in found:
                 self.add(rank, "compute", Copy(src, self.region("gathered", rank, rows)))

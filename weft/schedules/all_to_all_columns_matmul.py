@@ -28,7 +28,7 @@ from weft.schedules.all_to_all_matmul import Dispatch
 from weft.schedules.builder import Piece, Request
 
 
-class _Beside(Dispatch):
+class _Builder(Dispatch):
     """As of all_to_all_matmul, with columns side by side."""
 
     def arrival(self, buffer: str, src_rank: int, piece: Piece) -> Region:
@@ -56,12 +56,12 @@ class _Beside(Dispatch):
 
 def sequential(asked: Request) -> Schedule:
     """NCCL's all-to-all, columns laid side by side, then one GEMM."""
-    return _Beside(asked).by_nccl("all_to_all_columns")
+    return _Builder(asked).by_nccl("all_to_all_columns")
 
 
 def fused(asked: Request) -> Schedule:
     """A GEMM for each chunk of rows, once all ranks' columns of it are there."""
-    s = _Beside(asked)
+    s = _Builder(asked)
     for rank in s.each:
         s.push_and_place_own(rank)
         for piece in s.pieces[rank]:
@@ -73,7 +73,7 @@ def fused(asked: Request) -> Schedule:
 def gated(asked: Request, *, blocks: bool) -> Schedule:
     """One GEMM whose tiles wait for all ranks' columns of their chunk. blocks: communication blocks bring them, not copy
     engines."""
-    s = _Beside(asked)
+    s = _Builder(asked)
     for rank in s.each:
         s.push_and_place_own(rank, "blocks" if blocks else None)
         s.gemm(rank, [s.chunk_of(rank, piece, s.arrivals(piece)) for piece in s.pieces[rank]])

@@ -9,7 +9,7 @@ Buffers of rank r (m_r rows of each rank's a are r's)
     gathered  output p*m_r x K   only with return_gathered
 
 Flags of rank r (who advances ~> who waits)
-    arrived[i]@r   the lane of a peer that pushes piece i ~> r's compute lane: the piece lies in r's recv
+    arrived[i]@r   the lane of a peer that pushes piece i ~> r's compute lane: the piece is in r's recv
     free[p]@r      p's compute lane ~> r's pushing lane: p has read r's rows for the last time in this call
 
     rank r, compute              rank r, copy                    rank p
@@ -21,7 +21,7 @@ Flags of rank r (who advances ~> who waits)
 
 Between nodes (node_slices) the rows of a slice, chunk i for all ranks there, are sent and received in one step:
 
-    landed[i]@r    r's network lane ~> r's compute lane: chunk i of all ranks of other nodes lies in r's recv
+    landed[i]@r    r's network lane ~> r's compute lane: chunk i of all ranks of other nodes is in r's recv
 
 Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `free` prevents it.
 """
@@ -57,8 +57,8 @@ class Dispatch(AllToAllBuilder):
         return Part(self.arrival("recv", src_rank, piece), self.arrival("out", src_rank, piece), gates)
 
     def gated(self, rank: int) -> None:
-        """One GEMM of the own rows, and of those of the peers, which wait until they have arrived. Own rows that are quantised
-        on their way arrive as others do."""
+        """Add one GEMM of own rows and of peers' rows, which wait until they have arrived. Own rows that are quantised also
+        arrive in recv."""
         own = [(rank, piece) for piece in self.pieces[rank]] if self.quantises else []
         awaited = [self.part(src, p, (Wait(self.arrived(src, p)),)) for src, p in (*own, *self.remote(rank))]
         self.gemm(rank, awaited if own else self.own_shard(rank) + awaited)
@@ -84,7 +84,7 @@ class Dispatch(AllToAllBuilder):
         self.add(rank, "compute", mine, *found)
 
     def finish(self) -> Schedule:
-        """Hand over what arrived if asked for, tell the senders that recv is free, and freeze."""
+        """Hand over what arrived if asked for, signal the senders that recv is free, and freeze."""
         for rank in (rank for rank in self.each if self.pieces[rank]):
             if self.problem.return_gathered:
                 self.copy_gathered(rank)

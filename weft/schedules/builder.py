@@ -1,4 +1,4 @@
-"""What the builders share: lanes that grow step by step, and how rows are cut into pieces."""
+"""The base of the builders: lanes that grow step by step, and the cutting of rows into pieces."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from weft.core.schedule import (
 )
 
 KINDS: dict[str, LaneKind] = {"compute": "compute", "copy": "copy", "blocks": "blocks", "network": "network"}
-"""Kind of a lane by the first word of its name: "copy.3" is a copy lane."""
+"""The kind of a lane by the first part of its name: "copy.3" is a copy lane."""
 SLICE_UNIT = 64
-"""Columns of `a` that one step of a GEMM's loop over K takes at most: slices that tiles wait for begin at multiples of it."""
+"""The largest step of a GEMM's loop over K. Slices that tiles wait for begin at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a builder is asked for: a schedule of this name for a problem, in so many pieces a shard.
+    """The request to a builder: a schedule of this name for a problem, with this many pieces of a shard.
 
     fan_out: a copy lane for each peer, so that all links of a mesh carry chunks at once; else one lane for all peers, which
     is faster behind a switch, where one copy already fills the port.
@@ -53,7 +53,8 @@ Build = Callable[[Request], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Chunk `index` of the shard of rank `shard`: rows [low, high) of the global matrix, and where they lie when staged."""
+    """A piece: chunk `index` of the shard of rank `shard`, rows [low, high) of the global matrix, and their rows when
+    staged."""
 
     shard: int
     index: int
@@ -62,10 +63,10 @@ class Piece:
 
 
 def cut(problem: Problem, chunks: int) -> list[list[Piece]]:
-    """Pieces of every shard, by shard and index, without the empty ones.
+    """Return the pieces of every shard, by shard and index, without empty ones.
 
-    Staged rows are laid out by step: all shards' chunk 0, then all shards' chunk 1, so that what arrives in a step lies
-    together.
+    Staged rows are laid out by step: all shards' chunk 0, then all shards' chunk 1, so that rows that arrive in a step are
+    contiguous.
 
     >>> p = Problem(op="all_gather_matmul", m=5, n=1, k=1, world_size=2)
     >>> [[(q.index, q.rows, q.staged) for q in shard] for shard in cut(p, 2)]
@@ -83,7 +84,7 @@ def cut(problem: Problem, chunks: int) -> list[list[Piece]]:
 
 
 def aligned_slices(extent: int, parts: int) -> list[Span1D]:
-    """Cut [0, extent) as `split` does, but at multiples of SLICE_UNIT if it is longer than that; without the empty ones.
+    """Cut [0, extent) as `split` does, but at multiples of SLICE_UNIT if it is longer than that; omit empty ranges.
 
     >>> aligned_slices(200, 2), aligned_slices(10, 3)
     ([(0, 128), (128, 200)], [(0, 4), (4, 8), (8, 10)])
@@ -104,7 +105,7 @@ class Builder:
 
     @property
     def quantises(self) -> bool:
-        """Whether a becomes FP8 on its way, so that own rows, too, are multiplied as they land."""
+        """Whether a is quantised to FP8 before it is sent, so that own rows are also multiplied from the landing buffer."""
         return self.problem.scaling is not None and self.problem.scaling.quantises
 
     @property
@@ -114,12 +115,12 @@ class Builder:
 
     @property
     def working(self) -> range:
-        """All ranks, or none where the result has no elements."""
+        """All ranks, or none if the result has no elements."""
         return range(self.world_size if self.problem.m and self.problem.n else 0)
 
     @cached_property
     def pieces(self) -> list[list[Piece]]:
-        """Of every shard."""
+        """The pieces of every shard."""
         return cut(self.problem, self.chunks)
 
     @cached_property
@@ -128,11 +129,11 @@ class Builder:
         return [high - low for low, high in self.problem.shards]
 
     def by_chunk(self, shards: Iterable[int]) -> list[Piece]:
-        """The pieces of these shards, chunk by chunk."""
+        """Return the pieces of these shards, chunk by chunk."""
         return sorted((piece for shard in shards for piece in self.pieces[shard]), key=lambda piece: piece.index)
 
     def chunk(self, index: int, shards: Iterable[int]) -> list[Piece]:
-        """Chunk `index` of each of these shards that has one."""
+        """Return chunk `index` of each of these shards that has one."""
         return [piece for shard in shards for piece in self.pieces[shard] if piece.index == index]
 
     def buffer(
@@ -145,23 +146,23 @@ class Builder:
         float32: bool = False,
         operand: Literal["", "a", "b"] = "",
     ) -> None:
-        """rows, cols: on each rank; one number where it is the same on all. operand: what it holds rows of, which are FP8 if
-        the problem's operands are."""
+        """Declare a buffer. rows, cols: by rank, or one number for all ranks. operand: the operand whose rows it holds, which
+        are FP8 if the problem's operands are."""
         height, width = ([size] * self.world_size if isinstance(size, int) else size for size in (rows, cols))
         scaled = operand if self.problem.scaling is not None and not (name == "a" and self.quantises) else ""
         self._buffers[name] = Buffer(name, kind, tuple(height), tuple(width), float32, scaled)
 
     def region(self, name: str, rank: int, rows: Span1D | None = None, cols: Span1D | None = None) -> Region:
-        """The named part of a buffer; all rows or columns where none are given."""
+        """Return a region of a buffer; by default all rows and columns."""
         spec = self._buffers[name]
         return Region(name, rank, rows or (0, spec.rows[rank]), cols or (0, spec.cols[rank]))
 
     def flag(self, name: str, rank: int, src: int, index: int = 0) -> Flag:
-        """A flag of `rank` for chunk `index` of what it has from, or for, another rank."""
+        """Return a flag of `rank` for chunk `index` that comes from, or goes to, another rank."""
         return Flag(name, rank, src * self.chunks + index)
 
     def free(self, rank: int, peer: int) -> Wait:
-        """Until the peer has read what `rank` sent it in the call before."""
+        """Return the wait until the peer has read the data that `rank` sent it in the previous call."""
         return Wait(Flag("free", rank, peer), 0)
 
     def add(self, rank: int, lane: str, *steps: Step) -> None:
@@ -176,25 +177,25 @@ class Builder:
         accumulate: bool = False,
         divide_by: int = 1,
     ) -> None:
-        """Add one Gemm of these parts to the compute lane, if there are any. b: its rows and columns; all where none are given.
+        """Add one Gemm of these parts to the compute lane, if there are any. b: its rows and columns; default, all.
         It runs as weft's kernel if a part waits, counts, adds or stores at a peer; else as matmuls by torch."""
         if parts := tuple(parts):
             self.add(rank, "compute", Gemm(self.region("b", rank, *b), parts, accumulate, divide_by))
 
     def wait_free(self, rank: int, peers: Iterable[int], lane: str | None = None) -> None:
-        """`free` of these peers before `rank` sends to them. lane: as for `send`."""
+        """Wait for `free` of these peers before `rank` sends to them. lane: as for `send`."""
         for peer in peers:
             self.add(rank, lane or self.copy_lane(peer), self.free(rank, peer))
 
     def release(self, rank: int, peers: Iterable[int], lane: str = "compute") -> None:
-        """Tell peers that what they sent to `rank` has been read for the last time in this call."""
+        """Signal peers that their data on `rank` has been read for the last time in this call."""
         for peer in peers:
             self.add(rank, lane, Signal(Flag("free", peer, rank)))
 
     def send(self, rank: int, stores: Iterable[Store], lane: str | None = None) -> None:
-        """Copies to other ranks, each with the flag that it raises there. With a lane, which runs on SMs, they are one Push, in
-        no order. Else each is a Copy and a Signal on the copy lane of its destination: one after the other on one lane, and
-        at the same time on the lanes of different peers if `fan_out`."""
+        """Add copies to other ranks, each with the flag that it raises there. With a lane, which runs on SMs, they are one
+        unordered Push. Else each is a Copy and a Signal on the copy lane of its destination: sequential on one lane, and
+        concurrent on the lanes of different peers if `fan_out`."""
         stores = tuple(stores)
         if lane and stores:
             self.add(rank, lane, Push(stores))
@@ -202,42 +203,42 @@ class Builder:
             self.add(rank, self.copy_lane(store.dst.rank), Copy(store.src, store.dst), Signal(store.count))
 
     def copy_lane(self, peer: int) -> str:
-        """The lane that sends to `peer`."""
+        """Return the name of the lane that sends to `peer`."""
         return f"copy.{peer}" if self.fan_out else "copy"
 
     def peers(self, rank: int, *, step: int = 1) -> list[int]:
-        """The other ranks of the node, nearest first upwards (step=1) or downwards (-1), so that no two ranks favour the same
-        peer."""
+        """Return the other ranks of the node, nearest first upwards (step=1) or downwards (-1), so that no two ranks favour the
+        same peer."""
         node = self.problem.node_ranks[self.problem.node_of[rank]]
         return [node[(rank - node.start + step * i) % len(node)] for i in range(1, len(node))]
 
     def node(self, rank: int) -> list[int]:
-        """All ranks of the node, in their order."""
+        """Return all ranks of the node, in their order."""
         return list(self.problem.node_ranks[self.problem.node_of[rank]])
 
     def other_nodes(self, rank: int) -> list[int]:
         return [node for node in range(len(self.problem.node_ranks)) if node != self.problem.node_of[rank]]
 
     def far(self, rank: int) -> list[int]:
-        """The ranks of other nodes, from the next node upwards and in each from the rank's own place upwards, so that no two
-        ranks favour the same."""
+        """Return the ranks of other nodes, from the next node upwards and in each from the rank's own place upwards, so that no
+        two ranks favour the same."""
         own, nodes = self.problem.node_of[rank], self.problem.node_ranks
         others = (nodes[(own + step) % len(nodes)] for step in range(1, len(nodes)))
         return [ranks[(rank - nodes[own].start + step) % len(ranks)] for ranks in others for step in range(len(ranks))]
 
     def carrier(self, node: int, rank: int) -> int:
-        """The one of a node's ranks that stands for a rank of another node: it takes what that one sends to the node, and sends
-        what the node has for it."""
+        """Return the rank of a node that represents a rank of another node: it receives that rank's messages to the node, and
+        sends the node's data for that rank."""
         ranks = self.problem.node_ranks[node]
         own = self.problem.node_ranks[self.problem.node_of[rank]]
         return ranks[(rank - own.start) % len(ranks)]
 
     def carried(self, rank: int) -> list[int]:
-        """The ranks of other nodes whose shards `rank` stands for."""
+        """Return the ranks of other nodes that `rank` represents."""
         return [other for other in self.far(rank) if self.carrier(self.problem.node_of[rank], other) == rank]
 
     def quantised(self, rank: int) -> Region:
-        """All rows of a, quantised on the compute lane; a itself where they are FP8, or nothing is."""
+        """Quantise all rows of a on the compute lane and return their region; a itself if the problem quantises nothing."""
         a = self.region("a", rank)
         if not self.quantises:
             return a
@@ -249,8 +250,8 @@ class Builder:
     def send_receive(
         self, rank: int, sends: list[Send], receives: list[Receive], *, after: list[Flag], then: Flag | None
     ) -> None:
-        """A step of the network lane, if there is anything to send or receive, after these flags; what it receives raises
-        `then`. Messages without elements are left out, at both ends; flags stay as they are."""
+        """Add a step of the network lane after these flags, if there is anything to send or receive; then raise `then`.
+        Messages without elements are omitted at both ends; flags are not."""
         full = SendReceive(tuple(s for s in sends if s.src.size), tuple(r for r in receives if r.dst.size))
         if sends or receives:
             self.add(rank, "network", *map(Wait, after), *([full] if full.peers else []))

@@ -1,15 +1,15 @@
-"""Builders for collectives alone: all_gather, all_to_all, reduce_scatter, all_reduce.
+"""Builders for collectives without other computation: all_gather, all_to_all, reduce_scatter, all_reduce.
 
-Buffers of rank r; all are elements below each other, p = world_size
-    a       input                what r gives
+Buffers of rank r; all have one column, p = world_size
+    a       input                r's input
     recv    symmetric            pieces that each of the p - 1 peers has pushed, by peer, in slots
     staged  symmetric            copy_engine_pull: pieces of a, or of the own part's sum, that peers pull, in slots
     summed  symmetric            all_reduce: pieces of the sum that each of the p - 1 owners has pushed, by owner, in slots
     out     output               the result
 
 Flags of rank r (who advances ~> who waits), one for each peer and piece
-    arrived[p, i]@r   p ~> r: p's piece i lies in recv         free[p, i]@r   p ~> r: p has read r's piece i out of its recv
-    ready[p, i]@r     p ~> r: so, in summed                    read[p, i]@r   likewise
+    arrived[p, i]@r   p ~> r: p's piece i is in recv         free[p, i]@r   p ~> r: p has read r's piece i out of its recv
+    ready[p, i]@r     p ~> r: the same, in summed              read[p, i]@r   likewise
     made[i]@r         r's sums ~> r's copies: piece i of r's own part is summed (all_reduce)
     open[p]@r         p ~> r: p has begun this call, so that r may write p's out (where out is reachable)
 
@@ -20,26 +20,27 @@ Flags of rank r (who advances ~> who waits), one for each peer and piece
                                                                        out -> summed of r, ready[o]  ~~>  wait ready[o]
                                                                        next owner's peer                  summed -> out, read
 
-That is an all_reduce; a reduce_scatter ends with the sum. An all_gather and an all_to_all push into recv, and what has arrived
-is copied to out. Where peers pull, a sum is made in staged, and ready says so:
+That is an all_reduce; a reduce_scatter ends with the sum. An all_gather and an all_to_all push into recv, and pieces that
+arrived are copied to out. Where peers pull, the sum is stored in staged, and `ready` signals it:
 
     rank o, blocks                        rank r, copy
-    wait arrived of all, read[r] of the piece that lay in the slot
+    wait arrived of all, read[r] of the slot's previous piece
     sum -> staged, free[r], ready  ~~>    wait ready[o]
     staged -> own part of out             staged of o -> out, read
 
 Pushes of a rank are on one lane, piece by piece, each to all peers in turn.
 
-Where out lies in symmetric memory (`reachable`), pieces are pushed straight to it, and nothing is handed out. Until a rank has
-begun a call its out is its caller's: `open` says that it has; of an all_reduce, the parts that it has pushed do.
+Where out is in symmetric memory (`reachable`), pieces are pushed straight to it, without a copy at the receiver. Until a rank
+has begun a call, its out belongs to its caller; `open` signals that it has begun, or for an all_reduce the parts that it
+pushed.
 
-Room is bounded. A part has `slots` slots of one piece each at its receiver, and piece i lies in slot i % slots: it may be sent
-once piece i - slots has been read, of this call or the one before. So a collective of any size goes through `staging_bytes`.
+Memory is bounded. A part has `slots` slots of one piece each at its receiver, and piece i is in slot i % slots: it may be sent
+once piece i - slots of this call or the previous one has been read. So a collective of any size goes through `staging_bytes`.
 
 Bad interleaving: r pushes piece i + slots while o still sums piece i. `free` prevents it, from call to call, too: the first
-piece of a call waits for the last one's of the call before, and receivers take pieces in order. An all_reduce needs no flags
-from call to call: who begins the next one has had all sums back, so that its parts have been read; and who pushes a sum has had
-parts of the next call from that peer, which has handed out all of the call before.
+piece of a call waits for the last one of the previous call, and receivers read pieces in order. An all_reduce needs no flags
+between calls: a rank that begins the next call has received all sums, so its parts have been read; and a rank that pushes a sum
+has received parts of the next call from that peer, which has copied all sums of the previous call to its result.
 
 In place, every element of a has been pushed, or is read by the very sum, before out is written there: o sums after r's piece
 arrived, and r's copy into out follows that sum.
@@ -55,31 +56,31 @@ from weft.core.schedule import Collective, Copy, Flag, Reduce, Region, Schedule,
 from weft.schedules.builder import Build, Builder, Request
 
 MOST_PUSHES = 4096
-"""Of all ranks together. More would take seconds, and gigabytes, to prove; a piece is then thousandths of a part."""
+"""The most pushes of all ranks together. More would take seconds and gigabytes to prove."""
 
 
 class Channel(NamedTuple):
-    """Room that every rank has for the pieces of its peers, and its flags.
+    """The slots of every rank for the pieces of its peers, and their flags.
 
-    apart: slots for each peer; else for the rank's own pieces, which peers pull. across: a call waits until the last pieces of
-    the call before have been read; not so where that follows from what the rank has had back.
+    per_peer: slots for each peer; else for the rank's own pieces, which peers pull. across: a call waits until the last pieces
+    of the previous call have been read; False if that follows from the data that the rank has received.
     """
 
     buffer: str
     arrived: str
     free: str
-    apart: bool = True
+    per_peer: bool = True
     across: bool = True
 
 
 LANDING = Channel("recv", "arrived", "free")
-STAGED = Channel("staged", "arrived", "free", apart=False)
+STAGED = Channel("staged", "arrived", "free", per_peer=False)
 PARTS, SUMS = Channel("recv", "arrived", "free", across=False), Channel("summed", "ready", "read", across=False)
-OFFERED = Channel("staged", "ready", "read", apart=False, across=False)
+OFFERED = Channel("staged", "ready", "read", per_peer=False, across=False)
 
 
 class SlotTurns(NamedTuple):
-    """How the pieces of a part take turns in its slots. length: of a piece, and a slot, in elements."""
+    """The slots of a part, which its pieces use in turn. length: of a piece, and a slot, in elements."""
 
     length: int
     slots: int
@@ -92,14 +93,13 @@ class SlotTurns(NamedTuple):
         return low, min(low + self.length, span[1])
 
     def slot(self, index: int) -> int:
-        """Where a piece begins among the slots."""
+        """Return the first element of a piece among the slots."""
         return index % self.slots * self.length
 
 
 def turns(problem: CollectiveProblem, chunks: int, parts: int) -> SlotTurns:
-    """`chunks` pieces a part, each with a slot of its own, if `parts` parts fit into staging_bytes; else as large pieces as
-    leave two slots for each part. parts: none where nothing is staged. Raises ValueError where that were more than MOST_PUSHES
-    in all.
+    """Return `chunks` pieces a part, each with its own slot, if `parts` parts fit into staging_bytes; else the largest pieces
+    that leave two slots for each part. parts: 0 if nothing is staged. Raises ValueError for more than MOST_PUSHES in all.
 
     >>> problem = CollectiveProblem(op="all_gather", m=1 << 20, world_size=4, dtype="float32", staging_bytes=1 << 20)
     >>> turns(problem, 1, 3), turns(problem, 8, 1)
@@ -133,7 +133,7 @@ def _collective(asked: Request) -> CollectiveProblem:
 
 
 class _Collective(Builder):
-    """The caller's buffers, and the repeated idioms. parts: how many have slots on a rank."""
+    """The caller's buffers, and the repeated idioms. parts: the number of parts with slots on a rank."""
 
     def __init__(self, asked: Request, *, parts: int | None = None) -> None:
         super().__init__(asked)
@@ -144,67 +144,68 @@ class _Collective(Builder):
         self.count = self.turns.pieces(max(self.owned))
 
     def room(self, channel: Channel) -> None:
-        rows = (self.world_size - 1 if channel.apart else 1) * self.turns.slots * self.turns.length
+        rows = (self.world_size - 1 if channel.per_peer else 1) * self.turns.slots * self.turns.length
         self.buffer(channel.buffer, "symmetric", rows, 1)
 
     def pieces_of(self, part: int) -> range:
         return range(self.turns.pieces(self.owned[part]))
 
     def shard(self, buffer: str, rank: int, part: int, piece: int) -> Region:
-        """A piece of part `part` of a buffer that has all parts."""
+        """Return a piece of part `part` of a buffer that has all parts."""
         return self.region(buffer, rank, self.turns.piece(self.problem.shards[part], piece))
 
     def own(self, buffer: str, rank: int, part: int, piece: int) -> Region:
-        """A piece of a buffer that has part `part` alone."""
+        """Return a piece of a buffer that has only part `part`."""
         return self.region(buffer, rank, self.turns.piece((0, self.owned[part]), piece))
 
     def sent(self, rank: int, peer: int, piece: int) -> Region:
-        """What of a goes to a peer."""
+        """Return the elements of a that go to a peer."""
         gathers = self.problem.op == "all_gather"
         return self.own("a", rank, rank, piece) if gathers else self.shard("a", rank, peer, piece)
 
     def result(self, src: int, rank: int, piece: int) -> Region:
-        """Where in out it belongs on `rank`."""
+        """Return its region of out on `rank`."""
         if self.problem.op != "all_to_all":
             return self.shard("out", rank, src, piece)
         return self.region("out", rank, self.turns.piece(self.problem.arrivals(src, rank), piece))
 
     def slot(self, channel: Channel, src: int, rank: int, like: Region, piece: int) -> Region:
-        """Where a piece of rank `src` lies in the room of `rank`: as long as `like`."""
-        apart = (src - (src > rank)) * self.turns.slots * self.turns.length if channel.apart else 0
-        low = apart + self.turns.slot(piece)
+        """Return the region of a piece of rank `src` in the slots of `rank`, as long as `like`."""
+        offset = (src - (src > rank)) * self.turns.slots * self.turns.length if channel.per_peer else 0
+        low = offset + self.turns.slot(piece)
         return self.region(channel.buffer, rank, (low, low + like.shape[0]))
 
     def flag(self, name: str, rank: int, src: int, index: int = 0) -> Flag:
-        """The flag of a rank that a peer advances."""
+        """Return the flag of a rank that a peer advances."""
         return Flag(name, rank, src * self.count + index)
 
     def before(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Wait, ...]:
-        """What says that the peer has read what lay in the slot of this piece of `rank`. last: of these pieces."""
+        """Return the wait until the peer has read the previous piece in the slot of this piece of `rank`. last: of these
+        pieces."""
         if piece >= self.turns.slots:
             return (Wait(self.flag(channel.free, rank, peer, piece - self.turns.slots)),)
         first = piece == 0 and channel.across
         return (Wait(self.flag(channel.free, rank, peer, last), 0),) if first else ()
 
     def after(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Signal, ...]:
-        """`rank` tells a peer that it has read its piece, if the peer will ask."""
+        """Let `rank` signal a peer that it has read the peer's piece, if the peer waits for that."""
         asked = piece + self.turns.slots <= last or (piece == last and channel.across)
         return (Signal(self.flag(channel.free, peer, rank, piece)),) if asked else ()
 
     def push(self, channel: Channel, rank: int, peer: int, src: Region, piece: int, last: int) -> None:
         there = self.slot(channel, rank, peer, src, piece)
-        lane, told = self.copy_lane(peer), Signal(self.flag(channel.arrived, peer, rank, piece))
-        self.add(rank, lane, *self.before(channel, rank, peer, piece, last), Copy(src, there), told)
+        lane, signal = self.copy_lane(peer), Signal(self.flag(channel.arrived, peer, rank, piece))
+        self.add(rank, lane, *self.before(channel, rank, peer, piece, last), Copy(src, there), signal)
 
     def hand_out(self, channel: Channel, rank: int, src: int, piece: int, last: int) -> None:
-        """What a peer has pushed becomes the caller's."""
+        """Copy a piece that a peer has pushed to the result."""
         out = self.result(src, rank, piece)
         here = Copy(self.slot(channel, src, rank, out, piece), out)
         came = Wait(self.flag(channel.arrived, rank, src, piece))
         self.add(rank, "compute", came, here, *self.after(channel, rank, src, piece, last))
 
     def pull(self, channel: Channel, rank: int, src: int, piece: int, last: int) -> None:
-        """What a peer has in slots becomes the caller's."""
+        """Pull a piece from a peer's slots to the result."""
         out = self.result(src, rank, piece)
         here = Copy(self.slot(channel, rank, src, out, piece), out)
         came = Wait(self.flag(channel.arrived, rank, src, piece))

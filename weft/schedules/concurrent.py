@@ -64,7 +64,7 @@ SHARDED = ("ahead", "unsharded")
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A Method says how computation and collectives share the device. It is the parsed name of a schedule (`parse`).
+    """The method by which computation and collectives share the device. It is the parsed name of a schedule (`parse`).
 
     transport: who moves the bytes; "none": collectives first, then the computation. late: collectives are enqueued after the
     computation. priority: their stream has the highest. pull: copy engines of the receivers move, straight to the result. ctas:
@@ -161,8 +161,8 @@ class Abilities:
         """Whether a method asks for nothing that is not there."""
         blocks = self.ctas or not method.ctas or method.transport == "copy_engine"
         moved = (self.copy_engine or method.transport != "copy_engine") and (self.pull or not method.pull)
-        given = (self.priority or not method.priority) and (self.left or not method.left)
-        return blocks and moved and given and (not method.resident or method.resident in self.residents)
+        options = (self.priority or not method.priority) and (self.left or not method.left)
+        return blocks and moved and options and (not method.resident or method.resident in self.residents)
 
 
 def everything(problem: ConcurrentProblem) -> Abilities:

@@ -8,10 +8,10 @@ Buffers of rank r, which has C_r columns of tables, and m_r of the M samples
     from<s>   local      m_r x C_s   what rank s of another node sends of r's samples (node_slices)
 
 Flags of rank r (who advances ~> who waits)
-    made[i]@r      r's lookup ~> r's copy lane: piece i lies in `pooled`
-    arrived[i]@r   a peer's lookup, or its copy lane ~> whatever of r hands out: the peer's piece i lies in `landing`
-    sliced[i]@r    r's lookup ~> r's network lane: a piece for another node lies in `pooled` (node_slices)
-    landed[i]@r    r's network lane ~> r's copy lane: piece i of all ranks of other nodes lies in r's `from` buffers
+    made[i]@r      r's lookup ~> r's copy lane: piece i is in `pooled`
+    arrived[i]@r   a peer's lookup, or its copy lane ~> whatever of r hands out: the peer's piece i is in `landing`
+    sliced[i]@r    r's lookup ~> r's network lane: a piece for another node is in `pooled` (node_slices)
+    landed[i]@r    r's network lane ~> r's copy lane: piece i of all ranks of other nodes is in r's `from` buffers
     free[p]@r      p ~> whatever of r writes for p: p has handed out what r sent, for the last time in this call
 
     rank r, compute                    rank p, copy
@@ -96,12 +96,12 @@ class _Exchange(Builder):
 
     def send_slice(self, rank: int, index: int) -> None:
         """Look slice `index` up, and exchange it for those of other nodes."""
-        given = self.chunk(index, [peer for peer in self.far(rank) if self.gives(rank, peer)])
-        made = [self.flag("sliced", rank, piece.shard, index) for piece in given]
-        pooled = [self.region("pooled", rank, piece.rows) for piece in given]
-        parts = zip(given, pooled, made, strict=True)
+        pieces = self.chunk(index, [peer for peer in self.far(rank) if self.gives(rank, peer)])
+        made = [self.flag("sliced", rank, piece.shard, index) for piece in pieces]
+        pooled = [self.region("pooled", rank, piece.rows) for piece in pieces]
+        parts = zip(pieces, pooled, made, strict=True)
         self.look_up(rank, [self.bags(rank, piece.rows, out, count) for piece, out, count in parts])
-        sends = [Send(region, piece.shard) for region, piece in zip(pooled, given, strict=True)]
+        sends = [Send(region, piece.shard) for region, piece in zip(pooled, pieces, strict=True)]
         receives = [Receive(self.landed_from(src, piece), src) for src, piece in self.takes(rank, index)]
         self.send_receive(rank, sends, receives, after=made, then=Flag("landed", rank, index))
 

@@ -23,7 +23,7 @@ class AllToAllBuilder(Builder):
         self.buffer("out", "output", self.arriving, problem.columns(0))
 
     def arrival(self, buffer: str, src_rank: int, piece: Piece) -> Region:
-        """Where a rank's piece lies among all that its destination has."""
+        """Return the position of a rank's piece among all pieces of its destination."""
         first = self.problem.arrivals(src_rank, piece.shard)[0] - self.problem.shards[piece.shard][0]
         return self.region(buffer, piece.shard, (first + piece.rows[0], first + piece.rows[1]))
 

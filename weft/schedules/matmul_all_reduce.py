@@ -4,7 +4,7 @@ Buffers of rank r
     a         input      M x k_r
     b         input      k_r x N
     bias      input      1 x N       where the problem adds one; added to every row
-    residual  input      M x N       likewise; both are alike on every rank, and added once
+    residual  input      M x N       likewise; both are the same on every rank, and added once
     partial   local      M x N       r's product
     recv      symmetric              one_shot: p*M x N, what each of the p other ranks computed, in the order of ranks;
                                      two_shot: p*M x n_r of the columns that r owns
@@ -14,10 +14,10 @@ Buffers of rank r
     out       output     M x N       the sum over ranks, in the order of ranks, and the addends, in float32, rounded once
 
 Flags of rank r (who advances ~> who waits)
-    arrived[p]@r   p ~> r: p's partial result lies in recv        free[p]@r   p ~> r: p has read what r put into p's recv
-    ready[p]@r     p ~> r: p's columns lie in summed              read[p]@r   p ~> r: p has read what r put into p's summed
+    arrived[p]@r   p ~> r: p's partial result is in recv        free[p]@r   p ~> r: p has read what r put into p's recv
+    ready[p]@r     p ~> r: p's columns are in summed              read[p]@r   p ~> r: p has read what r put into p's summed
 
-    made[i]@r      r ~> r's network lane: rows i lie in `mine`    landed[i]@r r's network lane ~> r: and in `theirs`
+    made[i]@r      r ~> r's network lane: rows i are in `mine`    landed[i]@r r's network lane ~> r: and in `theirs`
 
     one_shot: one hop                                   two_shot: two hops, 2/p of the bytes
     rank r                      rank p                  rank r                     rank o, the owner of some columns
@@ -60,7 +60,7 @@ from weft.schedules.builder import Builder, Request
 
 ONE_HOP_BYTES = 3 << 20
 """sequential_stores sends partial results to everyone if that is up to so many bytes a rank, else to their owners. On 4 x
-H200 one hop is 0.3 us faster at 3 MiB, and both are alike at 6."""
+H200 one hop is 0.3 us faster at 3 MiB, and both take the same time at 6 MiB."""
 
 
 class _Everywhere(Builder):

@@ -12,11 +12,11 @@ Buffers of rank r (m_r rows of each rank's product are r's)
 
 Flags of rank r (who advances ~> who waits)
     made[i]@r      a peer's compute lane, or its GEMM ~> r's pulling lane: the peer's piece i for r is in its `product`
-    arrived[i]@r   a peer's GEMM ~> r's copy lane: the peer's piece i lies in r's recv
+    arrived[i]@r   a peer's GEMM ~> r's copy lane: the peer's piece i is in r's recv
     free[p]@r      p's pulling lane ~> r's compute lane: p has read what r wrote for it for the last time in this call
 
 The owner pulls: its copy engine reads a peer's product and writes the caller's output, which no peer may touch. Pushed rows
-would land beside it and be copied once more: 15 us for 32 MiB on H200.
+would land in another buffer and be copied again: 15 us for 32 MiB on H200.
 
     rank s, compute                             rank r, copy
     wait free[r] >= 0  <~~~~~~~~~~~~~~~~~~~~~~  (call before) signal free[r]@s
@@ -28,7 +28,7 @@ would land beside it and be copied once more: 15 us for 32 MiB on H200.
 Between nodes (node_slices) the rows of a slice, chunk i of all peers there, are sent once all of their tiles are done, and
 received in the output:
 
-    sliced[i]@r    r's GEMM ~> r's network lane: a piece for another node lies in `product`
+    sliced[i]@r    r's GEMM ~> r's network lane: a piece for another node is in `product`
 
 Bad interleaving: s, a call ahead, overwrites product while r still pulls the old rows. `free` prevents it.
 """
@@ -74,7 +74,7 @@ class _Combine(AllToAllBuilder):
 
     def bring(self, rank: int) -> None:
         """The owner's copy lanes: every piece in order of production, into its result; then the peers may write anew, in their
-        next call: they are told at the end, so that no copy waits for that."""
+        next call: they are signalled at the end, so that no copy waits for that."""
         pieces, peers = self.pieces[rank], self.peers(rank, step=-1)
         by_peer, by_chunk = product(peers, pieces), ((peer, piece) for piece in pieces for peer in peers)
         for peer, piece in by_peer if self.sends_columns else by_chunk:

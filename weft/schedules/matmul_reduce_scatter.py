@@ -13,7 +13,7 @@ Buffers of rank r
 
 Flags of rank r (who advances ~> who waits)
     made[i]@r      r's compute lane ~> r's copy lane: piece i of the product is in `partial`
-    arrived[i]@r   a peer's copy lane, or its GEMM ~> r's reduction: the peer's piece i lies in recv (or in its partial)
+    arrived[i]@r   a peer's copy lane, or its GEMM ~> r's reduction: the peer's piece i is in recv (or in its partial)
     handed[i]@r, summed[i]@r, landed[i]@r   node_slices: as arrived, as made, and r's network lane ~> r's compute lane
     free[p]@r      p's compute lane ~> whatever of r writes for p: p has read r's piece for the last time in this call
 
@@ -144,7 +144,7 @@ class _Scatter(Builder):
         return tuple(Wait(self.arrived(rank, peer, index)) for peer in self.peers(rank))
 
     def reduce(self, rank: int, sums: Iterable[Sum]) -> None:
-        """Sum what has arrived, chunk by chunk, then tell every peer that its pieces have been read."""
+        """Sum the pieces that arrived, chunk by chunk, then signal every peer that its pieces have been read."""
         if sums := tuple(sums):
             self.add(rank, "compute", Reduce(sums, self.divide_by))
             self.release(rank, self.peers(rank))

@@ -1,1 +1,1 @@
-"""What the command does beside planning: run a model, calibrate and examine this machine."""
+"""The command's tools besides planning: run a model, calibrate and examine this machine."""

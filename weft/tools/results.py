@@ -13,7 +13,7 @@ from weft.schedules import spec
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """How long a communicating layer took on GPUs: microseconds of the slowest rank, medians over rounds.
+    """The times of a communicating layer on GPUs: microseconds of the slowest rank, medians over rounds.
 
     computation_us: the whole matmul alone. communication_us: the whole collective alone. tried: each candidate's time, where
     the schedule was chosen by measurement.

@@ -45,7 +45,7 @@ from weft.tools.results import LayerRun, Run, Speeds
 from weft.tools.run_lookups import LookupInputs
 from weft.tools.run_scaled import ScaledInputs
 
-Given = tuple[torch.Tensor, torch.Tensor] | ScaledInputs | LookupInputs
+Inputs = tuple[torch.Tensor, torch.Tensor] | ScaledInputs | LookupInputs
 """One rank's inputs of a layer."""
 Progress = Callable[[str, int, int], None]
 ROUNDS = {"cpu": 3, "cuda": 20}
@@ -80,23 +80,23 @@ def run_model(
     element = cast(DType, dtype)
     found = decode_sites(model) if op == "matmul_all_reduce" else sites(model)
     chosen = [s for s in found if op in (None, s.op)]
-    for site in chosen:
-        schedules.check_op(schedule.partition(":")[0], site.op)
+    for layer in chosen:
+        schedules.check_op(schedule.partition(":")[0], layer.op)
     like, rounds = (machine.fans_out, 0) if device == "cpu" else (None, ROUNDS[device])
     done: list[LayerRun] = []
     with Ranks(ranks if chosen else 0, device=device) as pool:
-        for index, site in enumerate(chosen):
-            progress(f"{site.name}: predicting on {machine.name}", 2 * index, 2 * len(chosen))
-            there = _predict(site.problem(machine_tokens, machine_ranks, element, scaling), schedule, machine)
-            _proved(there.problem, there.chosen.spec, machine.fans_out)
-            problem = replace(site.problem(tokens, ranks, element, scaling), nodes=cut(ranks))
+        for index, layer in enumerate(chosen):
+            progress(f"{layer.name}: predicting on {machine.name}", 2 * index, 2 * len(chosen))
+            there = _predict(layer.problem(machine_tokens, machine_ranks, element, scaling), schedule, machine)
+            _build_proved(there.problem, there.chosen.spec, machine.fans_out)
+            problem = replace(layer.problem(tokens, ranks, element, scaling), nodes=cut(ranks))
             spec = _choose(problem, schedule, there, machine, device)
             if spec != "auto":
-                _proved(problem, spec, bool(like))
-            progress(f"{site.name}: running {spec} on {ranks} ranks", 2 * index + 1, 2 * len(chosen))
-            seeds = seed + zlib.crc32(site.name.encode())
-            measured = pool.run(measure_site, problem, spec, seeds, device, like, rounds)
-            done.append(_layer_run(site.name, _proved(problem, measured[0].spec, bool(like)), measured, there))
+                _build_proved(problem, spec, bool(like))
+            progress(f"{layer.name}: running {spec} on {ranks} ranks", 2 * index + 1, 2 * len(chosen))
+            seeds = seed + zlib.crc32(layer.name.encode())
+            measured = pool.run(measure_layer, problem, spec, seeds, device, like, rounds)
+            done.append(_layer_run(layer.name, _build_proved(problem, measured[0].spec, bool(like)), measured, there))
         progress("done", 2 * len(chosen), 2 * len(chosen))
     return Run(
         model=model.name,
@@ -106,7 +106,7 @@ def run_model(
         dtype=dtype if scaling is None else f"{scaling}, to {dtype}",
         seed=seed,
         machine=machine.name,
-        machine_words=machine.words,
+        machine_words=machine.description,
         machine_ranks=machine_ranks,
         machine_tokens=machine_tokens,
         layers=tuple(done),
@@ -150,7 +150,7 @@ def _choose(problem: Problem, schedule: str, there: Plan, machine: Machine, devi
     return plan(problem, enough).chosen.spec
 
 
-def _proved(problem: Problem, spec: str, fan_out: bool) -> Schedule:
+def _build_proved(problem: Problem, spec: str, fan_out: bool) -> Schedule:
     """The schedule of that name. Raises ScheduleError if the checker cannot prove it."""
     built = schedules.build(problem, *schedules.parse(spec), fan_out=fan_out)
     check(built)
@@ -184,31 +184,31 @@ class Measured:
     tried: dict[str, float]
 
 
-def measure_site(
+def measure_layer(
     problem: Problem, spec: str, seed: int, device: str, fan_out: bool | None = None, rounds: int | None = None
 ) -> Measured:
     """One rank's part: draw inputs, check the result, time the schedule against the sequential one, record a call. fan_out:
-    whether it has a copy lane for each peer; default: as the device's profile has it. rounds: how often it is timed; default:
+    whether it has a copy lane for each peer; default: as the device's profile has it. rounds: of timing; default:
     as ROUNDS has it."""
     rounds = ROUNDS[device] if rounds is None else rounds
     rank = dist.get_rank()
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    given = _inputs(problem, rank, seed, on)
-    asked, _held = _asked(problem, spec, on, fan_out)
-    out = _run(problem, asked, given)
+    inputs = _inputs(problem, rank, seed, on)
+    asked, _held = _resolve_schedule(problem, spec, on, fan_out)
+    out = _run(problem, asked, inputs)
     tried: dict[str, float] = {}
     if spec == "auto":
-        choice = _stands_for(problem)
+        choice = _find_choice(problem)
         asked = spec = choice.spec
         tried = choice.us
-    error = _error(problem, given, out, rank)
-    timed = tuple(_round(problem, asked, given, on) for _ in range(rounds + bool(rounds)))[1:]  # the first one warms up
-    return Measured(spec=spec, max_error=error, rounds=timed, spans=_spans(problem, asked, given), tried=tried)
+    error = _error(problem, inputs, out, rank)
+    timed = tuple(_round(problem, asked, inputs, on) for _ in range(rounds + bool(rounds)))[1:]  # the first one warms up
+    return Measured(spec=spec, max_error=error, rounds=timed, spans=_spans(problem, asked, inputs), tried=tried)
 
 
-def _asked(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) -> tuple[str, Schedule | None]:
+def _resolve_schedule(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) -> tuple[str, Schedule | None]:
     """What names the schedule in calls: `spec`, unless the device's profile would have another one built by that name. Then
-    that one, too, to be kept for as long as it is named."""
+    that one, too; the caller must hold it as long as it uses the name."""
     if fan_out in (None, fans_out(on)):
         return spec, None
     name: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
@@ -217,22 +217,22 @@ def _asked(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) 
     return (spec, None) if built == plain else (GROUPS.keep(built), built)
 
 
-def _stands_for(problem: Problem) -> Choice:
+def _find_choice(problem: Problem) -> Choice:
     """What auto has been found to be, after a call."""
     found = GROUPS.choices(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     return next(choice for choice in found if choice.problem == problem)
 
 
-def _round(problem: Problem, spec: str, given: Given, on: torch.device) -> Round:
+def _round(problem: Problem, spec: str, inputs: Inputs, on: torch.device) -> Round:
     """Every method once. Where the schedule is the sequential one, its time is both."""
     us: dict[str, float] = {}
     for name in dict.fromkeys(("sequential", spec)):
-        us[name] = _timed(lambda name=name: _run(problem, name, given), on)  # type: ignore[misc]
-    spans = _spans(problem, "sequential", given)
+        us[name] = _time_call(lambda name=name: _run(problem, name, inputs), on)  # type: ignore[misc]
+    spans = _spans(problem, "sequential", inputs)
     return Round(sequential_us=us["sequential"], overlapped_us=us[spec], sequential_spans=spans)
 
 
-def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> Given:
+def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> Inputs:
     """This rank's a and b, normally distributed, b scaled so that results are of order one, and quantised where operands are
     FP8; or its tables and bags."""
     if isinstance(problem, LookupProblem):
@@ -244,21 +244,21 @@ def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> Given:
     return (a.to(dtype), b.to(dtype)) if problem.scaling is None else ScaledInputs.of(a, b, problem.scaling)
 
 
-def _run(problem: Problem, spec: str, given: Given, spans: list[Span] | None = None) -> torch.Tensor:
-    return GROUPS.run(dist.group.WORLD.group_name, _call(problem, spec, given, spans))["out"][0]  # type: ignore[union-attr]
+def _run(problem: Problem, spec: str, inputs: Inputs, spans: list[Span] | None = None) -> torch.Tensor:
+    return GROUPS.run(dist.group.WORLD.group_name, _call(problem, spec, inputs, spans))["out"][0]  # type: ignore[union-attr]
 
 
-def _call(problem: Problem, spec: str, given: Given, spans: list[Span] | None) -> Call:
-    if isinstance(given, LookupInputs):
-        return given.call(spec, spans)
-    a, b, *scales = given
+def _call(problem: Problem, spec: str, inputs: Inputs, spans: list[Span] | None) -> Call:
+    if isinstance(inputs, LookupInputs):
+        return inputs.call(spec, spans)
+    a, b, *scales = inputs
     scaled = None
     if problem.scaling is not None:
         scaled = ScaledOperands(scales[0], [scales[1]], problem.scaling, getattr(torch, problem.dtype))
     return MatmulCall(op=problem.op, a=a, bs=[b], rows=problem.m, row_multiple=1, schedule=spec, spans=spans, scales=scaled)
 
 
-def _timed(work: Callable[[], object], on: torch.device) -> float:
+def _time_call(work: Callable[[], object], on: torch.device) -> float:
     """Microseconds of `work`, from a common start of all ranks. On GPUs of a second call, which the host makes while the first
     one runs."""
     dist.barrier()
@@ -275,18 +275,18 @@ def _timed(work: Callable[[], object], on: torch.device) -> float:
     return (time.perf_counter() - begin) * 1e6
 
 
-def _spans(problem: Problem, spec: str, given: Given) -> tuple[Span, ...]:
+def _spans(problem: Problem, spec: str, inputs: Inputs) -> tuple[Span, ...]:
     found: list[Span] = []
     dist.barrier()
-    _run(problem, spec, given, found)
+    _run(problem, spec, inputs, found)
     return tuple(found)
 
 
-def _error(problem: Problem, given: Given, out: torch.Tensor, rank: int) -> float:
+def _error(problem: Problem, inputs: Inputs, out: torch.Tensor, rank: int) -> float:
     """Largest difference from the sequential program in float32, relative to the reference's largest element."""
-    if isinstance(given, LookupInputs):
-        return given.error(out, rank)
-    a, b = given.dequantised(cast(Scaling, problem.scaling)) if isinstance(given, ScaledInputs) else given
+    if isinstance(inputs, LookupInputs):
+        return inputs.error(out, rank)
+    a, b = inputs.dequantised(cast(Scaling, problem.scaling)) if isinstance(inputs, ScaledInputs) else inputs
     if problem.op == "all_gather_matmul":
         full = _gathered(problem, a).float()
         rows = slice(0, problem.m)

@@ -12,7 +12,7 @@ import triton.language as tl
 from weft.compat.device import capabilities
 
 PAUSE_S = 200e-6
-"""Long enough for a peer to do something, short beside what the interpreter takes for a look."""
+"""Long enough for a peer to make progress, and short compared with a look of the interpreter."""
 
 
 def table(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -22,7 +22,7 @@ def table(values: Sequence[object], dtype: torch.dtype, device: torch.device) ->
 
 @triton.jit
 def behind(seen, need):
-    """Whether a flag that grows, and may wrap around, has yet to reach `need`: both int32, less than 2^31 apart."""
+    """Return whether a growing int32 flag, which may wrap around, is still below `need`. They must differ by less than 2^31."""
     return (seen.to(tl.int64) - need).to(tl.int32) < 0
 
 

@@ -1,28 +1,28 @@
-"""Functions that any Triton kernel may call to exchange data with the kernels of other ranks. Stock Triton, nothing patched.
+"""Device functions with which Triton kernels exchange data with kernels of other ranks. They need no patched Triton.
 
-    peer_pointer                              where a symmetric tensor lies on a peer
+    peer_pointer                              address of a symmetric tensor on a peer
     put  get  reduce_add                      tiles to and from there
     signal  wait  put_signal                  flags: release, and acquire with a bound, at system scope
     remote_first  last_of                     order of tiles; the last block of a slice
-    call_number  end_call                     what flags are compared with, from call to call
+    call_number  end_call                     the number of the call, with which flags are compared
 
 Contract. Symmetric tensors, their tables of addresses, status and tries come from `weft.triton.Peers`. A flag is an int32
-word of a symmetric tensor. It only grows, and is waited for with "at least": a rank that is late cannot miss it. Compared is
-the difference, so a flag may wrap around.
+element of a symmetric tensor. It only grows, and waits compare with "at least", so a late rank cannot miss a value. Waits
+compare the difference, so a flag may wrap around.
 
-Order. What any thread of a block has stored or added before it signals, is there for every thread of a block that has waited
-for that signal, on any rank:
+Order. When a block signals, everything that its threads have stored or added before is visible to every thread of a block that
+has waited for that signal, on any rank:
 
     block of rank 0: put, put, reduce_add -> barrier -> signal (release, system)
                                                            ~> block of rank 1: wait (acquire, system) -> get
 
-`get` reads past this SM's first-level cache, which may hold what lay there before: after a wait, read with it what peers
-wrote, in your own memory too. A load by a tensor descriptor goes another way and is not ordered by any of this.
+`get` bypasses this SM's L1 cache, which may hold old data. After a wait, use it to read what peers wrote, also in your own
+memory. Loads by tensor descriptors (TMA) are not ordered by any of this.
 
-Progress. Blocks that wait hold their SM. What a block waits for must come from blocks that run already or have ended: launch
-no more blocks than `Peers.resident_blocks`, and let them loop. Triton's interpreter runs the blocks of a rank one after the
-other: there a block may wait only for what blocks of lower or equal number do, or what the same block did before. A kernel
-of one block fulfils both if all that peers wait for comes before all that it waits for itself.
+Progress. A waiting block holds its SM, so it may only wait for blocks that are running or have ended: launch no more blocks
+than `Peers.resident_blocks`, and let them loop. Triton's interpreter runs the blocks of a rank one after the other, so a block
+may only wait for blocks of lower or equal number on other ranks, or for earlier work of its own. A kernel of one block
+satisfies both if it sends everything that its peers wait for before its own first wait.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from weft.triton.flags import behind, look, pause
 def peer_pointer(local_ptr, peers_ptr, peer):
     """Pointer to the first element of a symmetric tensor on rank `peer`.
 
-    local_ptr: the same tensor here; it gives the type. peers_ptr: its table, `SymmetricTensor.peers`. The compiler is told
-    that the address is a multiple of 16 bytes: without that, what is addressed through a table moves element by element.
+    local_ptr: the same tensor here; it gives the type. peers_ptr: its table, `SymmetricTensor.peers`. The compiler
+    gets the hint that the address is a multiple of 16 bytes; without it, accesses through a table move element by element.
     """
     address = tl.load(peers_ptr + peer)
     return tl.multiple_of(address.to(tl.pointer_type(local_ptr.dtype.element_ty)), 16)
@@ -46,7 +46,7 @@ def peer_pointer(local_ptr, peers_ptr, peer):
 
 @triton.jit
 def _places(base_ptr, offsets, ALIGN: tl.constexpr):
-    """Pointers of a tile, of which the compiler knows that ALIGN neighbours go together."""
+    """Return the pointers of a tile with the hint that ALIGN neighbours are contiguous."""
     pointers = base_ptr + offsets
     BYTES: tl.constexpr = ALIGN * ((base_ptr.dtype.element_ty.primitive_bitwidth + 7) // 8)  # a bool has one bit, and a byte
     if ALIGN > 1:
@@ -60,9 +60,9 @@ def _places(base_ptr, offsets, ALIGN: tl.constexpr):
 
 @triton.jit
 def _inside(mask, offsets, ALIGN: tl.constexpr):
-    """The mask, of which the compiler knows that ALIGN neighbours are alike."""
+    """Return the mask with the hint that ALIGN neighbours are equal."""
     if ALIGN > 1:
-        # A hint sticks to an operation, and the mask may be an argument: this comparison is there to carry it.
+        # A hint needs an operation, and the mask may be an argument, so this comparison carries it.
         mask = mask & (offsets >= 0)
         mask = tl.max_constancy(mask, [ALIGN]) if len(offsets.shape) == 1 else tl.max_constancy(mask, [1, ALIGN])
     return mask
@@ -70,12 +70,12 @@ def _inside(mask, offsets, ALIGN: tl.constexpr):
 
 @triton.jit
 def put(dst_ptr, offsets, value, mask=None, ALIGN: tl.constexpr = 1):
-    """Store a tile, or a number: value[i] to dst_ptr + offsets[i] where mask[i], as the type that lies there.
+    """Store a tile, or a number: value[i] to dst_ptr + offsets[i] where mask[i], as the type of dst_ptr.
 
     dst_ptr: of a peer (`peer_pointer`), or of memory here. offsets: in elements, not negative. ALIGN: in elements, a power of
-    two: what the caller promises of the tile's last dimension, that every run of ALIGN neighbours lies together, begins at a
-    multiple of ALIGN * itemsize bytes, and is masked alike. With 16 bytes of them, accesses are 16 bytes wide, whatever the
-    compiler knows of offsets and mask. The peer sees it after a `signal` that it has waited for.
+    two: the caller's promise that every run of ALIGN neighbours of the tile's last dimension is contiguous, begins at a
+    multiple of ALIGN * itemsize bytes, and has one mask value. With 16 bytes of them, accesses are 16 bytes wide, whatever the
+    compiler knows of offsets and mask. The peer may read it after it has waited for a `signal`.
     """
     if mask is None:
         tl.store(_places(dst_ptr, offsets, ALIGN), value)
@@ -85,9 +85,9 @@ def put(dst_ptr, offsets, value, mask=None, ALIGN: tl.constexpr = 1):
 
 @triton.jit
 def get(src_ptr, offsets, mask=None, other=0.0, ALIGN: tl.constexpr = 1):
-    """Load a tile that a peer wrote, or that lies on a peer: src_ptr[offsets[i]] where mask[i], else `other`.
+    """Load a tile that a peer wrote, or that is on a peer: src_ptr[offsets[i]] where mask[i], else `other`.
 
-    Past this SM's first-level cache. offsets, ALIGN: as for `put`.
+    It bypasses this SM's L1 cache. offsets, ALIGN: as for `put`.
     """
     if mask is None:
         return tl.load(_places(src_ptr, offsets, ALIGN), cache_modifier=".cg")
@@ -99,9 +99,9 @@ def get(src_ptr, offsets, mask=None, other=0.0, ALIGN: tl.constexpr = 1):
 def reduce_add(dst_ptr, offsets, value, mask=None):
     """Add a tile to memory of a peer, or here: float32, int32 or int64; each element is one atomic addition at system scope.
 
-    The order in which ranks add differs from call to call, and with it the rounding of float32. Who reads the sums must know
-    that all have added (`signal` after it, and `wait`), and who adds, that the sums have been set to zero. 16-bit types are
-    refused: they would round at each addition.
+    The order in which ranks add differs from call to call, and with it the rounding of float32. A reader must wait until all
+    ranks have added (`signal`, then `wait`), and a rank may add only after the sums have been zeroed. 16-bit types are refused,
+    because they would round at each addition.
     """
     tl.static_assert(
         (dst_ptr.dtype.element_ty == tl.float32)
@@ -114,10 +114,11 @@ def reduce_add(dst_ptr, offsets, value, mask=None):
 
 @triton.jit
 def signal(flag_ptr, by=1):
-    """Add `by` to a flag, here or at a peer: all that this block has stored before is there for whoever sees it.
+    """Add `by` to a flag, here or at a peer. Everything that this block has stored before is visible to whoever sees the new
+    value.
 
-    Call it by all threads of the block, once for a tile or for many. Any number of blocks and ranks may signal one flag; then
-    only its full count says that all of them have.
+    All threads of the block must call it, once for one tile or for many. Any number of blocks and ranks may signal one flag;
+    then only its full count implies that all of them have signalled.
     """
     # Every thread's stores before the one release that publishes them.
     tl.debug_barrier()
@@ -126,15 +127,15 @@ def signal(flag_ptr, by=1):
 
 @triton.jit
 def wait(flag_ptr, at_least, tries, status_ptr):
-    """Wait until a flag holds at least `at_least`; whether it did so within `tries` looks.
+    """Wait until a flag holds at least `at_least`; return whether it did within `tries` looks.
 
     flag_ptr: in this rank's memory (a look at a peer's crosses the link). tries, status_ptr: `Peers.tries`, `Peers.status`.
-    The first wait of a kernel that ends at its bound leaves there: the flag's address, at_least, and what it saw, for
-    `Peers.check` to raise WaitTimeout; waits after it give up at once, so that a kernel ends after one bound.
+    The first wait of a kernel that gives up stores the flag's address, at_least and the seen value there, and `Peers.check`
+    raises WaitTimeout from them. Later waits give up immediately, so that a kernel ends after one timeout.
     """
     seen = look(flag_ptr)
     if behind(seen, at_least):
-        # By one thread for all: a block whose warps saw different words would part here.
+        # One thread reads it for all, since warps that saw different values would diverge here.
         looks = tl.where(tl.atomic_add(status_ptr, 0, sem="relaxed", scope="gpu") == 0, 0, tries)
         while behind(seen, at_least) & (looks < tries):
             pause()
@@ -150,10 +151,10 @@ def wait(flag_ptr, at_least, tries, status_ptr):
 
 @triton.jit
 def put_signal(dst_ptr, offsets, value, mask, flag_ptr, by=1, ALIGN: tl.constexpr = 1):
-    """`put`, then `signal` of a flag at the same peer: for one tile, the least that tells it of it.
+    """`put`, then `signal` a flag at the same peer: sends one tile and notifies its receiver.
 
-    Where a block puts several tiles for one flag, put them all and signal once: a release waits until the peer has taken all
-    stores before it.
+    Where a block puts several tiles for one flag, put them all and signal once: a release waits until the peer has received all
+    earlier stores.
     """
     put(dst_ptr, offsets, value, mask, ALIGN)
     signal(flag_ptr, by)
@@ -161,21 +162,21 @@ def put_signal(dst_ptr, offsets, value, mask, flag_ptr, by=1, ALIGN: tl.constexp
 
 @triton.jit
 def remote_first(tile, tiles_per_rank, rank, world_size):
-    """(dst_rank, tile of dst_rank) of a linear tile in [0, world_size * tiles_per_rank): peers from the successor on, own last.
+    """Return (dst_rank, tile of dst_rank) of a linear tile in [0, world_size * tiles_per_rank): peers from the successor on,
+    own last.
 
-    What has a way to go starts first, the own tiles run while it travels, and no two ranks send to one peer at once.
+    Remote tiles start first, own tiles are computed during their transfer, and no two ranks send to one peer at the same time.
     """
     return (rank + 1 + tile // tiles_per_rank) % world_size, tile % tiles_per_rank
 
 
 @triton.jit
 def last_of(count_ptr, arrivals):
-    """True in the last of `arrivals` blocks that come here, once for each call.
+    """Return true in the last of `arrivals` blocks that call it.
 
     count_ptr: int32 or int64 in this rank's memory, zero before the first block; zero again when the last has come. Acquires
-    and releases at system scope: the last block sees what the others stored, and what it signals speaks for them, also for
-    what they put at peers. The word may be used again by whoever runs after the last block: a later kernel, or what waits
-    for it.
+    and releases at system scope: the last block sees what the others stored, and its signal also publishes their stores, here
+    and at peers. The counter may be used again after the last block: by a later kernel, or by one that waits for it.
     """
     tl.debug_barrier()
     last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="sys") == arrivals - 1
@@ -186,17 +187,18 @@ def last_of(count_ptr, arrivals):
 
 @triton.jit
 def call_number(calls_ptr):
-    """Which call of the kernel this is, 1 in the first: a flag that grows by D a call is waited for with call_number * D.
+    """Return the number of this call of the kernel, 1 in the first. A flag that grows by D a call is awaited with call_number *
+    D.
 
-    calls_ptr: `Peers.calls()`: two int64 words of one kernel, here. The kernel itself counts, so that it may be replayed in a
-    CUDA graph, whose arguments stay what they were. Every block reads the number before it comes to `end_call`; the last
-    block to come there writes the next one, and the next call runs after this one: nobody reads it while it changes.
+    calls_ptr: `Peers.calls()`: two int64 counters of one kernel, on this rank. The kernel itself counts, because the arguments
+    of a replayed CUDA graph never change. Every block reads the number before `end_call`; the last block to arrive there writes
+    the next one, and the next call runs after this one. So nobody reads it while it changes.
     """
     return tl.load(calls_ptr) + 1
 
 
 @triton.jit
 def end_call(calls_ptr):
-    """The end of a kernel that uses `call_number`: every block calls it once, as the last thing that it does."""
+    """End a call of a kernel that uses `call_number`. Every block calls it once, as its last action."""
     if last_of(calls_ptr + 1, tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)):
         tl.store(calls_ptr, tl.load(calls_ptr) + 1)

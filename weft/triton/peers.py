@@ -28,7 +28,7 @@ from weft.comm.texts import no_group
 from weft.core.errors import WaitTimeout, WeftError, require
 
 _LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 1_000}
-"""How often a block looks at a flag in a second, roughly: an acquiring load from its own memory; the interpreter's atomic."""
+"""Approximate looks of a block at a flag per second: acquiring loads from its own memory; the interpreter's atomics."""
 _FLAG, _EXPECTED, _SEEN = range(3)
 _CLOSED = "these Peers are closed; make new ones on every rank"
 _REMEDIES = ("these Peers have failed ({}); close them, and make new ones on every rank", _CLOSED)
@@ -50,17 +50,17 @@ class SymmetricTensor:
     backing: Allocation = field(repr=False)
 
     def holds(self, address: int) -> bool:
-        """Whether an address lies in the local tensor."""
+        """Return whether an address is in the local tensor."""
         return 0 <= address - self.local.data_ptr() < self.local.numel() * self.local.element_size()
 
 
 class Peers:
     """The ranks of a group on one host, and the memory that their kernels share. Collective, as are `tensor` and `settle`.
 
-    group: default, all ranks. timeout_s: about how long a kernel's wait looks; default WEFT_TIMEOUT_S, or 60 s. The host waits
-    four times as long for other ranks, so that the wait which is the reason ends first. A context manager; its end settles, if
-    nothing has failed. Raises ValueError for ranks on several hosts, and where kernels could not run: without a GPU and without
-    TRITON_INTERPRET=1.
+    group: default, all ranks. timeout_s: the approximate timeout of a kernel's wait; default WEFT_TIMEOUT_S, or 60 s. The host
+    waits four times as long for other ranks, so that the wait which is the reason ends first. A context manager; its end
+    settles, if nothing has failed. Raises ValueError for ranks on several hosts, and where kernels could not run: without a GPU
+    and without TRITON_INTERPRET=1.
 
     Peers and weft's operators share what weft has for a process group. So their calls on one group come in one order on all
     ranks, and a failure of either ends both.
@@ -99,7 +99,7 @@ class Peers:
     def resident_blocks(self) -> int:
         """As many blocks as run at once whatever the kernel: one for each SM; interpreted, one.
 
-        A grid of at most so many cannot starve itself, unless another kernel that waits holds SMs beside it.
+        A grid of at most this many blocks cannot starve itself, unless another waiting kernel holds SMs at the same time.
         """
         if self.device.type == "cpu":
             return 1
@@ -173,7 +173,7 @@ class Peers:
             )
 
     def _flag(self, address: int) -> str:
-        """A flag in words."""
+        """Return the name of a flag."""
         for tensor in self._tensors:
             if tensor.holds(address):
                 return f"{tensor.name}[{(address - tensor.local.data_ptr()) // tensor.local.element_size()}]"

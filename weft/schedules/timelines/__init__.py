@@ -1,11 +1,11 @@
-"""A schedule as text: time downward, a column for each lane, the way a person would draw it.
+"""A schedule as text: time runs downward, with a column for each lane.
 
     -->  a flag from one lane to another of the same rank        ~>  a flag from rank to rank
 
-Rows are topological levels of one call: a step stands below all that it waits for, and a wait beside the signal that it
-waits for where there is room. Rows are no measure of time. Lines of a kernel's parts are indented; the parts run beside
-each other. The last column says what goes to, and comes from, ranks that have no column of their own; a wait for the
-calls before (at_least=0) has nothing to stand beside.
+Rows are topological levels of one call: a step is below everything that it waits for, and a wait is next to its
+signal where there is room. Rows are no measure of time. Lines of a kernel's parts are indented; the parts run
+concurrently. The last column says what goes to, and comes from, ranks that have no column of their own; a wait for the
+calls before (at_least=0) has no signal to stand next to.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class _Drawing:
                     self.arrows[line.row].append((columns.index(sender), at, "-" if sender[0] == line.column[0] else "~"))
 
     def _note_peers(self, line: Line, at: int) -> None:
-        """The last column: who is listened to, and who is told."""
+        """Add the last column: the ranks whose signals are awaited, and the ranks that are signalled."""
         shown = {rank for rank, _ in self.columns}
         sources = [(self.owners[w.flag][0], w) for w in line.waits if w.flag in self.owners]
         heard = [f"rank {rank} {words(wait)}" for rank, wait in sources if rank not in shown]
         what = "" if line.text.startswith("signal") else " {0.name}[{0.index}]"
-        told = [f"~> rank {flag.rank}{what.format(flag)}" for flag in line.signals if flag.rank not in shown]
-        self.cells[line.row][-1] += ", ".join([*(["<~ " + ", ".join(heard)] if heard else []), *told])
-        if bool(heard) != bool(told):
+        signalled = [f"~> rank {flag.rank}{what.format(flag)}" for flag in line.signals if flag.rank not in shown]
+        self.cells[line.row][-1] += ", ".join([*(["<~ " + ", ".join(heard)] if heard else []), *signalled])
+        if bool(heard) != bool(signalled):
             self.arrows[line.row].append((len(self.columns), at, "~") if heard else (at, len(self.columns), "~"))
 
     def text(self, width: int) -> list[str]:

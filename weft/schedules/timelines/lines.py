@@ -48,14 +48,15 @@ End = tuple[int, int, bool, int]
 
 @dataclass(slots=True)
 class Line:
-    """One line of a column. meeting: the number of a collective. ends: of messages. part: of a kernel, beside its others. row:
-    once placed."""
+    """One line of a column. collective: the number of a collective. ends: of messages. part: of a kernel, concurrent with its
+    other parts.
+    row: once placed."""
 
     column: Column
     text: str
     waits: tuple[Wait, ...] = ()
     signals: tuple[Flag, ...] = ()
-    meeting: int = -1
+    collective: int = -1
     ends: tuple[End, ...] = ()
     part: bool = False
     row: int = -1
@@ -70,7 +71,7 @@ class OpenLane:
     open: list[Line] = field(default_factory=list)
 
     def candidates(self) -> list[Line]:
-        """What may be placed next: any part of the kernel under way, or the next line."""
+        """Return the lines that may be placed next: any part of the current kernel, or the next line."""
         if not self.open and self.lines:
             self.open = [self.lines.pop(0)]
             while self.open[0].part and self.lines and self.lines[0].part:
@@ -87,7 +88,7 @@ class Placer:
         self.owners = owners(schedule)
         self.lanes = [OpenLane(_lines(spelled_out, rank, lane)) for rank, lanes in enumerate(schedule.ranks) for lane in lanes]
         self.signalled: dict[Flag, list[int]] = defaultdict(list)
-        self.met: dict[int, list[int]] = defaultdict(list)
+        self.placed_collectives: dict[int, list[int]] = defaultdict(list)
         self.foreign_rows: set[int] = set()
         self.begun: dict[End, int] = {}
 
@@ -106,12 +107,12 @@ class Placer:
 
     def _hears(self, lane: OpenLane, placed: Line) -> bool:
         """Whether what comes next in a lane may now stand elsewhere: a line of another one has been placed."""
-        told, foreign = set(placed.signals), self._is_foreign(placed)
+        signalled, foreign = set(placed.signals), self._is_foreign(placed)
         return any(
-            line.meeting >= 0
+            line.collective >= 0
             or line.ends
             or (foreign and self._is_foreign(line))
-            or (told and any(wait.flag in told for wait in line.waits))
+            or (signalled and any(wait.flag in signalled for wait in line.waits))
             for line in lane.candidates()
         )
 
@@ -122,17 +123,17 @@ class Placer:
                 if wait.at_least > 0:
                     reached = self.signalled[wait.flag][wait.at_least - 1 : wait.at_least]
                     rows += reached or [-1]
-            if line.meeting >= 0:
-                rows += self._meet(line)
+            if line.collective >= 0:
+                rows += self._place_collective(line)
             rows += [self._other_end(end) for end in line.ends]
             if min(rows) >= 0:
                 yield line, self._free_row(max(rows), line)
 
-    def _meet(self, line: Line) -> list[int]:
+    def _place_collective(self, line: Line) -> list[int]:
         """The row of a collective: that of the last rank to come to it; -1 if one has not come."""
-        if line.meeting in self.met:
-            return self.met[line.meeting]
-        here = [lane.next_row for lane in self.lanes if any(c.meeting == line.meeting for c in lane.candidates())]
+        if line.collective in self.placed_collectives:
+            return self.placed_collectives[line.collective]
+        here = [lane.next_row for lane in self.lanes if any(c.collective == line.collective for c in lane.candidates())]
         return here if len(here) == self.size else [-1]
 
     def _other_end(self, end: End) -> int:
@@ -169,8 +170,8 @@ class Placer:
             self.foreign_rows.add(row)
         for flag in line.signals:
             self.signalled[flag].append(row)
-        if line.meeting >= 0:
-            self.met[line.meeting] = [row]
+        if line.collective >= 0:
+            self.placed_collectives[line.collective] = [row]
         self.begun.update(dict.fromkeys(line.ends, row))
 
 
@@ -184,11 +185,11 @@ def owners(schedule: Schedule) -> dict[Flag, Column]:
 
 @dataclass(slots=True)
 class _At:
-    """A lane under way: how many of its steps have been collectives; by pair of ranks, the messages of its earlier steps."""
+    """The state of a lane: the number of its collectives so far; by pair of ranks, the messages of its earlier steps."""
 
     schedule: Schedule
     column: Column
-    meetings: Iterator[int] = field(default_factory=count)
+    collectives: Iterator[int] = field(default_factory=count)
     sent: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def line(self, text: str, waits: tuple[Wait, ...] = (), signals: tuple[Flag, ...] = (), *, part: bool = False) -> Line:
@@ -210,7 +211,7 @@ def _lines(spelled_out: SpelledOut, rank: int, lane: Lane) -> list[Line]:
 
 
 def _collective(at: _At, step: Collective) -> list[Line]:
-    return [Line(at.column, f"{step.op} {_move(at, step.src, step.dst)}", meeting=next(at.meetings))]
+    return [Line(at.column, f"{step.op} {_move(at, step.src, step.dst)}", collective=next(at.collectives))]
 
 
 def _share(at: _At, step: ShareCounts) -> list[Line]:
@@ -238,8 +239,8 @@ def _messages(at: _At, step: SendReceive) -> list[Line]:
     """What goes to whom, and what comes from whom."""
     sent = [(_region(at, send.src), f"to {send.to}") for send in step.sends]
     received = [(_region(at, receive.dst), f"from {receive.source}") for receive in step.receives]
-    ways = (("send", sent), ("receive", received))
-    text = "; ".join(f"{verb} {', '.join(f'{what} {whom}' for what, whom in ends)}" for verb, ends in ways if ends)
+    directions = (("send", sent), ("receive", received))
+    text = "; ".join(f"{verb} {', '.join(f'{what} {whom}' for what, whom in ends)}" for verb, ends in directions if ends)
     return [Line(at.column, text, ends=_ends(at, step))]
 
 

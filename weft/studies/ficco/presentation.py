@@ -44,7 +44,7 @@ def facts(machine: Machine) -> list[tuple[str, str]]:
     """The machine in short."""
     links = f"{machine.world_size - 1} of {machine.links.gbps:g} GB/s each way"
     return [
-        ("Machine", machine.words),
+        ("Machine", machine.description),
         ("Links", links),
         ("GEMM peak", f"{machine.gpu.tflops['bfloat16']:g} TFLOP/s, bfloat16"),
     ]

@@ -28,7 +28,7 @@ SHORT = {"nccl": "plain", "nccl+priority": "priority", "nccl+priority+ctas=16": 
 def facts(machine: Machine) -> list[tuple[str, str]]:
     """The machine in short."""
     return [
-        ("Machine", f"{machine.words}, {machine.links.gbps:g} GB/s a GPU"),
+        ("Machine", f"{machine.description}, {machine.links.gbps:g} GB/s a GPU"),
         ("Model", f"{MODEL}, one decoder layer, prefill"),
         ("GEMM peak", f"{machine.gpu.tflops['bfloat16']:g} TFLOP/s, bfloat16"),
     ]

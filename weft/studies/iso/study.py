@@ -95,7 +95,7 @@ def load() -> Machine:
     """Eight A800s: A100s whose NVLink has two thirds of the rate."""
     machine = load_machine(MACHINE)
     changed = machine.what_if({"links.gbps": repr(machine.links.gbps * A800_LINKS)})
-    return replace(changed, name="a800x8", words="8 x NVIDIA A800 80 GB SXM on NVSwitch")
+    return replace(changed, name="a800x8", description="8 x NVIDIA A800 80 GB SXM on NVSwitch")
 
 
 def run(machine: Machine, tokens: Sequence[int] = TOKENS, progress: Progress = lambda text, done, total: None) -> IsoStudy:

@@ -87,7 +87,7 @@ class Probed:
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """machine: the profile. seconds: by probe. failed: probes' reasons, by what paths begin with. checks: lines that set a
-    prediction beside a measurement."""
+    prediction with its measurement."""
 
     machine: Machine
     samples: tuple[ProbeSample, ...]
@@ -119,7 +119,7 @@ def probes(device: str) -> tuple[Probe, ...]:
             Probe(name=op, work=common.collectives, arguments=(op, sizes), measures=(f"collectives.{op}",))
             for op in COLLECTIVES
         ),
-        Probe(name="one beside the other", work=own.beside, measures=("contention.gemm", "contention.copy", "contention.all_")),
+        Probe(name="concurrent pairs", work=own.concurrent, measures=("contention.gemm", "contention.copy", "contention.all_")),
     ]
     if not on_gpu:
         found.append(Probe(name="gathers", work=own.gathers, arguments=(1 << 12, 128), measures=("gpu.gather_share",)))
@@ -138,7 +138,7 @@ def _kernel_probes() -> tuple[Probe, ...]:
     """Of weft's own kernels, on GPUs."""
     from weft.tools.calibrate import kernel_probes as own
 
-    beside = ("kernels.lookup_copy_gbps", "kernels.lookup_copy_bytes")
+    fields = ("kernels.lookup_copy_gbps", "kernels.lookup_copy_bytes")
     exchanged = ("kernels.row_us", "kernels.streamed", "kernels.exchange_us")
     counted = ("gpu.kernel_tiles", "gpu.flag_efficiency", "gpu.half_tile")
     return (
@@ -149,7 +149,7 @@ def _kernel_probes() -> tuple[Probe, ...]:
         Probe(name="multiplied and exchanged", work=own.exchanges, arguments=((512, 4096),), measures=exchanged),
         Probe(name="tiles at a peer", work=own.far_tiles, arguments=((512, 8192),), measures=("stores.tiles", "stores.stall")),
         Probe(name="a matrix in the cache", work=own.cached, arguments=(4096, 2560), measures=("gpu.l2_gbps",)),
-        Probe(name="copies beside lookups", work=own.copies_beside_lookups, arguments=(1 << 20, 256), measures=beside),
+        Probe(name="copies during lookups", work=own.copies_during_lookups, arguments=(1 << 20, 256), measures=fields),
         Probe(name="rows of two pieces", work=own.staged, arguments=(4096,)),
     )
 

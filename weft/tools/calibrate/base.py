@@ -1,4 +1,5 @@
-"""What no probe measures: of GPUs the nearest shipped profile, of a CPU how the host executor is modelled."""
+"""The base profile for numbers that no probe measures: for GPUs the nearest shipped profile, for a CPU a model of the host
+executor."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def _host(ranks: int) -> Machine:
     )
     values: dict[str, Any] = {
         "name": "host executor",
-        "words": "modelled",
+        "description": "modelled",
         "world_size": ranks,
         "gpu": gpu,
         "copies": CopyEngines(copy_us=1.0, gbps=1.0, several_gbps=1.0, engines=1),

@@ -1,7 +1,7 @@
-"""Times of a piece of work on all ranks together: the slowest rank's, round by round.
+"""Measures work on all ranks: the slowest rank's time, round by round.
 
 On a GPU a work's calls are captured in a CUDA graph and replayed between two events, so that neither Python nor a launch from
-the host is in the time. On a CPU they are called between two readings of the clock. Ranks meet at a barrier before each round.
+the host is in the time. On a CPU they are called between two readings of the clock. A barrier precedes each round.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Clock:
     def sample(self, what: str, key: tuple[int, ...], work: Work, *, repeat: int = 1, per: int = 1) -> ProbeSample:
         """The time of one of `per` equal parts of a work. Collective. repeat: calls in a round."""
         work()
-        run = self._captured(work, repeat) if self.device.type == "cuda" else _repeated(work, repeat)
+        run = self._capture(work, repeat) if self.device.type == "cuda" else _repeat(work, repeat)
         run()
-        times = [self._once(run) for _ in range(self._rounds)]
+        times = [self._time_round(run) for _ in range(self._rounds)]
         return self.slowest(what, key, [us / repeat / per for us in times])
 
-    def beside(self, what: str, work: Work, other: Work, *, others: int, repeat: int = 1) -> ProbeSample:
+    def sample_concurrent(self, what: str, work: Work, other: Work, *, others: int, repeat: int = 1) -> ProbeSample:
         """The time of `work` while `other`, which is begun `others` times before it, runs on a stream of its own. Collective.
 
         On GPUs alone. The others must last until the work has ended, and the work be enqueued before they end.
@@ -47,7 +47,7 @@ class Clock:
         other()
         times: list[float] = []
         for _ in range(self._rounds):
-            self.meet()
+            self.barrier()
             with torch.cuda.stream(side):
                 for _ in range(others):
                     other()
@@ -62,14 +62,14 @@ class Clock:
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         return ProbeSample(what=what, key=key, us=tuple(times.tolist()))
 
-    def meet(self) -> None:
-        """All ranks are here, and their devices are idle."""
+    def barrier(self) -> None:
+        """Wait until all ranks are here and their devices are idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         dist.barrier()
 
-    def _once(self, run: Work) -> float:
-        self.meet()
+    def _time_round(self, run: Work) -> float:
+        self.barrier()
         if self.device.type == "cuda":
             return self._events(run)
         begun_ns = time.perf_counter_ns()
@@ -84,9 +84,9 @@ class Clock:
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e3
 
-    def _captured(self, work: Work, repeat: int) -> Work:
+    def _capture(self, work: Work, repeat: int) -> Work:
         torch.cuda.synchronize(self.device)
-        return _captures(self.device).record(_repeated(work, repeat)).replay
+        return _captures(self.device).record(_repeat(work, repeat)).replay
 
 
 @cache
@@ -95,7 +95,7 @@ def _captures(device: torch.device) -> Captures:
     return Captures(device)
 
 
-def _repeated(work: Work, repeat: int) -> Callable[[], None]:
+def _repeat(work: Work, repeat: int) -> Callable[[], None]:
     def run() -> None:
         for _ in range(repeat):
             work()

@@ -12,7 +12,7 @@ import dataclasses
 from weft.core.machine import Machine
 
 
-def derived(machine: Machine, world_size: int, name: str) -> Machine:
+def derive(machine: Machine, world_size: int, name: str) -> Machine:
     """`machine` with `world_size` GPUs; sources say what is derived. Raises ValueError for fewer GPUs than it has, and for
     links that more GPUs would divide among them."""
     if world_size <= machine.world_size:
@@ -21,7 +21,7 @@ def derived(machine: Machine, world_size: int, name: str) -> Machine:
         raise ValueError(
             f"links.topology is {machine.links.topology!r}; only behind a switch do more GPUs leave links as they are"
         )
-    words = f"{world_size} GPUs, derived from {machine.name} ({machine.words})"
+    description = f"{world_size} GPUs, derived from {machine.name} ({machine.description})"
     known = {path: f"derived from {machine.name}: {source}" for path, source in machine.sources.items()}
     known["world_size"] = f"derived from {machine.name}"
-    return dataclasses.replace(machine, name=name, words=words, world_size=world_size, sources=known, spreads={})
+    return dataclasses.replace(machine, name=name, description=description, world_size=world_size, sources=known, spreads={})

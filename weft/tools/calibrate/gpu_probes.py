@@ -24,8 +24,8 @@ from weft.tools.calibrate.samples import ProbeSample
 COPY_BYTES = tuple(1 << power for power in (16, 18, 20, 22, 24, 26))
 _MANY, _HOPS = 16, 16
 _STORE_BYTES = 1 << 24
-_BESIDE_BYTES = 1 << 25
-_BESIDE_GEMM = 4096
+_CONCURRENT_BYTES = 1 << 25
+_CONCURRENT_GEMM = 4096
 _LONG = 40
 """Matmuls of 4096 in a row: some 7 ms of an H200."""
 _ROUNDS = 4
@@ -39,7 +39,7 @@ def peers(clock: Clock, nbytes: int) -> Allocation:
     try:
         return rank_group.heap(clock.device).allocate(nbytes)
     finally:
-        clock.meet()
+        clock.barrier()
         rank_group.release()
 
 
@@ -49,7 +49,7 @@ def stream() -> int:
 
 
 def launches(device: str) -> list[ProbeSample]:
-    """Kernels of one element, one after the other; key: how many, the time is of one."""
+    """Measure kernels of one element, one after the other; key: their number. The time is that of one."""
     clock = Clock(device)
     one = torch.zeros(1, device=clock.device)
     return [clock.sample("launch", (_MANY,), lambda: [one.add_(1) for _ in range(_MANY)], per=_MANY)]
@@ -153,10 +153,10 @@ def _push_to_all(area: Allocation, nbytes: int, lanes: list[torch.cuda.Stream], 
 
 
 def power(device: str) -> list[ProbeSample]:
-    """A matmul after a pause, and one of many in a row; key: how many, the time is of one."""
+    """Measure a matmul after a pause, and many in a row; key: their number. The time is that of one."""
     clock = Clock(device)
     options: dict[str, Any] = {"device": clock.device, "dtype": torch.bfloat16}
-    a, b = (torch.randn(_BESIDE_GEMM, _BESIDE_GEMM, **options) for _ in range(2))
+    a, b = (torch.randn(_CONCURRENT_GEMM, _CONCURRENT_GEMM, **options) for _ in range(2))
     out = torch.empty_like(a)
     return [clock.sample("power", (count,), lambda: torch.mm(a, b, out=out), repeat=count) for count in (1, _LONG)]
 
@@ -189,22 +189,22 @@ def _stored(area: Allocation, device: torch.device) -> Any:
     )
 
 
-def beside(device: str) -> list[ProbeSample]:
-    """Of pairs, each beside the other and alone: matmuls and copies, matmuls and NCCL's all-gather."""
+def concurrent(device: str) -> list[ProbeSample]:
+    """Measure pairs, each during the other and alone: matmuls and copies, matmuls and NCCL's all-gather."""
     clock = Clock(device)
     area = peers(clock, 2 * COPY_BYTES[-1])
     options: dict[str, Any] = {"device": clock.device, "dtype": torch.bfloat16}
-    a, b = (torch.randn(_BESIDE_GEMM, _BESIDE_GEMM, **options) for _ in range(2))
+    a, b = (torch.randn(_CONCURRENT_GEMM, _CONCURRENT_GEMM, **options) for _ in range(2))
     out = torch.empty_like(a)
-    shard = torch.zeros(_BESIDE_BYTES // 2 // dist.get_world_size(), **options)
+    shard = torch.zeros(_CONCURRENT_BYTES // 2 // dist.get_world_size(), **options)
     whole = torch.zeros(shard.numel() * dist.get_world_size(), **options)
     works: dict[str, Callable[[], object]] = {
         "gemm": lambda: torch.mm(a, b, out=out),
-        "copy": _copy_round_the_ring(area, "push", _BESIDE_BYTES, 1),
+        "copy": _copy_round_the_ring(area, "push", _CONCURRENT_BYTES, 1),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, shard),
     }
     found = [clock.sample(f"{name} alone", (), work, repeat=4) for name, work in works.items()]
     for name, other in (("gemm", "copy"), ("copy", "gemm"), ("gemm", "all_gather"), ("all_gather", "gemm")):
-        found.append(clock.beside(f"{name} beside {other}", works[name], works[other], others=24, repeat=4))
-    clock.meet()
+        found.append(clock.sample_concurrent(f"{name} during {other}", works[name], works[other], others=24, repeat=4))
+    clock.barrier()
     return found

@@ -16,7 +16,7 @@ from weft.tools.calibrate.samples import ProbeSample
 COPY_BYTES = tuple(1 << power for power in (14, 16, 18, 20, 22))
 _MANY = 64
 _BAG = 32
-_BESIDE = 384
+_CONCURRENT = 384
 
 
 def launches(device: str) -> list[ProbeSample]:
@@ -102,11 +102,11 @@ def copies(device: str) -> list[ProbeSample]:
     return _with_rank_group(probe, device)
 
 
-def beside(device: str) -> list[ProbeSample]:
-    """A matmul while a thread copies, and copies while a thread multiplies, each beside its time alone."""
+def concurrent(device: str) -> list[ProbeSample]:
+    """A matmul while a thread copies, and copies while a thread multiplies, each with its time alone."""
     clock = Clock(device)
-    a = torch.randn(_BESIDE, _BESIDE)
-    src, product = torch.ones(1 << 20), torch.empty(_BESIDE, _BESIDE)
+    a = torch.randn(_CONCURRENT, _CONCURRENT)
+    src, product = torch.ones(1 << 20), torch.empty(_CONCURRENT, _CONCURRENT)
     dst = torch.empty_like(src)
     works: dict[str, Callable[[], object]] = {
         "gemm": lambda: torch.mm(a, a, out=product),
@@ -117,7 +117,7 @@ def beside(device: str) -> list[ProbeSample]:
         stop = threading.Event()
         thread = threading.Thread(target=_until_stopped, args=(works[other], stop), daemon=True)
         thread.start()
-        found.append(clock.sample(f"{name} beside {other}", (), works[name], repeat=4))
+        found.append(clock.sample(f"{name} during {other}", (), works[name], repeat=4))
         stop.set()
         thread.join()
     return found

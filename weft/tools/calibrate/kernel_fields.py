@@ -27,12 +27,13 @@ _BAG = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """paths: what it gives. values: by path. samples: what they are from, by name. how: for their sources."""
+    """A derivation of profile fields. paths: the fields. values: computes them by path. samples: names of its samples. method:
+    for their sources."""
 
     paths: tuple[str, ...]
     values: Callable[[Machine, Samples], dict[str, Any]]
     samples: tuple[str, ...]
-    how: str
+    method: str
 
 
 def _kernel_tiles(machine: Machine, samples: Samples) -> dict[str, Any]:
@@ -149,9 +150,9 @@ def _exchange_us(machine: Machine, samples: Samples) -> dict[str, Any]:
 
 def _lookup_copies(machine: Machine, samples: Samples) -> dict[str, Any]:
     """lookup_copy_bytes: what the lookup loses of the memory's rate, over the copies' rate."""
-    nbytes, beside = of(samples, "strided copy alone")[0].key[0], of(samples, "strided copy beside lookup")[0]
-    alone, slowed = of(samples, "lookup alone")[0], of(samples, "lookup beside strided copy")[0]
-    gbps = nbytes / (beside.median_us - machine.launch_us) / 1e3
+    nbytes, slowed_copy = of(samples, "strided copy alone")[0].key[0], of(samples, "strided copy during lookup")[0]
+    alone, slowed = of(samples, "lookup alone")[0], of(samples, "lookup during strided copy")[0]
+    gbps = nbytes / (slowed_copy.median_us - machine.launch_us) / 1e3
     lost = machine.gpu.hbm_gbps * max(0.0, 1 - alone.median_us / slowed.median_us)
     return {"kernels.lookup_copy_gbps": round(gbps, 1), "kernels.lookup_copy_bytes": max(1, round(lost / gbps))}
 
@@ -164,11 +165,13 @@ def _l2_gbps(machine: Machine, samples: Samples) -> dict[str, Any]:
     return {"gpu.l2_gbps": round(gbps, 1)}
 
 
-_BESIDE = ("strided copy alone", "strided copy beside lookup", "lookup alone", "lookup beside strided copy")
+_CONCURRENT = ("strided copy alone", "strided copy during lookup", "lookup alone", "lookup during strided copy")
 
 
-def _derived(values: Callable[[Machine, Samples], dict[str, Any]], samples: tuple[str, ...], how: str, *paths: str) -> Derived:
-    return Derived(paths=paths, values=values, samples=samples, how=how)
+def _derived(
+    values: Callable[[Machine, Samples], dict[str, Any]], samples: tuple[str, ...], method: str, *paths: str
+) -> Derived:
+    return Derived(paths=paths, values=values, samples=samples, method=method)
 
 
 DERIVED = (
@@ -191,7 +194,7 @@ DERIVED = (
     ),
     _derived(_exchange_us, ("one_shot",), "one_shot of 16 rows, less what its terms predict", "kernels.exchange_us"),
     _derived(
-        *(_lookup_copies, _BESIDE, "strided copies to a peer and lookups beside each other"),
+        *(_lookup_copies, _CONCURRENT, "concurrent strided copies to a peer and lookups"),
         *("kernels.lookup_copy_gbps", "kernels.lookup_copy_bytes"),
     ),
     _derived(_l2_gbps, ("cached",), "a matrix that the cache holds, multiplied again and again", "gpu.l2_gbps"),

@@ -18,10 +18,10 @@ from weft.comm.symmetric_heap import Allocation
 from weft.compat.device import capabilities
 from weft.core.problem import Problem
 from weft.core.schedule import Bags, Flag, Gemm, Lookup, Part, Region
-from weft.kernels.gemm import gemm, launcher, tables
+from weft.kernels.gemm import gemm, make_launcher, tables
 from weft.kernels.lookup import OutputPlace, lookup, lookup_tables
-from weft.kernels.lookup import launcher as lookup_launcher
-from weft.kernels.runs import launcher as sum_launcher
+from weft.kernels.lookup import make_launcher as lookup_launcher
+from weft.kernels.runs import make_launcher as sum_launcher
 from weft.kernels.runs import run_table, sum_runs
 from weft.kernels.shapes import TileShape, shapes_for
 from weft.perf.shapes import streamed_tile
@@ -33,7 +33,7 @@ COLUMNS = 1024
 """Of a product: with as many row tiles of 128 as there are SMs, each of the four tile shapes fills whole waves."""
 SUMMING_SMS = 8
 PULLED = 6
-"""Sources at a peer of a sum: 16 KiB of each are under way, 96 in all."""
+"""Sources at a peer of a sum: 16 KiB of each are in flight, 96 KiB in all."""
 _BAG = 32
 
 
@@ -54,7 +54,7 @@ def _shared(clock: Clock, nbytes: int) -> Iterator[Allocation]:
     rank_group = RankGroup.of(group)
     try:
         yield rank_group.heap(clock.device).allocate(nbytes)
-        clock.meet()
+        clock.barrier()
     finally:
         rank_group.release()
 
@@ -126,13 +126,13 @@ def _tiles(
         need=lambda _: 1,
         blocks=blocks,
     )
-    launched_by = launcher()
+    launched_by = make_launcher()
 
     def work() -> None:
         gemm((a,), b, out, plan, status, sms=sms, launched_by=launched_by)
 
     sample = clock.sample(what, (blocks.m, blocks.n, rows, COLUMNS, inner), work, repeat=2)
-    clock.meet()  # a peer's stores have landed
+    clock.barrier()  # a peer's stores have landed
     assert not int(words[1]), "counts go to the first word, which lives until here"
     return sample
 
@@ -170,8 +170,8 @@ def _lookup(clock: Clock, rows: int, columns: int, sms: int) -> tuple[Callable[[
     return work, (rows, columns * out.element_size())
 
 
-def copies_beside_lookups(device: str, rows: int, columns: int, others: int = 24) -> list[ProbeSample]:
-    """Copies of rows that do not lie together, to the next rank, and lookups, each alone and beside the other; key of copies:
+def copies_during_lookups(device: str, rows: int, columns: int, others: int = 24) -> list[ProbeSample]:
+    """Measure strided copies to the next rank, and lookups, each alone and during the other; key of copies:
     their bytes. On GPUs alone, where a stream can wait."""
     from weft.compat.streams import Driver
 
@@ -189,8 +189,8 @@ def copies_beside_lookups(device: str, rows: int, columns: int, others: int = 24
         return [
             clock.sample("strided copy alone", (height * width,), copied, repeat=4),
             clock.sample("lookup alone", (), looked_up, repeat=4),
-            clock.beside("strided copy beside lookup", copied, looked_up, others=others, repeat=4),
-            clock.beside("lookup beside strided copy", looked_up, copied, others=4 * others, repeat=4),
+            clock.sample_concurrent("strided copy during lookup", copied, looked_up, others=others, repeat=4),
+            clock.sample_concurrent("lookup during strided copy", looked_up, copied, others=4 * others, repeat=4),
         ]
 
 
@@ -230,7 +230,7 @@ def exchanges(device: str, inners: Sequence[int], sms: int | None = None) -> lis
             a, b = torch.randn(rows, inner, **options), torch.randn(inner, columns, **options)
             key = (rows, columns, inner * size, *tile)
             found.append(clock.sample("one_shot", key, lambda: matmul_all_reduce(a, b, schedule="one_shot"), repeat=4))  # noqa: B023
-    clock.meet()
+    clock.barrier()
     close()
     return found
 

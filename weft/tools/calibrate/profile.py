@@ -1,4 +1,4 @@
-"""From samples to a Machine: each number with what it was measured by, and by how much that varied.
+"""Derives a Machine from samples: each number with its source and its variation.
 
 Fits are of relative errors, so that small sizes count as much as large ones. What no probe measures is taken from a base
 profile, and its source says so, with the reason where a probe failed: the numbers of the others are not lost.
@@ -25,7 +25,7 @@ from weft.tools.calibrate.samples import ProbeSample, of, typical_spread
 T = TypeVar("T")
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-PAIRS = ("gemm beside copy", "copy beside gemm", "gemm beside all_gather", "all_gather beside gemm")
+PAIRS = ("gemm during copy", "copy during gemm", "gemm during all_gather", "all_gather during gemm")
 _ASSUMED = "assumed: as "
 _LEAST_US = 0.05
 _SCALES = np.linspace(0.4, 1.3, 37)
@@ -90,9 +90,9 @@ class Profile:
             "contention": {**base.contention, **self._or({}, self._contention, "contention.")},
             "wake_us": self._or(base.wake_us, self._wake_us, "wake_us"),
         }
-        values |= {"name": name, "words": words, "world_size": self.world_size, "device": device}
-        kept = {part.name: getattr(base, part.name) for part in dataclasses.fields(base) if part.name not in values}
-        values = {**kept, **values, "sources": {}, "spreads": {}}
+        values |= {"name": name, "description": words, "world_size": self.world_size, "device": device}
+        unchanged = {part.name: getattr(base, part.name) for part in dataclasses.fields(base) if part.name not in values}
+        values = {**unchanged, **values, "sources": {}, "spreads": {}}
         paths = dict.fromkeys(path for key, value in values.items() for path, _ in numbers(value, key))
         sources = {path: self._sources.get(path) or self._assumed(path) for path in paths}
         made = Machine(**{**values, "sources": sources, "spreads": self._spreads})
@@ -134,7 +134,7 @@ class Profile:
             for parent in parents:
                 at = at[parent]
             at[last] = value
-            data["sources"][path] = f"measured {self._when}: {derived.how}"
+            data["sources"][path] = f"measured {self._when}: {derived.method}"
             used = [sample for what in derived.samples for sample in of(self.samples, what)]
             data["spreads"][path] = typical_spread(used)
         made: Machine = codec.load(Machine, data)
@@ -202,7 +202,8 @@ class Profile:
         return dataclasses.replace(gpu, tflops=found)
 
     def _with_tiles(self, gpu: Gpu) -> Gpu:
-        """The base's tile shapes, all their efficiencies scaled alike, and a tile's fixed time, fitted to the matmuls."""
+        """The base's tile shapes, all their efficiencies scaled by one factor, and a tile's fixed time, fitted to the
+        matmuls."""
         dtype, samples = self._matmuls(gpu)
         launch_us = of(self.samples, "launch")[0].median_us
 
@@ -277,7 +278,7 @@ class Profile:
         return dataclasses.replace(self.base.stores, gbps=tuple(rates), sms=min(sms, half), sms_alone=min(alone, half))
 
     def _links(self) -> Links:
-        """The rate of the fastest transfer seen. A round of hops is a signal, the way, a wait and a lowering."""
+        """The rate of the fastest transfer seen. A round of hops is a signal, its latency, a wait and a lowering."""
         pushes, hops = of(self.samples, "copy push"), of(self.samples, "hop")
         self._say("links.gbps", "the fastest copy, without its fixed cost", pushes)
         fitted = line((s.key[0], s.median_us) for s in pushes if s.key[1] == 1)
@@ -293,7 +294,8 @@ class Profile:
         return dataclasses.replace(self.base.links, gbps=fitted.gbps, latency_us=latency_us, host_gbps=host_gbps)
 
     def _wake_us(self) -> float | None:
-        """Of devices whose streams sleep while they wait: what a round of signals takes beyond its operations and the way."""
+        """Of devices whose streams sleep while they wait: the time of a round of signals beyond its operations and the
+        latency."""
         if self.base.wake_us is None:
             return None
         hops, flag_us = of(self.samples, "hop"), of(self.samples, "flag")[0].median_us
@@ -317,14 +319,14 @@ class Profile:
         return Table(world_size=self.world_size, points=tuple(points))
 
     def _contention(self) -> dict[str, float]:
-        """How many times as long as alone; of pairs that were measured."""
+        """The slowdowns of measured pairs: their time over the time alone."""
         found = {}
         for pair in PAIRS:
-            beside = [sample for sample in self.samples if sample.what == pair]
-            if beside:
+            concurrent = [sample for sample in self.samples if sample.what == pair]
+            if concurrent:
                 alone = of(self.samples, f"{pair.split()[0]} alone")
-                self._say(f"contention.{pair}", "the first beside the second, over its time alone", [*beside, *alone])
-                found[pair] = round(max(0.01, beside[0].median_us / alone[0].median_us), 3)
+                self._say(f"contention.{pair}", "the first during the second, over its time alone", [*concurrent, *alone])
+                found[pair] = round(max(0.01, concurrent[0].median_us / alone[0].median_us), 3)
         return found
 
 

@@ -21,7 +21,7 @@ class ProbeSample:
 
     @property
     def spread(self) -> float:
-        """Half of what lies between the quartiles, as a share of the median; 0 of fewer than three rounds.
+        """Half of the interquartile range, as a share of the median; 0 for fewer than three rounds.
 
         >>> ProbeSample(what="", key=(), us=(9.0, 10.0, 11.0)).spread
         0.1

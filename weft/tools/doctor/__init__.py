@@ -1,4 +1,4 @@
-"""What this machine has of what weft needs, and how to mend what it lacks: the findings behind `weft doctor`.
+"""The findings of `weft doctor`: what this machine has of weft's requirements, and how to fix what is missing.
 
 Everything is tried, not only looked up: packages are imported, shared memory is created, and every pair of GPUs exchanges
 data that is compared afterwards, since a link may be there and yet deliver wrong bytes. Then each transport is timed, against

@@ -1,4 +1,4 @@
-"""The environment: whether weft's variables have values that will do, names that are read, and how CUDA is to be started."""
+"""Examines environment variables: valid values, known names, and settings that affect CUDA's start."""
 
 from __future__ import annotations
 

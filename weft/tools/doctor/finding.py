@@ -10,7 +10,7 @@ State = Literal["ok", "warn", "missing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What was looked at, how it is, what was seen, and what would mend it.
+    """The result of one examination: its subject, its state, what was seen, and a remedy.
 
     state: ok; warn: weft works, but slower or with less; missing: weft needs it. cure: empty where nothing is to be done.
     """

@@ -28,7 +28,7 @@ PEER_CURE = (
 
 
 def gpu_findings(*, quick: bool = True) -> tuple[Finding, ...]:
-    """The CUDA side, from build to links; unless quick, how fast each transport is. Without a GPU: what works all the same.
+    """Examine CUDA, from build to links; unless quick, also measure each transport. Without a GPU, report what still works.
     Without PyTorch: nothing to add."""
     try:
         import torch
@@ -76,7 +76,7 @@ def links_finding(topology: str | None) -> Finding:
     """What `nvidia-smi topo -m` says between GPUs, summed up by kind of link."""
     kinds = link_kinds(topology) if topology else {}
     if not kinds:
-        return Finding(what="links", state="warn", detail="not known", cure="nvidia-smi topo -m would tell; is it installed?")
+        return Finding(what="links", state="warn", detail="not known", cure="run nvidia-smi topo -m; is it installed?")
     detail = ", ".join(f"{kind} between {count} pair{'s' * (count > 1)}" for kind, count in sorted(kinds.items()))
     slow = [kind for kind in kinds if not kind.startswith("NV")]
     cure = f"{' and '.join(sorted(slow))} go over PCIe: expect less than a tenth of NVLink's rate" if slow else ""
@@ -125,7 +125,7 @@ def _bad_pair(torch: ModuleType, src: int, dst: int) -> Finding | None:
 
 
 def _wrong_values(torch: ModuleType, src: int, dst: int) -> int:
-    """How many values are not what was sent, on the peer or after the way back. The pattern differs from pair to pair."""
+    """Count wrong values, on the peer or after the copy back. The pattern differs from pair to pair."""
     sent = torch.arange(PATTERN, dtype=torch.int32) * 2654435 + 1 + src * 64 + dst
     there = torch.full((PATTERN,), -1, dtype=torch.int32, device=f"cuda:{dst}")
     back = torch.full((PATTERN,), -1, dtype=torch.int32, device=f"cuda:{src}")

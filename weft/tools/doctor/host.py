@@ -21,7 +21,7 @@ def host_findings() -> tuple[Finding, ...]:
 
 
 def shared_memory_finding(folder: Path = SHM) -> Finding:
-    """Map, write, read and remove a block in `folder`; then look at how much there is room for."""
+    """Map, write, read and remove a block in `folder`; then look at how much memory is free."""
     what = "shared memory (host executor)"
     try:
         _try_block(folder)

@@ -58,12 +58,12 @@ def _row(kinds: list[str], major: int, pcie: str) -> Rates | None:
     return Rates(kind=slow[0], pair_gbps=gbps, port_gbps=gbps) if slow and gbps else None
 
 
-def pcie_gbps(told: str) -> float | None:
-    """Of a slot: "generation, lanes". None if that is not what is told.
+def pcie_gbps(slot: str) -> float | None:
+    """Return the rate of a PCIe slot described as "generation, lanes"; None for any other text.
 
     >>> pcie_gbps("4, 16")
     31.504
     """
-    match = re.match(r"\s*(\d+)\s*,\s*(\d+)", told)
+    match = re.match(r"\s*(\d+)\s*,\s*(\d+)", slot)
     lane = _PCIE_GBPS.get(int(match[1])) if match else None
     return lane * int(match[2]) if match and lane else None

@@ -1,7 +1,7 @@
-"""How fast each transport is here, against what the links should give, and whether overlap will pay: by trying.
+"""Measures each transport against the rate that the links should give, and whether overlap pays.
 
 Every probe of `weft calibrate` that a transport needs runs in rank processes, one a GPU, so that one that hangs or crashes is
-ended, and told like any other finding. All within BOUND_S; what was not reached in that time is said to be so.
+ended, and reported like any other finding. All probes together take at most BOUND_S; probes that did not run are reported.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def overlap(device: str) -> list[ProbeSample]:
     a = torch.randn(rows[1] - rows[0], K, device=clock.device, dtype=torch.bfloat16)
     b = torch.randn(K, cols, device=clock.device, dtype=torch.bfloat16)
     whole = clock.sample(SPEC, (M, N, K), lambda: all_gather_matmul(a, b, rows=M, schedule=SPEC), repeat=4)
-    clock.meet()
+    clock.barrier()
     close()
     return [*gathered, *multiplied, whole]
 
