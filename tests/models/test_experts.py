@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
+from weft.models.communicating import communicating_layers
 from weft.models.experts import Experts, MoE, Routing
-from weft.models.sites import sites
 
 pytestmark = pytest.mark.ranks
 
@@ -134,7 +134,7 @@ def _compare(kind: str, dtype: torch.dtype, capacity: float | None) -> list[str]
                 parameter.grad = _whole_gradient(parameter)
         for optimizer in optimizers:
             optimizer.step()
-    return [str(site) for site in sites(shared)]
+    return [str(layer) for layer in communicating_layers(shared)]
 
 
 def _first(out: Any) -> torch.Tensor:

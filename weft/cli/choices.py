@@ -8,19 +8,19 @@ from pathlib import Path
 
 from weft.cli.progress import progress_bar
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, FLOAT8, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op, Problem, Scaling
-from weft.planner.models import Model, Site, decode_sites, load_model, sites
+from weft.planner.models import Model, OperatorCall, decode_calls, load_model, operator_calls
 
 CPU_RANKS = 4
 MOST_CPU_RANKS = 64
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def choose_layers(name: str, op: str | None, layer: str | None = None) -> tuple[Model, tuple[Site, ...]]:
+def choose_layers(name: str, op: str | None, layer: str | None = None) -> tuple[Model, tuple[OperatorCall, ...]]:
     """The model and its communicating layers: only those of `op`, and only the one named `layer`, if these are given."""
     only = None if op is None else choose_op(op)
     with progress_bar(f"reading {name}"):
         model = load_model(name)
-    everything = decode_sites(model) if only == "matmul_all_reduce" else sites(model)
+    everything = decode_calls(model) if only == "matmul_all_reduce" else operator_calls(model)
     found = tuple(one for one in everything if only in (None, one.op))
     if only is not None and not found:
         raise ValueError(f"--op is {op!r}; model {model.name} has no layer of it, use another operator or leave --op out")
@@ -56,7 +56,7 @@ def choose_elements(dtype: str, recipe: str | None, out_dtype: str | None) -> tu
     return choose_dtype(dtype), None
 
 
-def make_problem(layer: Site, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
+def make_problem(layer: OperatorCall, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
     """The problem of a communicating layer. Raises ValueError that names the layer."""
     try:
         return layer.problem(tokens, ranks, dtype, scaling)
@@ -64,7 +64,7 @@ def make_problem(layer: Site, tokens: int, ranks: int, dtype: DType, scaling: Sc
         raise ValueError(f"{error}, at {layer.name}") from None
 
 
-def choose_schedule(schedule: str, layers: Sequence[Site]) -> tuple[str | None, int | None]:
+def choose_schedule(schedule: str, layers: Sequence[OperatorCall]) -> tuple[str | None, int | None]:
     """(family, chunks), if the operators of all layers have it; (None, None) for auto."""
     from weft.schedules import FAMILIES, check_op, parse
 

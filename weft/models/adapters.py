@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.models.linear import ColumnLinear, Distributor, RowLinear, Tokens, to_columns, to_row, why_not_linear
-from weft.models.products import How
+from weft.models.products import ProductSettings
 from weft.models.quantised import kind_of, why_not_quantised
 from weft.models.replicas import derived, never, replicate
 
@@ -66,18 +66,18 @@ def wanted(module: nn.Module, *, row: bool) -> Iterator[tuple[nn.Module, str, Pl
             yield each, "bias", Shard(0)
 
 
-def shard_columns(module: nn.Module, how: How, distribute: Distributor) -> None:
+def shard_columns(module: nn.Module, settings: ProductSettings, distribute: Distributor) -> None:
     """Shard the matrices of a LoRA layer around a column linear."""
     for up in _ups(module):
-        to_columns([up], Tokens(), how, distribute)
+        to_columns([up], Tokens(), settings, distribute)
     for down in _downs(module):
         replicate(down, distribute, never)
 
 
-def shard_row(module: nn.Module, tokens: Tokens, how: How, distribute: Distributor) -> None:
+def shard_row(module: nn.Module, tokens: Tokens, settings: ProductSettings, distribute: Distributor) -> None:
     """Shard the matrices of a LoRA layer around a row linear."""
     for down in _downs(module):
-        to_row(down, tokens, how, distribute)
+        to_row(down, tokens, settings, distribute)
     for up in _ups(module):
         replicate(up, distribute, tokens.sharded)
 

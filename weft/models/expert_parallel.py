@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from weft.models.communicating import CommunicatingLayer, LayerCalls, record_layer
 from weft.models.experts import Activation, ExpertLimits, Experts, Routing, experts_apart, float8_experts_apart
 from weft.models.linear import require_one_dimension
 from weft.models.products import in_one_dtype
-from weft.models.sites import CommunicatingLayer, LayerCalls, note
 from weft.ops.experts import Float8Operand, quantised_weights, swiglu
 
 _STACKED = ("gate_up_proj", "down_proj")
@@ -94,7 +94,7 @@ class ExpertParallel(ParallelStyle):
         experts.__dict__["_weft_float8"] = None if self.float8 is None else _Float8Weights()
         experts.__class__ = _apart(cast(Any, type(experts)))
         ran = experts.__dict__["_weft_ran"] = LayerCalls()
-        note(experts, CommunicatingLayer(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
+        record_layer(experts, CommunicatingLayer(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
         return module
 
 
@@ -118,7 +118,7 @@ class _Apart(nn.Module):
             (hidden_states,) = in_one_dtype(hidden_states, ())
             into, out = float8.of("into", weights[0], into), float8.of("out", weights[1], out)
             found = float8_experts_apart(hidden_states, routing, top_k_weights, into, out, act, group, limits)
-        self.__dict__["_weft_ran"].note(_OPERATORS, routing.order.shape[0])
+        self.__dict__["_weft_ran"].record(_OPERATORS, routing.order.shape[0])
         return found
 
 

@@ -40,9 +40,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.problem import split
 from weft.models import quantised
-from weft.models.products import How, columns, ops_of_columns, ops_of_rows, rows
+from weft.models.communicating import LayerCalls
+from weft.models.products import ProductSettings, columns, ops_of_columns, ops_of_rows, rows
 from weft.models.quantised import QuantisedWeight, kind_of
-from weft.models.sites import LayerCalls
 
 Tensor = torch.Tensor
 
@@ -70,7 +70,7 @@ class SharedInputLinears:
 
     members: Sequence[ColumnLinear]
     tokens: Tokens
-    how: How
+    settings: ProductSettings
     ran: LayerCalls = field(default_factory=LayerCalls)
     _outs: dict[int, Tensor] = field(default_factory=dict)
     _stand_in: Tensor | None = None
@@ -129,9 +129,9 @@ class SharedInputLinears:
         biases = [None if member.bias is None else local(member.bias) for member in members]
         self.tokens.check()
         group = group_of(members[0].weight)
-        self.ran.note(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
+        self.ran.record(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
         multiply = quantised.columns if isinstance(weights[0], QuantisedWeight) else columns
-        return multiply(x, weights, biases, group, self.how, dim=self.tokens.dim, total=total)
+        return multiply(x, weights, biases, group, self.settings, dim=self.tokens.dim, total=total)
 
 
 class ColumnLinear(nn.Linear):
@@ -147,7 +147,7 @@ class RowLinear(nn.Linear):
     """A linear whose inputs are sharded. input [.., M, .., k]; what comes out is as its tokens say."""
 
     _weft_tokens: Tokens
-    _weft_how: How
+    _weft_settings: ProductSettings
     _weft_ran: LayerCalls
 
     def forward(self, input: Tensor) -> Tensor:
@@ -155,10 +155,10 @@ class RowLinear(nn.Linear):
         tokens, group = self._weft_tokens, group_of(self.weight)
         tokens.check()
         scatter = tokens.total is not None
-        self._weft_ran.note(ops_of_rows(scatter), rows_of(input, 0, None))
+        self._weft_ran.record(ops_of_rows(scatter), rows_of(input, 0, None))
         weight: Any = operand(self)
         multiply = quantised.rows if isinstance(weight, QuantisedWeight) else rows
-        return multiply(input, weight, bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)
+        return multiply(input, weight, bias, group, self._weft_settings, dim=tokens.dim, scatter=scatter)
 
 
 def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
@@ -244,33 +244,37 @@ class Distributor:
         self._done[id(parameter)] = parameter, spread
 
 
-def to_columns(linears: Sequence[nn.Linear], tokens: Tokens, how: How, distribute: Distributor) -> SharedInputLinears:
+def to_columns(
+    linears: Sequence[nn.Linear], tokens: Tokens, settings: ProductSettings, distribute: Distributor
+) -> SharedInputLinears:
     """Make these linears ColumnLinears that share their input. Raises ValueError if only some of them are Float8Linears."""
-    how, kind = _of_float8(linears, how, ColumnLinear)
+    settings, kind = _of_float8(linears, settings, ColumnLinear)
     for linear in linears:
         _spread(linear, distribute, Shard(0), Shard(0))
         linear.__class__ = kind
-    shared = SharedInputLinears(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, how=how)
+    shared = SharedInputLinears(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, settings=settings)
     for member in shared.members:
         member._weft_shared = shared
     return shared
 
 
-def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> LayerCalls:
+def to_row(linear: nn.Linear, tokens: Tokens, settings: ProductSettings, distribute: Distributor) -> LayerCalls:
     """Make a linear a RowLinear; where it writes down what it runs."""
-    how, kind = _of_float8([linear], how, RowLinear)
+    settings, kind = _of_float8([linear], settings, RowLinear)
     _spread(linear, distribute, Shard(1), Replicate())
     linear.__class__ = kind
     row = cast(RowLinear, linear)
-    row._weft_tokens, row._weft_how, row._weft_ran = tokens, how, LayerCalls()
+    row._weft_tokens, row._weft_settings, row._weft_ran = tokens, settings, LayerCalls()
     return row._weft_ran
 
 
-def _of_float8(linears: Sequence[nn.Linear], how: How, kind: type[nn.Linear]) -> tuple[How, type[nn.Linear]]:
+def _of_float8(
+    linears: Sequence[nn.Linear], settings: ProductSettings, kind: type[nn.Linear]
+) -> tuple[ProductSettings, type[nn.Linear]]:
     """How these linears multiply, and the class that they get."""
     converted = [is_float8(linear) for linear in linears]
     if not any(converted):
-        return replace(how, float8=None), kind
+        return replace(settings, float8=None), kind
     if not all(converted):
         raise ValueError(
             "only some of the linears that share an input are Float8Linears; convert all of them to FP8 or none "
@@ -278,7 +282,7 @@ def _of_float8(linears: Sequence[nn.Linear], how: How, kind: type[nn.Linear]) ->
         )
     from weft.models import float8  # it imports torchao, which is optional
 
-    return replace(how, float8=float8.products_of(linears)), float8.of_float8(cast(Any, kind))
+    return replace(settings, float8=float8.products_of(linears)), float8.of_float8(cast(Any, kind))
 
 
 def is_float8(module: nn.Module) -> bool:

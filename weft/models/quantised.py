@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.problem import FLOAT8_UNIT, SCALE_BLOCK, Recipe, split
-from weft.models.products import How, in_one_dtype
+from weft.models.products import ProductSettings, in_one_dtype
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.common import FLOAT8
 from weft.ops.quantised_linears import quantised_linears
@@ -112,7 +112,7 @@ def columns(
     weights: Sequence[QuantisedWeight],
     biases: Sequence[Tensor | None],
     group: dist.ProcessGroup,
-    how: How,
+    settings: ProductSettings,
     *,
     dim: int = 1,
     total: int | None = None,
@@ -126,7 +126,7 @@ def columns(
             x,
             [weight.elements.t() for weight in weights],
             group,
-            schedule=how.of("all_gather_matmul"),
+            schedule=settings.of("all_gather_matmul"),
             gather_dim=dim,
             rows=total,
             scale_b=scales,
@@ -136,16 +136,23 @@ def columns(
 
 
 def rows(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, group: dist.ProcessGroup, how: How, *, dim: int = 1, scatter: bool
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    group: dist.ProcessGroup,
+    settings: ProductSettings,
+    *,
+    dim: int = 1,
+    scatter: bool,
 ) -> Tensor:
     """As weft.models.products.rows: the sum over ranks of x @ weight^T, plus bias."""
     (x,) = _input(x)
     options: Any = {"scale_b": weight.scale_b, "scale_recipe_b": _NAMES[weight.recipe]}
     if scatter:
-        options |= {"schedule": how.of("matmul_reduce_scatter"), "scatter_dim": dim}
+        options |= {"schedule": settings.of("matmul_reduce_scatter"), "scatter_dim": dim}
         out = matmul_reduce_scatter(x, weight.elements.t(), group, **options)
     else:
-        out = matmul_all_reduce(x, weight.elements.t(), group, schedule=how.of("matmul_all_reduce"), **options)
+        out = matmul_all_reduce(x, weight.elements.t(), group, schedule=settings.of("matmul_all_reduce"), **options)
     return out if bias is None else out + bias.to(out.dtype)
 
 

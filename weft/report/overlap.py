@@ -21,7 +21,7 @@ from torch import nn
 from weft import schedules
 from weft.core.errors import require
 from weft.core.problem import REDUCTIONS, Op, Problem
-from weft.models.sites import CommunicatingLayer, LayerCalls, sites
+from weft.models.communicating import CommunicatingLayer, LayerCalls, communicating_layers
 from weft.ops.common import backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.overlap_page import page
@@ -87,7 +87,7 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     """
     require("model", model, nn.Module, "pass the model that weft.parallelize or parallelize_module was called with")
     found: dict[CommunicatingLayer, list[CommunicatingLayer]] = {}
-    for layer in sites(model):
+    for layer in communicating_layers(model):
         found.setdefault(_without_number(layer), []).append(layer)
     if not found:
         raise ValueError(

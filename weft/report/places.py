@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft import schedules
-from weft.models.sites import CommunicatingLayer
+from weft.models.communicating import CommunicatingLayer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from weft.perf import Outcome
 from weft.perf import run as simulate
 from weft.perf.terms import collective_us, gemm_us
 from weft.planner import plan
-from weft.planner.models import Model, load_model, sites
+from weft.planner.models import Model, load_model, operator_calls
 from weft.schedules import build
 from weft.studies.profile import Progress
 
@@ -179,7 +179,7 @@ class LayerModel:
 
     def planned_us(self, tokens: int) -> float:
         """A layer's four matmuls with their collectives by the schedules that weft plans, and attention."""
-        problems = (site.problem(tokens, self.ranks, DTYPE) for site in sites(self.model))
+        problems = (call.problem(tokens, self.ranks, DTYPE) for call in operator_calls(self.model))
         return sum(plan(problem, self.machine).chosen.predicted_us for problem in problems) + self.core_us(tokens, 0)
 
     def spans(self, tokens: int) -> dict[str, tuple[Span, ...]]:
