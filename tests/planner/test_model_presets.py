@@ -6,7 +6,7 @@ import pytest
 
 from weft.core import codec
 from weft.core.problem import LookupProblem
-from weft.planner.models import LookupCall, Model, load_model, operator_calls, preset_names
+from weft.planner.models import EmbeddingCall, Model, load_model, operator_calls, preset_names
 
 
 def shapes(model: Model) -> dict[str, tuple[int, int]]:
@@ -51,7 +51,7 @@ def test_experts_have_operator_calls() -> None:
 
 def test_embedding_tables_are_spread_over_ranks() -> None:
     (call,) = operator_calls(load_model("dlrm-mlperf"))
-    assert isinstance(call, LookupCall)
+    assert isinstance(call, EmbeddingCall)
     problem = call.problem(512, 4, "float32")
     assert isinstance(problem, LookupProblem)
     assert [len(own) for own in problem.dims] == [7, 7, 7, 5]

@@ -135,9 +135,9 @@ class Fluid(Settled):
 
     def transfer(self, size: float, resources: tuple[Resource, ...]) -> simpy.Event:
         """Start to move `size` bytes over all of `resources`; the event is when they are through."""
-        return self.transfer_alike(size, tuple((resource, 1) for resource in resources))
+        return self.transfer_load(size, tuple((resource, 1) for resource in resources))
 
-    def transfer_alike(self, size: float, load: Load) -> simpy.Event:
+    def transfer_load(self, size: float, load: Load) -> simpy.Event:
         """Start to move `size` bytes with a load, which takes its multiple of a resource's rate and bytes."""
         flow = Flow(float(size), self.env.event())
         if size <= 0:

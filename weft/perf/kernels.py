@@ -139,7 +139,7 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
         world.filled[rank] = Filled(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
     exchanging_us = world.machine.kernels.exchange_us if _streams(world, rank, step) else 0.0
     yield world.env.timeout(ns(world.machine.launch_us + exchanging_us))
-    yield from staging.staged(world, step)
+    yield from staging.stage_rows(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
         slower = yield from _tiles(world, rank, groups, cost, time)
     ended.succeed()

@@ -43,7 +43,7 @@ CUTS = (1, 2, 4)
 """Into how many parts cuBLAS's GEMMs may cut K, each with float32 sums that are written and read."""
 
 
-GEMM_BESIDE_COPY, COPY_BESIDE_GEMM = "gemm beside copy", "copy beside gemm"
+GEMM_WITH_COPY, COPY_WITH_GEMM = "gemm beside copy", "copy beside gemm"
 """Names in the machine's contention."""
 LEAST_SPEED = 0.01
 """Of a kernel whose memory copies take whole: it goes on, slowly."""
@@ -95,7 +95,7 @@ def gemm_cost(
     flags: bool = False,
     tiles: Sequence[Tile] = (),
     shape: TileShape | None = None,
-    apart: float = 0.0,
+    late_sweeps: float = 0.0,
 ) -> GemmCost:
     """The fastest tiling of one kernel over groups of `rows` that share no tile. tiles: what it may use, if not the GPU's.
 
@@ -121,7 +121,7 @@ def gemm_cost(
         counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) * cuts for r in rows)
         halves = sum(counts) - whole_tiles(sum(counts), sms, shape) if shape else 0
         waves = max(1, -(-(sum(counts) - halves) // sms) + (gpu.half_tile if halves else 0))
-        sweeps = _sweeps(rows, tile, shape, apart) if itemsize * k * n > gpu.l2_bytes else 1
+        sweeps = _sweeps(rows, tile, shape, late_sweeps) if itemsize * k * n > gpu.l2_bytes else 1
         moved = traffic + itemsize * k * n * min(sweeps, waves) + (8 * cuts * total * n if cuts > 1 else 0)
         math_us = _tile_us(machine, tile, -(-k // cuts), dtype, speed, extra)
         costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves, halves, gpu.half_tile))
@@ -147,8 +147,8 @@ def kernel_cost(
     What brings a group takes its turn, a copy's fixed cost at least. Where it starts later than those before by more than what
     the last-level cache keeps of B, which streams through it meanwhile, it reads B by itself."""
     gpu, copies = machine.gpu, machine.copies
-    kept_us = machine.kernels.l2_share * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
-    apart = sum(min(1.0, (copies.copy_us + size / (copies.gbps * 1e3)) / kept_us) for size in late_bytes)
+    cached_us = machine.kernels.l2_share * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
+    late_sweeps = sum(min(1.0, (copies.copy_us + size / (copies.gbps * 1e3)) / cached_us) for size in late_bytes)
     efficiency = gpu.kernel_efficiency(shape.m, shape.n, stored=stored) if shape else 0.0
     tiles = (Tile(rows=shape.m, cols=shape.n, efficiency=efficiency),) if shape else ()
     return gemm_cost(
@@ -162,7 +162,7 @@ def kernel_cost(
         flags=True,
         tiles=tiles,
         shape=shape,
-        apart=apart,
+        late_sweeps=late_sweeps,
     )
 
 
@@ -221,16 +221,16 @@ def slowed(machine: Machine, shares: tuple[float, float], gbps: float) -> float:
     """How many times as long a tile takes beside copies that move so much through the GPU's memory, out and in. shares: of its
     time alone that multiplying takes, and that its traffic takes."""
     multiplying, traffic = shares
-    beside = max(1.0, machine.contention.get(GEMM_BESIDE_COPY, 1.0))
-    slower = 1.0 + (beside - 1.0) * min(1.0, gbps / (2 * machine.copies.several_gbps))
+    slower_gemm = max(1.0, machine.contention.get(GEMM_WITH_COPY, 1.0))
+    slower = 1.0 + (slower_gemm - 1.0) * min(1.0, gbps / (2 * machine.copies.several_gbps))
     return max(multiplying * slower, traffic / max(LEAST_SPEED, 1.0 - gbps / machine.gpu.hbm_gbps))
 
 
-def _sweeps(rows: Sequence[int], tile: Tile, shape: TileShape | None, apart: float) -> float:
+def _sweeps(rows: Sequence[int], tile: Tile, shape: TileShape | None, late_sweeps: float) -> float:
     """How often B is read: by each group of rows, or of row tiles, and by those that come apart."""
     if shape is None:
         return max(1, sum(map(bool, rows)))
-    return max(-(-sum(-(-r // tile.rows) for r in rows) // shape.group), 1 + apart)
+    return max(-(-sum(-(-r // tile.rows) for r in rows) // shape.group), 1 + late_sweeps)
 
 
 def _tile_us(machine: Machine, tile: Tile, k: int, dtype: str, speed: float, extra_itemsize: int) -> float:

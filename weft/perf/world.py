@@ -161,8 +161,8 @@ class World:
     whole: bool = False
     env: simpy.Environment = field(default_factory=simpy.Environment)
     ran: list[Place] = field(default_factory=list)
-    meetings: dict[int, Rendezvous] = field(default_factory=dict)
-    met: dict[int, int] = field(default_factory=dict)
+    rendezvous: dict[int, Rendezvous] = field(default_factory=dict)
+    joined: dict[int, int] = field(default_factory=dict)
     mail: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
     filled: dict[int, Filled] = field(default_factory=dict)
     counted: Counter[tuple[int, int, bool]] = field(default_factory=Counter)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from weft.core import codec
 from weft.planner.models.config import read_config
-from weft.planner.models.values import LookupCall, Model, OperatorCall, Uncovered
+from weft.planner.models.values import EmbeddingCall, Model, OperatorCall, Uncovered
 
 __all__ = ["LookupCall", "Model", "OperatorCall", "Uncovered", "decode_calls", "load_model", "operator_calls", "preset_names"]
 
@@ -113,10 +113,10 @@ def _unknown(name: str) -> str:
     return f"model is {name!r}{hint} weft knows {', '.join(preset_names())}, or takes the path of a Hugging Face config.json"
 
 
-def _lookup(model: Model) -> LookupCall:
+def _lookup(model: Model) -> EmbeddingCall:
     dims = (model.embedding_dim,) * model.tables
     pooling = round(sum(model.pooling) / len(model.pooling)) if model.pooling else 1
-    return LookupCall(name="embedding tables", op="embedding_bag_all_to_all", n=sum(dims), k=pooling, dims=dims)
+    return EmbeddingCall(name="embedding tables", op="embedding_bag_all_to_all", n=sum(dims), k=pooling, dims=dims)
 
 
 def _attention(model: Model) -> list[OperatorCall]:

@@ -35,7 +35,7 @@ class OperatorCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupCall(OperatorCall):
+class EmbeddingCall(OperatorCall):
     """LookupCall looks bags of `k` rows on average up in tables of `n` columns in total. dims: the columns of each table."""
 
     dims: tuple[int, ...]

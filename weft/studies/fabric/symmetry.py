@@ -56,7 +56,7 @@ class Symmetric(Fluid):
         return self.env.process(self._carry(size, route))
 
     def _carry(self, size: float, route: Route) -> Generator[simpy.Event, Any, None]:
-        yield self.transfer_alike(size, route.load)
+        yield self.transfer_load(size, route.load)
         yield self.env.timeout(route.delay_ns)
 
 
