@@ -1,5 +1,5 @@
-"""The performance model: the costs of steps on a Machine, a ranking of schedules by closed forms of these costs, and a simulator
-that runs a Schedule event by event with the same costs. The ranking takes milliseconds.
+"""The performance model: the costs of steps on a Machine, a ranking of schedules by closed forms of these costs, and a
+simulator that runs a Schedule event by event with the same costs. The ranking takes milliseconds.
 
 engine.py  world.py  rotation.py             lanes event by event; clock, flags, spans; one rank that represents all
 kernels.py  ragged.py                        GEMMs and sums; steps whose row counts are known on devices only

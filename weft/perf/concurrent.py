@@ -31,8 +31,8 @@ LATE, FIRST, PRIOR = (
     "computation beside collective",
     "computation beside collective with priority",
 )
-"""Names in the machine's contention. Each is the slowdown of a computation during an NCCL collective that was enqueued after it,
-before it, or on a stream with priority. A machine without such a number has no slowdown."""
+"""Names in the machine's contention. Each is the slowdown of a computation during an NCCL collective that was enqueued after
+it, before it, or on a stream with priority. A machine without such a number has no slowdown."""
 
 
 def computation_us(problem: ConcurrentProblem) -> float:
@@ -93,8 +93,8 @@ def _slowdown(schedule: Schedule, lane: Lane, rank: int, machine: Machine) -> fl
 def _hold_sms(world: World, rank: int, sms: int, waiting: float) -> AbstractContextManager[None]:
     """Run the rank's computations on the other SMs while collectives hold `sms` SMs.
 
-    Blocks of collectives use the SMs that the computation leaves free first, without waiting. waiting: the slowdown if it leaves
-    none."""
+    Blocks of collectives use the SMs that the computation leaves free first, without waiting. waiting: the slowdown if it
+    leaves none."""
     all_sms, left = world.machine.gpu.sms, _free_sms(world.schedule, rank)
     mine = max(1, all_sms - left)
     speed = max(1, all_sms - max(left, sms)) / mine

@@ -157,7 +157,8 @@ class Contention:
 
     @contextmanager
     def hold(self, rank: Hashable, speed: float) -> Iterator[None]:
-        """Slow the computations of a rank to a share of their speed until the context ends. Of several shares, the least counts."""
+        """Slow the computations of a rank to a share of their speed until the context ends. Of several shares, the least
+        counts."""
         self._held[rank].append(speed)
         self.moving(self._gbps)
         yield

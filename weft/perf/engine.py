@@ -2,8 +2,8 @@
 
 Contract: `simulate(schedule, machine)` returns one span for every step of every rank, from 0 us on, ordered by start. It
 is deterministic: the same values give the same spans, to the nanosecond. It simulates one call, with all ranks starting
-together and no flag raised before. If all ranks do the same, only rank 0 is simulated (weft.perf.rotation). Row counts that only
-devices know are assumed to be even (weft.perf.ragged).
+together and no flag raised before. If all ranks do the same, only rank 0 is simulated (weft.perf.rotation). Row counts that
+only devices know are assumed to be even (weft.perf.ragged).
 
 Timeline of one rank's lanes, each a simpy process that runs its steps in order:
 
@@ -13,10 +13,10 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
 
 Costs. A kernel costs launch_us, a copy copies.copy_us, and a wait or signal step flag_us. A peer sees a signal after the link's
 latency. A lane other than the compute lane starts fork_us late, and a copy lane needs fork_us to join again. Of a lane's fused
-steps only the first is launched, and flags among them cost the latency only. A lane of communication blocks takes stores.sms SMs
-from kernels that start before it ends, and a network lane takes network.sms. All lanes begin at the same time. Copies within a
-GPU, sums and lookups share the rate of its memory. GEMMs and copies to peers slow each other if the profile has the numbers
-(weft.perf.contention).
+steps only the first is launched, and flags among them cost the latency only. A lane of communication blocks takes stores.sms
+SMs from kernels that start before it ends, and a network lane takes network.sms. All lanes begin at the same time. Copies
+within a GPU, sums and lookups share the rate of its memory. GEMMs and copies to peers slow each other if the profile has the
+numbers (weft.perf.contention).
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def simulate(schedule: Schedule, machine: Machine | str | Path) -> tuple[Span, .
 
     machine: a Machine, the name of a shipped profile, or the path of a JSON file.
 
-    Raises ValueError if the machine has fewer GPUs than the schedule has ranks or no rate for its dtype, or if the schedule never
-    ends because a step waits for a flag that no rank raises.
+    Raises ValueError if the machine has fewer GPUs than the schedule has ranks or no rate for its dtype, or if the schedule
+    never ends because a step waits for a flag that no rank raises.
     """
     require("schedule", schedule, Schedule, "use a weft.schedule.Schedule, as weft.schedule.build makes")
     return run(schedule, as_machine(machine)).spans

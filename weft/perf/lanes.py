@@ -153,7 +153,7 @@ class ComputeLane:
         self.now += self.rank.launch_us + us
 
     def multiply(self, cost: GemmCost, load: CopyLoad = NOTHING, staged_us: float = 0.0) -> None:
-        """Run a cuBLAS matmul, concurrently with the copies in `load`."""
+        """Run a cuBLAS matmul, concurrently with the copies of `load`."""
         if not cost.busy_us:
             return
         pace = self.rank.pace(self._multiplied_us, cost.busy_us)

@@ -4,8 +4,8 @@ A part that is stored at a peer takes at least as long as its transfer, because 
 the gather takes longer, the stores delay it only by the machine's `stores.stall` of their time. A block waits until its stores
 are acknowledged before it counts a part.
 
-On some machines a kernel copies rows that are not contiguous. Such a copy to a peer runs concurrently with a lookup, whose blocks
-of one warp leave room on the SMs. Both are then slower, unless the machine has `slow_lookups` false.
+On some machines a kernel copies rows that are not contiguous. Such a copy to a peer runs concurrently with a lookup, whose
+blocks of one warp leave room on the SMs. Both are then slower, unless the machine has `slow_lookups` false.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ the extra rows of the busiest rank.
     blocks that copy       | push | push | push | (join the others) ....      stores.sms of the SMs
     blocks that multiply   | expert 0 | (gate closed) | expert 1 | ...        all others
 
-One kernel multiplies the rows of all experts. The segments of an expert share its tiles, and a tile begins once the gates of all
-its rows are open. Each expert's b is read from memory once.
+One kernel multiplies the rows of all experts. The segments of an expert share its tiles, and a tile begins once the gates of
+all its rows are open. Each expert's b is read from memory once.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from weft.core.problem import (
     ColumnProblem,
     Problem,
 )
-from weft.perf.lanes import CopyLoad, ComputeLane, CopyLanes, Rank, lengths, end_under_load, waves, waves_before, waves_behind
+from weft.perf.lanes import ComputeLane, CopyLanes, CopyLoad, Rank, end_under_load, lengths, waves, waves_before, waves_behind
 from weft.perf.shapes import Arriving
 from weft.perf.terms import (
     GemmCost,

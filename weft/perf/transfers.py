@@ -1,8 +1,9 @@
 """The simulation of copies and collectives.
 
-A copy lane runs its copies one after the other. The lanes of a rank share its copy engines: a copy waits until an engine is free,
-then shares ports and links with all other transfers. On some machines a kernel copies rows that are not contiguous. It waits for
-the SMs of the lookup or cuBLAS GEMM that runs on its rank, unless it copies to a peer during a lookup (weft.perf.lookups).
+A copy lane runs its copies one after the other. The lanes of a rank share its copy engines: a copy waits until an engine is
+free, then shares ports and links with all other transfers. On some machines a kernel copies rows that are not contiguous. It
+waits for the SMs of the lookup or cuBLAS GEMM that runs on its rank, unless it copies to a peer during a lookup
+(weft.perf.lookups).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy, *, pushed: bool = 
 
 
 def push(world: World, rank: int, kind: LaneKind, step: Push) -> Process:
-    """Run one push kernel: a launch, then its parts one after the other by stores. A flag costs only the latency of the link."""
+    """Run one push kernel: a launch, then its parts one after the other by stores. A flag costs only the latency of the
+    link."""
     inner = world.within_a_kernel()
     for number, part in enumerate(step.parts):
         yield from copy(inner if number else world, rank, kind, Copy(part.src, part.dst), pushed=True)
