@@ -261,7 +261,7 @@ def _opened(world: World, part: Part, time: Time) -> Generator[simpy.Event, Any,
 
 
 def _ends(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost, opened: tuple[int, ...]) -> Ends:
-    """When a tile of the group ends. opened: when its gates, and each inner gate, are open."""
+    """Return the end of a tile of the group. opened: the times at which its gates, and each inner gate, are open."""
     part = group.parts[0]
     tile_ns, adding_ns = _tile_ns(world, rank, group, tiles, cost), _adding_ns(world, group, tiles, cost)
     if adding_ns is not None:
@@ -273,7 +273,7 @@ def _ends(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost, op
 
 
 def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost) -> int:
-    """A tile's time, stretched where it stores to a peer while all SMs that have a tile do."""
+    """Return a tile's time, which is longer if it stores to a peer while all other tiles do."""
     part = group.parts[0]
     if part.out.rank == rank:
         return max(1, ns(cost.tile_us))
@@ -282,7 +282,7 @@ def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost)
 
 
 def _adding_ns(world: World, group: _Group, tiles: int, cost: GemmCost) -> int | None:
-    """What a tile takes to read what it adds, while all of its group that run do; None if it adds nothing."""
+    """Return the time of a tile to read its addends while the other tiles of its group do; None if it adds nothing."""
     (part, *_) = group.parts
     if not part.adds:
         return None
@@ -303,9 +303,10 @@ def _finish(
     last: int,
     sent: dict[tuple[int, int], simpy.Event],
 ) -> list[simpy.Event]:
-    """Have the group's data moved and its count raised. first, last: when its tiles end. sent: by source and destination, when
-    the groups before it have been moved, since stores leave in the order in which they are issued. Returns what the kernel
-    waits for."""
+    """Move a group's data and raise its flag, and return the events that the kernel waits for.
+
+    first, last: the ends of its first and last tile. sent: the event at which the last group before it has been moved, by
+    source and destination. Stores leave in the order in which they are issued."""
     part = group.parts[0]
     moves = [(part.out, rank, part.out.rank)] * (part.out.rank != rank) + [(part.a, part.a.rank, rank)] * (part.a.rank != rank)
     if not moves:
@@ -334,9 +335,9 @@ def _finish(
 
 
 def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Process:
-    """Launch, then the parts in order, each once its gates are open: as long as its slowest source takes.
+    """Launch a reduction, and run its parts in order, each once its gates are open. Its slowest source sets a part's time.
 
-    sms: how many it may use, all that are free if not given; each reads and writes at most `kernels.sm_gbps`.
+    sms: the number of SMs; the default is all free ones. Each SM reads and writes at most `kernels.sm_gbps`.
     """
     launch = ns(world.machine.launch_us)
     yield world.env.timeout(launch)

@@ -100,14 +100,19 @@ def gemm_cost(
     shape: TileShape | None = None,
     late_sweeps: float = 0.0,
 ) -> GemmCost:
-    """The fastest tiling of one kernel over groups of `rows` that share no tile. tiles: what it may use, if not the GPU's.
+    """Return the cost of the fastest tiling of one kernel over groups of `rows` that share no tile.
 
-    One group after the other sweeps over B's columns: where the last-level cache does not hold B, it is read by each group that
-    has a wave of its own. dtype: of the operands, as the machine's rates are named. out_itemsize: of the result's elements
-    (default: of the operands', 2 at least). sms: how many it may use (default: all). accumulate: out is read and added to.
-    flags: it waits, counts or stores to peers. shape: of weft's own kernel, whose row tiles sweep over B in groups of
-    `shape.group`. apart: further sweeps of row tiles that started too late to find in the cache what those before them have
-    read. Scales of FP8 operands are not counted: of the blockwise recipe they add 3% to the bytes of a, else less.
+    The groups sweep over B's columns one after the other. If the last-level cache does not hold B, each group with a wave of
+    its own reads B again. The scales of FP8 operands are not counted: they add at most 3% to the bytes of a.
+
+    dtype: the operands' dtype, as the machine's rates are named.
+    sms: the number of SMs; the default is all.
+    accumulate: the kernel reads out and adds to it.
+    out_itemsize: the bytes of an element of the result; the default is the operands', at least 2.
+    flags: the kernel waits, counts or stores to peers.
+    tiles: the tiles to choose from; the default is the GPU's.
+    shape: of weft's own kernel, whose row tiles sweep over B in groups of `shape.group`.
+    late_sweeps: further sweeps by row tiles that start too late to find B in the cache.
     """
     sms = machine.gpu.sms if sms is None else sms
     itemsize = RATE_ITEMSIZE[dtype]
@@ -146,7 +151,7 @@ def kernel_cost(
 ) -> GemmCost:
     """Return the cost of weft's own kernel over groups of `rows`, whose tiles wait, count or are stored at peers.
 
-    Groups arrive one after the other, at least the fixed cost of a copy apart in time. B streams through the last-level cache
+    Groups arrive one after the other, at intervals of at least the fixed cost of a copy. B streams through the last-level cache
     meanwhile, so a group that starts late reads the part of B again that the cache no longer holds.
 
     shape: the shape of its tiles; None on a GPU for which only cuBLAS's tiles are known.
