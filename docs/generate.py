@@ -204,9 +204,9 @@ def compact(scores: Any, found: Sequence[Any], paths: Sequence[Path]) -> str:
 
 def _like_paper(scores: Any, paper: Sequence[Any]) -> tuple[str, ...]:
     """Of FiCCO's four schedules and sequential, where all were measured on 4 GPUs."""
-    of = {score.way: score for score in scores.scores(paper, paper)}
+    of = {score.method: score for score in scores.scores(paper, paper)}
     plan = of["plan"]
-    losses = (f"{of[way].loss:.1%}" for way in ("ranking", "sequential", "one schedule", "auto"))
+    losses = (f"{of[method].loss:.1%}" for method in ("ranking", "sequential", "one schedule", "auto"))
     return ("among FiCCO's four", "4", str(len(paper)), f"{plan.exact:.0%}", f"{plan.near:.0%}", f"{plan.loss:.1%}", *losses)
 
 

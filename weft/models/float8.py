@@ -259,7 +259,7 @@ class _Columns(torch.autograd.Function):
             outs = call.gather_matmul(x8, w8s, x, products.output.use_fast_accum, gathered=keep)
         else:
             outs = [torch.mm(x8, w8).view(*x.shape[:-1], w8.shape[1]) for w8 in w8s]
-        ctx.call, ctx.kept, ctx.x_dtype = call, keep, x.dtype
+        ctx.call, ctx.keep_elements, ctx.x_dtype = call, keep, x.dtype
         ctx.save_for_backward(outs.pop() if keep else x, *_known([x8, *w8s], casts), *weights)
         return tuple(outs)
 
@@ -280,7 +280,7 @@ class _Columns(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_x = call.matmul_reduce(g8, w8.t(), like, casts.products.grad_input.use_fast_accum)
         if any(ctx.needs_input_grad[2:]):
-            if ctx.kept:
+            if ctx.keep_elements:
                 x8 = Float8TrainingTensor(_matrix(x), x_scale, ctx.x_dtype, casts.products, INPUT)
             else:
                 options: dict[str, Any] = {"second": True, "sharded": call.sharded, "gathered": True, "scale": x_scale}

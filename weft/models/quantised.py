@@ -99,10 +99,10 @@ def check_sizes(name: str, linear: nn.Module, kind: Kind, *, row: bool, ranks: i
     parts = [high - low for low, high in split(k if row else n, ranks)]
     other, needed = (n, FLOAT8_UNIT) if row else (k, unit)
     if other % needed or any(part % unit or not part for part in parts):
-        cut, kept = ("inputs", "outputs") if row else ("outputs", "inputs")
+        cut, whole = ("inputs", "outputs") if row else ("outputs", "inputs")
         raise ValueError(
             f"{name} is a {type(linear).__name__} of {k} inputs and {n} outputs, whose {cut} would be cut into {parts} on "
-            f"{ranks} ranks; with {kind.recipe} scales each part must be a multiple of {unit}, and its {kept} one of {needed}: "
+            f"{ranks} ranks; with {kind.recipe} scales a part must be a multiple of {unit}, and its {whole} one of {needed}: "
             "use a number of ranks that gives such parts, or a checkpoint that is not of FP8"
         )
 

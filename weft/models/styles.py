@@ -240,8 +240,8 @@ def describe_row(
 def _note_moved(linear: nn.Module, what: str, layout: Placement, when: str) -> None:
     """A place more where a side of a linear's columns does not lie as its matmul has it."""
     if layout != Shard(-1):
-        ways = "from" if what == "input" else "to"
-        record_layer(linear, CommunicatingLayer(reason=f"torch brings the {what} {ways} {layout!r} {when} the matmul"))
+        preposition = "from" if what == "input" else "to"
+        record_layer(linear, CommunicatingLayer(reason=f"torch brings the {what} {preposition} {layout!r} {when} the matmul"))
 
 
 def _why_not_tokens(name: str, layout: Placement) -> str:

@@ -167,8 +167,8 @@ def _cut(parts: Sequence[Node]) -> tuple[Node, int, list[Node]] | None:
     first = parts[0]
     if first.target is operator.getitem:
         split = _node(first.args[0])
-        alike = all(part.target is operator.getitem and part.args == (split, at) for at, part in enumerate(parts))
-        if split.target not in SPLITS or not alike or len(split.meta["val"]) != len(parts):
+        equal = all(part.target is operator.getitem and part.args == (split, at) for at, part in enumerate(parts))
+        if split.target not in SPLITS or not equal or len(split.meta["val"]) != len(parts):
             return None
         source = _node(split.args[0])
         return source, _dimension(source, argument(split, 2, "dim", 0)), [split]
@@ -244,11 +244,11 @@ def share_waits(graph: Graph) -> None:
         for user in sorted(rest.pop().users, key=order.__getitem__):
             if user.target not in _SHARED and user.target is not c10d.wait_tensor.default:
                 continue
-            kept = first.setdefault(str((user.target, user.args, user.kwargs)), user)
-            if kept is not user:
-                user.replace_all_uses_with(kept)
+            first_use = first.setdefault(str((user.target, user.args, user.kwargs)), user)
+            if first_use is not user:
+                user.replace_all_uses_with(first_use)
                 graph.erase_node(user)
-                rest.append(kept)
+                rest.append(first_use)
 
 
 def raise_above(place: Node, wanted: Iterable[Node]) -> None:

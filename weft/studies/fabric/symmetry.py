@@ -83,4 +83,4 @@ def routes(fabric: SymmetricFabric, peers: Sequence[int]) -> tuple[Route, ...]:
 
 
 def _load(fabric: SymmetricFabric, crossed: Counter[Resource]) -> Load:
-    return tuple((kind, times * fabric.world_size // fabric.alike(kind)) for kind, times in crossed.items())
+    return tuple((kind, times * fabric.world_size // fabric.count(kind)) for kind, times in crossed.items())

@@ -42,7 +42,7 @@ LOSSES: dict[str, Callable[[Signature], float]] = {
 
 def facts(machine: Machine) -> list[tuple[str, str]]:
     """The machine in short."""
-    links = f"{machine.world_size - 1} of {machine.links.gbps:g} GB/s each way"
+    links = f"{machine.world_size - 1} of {machine.links.gbps:g} GB/s in each direction"
     return [
         ("Machine", machine.words),
         ("Links", links),
@@ -117,7 +117,7 @@ def _scenario(one: Scenario) -> Row:
 
 
 def _topologies(done: FiccoStudy) -> list[Row]:
-    """The mesh beside the switch: geometric means and maxima."""
+    """Compare the mesh with the switch: geometric means and maxima."""
     rows = [
         (row.name, *map(_pair, (row.p2p_loss, row.bespoke, row.over_p2p)), f"{row.realised:.0%}") for row in topologies(done)
     ]
@@ -129,7 +129,7 @@ def _pair(values: tuple[float, float]) -> str:
 
 
 def _choosers(done: FiccoStudy) -> list[Row]:
-    """How well ways to choose do on unseen scenarios."""
+    """List the scores of methods of choice on unseen scenarios."""
     rows = ((one.name, *(f"{share:.1%}" for share in (one.exact, one.near, one.costs, one.most))) for one in choosers(done))
     return [("chosen by", "exact", "within 5%", "a wrong choice costs", "at most"), *rows]
 

@@ -102,7 +102,7 @@ def run(
     whole = tuple(_end_to_end(system, SUBLAYERS, sublayers))
     whole_large = tuple(_end_to_end(system, LARGE_SUBLAYERS, large))
     progress("naive concurrency", total - 2, total)
-    beside = tuple(concurrent(system, units) for units in (None, *CONCURRENT_UNITS))
+    concurrent_runs = tuple(concurrent(system, units) for units in (None, *CONCURRENT_UNITS))
     progress("other mappings", total - 1, total)
     others = tuple(_mapped(system, collective) for collective in mapped)
     progress("done", total, total)
@@ -112,7 +112,7 @@ def run(
         large=large,
         end_to_end=whole,
         large_end_to_end=whole_large,
-        concurrent=beside,
+        concurrent=concurrent_runs,
         mapped=others,
     )
 
