@@ -1,4 +1,4 @@
-"""PEFT's LoRA around a linear that weft shards: where its two small matrices lie.
+"""PEFT's LoRA around a linear that weft shards, and the layouts of its two small matrices.
 
     y = base(x) + up(down(dropout(x))) * scaling         down [r, K], up [N, r]
 
@@ -6,8 +6,9 @@
     column linear   all tokens               whole on every rank        columns of this rank: Shard(0)
     row linear      this rank's columns      Shard(1), as the base's    whole, on this rank's tokens
 
-So both products lie as the base's. The gradient of a whole `down` is the same on every rank; that of a whole `up` is summed
-over ranks. Other adapters, and kinds of LoRA that read the whole weight (DoRA), are not taken apart: their block runs whole.
+So both products have the layout of the base's. The gradient of a whole `down` is the same on every rank; that of a whole `up`
+is summed over ranks. Other adapters, and kinds of LoRA that read the whole weight (DoRA), are not sharded: their block runs
+whole.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LORA = ("peft.tuners.lora.layer", "Linear")
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether a module is PEFT's LoRA around a linear that is not quantised."""
+    """Return whether a module is PEFT's LoRA around a linear that is not quantised."""
     return (type(module).__module__, type(module).__qualname__) == _LORA
 
 
@@ -59,7 +60,7 @@ def why_not_adapted(module: nn.Module, *, row: bool, ranks: int) -> str:
 
 
 def wanted(module: nn.Module, *, row: bool) -> Iterator[tuple[nn.Module, str, Placement]]:
-    """How the parameters of a linear, and of a LoRA layer's matrices, are to lie that are not whole on every rank."""
+    """Return the layouts of the sharded parameters of a linear and of a LoRA layer's matrices."""
     for each in (base_of(module), *(_downs(module) if row else _ups(module))):
         yield each, "weight", Shard(1) if row else Shard(0)
         if not row:

@@ -1,4 +1,4 @@
-"""ShardedEmbeddingBags: embedding tables that each lie whole on one rank, looked up for batches in parts.
+"""ShardedEmbeddingBags: embedding tables, each whole on one rank, looked up for batches in parts.
 
     indices of this rank's tables, of the whole batch [M] --> lookup ~all-to-all~> [m, tables * dim], this rank's samples
 

@@ -39,7 +39,7 @@ class ExpertParallel(ParallelStyle):
 
     The block takes and gives this rank's own tokens. Their number may be any, 0 included, another on each rank and in each
     call. An expert's index of -1 names none: the token has no part of it, and no gradient. transformers' experts treat the
-    index num_experts in the same way. Any other index out of range is a ValueError: at once and on all ranks on CPUs, in a
+    index num_experts, too. Any other index out of range is a ValueError: at once and on all ranks on CPUs, in a
     later call on GPUs. Parameters of experts become DTensors with Shard(0), and their gradients are sums over the tokens of all
     ranks. All other parameters, the router's too, are unchanged, and their gradients are of this rank's tokens alone.
 
@@ -73,7 +73,7 @@ class ExpertParallel(ParallelStyle):
         self.limits = ExpertLimits(capacity=capacity, max_tokens=max_tokens)
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Raises ValueError for what applying it would refuse. Changes nothing."""
+        """Raise the ValueError that applying the style would raise, without changing the module."""
         require_one_dimension(device_mesh)
         experts = getattr(module, "experts", module)
         count = _listed(module, experts) if isinstance(experts, nn.ModuleList) else _checked(experts)
@@ -158,14 +158,16 @@ def _activation(experts: nn.Module) -> Activation:
 
 @cache
 def _apart(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of this name, of which the experts lie on several ranks. One for all layers: Dynamo compiles each class anew."""
+    """Return a class for experts that are spread over ranks. All layers share it, because Dynamo compiles each class anew."""
     return type(kind.__name__, (_Apart, kind), {"__module__": kind.__module__})
 
 
 def _checked(experts: nn.Module) -> int:
-    """How many stacked experts there are. Raises ValueError if these are none."""
+    """Return the number of stacked experts. Raises ValueError for other modules."""
     if isinstance(experts, _Apart):
-        raise ValueError(f"{type(experts).__name__} lie over ranks already; name them once, by their block or by themselves")
+        raise ValueError(
+            f"{type(experts).__name__} are already spread over ranks; name them once, by their block or by themselves"
+        )
     own, name = {key for key, _ in experts.named_parameters()}, type(experts).__name__
     if own != set(_STACKED) or not hasattr(experts, "_apply_gate") or getattr(experts, "has_post_expert_norm", False):
         raise ValueError(
@@ -176,7 +178,7 @@ def _checked(experts: nn.Module) -> int:
 
 
 def _listed(block: nn.Module, experts: nn.ModuleList) -> int:
-    """How many experts Mixtral's list has. Raises ValueError if it is another."""
+    """Return the number of experts of Mixtral's list. Raises ValueError for another module."""
     own = [{key for key, _ in expert.named_parameters()} for expert in experts]
     gate = getattr(block, "gate", None)
     if not own or any(names != _LISTED for names in own) or not isinstance(gate, nn.Linear) or not hasattr(block, "top_k"):

@@ -168,7 +168,7 @@ class ExpertLimits:
 class Experts(nn.Module):
     """Stacked experts, each act(x @ gate) * (x @ up) @ down.
 
-    gate_up_proj: [E, 2 F, H], gate's rows first. down_proj: [E, H, F]. As stacked experts lie in transformers, with its names.
+    gate_up_proj: [E, 2 F, H], gate's rows first. down_proj: [E, H, F]. These are the layouts and names of transformers.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ Float8Linear becomes one of a class that derives from one of these, and multipli
 
 What a SharedInputLinears' parent is given, and when:
 
-    parent's pre-hook     x [B, s, H], this rank's tokens --> announce(x): products of all members, kept
+    parent's pre-hook     x [B, s, H], this rank's tokens --> announce(x): products of all members, saved
     parent's forward      gets what stands for the gathered tensor: its shape, and NaN for values, since nobody may read them
     member's forward      is given the same tensor --> its product, once
     parent's hook         what was not taken is dropped
@@ -49,14 +49,14 @@ Tensor = torch.Tensor
 
 @dataclass(kw_only=True)
 class Tokens:
-    """How the tokens of what a module is given lie on ranks, along `dim`. total: of all ranks, where each has its part, as
+    """Tokens has the layout of a module's input tokens on ranks, along `dim`. total: of all ranks, where each has its part, as
     torch.chunk cuts it; None where every rank has all. Whoever knows sets it before the module runs."""
 
     dim: int = 1
     total: int | None = None
 
     def sharded(self) -> bool:
-        """Whether each rank has its part of the tokens."""
+        """Return whether each rank has a part of the tokens."""
         return self.total is not None
 
     def check(self) -> None:
@@ -108,7 +108,7 @@ class SharedInputLinears:
         return out
 
     def forget(self, module: nn.Module, args: Any, out: Any) -> None:
-        """A hook, after the module: what was not taken is not kept for a next call. A compiled module would return it, and the
+        """Drop the products that no member has taken, after the module. A compiled module would return them, and the
         gradients of what it returns are zeros where there are none."""
         self._outs, self._stand_in, self._gathered = {}, None, False
 
@@ -170,12 +170,12 @@ def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[i
 def gathered(x: Tensor, mesh: DeviceMesh, dim: int, total: int) -> Tensor:
     """All tokens, of which x is this rank's part, along `dim`. Backward: cut; what is whole has a whole gradient."""
     spread = as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], total, *x.shape[dim + 1 :]))
-    # torch 2.11 gathers into what lies otherwise, which a model's own views refuse.
+    # torch 2.11 gathers into a tensor with other strides, on which a model's own views fail.
     return spread.redistribute(mesh, [Replicate()]).to_local().contiguous()
 
 
 def rows_of(x: Tensor, dim: int, total: int | None) -> int:
-    """How many rows all ranks' tokens are, of which x has all, or its part of `total` along `dim`."""
+    """Return the number of rows of all ranks' tokens. x has all of them, or its part of `total` along `dim`."""
     if total is None:
         return prod(x.shape[:-1])
     return total * prod(x.shape[:dim]) * prod(x.shape[dim + 1 : -1])
@@ -197,7 +197,7 @@ def group_of(parameter: Tensor) -> dist.ProcessGroup:
     mesh = cast(DTensor, parameter).device_mesh
     if mesh.ndim != 1:
         raise ValueError(
-            f"a weight lies on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module "
+            f"a weight is on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module "
             "that has all linears that share an input (a decoder layer), not to a linear"
         )
     return mesh.get_group()
@@ -217,7 +217,7 @@ class Distributor:
         self._done: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def __call__(self, parameter: Tensor, placement: Placement) -> nn.Parameter:
-        """Raises ValueError for a DTensor, which lies somewhere already, and for one that modules share and want otherwise."""
+        """Raise ValueError for a DTensor, which already has a layout, and for a shared parameter that needs two layouts."""
         if isinstance(parameter, DTensor):
             raise ValueError("a parameter is a DTensor already; apply weft's styles once, and before fully_shard")
         if id(parameter) not in self._done:
@@ -259,7 +259,7 @@ def to_columns(
 
 
 def to_row(linear: nn.Linear, tokens: Tokens, settings: ProductSettings, distribute: Distributor) -> LayerCalls:
-    """Make a linear a RowLinear; where it writes down what it runs."""
+    """Make a linear a RowLinear, and return the record of its calls."""
     settings, kind = _of_float8([linear], settings, RowLinear)
     _spread(linear, distribute, Shard(1), Replicate())
     linear.__class__ = kind
@@ -271,7 +271,7 @@ def to_row(linear: nn.Linear, tokens: Tokens, settings: ProductSettings, distrib
 def _of_float8(
     linears: Sequence[nn.Linear], settings: ProductSettings, kind: type[nn.Linear]
 ) -> tuple[ProductSettings, type[nn.Linear]]:
-    """How these linears multiply, and the class that they get."""
+    """Return the settings of these linears' products, and their new class."""
     converted = [is_float8(linear) for linear in linears]
     if not any(converted):
         return replace(settings, float8=None), kind
@@ -286,7 +286,7 @@ def _of_float8(
 
 
 def is_float8(module: nn.Module) -> bool:
-    """Whether a module is torchao's Float8Linear."""
+    """Return whether a module is torchao's Float8Linear."""
     torchao = sys.modules.get("torchao.float8.float8_linear")
     return torchao is not None and type(module) is torchao.Float8Linear
 

@@ -1,6 +1,6 @@
 """weft.parallelize: a decoder of Hugging Face's, tensor parallel with weft's operators, for training and generation.
 
-How the tokens of hidden states [B, S, H] lie, from the embedding to the head:
+The layout of the tokens of hidden states [B, S, H], from the embedding to the head:
 
     embedding        whole: every rank has all tokens
     first layer      pre-hook: each rank keeps its part of S, as torch.chunk cuts it        if there are more than few_tokens
@@ -9,11 +9,11 @@ How the tokens of hidden states [B, S, H] lie, from the embedding to the head:
     final norm       pre-hook: whole again, after whichever layer was the last to run
     norm, head       whole; the head's columns are sharded, and its logits gathered
 
-A call of few tokens (decoding) stays whole throughout: matmul | heads | matmul_all_reduce. Which of the two a layer runs
-follows from its inputs alone, at each call, so that lengths may change, and activation checkpoints recompute what they saw.
+A call of few tokens (decoding) has all tokens on every rank: matmul | heads | matmul_all_reduce. A layer chooses by its inputs
+in each call, so lengths may change, and activation checkpoints recompute the same operators.
 
-A block that cannot be sharded runs whole on every rank, between a gather and a cut; its report says why. All is decided, and
-refused, before the first module is changed.
+A block that cannot be sharded runs whole on every rank, between a gather and a cut; its report says why. All checks run
+before the first module is changed.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def _check_options(mesh: DeviceMesh, experts: object, src_data_rank: int | None)
 
 @dataclass(frozen=True)
 class _Within:
-    """One model on its way to being sharded. tokens: of all layers, set by the one that runs. names: of its modules. region: of
-    all that reads whole parameters. done: children of layers, which may share some."""
+    """_Within is one model while it is sharded. tokens: of all layers, set by the one that runs. names: of its modules. region:
+    of all that reads whole parameters. done: children of layers, which may share some."""
 
     mesh: DeviceMesh
     config: Any
@@ -240,7 +240,7 @@ class _Within:
                 check_sizes(self.names[linear], linear, kind, row=name == block.row, ranks=self.mesh.size())
 
     def _takes(self, child: nn.Module) -> bool:
-        """Whether a block is for the style of experts."""
+        """Return whether the style of experts applies to a block."""
         return self.experts is not None and has_experts(child)
 
     def layer(self, layer: nn.Module, whole: Mapping[nn.Module, str]) -> None:

@@ -1,4 +1,4 @@
-"""What linears with sharded weights compute, by weft's operators, and what flows back.
+"""The products of linears with sharded weights by weft's operators, and their gradients.
 
     x [.., M, .., K]          tokens along `dim`; the caller has all M of them ("whole") or this rank's m
     weights [n, K]            a column-sharded linear's part: n of N outputs             bias [n]
@@ -37,9 +37,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ProductSettings:
-    """schedule: as the operators take it; an operator without that family has its own best. keep_gathered: keep a column side's
-    gathered input for the weights' gradient, as torch's styles do; else it is gathered again. float8: of linears that torchao
-    converted for FP8 training, their casts and products."""
+    """ProductSettings has the settings of a linear's products.
+
+    schedule: as the operators take it. An operator without that family uses its own best schedule.
+    keep_gathered: save a column side's gathered input for the weights' gradient, as torch's styles do; else gather it again.
+    float8: the casts and products of linears that torchao converted for FP8 training."""
 
     schedule: str = "auto"
     keep_gathered: bool = True
@@ -52,6 +54,7 @@ class ProductSettings:
             schedules.parse(self.schedule)
 
     def of(self, op: Op) -> str:
+        """Return the schedule for an operator."""
         return backward_schedule(self.schedule, op)
 
 
@@ -119,14 +122,14 @@ def _columns(
 
 
 def ops_of_columns(x: Tensor, total: int | None) -> tuple[Op, ...]:
-    """What `columns` runs, in its backward too."""
+    """Return the operators that `columns` and its backward run."""
     if total is None:
         return ("matmul_all_reduce",) if torch.is_grad_enabled() and x.requires_grad else ()
     return ("all_gather_matmul", *_in_backward("matmul_reduce_scatter"))
 
 
 def ops_of_rows(scatter: bool) -> tuple[Op, ...]:
-    """What `rows` runs, in its backward too."""
+    """Return the operators that `rows` and its backward run."""
     return ("matmul_reduce_scatter", *_in_backward("all_gather_matmul")) if scatter else ("matmul_all_reduce",)
 
 

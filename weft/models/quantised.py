@@ -1,4 +1,4 @@
-"""Linears of FP8 checkpoints that transformers keeps in FP8: which of them weft shards, and what they compute, for inference.
+"""Linears of FP8 checkpoints that transformers keeps in FP8: the kinds that weft shards, and their products, for inference.
 
     module of transformers        weight [N, K] of FP8, and its scales            its input is quantised
     FP8Linear                     weight_scale_inv [N / 128, K / 128]             1 x 128
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     recipe: Recipe
 
     def placement(self, scales: Tensor, weight: Placement) -> Placement:
-        """How the scales lie where the weight [N, K] lies so."""
+        """Return the layout of the scales for a layout of the weight [N, K]."""
         if self.recipe == "blockwise":
             return weight
         return Shard(0 if scales.shape[1] == 1 else 1) if weight == Shard(0) else Replicate()
@@ -69,7 +69,7 @@ _NAMES: dict[Recipe, str] = {"rowwise": "RowWise", "blockwise": "BlockWise128x12
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """What a linear is, if it is one of FP8 that is not sharded yet."""
+    """Return the kind of an FP8 linear that is not sharded yet; None for others."""
     return _KINDS.get((type(module).__module__, type(module).__qualname__))
 
 

@@ -238,14 +238,14 @@ def describe_row(
 
 
 def _note_moved(linear: nn.Module, what: str, layout: Placement, when: str) -> None:
-    """A place more where a side of a linear's columns does not lie as its matmul has it."""
+    """Record another layer if torch changes the layout of a linear's input or output."""
     if layout != Shard(-1):
         preposition = "from" if what == "input" else "to"
         record_layer(linear, CommunicatingLayer(reason=f"torch brings the {what} {preposition} {layout!r} {when} the matmul"))
 
 
 def _why_not_tokens(name: str, layout: Placement) -> str:
-    """Why weft's operators do not take a side of this layout; empty if they do. Raises ValueError for what is none."""
+    """Return why weft's operators do not take this layout; empty if they do. Raises ValueError for other types."""
     require(name, layout, Placement, "use Replicate() or Shard(dimension)")
     if layout.is_replicate() or (isinstance(layout, Shard) and layout.dim != -1):
         return ""

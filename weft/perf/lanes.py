@@ -21,7 +21,7 @@ from weft.perf.terms import COPY_WITH_GEMM, GEMM_WITH_COPY, GemmCost, gemm_cost,
 
 
 class CopyLoad(NamedTuple):
-    """Beside describes copies that run from `since` to `until`, concurrently with kernels, and move `gbps` through memory."""
+    """CopyLoad describes copies that run concurrently with kernels from `since` to `until` and move `gbps` through memory."""
 
     until: float = 0.0
     gbps: float = 0.0

@@ -40,7 +40,7 @@ def copy_during_lookup(world: World, rank: int, size: int, path: tuple[Resource,
         yield from world.move(rank, size, path)
         return
     kernels = world.machine.kernels
-    limit = world.network.limit(("beside lookups", rank), kernels.lookup_copy_gbps)
+    limit = world.network.limit(("copies during lookups", rank), kernels.lookup_copy_gbps)
     world.transfers[rank].start(world.now)
     yield world.network.transfer_load(
         size, (*((each, 1) for each in (*path, limit)), (("hbm", rank), kernels.lookup_copy_bytes))

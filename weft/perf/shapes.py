@@ -68,7 +68,7 @@ PROMOTED_SHAPES = (
     TileShape(m=128, n=128, k=128, warps=8, stages=3, pairs=True, itemsize=1),
     TileShape(m=64, n=128, k=128, warps=4, stages=4, pairs=True, itemsize=1),
 )
-"""The same for FP8 operands whose products of each 128 of K are added in float32. Three tiles of float32 lie in registers: the
+"""The same for FP8 operands whose products of each 128 of K are added in float32. Three tiles of float32 are in registers: the
 sum and two products. Larger tiles leave no room for them."""
 _FEWEST_STAGES = 2
 """With one, no load would run ahead of the products."""

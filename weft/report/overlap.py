@@ -100,7 +100,7 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     places = []
     for same in found.values():
         layer = replace(_without_number(same[0]), ran=_merge_calls(same))
-        # Problems that the report cannot tell apart, because they differ in their dtype say, are one line.
+        # Problems that look the same in the report, because they differ only in their dtype for example, are one line.
         places.append(ReportedPlace(layer=layer, count=len(same), calls=tuple(dict.fromkeys(_find_calls(layer, device)))))
     return OverlapReport(model=type(model).__name__, places=tuple(places))
 

@@ -135,7 +135,7 @@ def _node(found: object) -> Node:
 @dataclass(frozen=True)
 class Laid:
     """cat(split(source, dim), into), or of slices: `count` parts of equal extent, which may be viewed as bytes. nodes: what
-    lies between source and cat."""
+    is between source and cat."""
 
     source: Node
     dim: int
@@ -145,7 +145,7 @@ class Laid:
 
 
 def laid_anew(whole: Node) -> Laid | None:
-    """How a node lays a tensor's parts beside each other along another dimension. None if it is something else."""
+    """Return the Laid of a cat of all parts of a tensor along another dimension; None for other nodes."""
     given = whole.args[0] if whole.target is aten.cat.default else None
     if not isinstance(given, list | tuple) or len(given) < 2 or not all(isinstance(part, Node) for part in given):
         return None

@@ -30,8 +30,9 @@ SHORT = {
 }
 """The schedules of a FiccoStudy, as narrow columns name them."""
 CONCCL_CONTENTION = 1.2
-"""Collectives by copy engines reach 0.66 to 0.72 of the ideal speed-up beside GEMMs on this machine (ConCCL, arXiv 2412.14335).
-If both slow by s while both run, a pair of lengths 1 and r takes 1 + r (s - 1); with r = 3/4, s is 1.23 and 1.18."""
+"""Collectives by copy engines reach 0.66 to 0.72 of the ideal speed-up with concurrent GEMMs on this machine (ConCCL, arXiv
+2412.14335). If both slow by s while both run, a pair of lengths 1 and r takes 1 + r (s - 1); with r = 3/4, s is 1.23 and
+1.18."""
 LOSSES: dict[str, Callable[[Signature], float]] = {
     "GEMM DIL": lambda found: found.gemm_dil,
     "GEMM CIL": lambda found: math.nan if found.gemm_cil is None else found.gemm_cil,

@@ -39,7 +39,7 @@ from weft.studies.profile import Progress
 
 MACHINE = "a100x8"
 A800_LINKS = 400 / 600
-"""NVLink of an A800 over that of an A100 (NVIDIA's data sheets, GB/s both ways together)."""
+"""NVLink of an A800 over that of an A100 (NVIDIA's data sheets, GB/s, sum of both directions)."""
 MODEL = "llama3-70b"
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DTYPE: DType = "bfloat16"

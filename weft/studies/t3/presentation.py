@@ -185,7 +185,7 @@ def spans(done: T3Study) -> dict[str, tuple[Span, ...]]:
 
 
 def _in_turn(run: SubLayerRun, gemm_ns: int, scattered_ns: int, *, tracked: bool) -> tuple[Span, ...]:
-    """The GEMM, the reduce-scatter behind it or, tracked, beside it, and the all-gather."""
+    """The GEMM, the reduce-scatter after it or, tracked, concurrent with it, and the all-gather."""
     end_ns = scattered_ns + run.all_gather.ns
     parts = (
         ("units", "gemm", 0, gemm_ns),
