@@ -1,4 +1,4 @@
-"""What the user chose, checked before any work starts. Every function raises ValueError that says what would work."""
+"""The user's choices, checked before any work starts. Every function raises a ValueError that says what would work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def choose_layers(name: str, op: str | None, layer: str | None = None) -> tuple[Model, tuple[OperatorCall, ...]]:
-    """The model and its communicating layers: only those of `op`, and only the one named `layer`, if these are given."""
+    """Return the model and its operator calls. op, layer: return only those of this operator, or of this name."""
     only = None if op is None else choose_op(op)
     with progress_bar(f"reading {name}"):
         model = load_model(name)
@@ -31,7 +31,7 @@ def choose_layers(name: str, op: str | None, layer: str | None = None) -> tuple[
 
 
 def find_machine_file(name: str) -> Path | None:
-    """The file that a machine is read from; None for one that weft has."""
+    """Return the file of a machine; None for a shipped profile."""
     from weft.core.machine import names
 
     return None if name in names() else Path(name)
@@ -45,7 +45,7 @@ def choose_dtype(dtype: str) -> DType:
 
 
 def choose_elements(dtype: str, recipe: str | None, out_dtype: str | None) -> tuple[DType, Scaling | None]:
-    """The dtype of the result, and the scaling of operands where `dtype`, a's, is FP8."""
+    """Return the dtype of the result, and the scaling of the operands if `dtype` is FP8."""
     if dtype in FLOAT8:
         return choose_dtype(out_dtype or "bfloat16"), Scaling(a=dtype, recipe=recipe or "rowwise")  # type: ignore[arg-type]
     if dtype not in ITEMSIZE:
@@ -57,7 +57,7 @@ def choose_elements(dtype: str, recipe: str | None, out_dtype: str | None) -> tu
 
 
 def make_problem(layer: OperatorCall, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
-    """The problem of a communicating layer. Raises ValueError that names the layer."""
+    """Return the problem of an operator call. Raises a ValueError that names the layer."""
     try:
         return layer.problem(tokens, ranks, dtype, scaling)
     except ValueError as error:
@@ -115,7 +115,7 @@ def _cpu_ranks(ranks: int | None) -> int:
 
 
 def count_gpus() -> int:
-    """GPUs that PyTorch sees."""
+    """Return the number of GPUs that PyTorch sees."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

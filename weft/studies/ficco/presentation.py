@@ -43,7 +43,7 @@ LOSSES: dict[str, Callable[[Signature], float]] = {
 
 def facts(machine: Machine) -> list[tuple[str, str]]:
     """The machine in short."""
-    links = f"{machine.world_size - 1} of {machine.links.gbps:g} GB/s in each direction"
+    links = f"{machine.world_size - 1} of {machine.links.gbps:g} GB/s each way"
     return [
         ("Machine", machine.words),
         ("Links", links),
