@@ -239,7 +239,7 @@ def _mistakes() -> None:
     uneven.experts = uneven.experts[:3]
     for module, message in (
         (Experts(3, HIDDEN, WIDTH), "Experts has 3 experts; 2 ranks do not divide them"),
-        (small, "Experts lie over ranks already"),
+        (small, "Experts are already spread over ranks"),
         (nn.Linear(2, 2), "Linear has parameters bias, weight; ExpertParallel takes experts with gate_up_proj"),
         (nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}), "list of experts that are not Mixtral's"),
         (partly, "experts have a w1 or w3 that is frozen, and one that is not"),

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from weft.models.communicating import CommunicatingLayer, LayerCalls, record_layer
-from weft.models.experts import Activation, ExpertLimits, Experts, Routing, experts_apart, float8_experts_apart
+from weft.models.experts import Activation, ExpertLimits, Experts, Routing, run_experts_on_ranks, run_float8_experts_on_ranks
 from weft.models.linear import require_one_dimension
 from weft.models.products import in_one_dtype
 from weft.ops.experts import Float8Operand, quantised_weights, swiglu
@@ -92,7 +92,7 @@ class ExpertParallel(ParallelStyle):
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
         experts.__dict__["_weft_limits"] = self.limits
         experts.__dict__["_weft_float8"] = None if self.float8 is None else _Float8Weights()
-        experts.__class__ = _apart(cast(Any, type(experts)))
+        experts.__class__ = _spread_class(cast(Any, type(experts)))
         ran = experts.__dict__["_weft_ran"] = LayerCalls()
         record_layer(experts, CommunicatingLayer(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
         return module
@@ -112,12 +112,12 @@ class _Apart(nn.Module):
         act = _activation(self)
         if float8 is None:
             hidden_states, into, out = in_one_dtype(hidden_states, (into, out))
-            found = experts_apart(hidden_states, routing, top_k_weights, into, out, act, group, limits)
+            found = run_experts_on_ranks(hidden_states, routing, top_k_weights, into, out, act, group, limits)
         else:
             _refuse_gradients(hidden_states, into, out)
             (hidden_states,) = in_one_dtype(hidden_states, ())
             into, out = float8.of("into", weights[0], into), float8.of("out", weights[1], out)
-            found = float8_experts_apart(hidden_states, routing, top_k_weights, into, out, act, group, limits)
+            found = run_float8_experts_on_ranks(hidden_states, routing, top_k_weights, into, out, act, group, limits)
         self.__dict__["_weft_ran"].record(_OPERATORS, routing.order.shape[0])
         return found
 
@@ -157,7 +157,7 @@ def _activation(experts: nn.Module) -> Activation:
 
 
 @cache
-def _apart(kind: type[nn.Module]) -> type[nn.Module]:
+def _spread_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class for experts that are spread over ranks. All layers share it, because Dynamo compiles each class anew."""
     return type(kind.__name__, (_Apart, kind), {"__module__": kind.__module__})
 

@@ -222,7 +222,7 @@ class _Numbers(NamedTuple):
     stored: float
     sent: float
     memory: float
-    kept_bytes: float
+    cached_bytes: float
     push_sms: int
 
     def step_us(self, blocks: TileShape, *, stored: bool = False) -> float:
@@ -251,7 +251,7 @@ def _numbers(machine: Machine, sms: int, rate: str = _DTYPE) -> _Numbers:
         stored=1e3 * stores.rate(pushing),
         sent=1e3 * stores.rate(gpu.sms) * (stores.tiles or 1.0),
         memory=1e3 * gpu.hbm_gbps,
-        kept_bytes=machine.kernels.l2_share * gpu.l2_bytes,
+        cached_bytes=machine.kernels.l2_share * gpu.l2_bytes,
         push_sms=pushing,
     )
 
@@ -313,7 +313,7 @@ def _gated_us(parts: tuple[Arriving, ...], blocks: TileShape, numbers: _Numbers,
         ready = _ready(parts, arrivals, half_us)
     _advance(free, at, np.repeat(ready[cut], 2), 2 * len(cut), inner * half_us + numbers.half_tile * numbers.tile_us)
     b_bytes = columns * inner * numbers.itemsize
-    passes = -(-sum(row_tiles) // blocks.group) if b_bytes > numbers.kept_bytes else 1
+    passes = -(-sum(row_tiles) // blocks.group) if b_bytes > numbers.cached_bytes else 1
     return max(float(free.max()), passes * b_bytes / numbers.memory)
 
 
