@@ -32,7 +32,7 @@ from benchmarks import traces
 from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
 from benchmarks.rows import Row
 from benchmarks.runner import chosen, folder_of, profiles, run_parts
-from weft.models.experts import ExpertLimits, Routing, experts_apart, swiglu
+from weft.models.experts import ExpertLimits, Routing, run_experts_on_ranks, swiglu
 from weft.ops import all_to_all_matmul, matmul_all_to_all
 from weft.ops.ragged_all_to_all import ragged_gated
 
@@ -130,7 +130,7 @@ class Layer:
         group, routing = dist.group.WORLD, Routing(self.index, EXPERTS)
         assert group is not None
         into, out = self.up_e2FH.transpose(1, 2), self.down_eHF.transpose(1, 2)
-        return experts_apart(self.x_TH, routing, self.weights, into, out, swiglu, group, self.limits)
+        return run_experts_on_ranks(self.x_TH, routing, self.weights, into, out, swiglu, group, self.limits)
 
     def computed(self) -> torch.Tensor:
         """As if rows had arrived."""

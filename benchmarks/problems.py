@@ -2,7 +2,7 @@
 all others had been looked at. scores.py splits all that was measured into halves.
 
 A set is a function of its name and the world size alone. Operators take turns, so that any beginning of a set covers them
-evenly. A site of a model is drawn, then M: log-uniform between 256 and 65536 tokens, or samples (matmul_all_reduce, a decode
+evenly. A call of a model is drawn, then M: log-uniform between 256 and 65536 tokens, or samples (matmul_all_reduce, a decode
 step: 1 to 256), of which a quarter are rounded to powers of two, half to multiples of 64, and a quarter are left as drawn.
 What takes a rank more than MOST_FLOPS, or reads more than MOST_INDICES rows of tables, is drawn again.
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from weft.core.problem import LOOKUP_OPS, OPS, LookupProblem, Op, Problem
-from weft.planner.models import Model, Site, decode_sites, load_model, sites
+from weft.planner.models import Model, OperatorCall, decode_calls, load_model, operator_calls
 from weft.schedules import parse, programs, spec
 
 SetName = Literal["fit", "unseen", "fresh", "large", "latest"]
@@ -147,23 +147,23 @@ def drawn(name: SetName, world_size: int, count: int = COUNT) -> tuple[tuple[str
 def _stream(name: SetName, world_size: int) -> Iterator[tuple[str, Problem]]:
     """Without end, the operators in turn."""
     random_ = random.Random(SEEDS[name] * 100 + world_size)
-    known = {op: _sites(op) for op in ALL_OPS}
+    known = {op: _find_calls(op) for op in ALL_OPS}
     for op in itertools.cycle(ALL_OPS):
         while True:
-            model, site = random_.choice(known[op])
+            model, call = random_.choice(known[op])
             tokens = _tokens(random_, (1, 256) if op == "matmul_all_reduce" else (256, 65536))
-            problem = site.problem(tokens, world_size, "float32" if op in LOOKUP_OPS else "bfloat16")
+            problem = call.problem(tokens, world_size, "float32" if op in LOOKUP_OPS else "bfloat16")
             if _bearable(problem):
-                yield f"{model} {site.name} tokens={tokens}", problem
+                yield f"{model} {call.name} tokens={tokens}", problem
                 break
 
 
-def _sites(op: Op) -> list[tuple[str, Site]]:
-    """Every site of the operator in any model."""
-    found: list[tuple[str, Site]] = []
+def _find_calls(op: Op) -> list[tuple[str, OperatorCall]]:
+    """Return every call of the operator in any model."""
+    found: list[tuple[str, OperatorCall]] = []
     for model in MODELS:
-        layer = decode_sites(model) if op == "matmul_all_reduce" else sites(model)
-        found += [(model.name, site) for site in layer if isinstance(site, Site) and site.op == op]
+        layer = decode_calls(model) if op == "matmul_all_reduce" else operator_calls(model)
+        found += [(model.name, call) for call in layer if isinstance(call, OperatorCall) and call.op == op]
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the planner's lines say: how often each way to choose takes the fastest schedule, and what it loses.
+"""What the planner's lines say: how often each method of choice takes the fastest schedule, and what it loses.
 
 A pick's loss is its time over the fastest one's, less one. It is *exact* if no measured candidate was faster, and near if none
 was by more than 5% (NEAR). Medians of repeated runs of one schedule differ by some 2%, so that of candidates which are closer
@@ -6,7 +6,7 @@ it is luck which one is exact. Candidates that are one program under several nam
 (weft.schedules.same_program), are one: its name is the simplest, its time the mean of theirs.
 
 Problems are split once, by a hash of what they are (`half`): whoever changes a constant looks at the first half, `fit`, and
-says how it does on the second, `test`. The ways to choose, among all that a line has:
+says how it does on the second, `test`. The methods, among all that a line has:
 
     ranking       the least estimate (weft.perf.ranking)
     plan          the best few of the ranking, simulated: the least (weft.plan)
@@ -123,7 +123,7 @@ class Predicted:
 
     @property
     def picks(self) -> dict[str, str]:
-        """By way to choose, but for those that are the same for many problems."""
+        """The choice of each method, except of methods that choose the same schedule for many problems."""
         plan = {*self.ranked[:SIMULATED], "sequential"} & self.simulated.keys()
         auto = {*self.ranked[:MEASURED], "sequential"}
         return {
@@ -157,9 +157,9 @@ def predicted(line: Line, machine: Machine) -> Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """losses: one for each problem."""
+    """Score has the losses of a method of choice, one for each problem."""
 
-    way: str
+    method: str
     losses: tuple[float, ...]
 
     @property
@@ -176,25 +176,25 @@ class Score:
 
     def __str__(self) -> str:
         worst = max(self.losses)
-        return f"{self.way}: exact {self.exact:.1%}, within 5% {self.near:.1%}, loss {self.loss:.2%}, at most {worst:.1%}"
+        return f"{self.method}: exact {self.exact:.1%}, within 5% {self.near:.1%}, loss {self.loss:.2%}, at most {worst:.1%}"
 
 
 def scores(found: Sequence[Predicted], fitted: Sequence[Predicted]) -> list[Score]:
-    """Of every way to choose. fitted: what the one schedule is chosen by."""
-    ways = [Score(way=way, losses=tuple(one.loss(one.picks[way]) for one in found)) for way in found[0].picks]
-    always = Score(way="one schedule", losses=tuple(one.loss(_always(one.line, fitted)) for one in found))
-    return [*ways, always]
+    """Return the score of every method. fitted: the problems by which "one schedule" is chosen."""
+    methods = [Score(method=method, losses=tuple(one.loss(one.picks[method]) for one in found)) for method in found[0].picks]
+    always = Score(method="one schedule", losses=tuple(one.loss(_always(one.line, fitted)) for one in found))
+    return [*methods, always]
 
 
 def _always(line: Line, fitted: Sequence[Predicted]) -> str:
     """Of the candidates of a line, the one that loses least on average over the fitted lines of its operator and ranks."""
-    alike = [
+    same_target = [
         one
         for one in fitted
         if (one.line.problem.op, one.line.problem.world_size) == (line.problem.op, line.problem.world_size)
     ]
-    mean = {name: statistics.fmean(one.loss(name) if name in one.line.us else 1.0 for one in alike) for name in line.us}
-    return min(mean, key=mean.__getitem__) if alike else "sequential"
+    mean = {name: statistics.fmean(one.loss(name) if name in one.line.us else 1.0 for one in same_target) for name in line.us}
+    return min(mean, key=mean.__getitem__) if same_target else "sequential"
 
 
 def percentile(rising: Sequence[float], share: float) -> float:
@@ -244,8 +244,8 @@ def table(found: Sequence[Predicted], part: Half = "test") -> Iterator[tuple[str
 
 
 def _row(op: str, ranks: str, some: Sequence[Predicted], fitted: Sequence[Predicted]) -> tuple[str, ...]:
-    of = {score.way: score for score in scores(some, fitted)}
-    losses = (f"{of[way].loss:.1%}" for way in ("ranking", "sequential", "one schedule", "auto"))
+    of = {score.method: score for score in scores(some, fitted)}
+    losses = (f"{of[method].loss:.1%}" for method in ("ranking", "sequential", "one schedule", "auto"))
     plan = of["plan"]
     return (op, ranks, str(len(some)), f"{plan.exact:.0%}", f"{plan.near:.0%}", f"{plan.loss:.1%}", *losses)
 
@@ -262,7 +262,7 @@ def summary(found: Sequence[Predicted]) -> Iterator[str]:
     fitted = [one for one in found if one.line.half == "fit"]
     for part in ("test", "fit"):
         some = [one for one in found if one.line.half == part]
-        (plan,) = (score for score in scores(some, fitted) if score.way == "plan")
+        (plan,) = (score for score in scores(some, fitted) if score.method == "plan")
         yield f"{part}, {len(some)} problems: {plan}; {errors(some)}"
     paper = like_ficco(found)
     ranking, plan, *_ = scores(paper, paper)

@@ -44,7 +44,7 @@ from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Colum
 from weft.core.schedule import Collective, Copy, Gemm, Push, Reduce, Region, Schedule, Signal, Store, Wait
 from weft.kernels import targets
 from weft.perf.ranking import heuristic
-from weft.planner.models import load_model, sites
+from weft.planner.models import load_model, operator_calls
 from weft.schedules import FAMILIES, names
 
 sys.path.append(str(Path(__file__).parent))
@@ -143,14 +143,14 @@ def _shards(schedule: Schedule, regions: Sequence[Region]) -> str:
 
 
 def chart(model: str) -> str:
-    """The predicted timeline of the site with the most work, on 8 x H200 and 8192 tokens."""
+    """The predicted timeline of the operator call with the most work, on 8 x H200 and 8192 tokens."""
     h200 = machine.load("h200x8")
-    found = sites(load_model(model))
-    problems = {site.name: site.problem(8192, h200.world_size, "bfloat16") for site in found}
-    site = max(problems, key=lambda name: problems[name].flops)
-    plan = weft.plan(problems[site], h200)
+    found = operator_calls(load_model(model))
+    problems = {call.name: call.problem(8192, h200.world_size, "bfloat16") for call in found}
+    call = max(problems, key=lambda name: problems[name].flops)
+    plan = weft.plan(problems[call], h200)
     drawn = "\n".join(line.rstrip() for line in gantt(plan.spans, rank=0, width=CHART_WIDTH).plain.splitlines())
-    return f"{site} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}\n{drawn}"
+    return f"{call} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}\n{drawn}"
 
 
 ROWS = (256, 1024, 4096, 16384, 65536)
@@ -203,9 +203,9 @@ def compact(scores: Any, found: Sequence[Any], paths: Sequence[Path]) -> str:
 
 def _like_paper(scores: Any, paper: Sequence[Any]) -> tuple[str, ...]:
     """Of FiCCO's four schedules and sequential, where all were measured on 4 GPUs."""
-    of = {score.way: score for score in scores.scores(paper, paper)}
+    of = {score.method: score for score in scores.scores(paper, paper)}
     plan = of["plan"]
-    losses = (f"{of[way].loss:.1%}" for way in ("ranking", "sequential", "one schedule", "auto"))
+    losses = (f"{of[method].loss:.1%}" for method in ("ranking", "sequential", "one schedule", "auto"))
     return ("among FiCCO's four", "4", str(len(paper)), f"{plan.exact:.0%}", f"{plan.near:.0%}", f"{plan.loss:.1%}", *losses)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import weft
 from weft.core import machine
-from weft.planner.models import Model, Site, load_model, sites
+from weft.planner.models import Model, OperatorCall, load_model, operator_calls
 from weft.report import write_report
 from weft.tools.results import Run
 from weft.tools.run import run_model
@@ -46,12 +46,12 @@ def print_plans(model: Model, target: weft.Machine) -> None:
     print(model)
     for note in model.notes:
         print(f"note: {note}")
-    for site in sites(model):
-        if isinstance(site, Site):
-            plan = weft.plan(site.problem(MACHINE_TOKENS, target.world_size, "bfloat16"), target)
-            print(f"\n{site.name}: {plan.chosen.spec} on {target.name}\n{plan.why}")
+    for call in operator_calls(model):
+        if isinstance(call, OperatorCall):
+            plan = weft.plan(call.problem(MACHINE_TOKENS, target.world_size, "bfloat16"), target)
+            print(f"\n{call.name}: {plan.chosen.spec} on {target.name}\n{plan.why}")
         else:
-            print(f"\n{site}")
+            print(f"\n{call}")
 
 
 def run_on_cpus(model: Model, target: weft.Machine, *, ranks: int, tokens: int) -> Run:

@@ -35,7 +35,7 @@ from weft.core.logs import LOGGER
 from weft.core.machine import Machine
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
-from weft.planner.models import load_model, preset_names, sites
+from weft.planner.models import load_model, operator_calls, preset_names
 from weft.planner.models.config import read_config
 from weft.planner.models.values import Model
 from weft.runtime.kept_plans import Cache, Entry, Key, space
@@ -78,8 +78,8 @@ def _config(text: str) -> None:
         file.write(text)
         file.flush()
         model = read_config(Path(file.name))
-    for site in sites(model):
-        str(site)
+    for call in operator_calls(model):
+        str(call)
     codec.loads(Model, codec.dumps(model))
 
 

@@ -26,7 +26,7 @@ from weft.core.errors import RankMismatch, WeftError
 from weft.core.machine import load, names
 from weft.core.problem import Problem, Scaling
 from weft.core.span import Span
-from weft.planner.models import Model, Site, preset_names, sites
+from weft.planner.models import Model, OperatorCall, operator_calls, preset_names
 from weft.planner.values import Candidate, Plan
 from weft.schedules import NAMES, parse
 from weft.schedules import names as families
@@ -76,9 +76,9 @@ class Runner:
         self.asked = asked
         if self.raises:
             raise self.raises
-        found = [site for site in sites(model) if asked["op"] in (None, getattr(site, "op", None))]
-        for index, site in enumerate(found):
-            asked["progress"](str(site), index, len(found))
+        found = [call for call in operator_calls(model) if asked["op"] in (None, getattr(call, "op", None))]
+        for index, call in enumerate(found):
+            asked["progress"](str(call), index, len(found))
         return Run(
             model=model.name,
             device=asked["device"],
@@ -90,10 +90,10 @@ class Runner:
             machine_ranks=asked["machine_ranks"],
             machine_tokens=asked["machine_tokens"],
             machine_words=asked["machine"].description,
-            layers=tuple(self.layer(site, asked) for site in found),
+            layers=tuple(self.layer(call, asked) for call in found),
         )
 
-    def layer(self, site: Site, asked: dict[str, Any]) -> LayerRun:
+    def layer(self, call: OperatorCall, asked: dict[str, Any]) -> LayerRun:
         speeds = Speeds(
             sequential_us=3000.0,
             overlapped_us=self.overlapped_us,
@@ -102,14 +102,14 @@ class Runner:
             communication_us=1000.0,
         )
         return LayerRun(
-            name=site.name,
-            problem=site.problem(asked["tokens"], asked["ranks"], asked["dtype"]),
+            name=call.name,
+            problem=call.problem(asked["tokens"], asked["ranks"], asked["dtype"]),
             schedule="flag_gated",
             chunks=4,
             max_error=self.error,
             tolerance=1e-2,
             speeds=speeds if asked["device"] == "cuda" else None,
-            plan=make_plan(site.problem(asked["machine_tokens"], asked["machine_ranks"], asked["dtype"]), asked["machine"]),
+            plan=make_plan(call.problem(asked["machine_tokens"], asked["machine_ranks"], asked["dtype"]), asked["machine"]),
         )
 
 

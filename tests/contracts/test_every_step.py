@@ -106,7 +106,7 @@ TABLES: dict[str, tuple[Mapping[Any, object], dict[type, str]]] = {
     "checker": (Compiler.STEPS, SPELLED_OUT),
     "checker, of row counts on devices": (RaggedCompiler.STEPS, SPELLED_OUT),
     "simulator": (engine.STEPS, SPELLED_OUT | BESIDE),
-    "simulator, beside a computation": (engine.STEPS_BESIDE, SPELLED_OUT),
+    "simulator, beside a computation": (engine.CONCURRENT_STEPS, SPELLED_OUT),
     "simulator, whether all ranks do the same": (rotation._READ, SPELLED_OUT),
     "timelines": (LINES, SPELLED_OUT),
     "runtime, kernels": (KERNELS, dict.fromkeys((Signal, Copy, Collective, SendReceive), NO_KERNEL) | BESIDE),

@@ -334,7 +334,7 @@ def check(case: Case, *, reduces: int = 0) -> None:
     overlap(traced.graph)
     traced.recompile()
     got = traced(x, w, b)
-    operators = tuple(op for site in overlap.sites for op in site.operators)
+    operators = tuple(op for layer in overlap.layers for op in layer.operators)
     assert operators == case.expected, (case.name, overlap.report())
     if case.expected:
         left = [str(node.target).split(".")[1] for node in traced.graph.nodes if "_c10d_functional" in str(node.target)]
@@ -353,7 +353,7 @@ def reasons(case: Case) -> list[str]:
     x, w, b = torch.ones(4, 6, 8), torch.ones(8, 5), torch.ones(5)
     overlap = CompilePass()
     overlap(make_fx(case.work, tracing_mode="fake")(x, w, b).graph)
-    return [site.reason for site in overlap.sites]
+    return [layer.reason for layer in overlap.layers]
 
 
 def _listed(found: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -102,7 +102,7 @@ def _model(dim: int, replicated: bool) -> list[str]:
     torch.testing.assert_close(grad, wanted_grad)
     for name, parameter in shared.named_parameters():
         torch.testing.assert_close(parameter.full_tensor(), alone.get_parameter(name))
-    return [overlap.report(), *(str(site) for site in overlap.sites)]
+    return [overlap.report(), *(str(layer) for layer in overlap.layers)]
 
 
 def test_a_model_that_torch_parallelized(ranks: RankFixture) -> None:
@@ -149,7 +149,7 @@ def _inductor() -> None:
             torch.testing.assert_close(grad, x.grad)
             assert ("came from torch.compile's caches" in overlap.report()) == (turn == 1)
             if turn == 0:
-                found = [site.operators for site in overlap.sites]
+                found = [layer.operators for layer in overlap.layers]
                 assert found[:2] == [("all_gather_matmul",), ("matmul_reduce_scatter",)]
 
 
@@ -166,7 +166,7 @@ def _moved() -> list[str]:
 
     overlap = weft.CompilePass()
     overlap(make_fx(work, tracing_mode="fake")(torch.ones(4, 6, 8), torch.ones(8, 5)).graph)
-    return [site.reason for site in overlap.sites]
+    return [layer.reason for layer in overlap.layers]
 
 
 def test_moves_of_dtensor_are_listed(ranks: RankFixture) -> None:
@@ -208,7 +208,7 @@ def _saved() -> list[str]:
     )
     for name, parameter in shared.named_parameters():
         torch.testing.assert_close(parameter.full_tensor(), alone.get_parameter(name))
-    return [str(site) for site in overlap.sites]
+    return [str(layer) for layer in overlap.layers]
 
 
 def test_reductions_that_a_checkpoint_saves_stay_two(ranks: RankFixture) -> None:
@@ -232,7 +232,7 @@ def _marked() -> list[list[str]]:
         torch._dynamo.reset()
         overlap = weft.CompilePass()
         torch.testing.assert_close(torch.compile(work, backend=inductor_work.eager(overlap))(*given), work(*given))
-        told.append([site.reason.partition(";")[0] for site in overlap.sites])
+        told.append([layer.reason.partition(";")[0] for layer in overlap.layers])
     return told
 
 
@@ -259,7 +259,7 @@ def _asked() -> list[str]:
     case = next(case for case in inductor_work.SCATTERS if case.name == "both")
     graph = make_fx(case.work, tracing_mode="fake")(torch.ones(4, 6, 8), torch.ones(8, 5), torch.ones(5)).graph
     overlap(graph)
-    return [site.reason for site in overlap.sites]
+    return [layer.reason for layer in overlap.layers]
 
 
 def test_only_the_operators_asked_for(ranks: RankFixture) -> None:

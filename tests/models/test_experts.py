@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
+from weft.models.communicating import communicating_layers
 from weft.models.experts import Experts, MoE, Routing
-from weft.models.sites import sites
 
 pytestmark = pytest.mark.ranks
 
@@ -134,7 +134,7 @@ def _compare(kind: str, dtype: torch.dtype, capacity: float | None) -> list[str]
                 parameter.grad = _whole_gradient(parameter)
         for optimizer in optimizers:
             optimizer.step()
-    return [str(site) for site in sites(shared)]
+    return [str(layer) for layer in communicating_layers(shared)]
 
 
 def _first(out: Any) -> torch.Tensor:
@@ -239,7 +239,7 @@ def _mistakes() -> None:
     uneven.experts = uneven.experts[:3]
     for module, message in (
         (Experts(3, HIDDEN, WIDTH), "Experts has 3 experts; 2 ranks do not divide them"),
-        (small, "Experts lie over ranks already"),
+        (small, "Experts are already spread over ranks"),
         (nn.Linear(2, 2), "Linear has parameters bias, weight; ExpertParallel takes experts with gate_up_proj"),
         (nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}), "list of experts that are not Mixtral's"),
         (partly, "experts have a w1 or w3 that is frozen, and one that is not"),

@@ -381,8 +381,8 @@ def _compiled_torchaos() -> tuple[list[str], list[str]]:
         # torchao sums what it has cast to FP8 for the gradient of a bias.
         bound = 0.06 if name.endswith("bias") else 0.01
         assert distance(whole(parameter.grad), alone.get_parameter(name).grad) < bound, name
-    found = [site.operators[0] for site in overlap.sites if site.operators]
-    return found, [site.reason for site in overlap.sites if not site.operators and "'max'" not in site.reason]
+    found = [layer.operators[0] for layer in overlap.layers if layer.operators]
+    return found, [layer.reason for layer in overlap.layers if not layer.operators and "'max'" not in layer.reason]
 
 
 def test_the_compile_pass_finds_torchaos_gathers(ranks: RankFixture) -> None:

@@ -15,9 +15,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
+from weft.models.communicating import CommunicatingLayer
 from weft.models.embedding_bags import ShardedEmbeddingBags
 from weft.models.experts import MoE
-from weft.models.sites import CommunicatingLayer
 from weft.report.overlap import OverlapReport
 from weft.report.places import Called, ReportedPlace
 

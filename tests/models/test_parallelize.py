@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
 import weft
-import weft.models.sites
+import weft.models.communicating
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -273,7 +273,9 @@ def test_weights_go_through_files(ranks: RankFixture, tmp_path: Path) -> None:
 def _reported() -> str:
     weft.close(mesh().get_group())
     model = sharded(tiny("llama"), few_tokens=0)
-    weft.models.sites.note(model.model.layers[0], weft.models.sites.CommunicatingLayer(reason="a <b> of the user's"))
+    weft.models.communicating.record_layer(
+        model.model.layers[0], weft.models.communicating.CommunicatingLayer(reason="a <b> of the user's")
+    )
     with torch.no_grad():
         model(text(2, 9))
     report = weft.overlap_report(model)

@@ -33,7 +33,7 @@ from weft.core.schedule import (
     Step,
     Wait,
 )
-from weft.planner.models import decode_sites, load_model
+from weft.planner.models import decode_calls, load_model
 from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
 from weft.tools.run import Measured, measure_layer, tolerance
@@ -53,7 +53,7 @@ def _same_everywhere(out: torch.Tensor) -> bool:
 @pytest.mark.ranks
 @pytest.mark.parametrize("harm", [0.0, 0.2])
 def test_weft_run_checks_decode_sites(ranks: RankFixture, harm: float) -> None:
-    assert [site.op for site in decode_sites(load_model("llama3-8b"))] == ["matmul_all_reduce"] * 2
+    assert [call.op for call in decode_calls(load_model("llama3-8b"))] == ["matmul_all_reduce"] * 2
     problem = Problem(op="matmul_all_reduce", m=2, n=64, k=96, world_size=3)
     errors = [measured.max_error for measured in ranks(3).run(_harmed, problem, harm)]
     assert (max(errors) <= tolerance(build(problem, "two_shot"))) == (harm == 0.0)

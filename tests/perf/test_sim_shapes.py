@@ -49,7 +49,7 @@ def test_tiles_of_the_last_wave_are_cut_in_two_where_the_kernel_cuts_them() -> N
     assert cost.busy_us == pytest.approx(cost.tile_us * (tiles // cost.sms + H200.gpu.half_tile))
 
 
-def test_b_is_read_by_each_group_of_row_tiles_and_by_parts_that_come_apart() -> None:
+def test_b_is_read_by_each_group_of_row_tiles_and_by_parts_that_come_late() -> None:
     """402 MB of b, which no cache holds: 94 us each time."""
     sizes = {"rows": (64,) * 4, "n": 32768, "k": 6144, "dtype": "bfloat16", "flags": True}
     shape = dataclasses.replace(SHAPES[2], group=4)
@@ -61,12 +61,12 @@ def test_b_is_read_by_each_group_of_row_tiles_and_by_parts_that_come_apart() -> 
     once = traffic_us()
     sweep_us = 2 * 32768 * 6144 / (H200.gpu.hbm_gbps * 1e3)
     assert sweep_us == pytest.approx(93.6, abs=0.1)
-    assert traffic_us(apart=2.0) - once == pytest.approx(2 * sweep_us)
+    assert traffic_us(late_sweeps=2.0) - once == pytest.approx(2 * sweep_us)
     shape = dataclasses.replace(shape, group=1)
     assert traffic_us() - once == pytest.approx(3 * sweep_us)
 
 
-def test_parts_come_apart_by_what_brings_them() -> None:
+def test_parts_come_late_by_what_brings_them() -> None:
     slow = dataclasses.replace(H200, copies=dataclasses.replace(H200.copies, copy_us=100.0))
     sizes = {"rows": (64,) * 4, "n": 32768, "k": 6144, "dtype": "bfloat16", "shape": dataclasses.replace(SHAPES[2], group=8)}
     sweep_us = 2 * 32768 * 6144 / (H200.gpu.hbm_gbps * 1e3)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from weft.core import codec
-from weft.planner.models import Model, load_model, sites
+from weft.planner.models import Model, load_model, operator_calls
 from weft.planner.models.config import FAMILIES
 
 Write = Callable[..., Path]
@@ -51,7 +51,7 @@ def without(*keys: str, **changes: Any) -> dict[str, Any]:
 
 
 def shapes(model: Model) -> dict[str, tuple[int, int]]:
-    return {site.name: (site.n, site.k) for site in sites(model)}
+    return {call.name: (call.n, call.k) for call in operator_calls(model)}
 
 
 # --- against transformers' modules -----------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ EACH = "llama gemma3n_text gpt2 mixtral deepseek_v3 qwen3_next falcon bloom gpt_
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.slow][name in EACH.split() :]) for name in SMALL])
 def test_planned_shapes_are_those_of_the_modules(write: Write, family: str) -> None:
-    """Every weight of every layer is part of a site or listed as not covered, and each is counted once."""
+    """Every weight of every layer is part of an operator call or listed as not covered, and each is counted once."""
     transformers = pytest.importorskip("transformers", reason=ABSENT)
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
@@ -120,12 +120,12 @@ def test_planned_shapes_are_those_of_the_modules(write: Write, family: str) -> N
     model = load_model(str(path))
     total, found = multiplied(family, SMALL[family])
     planned = sum(
-        site.n * site.k * site.layers * (model.experts if site.op.count("all_to_all") else 1) for site in sites(model)
+        call.n * call.k * call.layers * (model.experts if call.op.count("all_to_all") else 1) for call in operator_calls(model)
     )
     assert planned + sum(one.n * one.k * one.layers for one in model.uncovered) == total
-    for site in sites(model):
-        if site.op in ("matmul_reduce_scatter", "matmul_all_to_all") and "shared" not in site.name:
-            assert any(sorted(shape[-2:]) == sorted((site.n, site.k)) for shape in found), site
+    for call in operator_calls(model):
+        if call.op in ("matmul_reduce_scatter", "matmul_all_to_all") and "shared" not in call.name:
+            assert any(sorted(shape[-2:]) == sorted((call.n, call.k)) for shape in found), call
     assert codec.loads(Model, codec.dumps(model)) == model
 
 
@@ -184,7 +184,7 @@ KNOWN: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int, int]]]] = {
 def test_published_shapes_and_counts_of_layers(write: Write, case: str) -> None:
     pytest.importorskip("transformers", minversion="5.0", reason=ABSENT)
     config, expected = KNOWN[case]
-    found = {site.name: (site.n, site.k, site.layers) for site in sites(load_model(str(write(config))))}
+    found = {call.name: (call.n, call.k, call.layers) for call in operator_calls(load_model(str(write(config))))}
     assert {name: found.get(name) for name in expected} == expected
 
 
@@ -230,13 +230,13 @@ def test_keys_that_transformers_does_not_read_are_noted(write: Write) -> None:
     assert not any("moe_layer_freq" in note for note in load_model(str(write(config))).notes)
 
 
-def test_cross_attention_is_no_site(write: Write) -> None:
+def test_cross_attention_is_no_operator_call(write: Write) -> None:
     """Its keys and values are of an encoder's rows."""
     pytest.importorskip("transformers", reason=ABSENT)
     plain, crossed = (
         load_model(str(write({"model_type": "gpt2", "n_layer": 2, "add_cross_attention": on}))) for on in (False, True)
     )
-    assert sites(crossed) == sites(plain)
+    assert operator_calls(crossed) == operator_calls(plain)
     assert {one.name.split(".")[0] for one in crossed.uncovered} == {"crossattention"}
 
 
@@ -245,7 +245,7 @@ def test_keys_for_top_k(write: Write, key: str, value: Any) -> None:
     pytest.importorskip("transformers", minversion="5.0", reason=ABSENT)
     config = {"model_type": "hunyuan_v1_moe", "head_dim": 128, "num_experts": 64, "num_hidden_layers": 4, key: value}
     model = load_model(str(write(config)))
-    dispatch = next(site for site in sites(model) if site.op == "all_to_all_matmul")
+    dispatch = next(call for call in operator_calls(model) if call.op == "all_to_all_matmul")
     assert dispatch.problem(8192, 8, "bfloat16").m == 1024 * 6
 
 
@@ -273,7 +273,7 @@ def test_families_are_read_by_their_keys_as_by_their_modules(
     by_keys = load_model(path)
     assert (by_keys.read, by_keys.layers, by_keys.hidden) == ((), by_modules.layers, by_modules.hidden)
     assert shapes(by_keys) == shapes(by_modules)
-    assert {site.visits for site in sites(by_keys)} == {site.visits for site in sites(by_modules)}
+    assert {call.visits for call in operator_calls(by_keys)} == {call.visits for call in operator_calls(by_modules)}
 
 
 @pytest.mark.usefixtures("alone")

@@ -6,11 +6,11 @@ import pytest
 
 from weft.core import codec
 from weft.core.problem import LookupProblem
-from weft.planner.models import LookupSite, Model, load_model, preset_names, sites
+from weft.planner.models import EmbeddingCall, Model, load_model, operator_calls, preset_names
 
 
 def shapes(model: Model) -> dict[str, tuple[int, int]]:
-    return {site.name: (site.n, site.k) for site in sites(model)}
+    return {call.name: (call.n, call.k) for call in operator_calls(model)}
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -19,7 +19,7 @@ def test_preset_loads_cites_its_source_and_round_trips(name: str) -> None:
     assert model.name == name
     assert model.source
     assert codec.loads(Model, codec.dumps(model)) == model
-    assert sites(model)
+    assert operator_calls(model)
 
 
 @pytest.mark.parametrize(
@@ -27,22 +27,22 @@ def test_preset_loads_cites_its_source_and_round_trips(name: str) -> None:
     [("llama3-8b", 8.0), ("llama3-70b", 70.6), ("t-nlg", 17.2), ("gpt3-175b", 174.6)],
 )
 def test_preset_sizes_add_up_to_the_published_parameter_count(name: str, billions: float) -> None:
-    """Weights of the sites plus the embeddings (Llama: untied) give the count that the model is known by."""
+    """The weights of the operator calls plus the embeddings (Llama: untied) give the count that the model is known by."""
     model = load_model(name)
     vocabulary = 2 * 128256 if name.startswith("llama") else 51200
     layer = sum(n * k for n, k in shapes(model).values())
     assert (layer * model.layers + vocabulary * model.hidden) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_a_site_becomes_a_problem() -> None:
-    site = next(iter(sites(load_model("llama3-8b"))))
-    problem = site.problem(512, 4, "float32")
+def test_an_operator_call_becomes_a_problem() -> None:
+    call = next(iter(operator_calls(load_model("llama3-8b"))))
+    problem = call.problem(512, 4, "float32")
     assert (problem.op, problem.m, problem.n, problem.k) == ("all_gather_matmul", 512, 6144, 4096)
     assert (problem.world_size, problem.dtype) == (4, "float32")
 
 
-def test_experts_have_sites() -> None:
-    mixtral = {s.name: s for s in sites(load_model("mixtral-8x7b"))}
+def test_experts_have_operator_calls() -> None:
+    mixtral = {s.name: s for s in operator_calls(load_model("mixtral-8x7b"))}
     assert list(mixtral) == ["attention QKV", "attention out", "expert dispatch + gate/up", "expert down + combine"]
     dispatch, combine = (mixtral[name].problem(513, 4, "bfloat16") for name in list(mixtral)[2:])
     assert (dispatch.op, dispatch.m, dispatch.n, dispatch.k) == ("all_to_all_matmul", 257, 28672, 4096)
@@ -50,9 +50,9 @@ def test_experts_have_sites() -> None:
 
 
 def test_embedding_tables_are_spread_over_ranks() -> None:
-    (site,) = sites(load_model("dlrm-mlperf"))
-    assert isinstance(site, LookupSite)
-    problem = site.problem(512, 4, "float32")
+    (call,) = operator_calls(load_model("dlrm-mlperf"))
+    assert isinstance(call, EmbeddingCall)
+    problem = call.problem(512, 4, "float32")
     assert isinstance(problem, LookupProblem)
     assert [len(own) for own in problem.dims] == [7, 7, 7, 5]
     assert (problem.m, problem.n, problem.k) == (512, 26 * 128, 8)

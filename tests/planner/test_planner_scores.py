@@ -71,9 +71,9 @@ def test_picks_and_losses() -> None:
     }
     assert (off.picks["ranking"], off.picks["plan"]) == ("flag_gated:1", "sequential")
     assert (right.loss("sequential"), off.errors[0]) == (pytest.approx(0.25), pytest.approx(-0.3))
-    ways = {score.way: score for score in scores([right, off], [right])}
-    assert (ways["ranking"].exact, ways["plan"].exact, ways["plan"].loss) == (1.0, 0.5, pytest.approx(0.125))
-    assert ways["one schedule"].exact == 1.0
+    methods = {score.method: score for score in scores([right, off], [right])}
+    assert (methods["ranking"].exact, methods["plan"].exact, methods["plan"].loss) == (1.0, 0.5, pytest.approx(0.125))
+    assert methods["one schedule"].exact == 1.0
 
 
 def scores(some: list[Any], fitted: list[Any]) -> list[Any]:
@@ -157,8 +157,8 @@ def test_the_measured_set_is_large_and_unseen() -> None:
 def test_choices_hold_on_what_was_measured() -> None:
     """Of a third of the problems of the half that nothing is fitted to."""
     some = [predicted(one, H200) for one in unseen_lines() if half(one.problem) == "test"][::3]
-    ways = {score.way: score for score in scores(some, some)}
-    assert ways["plan"].near >= 0.8
-    assert ways["plan"].loss <= 0.03
-    assert ways["ranking"].loss <= 0.03
-    assert ways["auto"].near >= 0.98
+    methods = {score.method: score for score in scores(some, some)}
+    assert methods["plan"].near >= 0.8
+    assert methods["plan"].loss <= 0.03
+    assert methods["ranking"].loss <= 0.03
+    assert methods["auto"].near >= 0.98

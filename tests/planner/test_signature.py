@@ -103,6 +103,6 @@ def test_correlations() -> None:
     assert _spearman([1, 2, 3, 10], [5, 6, 7, 8]) == pytest.approx(1)
     assert _spearman([1, 2, 3, 3], [4, 3, 2, 2]) == pytest.approx(-1)
     assert _spearman([1, 2, 3], [2, 2, 2]) == 0
-    sites = [Problem(op="all_gather_matmul", m=m, n=28672, k=8192, world_size=8) for m in (1024, 4096, 16384, 65536)]
-    found = correlations([losses(problem, "hetero_unfused_1d:8") for problem in sites], H200)
+    problems = [Problem(op="all_gather_matmul", m=m, n=28672, k=8192, world_size=8) for m in (1024, 4096, 16384, 65536)]
+    found = correlations([losses(problem, "hetero_unfused_1d:8") for problem in problems], H200)
     assert found["shard_rows"] == pytest.approx(-1), "the larger the pieces, the less is lost"

@@ -149,7 +149,7 @@ def test_a_problem_says_what_is_wrong_with_it() -> None:
         ConcurrentProblem(collectives=(collective(),), world_size=2)
     with pytest.raises(ValueError, match=r"compute_us is -1.0; it must be at least 0"):
         problem("all_reduce", compute_us=-1.0)
-    with pytest.raises(ValueError, match="compute_us is None; say how long"):
+    with pytest.raises(ValueError, match="compute_us is None"):
         weft.plan(problem("all_reduce"), H200)
     opaque = ConcurrentProblem(collectives=(OpaqueCollective(name="sends"),), world_size=2, compute_us=1.0)
     with pytest.raises(ValueError, match="communication_us is None"):

@@ -95,7 +95,7 @@ def test_kinds_have_as_many_links_as_they_say() -> None:
         for src, dst in pairs:
             for link in on.path(src, dst):
                 kinds.setdefault(on.kind(link), set()).add(link)
-        assert {kind: len(links) for kind, links in kinds.items()} == {kind: on.alike(kind) for kind in kinds}  # type: ignore[arg-type]
+        assert {kind: len(links) for kind, links in kinds.items()} == {kind: on.count(kind) for kind in kinds}  # type: ignore[arg-type]
 
 
 def test_routes_of_a_ring_of_six() -> None:
@@ -276,7 +276,7 @@ def test_bytes_are_conserved(topology: Topology, nodes: int, gbps: float, slices
     done = run(system, on, method, 2)
     for kind, usage in done.usage.items():
         assert usage.peak_gbps <= on.rate(kind) * (1 + 1e-9)
-    crossed = sum(usage.bytes * on.alike(kind) for kind, usage in done.usage.items())
+    crossed = sum(usage.bytes * on.count(kind) for kind, usage in done.usage.items())
     assert crossed == pytest.approx(expected_crossings(system, on, method))
     assert sum(span.duration_us for span in done.spans if span.lane == "compute") == pytest.approx(done.ns / 1e3, rel=1e-6)
     for lane in ("compute", "all-to-all", "all-reduce"):

@@ -7,7 +7,7 @@ from t3_lines import Indexing, folded, modulo, read_bytes, scattered
 from t3_tiny import product, tiny
 
 from weft.studies.t3.grid import Grid
-from weft.studies.t3.llc import input_reads, kept
+from weft.studies.t3.llc import input_reads, share_in_cache
 from weft.studies.t3.system import load
 from weft.studies.t3.work import SUBLAYERS
 
@@ -31,9 +31,9 @@ def test_a_distance_that_changes_along_k() -> None:
 
 
 def test_kept_falls_with_distance() -> None:
-    shares = [kept(1024, first, first + 256) for first in range(512, 1281, 64)]
+    shares = [share_in_cache(1024, first, first + 256) for first in range(512, 1281, 64)]
     assert shares == [1.0] * 5 + [0.75, 0.5, 0.25] + [0.0] * 5
-    assert [kept(1024, first + 256, first) for first in range(512, 1281, 64)] == shares
+    assert [share_in_cache(1024, first + 256, first) for first in range(512, 1281, 64)] == shares
 
 
 def test_the_cache_never_reads_less_than_all_or_more_than_every_wave() -> None:

@@ -1,4 +1,4 @@
-"""What the user chose, checked before any work starts. Every function raises ValueError that says what would work."""
+"""The user's choices, checked before any work starts. Every function raises a ValueError that says what would work."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 from weft.cli.progress import progress_bar
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, FLOAT8, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op, Problem, Scaling
-from weft.planner.models import Model, Site, decode_sites, load_model, sites
+from weft.planner.models import Model, OperatorCall, decode_calls, load_model, operator_calls
 
 CPU_RANKS = 4
 MOST_CPU_RANKS = 64
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def choose_layers(name: str, op: str | None, layer: str | None = None) -> tuple[Model, tuple[Site, ...]]:
-    """The model and its communicating layers: only those of `op`, and only the one named `layer`, if these are given."""
+def choose_layers(name: str, op: str | None, layer: str | None = None) -> tuple[Model, tuple[OperatorCall, ...]]:
+    """Return the model and its operator calls. op, layer: return only those of this operator, or of this name."""
     only = None if op is None else choose_op(op)
     with progress_bar(f"reading {name}"):
         model = load_model(name)
-    everything = decode_sites(model) if only == "matmul_all_reduce" else sites(model)
+    everything = decode_calls(model) if only == "matmul_all_reduce" else operator_calls(model)
     found = tuple(one for one in everything if only in (None, one.op))
     if only is not None and not found:
         raise ValueError(f"--op is {op!r}; model {model.name} has no layer of it, use another operator or leave --op out")
@@ -31,7 +31,7 @@ def choose_layers(name: str, op: str | None, layer: str | None = None) -> tuple[
 
 
 def find_machine_file(name: str) -> Path | None:
-    """The file that a machine is read from; None for one that weft has."""
+    """Return the file of a machine; None for a shipped profile."""
     from weft.core.machine import names
 
     return None if name in names() else Path(name)
@@ -45,7 +45,7 @@ def choose_dtype(dtype: str) -> DType:
 
 
 def choose_elements(dtype: str, recipe: str | None, out_dtype: str | None) -> tuple[DType, Scaling | None]:
-    """The dtype of the result, and the scaling of operands where `dtype`, a's, is FP8."""
+    """Return the dtype of the result, and the scaling of the operands if `dtype` is FP8."""
     if dtype in FLOAT8:
         return choose_dtype(out_dtype or "bfloat16"), Scaling(a=dtype, recipe=recipe or "rowwise")  # type: ignore[arg-type]
     if dtype not in ITEMSIZE:
@@ -56,15 +56,15 @@ def choose_elements(dtype: str, recipe: str | None, out_dtype: str | None) -> tu
     return choose_dtype(dtype), None
 
 
-def make_problem(layer: Site, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
-    """The problem of a communicating layer. Raises ValueError that names the layer."""
+def make_problem(layer: OperatorCall, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
+    """Return the problem of an operator call. Raises a ValueError that names the layer."""
     try:
         return layer.problem(tokens, ranks, dtype, scaling)
     except ValueError as error:
         raise ValueError(f"{error}, at {layer.name}") from None
 
 
-def choose_schedule(schedule: str, layers: Sequence[Site]) -> tuple[str | None, int | None]:
+def choose_schedule(schedule: str, layers: Sequence[OperatorCall]) -> tuple[str | None, int | None]:
     """(family, chunks), if the operators of all layers have it; (None, None) for auto."""
     from weft.schedules import FAMILIES, check_op, parse
 
@@ -115,7 +115,7 @@ def _cpu_ranks(ranks: int | None) -> int:
 
 
 def count_gpus() -> int:
-    """GPUs that PyTorch sees."""
+    """Return the number of GPUs that PyTorch sees."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

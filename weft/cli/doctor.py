@@ -1,4 +1,4 @@
-"""weft doctor: what this machine lacks of what weft needs, and how to get it."""
+"""weft doctor: lists the requirements of weft that this machine lacks, and how to install them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the command line prints and writes: consoles, numbers, and paths that are tried before the work starts."""
+"""Printing and writing of the command line: consoles, numbers, and paths that are checked before the work starts."""
 
 from __future__ import annotations
 

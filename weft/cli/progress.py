@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[str, int, int], None]
-"""Called with what comes next, how much is done, and of how much."""
+"""Called with the next item, the items done and the total."""
 
 
 @contextmanager

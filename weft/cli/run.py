@@ -103,7 +103,7 @@ def _require_outputs(json: Path | None, report: Path | None, trace: Path | None)
 
 
 def _describe_steps(model: str, layers: int, schedule: str, machine: Machine, ranks: str) -> str:
-    """What the command does, before it does it."""
+    """Describe the steps of the command before it runs them."""
     some = "1 communicating layer" if layers == 1 else f"{layers} communicating layers"
     chosen = "a schedule that weft's planner chooses" if schedule == "auto" else f"the schedule {schedule}"
     return (
@@ -139,7 +139,7 @@ def _show(run: Run) -> None:
 
 
 def _judge(out: Console, run: Run) -> None:
-    """What the run has shown."""
+    """Print the verdict of the run."""
     for layer in run.other_schedules:
         out.print(f"{layer.name} ran {layer.spec}, which was chosen for these ranks; {layer.plan.chosen.spec} is predicted.")
     wrong = [layer.name for layer in run.layers if not layer.ok]

@@ -56,7 +56,7 @@ def print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts:
 
 
 def give_reason(plan: Plan) -> str:
-    """Why the chosen schedule was chosen, in a few words with the time that decided."""
+    """Give the reason of a choice in a few words, with the time that decided."""
     best, problem = plan.chosen, plan.problem
     if problem.world_size == 1 or not problem.m or not problem.n:
         return "there is nothing to communicate"

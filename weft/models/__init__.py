@@ -1,12 +1,12 @@
 """Models: styles for torch's parallelize_module, and whole models of Hugging Face's.
 
 styles.py  layouts.py                        ColwiseParallel, RowwiseParallel, ...; between torch's layouts and weft's
-parallelize.py  moves.py  decoder_tokens.py  weft.parallelize; how a decoder's tokens lie, and where that changes
+parallelize.py  moves.py  decoder_tokens.py  weft.parallelize; a decoder's token layouts, and where they change
 linear.py  products.py                       linears that call weft's operators, what they compute
 replicas.py  sharing.py                      parameters that are whole on every rank; those that modules share
 experts.py  expert_parallel.py               mixture of experts, and the style that spreads them over ranks
 embedding_bags.py                            tables over ranks
-sites.py                                     where a model communicates, which weft.report lists
+communicating.py                             where a model communicates, which weft.report lists
 """
 
 from __future__ import annotations

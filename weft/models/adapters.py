@@ -1,4 +1,4 @@
-"""PEFT's LoRA around a linear that weft shards: where its two small matrices lie.
+"""PEFT's LoRA around a linear that weft shards, and the layouts of its two small matrices.
 
     y = base(x) + up(down(dropout(x))) * scaling         down [r, K], up [N, r]
 
@@ -6,8 +6,9 @@
     column linear   all tokens               whole on every rank        columns of this rank: Shard(0)
     row linear      this rank's columns      Shard(1), as the base's    whole, on this rank's tokens
 
-So both products lie as the base's. The gradient of a whole `down` is the same on every rank; that of a whole `up` is summed
-over ranks. Other adapters, and kinds of LoRA that read the whole weight (DoRA), are not taken apart: their block runs whole.
+So both products have the layout of the base's. The gradient of a whole `down` is the same on every rank; that of a whole `up`
+is summed over ranks. Other adapters, and kinds of LoRA that read the whole weight (DoRA), are not sharded: their block runs
+whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.models.linear import ColumnLinear, Distributor, RowLinear, Tokens, to_columns, to_row, why_not_linear
-from weft.models.products import How
+from weft.models.products import ProductSettings
 from weft.models.quantised import kind_of, why_not_quantised
 from weft.models.replicas import derived, never, replicate
 
@@ -31,7 +32,7 @@ _LORA = ("peft.tuners.lora.layer", "Linear")
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether a module is PEFT's LoRA around a linear that is not quantised."""
+    """Return whether a module is PEFT's LoRA around a linear that is not quantised."""
     return (type(module).__module__, type(module).__qualname__) == _LORA
 
 
@@ -59,25 +60,25 @@ def why_not_adapted(module: nn.Module, *, row: bool, ranks: int) -> str:
 
 
 def wanted(module: nn.Module, *, row: bool) -> Iterator[tuple[nn.Module, str, Placement]]:
-    """How the parameters of a linear, and of a LoRA layer's matrices, are to lie that are not whole on every rank."""
+    """Return the layouts of the sharded parameters of a linear and of a LoRA layer's matrices."""
     for each in (base_of(module), *(_downs(module) if row else _ups(module))):
         yield each, "weight", Shard(1) if row else Shard(0)
         if not row:
             yield each, "bias", Shard(0)
 
 
-def shard_columns(module: nn.Module, how: How, distribute: Distributor) -> None:
+def shard_columns(module: nn.Module, settings: ProductSettings, distribute: Distributor) -> None:
     """Shard the matrices of a LoRA layer around a column linear."""
     for up in _ups(module):
-        to_columns([up], Tokens(), how, distribute)
+        to_columns([up], Tokens(), settings, distribute)
     for down in _downs(module):
         replicate(down, distribute, never)
 
 
-def shard_row(module: nn.Module, tokens: Tokens, how: How, distribute: Distributor) -> None:
+def shard_row(module: nn.Module, tokens: Tokens, settings: ProductSettings, distribute: Distributor) -> None:
     """Shard the matrices of a LoRA layer around a row linear."""
     for down in _downs(module):
-        to_row(down, tokens, how, distribute)
+        to_row(down, tokens, settings, distribute)
     for up in _ups(module):
         replicate(up, distribute, tokens.sharded)
 

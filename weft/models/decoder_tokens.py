@@ -1,15 +1,15 @@
-"""How a decoder's tokens lie while its parts run, how that changes, and where a checkpoint computes one of them again.
+"""The layout of a decoder's tokens while its parts run, its changes, and the parts that a checkpoint recomputes alone.
 
     x [B, S, H] whole    --cut-->        x [B, s, H], this rank's, as torch.chunk cuts S        backward: gathered
     x [B, s, H]          --gathered-->   x [B, S, H]                                            backward: cut
 
 What is whole is the same on every rank, and so is its gradient.
 
-A layer's forward says how many tokens there are: the positions that it is given tell. What is in a layer reads that. But an
+The positions that a layer's forward receives give the number of tokens. The parts of the layer read that number. But an
 activation checkpoint may be around a norm, an MLP or an attention alone, and in the backward none says it:
 
     all forwards had as many tokens    those
-    else                               ranks tell each other how many tokens of the part's input each has; where the sum may be
+    else                               ranks exchange the numbers of tokens of the part's input; where the sum may be
                                        wrong, since few tokens are whole on every rank, so many have to be seen before
 """
 
@@ -32,7 +32,7 @@ _ALONE = "put the checkpoint around the decoder layer"
 
 
 def recomputes() -> bool:
-    """Whether a checkpoint calls this from a backward. What is compiled cannot ask."""
+    """Return whether a checkpoint calls this from a backward pass. Compiled code cannot find out."""
     return not torch.compiler.is_compiling() and backward_pass() != NO_BACKWARD
 
 
@@ -53,7 +53,7 @@ class DecoderTokens(Tokens):
 
     open: in a forward that has not yet gathered at its end, total, or 0; None outside. running: whether a layer runs.
     several: whether forwards had other totals. _seen: (batch, tokens of each rank, whether those are all) of calls in which the
-    last does not follow from the others, alike on all ranks. _task: the backward in which a part was computed again."""
+    last does not follow from the others, the same on all ranks. _task: the backward in which a part was computed again."""
 
     mesh: DeviceMesh
     few_tokens: int
@@ -73,12 +73,12 @@ class DecoderTokens(Tokens):
         return out if self.total is None else first_of(out, lambda x: cut(x, self.mesh))
 
     def cut_if_many(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        """The first layer's input, where it is decided. total: how many tokens that is called for; fewer are cut already."""
+        """Cut the first layer's input if it has many tokens. total: its tokens on all ranks."""
         batch, length = x.shape[:2]
         return cut(x, self.mesh) if self.many(batch, length) and length == total else x
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's [B, s, H] to whole hidden states, where tokens are sharded. What is whole already stays."""
+        """Gather this rank's [B, s, H] to whole hidden states if tokens are sharded."""
         return x if self.total in (None, x.shape[1]) else gathered(x, self.mesh, 1, self.total)
 
     def gathered_for_heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,14 +86,14 @@ class DecoderTokens(Tokens):
         return with_summed_gradient(self.gathered(x), self.mesh.get_group().group_name)
 
     def gathered_at_end(self, x: torch.Tensor) -> torch.Tensor:
-        """The same at the end of a forward: what comes after it is whole, until a layer has run once more."""
+        """Gather at the end of a forward pass. Tokens then stay whole until a layer runs again."""
         total, self.open = self.open, None
         if total is None and recomputes():
             total = self.of_part(x)
         return gathered(x, self.mesh, 1, total) if total else x
 
     def many(self, batch: int, length: int) -> bool:
-        """Whether so many tokens are cut. Each rank of a group that is as long as the sequence has one."""
+        """Return whether a call with so many tokens is cut."""
         return batch * length > self.few_tokens and length >= self.mesh.size() > 1
 
     def note(self, hidden: torch.Tensor, length: int) -> None:

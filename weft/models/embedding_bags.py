@@ -1,4 +1,4 @@
-"""ShardedEmbeddingBags: embedding tables that each lie whole on one rank, looked up for batches in parts.
+"""ShardedEmbeddingBags: embedding tables, each whole on one rank, looked up for batches in parts.
 
     indices of this rank's tables, of the whole batch [M] --> lookup ~all-to-all~> [m, tables * dim], this rank's samples
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.models.sites import CommunicatingLayer, LayerCalls, note
+from weft.models.communicating import CommunicatingLayer, LayerCalls, record_layer
 from weft.ops import RowwiseAdagrad, embedding_bag_all_to_all
 from weft.ops.common import group_of
 from weft.ops.optimizers import Optimizer
@@ -119,7 +119,7 @@ class ShardedEmbeddingBags(nn.Module):
         self._ddp_params_and_buffers_to_ignore = [*dict(self.named_parameters()), *dict(self.named_buffers())]
         self.register_load_state_dict_pre_hook(_without_others)  # type: ignore[no-untyped-call]
         self.ran = LayerCalls()
-        note(self, self._site())
+        record_layer(self, self._describe())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbeddingBags:
         """A copy for the same ranks: a process group has none."""
@@ -128,7 +128,7 @@ class ShardedEmbeddingBags(nn.Module):
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
-    def _site(self) -> CommunicatingLayer:
+    def _describe(self) -> CommunicatingLayer:
         return CommunicatingLayer(
             operators=_OPERATORS,
             reason=f"tables {[len(own) for own in self.ranges]} by rank",
@@ -150,7 +150,7 @@ class ShardedEmbeddingBags(nn.Module):
     def forward(self, indices: torch.Tensor, lengths: torch.Tensor, *, batch: int | None = None) -> torch.Tensor:
         """[m, sum of all dims], this rank's samples as torch.chunk cuts the batch. indices, lengths [tables of this rank * M]:
         of its tables, over the whole batch. batch: M, which a rank without tables has to say."""
-        self.ran.note(_OPERATORS, batch if batch is not None or not self.own else lengths.numel() // len(self.own))
+        self.ran.record(_OPERATORS, batch if batch is not None or not self.own else lengths.numel() // len(self.own))
         out = embedding_bag_all_to_all(
             indices,
             None,

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from weft.models.experts import Activation, ExpertLimits, Experts, Routing, experts_apart, float8_experts_apart
+from weft.models.communicating import CommunicatingLayer, LayerCalls, record_layer
+from weft.models.experts import Activation, ExpertLimits, Experts, Routing, run_experts_on_ranks, run_float8_experts_on_ranks
 from weft.models.linear import require_one_dimension
 from weft.models.products import in_one_dtype
-from weft.models.sites import CommunicatingLayer, LayerCalls, note
 from weft.ops.experts import Float8Operand, quantised_weights, swiglu
 
 _STACKED = ("gate_up_proj", "down_proj")
@@ -39,7 +39,7 @@ class ExpertParallel(ParallelStyle):
 
     The block takes and gives this rank's own tokens. Their number may be any, 0 included, another on each rank and in each
     call. An expert's index of -1 names none: the token has no part of it, and no gradient. transformers' experts treat the
-    index num_experts in the same way. Any other index out of range is a ValueError: at once and on all ranks on CPUs, in a
+    index num_experts, too. Any other index out of range is a ValueError: at once and on all ranks on CPUs, in a
     later call on GPUs. Parameters of experts become DTensors with Shard(0), and their gradients are sums over the tokens of all
     ranks. All other parameters, the router's too, are unchanged, and their gradients are of this rank's tokens alone.
 
@@ -73,7 +73,7 @@ class ExpertParallel(ParallelStyle):
         self.limits = ExpertLimits(capacity=capacity, max_tokens=max_tokens)
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Raises ValueError for what applying it would refuse. Changes nothing."""
+        """Raise the ValueError that applying the style would raise, without changing the module."""
         require_one_dimension(device_mesh)
         experts = getattr(module, "experts", module)
         count = _listed(module, experts) if isinstance(experts, nn.ModuleList) else _checked(experts)
@@ -92,9 +92,9 @@ class ExpertParallel(ParallelStyle):
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
         experts.__dict__["_weft_limits"] = self.limits
         experts.__dict__["_weft_float8"] = None if self.float8 is None else _Float8Weights()
-        experts.__class__ = _apart(cast(Any, type(experts)))
+        experts.__class__ = _spread_class(cast(Any, type(experts)))
         ran = experts.__dict__["_weft_ran"] = LayerCalls()
-        note(experts, CommunicatingLayer(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
+        record_layer(experts, CommunicatingLayer(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
         return module
 
 
@@ -112,13 +112,13 @@ class _Apart(nn.Module):
         act = _activation(self)
         if float8 is None:
             hidden_states, into, out = in_one_dtype(hidden_states, (into, out))
-            found = experts_apart(hidden_states, routing, top_k_weights, into, out, act, group, limits)
+            found = run_experts_on_ranks(hidden_states, routing, top_k_weights, into, out, act, group, limits)
         else:
             _refuse_gradients(hidden_states, into, out)
             (hidden_states,) = in_one_dtype(hidden_states, ())
             into, out = float8.of("into", weights[0], into), float8.of("out", weights[1], out)
-            found = float8_experts_apart(hidden_states, routing, top_k_weights, into, out, act, group, limits)
-        self.__dict__["_weft_ran"].note(_OPERATORS, routing.order.shape[0])
+            found = run_float8_experts_on_ranks(hidden_states, routing, top_k_weights, into, out, act, group, limits)
+        self.__dict__["_weft_ran"].record(_OPERATORS, routing.order.shape[0])
         return found
 
 
@@ -157,15 +157,17 @@ def _activation(experts: nn.Module) -> Activation:
 
 
 @cache
-def _apart(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of this name, of which the experts lie on several ranks. One for all layers: Dynamo compiles each class anew."""
+def _spread_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class for experts that are spread over ranks. All layers share it, because Dynamo compiles each class anew."""
     return type(kind.__name__, (_Apart, kind), {"__module__": kind.__module__})
 
 
 def _checked(experts: nn.Module) -> int:
-    """How many stacked experts there are. Raises ValueError if these are none."""
+    """Return the number of stacked experts. Raises ValueError for other modules."""
     if isinstance(experts, _Apart):
-        raise ValueError(f"{type(experts).__name__} lie over ranks already; name them once, by their block or by themselves")
+        raise ValueError(
+            f"{type(experts).__name__} are already spread over ranks; name them once, by their block or by themselves"
+        )
     own, name = {key for key, _ in experts.named_parameters()}, type(experts).__name__
     if own != set(_STACKED) or not hasattr(experts, "_apply_gate") or getattr(experts, "has_post_expert_norm", False):
         raise ValueError(
@@ -176,7 +178,7 @@ def _checked(experts: nn.Module) -> int:
 
 
 def _listed(block: nn.Module, experts: nn.ModuleList) -> int:
-    """How many experts Mixtral's list has. Raises ValueError if it is another."""
+    """Return the number of experts of Mixtral's list. Raises ValueError for another module."""
     own = [{key for key, _ in expert.named_parameters()} for expert in experts]
     gate = getattr(block, "gate", None)
     if not own or any(names != _LISTED for names in own) or not isinstance(gate, nn.Linear) or not hasattr(block, "top_k"):

@@ -69,7 +69,7 @@ def experts_alone(
     return routing.gather(torch.cat([*found, found[0].new_zeros(behind.shape)]), weights)
 
 
-def experts_apart(
+def run_experts_on_ranks(
     x: torch.Tensor,
     routing: Routing,
     weights: torch.Tensor,
@@ -109,7 +109,7 @@ def experts_apart(
     return routing.gather(home, weights)
 
 
-def float8_experts_apart(
+def run_float8_experts_on_ranks(
     x: torch.Tensor,
     routing: Routing,
     weights: torch.Tensor,
@@ -119,8 +119,8 @@ def float8_experts_apart(
     group: dist.ProcessGroup,
     limits: ExpertLimits,
 ) -> torch.Tensor:
-    """experts_apart where experts multiply FP8, without gradients. into, out: what quantised_weights makes of [e, H, 2 F] and
-    [e, F, H]. Tokens are quantised before they travel, and go with their scales; results come home in the dtype of x."""
+    """run_experts_on_ranks where experts multiply FP8, without gradients. into, out: what quantised_weights makes of [e, H, 2
+    F] and [e, F, H]. Tokens are quantised before they travel, and go with their scales; results come home in the dtype of x."""
     sent, most = limits.rows(routing, group)
     splits, (elements, scales) = routing.counts.view(group.size(), -1), experts_quantise(x)
     rows = routing.spread(elements.view(torch.uint8)).view(elements.dtype)
@@ -168,7 +168,7 @@ class ExpertLimits:
 class Experts(nn.Module):
     """Stacked experts, each act(x @ gate) * (x @ up) @ down.
 
-    gate_up_proj: [E, 2 F, H], gate's rows first. down_proj: [E, H, F]. As stacked experts lie in transformers, with its names.
+    gate_up_proj: [E, 2 F, H], gate's rows first. down_proj: [E, H, F]. These are the layouts and names of transformers.
     """
 
     def __init__(

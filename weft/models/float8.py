@@ -41,7 +41,7 @@ from torchao.float8.float8_training_tensor import (
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
 from weft.core.problem import FLOAT8_UNIT, split
-from weft.models.products import How, in_one_dtype
+from weft.models.products import ProductSettings, in_one_dtype
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.common import FLOAT8, no_columns
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
@@ -79,20 +79,35 @@ class Float8Products:
     products: LinearMMConfig
 
     def columns(
-        self, x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, how: How, *, dim: int, total: int | None
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        settings: ProductSettings,
+        *,
+        dim: int,
+        total: int | None,
     ) -> list[Tensor]:
         """x @ weight^T for each weight [n, K], as weft.models.products.columns has it."""
-        call = self._call(x, weights, group, how, dim, total)
+        call = self._call(x, weights, group, settings, dim, total)
         return list(_Columns.apply(call, in_one_dtype(x, [])[0], *weights))  # type: ignore[no-untyped-call]
 
-    def rows(self, x: Tensor, weight: Tensor, group: dist.ProcessGroup, how: How, *, dim: int, scatter: bool) -> Tensor:
+    def rows(
+        self, x: Tensor, weight: Tensor, group: dist.ProcessGroup, settings: ProductSettings, *, dim: int, scatter: bool
+    ) -> Tensor:
         """The sum over ranks of x @ weight^T, as weft.models.products.rows has it."""
-        call = self._call(x, [weight], group, how, dim, x.shape[dim] if scatter else None)
+        call = self._call(x, [weight], group, settings, dim, x.shape[dim] if scatter else None)
         out: Tensor = _Rows.apply(call, in_one_dtype(x, [])[0], weight)  # type: ignore[no-untyped-call]
         return out
 
     def _call(
-        self, x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, how: How, dim: int, total: int | None
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        settings: ProductSettings,
+        dim: int,
+        total: int | None,
     ) -> _Call:
         """Raises ValueError for an input that torchao's styles have cast, and for tokens that no FP8 product sums over."""
         if tensor_already_casted_to_fp8(x):
@@ -107,7 +122,7 @@ class Float8Products:
                 f"a Float8Linear is called with {rows} tokens, which the weight's gradient sums over in FP8; use a multiple of "
                 f"{FLOAT8_UNIT}, or the recipe rowwise_with_gw_hp, which has that product in high precision"
             )
-        return _Call(self, how, group, dim, total)
+        return _Call(self, settings, group, dim, total)
 
     def cast_config(self, role: GemmInputRole, *, second: bool) -> CastConfig:
         """How an operand is cast for the first, or second, of its two products."""
@@ -172,7 +187,7 @@ class _Call(NamedTuple):
     """What products of one call need to know. total: tokens of all ranks along `dim`; None where every rank has all."""
 
     casts: Float8Products
-    how: How
+    settings: ProductSettings
     group: dist.ProcessGroup
     dim: int
     total: int | None
@@ -190,7 +205,7 @@ class _Call(NamedTuple):
         shape = (*like.shape[:-1], a.shape[1])
         pairs = [_scales(a, b, shape) for b in bs]
         options: dict[str, Any] = {
-            "schedule": self.how.of("all_gather_matmul"),
+            "schedule": self.settings.of("all_gather_matmul"),
             "return_gathered": gathered,
             "gather_dim": self.dim,
             "rows": self.total,
@@ -209,9 +224,9 @@ class _Call(NamedTuple):
         scales: Any = {"scale_a": scale_a, "scale_b": scale_b, "output_dtype": like.dtype, "use_fast_accum": fast}
         elements, columns = a._data.view(shape), _by_columns(b._data)
         if self.sharded:
-            scales |= {"schedule": self.how.of("matmul_reduce_scatter"), "scatter_dim": self.dim}
+            scales |= {"schedule": self.settings.of("matmul_reduce_scatter"), "scatter_dim": self.dim}
             return matmul_reduce_scatter(elements, columns, self.group, **scales)
-        out = matmul_all_reduce(elements, columns, self.group, schedule=self.how.of("matmul_all_reduce"), **scales)
+        out = matmul_all_reduce(elements, columns, self.group, schedule=self.settings.of("matmul_all_reduce"), **scales)
         return out.view(*like.shape[:-1], out.shape[1])
 
     def all_rows(self, one: Any, like: Tensor, after: Tensor) -> Any:
@@ -239,12 +254,12 @@ class _Columns(torch.autograd.Function):
             _Operand(_matrix(x), INPUT, -1, sharded=call.sharded), *(_Operand(weight.t(), WEIGHT, 0) for weight in weights)
         )
         # With one scale the elements that were gathered are those that the weights' gradients need.
-        keep = call.sharded and call.how.keep_gathered and casts.one_scale(INPUT) and any(ctx.needs_input_grad[2:])
+        keep = call.sharded and call.settings.keep_gathered and casts.one_scale(INPUT) and any(ctx.needs_input_grad[2:])
         if call.sharded:
             outs = call.gather_matmul(x8, w8s, x, products.output.use_fast_accum, gathered=keep)
         else:
             outs = [torch.mm(x8, w8).view(*x.shape[:-1], w8.shape[1]) for w8 in w8s]
-        ctx.call, ctx.kept, ctx.x_dtype = call, keep, x.dtype
+        ctx.call, ctx.keep_elements, ctx.x_dtype = call, keep, x.dtype
         ctx.save_for_backward(outs.pop() if keep else x, *_known([x8, *w8s], casts), *weights)
         return tuple(outs)
 
@@ -265,7 +280,7 @@ class _Columns(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_x = call.matmul_reduce(g8, w8.t(), like, casts.products.grad_input.use_fast_accum)
         if any(ctx.needs_input_grad[2:]):
-            if ctx.kept:
+            if ctx.keep_elements:
                 x8 = Float8TrainingTensor(_matrix(x), x_scale, ctx.x_dtype, casts.products, INPUT)
             else:
                 options: dict[str, Any] = {"second": True, "sharded": call.sharded, "gathered": True, "scale": x_scale}

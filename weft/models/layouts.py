@@ -1,7 +1,7 @@
 """Between torch's layouts and what weft's operators take: the hooks of the styles.
 
 Each is a value that a module's hook calls. A plain tensor is taken to be in the layout that the style names, as torch's styles
-take it; a DTensor says itself how it lies, and how many tokens there are.
+take it; a DTensor has its own layout and number of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Taken:
-    """A module's input as a plain tensor of this rank's tokens, or of all if the layout is Replicate; notes how they lie."""
+    """Return a module's input as a plain tensor of this rank's tokens, or of all with Replicate, and record their layout."""
 
     mesh: DeviceMesh
     layout: Placement
@@ -52,7 +52,7 @@ class ColumnsOut:
             return out
         shape = (*out.shape[:-1], module.out_features)
         found = as_dtensor(out, self.mesh, Shard(out.dim() - 1), shape).redistribute(self.mesh, [self.layout])
-        # torch 2.11 gathers into what lies otherwise, which a model's own views refuse.
+        # torch 2.11 gathers into a tensor with other strides, on which a model's own views fail.
         return found.to_local().contiguous() if self.plain else found
 
 
@@ -69,7 +69,7 @@ class ColumnsIn:
 
 @dataclass(frozen=True)
 class RowsIn:
-    """A row-sharded linear's input: this rank's columns, as a plain tensor; notes how the output's tokens are to lie."""
+    """Return this rank's columns of a row-sharded linear's input, and record the layout of the output's tokens."""
 
     mesh: DeviceMesh
     layout: Placement
@@ -87,7 +87,7 @@ class RowsIn:
 
 @dataclass(frozen=True)
 class TokensOut:
-    """A module's output, which lies by tokens, as a DTensor."""
+    """Return a module's output, which is sharded by tokens, as a DTensor."""
 
     mesh: DeviceMesh
     layout: Placement

@@ -9,7 +9,7 @@ Float8Linear becomes one of a class that derives from one of these, and multipli
 
 What a SharedInputLinears' parent is given, and when:
 
-    parent's pre-hook     x [B, s, H], this rank's tokens --> announce(x): products of all members, kept
+    parent's pre-hook     x [B, s, H], this rank's tokens --> announce(x): products of all members, saved
     parent's forward      gets what stands for the gathered tensor: its shape, and NaN for values, since nobody may read them
     member's forward      is given the same tensor --> its product, once
     parent's hook         what was not taken is dropped
@@ -40,23 +40,23 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.problem import split
 from weft.models import quantised
-from weft.models.products import How, columns, ops_of_columns, ops_of_rows, rows
+from weft.models.communicating import LayerCalls
+from weft.models.products import ProductSettings, columns, ops_of_columns, ops_of_rows, rows
 from weft.models.quantised import QuantisedWeight, kind_of
-from weft.models.sites import LayerCalls
 
 Tensor = torch.Tensor
 
 
 @dataclass(kw_only=True)
 class Tokens:
-    """How the tokens of what a module is given lie on ranks, along `dim`. total: of all ranks, where each has its part, as
+    """Tokens has the layout of a module's input tokens on ranks, along `dim`. total: of all ranks, where each has its part, as
     torch.chunk cuts it; None where every rank has all. Whoever knows sets it before the module runs."""
 
     dim: int = 1
     total: int | None = None
 
     def sharded(self) -> bool:
-        """Whether each rank has its part of the tokens."""
+        """Return whether each rank has a part of the tokens."""
         return self.total is not None
 
     def check(self) -> None:
@@ -70,7 +70,7 @@ class SharedInputLinears:
 
     members: Sequence[ColumnLinear]
     tokens: Tokens
-    how: How
+    settings: ProductSettings
     ran: LayerCalls = field(default_factory=LayerCalls)
     _outs: dict[int, Tensor] = field(default_factory=dict)
     _stand_in: Tensor | None = None
@@ -108,7 +108,7 @@ class SharedInputLinears:
         return out
 
     def forget(self, module: nn.Module, args: Any, out: Any) -> None:
-        """A hook, after the module: what was not taken is not kept for a next call. A compiled module would return it, and the
+        """Drop the products that no member has taken, after the module. A compiled module would return them, and the
         gradients of what it returns are zeros where there are none."""
         self._outs, self._stand_in, self._gathered = {}, None, False
 
@@ -129,9 +129,9 @@ class SharedInputLinears:
         biases = [None if member.bias is None else local(member.bias) for member in members]
         self.tokens.check()
         group = group_of(members[0].weight)
-        self.ran.note(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
+        self.ran.record(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
         multiply = quantised.columns if isinstance(weights[0], QuantisedWeight) else columns
-        return multiply(x, weights, biases, group, self.how, dim=self.tokens.dim, total=total)
+        return multiply(x, weights, biases, group, self.settings, dim=self.tokens.dim, total=total)
 
 
 class ColumnLinear(nn.Linear):
@@ -147,7 +147,7 @@ class RowLinear(nn.Linear):
     """A linear whose inputs are sharded. input [.., M, .., k]; what comes out is as its tokens say."""
 
     _weft_tokens: Tokens
-    _weft_how: How
+    _weft_settings: ProductSettings
     _weft_ran: LayerCalls
 
     def forward(self, input: Tensor) -> Tensor:
@@ -155,10 +155,10 @@ class RowLinear(nn.Linear):
         tokens, group = self._weft_tokens, group_of(self.weight)
         tokens.check()
         scatter = tokens.total is not None
-        self._weft_ran.note(ops_of_rows(scatter), rows_of(input, 0, None))
+        self._weft_ran.record(ops_of_rows(scatter), rows_of(input, 0, None))
         weight: Any = operand(self)
         multiply = quantised.rows if isinstance(weight, QuantisedWeight) else rows
-        return multiply(input, weight, bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)
+        return multiply(input, weight, bias, group, self._weft_settings, dim=tokens.dim, scatter=scatter)
 
 
 def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
@@ -170,12 +170,12 @@ def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[i
 def gathered(x: Tensor, mesh: DeviceMesh, dim: int, total: int) -> Tensor:
     """All tokens, of which x is this rank's part, along `dim`. Backward: cut; what is whole has a whole gradient."""
     spread = as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], total, *x.shape[dim + 1 :]))
-    # torch 2.11 gathers into what lies otherwise, which a model's own views refuse.
+    # torch 2.11 gathers into a tensor with other strides, on which a model's own views fail.
     return spread.redistribute(mesh, [Replicate()]).to_local().contiguous()
 
 
 def rows_of(x: Tensor, dim: int, total: int | None) -> int:
-    """How many rows all ranks' tokens are, of which x has all, or its part of `total` along `dim`."""
+    """Return the number of rows of all ranks' tokens. x has all of them, or its part of `total` along `dim`."""
     if total is None:
         return prod(x.shape[:-1])
     return total * prod(x.shape[:dim]) * prod(x.shape[dim + 1 : -1])
@@ -197,7 +197,7 @@ def group_of(parameter: Tensor) -> dist.ProcessGroup:
     mesh = cast(DTensor, parameter).device_mesh
     if mesh.ndim != 1:
         raise ValueError(
-            f"a weight lies on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module "
+            f"a weight is on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module "
             "that has all linears that share an input (a decoder layer), not to a linear"
         )
     return mesh.get_group()
@@ -217,7 +217,7 @@ class Distributor:
         self._done: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def __call__(self, parameter: Tensor, placement: Placement) -> nn.Parameter:
-        """Raises ValueError for a DTensor, which lies somewhere already, and for one that modules share and want otherwise."""
+        """Raise ValueError for a DTensor, which already has a layout, and for a shared parameter that needs two layouts."""
         if isinstance(parameter, DTensor):
             raise ValueError("a parameter is a DTensor already; apply weft's styles once, and before fully_shard")
         if id(parameter) not in self._done:
@@ -244,33 +244,37 @@ class Distributor:
         self._done[id(parameter)] = parameter, spread
 
 
-def to_columns(linears: Sequence[nn.Linear], tokens: Tokens, how: How, distribute: Distributor) -> SharedInputLinears:
+def to_columns(
+    linears: Sequence[nn.Linear], tokens: Tokens, settings: ProductSettings, distribute: Distributor
+) -> SharedInputLinears:
     """Make these linears ColumnLinears that share their input. Raises ValueError if only some of them are Float8Linears."""
-    how, kind = _of_float8(linears, how, ColumnLinear)
+    settings, kind = _of_float8(linears, settings, ColumnLinear)
     for linear in linears:
         _spread(linear, distribute, Shard(0), Shard(0))
         linear.__class__ = kind
-    shared = SharedInputLinears(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, how=how)
+    shared = SharedInputLinears(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, settings=settings)
     for member in shared.members:
         member._weft_shared = shared
     return shared
 
 
-def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> LayerCalls:
-    """Make a linear a RowLinear; where it writes down what it runs."""
-    how, kind = _of_float8([linear], how, RowLinear)
+def to_row(linear: nn.Linear, tokens: Tokens, settings: ProductSettings, distribute: Distributor) -> LayerCalls:
+    """Make a linear a RowLinear, and return the record of its calls."""
+    settings, kind = _of_float8([linear], settings, RowLinear)
     _spread(linear, distribute, Shard(1), Replicate())
     linear.__class__ = kind
     row = cast(RowLinear, linear)
-    row._weft_tokens, row._weft_how, row._weft_ran = tokens, how, LayerCalls()
+    row._weft_tokens, row._weft_settings, row._weft_ran = tokens, settings, LayerCalls()
     return row._weft_ran
 
 
-def _of_float8(linears: Sequence[nn.Linear], how: How, kind: type[nn.Linear]) -> tuple[How, type[nn.Linear]]:
-    """How these linears multiply, and the class that they get."""
+def _of_float8(
+    linears: Sequence[nn.Linear], settings: ProductSettings, kind: type[nn.Linear]
+) -> tuple[ProductSettings, type[nn.Linear]]:
+    """Return the settings of these linears' products, and their new class."""
     converted = [is_float8(linear) for linear in linears]
     if not any(converted):
-        return replace(how, float8=None), kind
+        return replace(settings, float8=None), kind
     if not all(converted):
         raise ValueError(
             "only some of the linears that share an input are Float8Linears; convert all of them to FP8 or none "
@@ -278,11 +282,11 @@ def _of_float8(linears: Sequence[nn.Linear], how: How, kind: type[nn.Linear]) ->
         )
     from weft.models import float8  # it imports torchao, which is optional
 
-    return replace(how, float8=float8.products_of(linears)), float8.of_float8(cast(Any, kind))
+    return replace(settings, float8=float8.products_of(linears)), float8.of_float8(cast(Any, kind))
 
 
 def is_float8(module: nn.Module) -> bool:
-    """Whether a module is torchao's Float8Linear."""
+    """Return whether a module is torchao's Float8Linear."""
     torchao = sys.modules.get("torchao.float8.float8_linear")
     return torchao is not None and type(module) is torchao.Float8Linear
 

@@ -1,4 +1,4 @@
-"""The hooks and modules of a decoder that note how its tokens lie, or change it by the methods of DecoderTokens."""
+"""The hooks and modules of a decoder that record the layout of its tokens, or change it by the methods of DecoderTokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Tensor = torch.Tensor
 
 
 def length_of_positions(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int) -> int:
-    """How many tokens a decoder layer is called for, of all ranks. position: of position_embeddings among its arguments."""
+    """Return the number of tokens of all ranks in a decoder layer's call. position: of position_embeddings among its
+    arguments."""
     cosine = (kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[position])[0]
     found: int = cosine.shape[-2]
     return found
@@ -25,8 +26,8 @@ def length_of_positions(args: tuple[Any, ...], kwargs: Mapping[str, Any], positi
 
 @cache
 def noting_tokens(cls: type[Any], position: int) -> type[Any]:
-    """A decoder layer's class that notes how the tokens of its input lie: the positions say how many there are. position: of
-    position_embeddings among the arguments of forward. In forward, not in a hook: checkpoints may recompute that alone."""
+    """Return a decoder layer's class that records the layout of its input's tokens. The positions give their number. position:
+    of position_embeddings among the arguments of forward. In forward, not in a hook: checkpoints may recompute that alone."""
 
     @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +45,7 @@ def noting_tokens(cls: type[Any], position: int) -> type[Any]:
 
 @cache
 def placed(cls: type[Any]) -> type[Any]:
-    """A class like `cls`, a norm of a layer, that knows how its tokens lie where it is computed again alone, too."""
+    """Return a class like `cls`, a norm of a layer, that has the layout of its tokens even if it is recomputed alone."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return cls.forward(self, self._weft_tokens.placed(hidden_states), *args, **kwargs)

@@ -1,6 +1,6 @@
 """weft.parallelize: a decoder of Hugging Face's, tensor parallel with weft's operators, for training and generation.
 
-How the tokens of hidden states [B, S, H] lie, from the embedding to the head:
+The layout of the tokens of hidden states [B, S, H], from the embedding to the head:
 
     embedding        whole: every rank has all tokens
     first layer      pre-hook: each rank keeps its part of S, as torch.chunk cuts it        if there are more than few_tokens
@@ -9,11 +9,11 @@ How the tokens of hidden states [B, S, H] lie, from the embedding to the head:
     final norm       pre-hook: whole again, after whichever layer was the last to run
     norm, head       whole; the head's columns are sharded, and its logits gathered
 
-A call of few tokens (decoding) stays whole throughout: matmul | heads | matmul_all_reduce. Which of the two a layer runs
-follows from its inputs alone, at each call, so that lengths may change, and activation checkpoints recompute what they saw.
+A call of few tokens (decoding) has all tokens on every rank: matmul | heads | matmul_all_reduce. A layer chooses by its inputs
+in each call, so lengths may change, and activation checkpoints recompute the same operators.
 
-A block that cannot be sharded runs whole on every rank, between a gather and a cut; its site says why. All is decided, and
-refused, before the first module is changed.
+A block that cannot be sharded runs whole on every rank, between a gather and a cut; its report says why. All checks run
+before the first module is changed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from weft.models.adapters import (
     wanted,
 )
 from weft.models.blocks import Block, Unwrapped, blocks_of, has_experts, why_not_block
+from weft.models.communicating import CommunicatingLayer, record_layer
 from weft.models.decoder_tokens import DecoderTokens
 from weft.models.expert_parallel import ExpertParallel
 from weft.models.inputs import Announce
 from weft.models.layouts import ColumnsIn, ColumnsOut
 from weft.models.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
 from weft.models.moves import CutIfMany, evenly, noting_tokens, placed
-from weft.models.products import How
+from weft.models.products import ProductSettings
 from weft.models.quantised import check_sizes, kind_of
 from weft.models.replicas import (
     ParameterReaders,
@@ -59,8 +60,7 @@ from weft.models.replicas import (
     replicate_alone,
 )
 from weft.models.sharing import in_several_places, whole_by_sharing
-from weft.models.sites import CommunicatingLayer, note
-from weft.models.styles import column_site, row_site
+from weft.models.styles import describe_columns, describe_row
 from weft.models.transformers_tp import declare_tensor_parallel
 
 M = TypeVar("M", bound=nn.Module)
@@ -106,11 +106,11 @@ def parallelize(
     decoder = _checked_decoder(model, mesh)
     if not isinstance(few_tokens, int) or isinstance(few_tokens, bool) or few_tokens < 0:
         raise ValueError(f"few_tokens is {few_tokens!r}; use 0 or more")
-    how = How(schedule=schedule, keep_gathered=keep_gathered)
+    settings = ProductSettings(schedule=schedule, keep_gathered=keep_gathered)
     _check_options(mesh, experts, src_data_rank)
     tokens = DecoderTokens(mesh=mesh, few_tokens=few_tokens)
     names = {module: name for name, module in model.named_modules()}
-    within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), tokens, experts, names)
+    within = _Within(mesh, decoder.config, settings, Distributor(mesh, src_data_rank), tokens, experts, names)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     whole = within.check(model, decoder, embedding, head)
     if experts is not None:
@@ -167,12 +167,12 @@ def _check_options(mesh: DeviceMesh, experts: object, src_data_rank: int | None)
 
 @dataclass(frozen=True)
 class _Within:
-    """One model on its way to being sharded. tokens: of all layers, set by the one that runs. names: of its modules. region: of
-    all that reads whole parameters. done: children of layers, which may share some."""
+    """_Within is one model while it is sharded. tokens: of all layers, set by the one that runs. names: of its modules. region:
+    of all that reads whole parameters. done: children of layers, which may share some."""
 
     mesh: DeviceMesh
     config: Any
-    how: How
+    settings: ProductSettings
     distribute: Distributor
     tokens: DecoderTokens
     experts: ParallelStyle | None
@@ -240,7 +240,7 @@ class _Within:
                 check_sizes(self.names[linear], linear, kind, row=name == block.row, ranks=self.mesh.size())
 
     def _takes(self, child: nn.Module) -> bool:
-        """Whether a block is for the style of experts."""
+        """Return whether the style of experts applies to a block."""
         return self.experts is not None and has_experts(child)
 
     def layer(self, layer: nn.Module, whole: Mapping[nn.Module, str]) -> None:
@@ -298,15 +298,19 @@ class _Within:
             self._columns(child, block)
         else:
             child.register_forward_pre_hook(OnInput("hidden_states", self.tokens.gathered_for_heads), with_kwargs=True)
-            note(child, CommunicatingLayer(reason=f"its input is gathered: what comes before {', '.join(heads)} is whole"))
+            record_layer(
+                child, CommunicatingLayer(reason=f"its input is gathered: what comes before {', '.join(heads)} is whole")
+            )
         last = cast(nn.Linear, base_of(row))
-        ran = to_row(last, self.tokens, self.how, self.distribute)
-        shard_row(row, self.tokens, self.how, self.distribute)
-        note(child, row_site(last, Shard(1), self.how, ran, parts=(block.row,), also=("matmul_all_reduce",)))
+        ran = to_row(last, self.tokens, self.settings, self.distribute)
+        shard_row(row, self.tokens, self.settings, self.distribute)
+        record_layer(child, describe_row(last, Shard(1), self.settings, ran, parts=(block.row,), also=("matmul_all_reduce",)))
         if block.fused:
             row.register_forward_pre_hook(OnInput("input", ColumnsIn(self.mesh)), with_kwargs=True)
             fused = ", ".join(block.columns)
-            note(child, CommunicatingLayer(reason=f"the output of {fused} is gathered, since {type(child).__name__} splits it"))
+            record_layer(
+                child, CommunicatingLayer(reason=f"the output of {fused} is gathered, since {type(child).__name__} splits it")
+            )
         for other_name, other in child.named_children():
             if other_name in heads:
                 replicate_alone(other, self.distribute, never, self.region, Shard(0))
@@ -318,15 +322,17 @@ class _Within:
     def _columns(self, child: nn.Module, block: Block) -> None:
         """Shard the linears that read a block's input."""
         columns = [child.get_submodule(name) for name in block.columns]
-        shared = to_columns([cast(nn.Linear, base_of(each)) for each in columns], self.tokens, self.how, self.distribute)
+        shared = to_columns([cast(nn.Linear, base_of(each)) for each in columns], self.tokens, self.settings, self.distribute)
         for each in columns:
-            shard_columns(each, self.how, self.distribute)
+            shard_columns(each, self.settings, self.distribute)
             if block.fused:
                 each.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
         adapted = any(map(is_lora, columns))
-        note(child, column_site(shared, Replicate() if adapted else Shard(1), parts=block.columns))
+        record_layer(child, describe_columns(shared, Replicate() if adapted else Shard(1), parts=block.columns))
         if adapted:
-            note(child, CommunicatingLayer(reason="its input is gathered before the matmuls: an adapter (LoRA) reads it, too"))
+            record_layer(
+                child, CommunicatingLayer(reason="its input is gathered before the matmuls: an adapter (LoRA) reads it, too")
+            )
         announce = Announce("hidden_states", shared, block.columns, self.names[child], adapted=adapted)
         child.register_forward_pre_hook(announce, with_kwargs=True)
         child.register_forward_hook(shared.forget)
@@ -336,7 +342,7 @@ class _Within:
         style._apply(child, self.mesh)
         for each in child.modules():
             replicate_alone(each, self.distribute, always, self.region)
-        note(
+        record_layer(
             child,
             CommunicatingLayer(reason="in calls of few tokens each rank takes a part of them: what comes of it is gathered"),
         )
@@ -344,7 +350,7 @@ class _Within:
         child.__dict__["_weft_mesh"], child.__dict__["_weft_tokens"] = self.mesh, self.tokens
 
     def _whole(self, child: nn.Module, why: str) -> None:
-        note(child, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
+        record_layer(child, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
         replicate(child, self.distribute, never, self.region)
         child.register_forward_pre_hook(OnInput("hidden_states", self.tokens.gathered), with_kwargs=True)
         child.register_forward_hook(self.tokens.cut_output)
@@ -357,14 +363,16 @@ class _Within:
         cut = CutIfMany(self.tokens, _place_of_positions(first))
         first.register_forward_pre_hook(cut, with_kwargs=True)
         norm.register_forward_pre_hook(OnInput("hidden_states", self.tokens.gathered_at_end), with_kwargs=True)
-        note(first, CommunicatingLayer(reason="its input is cut to this rank's tokens: the gradient of that is gathered"))
-        note(norm, CommunicatingLayer(reason="its input is gathered: no matmul follows in every call"))
+        record_layer(
+            first, CommunicatingLayer(reason="its input is cut to this rank's tokens: the gradient of that is gathered")
+        )
+        record_layer(norm, CommunicatingLayer(reason="its input is gathered: no matmul follows in every call"))
 
     def embeddings(self, embedding: nn.Module, head: nn.Module | None, whole: Mapping[nn.Module, str]) -> None:
         """Shard both by the vocabulary, also where they are one parameter."""
         if embedding in whole:
             replicate(embedding, self.distribute, never, self.region)
-            note(embedding, CommunicatingLayer(reason=f"whole on every rank: {whole[embedding]}"))
+            record_layer(embedding, CommunicatingLayer(reason=f"whole on every rank: {whole[embedding]}"))
         else:
             weight = embedding.get_parameter("weight")
             style = RowwiseParallel(input_layouts=Replicate())
@@ -372,7 +380,7 @@ class _Within:
             style._apply(embedding, self.mesh)
             self.distribute.adopt(weight, embedding.get_parameter("weight"))
             gathered_for_others(embedding, self.region)
-            note(
+            record_layer(
                 embedding,
                 CommunicatingLayer(reason="torch's RowwiseParallel: weft has no operator for a lookup and an all-reduce"),
             )
@@ -381,13 +389,13 @@ class _Within:
 
     def _head(self, head: nn.Module, why: str) -> None:
         if why:
-            note(head, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
+            record_layer(head, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
             replicate(head, self.distribute, never, self.region)
             return
         linear = cast(nn.Linear, head)
-        shared = to_columns([linear], Tokens(), self.how, self.distribute)
-        note(linear, column_site(shared, Replicate()))
-        note(linear, CommunicatingLayer(reason="its logits are gathered, so that every rank has all"))
+        shared = to_columns([linear], Tokens(), self.settings, self.distribute)
+        record_layer(linear, describe_columns(shared, Replicate()))
+        record_layer(linear, CommunicatingLayer(reason="its logits are gathered, so that every rank has all"))
         linear.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
         gathered_for_others(linear, self.region)
 

@@ -1,4 +1,4 @@
-"""What linears with sharded weights compute, by weft's operators, and what flows back.
+"""The products of linears with sharded weights by weft's operators, and their gradients.
 
     x [.., M, .., K]          tokens along `dim`; the caller has all M of them ("whole") or this rank's m
     weights [n, K]            a column-sharded linear's part: n of N outputs             bias [n]
@@ -36,10 +36,12 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
-    """schedule: as the operators take it; an operator without that family has its own best. keep_gathered: keep a column side's
-    gathered input for the weights' gradient, as torch's styles do; else it is gathered again. float8: of linears that torchao
-    converted for FP8 training, their casts and products."""
+class ProductSettings:
+    """ProductSettings has the settings of a linear's products.
+
+    schedule: as the operators take it. An operator without that family uses its own best schedule.
+    keep_gathered: save a column side's gathered input for the weights' gradient, as torch's styles do; else gather it again.
+    float8: the casts and products of linears that torchao converted for FP8 training."""
 
     schedule: str = "auto"
     keep_gathered: bool = True
@@ -52,6 +54,7 @@ class How:
             schedules.parse(self.schedule)
 
     def of(self, op: Op) -> str:
+        """Return the schedule for an operator."""
         return backward_schedule(self.schedule, op)
 
 
@@ -60,64 +63,73 @@ def columns(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     group: dist.ProcessGroup,
-    how: How,
+    settings: ProductSettings,
     *,
     dim: int = 1,
     total: int | None = None,
 ) -> list[Tensor]:
     """x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each. total: M, where x has this rank's part of them
     as torch.chunk cuts it; None where x is whole."""
-    if how.float8 is not None:
-        outs = how.float8.columns(x, weights, group, how, dim=dim, total=total)
+    if settings.float8 is not None:
+        outs = settings.float8.columns(x, weights, group, settings, dim=dim, total=total)
     else:
-        outs = _columns(*in_one_dtype(x, weights), group=group, how=how, dim=dim, total=total)
+        outs = _columns(*in_one_dtype(x, weights), group=group, settings=settings, dim=dim, total=total)
     return [out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True)]
 
 
 def rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, how: How, *, dim: int = 1, scatter: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: dist.ProcessGroup,
+    settings: ProductSettings,
+    *,
+    dim: int = 1,
+    scatter: bool,
 ) -> Tensor:
     """The sum over ranks of x @ weight^T, plus bias. scatter: this rank's part of the tokens along `dim`, [.., m, .., N]; else
     all of them."""
-    if how.float8 is not None:
-        out = how.float8.rows(x, weight, group, how, dim=dim, scatter=scatter)
+    if settings.float8 is not None:
+        out = settings.float8.rows(x, weight, group, settings, dim=dim, scatter=scatter)
     else:
         x, weight = in_one_dtype(x, [weight])
         if not scatter:
             bias = None if bias is None else bias.to(x.dtype)
             matrix = x[None] if x.dim() == 1 else x
-            out = matmul_all_reduce(matrix, weight.t(), group, schedule=how.of("matmul_all_reduce"), bias=bias)
+            out = matmul_all_reduce(matrix, weight.t(), group, schedule=settings.of("matmul_all_reduce"), bias=bias)
             return out[0] if x.dim() == 1 else out
-        out = matmul_reduce_scatter(x, weight.t(), group, schedule=how.of("matmul_reduce_scatter"), scatter_dim=dim)
+        out = matmul_reduce_scatter(x, weight.t(), group, schedule=settings.of("matmul_reduce_scatter"), scatter_dim=dim)
     if bias is None:
         return out
     bias = bias.to(out.dtype)
     return out + (with_summed_gradient(bias, group.group_name) if scatter else bias)
 
 
-def _columns(x: Tensor, *weights: Tensor, group: dist.ProcessGroup, how: How, dim: int, total: int | None) -> list[Tensor]:
+def _columns(
+    x: Tensor, *weights: Tensor, group: dist.ProcessGroup, settings: ProductSettings, dim: int, total: int | None
+) -> list[Tensor]:
     if total is None:
-        return _of_whole(x, weights, group, how)
+        return _of_whole(x, weights, group, settings)
     return all_gather_matmul(
         x,
         [weight.t() for weight in weights],
         group,
-        schedule=how.of("all_gather_matmul"),
+        schedule=settings.of("all_gather_matmul"),
         gather_dim=dim,
         rows=total,
-        keep_gathered=how.keep_gathered,
+        keep_gathered=settings.keep_gathered,
     )
 
 
 def ops_of_columns(x: Tensor, total: int | None) -> tuple[Op, ...]:
-    """What `columns` runs, in its backward too."""
+    """Return the operators that `columns` and its backward run."""
     if total is None:
         return ("matmul_all_reduce",) if torch.is_grad_enabled() and x.requires_grad else ()
     return ("all_gather_matmul", *_in_backward("matmul_reduce_scatter"))
 
 
 def ops_of_rows(scatter: bool) -> tuple[Op, ...]:
-    """What `rows` runs, in its backward too."""
+    """Return the operators that `rows` and its backward run."""
     return ("matmul_reduce_scatter", *_in_backward("all_gather_matmul")) if scatter else ("matmul_all_reduce",)
 
 
@@ -125,10 +137,10 @@ def _in_backward(op: Op) -> tuple[Op, ...]:
     return (op,) if torch.is_grad_enabled() else ()
 
 
-def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, how: How) -> list[Tensor]:
+def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, settings: ProductSettings) -> list[Tensor]:
     if not (torch.is_grad_enabled() and x.requires_grad):
         return [torch.nn.functional.linear(x, weight) for weight in weights]
-    return column_parallel_linears(x, weights, group.group_name, how.of("matmul_all_reduce"))
+    return column_parallel_linears(x, weights, group.group_name, settings.of("matmul_all_reduce"))
 
 
 def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Linears of FP8 checkpoints that transformers keeps in FP8: which of them weft shards, and what they compute, for inference.
+"""Linears of FP8 checkpoints that transformers keeps in FP8: the kinds that weft shards, and their products, for inference.
 
     module of transformers        weight [N, K] of FP8, and its scales            its input is quantised
     FP8Linear                     weight_scale_inv [N / 128, K / 128]             1 x 128
@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.problem import FLOAT8_UNIT, SCALE_BLOCK, Recipe, split
-from weft.models.products import How, in_one_dtype
+from weft.models.products import ProductSettings, in_one_dtype
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.common import FLOAT8
 from weft.ops.quantised_linears import quantised_linears
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     recipe: Recipe
 
     def placement(self, scales: Tensor, weight: Placement) -> Placement:
-        """How the scales lie where the weight [N, K] lies so."""
+        """Return the layout of the scales for a layout of the weight [N, K]."""
         if self.recipe == "blockwise":
             return weight
         return Shard(0 if scales.shape[1] == 1 else 1) if weight == Shard(0) else Replicate()
@@ -69,7 +69,7 @@ _NAMES: dict[Recipe, str] = {"rowwise": "RowWise", "blockwise": "BlockWise128x12
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """What a linear is, if it is one of FP8 that is not sharded yet."""
+    """Return the kind of an FP8 linear that is not sharded yet; None for others."""
     return _KINDS.get((type(module).__module__, type(module).__qualname__))
 
 
@@ -99,10 +99,10 @@ def check_sizes(name: str, linear: nn.Module, kind: Kind, *, row: bool, ranks: i
     parts = [high - low for low, high in split(k if row else n, ranks)]
     other, needed = (n, FLOAT8_UNIT) if row else (k, unit)
     if other % needed or any(part % unit or not part for part in parts):
-        cut, kept = ("inputs", "outputs") if row else ("outputs", "inputs")
+        cut, whole = ("inputs", "outputs") if row else ("outputs", "inputs")
         raise ValueError(
             f"{name} is a {type(linear).__name__} of {k} inputs and {n} outputs, whose {cut} would be cut into {parts} on "
-            f"{ranks} ranks; with {kind.recipe} scales each part must be a multiple of {unit}, and its {kept} one of {needed}: "
+            f"{ranks} ranks; with {kind.recipe} scales a part must be a multiple of {unit}, and its {whole} one of {needed}: "
             "use a number of ranks that gives such parts, or a checkpoint that is not of FP8"
         )
 
@@ -112,7 +112,7 @@ def columns(
     weights: Sequence[QuantisedWeight],
     biases: Sequence[Tensor | None],
     group: dist.ProcessGroup,
-    how: How,
+    settings: ProductSettings,
     *,
     dim: int = 1,
     total: int | None = None,
@@ -126,7 +126,7 @@ def columns(
             x,
             [weight.elements.t() for weight in weights],
             group,
-            schedule=how.of("all_gather_matmul"),
+            schedule=settings.of("all_gather_matmul"),
             gather_dim=dim,
             rows=total,
             scale_b=scales,
@@ -136,16 +136,23 @@ def columns(
 
 
 def rows(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, group: dist.ProcessGroup, how: How, *, dim: int = 1, scatter: bool
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    group: dist.ProcessGroup,
+    settings: ProductSettings,
+    *,
+    dim: int = 1,
+    scatter: bool,
 ) -> Tensor:
     """As weft.models.products.rows: the sum over ranks of x @ weight^T, plus bias."""
     (x,) = _input(x)
     options: Any = {"scale_b": weight.scale_b, "scale_recipe_b": _NAMES[weight.recipe]}
     if scatter:
-        options |= {"schedule": how.of("matmul_reduce_scatter"), "scatter_dim": dim}
+        options |= {"schedule": settings.of("matmul_reduce_scatter"), "scatter_dim": dim}
         out = matmul_reduce_scatter(x, weight.elements.t(), group, **options)
     else:
-        out = matmul_all_reduce(x, weight.elements.t(), group, schedule=how.of("matmul_all_reduce"), **options)
+        out = matmul_all_reduce(x, weight.elements.t(), group, schedule=settings.of("matmul_all_reduce"), **options)
     return out if bias is None else out + bias.to(out.dtype)
 
 

@@ -1,10 +1,10 @@
-"""Parameters that modules share lie in one way on ranks: which places of a model therefore run whole.
+"""A parameter that modules share has one layout on ranks. This file finds the places that therefore run whole.
 
     a place that could be sharded    wants some of its parameters as Shard(0) or Shard(1)
     all else in the model            has its parameters whole: Replicate()
 
 A place that wants a parameter otherwise than another module has it runs whole, and so does a place that shares any parameter
-with that one, until nothing is wanted in two ways.
+with that one, until no parameter is needed in two layouts.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import style
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.errors import require
+from weft.models.communicating import CommunicatingLayer, LayerCalls, record_layer
 from weft.models.inputs import Announce
 from weft.models.layouts import ColumnsOut, RowsIn, Taken, TokensOut
 from weft.models.linear import (
@@ -50,9 +51,8 @@ from weft.models.linear import (
     to_row,
     why_not_linear,
 )
-from weft.models.products import How
+from weft.models.products import ProductSettings
 from weft.models.replicas import always, replicate
-from weft.models.sites import CommunicatingLayer, LayerCalls, note
 
 
 class ColwiseParallel(style.ColwiseParallel):
@@ -73,17 +73,17 @@ class ColwiseParallel(style.ColwiseParallel):
         keep_gathered: bool = True,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.how = How(schedule=schedule, keep_gathered=keep_gathered)
+        self.settings = ProductSettings(schedule=schedule, keep_gathered=keep_gathered)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)
         why = why_not_linear(module, ranks=device_mesh.size()) or _why_not_tokens("input_layouts", self.input_layouts[0])
         if why:
-            note(module, CommunicatingLayer(reason=f"torch's ColwiseParallel: {why}"))
+            record_layer(module, CommunicatingLayer(reason=f"torch's ColwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
         linear, tokens = cast(nn.Linear, module), Tokens()
-        shared = to_columns([linear], tokens, self.how, Distributor(device_mesh, self.src_data_rank))
-        note(linear, column_site(shared, self.input_layouts[0]))
+        shared = to_columns([linear], tokens, self.settings, Distributor(device_mesh, self.src_data_rank))
+        record_layer(linear, describe_columns(shared, self.input_layouts[0]))
         _note_moved(linear, "output", self.output_layouts[0], "after")
         linear.register_forward_pre_hook(OnInput("input", Taken(device_mesh, self.input_layouts[0], tokens)), with_kwargs=True)
         linear.register_forward_hook(ColumnsOut(device_mesh, self.output_layouts[0], self.use_local_output))
@@ -106,18 +106,18 @@ class RowwiseParallel(style.RowwiseParallel):
         schedule: str = "auto",
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.how = How(schedule=schedule)
+        self.settings = ProductSettings(schedule=schedule)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)
         why = why_not_linear(module, row=True, ranks=device_mesh.size())
         why = why or _why_not_tokens("output_layouts", self.output_layouts[0])
         if why:
-            note(module, CommunicatingLayer(reason=f"torch's RowwiseParallel: {why}"))
+            record_layer(module, CommunicatingLayer(reason=f"torch's RowwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
         linear, tokens, output = cast(nn.Linear, module), Tokens(), self.output_layouts[0]
-        ran = to_row(linear, tokens, self.how, Distributor(device_mesh, self.src_data_rank))
-        note(linear, row_site(linear, output, self.how, ran))
+        ran = to_row(linear, tokens, self.settings, Distributor(device_mesh, self.src_data_rank))
+        record_layer(linear, describe_row(linear, output, self.settings, ran))
         _note_moved(linear, "input", self.input_layouts[0], "before")
         taken = RowsIn(device_mesh, self.input_layouts[0], output, tokens)
         linear.register_forward_pre_hook(OnInput("input", taken), with_kwargs=True)
@@ -153,7 +153,7 @@ class SharedInput(style.ParallelStyle):
         if why or not linears or isinstance(linears, str):
             raise ValueError(why or f"linears is {linears!r}; name the children that read the module's input, in a list")
         self.linears, self.input_layout, self.argument = tuple(linears), input_layouts, argument
-        self.how = How(schedule=schedule, keep_gathered=keep_gathered)
+        self.settings = ProductSettings(schedule=schedule, keep_gathered=keep_gathered)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)
@@ -168,11 +168,11 @@ class SharedInput(style.ParallelStyle):
             module,
             self.linears,
             Taken(device_mesh, self.input_layout, Tokens()),
-            self.how,
+            self.settings,
             Distributor(device_mesh, self.src_data_rank),
             argument=self.argument,
         )
-        note(module, column_site(shared, self.input_layout, parts=self.linears))
+        record_layer(module, describe_columns(shared, self.input_layout, parts=self.linears))
         return module
 
 
@@ -193,19 +193,19 @@ class SequenceParallel(style.SequenceParallel):
 
 
 def share_input(
-    module: nn.Module, names: Sequence[str], taken: Taken, how: How, distribute: Distributor, *, argument: str
+    module: nn.Module, names: Sequence[str], taken: Taken, settings: ProductSettings, distribute: Distributor, *, argument: str
 ) -> SharedInputLinears:
     """Let these children share a gather of the module's input, which `taken` makes plain."""
     linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
-    shared = to_columns(linears, taken.tokens, how, distribute)
+    shared = to_columns(linears, taken.tokens, settings, distribute)
     module.register_forward_pre_hook(Announce(argument, shared, tuple(names), type(module).__name__, taken), with_kwargs=True)
     module.register_forward_hook(shared.forget)
     return shared
 
 
-def column_site(shared: SharedInputLinears, layout: Placement, *, parts: Sequence[str] = ()) -> CommunicatingLayer:
-    """The site of linears that share an input. group: as their weights say, since of two meshes of the same ranks and names
-    torch takes the first for both."""
+def describe_columns(shared: SharedInputLinears, layout: Placement, *, parts: Sequence[str] = ()) -> CommunicatingLayer:
+    """Describe column-sharded linears that share an input. The process group is read from their weights: if two meshes have the
+    same ranks and names, torch uses the first mesh for both."""
     linears, whole = shared.members, layout.is_replicate()
     n, k = sum(linear.out_features for linear in linears), linears[0].in_features
     return CommunicatingLayer(
@@ -215,37 +215,37 @@ def column_site(shared: SharedInputLinears, layout: Placement, *, parts: Sequenc
         n=k if whole else n,
         k=n if whole else k,
         group=group_of(linears[0].weight).group_name,
-        schedule=shared.how.schedule,
+        schedule=shared.settings.schedule,
         ran=shared.ran,
     )
 
 
-def row_site(
+def describe_row(
     linear: nn.Linear,
     output: Placement,
-    how: How,
+    settings: ProductSettings,
     ran: LayerCalls,
     *,
     parts: Sequence[str] = (),
     also: Sequence[str] = (),
 ) -> CommunicatingLayer:
-    """The site of a row-sharded linear. ran: what it has run. also: operators of some calls."""
+    """Describe a row-sharded linear. ran: its calls so far. also: operators that some of its calls run."""
     operator = "matmul_all_reduce" if output.is_replicate() else "matmul_reduce_scatter"
     n, k, name = linear.out_features, linear.in_features, group_of(linear.weight).group_name
     return CommunicatingLayer(
-        parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name, schedule=how.schedule, ran=ran
+        parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name, schedule=settings.schedule, ran=ran
     )
 
 
 def _note_moved(linear: nn.Module, what: str, layout: Placement, when: str) -> None:
-    """A place more where a side of a linear's columns does not lie as its matmul has it."""
+    """Record another layer if torch changes the layout of a linear's input or output."""
     if layout != Shard(-1):
-        ways = "from" if what == "input" else "to"
-        note(linear, CommunicatingLayer(reason=f"torch brings the {what} {ways} {layout!r} {when} the matmul"))
+        preposition = "from" if what == "input" else "to"
+        record_layer(linear, CommunicatingLayer(reason=f"torch brings the {what} {preposition} {layout!r} {when} the matmul"))
 
 
 def _why_not_tokens(name: str, layout: Placement) -> str:
-    """Why weft's operators do not take a side of this layout; empty if they do. Raises ValueError for what is none."""
+    """Return why weft's operators do not take this layout; empty if they do. Raises ValueError for other types."""
     require(name, layout, Placement, "use Replicate() or Shard(dimension)")
     if layout.is_replicate() or (isinstance(layout, Shard) and layout.dim != -1):
         return ""

@@ -1,14 +1,14 @@
-"""The performance model: what steps cost on a Machine; a ranking of schedules by closed forms of these costs, in milliseconds;
-and a simulator that runs a Schedule event by event, with the same costs.
+"""The performance model: the costs of steps on a Machine, a ranking of schedules by closed forms of these costs, and a
+simulator that runs a Schedule event by event with the same costs. The ranking takes milliseconds.
 
-engine.py  world.py  rotation.py             lanes event by event; clock, flags, spans; when one rank stands for all
-kernels.py  ragged.py                        GEMMs and sums; steps whose row counts live on devices
-lookups.py  staging.py                       lookups; what NCCL needs done around its collectives
+engine.py  world.py  rotation.py             lanes event by event; clock, flags, spans; one rank that represents all
+kernels.py  ragged.py                        GEMMs and sums; steps whose row counts are known on devices only
+lookups.py  staging.py                       lookups; copies around cuBLAS and NCCL calls
 transfers.py  messages.py                    copies and collectives; sends and receives between nodes
 network.py  fluid.py  contention.py          links that transfers share; kernels and copies that slow each other
-terms.py  shapes.py  concurrent.py           what a kernel, a collective or a step takes alone; tile shapes; a collective
-                                             beside the caller's computation
-ranking.py  lanes.py                         a row for each family, three recurrences; the lanes that these run on
+terms.py  shapes.py  concurrent.py           the time of a kernel or collective alone; tile shapes; a user's computation
+                                             and concurrent collectives
+ranking.py  lanes.py                         a row for each family, three recurrences; the lanes that they use
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOMES = {"Outcome": "engine", "collective_us": "terms", "gemm_us": "terms", "ru
 
 
 def __getattr__(name: str) -> Any:
-    """The simulator needs numpy and simpy; the ranking and its users do not. So the simulator is loaded when it is named."""
+    """Import the simulator on first use. It needs numpy and simpy, which the ranking and its users do not load."""
     if name not in _HOMES:
         raise AttributeError(f"module 'weft.perf' has no attribute {name!r}")
     return getattr(importlib.import_module(f"weft.perf.{_HOMES[name]}"), name)

@@ -1,14 +1,15 @@
-"""A user's computation beside collectives, simulated: SMs that the collectives hold, and copies, slow the computation.
+"""The simulation of a user's computation that runs concurrently with collectives.
 
-    the computation         takes compute_us alone on all SMs; longer, throughout, where its GEMMs leave SMs free
-    beside collectives      it runs on what SMs they do not hold, while they run; where it leaves no SMs free, the machine's
-                            contention says how much longer it takes besides: their blocks come as its own end, and wait less
-                            the earlier they are enqueued, and where their stream has priority
-    beside copies           as matmuls do (weft.perf.contention)
-    an NCCL collective      takes what was measured, or the machine's figures say; on few blocks as much longer as stores from
-                            so few SMs are slower
+The computation takes compute_us alone on all SMs, and longer if its GEMMs leave SMs free. Three things slow it:
 
-Sums of what copy engines bring are those of `weft.perf.kernels`, on the blocks of their lane.
+- While collectives run, the computation runs on the SMs that they do not hold.
+- If the computation leaves no SMs free, the blocks of a collective start as its blocks end. The machine's contention has the
+  slowdown for a collective that is enqueued after it, before it, or on a stream with priority.
+- Copies slow it as they slow matmuls (weft.perf.contention).
+
+An NCCL collective takes its measured time, or else the time from the machine profile. With fewer blocks it takes longer, in
+proportion to the slower rate of stores from fewer SMs. `weft.perf.kernels` adds what copy engines bring, on the blocks of the
+lane.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from weft.core.machine import Machine
 from weft.core.schedule import Collective, Lane, Reduce, Schedule, UserCall, steps_of
 from weft.perf import kernels
 from weft.perf.terms import alone_us
-from weft.perf.transfers import meet
+from weft.perf.transfers import join_collective
 from weft.perf.world import Process, World, ns
 
 LATE, FIRST, PRIOR = (
@@ -30,14 +31,16 @@ LATE, FIRST, PRIOR = (
     "computation during collective",
     "computation during collective with priority",
 )
-"""Names in the machine's contention: by how much longer a computation takes while an NCCL collective runs that was enqueued
-after it, before it, or on a stream with priority. On a machine that does not say it takes no longer."""
+"""Names in the machine's contention. Each is the slowdown of a computation during an NCCL collective that was enqueued after
+it, before it, or on a stream with priority. A machine without such a number has no slowdown."""
 
 
 def computation_us(problem: ConcurrentProblem) -> float:
-    """Raises ValueError where it is not known."""
+    """Return the time of the computation alone. Raises ValueError if it is unknown."""
     if problem.compute_us is None:
-        raise ValueError(f"compute_us is None; say how long the computation beside {problem} takes to have it predicted")
+        raise ValueError(
+            f"compute_us is None; a prediction needs the time of the computation that runs concurrently with {problem}"
+        )
     return problem.compute_us
 
 
@@ -49,7 +52,7 @@ def _problem(world: World) -> ConcurrentProblem:
 
 def _reduce(world: World, rank: int, lane: Lane, step: Reduce) -> Process:
     blocks = lane.ctas or next(one.sms for _, one in _problem(world).known)
-    with _holding(world, rank, -(-blocks // world.machine.kernels.sums), 1.0):
+    with _hold_sms(world, rank, -(-blocks // world.machine.kernels.sums), 1.0):
         yield from kernels.reduce(world, rank, step, blocks)
 
 
@@ -68,35 +71,37 @@ def _compute(world: World, rank: int, step: UserCall, us: float) -> Process:
 
 
 def _communicate(world: World, rank: int, lane: Lane, number: int) -> Process:
-    """All ranks come to it, as to any of NCCL's, and it holds its SMs meanwhile."""
+    """Run an NCCL collective. It starts once all ranks have called it, and holds its SMs until it ends."""
     machine = world.machine
     us = alone_us(_problem(world), machine)[number]
     usual = min(machine.collective_sms or machine.stores.sms, machine.gpu.sms - 1)
     blocks = lane.ctas or usual
     slower = max(1.0, machine.stores.rate(usual) / machine.stores.rate(blocks))
-    yield from meet(world, rank, 0)
-    with _holding(world, rank, blocks, _waiting(world.schedule, lane, rank, machine)):
+    yield from join_collective(world, rank, 0)
+    with _hold_sms(world, rank, blocks, _slowdown(world.schedule, lane, rank, machine)):
         world.transfers[rank].start(world.now)
         yield world.env.timeout(ns(us * slower))
         world.transfers[rank].stop(world.now)
 
 
-def _waiting(schedule: Schedule, lane: Lane, rank: int, machine: Machine) -> float:
-    """How much longer the computation takes beside collectives of this lane than the SMs that they hold explain."""
+def _slowdown(schedule: Schedule, lane: Lane, rank: int, machine: Machine) -> float:
+    """Return the slowdown of the computation by collectives of this lane, beyond the SMs that they hold."""
     late = schedule.ranks[rank][-1] is lane
     return machine.contention.get(PRIOR if lane.priority else LATE if late else FIRST, 1.0)
 
 
-def _holding(world: World, rank: int, sms: int, waiting: float) -> AbstractContextManager[None]:
-    """While collectives hold so many SMs, computations of the rank run on the others. Blocks for which SMs are left free wait
-    for none, and take none of the computation's but those beyond."""
-    all_sms, left = world.machine.gpu.sms, _left(world.schedule, rank)
+def _hold_sms(world: World, rank: int, sms: int, waiting: float) -> AbstractContextManager[None]:
+    """Run the rank's computations on the other SMs while collectives hold `sms` SMs.
+
+    Blocks of collectives use the SMs that the computation leaves free first, without waiting. waiting: the slowdown if it
+    leaves none."""
+    all_sms, left = world.machine.gpu.sms, _free_sms(world.schedule, rank)
     mine = max(1, all_sms - left)
     speed = max(1, all_sms - max(left, sms)) / mine
-    return world.network.contention.held(rank, speed if left else speed / waiting)
+    return world.network.contention.hold(rank, speed if left else speed / waiting)
 
 
-def _left(schedule: Schedule, rank: int) -> int:
+def _free_sms(schedule: Schedule, rank: int) -> int:
     return next((one.left for one in steps_of(UserCall, schedule.ranks[rank]) if one.collective is None), 0)
 
 
@@ -105,4 +110,4 @@ STEPS: dict[type, Callable[[World, int, Lane, Any], Process]] = {
     Collective: lambda world, rank, lane, step: _communicate(world, rank, lane, number_of(step.src.buffer)),
     Reduce: _reduce,
 }
-"""By type of step, those that differ beside a user's computation."""
+"""The functions of the steps that differ if a user's computation runs concurrently, by type of step."""

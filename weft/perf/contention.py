@@ -1,15 +1,14 @@
-"""Contention: kernels and copies of one GPU that slow each other, where the machine's profile says by how much.
+"""Contention: kernels and copies of one GPU slow each other if the machine profile has the two numbers c and c'.
 
-A kernel's tiles are counted in time of their own, a SlowedClock's, which runs at the speed that copies leave it. A tile that is
-alone takes the longer of multiplying and of its memory traffic; beside copies which move `rate` through the GPU's memory,
-what leaves and what arrives together,
+The time of a kernel's tiles is that of a SlowedClock, which runs slower while copies move. A tile alone takes the longer of its
+multiplications and its memory traffic. While copies move `rate` through the GPU's memory, out and in,
 
     multiplying     (1 + (c - 1) * rate / full) times as long      c: contention "gemm during copy"
     its traffic     1 / (1 - rate / gpu.hbm_gbps) times as long    full: the rate of all copies of a GPU, out and in
 
-and while a kernel runs, the copies of its GPU reach together several_gbps / c', with c' = "copy during gemm". So a matmul of
-many operations a byte loses by c alone, a thin one by the memory's rate; one copy at a time on a mesh slows neither much.
-A machine without these two numbers has steady clocks: nothing slows anything. Kernels that wait count as running.
+While a kernel runs, all copies of its GPU together reach several_gbps / c', with c' = "copy during gemm". So c slows a matmul
+with many operations per byte, and the memory rate slows one with few. A single copy at a time on a mesh slows either little.
+A machine without these numbers has no contention. Kernels that wait count as running.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from typing import Protocol
 import simpy
 
 from weft.core.machine import Machine
-from weft.perf.terms import COPY_BESIDE_GEMM, GEMM_BESIDE_COPY, slowed
+from weft.perf.terms import COPY_WITH_GEMM, GEMM_WITH_COPY, slowed
 
 Shares = tuple[float, float]
 
 
 class Time(Protocol):
-    """Nanoseconds of a kernel's work."""
+    """Time measures a kernel's work in nanoseconds."""
 
     @property
     def now(self) -> int:
-        """So many have gone by."""
+        """The nanoseconds of work that have passed."""
 
     def until(self, at: int) -> simpy.Event:
-        """When `at` have gone by."""
+        """Return the event at which `at` nanoseconds of work have passed."""
 
 
 class Steady:
-    """Time as the simulation has it."""
+    """Steady is the time of the simulation itself."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
@@ -57,8 +56,9 @@ class Steady:
 
 
 class SlowedClock:
-    """Time that starts with the simulation's, and runs slower while copies move. shares: of a tile's time alone that
-    multiplying takes, and that its traffic takes."""
+    """SlowedClock is a time that runs slower than the simulation's while copies move.
+
+    shares: the parts of a tile's time alone that its multiplications and its traffic take. The longer one is 1."""
 
     def __init__(self, env: simpy.Environment, shares: Shares) -> None:
         self.shares = shares
@@ -85,13 +85,13 @@ class SlowedClock:
         return event
 
     def run_at(self, speed: float) -> None:
-        """From now on."""
+        """Run at this speed from now on."""
         if speed != self._speed:
             self._gone, self._since, self._speed = self._exact, int(self._env.now), speed
             self._wake()
 
     def _wake(self) -> None:
-        """A timer for the next event; earlier timers no longer count."""
+        """Set a timer for the next event. Earlier timers are ignored."""
         self._version += 1
         if self._waiting:
             left = max(0.0, self._waiting[0][0] - self._exact) / self._speed
@@ -108,28 +108,29 @@ class SlowedClock:
 
 
 class Contention:
-    """What runs on each rank, and what its copies move. Of one simulation. changed: called when what runs has changed, so that
-    copies get new rates."""
+    """Contention tracks the kernels and the copies of each rank in one simulation.
+
+    changed: called when a kernel starts or ends, so that copies get new rates."""
 
     def __init__(self, env: simpy.Environment, machine: Machine, ranks: int, changed: Callable[[], None]) -> None:
         self._changed = changed
         known = machine.contention
-        self.active = GEMM_BESIDE_COPY in known or COPY_BESIDE_GEMM in known
+        self.active = GEMM_WITH_COPY in known or COPY_WITH_GEMM in known
         self._env = env
         self._machine = machine
-        self._slower_copy = max(1.0, known.get(COPY_BESIDE_GEMM, 1.0))
+        self._slower_copy = max(1.0, known.get(COPY_WITH_GEMM, 1.0))
         self._clocks: dict[Hashable, list[SlowedClock]] = {rank: [] for rank in range(ranks)}
         self._computations: dict[Hashable, list[SlowedClock]] = {rank: [] for rank in range(ranks)}
         self._held: dict[Hashable, list[float]] = {rank: [] for rank in range(ranks)}
         self._gbps: Mapping[Hashable, float] = {}
 
     def copies_slower(self, rank: Hashable) -> float:
-        """Times that all copies of a rank together take longer now."""
+        """Return the current slowdown of all copies of a rank together."""
         return self._slower_copy if self._clocks[rank] else 1.0
 
     @contextmanager
     def kernel(self, rank: int, shares: Shares) -> Iterator[Time]:
-        """While a kernel runs, its time. shares: as a SlowedClock has them."""
+        """Yield the time of a kernel, which runs until the context ends. shares: as in SlowedClock."""
         if not self.active:
             yield Steady(self._env)
             return
@@ -143,7 +144,7 @@ class Contention:
 
     @contextmanager
     def computation(self, rank: Hashable) -> Iterator[Time]:
-        """While a user's computation runs, its time: a kernel that multiplies, and feels what is `held`, too."""
+        """Yield the time of a user's computation, which runs until the context ends. `hold` slows it, too."""
         clock = SlowedClock(self._env, (1.0, 0.0))
         self._computations[rank].append(clock)
         self._clocks[rank].append(clock)
@@ -155,8 +156,9 @@ class Contention:
         self._changed()
 
     @contextmanager
-    def held(self, rank: Hashable, speed: float) -> Iterator[None]:
-        """While others hold SMs of a rank, its computations run at that share of their speed; of several holders the least."""
+    def hold(self, rank: Hashable, speed: float) -> Iterator[None]:
+        """Slow the computations of a rank to a share of their speed until the context ends. Of several shares, the least
+        counts."""
         self._held[rank].append(speed)
         self.moving(self._gbps)
         yield
@@ -164,7 +166,7 @@ class Contention:
         self.moving(self._gbps)
 
     def moving(self, gbps: Mapping[Hashable, float]) -> None:
-        """What copies move through each rank's memory from now on; nothing where a rank is left out."""
+        """Set the rate of copies through each rank's memory from now on. A rank that is left out has none."""
         self._gbps = gbps
         for rank, clocks in self._clocks.items():
             for clock in clocks:

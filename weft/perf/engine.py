@@ -2,8 +2,8 @@
 
 Contract: `simulate(schedule, machine)` returns one span for every step of every rank, from 0 us on, ordered by start. It
 is deterministic: the same values give the same spans, to the nanosecond. It simulates one call, with all ranks starting
-together and no flag raised before. Where all ranks do the same, rank 0 is simulated and stands for all (weft.perf.rotation).
-Row counts that only devices know are taken to be even (weft.perf.ragged).
+together and no flag raised before. If all ranks do the same, only rank 0 is simulated (weft.perf.rotation). Row counts that
+only devices know are assumed to be even (weft.perf.ragged).
 
 Timeline of one rank's lanes, each a simpy process that runs its steps in order:
 
@@ -11,12 +11,12 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
     copy      | wait | copy .... | signal ~> | copy .... | signal ~> |
                           \\ shares ports and links with every other transfer (weft.perf.network)
 
-Costs: a lane beside the compute lane starts fork_us late, and a copy lane takes as long to come back; a kernel pays launch_us,
-a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's latency later. Of a lane's fused steps
-only the first is launched, and flags among them cost that latency alone. A lane of communication blocks takes stores.sms SMs
-from kernels that start before it has ended, one of a network network.sms; all lanes begin together, in whatever order they
-are given. Copies within a GPU, sums and lookups share its memory's rate; GEMMs and copies to peers slow each other where the
-profile says by how much (weft.perf.contention).
+Costs. A kernel costs launch_us, a copy copies.copy_us, and a wait or signal step flag_us. A peer sees a signal after the link's
+latency. A lane other than the compute lane starts fork_us late, and a copy lane needs fork_us to join again. Of a lane's fused
+steps only the first is launched, and flags among them cost the latency only. A lane of communication blocks takes stores.sms
+SMs from kernels that start before it ends, and a network lane takes network.sms. All lanes begin at the same time. Copies
+within a GPU, sums and lookups share the rate of its memory. GEMMs and copies to peers slow each other if the profile has the
+numbers (weft.perf.contention).
 """
 
 from __future__ import annotations
@@ -55,86 +55,89 @@ from weft.perf.terms import taken_sms
 from weft.perf.world import Place, Process, Ran, World, ns
 
 MOST_NS = 2**53
-"""What is simulated at most: beyond, a float lacks the nanoseconds, and what waits for one of them would wait for ever."""
+"""The longest simulated time. Beyond it a float cannot represent single nanoseconds, and a wait for one would never end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A simulation's result. total_us: from the call to the end of the slowest rank. What is by rank is made when asked for:
-    of most schedules that are weighed nobody does."""
+    """Outcome is a simulation's result. total_us: the time from the call to the end of the slowest rank.
+
+    Values by rank are computed on first use, because most candidates only need total_us."""
 
     world: World
     total_us: float
 
     @property
     def schedule(self) -> Schedule:
-        """What ran: FusedCollective steps are spelled out in it."""
+        """The schedule that ran, with the steps that FusedCollective steps stand for."""
         return self.world.schedule
 
     @cached_property
     def kernel_us(self) -> tuple[float, ...]:
-        """By rank, how long its kernels worked, waiting left out."""
+        """The time that each rank's kernels worked, without waiting."""
         return self.world.by_rank([total / 1e3 for total in self.world.kernels])
 
     @cached_property
     def transfer_us(self) -> tuple[float, ...]:
-        """By rank, how long data that it moves was on the way."""
+        """The time during which each rank moved data."""
         return self.world.by_rank([busy.total / 1e3 for busy in self.world.transfers])
 
     @cached_property
     def usage(self) -> Mapping[Resource, Carried]:
-        """What each port or link carried."""
+        """The traffic of each port or link."""
         return self.world.network.carried
 
     @property
     def steps(self) -> tuple[Ran, ...]:
-        """All steps of all ranks, in the order of their start."""
+        """All steps of all ranks, ordered by start."""
         return self.world.steps
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """One for each step."""
+        """The spans of all steps."""
         return tuple(span(self.schedule, ran.rank, ran.lane, ran.step, ran.start / 1e3, ran.end / 1e3) for ran in self.steps)
 
 
 def simulate(schedule: Schedule, machine: Machine | str | Path) -> tuple[Span, ...]:
-    """The predicted spans of one call, by start, in us from 0 on; `weft.core.span.total_us` of them is what it takes.
+    """Return the predicted spans of one call in us, ordered by start. `weft.core.span.total_us` gives their total time.
 
-    machine: a Machine, a shipped profile's name, or a JSON file's path. Raises ValueError if it has fewer GPUs than the
-    schedule has ranks, or no rate for its dtype, or if the schedule never ends because a step waits for what nobody signals.
+    machine: a Machine, the name of a shipped profile, or the path of a JSON file.
+
+    Raises ValueError if the machine has fewer GPUs than the schedule has ranks or no rate for its dtype, or if the schedule
+    never ends because a step waits for a flag that no rank raises.
     """
     require("schedule", schedule, Schedule, "use a weft.schedule.Schedule, as weft.schedule.build makes")
     return run(schedule, as_machine(machine)).spans
 
 
 def run(schedule: Schedule, machine: Machine, *, whole: bool = False) -> Outcome:
-    """Interpret one call of `schedule` on `machine`. whole: simulate every rank, even where one stands for all
-    (weft.perf.rotation); the outcome is the same.
+    """Simulate one call of `schedule` on `machine`.
 
-    Raises ValueError if the machine has fewer GPUs than the schedule has ranks, or no rate for its dtype, or no SMs beside the
-    lanes of a rank, or if the schedule never ends because a step waits for what nobody signals, or takes longer than is
-    simulated.
+    whole: simulate every rank, even if one rank can represent all (weft.perf.rotation). The outcome is the same.
+
+    Raises ValueError as `simulate` does, if the lanes of a rank leave no SMs for kernels, and if the call takes longer than
+    MOST_NS.
     """
-    world, _ = _ran(schedule, machine, MOST_NS, whole=whole)
-    return Outcome(world=world, total_us=_ended(world) / 1e3)
+    world, _ = _run_until(schedule, machine, MOST_NS, whole=whole)
+    return Outcome(world=world, total_us=_end_ns(world) / 1e3)
 
 
 def us_within(schedule: Schedule, machine: Machine, most_us: float) -> float:
-    """`run(schedule, machine).total_us`, or inf where that is more than most_us: what comes later is not simulated.
+    """Return `run(schedule, machine).total_us`, or inf once the simulation exceeds most_us.
 
-    Raises ValueError as `run` does, but for a schedule that takes too long.
+    Raises ValueError as `run` does, except for a schedule that takes too long.
     """
     most_ns = min(math.ceil(most_us * 1e3), MOST_NS)
-    world, ended = _ran(schedule, machine, most_ns)
-    return _ended(world) / 1e3 if ended else math.inf
+    world, ended = _run_until(schedule, machine, most_ns)
+    return _end_ns(world) / 1e3 if ended else math.inf
 
 
-def _ended(world: World) -> int:
+def _end_ns(world: World) -> int:
     return max((place.end for place in world.ran), default=0)
 
 
-def _ran(schedule: Schedule, machine: Machine, most_ns: int, *, whole: bool = False) -> tuple[World, bool]:
-    """The world after one call, or after most_ns of it; and whether all lanes have ended. Raises ValueError as `run` does."""
+def _run_until(schedule: Schedule, machine: Machine, most_ns: int, *, whole: bool = False) -> tuple[World, bool]:
+    """Simulate one call up to most_ns. Return the world, and whether all lanes have ended. Raises ValueError as `run` does."""
     machine.require_for(schedule.problem)
     world = World(schedule, machine, whole=whole)
     at: dict[tuple[int, str], Step] = {}
@@ -153,14 +156,14 @@ def _ran(schedule: Schedule, machine: Machine, most_ns: int, *, whole: bool = Fa
 
 
 def _lane(world: World, rank: int, place: int, lane: Lane, at: dict[tuple[int, str], Step]) -> Process:
-    """One lane's steps in order. place: of the lane on its rank. at: the step that each unfinished lane is in."""
+    """Run the steps of a lane in order. place: the lane's number on its rank. at: the current step of each unfinished lane."""
     late_us = world.before(lane.kind)
     if late_us:
         yield world.env.timeout(ns(late_us))
     kernels = world.spelled_out.of_lane(rank, lane.name)
     along, launched = continued(lane, kernels), _launched(lane, kernels)
     inner = world.within_a_kernel() if along else world
-    steps = STEPS_BESIDE if isinstance(world.schedule.problem, ConcurrentProblem) else STEPS
+    steps = CONCURRENT_STEPS if isinstance(world.schedule.problem, ConcurrentProblem) else STEPS
     for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
         start = world.now
@@ -175,7 +178,7 @@ def _lane(world: World, rank: int, place: int, lane: Lane, at: dict[tuple[int, s
 
 
 def _launched(lane: Lane, kernels: Mapping[Span1D, FusedCollective]) -> frozenset[int]:
-    """Positions of steps that begin a persistent kernel, and are none of those that pay a launch by themselves."""
+    """Return the positions of steps that begin a persistent kernel and whose own cost includes no launch."""
     return frozenset(low for low, _ in kernels if WORK[type(lane.steps[low])].kind in ("wait", "signal", "message"))
 
 
@@ -207,6 +210,6 @@ STEPS: dict[type, Callable[[World, int, Lane, Any], Process]] = {
     SendReceive: lambda world, rank, lane, step: messages.send_receive(world, rank, step),
     **dict.fromkeys(ragged.STEPS, lambda world, rank, lane, step: ragged.step_of_counts(world, rank, step)),
 }
-"""By type of step, what it does on a rank and a lane. A FusedCollective is spelled out before."""
-STEPS_BESIDE = {**STEPS, **concurrent.STEPS}
-"""The same beside a user's computation."""
+"""The function of each type of step. A FusedCollective has been replaced by its steps before."""
+CONCURRENT_STEPS = {**STEPS, **concurrent.STEPS}
+"""The same for a schedule that runs concurrently with a user's computation."""

@@ -19,16 +19,16 @@ import simpy
 
 Resource = tuple[Hashable, ...]
 Load = tuple[tuple[Resource, int], ...]
-"""Resources that a flow crosses, and how many times over: one flow may stand for many that are alike."""
+"""The resources of a flow, each with a multiple: one flow may represent several equal ones."""
 LATE = 5
 """simpy runs lower numbers first at the same time; its own are 0 and 1."""
 DONE = 1e-6
-"""Bytes: what is left of a finished transfer by rounding."""
+"""A transfer with fewer bytes left than this is finished; the rest is rounding."""
 
 
 @dataclass
 class Settled(ABC):
-    """Activities whose rates hold from one change to the next: set once for all that starts and ends within a nanosecond."""
+    """Settled has activities with constant rates between changes. Rates are set once for all changes of a nanosecond."""
 
     env: simpy.Environment
 
@@ -39,7 +39,7 @@ class Settled(ABC):
 
     @abstractmethod
     def move(self, elapsed: int) -> None:
-        """So many nanoseconds have gone by at the rates that were set."""
+        """Advance all activities by `elapsed` nanoseconds at the current rates."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -47,21 +47,21 @@ class Settled(ABC):
 
     @abstractmethod
     def next_end(self) -> float | None:
-        """Nanoseconds until the first activity ends at these rates; None if there is none."""
+        """Return the nanoseconds until the first activity ends at these rates; None if there is none."""
 
     @abstractmethod
     def finish(self) -> None:
-        """End what is through."""
+        """End the activities that are finished."""
 
     def advance(self) -> None:
-        """Take account of the time since the last change of rates; to be called before anything starts."""
+        """Advance to the current time. Call this before an activity starts."""
         elapsed = int(self.env.now) - self._updated
         if elapsed:
             self.move(elapsed)
             self._updated = int(self.env.now)
 
     def touch(self) -> None:
-        """Have rates set once, after everything else of this nanosecond."""
+        """Request new rates, which are set after all other events of this nanosecond."""
         if self._dirty:
             return
         self._dirty = True
@@ -92,7 +92,7 @@ class Settled(ABC):
 
 @dataclass(eq=False, slots=True)
 class Flow:
-    """A transfer under way. left: bytes."""
+    """Flow is a running transfer. left: its remaining bytes."""
 
     left: float
     done: simpy.Event
@@ -100,7 +100,7 @@ class Flow:
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """All flows with the same load: they have the same rate, each."""
+    """Stream has all flows with the same load. Each has the same rate."""
 
     load: Load
     flows: list[Flow] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Carried:
-    """What a resource has carried, for conservation tests: bytes, and the highest rate seen."""
+    """Carried has the bytes and the highest rate of a resource, for conservation tests."""
 
     bytes: float = 0.0
     peak_gbps: float = 0.0
@@ -121,7 +121,7 @@ class Carried:
 
 @dataclass
 class Fluid(Settled):
-    """Flows within a simpy environment. usage: what each resource has carried."""
+    """Fluid has the flows of a simpy environment. usage: the traffic of each resource."""
 
     usage: dict[Resource, Carried] = field(default_factory=dict, kw_only=True)
 
@@ -131,14 +131,14 @@ class Fluid(Settled):
 
     @abstractmethod
     def capacity(self, resource: Resource, flows: int) -> float:
-        """Of a resource that so many flows cross, in gbps."""
+        """Return the capacity in gbps of a resource that `flows` flows use."""
 
     def transfer(self, size: float, resources: tuple[Resource, ...]) -> simpy.Event:
-        """Start to move `size` bytes over all of `resources`; the event is when they are through."""
-        return self.transfer_alike(size, tuple((resource, 1) for resource in resources))
+        """Start a transfer of `size` bytes over all of `resources`, and return the event of its end."""
+        return self.transfer_load(size, tuple((resource, 1) for resource in resources))
 
-    def transfer_alike(self, size: float, load: Load) -> simpy.Event:
-        """Start to move `size` bytes with a load, which takes its multiple of a resource's rate and bytes."""
+    def transfer_load(self, size: float, load: Load) -> simpy.Event:
+        """Start a transfer of `size` bytes with a load, and return the event of its end."""
         flow = Flow(float(size), self.env.event())
         if size <= 0:
             flow.done.succeed()
@@ -172,7 +172,7 @@ class Fluid(Settled):
                 del self.streams[stream.load]
 
     def settle(self) -> None:
-        """Max-min fair rates by progressive filling; deterministic, as dicts keep the order of starts."""
+        """Set max-min fair rates by progressive filling. This is deterministic, because dicts preserve the order of starts."""
         members: dict[Resource, list[Stream]] = {}
         waiting: dict[Resource, int] = {}
         for stream in self.streams.values():
@@ -196,7 +196,7 @@ class Fluid(Settled):
 
 
 def _give(stream: Stream, share: float, left: dict[Resource, float], waiting: dict[Resource, int]) -> None:
-    """Fix the rate of a stream's flows, and take it from what they cross."""
+    """Set the rate of a stream's flows, and subtract it from their resources."""
     stream.rate = share
     for resource, times in stream.load:
         left[resource] -= share * times * len(stream.flows)

@@ -37,18 +37,19 @@ WAVES = 2
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """When a tile ends, in ns: takes_ns after its SM is free, but not before not_before."""
+    """Ends gives the end of a tile in ns: takes_ns after its SM is free, and not before not_before."""
 
     takes_ns: int
     not_before: int = 0
 
     def __call__(self, free: int) -> int:
-        """free: when its SM is."""
+        """Return the end of a tile whose SM is free at `free`."""
         return max(free + self.takes_ns, self.not_before)
 
 
 class FreeSms:
-    """SMs by the time at which they are free, earliest first; those that are free together stay together."""
+    """FreeSms is a heap of SMs, ordered by the time at which they are free. SMs that are free at the same time are one
+    entry."""
 
     def __init__(self, sms: int, now: int) -> None:
         assert sms > 0, "a kernel has an SM"
@@ -56,7 +57,7 @@ class FreeSms:
         self._sms = sms
 
     def take(self, tiles: int, ends: Ends) -> tuple[int, int]:
-        """Give `tiles` out. ends: of each of them. Returns when the first and the last one end."""
+        """Assign `tiles` to SMs, and return the ends of the first and the last one. ends: gives the end of each tile."""
         first = last = 0
         while tiles:
             free, count = self._pop()
@@ -75,11 +76,10 @@ class FreeSms:
         return first, last
 
     def _at_once(self, tiles: int, takes_ns: int) -> int:
-        """Give out all but the last ones of tiles that wait for nothing but an SM: those that start before the latest time
-        that leaves some. Returns how many."""
+        """Assign all but the last tiles at once if they only wait for an SM, and return their number."""
 
         def begun(free: int, before: int) -> int:
-            """By an SM."""
+            """Return the number of tiles that an SM begins."""
             return max(0, -((free - before) // takes_ns))
 
         low, high = self._free[0][0], self._free[0][0] + tiles * takes_ns
@@ -103,7 +103,7 @@ class FreeSms:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Parts that share tiles: neighbours without conditions of their own, or a single part."""
+    """_Group has parts that share tiles: neighbours without gates or counts, or a single part."""
 
     parts: tuple[Part, ...]
 
@@ -127,8 +127,9 @@ def _groups(step: Gemm, rank: int) -> Iterator[_Group]:
 
 
 def gemm(world: World, rank: int, step: Gemm) -> Process:
-    """Launch, then each group's tiles once its gates are open; ends when all tiles and stores have. Without rows or
-    columns nothing is launched, but what is counted is told all the same."""
+    """Launch a GEMM, and run each group's tiles once its gates are open, until all tiles and stores have ended.
+
+    A GEMM without rows or columns launches nothing, but raises its flags."""
     if not any(part.out.size for part in step.parts):
         yield from _nothing(world, rank, step)
         return
@@ -139,7 +140,7 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
         world.filled[rank] = Filled(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
     exchanging_us = world.machine.kernels.exchange_us if _streams(world, rank, step) else 0.0
     yield world.env.timeout(ns(world.machine.launch_us + exchanging_us))
-    yield from staging.staged(world, step)
+    yield from staging.stage_rows(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
         slower = yield from _tiles(world, rank, groups, cost, time)
     ended.succeed()
@@ -156,14 +157,14 @@ def _nothing(world: World, rank: int, step: Gemm) -> Process:
 
 
 def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, time: Time) -> Generator[simpy.Event, Any, float]:
-    """All tiles and stores. Returns how many times as long they took as in the kernel's own time."""
+    """Run all tiles and stores. Return the factor by which contention slowed them."""
     start, own = world.now, time.now
     blocks = FreeSms(cost.sms, own)
     stores: list[simpy.Event] = []
     sent: dict[tuple[int, int], simpy.Event] = {}
     end = ready = own
     whole = sum(cost.tiles) - cost.halves
-    # All at once: a part whose tiles have SMs of their own does not wait for the inner gates of those before it.
+    # All gates are awaited concurrently: a part whose tiles have their own SMs need not wait for earlier parts' inner gates.
     opening = [world.env.process(_opened(world, group.parts[0], time)) for group in groups]
     for group, tiles, opened in zip(groups, cost.tiles, opening, strict=True):
         now, *inner = yield opened
@@ -224,12 +225,12 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
 
 
 def _arrives(part: Part) -> bool:
-    """Whether a part waits for what brings its rows."""
+    """Return whether a part waits for the arrival of its rows."""
     return not part.adds and any(not gate.on_previous_call for gate in part.gates)
 
 
 def _streams(world: World, rank: int, step: Gemm) -> FusedCollective | None:
-    """The kernel that multiplies, where it is one of weft's that goes on to exchange and sum (weft.kernels.all_reduce)."""
+    """Return the fused kernel that multiplies, exchanges and sums (weft.kernels.all_reduce), if this step is part of one."""
     if not world.machine.gpu.kernel_tiles:
         return None
     for lane in world.schedule.ranks[rank]:
@@ -240,7 +241,7 @@ def _streams(world: World, rank: int, step: Gemm) -> FusedCollective | None:
 
 
 def _paced(world: World, rank: int, cost: GemmCost) -> GemmCost:
-    """At the rate that the rank's power allows after what it has multiplied so far."""
+    """Return the cost at the rate that the power limit allows after the rank's earlier matmuls."""
     before, paced_us = world.multiplied[rank], world.machine.gpu.paced_us
     world.multiplied[rank] += cost.busy_us
     if not cost.busy_us:
@@ -249,7 +250,7 @@ def _paced(world: World, rank: int, cost: GemmCost) -> GemmCost:
 
 
 def _opened(world: World, part: Part, time: Time) -> Generator[simpy.Event, Any, tuple[int, ...]]:
-    """When a part's gates are open, and then each of its inner gates."""
+    """Wait for a part's gates, then for each of its inner gates, and return the times."""
     for gate in part.gates:
         yield from world.wait(gate)
     times = [time.now]
@@ -260,7 +261,7 @@ def _opened(world: World, part: Part, time: Time) -> Generator[simpy.Event, Any,
 
 
 def _ends(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost, opened: tuple[int, ...]) -> Ends:
-    """When a tile of the group ends. opened: when its gates, and each inner gate, are open."""
+    """Return the end of a tile of the group. opened: the times at which its gates, and each inner gate, are open."""
     part = group.parts[0]
     tile_ns, adding_ns = _tile_ns(world, rank, group, tiles, cost), _adding_ns(world, group, tiles, cost)
     if adding_ns is not None:
@@ -272,7 +273,7 @@ def _ends(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost, op
 
 
 def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost) -> int:
-    """A tile's time, stretched where it stores to a peer while all SMs that have a tile do."""
+    """Return a tile's time, which is longer if it stores to a peer while all other tiles do."""
     part = group.parts[0]
     if part.out.rank == rank:
         return max(1, ns(cost.tile_us))
@@ -281,7 +282,7 @@ def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost)
 
 
 def _adding_ns(world: World, group: _Group, tiles: int, cost: GemmCost) -> int | None:
-    """What a tile takes to read what it adds, while all of its group that run do; None if it adds nothing."""
+    """Return the time of a tile to read its addends while the other tiles of its group do; None if it adds nothing."""
     (part, *_) = group.parts
     if not part.adds:
         return None
@@ -302,9 +303,10 @@ def _finish(
     last: int,
     sent: dict[tuple[int, int], simpy.Event],
 ) -> list[simpy.Event]:
-    """Have the group's data moved and its count raised. first, last: when its tiles end. sent: by source and destination, when
-    the groups before it have been moved, since stores leave in the order in which they are issued. Returns what the kernel
-    waits for."""
+    """Move a group's data and raise its flag, and return the events that the kernel waits for.
+
+    first, last: the ends of its first and last tile. sent: the event at which the last group before it has been moved, by
+    source and destination. Stores leave in the order in which they are issued."""
     part = group.parts[0]
     moves = [(part.out, rank, part.out.rank)] * (part.out.rank != rank) + [(part.a, part.a.rank, rank)] * (part.a.rank != rank)
     if not moves:
@@ -333,9 +335,9 @@ def _finish(
 
 
 def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Process:
-    """Launch, then the parts in order, each once its gates are open: as long as its slowest source takes.
+    """Launch a reduction, and run its parts in order, each once its gates are open. Its slowest source sets a part's time.
 
-    sms: how many it may use, all that are free if not given; each reads and writes at most `kernels.sm_gbps`.
+    sms: the number of SMs; the default is all free ones. Each SM reads and writes at most `kernels.sm_gbps`.
     """
     launch = ns(world.machine.launch_us)
     yield world.env.timeout(launch)

@@ -17,18 +17,18 @@ from weft.core.capabilities import H200
 from weft.core.machine import Machine
 from weft.core.problem import REDUCTIONS, Problem, split
 from weft.perf.shapes import Arriving, best_shape
-from weft.perf.terms import COPY_BESIDE_GEMM, GEMM_BESIDE_COPY, GemmCost, gemm_cost, hbm_us, kernel_cost, slowed
+from weft.perf.terms import COPY_WITH_GEMM, GEMM_WITH_COPY, GemmCost, gemm_cost, hbm_us, kernel_cost, slowed
 
 
-class Beside(NamedTuple):
-    """Beside describes copies that run from `since` to `until`, concurrently with kernels, and move `gbps` through memory."""
+class CopyLoad(NamedTuple):
+    """CopyLoad describes copies that run concurrently with kernels from `since` to `until` and move `gbps` through memory."""
 
     until: float = 0.0
     gbps: float = 0.0
     since: float = 0.0
 
 
-NOTHING = Beside()
+NOTHING = CopyLoad()
 
 
 class Rank:
@@ -103,7 +103,7 @@ class Rank:
 
     def slowed(self, cost: GemmCost, gbps: float) -> float:
         """Return how many times as long a kernel takes while copies move `gbps` through the rank's memory."""
-        known = self.machine.contention.keys() & {GEMM_BESIDE_COPY, COPY_BESIDE_GEMM}
+        known = self.machine.contention.keys() & {GEMM_WITH_COPY, COPY_WITH_GEMM}
         return slowed(self.machine, cost.shares, gbps) if gbps and known else 1.0
 
     # The links of the rank
@@ -152,22 +152,22 @@ class ComputeLane:
         """Launch a kernel that takes `us`."""
         self.now += self.rank.launch_us + us
 
-    def multiply(self, cost: GemmCost, beside: Beside = NOTHING, staged_us: float = 0.0) -> None:
-        """Run a cuBLAS matmul, concurrently with the copies in `beside`."""
+    def multiply(self, cost: GemmCost, load: CopyLoad = NOTHING, staged_us: float = 0.0) -> None:
+        """Run a cuBLAS matmul, concurrently with the copies of `load`."""
         if not cost.busy_us:
             return
         pace = self.rank.pace(self._multiplied_us, cost.busy_us)
         self._multiplied_us += cost.busy_us
         self.began, self.tile_us = self.now + self.rank.launch_us + staged_us, cost.tile_us * pace
-        self.now = stretched(self.began, cost.busy_us * pace, beside, self.rank.slowed(cost, beside.gbps))
+        self.now = end_under_load(self.began, cost.busy_us * pace, load, self.rank.slowed(cost, load.gbps))
 
 
 class CopyLanes:
     """CopyLanes tracks when the copy lanes of a rank are free. There is one lane, or one for each peer.
 
-    rounds: how many copies go to each peer.
+    rounds: the number of copies to each peer.
     one: use a single lane, even if the machine profile says one for each peer.
-    work_us: how long matmuls run concurrently, which slow the copies down.
+    work_us: the time of concurrent matmuls, which slow the copies down.
     """
 
     def __init__(self, rank: Rank, rounds: int, *, one: bool = False, work_us: float = math.inf) -> None:
@@ -175,7 +175,7 @@ class CopyLanes:
         one = one or not rank.machine.fans_out
         self._rounds = rounds if one and rank.ranks > 2 else 1
         self._now = [rank.fork_us] * (1 if one else rank.ranks)
-        slower = max(1.0, rank.machine.contention.get(COPY_BESIDE_GEMM, 1.0))
+        slower = max(1.0, rank.machine.contention.get(COPY_WITH_GEMM, 1.0))
         alone_us = rank.machine.copies.copy_us * rounds + rank.shard_bytes / (self.gbps(1) * 1e3)
         self._slowdown = 1 + (slower - 1) * min(1.0, work_us / (alone_us * max(1, rank.ranks - len(self._now))))
         self._full_gpu: list[tuple[float, float, float]] = []
@@ -199,11 +199,11 @@ class CopyLanes:
             rate = min(rate, copies.turned_gbps(self._rounds))
         return min(rate, self.rank.link_gbps(ahead, at_once))
 
-    def beside(self, size: float, until: float | None = None, since: float = 0.0) -> Beside:
+    def load(self, size: float, until: float | None = None, since: float = 0.0) -> CopyLoad:
         """Return the load of copies of `size` bytes that follow each other. It ends with the last copy, or at `until`."""
         us = self.rank.machine.copies.copy_us + size / (self.gbps(1) * 1e3) + self.rank.flag_us
         moved = 2e-3 * max(1, len(self._now) - 1) * size / us
-        return Beside(self.last if until is None else until, moved, since)
+        return CopyLoad(self.last if until is None else until, moved, since)
 
     def wait(self, ahead: int, until: float) -> None:
         """Wait for a flag that is raised at `until`. A lane that really had to wait also needs `wake_us` to go on."""
@@ -223,19 +223,19 @@ class CopyLanes:
         else:
             self._now[ahead % len(self._now)] += count * self.rank.flag_us
 
-    def copy(self, ahead: int, size: float, *, told: bool = True) -> float:
-        """Copy to or from a peer, and return when the peer sees it. told: include the signal that follows the copy."""
+    def copy(self, ahead: int, size: float, *, signal: bool = True) -> float:
+        """Copy to or from a peer, and return when the peer sees it. signal: include the signal that follows the copy."""
         at = ahead % len(self._now)
         rank = self.rank
         self._now[at] = self._wait_for_sms(self._now[at]) + rank.machine.copies.copy_us + size / (self.gbps(ahead) * 1e3)
-        self._now[at] += rank.flag_us * told
+        self._now[at] += rank.flag_us * signal
         return self._now[at] + rank.latency_us(ahead)
 
-    def copy_here(self, size: float, *, after: float = 0.0, told: bool = False) -> float:
-        """Copy within the rank's memory, not before `after`. told: include the signal that follows the copy."""
+    def copy_here(self, size: float, *, after: float = 0.0, signal: bool = False) -> float:
+        """Copy within the rank's memory, not before `after`. signal: include the signal that follows the copy."""
         machine = self.rank.machine
         fixed_us = machine.launch_us if machine.copies.strided == "kernel" else machine.copies.copy_us
-        self._now[0] = max(self._now[0], after) + fixed_us + hbm_us(machine, 2 * size) + machine.flag_us * told
+        self._now[0] = max(self._now[0], after) + fixed_us + hbm_us(machine, 2 * size) + machine.flag_us * signal
         return self._now[0]
 
     def share_sms(self, lane: ComputeLane) -> None:
@@ -252,16 +252,16 @@ class CopyLanes:
         return now
 
 
-def stretched(begin: float, work: float, beside: Beside, slower: float) -> float:
-    """Return when work ends that takes `slower` times as long while the copies in `beside` run."""
-    before = min(work, max(0.0, beside.since - begin))
+def end_under_load(begin: float, work: float, load: CopyLoad, slower: float) -> float:
+    """Return when work ends that takes `slower` times as long while the copies in `load` run."""
+    before = min(work, max(0.0, load.since - begin))
     begin, work = begin + before, work - before
-    slow = max(0.0, beside.until - begin) / slower
-    return begin + work * slower if work <= slow else max(begin, beside.until) + work - slow
+    slow = max(0.0, load.until - begin) / slower
+    return begin + work * slower if work <= slow else max(begin, load.until) + work - slow
 
 
 def waves(cost: GemmCost, last: int) -> float:
-    """Return how many waves the last `last` tiles of a kernel take, that is how many tiles in a row an SM computes for them.
+    """Return the number of waves of the last `last` tiles of a kernel: the number of tiles that an SM computes in a row.
 
     A half tile counts as less than one wave. Half tiles run concurrently with the last whole tiles if SMs are free then.
     """
@@ -271,13 +271,13 @@ def waves(cost: GemmCost, last: int) -> float:
 
 
 def waves_before(cost: GemmCost, first: int) -> float:
-    """Return how many waves it takes until the first `first` tiles of a kernel are done."""
+    """Return the number of waves until the first `first` tiles of a kernel are done."""
     whole = sum(cost.tiles) - cost.halves
     return -(-min(first, whole) // cost.sms) + (cost.half_tile if first > whole else 0.0)
 
 
 def waves_behind(cost: GemmCost, last: int) -> float:
-    """Return how many waves follow the first wave of the last `last` tiles.
+    """Return the number of waves after the first wave of the last `last` tiles.
 
     The tiles of that first wave occupy all SMs while they wait for their data.
     """

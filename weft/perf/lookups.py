@@ -1,11 +1,11 @@
-"""Lookups, simulated: bound by the memory that rows are gathered from, part after part, which copies beside them share.
+"""The simulation of embedding lookups. Their parts run one after the other, bound by the memory rate, which copies share.
 
-A part that is stored at a peer takes as long as its bytes take on the way, if that is more: few stores of a kernel are under
-way, and blocks wait for room. Else they are hidden but for the machine's `stores.stall` of their time. Before it counts a part,
-a block waits until its stores are acknowledged.
+A part that is stored at a peer takes at least as long as its transfer, because a kernel has room for few stores in flight. If
+the gather takes longer, the stores delay it only by the machine's `stores.stall` of their time. A block waits until its stores
+are acknowledged before it counts a part.
 
-Copies to peers of rows that do not lie together, which kernels make on some machines, run beside a lookup, whose blocks of one
-warp leave room. They are slower then, and so is the lookup, unless the machine says `slow_lookups` false.
+On some machines a kernel copies rows that are not contiguous. Such a copy to a peer runs concurrently with a lookup, whose
+blocks of one warp leave room on the SMs. Both are then slower, unless the machine has `slow_lookups` false.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.perf.world import Filled, Process, World, ns
 
 
 def lookup(world: World, rank: int, step: Lookup) -> Process:
-    """Launch, then the parts in order; ends when all stores have landed. Without elements nothing is launched."""
+    """Launch a lookup and run its parts in order, until all stores have landed. A lookup without elements launches nothing."""
     if not any(part.out.size for part in step.parts):
         return
     start = world.now
@@ -34,15 +34,15 @@ def lookup(world: World, rank: int, step: Lookup) -> Process:
     ended.succeed()
 
 
-def copied_beside(world: World, rank: int, size: int, path: tuple[Resource, ...]) -> Process:
-    """Rows that a kernel copies over a path to a peer."""
+def copy_during_lookup(world: World, rank: int, size: int, path: tuple[Resource, ...]) -> Process:
+    """Copy rows to a peer by a kernel, concurrently with a lookup."""
     if not world.machine.slow_lookups:
         yield from world.move(rank, size, path)
         return
     kernels = world.machine.kernels
-    limit = world.network.limit(("beside lookups", rank), kernels.lookup_copy_gbps)
+    limit = world.network.limit(("copies during lookups", rank), kernels.lookup_copy_gbps)
     world.transfers[rank].start(world.now)
-    yield world.network.transfer_alike(
+    yield world.network.transfer_load(
         size, (*((each, 1) for each in (*path, limit)), (("hbm", rank), kernels.lookup_copy_bytes))
     )
     world.transfers[rank].stop(world.now)

@@ -1,9 +1,9 @@
-"""Sends and receives, simulated: a message starts once both of its ends have begun, and shares their adapters with others.
+"""The simulation of sends and receives. A message starts once both ends have begun, and shares their adapters with others.
 
 rank r, network                    rank p, network
 send 2 KiB to p ..............     (another step)
                  ..............    receive from r: both have begun
-                 | on the way |    | on the way |        at max-min fair rates of both adapters
+                 | transfer   |    | transfer   |        at max-min fair rates of both adapters
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.perf.world import Message, Process, World, ns
 
 
 def send_receive(world: World, rank: int, step: SendReceive) -> Process:
-    """The step's fixed cost, then all of its messages, side by side; ends when all are through."""
+    """Pay the step's fixed cost, then exchange all of its messages concurrently."""
     network = world.machine.network
     assert network is not None, "the machine of several nodes has a network"
     yield world.env.timeout(ns(network.step_us))
@@ -34,7 +34,7 @@ def send_receive(world: World, rank: int, step: SendReceive) -> Process:
 
 
 def _next(world: World, pair: tuple[int, int], *, sent: bool) -> Message:
-    """The message of a pair that this end comes to next."""
+    """Return the next message of a pair at this end."""
     pair = world.pair(*pair)
     number = world.counted[(*pair, sent)]
     world.counted[(*pair, sent)] += 1
@@ -48,7 +48,7 @@ def _carry(world: World, src: int, dst: int, message: Message, size: int) -> Pro
     yield world.env.all_of([message.sent, message.awaited])
     network = world.machine.network
     assert network is not None
-    path = tuple(world.network.limit((way, rank), network.gbps) for way, rank in (("nic out", src), ("nic in", dst)))
+    path = tuple(world.network.limit((adapter, rank), network.gbps) for adapter, rank in (("nic out", src), ("nic in", dst)))
     yield from world.move(src, size, path)
     yield world.env.timeout(ns(network.latency_us))
     message.through.succeed()

@@ -1,8 +1,7 @@
-"""Network: transfers that share a machine's links, as fluids (weft.perf.fluid).
+"""Network: transfers that share a machine's links, modelled as fluids (weft.perf.fluid).
 
-Each transfer crosses ports, links, a GPU's copy engines or store path. What stays within a GPU's memory crosses that: copies,
-sums and lookups of one rank share its rate. Where kernels and copies slow each other (weft.perf.contention), kernels of both
-ends feel a copy.
+A transfer between GPUs uses ports, links, and a GPU's copy engines or store path. Copies, sums and lookups within a GPU share
+the rate of its memory. If kernels and copies slow each other (weft.perf.contention), a copy slows the kernels of both its ends.
 """
 
 from __future__ import annotations
@@ -25,9 +24,12 @@ __all__ = ["Carried", "Fabric", "Resource"]
 
 @dataclass
 class Fabric(Fluid):
-    """Flows on a machine's links. ranks: how many the problem uses. nodes: ranks on each node, where there are several: each
-    has links and a host of its own, and a ring closes over its ranks. rotation: where rank 0 stands for all, transfers are its
-    own, and take what all ranks' transfers take of rank 0's resources."""
+    """Fabric has the flows on a machine's links.
+
+    ranks: the number of ranks of the problem.
+    nodes: the number of ranks of each node, if there are several. Each node has its own links, host and ring.
+    rotation: set if rank 0 represents all ranks. Then only its transfers exist, and each takes from rank 0's resources what the
+    corresponding transfers of all ranks take."""
 
     machine: Machine
     ranks: int
@@ -39,28 +41,28 @@ class Fabric(Fluid):
         self._caps: dict[Resource, float] = {}
         self._ends: dict[Load, tuple[int, int]] = {}
         self._loads: dict[Load, Load] = {}
-        self._of: list[tuple[int, int, int]] = []  # by rank: its node, that one's first rank, and how many it has
+        self._of: list[tuple[int, int, int]] = []  # by rank: its node, the node's first rank, and the node's size
         for node, size in enumerate(self.nodes or (self.ranks,)):
             self._of += [(node, len(self._of), size)] * size
         self.contention = Contention(self.env, self.machine, self.ranks, self._reset)
 
     def _reset(self) -> None:
-        """Have rates set anew."""
+        """Request new rates."""
         self.advance()
         self.touch()
 
     def copy_path(self, rank: int, src: int, dst: int, *limits: Resource) -> tuple[Resource, ...]:
-        """What a copy by an engine of `rank` crosses between two ranks. limits: further resources."""
+        """Return the resources of a copy by an engine of `rank` between two ranks. limits: further resources."""
         path = (*limits, ("engine", rank), *self.path(src, dst))
         self._ends[self._load(tuple((resource, 1) for resource in path))] = (0, 0) if self.rotation else (src, dst)
         return path
 
-    def transfer_alike(self, size: float, load: Load) -> simpy.Event:
+    def transfer_load(self, size: float, load: Load) -> simpy.Event:
         """See Fluid."""
-        return super().transfer_alike(size, self._load(load))
+        return super().transfer_load(size, self._load(load))
 
     def _load(self, load: Load) -> Load:
-        """What stands for a load."""
+        """Return the load on rank 0 that represents this load."""
         if self.rotation is None:
             return load
         found = self._loads.get(load)
@@ -70,13 +72,13 @@ class Fabric(Fluid):
 
     @property
     def carried(self) -> Mapping[Resource, Carried]:
-        """What each resource has carried, those included that others stand for."""
+        """The traffic of each resource, including those that rank 0's resources represent."""
         if self.rotation is None:
             return self.usage
         return {one: carried for own, carried in self.usage.items() for one in self.rotation.everywhere(own)}
 
     def settle(self) -> None:
-        """See Fluid; and tell kernels what copies move beside them, out of their rank's memory and into it."""
+        """Set all rates, as Fluid does, and pass each rank's rate of copies to the contention of its kernels."""
         super().settle()
         if self.contention.active:
             moved: dict[Hashable, float] = defaultdict(float)
@@ -86,28 +88,28 @@ class Fabric(Fluid):
             self.contention.moving(moved)
 
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:
-        """The links from one rank to another of its node."""
+        """Return the links from one rank to another on its node."""
         topology = self.machine.links.topology
         node, first, size = self._of[src]
         if topology == "mesh":
             return (("link", src, dst),)
         if topology == "ring":
             ahead = (dst - src) % size
-            way, hops = (1, ahead) if 2 * ahead <= size else (-1, size - ahead)
-            stops = [first + (src - first + way * i) % size for i in range(hops + 1)]
+            direction, hops = (1, ahead) if 2 * ahead <= size else (-1, size - ahead)
+            stops = [first + (src - first + direction * i) % size for i in range(hops + 1)]
             return tuple(("link", a, b) for a, b in itertools.pairwise(stops))
         ports: tuple[Resource, ...] = (("out", src), ("in", dst))
         return (*ports, ("host", node)) if topology == "pcie" else ports
 
     def latency_ns(self, src: int, dst: int) -> int:
-        """From a signal on `src` to its sight on `dst`; 0 within a rank."""
+        """Return the time from a signal on `src` until `dst` sees it; 0 within a rank."""
         if src == dst:
             return 0
         hops = len(self.path(src, dst)) if self.machine.links.topology == "ring" else 1
         return round(hops * self.machine.links.latency_us * 1e3)
 
     def limit(self, resource: Resource, gbps: float) -> Resource:
-        """A resource of its own capacity, such as the store path of a kernel's SMs. Returns it."""
+        """Set the capacity of a resource, such as the store path of a kernel's SMs, and return the resource."""
         self._caps[self.rotation.resource(resource) if self.rotation else resource] = gbps
         return resource
 

@@ -1,14 +1,14 @@
-"""Steps whose row counts live on devices, simulated for one routing: every rank sends as many rows to each expert.
+"""The simulation of steps whose row counts are known on devices only. It assumes an even routing.
 
-How many rows a real call moves is not known before it runs, so a prediction has to assume it. Here every rank sends as many
-rows as fit, the lesser of `capacity` and `m`, and its segments share them evenly: nothing is cut off anywhere. A routing that
-is skewed takes longer, by what the busiest rank has more.
+The number of rows that a real call moves is unknown before it runs, so a prediction has to assume one. Here every rank sends
+min(capacity, m) rows, spread evenly over its segments, and no row is dropped. A skewed routing takes longer, in proportion to
+the extra rows of the busiest rank.
 
     blocks that copy       | push | push | push | (join the others) ....      stores.sms of the SMs
     blocks that multiply   | expert 0 | (gate closed) | expert 1 | ...        all others
 
-One kernel multiplies the rows of an expert in tiles that its segments share; a tile begins once the gates of all its rows are
-open. Each expert's b is read from memory once.
+One kernel multiplies the rows of all experts. The segments of an expert share its tiles, and a tile begins once the gates of
+all its rows are open. Each expert's b is read from memory once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from weft.perf.terms import GemmCost, gemm_cost, hbm_us
 from weft.perf.world import Process, World, ns
 
 COUNT_BYTES = 8
-"""A row count."""
+"""The size of a row count."""
 
 
 @lru_cache(maxsize=16)
 def even_rows(problem: RaggedProblem) -> dict[tuple[int, int, int], int]:
-    """By segment, the rows that move: all alike but for one more in the first ones."""
+    """Return the rows that each segment moves. They are equal, except for one more in the first segments."""
     each, more = divmod(min(problem.capacity, problem.m), problem.world_size * problem.experts)
     names = [problem.sent_order(rank) for rank in range(problem.world_size)]
     counts = {name: each + (place < more) for order in names for place, name in enumerate(order)}
@@ -38,7 +38,7 @@ def even_rows(problem: RaggedProblem) -> dict[tuple[int, int, int], int]:
 
 
 def step_of_counts(world: World, rank: int, step: ShareCounts | SegmentCopies | GroupedGemm) -> Process:
-    """One step of a RaggedProblem: a launch, then what it does."""
+    """Launch and run one step of a RaggedProblem."""
     start = world.now
     yield world.env.timeout(ns(world.machine.launch_us))
     yield from STEPS[type(step)](world, rank, step)
@@ -52,7 +52,7 @@ def _problem(world: World) -> RaggedProblem:
 
 
 def _share(world: World, rank: int, step: ShareCounts) -> Process:
-    """One block writes the counts at each rank, all on their way together, and then waits for those of the others."""
+    """Write the counts to all ranks concurrently from one block, then wait for those of the others."""
     problem = _problem(world)
     size = COUNT_BYTES * problem.world_size * problem.experts
     peers = [flag.rank for flag in step.flags if flag.rank != rank]
@@ -66,7 +66,7 @@ def _share(world: World, rank: int, step: ShareCounts) -> Process:
 
 
 def _copy(world: World, rank: int, parts: Sequence[SegmentCopy], sms: int) -> Process:
-    """Segments one behind the other, each as fast as so many SMs store or load."""
+    """Copy segments one after the other, each at the rate at which `sms` SMs store or load."""
     flag_us = world.machine.within_a_kernel.flag_us
     for part in parts:
         for gate in part.gates:
@@ -89,7 +89,7 @@ def _bytes(world: World, segment: Segment) -> int:
 
 
 def _multiply(world: World, rank: int, step: GroupedGemm) -> Process:
-    """Tiles expert by expert, beside the blocks that copy; ends when both have."""
+    """Multiply expert by expert, concurrently with the blocks that copy, until both have ended."""
     copies = [part for part in step.parts if isinstance(part, SegmentCopy)]
     experts = tuple(_by_expert(step))
     copying = min(world.machine.stores.sms, world.free_sms[rank] - 1) if copies else 0
@@ -111,14 +111,14 @@ def _multiply(world: World, rank: int, step: GroupedGemm) -> Process:
 
 
 def _by_expert(step: GroupedGemm) -> Iterator[list[SegmentProduct]]:
-    """The products of each expert, in the order in which experts come."""
+    """Yield the products of each expert, in the order of the experts."""
     products = [part for part in step.parts if isinstance(part, SegmentProduct)]
     for expert in dict.fromkeys(part.a.expert for part in products):
         yield [part for part in products if part.a.expert == expert]
 
 
 def _cost(world: World, rank: int, experts: Sequence[Sequence[SegmentProduct]], sms: int) -> GemmCost:
-    """All experts as one kernel. What gemm_cost counts for b is one expert's; the others' are read besides."""
+    """Return the cost of all experts as one kernel. gemm_cost counts b of one expert; the others' are added here."""
     problem = _problem(world)
     rows = tuple(sum(even_rows(problem)[product.a.name] for product in products) for products in experts)
     n = 2 * problem.n if problem.gated else problem.n
@@ -138,7 +138,7 @@ def _cost(world: World, rank: int, experts: Sequence[Sequence[SegmentProduct]], 
 
 
 def _shares(world: World, products: Sequence[SegmentProduct], tiles: int) -> Iterator[int]:
-    """Of an expert's tiles, those that can begin once each segment is here; a tile of two segments is the later one's."""
+    """Yield the number of an expert's tiles that each arriving segment enables. A tile of two segments needs the later one."""
     rows = [even_rows(_problem(world))[product.a.name] for product in products]
     given, here = 0, 0
     for each in rows:
@@ -153,4 +153,4 @@ STEPS: dict[type, Callable[[World, int, Any], Process]] = {
     SegmentCopies: lambda world, rank, step: _copy(world, rank, step.parts, world.free_sms[rank]),
     GroupedGemm: _multiply,
 }
-"""By type of step, what one kernel of it does."""
+"""The function of each type of step."""

@@ -4,7 +4,7 @@ Contract: `estimates` is a pure function of a problem, a machine and names of sc
 nothing. It has no constants of its own: the costs of matmuls, copies and flags come from `weft.perf.terms`, as in the event
 engine (weft.perf.engine), which adds ordering and contention. A test compares the two over hundreds of problems.
 
-`ROWS` has one row for each family of schedules: how it cuts the matmul, and what transports the data. Three recurrences cover
+`ROWS` has one row for each family of schedules: its cut of the matmul, and its transport of the data. Three recurrences cover
 the families that overlap a matmul with communication inside a node:
 
     gather       t_i = max(t_{i-1}, start + i c + latency) + flags + kappa g_i          pieces arrive, and are multiplied
@@ -41,7 +41,7 @@ from weft.core.problem import (
     ColumnProblem,
     Problem,
 )
-from weft.perf.lanes import Beside, ComputeLane, CopyLanes, Rank, lengths, stretched, waves, waves_before, waves_behind
+from weft.perf.lanes import ComputeLane, CopyLanes, CopyLoad, Rank, end_under_load, lengths, waves, waves_before, waves_behind
 from weft.perf.shapes import Arriving
 from weft.perf.terms import (
     GemmCost,
@@ -81,7 +81,7 @@ class Row(NamedTuple):
         ring     copy engines, to the next rank       pulls    copy engines of the receiver
 
     joined: the rank's own shard is cut like the others. In flag_gated_2d, K is cut.
-    hops: in how many hops an "exchange" kernel communicates.
+    hops: the number of hops of an "exchange" kernel.
     one_lane: all copies share one lane.
     """
 
@@ -213,7 +213,7 @@ class _IncomingPieces:
         """Return when the pieces of the next chunk arrive: the rank's own, if it is copied too, then those of the peers."""
         part, rank = self.part(size), self.rank
         if self.row.gather == "copies":
-            own = [self.lanes.copy_here(part, told=True)] if self._own_too else []
+            own = [self.lanes.copy_here(part, signal=True)] if self._own_too else []
             return own + [self.lanes.copy(ahead, part) for ahead in rank.peers]
         found, stores = [], rank.machine.stores
         for ahead in rank.peers:
@@ -241,10 +241,10 @@ class _IncomingPieces:
         return found
 
     @property
-    def beside(self) -> Beside:
+    def load(self) -> CopyLoad:
         """The load of all these copies on concurrent kernels."""
         engines = self.row.gather in ("copies", "ring") and self.sizes
-        return self.lanes.beside(self.part(self.sizes[0])) if engines else Beside()
+        return self.lanes.load(self.part(self.sizes[0])) if engines else CopyLoad()
 
     @property
     def end(self) -> float:
@@ -274,24 +274,24 @@ def _multiply_on_arrival(lane: ComputeLane, incoming: _IncomingPieces, *, column
     rank, row, sizes = lane.rank, incoming.row, incoming.sizes
     by_kernels = (columns or row.kernels == "slice") and rank.machine.copies.strided == "kernel"
     arrivals = [] if by_kernels else incoming.all()
-    beside = incoming.beside
+    load = incoming.load
     if not row.joined:
-        lane.multiply(rank.library_gemm(rank.own), beside)
+        lane.multiply(rank.library_gemm(rank.own), load)
     for index, size in enumerate(sizes):
         came = incoming.chunk(size) if by_kernels else arrivals[index]
         if by_kernels:  # copies run concurrently until the last chunk has arrived
-            beside = incoming.lanes.beside(incoming.part(size), math.inf if index < len(sizes) - 1 else None)
+            load = incoming.lanes.load(incoming.part(size), math.inf if index < len(sizes) - 1 else None)
         if row.kernels == "piece":
             for arrival in came:
                 lane.wait(arrival)
-                lane.multiply(rank.library_gemm(rank.own if len(sizes) == 1 else size), beside)
+                lane.multiply(rank.library_gemm(rank.own if len(sizes) == 1 else size), load)
             continue
         lane.wait(*came)
         if columns:
-            lane.multiply(rank.library_gemm(size), beside)
+            lane.multiply(rank.library_gemm(size), load)
         else:
             cost, staged = _step(rank, row, size, index, len(sizes), gathers=True)
-            lane.multiply(cost, beside, staged)
+            lane.multiply(cost, load, staged)
         if by_kernels:
             incoming.lanes.share_sms(lane)
     if row.kernels == "slice":
@@ -363,10 +363,10 @@ def _waiting_kernel_us(rank: Rank, row: Row, incoming: _IncomingPieces, begin: f
         own = Arriving(rank.own, rank.columns, False, whole)
         cost = rank.kernel([own, *(Arriving(sizes[index], rank.columns, True, whole) for index, _ in order)], sms)
         ready = [0.0, *(arrivals[index][at] for index, at in order)]
-    beside, pace = incoming.beside, rank.pace(0.0, cost.busy_us)
-    slower, left, end = rank.slowed(cost, beside.gbps), sum(cost.tiles), begin
+    load, pace = incoming.load, rank.pace(0.0, cost.busy_us)
+    slower, left, end = rank.slowed(cost, load.gbps), sum(cost.tiles), begin
     for tiles, opens in zip(cost.tiles, ready, strict=True):
-        end = max(end, stretched(max(begin, opens), waves(cost, left) * cost.tile_us * pace, beside, slower))
+        end = max(end, end_under_load(max(begin, opens), waves(cost, left) * cost.tile_us * pace, load, slower))
         left -= tiles
     return end
 
@@ -387,27 +387,27 @@ def _overlapped_scatter_us(rank: Rank, row: Row, chunks: int) -> tuple[float, fl
     by_kernels = row.kernels == "slice" and rank.machine.copies.strided == "kernel"
     made, arrived = list[list[float]](), list[list[float]]()
     for index, (size, share) in enumerate(zip(sizes, shares, strict=True)):
-        beside = lanes.beside(rank.shard_bytes * share, math.inf if by_kernels and index else None)
+        load = lanes.load(rank.shard_bytes * share, math.inf if by_kernels and index else None)
         if row.kernels == "piece":
             ready = []
             for _ in rank.peers:
-                lane.multiply(rank.library_gemm(rank.own if len(sizes) == 1 else size), beside)
+                lane.multiply(rank.library_gemm(rank.own if len(sizes) == 1 else size), load)
                 lane.now += rank.flag_us
                 ready.append(lane.now)
         else:
             cost, staged = _step(rank, row, size, index, len(sizes), gathers=False)
-            lane.multiply(cost, beside, staged)
+            lane.multiply(cost, load, staged)
             if by_kernels:
                 lanes.share_sms(lane)
             lane.now += rank.flag_us
             ready = [lane.now for _ in rank.peers]
         made.append(ready)
         if not by_kernels:
-            arrived.append(_sent(rank, lanes, ready, share, first=index == 0, each=row.kernels == "piece"))
+            arrived.append(_send(rank, lanes, ready, share, first=index == 0, each=row.kernels == "piece"))
     if by_kernels:  # these copies need SMs, so the times of all kernels had to be known first
-        arrived = [_sent(rank, lanes, ready, shares[i], first=i == 0, each=False) for i, ready in enumerate(made)]
+        arrived = [_send(rank, lanes, ready, shares[i], first=i == 0, each=False) for i, ready in enumerate(made)]
     if not row.joined:
-        lane.multiply(rank.library_gemm(rank.own), lanes.beside(rank.shard_bytes / max(1, len(sizes))))
+        lane.multiply(rank.library_gemm(rank.own), lanes.load(rank.shard_bytes / max(1, len(sizes))))
     if not sums:
         return lane.now, _signal_all_read(rank, lanes)
     lane.launch(0.0)
@@ -416,7 +416,7 @@ def _overlapped_scatter_us(rank: Rank, row: Row, chunks: int) -> tuple[float, fl
     return lane.now + rank.flag_us, lanes.end
 
 
-def _sent(rank: Rank, lanes: CopyLanes, ready: Sequence[float], share: float, *, first: bool, each: bool) -> list[float]:
+def _send(rank: Rank, lanes: CopyLanes, ready: Sequence[float], share: float, *, first: bool, each: bool) -> list[float]:
     """Return when each peer has received its piece. each: every piece has its own flag, not every step."""
     found, pulled = [], rank.problem.op != "matmul_reduce_scatter"
     for ahead, made in zip(rank.peers, ready, strict=True):
@@ -424,7 +424,7 @@ def _sent(rank: Rank, lanes: CopyLanes, ready: Sequence[float], share: float, *,
             lanes.wait(ahead, made + rank.latency_us(ahead) * pulled)
         if first and not pulled:
             lanes.flags(1, ahead)
-        found.append(lanes.copy(ahead, rank.shard_bytes * share, told=not pulled))
+        found.append(lanes.copy(ahead, rank.shard_bytes * share, signal=not pulled))
     return found
 
 
@@ -472,9 +472,9 @@ def _tile_kernels_us(rank: Rank, row: Row, sizes: Sequence[int]) -> tuple[float,
         cost, tile_us = tile_kernels.kernel(order, sizes if sums else (rank.own,))
     lane, lanes = tile_kernels.lane, tile_kernels.lanes
     if row.scatter == "loads":
-        return tile_kernels.loaded(), 0.0
+        return tile_kernels.add_loaded_pieces(), 0.0
     if sums:
-        return tile_kernels.added(cost, tile_us), lanes.end if row.scatter == "copies" else 0.0
+        return tile_kernels.add_arrived_pieces(cost, tile_us), lanes.end if row.scatter == "copies" else 0.0
     if row.scatter == "tiles":
         for piece in order:
             lanes.wait(piece[1], tile_kernels.arrived[piece])
@@ -509,28 +509,28 @@ class _TileKernels:
         pace = rank.pace(self._multiplied_us, cost.busy_us)
         self._multiplied_us += cost.busy_us
         begin, tile_us, done, stalled = self.lane.now + rank.launch_us, cost.tile_us * pace, 0, 0.0
-        slower = rank.slowed(cost, self._beside.gbps)
+        slower = rank.slowed(cost, self._load.gbps)
         for piece, tiles in zip(pieces, cost.tiles, strict=False):
             first = begin + waves_before(cost, done + 1) * tile_us
             done += tiles
             ends_us = waves_before(cost, done) * tile_us
             if stores:
-                stalled += self._stored(piece, cost, tiles, first, begin + ends_us + stalled)
+                stalled += self._store(piece, cost, tiles, first, begin + ends_us + stalled)
             elif self.row.scatter == "copies":
-                self._sent(piece, stretched(begin, ends_us, self._beside, slower))
+                self._send(piece, end_under_load(begin, ends_us, self._load, slower))
             else:
                 self.arrived[piece] = begin + ends_us + rank.latency_us(piece[1])
         work_us = waves(cost, sum(cost.tiles)) * tile_us + stalled
-        self.lane.now = max(stretched(begin, work_us, self._beside, slower), *self._landed.values(), 0.0)
+        self.lane.now = max(end_under_load(begin, work_us, self._load, slower), *self._landed.values(), 0.0)
         return cost, tile_us
 
     @property
-    def _beside(self) -> Beside:
+    def _load(self) -> CopyLoad:
         if self.row.scatter != "copies" or not self.sizes:
-            return Beside()
-        return self.lanes.beside(self.part(0), since=self._since)
+            return CopyLoad()
+        return self.lanes.load(self.part(0), since=self._since)
 
-    def _stored(self, piece: tuple[int, int], cost: GemmCost, tiles: int, first: float, ends: float) -> float:
+    def _store(self, piece: tuple[int, int], cost: GemmCost, tiles: int, first: float, ends: float) -> float:
         """Store the tiles of a piece at the peer from the first one on. Return by how much the stores delay the kernel."""
         (index, ahead), machine = piece, self.rank.machine
         stall = stalled_us(machine, self.part(index), tiles, min(cost.sms, sum(cost.tiles)))
@@ -541,7 +541,7 @@ class _TileKernels:
         self.arrived[piece] = max(self._landed[link], ends + waiting) + self.rank.latency_us(ahead)
         return waiting
 
-    def _sent(self, piece: tuple[int, int], made: float) -> None:
+    def _send(self, piece: tuple[int, int], made: float) -> None:
         """Copy a piece once all its tiles are counted. The copy is this rank's, or the owner pulls it."""
         (index, ahead), rank = piece, self.rank
         pulled = rank.problem.op != "matmul_reduce_scatter"
@@ -549,13 +549,13 @@ class _TileKernels:
         if index == 0 and not pulled:
             self.lanes.flags(1, ahead)
         self._since = min(self._since, made + rank.wake_us + 2 * rank.flag_us + rank.machine.copies.copy_us)
-        self.arrived[piece] = self.lanes.copy(ahead, self.part(index), told=not pulled)
+        self.arrived[piece] = self.lanes.copy(ahead, self.part(index), signal=not pulled)
 
     def _chunk_arrival(self, index: int) -> float:
         """Return when a chunk has arrived from all peers."""
         return max((self.arrived[index, ahead] for ahead in self.rank.peers), default=0.0)
 
-    def loaded(self) -> float:
+    def add_loaded_pieces(self) -> float:
         """Return when a kernel has loaded and added the peers' pieces, chunk by chunk, and has signalled the peers."""
         rank = self.rank
         self.lane.launch(0.0)
@@ -565,7 +565,7 @@ class _TileKernels:
             self.lane.now = max(self.lane.now, self._chunk_arrival(index)) + loads_us
         return self.lane.now + rank.flag_us
 
-    def added(self, cost: GemmCost, tile_us: float) -> float:
+    def add_arrived_pieces(self, cost: GemmCost, tile_us: float) -> float:
         """Return when the kernel has added arrived pieces to its own tiles, which come last and hold SMs while they wait."""
         rank, tiles = self.rank, cost.tiles[len(cost.tiles) - len(self.sizes) :]
         left, late, longer = sum(tiles), 0.0, 0.0
@@ -655,31 +655,31 @@ def _copied_lookup_us(rank: Rank, lanes: CopyLanes, pieces: Sequence[tuple[int, 
     lookup) of each.
     """
     machine, kernels = rank.machine, rank.machine.kernels
-    beside = machine.copies.strided == "kernel" and machine.slow_lookups
+    by_kernels = machine.copies.strided == "kernel" and machine.slow_lookups
     rate, slower = lanes.gbps(1), 1.0
-    if beside:  # lookup and copies share the memory bandwidth equally
+    if by_kernels:  # lookup and copies share the memory bandwidth equally
         hbm = machine.gpu.hbm_gbps
         rate = min(kernels.lookup_copy_gbps, rate, fair := hbm / (1 + kernels.lookup_copy_bytes))
         slower = hbm / max(hbm - kernels.lookup_copy_bytes * rate, fair)
-    now, sent, moving, arrived = rank.launch_us, rank.fork_us, list[Beside](), list[tuple[float, float]]()
+    now, sent, moving, arrived = rank.launch_us, rank.fork_us, list[CopyLoad](), list[tuple[float, float]]()
     for ahead, index, part, share in pieces:
-        now = stretched(now, look_us * share, _running_copies(moving, now), slower)
-        made = now + kernels.lookup_copy_us * beside
+        now = end_under_load(now, look_us * share, _running_copies(moving, now), slower)
+        made = now + kernels.lookup_copy_us * by_kernels
         begun = max(sent, made + rank.wake_us) + rank.flag_us * (2 if index == 0 else 1) + machine.copies.copy_us
         sent = begun + part / (rate * 1e3) + rank.flag_us
-        moving.append(Beside(sent - rank.flag_us, since=begun))
+        moving.append(CopyLoad(sent - rank.flag_us, since=begun))
         arrived.append((sent + rank.latency_us(ahead), part))
-    lane = ComputeLane(rank, stretched(now, look_us / rank.ranks, _running_copies(moving, now), slower))
+    lane = ComputeLane(rank, end_under_load(now, look_us / rank.ranks, _running_copies(moving, now), slower))
     for arrival, part in arrived:
         lane.wait(arrival)
         lane.launch(local_copy_us(machine, round(part)))
     return max(lane.now + rank.flag_us, sent + rank.fork_us)
 
 
-def _running_copies(moving: Sequence[Beside], now: float) -> Beside:
+def _running_copies(moving: Sequence[CopyLoad], now: float) -> CopyLoad:
     """Return the load of the copies that have not ended at `now`."""
     left = [one for one in moving if one.until > now]
-    return Beside(left[-1].until, since=left[0].since) if left else Beside()
+    return CopyLoad(left[-1].until, since=left[0].since) if left else CopyLoad()
 
 
 def _collective_us(rank: Rank, row: Row, chunks: int) -> float:
@@ -711,7 +711,7 @@ def _collective_us(rank: Rank, row: Row, chunks: int) -> float:
             out.launch(local_copy_us(machine, size) + flags * (1 + (index >= turns.slots or index == 0)))
             for ahead in rank.peers:
                 lanes.wait(ahead, out.now + rank.latency_us(ahead))
-                arrived.append(lanes.copy(ahead, size, told=asked))
+                arrived.append(lanes.copy(ahead, size, signal=asked))
         elif here:
             for ahead in rank.peers:
                 lanes.flags(int(index >= turns.slots or index == 0), ahead)
@@ -727,7 +727,7 @@ def _collective_us(rank: Rank, row: Row, chunks: int) -> float:
             for ahead in rank.peers:
                 if pulls or ahead == 1:
                     lanes.wait(ahead, made[index - 1])
-                arrived.append(lanes.copy(ahead, size, told=not pulls or asked))
+                arrived.append(lanes.copy(ahead, size, signal=not pulls or asked))
         if straight and arrived:
             out.wait(*arrived)
         elif not pulls and (index if twice else not problem.sums):

@@ -1,13 +1,13 @@
-"""Rotation: where all ranks do the same, each with its peers shifted by its own number, one rank stands for all.
+"""Rotation: if all ranks do the same, each with its peers shifted by its own number, rank 0 represents all of them.
 
-`rotation(schedule, machine)` compares what the simulator reads of each rank's lanes: kinds of steps, shapes, buffers, how far
-away a peer is, and which of its rank's flags a step waits for, counted in the order in which the rank comes to them. It does
-not compare where rows lie, nor the order of what takes no order (the parts of a plain matmul, the sources of a sum). If all
-ranks are equal in this, they do the same at the same time, and the simulator runs rank 0 alone:
+`rotation(schedule, machine)` compares the properties of each rank's lanes that the simulator reads: kinds of steps, shapes,
+buffers, distances of peers, and the flags that steps wait for, numbered in the order of their first use. It ignores the offsets
+of rows, and the order of unordered things (the parts of a plain matmul, the sources of a sum). If all ranks are equal in this,
+they do the same at the same time, and the simulator runs rank 0 only:
 
     rank 0 signals a flag of rank d      rank -d signals rank 0's flag of the same number
     rank 0 sends over the link to d      rank -d sends over the link that comes to rank 0 from there
-    rank 0 sends through its host        all ranks of the node do: the transfer counts as many times
+    rank 0 sends through its host        all ranks of the node do the same: the transfer counts once for each
 
 Ranks of several nodes of one size are shifted twice: by nodes, and within the node.
 """
@@ -48,42 +48,43 @@ from weft.core.work import is_plain
 from weft.perf.fluid import Load, Resource
 
 Seen = tuple[Any, ...]
-"""What one rank's steps are to the simulator, with other ranks by how far away they are."""
+"""The properties of a rank's steps that the simulator reads. Other ranks are given by their distance."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Shifts of `nodes` times `each` ranks: by whole nodes, and within each node."""
+    """Turns shifts the ranks of `nodes` nodes of `each` ranks: by whole nodes, and within each node."""
 
     nodes: int
     each: int
 
     def away(self, src: int, dst: int) -> int:
-        """How far it is from one rank to another, as the rank that is so far from rank 0."""
+        """Return the distance between two ranks, as the rank at that distance from rank 0."""
         node = (dst // self.each - src // self.each) % self.nodes
         return node * self.each + (dst - src) % self.each
 
     def turned(self, rank: int, by: int) -> int:
-        """The rank that is as far from `by` as `rank` is from 0."""
+        """Return the rank at the distance from `by` that `rank` has from rank 0."""
         node = (rank // self.each + by // self.each) % self.nodes
         return node * self.each + (rank + by) % self.each
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """All ranks are rank 0, turned. own: by flag of another rank that rank 0 signals, the flag of rank 0 that it stands for,
-    None where nobody waits for it."""
+    """Rotation maps the flags and resources of all ranks to those of rank 0.
+
+    own: the flag of rank 0 for each flag of another rank that rank 0 signals; None if no step waits for it."""
 
     turns: Turns
     own: Mapping[Flag, Flag | None] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """The number of ranks."""
         return self.turns.nodes * self.turns.each
 
     def load(self, load: Load) -> Load:
-        """What transfers of all ranks take of rank 0's resources, for one of rank 0's with this load."""
+        """Return the load on rank 0's resources of the transfers by all ranks that correspond to one of rank 0."""
         total: dict[Resource, int] = {}
         for resource, times in load:
             own, each = self.resource(resource), self.turns.each if resource[0] == "host" else 1
@@ -91,14 +92,14 @@ class Rotation:
         return tuple(total.items())
 
     def resource(self, resource: Resource) -> Resource:
-        """The one of rank 0 that it stands for."""
+        """Return the resource of rank 0 that corresponds to this one."""
         name, rank, *rest = resource
         if name == "link":
             return name, 0, self.turns.away(rank, *rest)  # type: ignore[arg-type]
         return name, 0, *rest
 
     def everywhere(self, resource: Resource) -> list[Resource]:
-        """What one of rank 0's stands for, on all ranks."""
+        """Return the resources of all ranks that correspond to one of rank 0."""
         name, _, *rest = resource
         if name == "host":
             return [("host", node) for node in range(self.turns.nodes)]
@@ -108,7 +109,7 @@ class Rotation:
 
 
 def rotation(spelled: SpelledOut, machine: Machine) -> Rotation | None:
-    """What makes all ranks of a schedule one; None if they differ."""
+    """Return the rotation that maps all ranks of a schedule to rank 0; None if they differ."""
     schedule, problem = spelled.schedule, spelled.schedule.problem
     nodes = problem.nodes or (len(schedule.ranks),)
     if len(schedule.ranks) < 2 or len(set(nodes)) > 1 or (isinstance(problem, RaggedProblem) and _uneven(problem)):

@@ -68,7 +68,7 @@ PROMOTED_SHAPES = (
     TileShape(m=128, n=128, k=128, warps=8, stages=3, pairs=True, itemsize=1),
     TileShape(m=64, n=128, k=128, warps=4, stages=4, pairs=True, itemsize=1),
 )
-"""The same for FP8 operands whose products of each 128 of K are added in float32. Three tiles of float32 lie in registers: the
+"""The same for FP8 operands whose products of each 128 of K are added in float32. Three tiles of float32 are in registers: the
 sum and two products. Larger tiles leave no room for them."""
 _FEWEST_STAGES = 2
 """With one, no load would run ahead of the products."""
@@ -222,7 +222,7 @@ class _Numbers(NamedTuple):
     stored: float
     sent: float
     memory: float
-    kept_bytes: float
+    cached_bytes: float
     push_sms: int
 
     def step_us(self, blocks: TileShape, *, stored: bool = False) -> float:
@@ -251,7 +251,7 @@ def _numbers(machine: Machine, sms: int, rate: str = _DTYPE) -> _Numbers:
         stored=1e3 * stores.rate(pushing),
         sent=1e3 * stores.rate(gpu.sms) * (stores.tiles or 1.0),
         memory=1e3 * gpu.hbm_gbps,
-        kept_bytes=machine.kernels.l2_share * gpu.l2_bytes,
+        cached_bytes=machine.kernels.l2_share * gpu.l2_bytes,
         push_sms=pushing,
     )
 
@@ -313,7 +313,7 @@ def _gated_us(parts: tuple[Arriving, ...], blocks: TileShape, numbers: _Numbers,
         ready = _ready(parts, arrivals, half_us)
     _advance(free, at, np.repeat(ready[cut], 2), 2 * len(cut), inner * half_us + numbers.half_tile * numbers.tile_us)
     b_bytes = columns * inner * numbers.itemsize
-    passes = -(-sum(row_tiles) // blocks.group) if b_bytes > numbers.kept_bytes else 1
+    passes = -(-sum(row_tiles) // blocks.group) if b_bytes > numbers.cached_bytes else 1
     return max(float(free.max()), passes * b_bytes / numbers.memory)
 
 

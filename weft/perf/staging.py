@@ -1,8 +1,8 @@
-"""What cuBLAS and NCCL need done around them, simulated: rows brought together, shards made equal.
+"""The simulation of copies around cuBLAS and NCCL calls.
 
-A cuBLAS matmul takes one matrix and gives one; NCCL's collectives take shards of one length. Where a schedule's steps are
-otherwise, the executor runs kernels of torch before and after, each with a launch and its traffic (weft.runtime.arithmetic,
-weft.runtime.nccl). weft's own kernels need none of this.
+A cuBLAS matmul reads one contiguous matrix and writes one, and NCCL's collectives need shards of equal length. If a step has
+other operands, the executor runs torch kernels before and after it, each with a launch and its traffic
+(weft.runtime.arithmetic, weft.runtime.nccl). weft's own kernels need no such copies.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from weft.perf.terms import padded_us, staged_us
 from weft.perf.world import Process, World, ns
 
 
-def staged(world: World, step: Gemm) -> Process:
-    """Rows of a that are not one run are copied together, by one kernel, and those of the product to their places, by one for
-    each run."""
+def stage_rows(world: World, step: Gemm) -> Process:
+    """Copy the rows of a into one matrix by one kernel, and each run of the product to its place by a kernel of its own."""
     if not world.machine.stages or any(
         part.waits or part.adds or part.count or part.out.rank != part.a.rank for part in step.parts
     ):
@@ -33,8 +32,8 @@ def staged(world: World, step: Gemm) -> Process:
     yield world.env.timeout(ns(us))
 
 
-def padded(world: World, step: Collective) -> Process:
-    """A collective's shards made equal."""
+def pad_shards(world: World, step: Collective) -> Process:
+    """Copy the shards of a collective so that they have equal lengths."""
     whole = step.dst if step.op == "all_gather" else step.src
     us = padded_us(world.machine, step.op, world.schedule.problem, region_bytes(world.schedule, whole))
     if us:

@@ -1,4 +1,4 @@
-"""What one kernel or collective costs alone on a Machine, in microseconds. Pure functions; the simulator adds contention.
+"""The costs of a single kernel or collective on a Machine, in microseconds. Pure functions; the simulator adds contention.
 
 GEMM. The result is cut into tiles, which run in waves over the SMs:
 
@@ -40,20 +40,23 @@ COLLECTIVES: dict[Op, str] = {
 }
 """The NCCL collective that an operator's sequential program has."""
 CUTS = (1, 2, 4)
-"""Into how many parts cuBLAS's GEMMs may cut K, each with float32 sums that are written and read."""
+"""The numbers of parts into which cuBLAS may cut K. Each part writes float32 sums, which are read again."""
 
 
-GEMM_BESIDE_COPY, COPY_BESIDE_GEMM = "gemm during copy", "copy during gemm"
+GEMM_WITH_COPY, COPY_WITH_GEMM = "gemm during copy", "copy during gemm"
 """Names in the machine's contention."""
 LEAST_SPEED = 0.01
-"""Of a kernel whose memory copies take whole: it goes on, slowly."""
+"""The lowest speed of a kernel, reached if copies use the whole memory rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmCost:
-    """One kernel: tiles of each group of rows, on how many SMs, and what a tile takes: math_us on its SM, or memory_us for its
-    part of the traffic, if that is longer. halves: how many of the last tiles are cut in two, each half on an SM of its own,
-    and takes half_tile of a tile's time."""
+    """GemmCost is the cost of one kernel.
+
+    tiles: the tiles of each group of rows.
+    sms: the number of SMs.
+    math_us, memory_us: the time of a tile on its SM, and for its part of the memory traffic. The longer one counts.
+    halves: the number of last tiles that are cut in two. Each half has its own SM and takes half_tile of a tile's time."""
 
     tiles: tuple[int, ...]
     sms: int
@@ -68,16 +71,16 @@ class GemmCost:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Of a tile's time, what its SM takes and what its traffic takes: the longer one is 1."""
+        """The shares of a tile's time that its SM and its traffic take. The longer one is 1."""
         return self.math_us / self.tile_us, self.memory_us / self.tile_us
 
     def slower(self, factor: float) -> GemmCost:
-        """With tiles that take `factor` times as long."""
+        """Return the cost with tiles that take `factor` times as long."""
         return replace(self, math_us=self.math_us * factor, memory_us=self.memory_us * factor)
 
     @property
     def busy_us(self) -> float:
-        """Time of all waves, if no tile waits."""
+        """The time of all waves if no tile waits."""
         waves = -(-(sum(self.tiles) - self.halves) // self.sms)
         return waves * self.tile_us + (self.tile_us * self.half_tile if self.halves else 0.0)
 
@@ -95,16 +98,21 @@ def gemm_cost(
     flags: bool = False,
     tiles: Sequence[Tile] = (),
     shape: TileShape | None = None,
-    apart: float = 0.0,
+    late_sweeps: float = 0.0,
 ) -> GemmCost:
-    """The fastest tiling of one kernel over groups of `rows` that share no tile. tiles: what it may use, if not the GPU's.
+    """Return the cost of the fastest tiling of one kernel over groups of `rows` that share no tile.
 
-    One group after the other sweeps over B's columns: where the last-level cache does not hold B, it is read by each group that
-    has a wave of its own. dtype: of the operands, as the machine's rates are named. out_itemsize: of the result's elements
-    (default: of the operands', 2 at least). sms: how many it may use (default: all). accumulate: out is read and added to.
-    flags: it waits, counts or stores to peers. shape: of weft's own kernel, whose row tiles sweep over B in groups of
-    `shape.group`. apart: further sweeps of row tiles that started too late to find in the cache what those before them have
-    read. Scales of FP8 operands are not counted: of the blockwise recipe they add 3% to the bytes of a, else less.
+    The groups sweep over B's columns one after the other. If the last-level cache does not hold B, each group with a wave of
+    its own reads B again. The scales of FP8 operands are not counted: they add at most 3% to the bytes of a.
+
+    dtype: the operands' dtype, as the machine's rates are named.
+    sms: the number of SMs; the default is all.
+    accumulate: the kernel reads out and adds to it.
+    out_itemsize: the bytes of an element of the result; the default is the operands', at least 2.
+    flags: the kernel waits, counts or stores to peers.
+    tiles: the tiles to choose from; the default is the GPU's.
+    shape: of weft's own kernel, whose row tiles sweep over B in groups of `shape.group`.
+    late_sweeps: further sweeps by row tiles that start too late to find B in the cache.
     """
     sms = machine.gpu.sms if sms is None else sms
     itemsize = RATE_ITEMSIZE[dtype]
@@ -121,7 +129,7 @@ def gemm_cost(
         counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) * cuts for r in rows)
         halves = sum(counts) - whole_tiles(sum(counts), sms, shape) if shape else 0
         waves = max(1, -(-(sum(counts) - halves) // sms) + (gpu.half_tile if halves else 0))
-        sweeps = _sweeps(rows, tile, shape, apart) if itemsize * k * n > gpu.l2_bytes else 1
+        sweeps = _sweeps(rows, tile, shape, late_sweeps) if itemsize * k * n > gpu.l2_bytes else 1
         moved = traffic + itemsize * k * n * min(sweeps, waves) + (8 * cuts * total * n if cuts > 1 else 0)
         math_us = _tile_us(machine, tile, -(-k // cuts), dtype, speed, extra)
         costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves, halves, gpu.half_tile))
@@ -141,14 +149,17 @@ def kernel_cost(
     stored: bool = False,
     late_bytes: Iterable[float] = (),
 ) -> GemmCost:
-    """weft's own kernel over groups of `rows`, whose tiles wait, count or go to peers. shape: its tiles', None on a GPU of
-    which only cuBLAS's are known. stored: by hardware. late_bytes: of a, of each group that waits for what brings it.
+    """Return the cost of weft's own kernel over groups of `rows`, whose tiles wait, count or are stored at peers.
 
-    What brings a group takes its turn, a copy's fixed cost at least. Where it starts later than those before by more than what
-    the last-level cache keeps of B, which streams through it meanwhile, it reads B by itself."""
+    Groups arrive one after the other, at intervals of at least the fixed cost of a copy. B streams through the last-level cache
+    meanwhile, so a group that starts late reads the part of B again that the cache no longer holds.
+
+    shape: the shape of its tiles; None on a GPU for which only cuBLAS's tiles are known.
+    stored: the hardware (TMA) stores the tiles.
+    late_bytes: the bytes of a in each group that waits for its arrival."""
     gpu, copies = machine.gpu, machine.copies
-    kept_us = machine.kernels.l2_share * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
-    apart = sum(min(1.0, (copies.copy_us + size / (copies.gbps * 1e3)) / kept_us) for size in late_bytes)
+    cached_us = machine.kernels.l2_share * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
+    late_sweeps = sum(min(1.0, (copies.copy_us + size / (copies.gbps * 1e3)) / cached_us) for size in late_bytes)
     efficiency = gpu.kernel_efficiency(shape.m, shape.n, stored=stored) if shape else 0.0
     tiles = (Tile(rows=shape.m, cols=shape.n, efficiency=efficiency),) if shape else ()
     return gemm_cost(
@@ -162,14 +173,15 @@ def kernel_cost(
         flags=True,
         tiles=tiles,
         shape=shape,
-        apart=apart,
+        late_sweeps=late_sweeps,
     )
 
 
 def streamed_cost(machine: Machine, problem: Problem, hops: int) -> GemmCost:
-    """The product in the kernel that goes on to exchange and sum it (weft.kernels.all_reduce), in so many hops. Its tiles go
-    down the rows first: where the last-level cache does not hold a, that is read again for each of the columns of tiles, but
-    for those that run at once."""
+    """Return the cost of the matmul in the kernel that also exchanges and sums the product (weft.kernels.all_reduce).
+
+    Its tiles go down the rows first. If the last-level cache does not hold a, each column of tiles reads a again; columns that
+    run at the same time share one read."""
     gpu, kernels, size = machine.gpu, machine.kernels, problem.world_size
     pieces, width = (1, problem.n) if hops == 1 else (1 << (size - 1).bit_length(), -(-problem.n // size))
     rows, cols = streamed_tile(problem, width, pieces, problem.product_rows(0), gpu.sms)
@@ -185,22 +197,23 @@ def streamed_cost(machine: Machine, problem: Problem, hops: int) -> GemmCost:
 
 
 def stalled_us(machine: Machine, size: float, tiles: int, sms: int) -> float:
-    """By how much a tile takes longer where it stores its part of `size` bytes in so many tiles at a peer, and the tiles of
-    `sms` SMs do."""
+    """Return the delay of a tile that stores its part of `size` bytes at a peer, while the tiles of `sms` SMs do the same.
+
+    tiles: the number of tiles that have the `size` bytes together."""
     gbps = machine.stores.rate(sms) * (machine.stores.tiles or 1.0)
     return machine.stores.stall * size / max(1, tiles) * sms / (gbps * 1e3)
 
 
 def adding_us(machine: Machine, size: float, tiles: int, sms: int) -> float:
-    """What a tile takes to read its part of `size` bytes that are added in so many tiles, while as many of them as fit on the
-    SMs do."""
+    """Return the time of a tile to read its part of `size` bytes that `tiles` tiles add, while the SMs are full of them."""
     return hbm_us(machine, size / max(1, tiles) * min(tiles, sms))
 
 
 def staged_us(machine: Machine, *, rows: int, row_bytes: float, outs: int, out_bytes: float) -> float:
-    """What is done around a cuBLAS matmul: its rows of a brought together by one kernel, where they are more than one run;
-    runs of the product brought to their places, by one kernel each. What is summed in float32 the matmul adds by itself
-    (weft.runtime.products)."""
+    """Return the time of the copies around a cuBLAS matmul.
+
+    If the rows of a are more than one run, one kernel copies them into one matrix. If the product has several runs, one kernel
+    for each copies it to its place. The matmul itself adds float32 sums (weft.runtime.products)."""
     launches, moved = (1, 2 * row_bytes) if rows > 1 else (0, 0.0)
     if outs > 1:
         launches, moved = launches + outs, moved + 2 * out_bytes
@@ -208,8 +221,10 @@ def staged_us(machine: Machine, *, rows: int, row_bytes: float, outs: int, out_b
 
 
 def padded_us(machine: Machine, op: str, problem: Problem, whole: float) -> float:
-    """What is done around an NCCL collective of `whole` bytes where shards are uneven: an all-gather's are taken apart in
-    one pass, a kernel a rank; a product to be scattered is cleared, copied, and its sum copied once more."""
+    """Return the time of the copies around an NCCL collective of `whole` bytes with uneven shards.
+
+    After an all-gather, one kernel for each rank copies its shard: one pass. Before a reduce-scatter, the padded product is
+    cleared and copied, and its sum is copied afterwards."""
     first, last = (problem.shards[at][1] - problem.shards[at][0] for at in (0, -1))
     if not machine.stages or op not in ("all_gather", "reduce_scatter") or first == last:
         return 0.0
@@ -218,23 +233,24 @@ def padded_us(machine: Machine, op: str, problem: Problem, whole: float) -> floa
 
 
 def slowed(machine: Machine, shares: tuple[float, float], gbps: float) -> float:
-    """How many times as long a tile takes beside copies that move so much through the GPU's memory, out and in. shares: of its
-    time alone that multiplying takes, and that its traffic takes."""
+    """Return the slowdown of a tile by copies that move `gbps` through the GPU's memory, out and in.
+
+    shares: the parts of its time alone that multiplications and traffic take."""
     multiplying, traffic = shares
-    beside = max(1.0, machine.contention.get(GEMM_BESIDE_COPY, 1.0))
-    slower = 1.0 + (beside - 1.0) * min(1.0, gbps / (2 * machine.copies.several_gbps))
+    slower_gemm = max(1.0, machine.contention.get(GEMM_WITH_COPY, 1.0))
+    slower = 1.0 + (slower_gemm - 1.0) * min(1.0, gbps / (2 * machine.copies.several_gbps))
     return max(multiplying * slower, traffic / max(LEAST_SPEED, 1.0 - gbps / machine.gpu.hbm_gbps))
 
 
-def _sweeps(rows: Sequence[int], tile: Tile, shape: TileShape | None, apart: float) -> float:
-    """How often B is read: by each group of rows, or of row tiles, and by those that come apart."""
+def _sweeps(rows: Sequence[int], tile: Tile, shape: TileShape | None, late_sweeps: float) -> float:
+    """Return the number of times that B is read: once by each group of rows or row tiles, and by each late sweep."""
     if shape is None:
         return max(1, sum(map(bool, rows)))
-    return max(-(-sum(-(-r // tile.rows) for r in rows) // shape.group), 1 + apart)
+    return max(-(-sum(-(-r // tile.rows) for r in rows) // shape.group), 1 + late_sweeps)
 
 
 def _tile_us(machine: Machine, tile: Tile, k: int, dtype: str, speed: float, extra_itemsize: int) -> float:
-    """One tile on one SM. extra_itemsize: bytes an element of the result moves beyond being written once."""
+    """Return the time of one tile on one SM. extra_itemsize: bytes moved per element of the result beyond one write."""
     gpu = machine.gpu
     area = tile.rows * tile.cols
     math_us = 2 * area * k / (machine.tflops(dtype) * 1e6 / gpu.sms * tile.efficiency * speed)
@@ -242,12 +258,14 @@ def _tile_us(machine: Machine, tile: Tile, k: int, dtype: str, speed: float, ext
 
 
 def hbm_us(machine: Machine, traffic: float) -> float:
-    """Read or write `traffic` bytes of the GPU's memory."""
+    """Return the time to read or write `traffic` bytes of the GPU's memory."""
     return traffic / (machine.gpu.hbm_gbps * 1e3)
 
 
 def gemm_us(machine: Machine, m: int, n: int, k: int, dtype: str, out_itemsize: int | None = None) -> float:
-    """One cuBLAS GEMM of m x n x k, launch included; 0 if it has no elements. dtype, out_itemsize: as `gemm_cost` has them.
+    """Return the time of one cuBLAS GEMM of m x n x k with its launch; 0 if it has no elements.
+
+    dtype, out_itemsize: as in `gemm_cost`.
 
     Raises ValueError if the machine has no rate for `dtype`.
     """
@@ -258,16 +276,15 @@ def gemm_us(machine: Machine, m: int, n: int, k: int, dtype: str, out_itemsize: 
 
 
 def local_copy_us(machine: Machine, size: int) -> float:
-    """Move `size` bytes within one GPU's memory: read and written."""
+    """Return the time to copy `size` bytes within one GPU's memory."""
     return hbm_us(machine, 2 * size)
 
 
 def across_us(machine: Machine, op: str, shard_bytes: float, nodes: tuple[int, ...]) -> float:
-    """An NCCL collective over several nodes, each with this machine's GPUs and an adapter for each of them.
+    """Return the time of an NCCL collective over several nodes, each with this machine's GPUs and one adapter for each GPU.
 
-    Assumed: what crosses nodes is spread over all adapters, each byte once a node (all to all: once a rank), and goes on while
-    ranks of a node exchange theirs, and pass on what came by the adapters of others: the slower of the two counts, and the
-    network's fixed costs. So a node's ranks gather, or scatter, all shards, of which each has brought its part.
+    Assumption: all adapters share the traffic between nodes, and each byte enters a node once (in an all-to-all, once for each
+    rank). The exchange inside a node runs at the same time. The slower of the two counts, plus the network's fixed costs.
     """
     assert machine.network is not None, "the machine of several nodes has a network"
     if op == "all_reduce":
@@ -280,18 +297,18 @@ def across_us(machine: Machine, op: str, shard_bytes: float, nodes: tuple[int, .
 
 
 def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int, nodes: tuple[int, ...] = ()) -> float:
-    """An NCCL collective of `shard_bytes` a rank; 0 on one rank.
+    """Return the time of an NCCL collective of `shard_bytes` per rank; 0 on one rank.
 
-    On fewer ranks than the profile's, the part that grows with bytes shrinks: with the number of peers where a rank's
-    ports are shared (switch, ring, pcie), not at all on a mesh, where peers have links of their own. Steps shrink alike.
-    all_to_all, of rows or of columns: where the machine has no figures for it, those of all_gather, in which as many bytes
-    cross each port.
-    What a Table has of that number of ranks goes before, and counts in part for those in between. An all_to_all of columns then
-    lays what came side by side.
-    An all_reduce of a machine that has no figures for it is a reduce_scatter and an all_gather.
-    On more ranks than a Table's each further one is a hop more, and none is faster than its bytes cross a rank's links
-    (`wire_us`); up to the Table's, what was measured counts.
-    nodes: ranks on each, where there are several: see `across_us`. Raises ValueError if the machine has fewer GPUs.
+    - A measured table for this number of ranks is used as it is. Between measured numbers the ratio is interpolated.
+    - With fewer ranks than the profile's, the time per byte shrinks in proportion to the number of peers if a rank's ports are
+      shared (switch, ring, pcie). On a mesh it stays, because each peer has its own link.
+    - With more ranks than a table's, each further rank adds a hop. No collective is faster than its bytes on a rank's links
+      (`wire_us`).
+    - A machine without numbers for all_to_all uses those of all_gather, with the same bytes per port. Without numbers for
+      all_reduce it adds a reduce_scatter and an all_gather.
+    - An all_to_all of columns also copies the received columns into one matrix.
+
+    nodes: the number of ranks on each of several nodes; see `across_us`. Raises ValueError if the machine has fewer GPUs.
     """
     if op == "all_to_all_columns":
         laid_us = local_copy_us(machine, round(world_size * shard_bytes)) if world_size > 1 else 0.0
@@ -314,8 +331,9 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
 
 
 def wire_us(machine: Machine, op: str, shard_bytes: float, world_size: int) -> float:
-    """The least that a collective of one host takes: every other rank's shard comes in by a rank's links, at their rate. A mesh
-    has a link for each, a ring two for all; all to all the shards of others pass through a ring's, too.
+    """Return the least time of a collective on one host: a rank receives every other rank's shard at the rate of its links.
+
+    A mesh has a link for each peer, a ring two for all. In an all-to-all, a ring's links also carry other ranks' shards.
 
     >>> from weft.machine import load
     >>> wire_us(load("h200x8"), "all_gather", 390_000, 8), wire_us(load("mi300x8"), "all_gather", 48_000, 8)
@@ -325,8 +343,7 @@ def wire_us(machine: Machine, op: str, shard_bytes: float, world_size: int) -> f
 
 
 def _from_table(machine: Machine, op: str, table: Table, shard_bytes: float, world_size: int) -> float:
-    """Scaled to so many ranks, and corrected by what was measured on them, or on the numbers around: by the ratio at the sizes
-    around. On more than were measured latency grows by a hop for each, and the links bound it."""
+    """Return a table's time, scaled to `world_size` ranks and corrected by the tables measured for other numbers of ranks."""
     fixed = min(us for _, us in table.points)
     scaled = fixed + (_interpolate(table, shard_bytes) - fixed) * _share(machine, world_size, table.world_size)
     if world_size > table.world_size:
@@ -343,12 +360,12 @@ def _from_table(machine: Machine, op: str, table: Table, shard_bytes: float, wor
 
 
 def _share(machine: Machine, world_size: int, measured: int) -> float:
-    """Time for the bytes among `world_size` ranks, relative to `measured` ranks."""
+    """Return the time per byte among `world_size` ranks, relative to `measured` ranks."""
     return 1.0 if machine.links.topology == "mesh" else (world_size - 1) / max(1, measured - 1)
 
 
 def _interpolate(table: Table, shard_bytes: float) -> float:
-    """Log-log between the points; the smallest point's time below the table, the largest one's rate above."""
+    """Interpolate log-log between points. Below the table the smallest point's time counts, above it the largest one's rate."""
     sizes, times = zip(*table.points, strict=True)
     if shard_bytes >= sizes[-1]:
         return float(times[-1] * shard_bytes / sizes[-1])
@@ -356,21 +373,20 @@ def _interpolate(table: Table, shard_bytes: float) -> float:
 
 
 def gathered_bytes(problem: Problem, elements: int, machine: Machine) -> float:
-    """What gathering so many pooled elements, of K rows each, takes of the memory: in bytes of a copy."""
+    """Return the memory traffic of a lookup of pooled `elements` of K rows each, in equivalent bytes of a copy."""
     return elements * problem.k * problem.itemsize * _burst_share(problem, machine.gpu.burst_bytes) / machine.gpu.gather_share
 
 
 def _burst_share(problem: Problem, burst_bytes: int) -> float:
-    """Bytes that memory delivers for a row of a table, over the row's, on average: a row that does not start at a multiple of a
-    burst takes its neighbours' bytes along."""
+    """Return the bytes that memory delivers per byte of a table's row, on average. Memory delivers whole bursts."""
     dims = [dim for rank in problem.dims for dim in rank] if isinstance(problem, LookupProblem) else []
     rows = [dim * problem.itemsize for dim in dims]
     return sum(row + burst_bytes - math.gcd(row, burst_bytes) for row in rows) / (sum(rows) or 1) if rows else 1.0
 
 
 def whole_gemm_us(machine: Machine, problem: Problem) -> float:
-    """The slowest rank's computation alone: its matmul as one cuBLAS GEMM, its lookup, or what the problem says of a user's; of
-    a collective alone nothing."""
+    """Return the time of the slowest rank's computation alone: its matmul as one cuBLAS GEMM, its lookup, or the user's
+    compute_us. A collective has none."""
     if isinstance(problem, CollectiveProblem):
         return 0.0
     if isinstance(problem, ConcurrentProblem):
@@ -387,13 +403,14 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
 
 
 def alone_us(problem: ConcurrentProblem, machine: Machine) -> tuple[float, ...]:
-    """What each of NCCL's collectives takes alone: as the machine has it, all together as was measured if that was done.
-    Raises ValueError for one that is not described, where nothing was measured."""
+    """Return the time of each NCCL collective alone, from the profile. If their total was measured, they are scaled to it.
+
+    Raises ValueError if a collective has no description and the total was not measured."""
     found = [collective_us(machine, one.op, one.shard_bytes, one.world_size, one.nodes) for _, one in problem.known]
     measured, count = problem.communication_us, len(problem.collectives)
     if measured is None:
         if len(found) < count:
-            raise ValueError(f"communication_us is None; {problem} has communication that only a measurement can tell")
+            raise ValueError(f"communication_us is None; {problem} has communication whose time only a measurement can give")
         return tuple(found)
     if len(found) < count or not sum(found):
         return (measured / count,) * count
@@ -401,7 +418,7 @@ def alone_us(problem: ConcurrentProblem, machine: Machine) -> tuple[float, ...]:
 
 
 def whole_collective_us(machine: Machine, problem: Problem) -> float:
-    """The problem's collectives alone, by NCCL; where columns have come, they are not laid side by side yet."""
+    """Return the time of the problem's NCCL collectives alone, without copies of received columns."""
     if isinstance(problem, ConcurrentProblem):
         return sum(alone_us(problem, machine))
     whole = -(-problem.m * problem.n * problem.itemsize // problem.world_size)
@@ -411,12 +428,12 @@ def whole_collective_us(machine: Machine, problem: Problem) -> float:
 
 
 def taken_sms(machine: Machine, kind: LaneKind) -> int:
-    """What a lane of this kind keeps."""
+    """Return the number of SMs that a lane of this kind occupies."""
     return {"blocks": machine.stores.sms, "network": machine.network.sms if machine.network else 0}.get(kind, 0)
 
 
 def free_sms(schedule: Schedule, machine: Machine, rank: int) -> int:
-    """What all lanes of a rank leave. Raises ValueError if that is nothing."""
+    """Return the number of SMs that the lanes of a rank leave free. Raises ValueError if they leave none."""
     kinds = [lane.kind for lane in schedule.ranks[rank]]
     left = machine.gpu.sms - sum(taken_sms(machine, kind) for kind in kinds)
     if left <= 0:
@@ -429,8 +446,10 @@ def free_sms(schedule: Schedule, machine: Machine, rank: int) -> int:
 
 
 def warm(machine: Machine, problem: Problem) -> Machine:
-    """`machine` as calls that repeat on the same memory find it, such as a benchmark's: where one rank's operands and result
-    fit into the last-level cache, memory is as fast as the cache. In a model other weights come between."""
+    """Return `machine` as a benchmark sees it that repeats a call on the same memory.
+
+    If one rank's operands and result fit into the last-level cache, memory is as fast as that cache. In a model, other weights
+    replace them between calls."""
     gpu = machine.gpu
     if gpu.l2_gbps is None or isinstance(problem, (CollectiveProblem, LookupProblem)):
         return machine

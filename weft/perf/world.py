@@ -1,4 +1,4 @@
-"""World: what the simulated steps of all ranks share. A clock, flags, links, rendezvous, and what has run so far.
+"""World: the state that all simulated steps share: clock, flags, links, rendezvous, and the steps that have run.
 
 The clock counts whole nanoseconds. Flags are those of one call, the first: a flag starts at zero and counts signals.
 """
@@ -28,24 +28,24 @@ Process = Generator[simpy.Event, Any, None]
 
 
 def ns(us: float) -> int:
-    """Microseconds to whole nanoseconds."""
+    """Convert microseconds to whole nanoseconds."""
     return round(us * 1e3)
 
 
 def _alone(schedule: Schedule, rank: int) -> bool:
-    """Whether none of weft's kernels multiplies on a rank."""
+    """Return whether all of a rank's matmuls are cuBLAS's."""
     return all(is_plain(part, rank) for step in steps_of(Gemm, schedule.ranks[rank]) for part in step.parts)
 
 
 def _rounds(lane: Lane) -> int:
-    """How often a lane of copies comes to the same peer, if it goes to several in turns."""
+    """Return the number of copies of a lane to the same peer if it copies to several peers in turns; else 1."""
     pairs = [(step.src.rank, step.dst.rank) for step in steps_of(Copy, [lane] if lane.kind == "copy" else [])]
     times = Counter(pair for pair in pairs if pair[0] != pair[1])
     return max(times.values()) if len(times) > 1 else 1
 
 
 class Flags:
-    """Counts of all flags, and who waits for which value."""
+    """Flags has the values of all flags, and the events that wait for them."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
@@ -53,7 +53,7 @@ class Flags:
         self._waiting: dict[Flag, list[tuple[int, simpy.Event]]] = {}
 
     def reached(self, wait: Wait) -> simpy.Event | None:
-        """None if `wait` is over, else the event that ends it."""
+        """Return None if the flag has reached the value, else the event at which it does."""
         if self._counts.get(wait.flag, 0) >= wait.at_least:
             return None
         event = self._env.event()
@@ -61,7 +61,7 @@ class Flags:
         return event
 
     def advance(self, flag: Flag) -> None:
-        """One more signal has been seen by the flag's rank."""
+        """Add a signal to a flag, and trigger the waits that it ends."""
         count = self._counts[flag] = self._counts.get(flag, 0) + 1
         waiting = self._waiting.pop(flag, [])
         for value, event in waiting:
@@ -74,7 +74,7 @@ class Flags:
 
 @dataclass(slots=True)
 class Busy:
-    """Time during which at least one of several activities runs."""
+    """Busy measures the time during which at least one of several activities runs."""
 
     running: int = 0
     since: int = 0
@@ -93,7 +93,7 @@ class Busy:
 
 @dataclass(slots=True)
 class Rendezvous:
-    """A collective that ranks come to. begun: when all have."""
+    """Rendezvous is a collective that starts when all ranks have called it. begun: the event of its start."""
 
     begun: simpy.Event
     here: int = 0
@@ -102,7 +102,7 @@ class Rendezvous:
 
 @dataclass(slots=True)
 class Message:
-    """What one rank sends to another. sent, awaited: when either end has begun. through: when it has arrived."""
+    """Message is data between two ranks. sent, awaited: either end has begun. through: the data has arrived."""
 
     sent: simpy.Event
     awaited: simpy.Event
@@ -111,15 +111,17 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A kernel that takes all SMs. ended: when it has ended. since: when its first tiles began; tile_ns: each of them takes, 0
-    of one whose SMs are not free before its end."""
+    """Filled is a kernel that occupies all SMs.
+
+    ended: the event of its end. since: the start of its first tiles. tile_ns: the time of a tile; 0 if its SMs are busy until
+    its end."""
 
     ended: simpy.Event
     since: int = 0
     tile_ns: int = 0
 
     def room(self, env: simpy.Environment) -> simpy.Event:
-        """When another kernel finds SMs: as tiles end and others would start, or at its end."""
+        """Return the event at which another kernel gets SMs: when running tiles end, or when the kernel ends."""
         if self.ended.processed or not self.tile_ns:
             return self.ended
         ahead = max(0, self.since - int(env.now)) or (self.since - int(env.now)) % self.tile_ns
@@ -127,7 +129,7 @@ class Filled:
 
 
 class Ran(NamedTuple):
-    """One step of a rank's lane: when it began and ended, in nanoseconds."""
+    """Ran is a step that ran on a rank's lane, with its start and end in nanoseconds."""
 
     start: int
     rank: int
@@ -137,7 +139,7 @@ class Ran(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A step that ran on a simulated rank: the lane's place on its rank, and the step's on its lane."""
+    """Place is a step that ran on a simulated rank. lane: the lane's number on its rank. position: the step's on its lane."""
 
     start: int
     end: int
@@ -148,21 +150,28 @@ class Place(NamedTuple):
 
 @dataclass
 class World:
-    """The state of one simulation. schedule: what FusedCollective steps do is spelled out in it. whole: simulate every rank
-    also where one stands for all. rotation: why one does, or None. ranks: those that are simulated. ran: what has run on them.
-    mail: by pair of ranks, the messages that either has begun; counted: how many of them each has, by pair and whether it
-    is the sender. costs: of matmuls, by what they depend on, since most are alike. filled: by rank, the last kernel that takes
-    all SMs. By simulated rank, kernels: ns that its kernels worked; transfers: while its data moved; multiplied: us that its
-    matmuls so far take at full rate; free_sms: what its lanes leave, all of which begin together. push_sms: its
-    kernels that push have so many."""
+    """World is the state of one simulation.
+
+    schedule: the schedule, with FusedCollective steps replaced by the steps that they stand for.
+    whole: simulate every rank, even if rank 0 can represent all.
+    rotation: set if rank 0 represents all ranks.
+    ranks: the simulated ranks. ran: the steps that have run on them.
+    rendezvous: the collectives, by number. joined: the number of collectives that each rank has called.
+    mail: the messages of each pair of ranks that either end has begun.
+    counted: the number of messages that an end has begun, by pair and whether it is the sender.
+    filled: the last kernel that occupies all SMs, by rank.
+    costs: a cache of the costs of matmuls.
+    kernels[rank], transfers[rank]: the time in ns that its kernels worked, and during which its data moved.
+    multiplied[rank]: the time in us that its matmuls so far would take alone.
+    free_sms[rank], push_sms[rank]: the SMs that its lanes leave free, and those of its push kernels."""
 
     schedule: Schedule
     machine: Machine
     whole: bool = False
     env: simpy.Environment = field(default_factory=simpy.Environment)
     ran: list[Place] = field(default_factory=list)
-    meetings: dict[int, Rendezvous] = field(default_factory=dict)
-    met: dict[int, int] = field(default_factory=dict)
+    rendezvous: dict[int, Rendezvous] = field(default_factory=dict)
+    joined: dict[int, int] = field(default_factory=dict)
     mail: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
     filled: dict[int, Filled] = field(default_factory=dict)
     counted: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
@@ -190,18 +199,18 @@ class World:
         return int(self.env.now)
 
     def within_a_kernel(self) -> World:
-        """The same world as the steps of a kernel that runs see it."""
+        """Return this world with the costs of steps inside a running kernel."""
         inner = copy.copy(self)
         inner.machine = self.machine.within_a_kernel
         return inner
 
     def before(self, kind: LaneKind) -> float:
-        """Microseconds until a lane of this kind takes its first step."""
-        beside_us = 0.0 if kind == "compute" else self.machine.fork_us or 0.0
-        return beside_us + (self.machine.launch_us if kind == "blocks" else 0.0)
+        """Return the time in us until a lane of this kind starts its first step."""
+        fork_us = 0.0 if kind == "compute" else self.machine.fork_us or 0.0
+        return fork_us + (self.machine.launch_us if kind == "blocks" else 0.0)
 
     def post(self, rank: int, flag: Flag, *, after: simpy.Event | None = None) -> None:
-        """Rank `rank` advances `flag`, now or at an event to come; a peer sees it a link's latency later."""
+        """Raise `flag` from `rank`, now or after an event. A peer sees it after the link's latency."""
         if after is not None:
             assert after.callbacks is not None
             after.callbacks.append(lambda _: self.post(rank, flag))
@@ -218,12 +227,12 @@ class World:
         timer.callbacks.append(lambda _: self.flags.advance(seen))
 
     def pair(self, src: int, dst: int) -> tuple[int, int]:
-        """Two ranks, as the pair that stands for them."""
+        """Return the simulated pair of ranks that represents this pair."""
         return (0, self.rotation.turns.away(src, dst)) if self.rotation else (src, dst)
 
     @cached_property
     def steps(self) -> tuple[Ran, ...]:
-        """All that has run, on all ranks, in the order of its start."""
+        """The steps that have run on all ranks, ordered by start."""
 
         def on(rank: int, place: Place) -> Ran:
             lane = self.schedule.ranks[rank][place.lane]
@@ -234,11 +243,11 @@ class World:
         return tuple(sorted(found, key=itemgetter(0, 1, 2, 3)))
 
     def by_rank(self, of_simulated: Sequence[float]) -> tuple[float, ...]:
-        """A number of each simulated rank, as one of every rank."""
+        """Extend numbers of the simulated ranks to all ranks."""
         return tuple(of_simulated) * (len(self.schedule.ranks) // max(1, len(self.ranks)))
 
     def wait(self, wait: Wait) -> Generator[simpy.Event, Any, bool]:
-        """Until `wait` is over; no time if it is. Returns whether it was not."""
+        """Wait until the flag reaches the value. Return whether that took time."""
         event = self.flags.reached(wait)
         if event is not None:
             yield event
@@ -251,14 +260,14 @@ class World:
         self.transfers[rank].stop(self.now)
 
     def local(self, rank: int, size: float, *limits: Resource) -> Process:
-        """Read and write `size` bytes of a rank's own memory, which others do meanwhile; no time if they take none alone.
+        """Read and write `size` bytes of a rank's own memory, whose rate is shared. Less than half a nanosecond takes no time.
 
-        limits: further resources that they cross.
+        limits: further resources that the bytes use.
         """
         if ns(hbm_us(self.machine, size)) or limits:
             yield self.network.transfer(size, (*limits, ("hbm", rank)))
 
     def sm_path(self, rank: int, sms: int, src: int, dst: int, share: float = 1.0) -> tuple[Resource, ...]:
-        """What loads or stores of `rank`'s kernel on `sms` SMs cross between two ranks, at a share of their rate."""
+        """Return the resources of loads or stores by `rank`'s kernel on `sms` SMs, at a share of their rate."""
         limit = self.network.limit(("stores", rank, sms, share), self.machine.stores.rate(sms) * share)
         return (limit, *self.network.path(src, dst))

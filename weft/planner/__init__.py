@@ -1,10 +1,10 @@
-"""Planner: from a Problem and a Machine to the Schedule that should be fastest, and why; and to the few worth measuring.
+"""Planner: chooses the Schedule of a Problem that should be fastest on a Machine, explains it, and lists the few to measure.
 
 `heuristic` (weft.perf.ranking) chooses by closed forms, in milliseconds; `plan` simulates the best few of these.
 
     choose.py  values.py                         candidates, their predicted times, the fastest
-    explain.py  explanation.py                   why: in a sentence; taken apart
-    shortlist.py                                 of schedules beside a user's computation, the few that are worth measuring
+    explain.py  explanation.py                   the reason in a sentence; a detailed explanation
+    shortlist.py                                 the schedules of a ConcurrentProblem that are worth measuring
     simulated.py  signature.py  sizes.py         one schedule simulated; its losses; static sizes to hold them against
 """
 
@@ -21,6 +21,6 @@ if TYPE_CHECKING:
 
 _HOMES = {"Candidate": "values", "Plan": "values", "heuristic": "weft.perf.ranking", "plan": "choose"}
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
-"""Planning needs the simulator, and so numpy and simpy; the models do not. So it is loaded when it is named."""
+"""Import planning on first use: it needs the simulator with numpy and simpy. The models do not need them."""
 
 __all__ = ["Candidate", "Plan", "heuristic", "plan"]

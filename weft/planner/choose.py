@@ -1,9 +1,9 @@
 """Choose a schedule: rank all -> simulate the best few -> the fastest. Pure functions of the problem and the machine.
 
-Contract: `plan` is deterministic, so ranks that plan alone agree. The ranking (weft.perf.ranking) says which candidates are
-built and simulated; the least simulated time wins, and of equal times the simpler schedule: earlier in `weft.schedules.NAMES`,
-then fewer chunks. The sequential program is always simulated, so nothing is chosen that is predicted to lose to it, unless the
-caller asks for one family by `only`.
+Contract: `plan` is deterministic, so ranks agree without communication. The ranking (weft.perf.ranking) selects the candidates
+that are built and simulated. The shortest simulated time wins. If times are equal, the simpler schedule wins: earlier in
+`weft.schedules.NAMES`, then fewer chunks. The sequential program is always simulated, so a schedule that is predicted to be
+slower is chosen only if the caller asks for its family by `only`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from weft.planner.values import Plan, predicted
 from weft.schedules import FAMILIES, NAMES, build, candidates, check_op, distinct, simplicity, spec
 
 SIMULATED = 5
-"""How many of the ranking's first are simulated, besides the sequential program. Of 644 problems measured on 2 and 4 x H200,
-the fastest of these lost 0.2% or less, on average, to the fastest of all (docs/planner.md, column `auto`)."""
+"""The number of candidates that are simulated, in addition to the sequential program. In 644 problems measured on 2 and 4 x
+H200, the fastest of these was on average at most 0.2% slower than the fastest of all (docs/planner.md, column `auto`)."""
 
 
 def plan(
@@ -37,7 +37,7 @@ def plan(
     only: str | None = None,
     chunks: int | None = None,
 ) -> Plan:
-    """The fastest predicted schedule for `problem` on `machine`, what else was considered, and why.
+    """Choose the fastest predicted schedule for `problem` on `machine`. The plan has all candidates and the reason.
 
     Args:
         problem: what is to be computed.

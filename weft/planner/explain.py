@@ -27,7 +27,7 @@ EXPLAINS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A schedule and what is predicted of it."""
+    """Option is a schedule with its prediction."""
 
     schedule: Schedule
     candidate: Candidate
@@ -39,8 +39,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What of rank 0 costs time whatever its size, and by how much the call would be shorter if nothing did. lanes: without the
-    compute lane."""
+    """_Fixed counts the steps of rank 0 with a fixed cost. us: the time that the call would save without fixed costs. lanes:
+    the lanes other than the compute lane."""
 
     lanes: int
     kernels: int
@@ -143,12 +143,12 @@ def _reason(slow: Option, fast: Option, machine: Machine) -> str:
     if most == kernels:
         return f"its kernels work {slow.candidate.computation_us:.0f} us, not {fast.candidate.computation_us:.0f}"
     if most == transfers:
-        return f"its data is under way for {slow.candidate.communication_us:.0f} us, not {fast.candidate.communication_us:.0f}"
+        return f"its transfers take {slow.candidate.communication_us:.0f} us, not {fast.candidate.communication_us:.0f}"
     return f"{paid.us:.0f} us of its time are fixed costs, not {base.us:.0f} (a rank has {paid})"
 
 
 def _fixed(option: Option, machine: Machine) -> _Fixed:
-    """Steps count that pay: none that a kernel runs which began earlier, and no collective, whose time is a whole's."""
+    """Count the steps with a fixed cost. Steps inside a running kernel, and collectives, have none."""
     kinds: Counter[type] = Counter()
     spelled = spelled_out(option.schedule)
     for lane in spelled.schedule.ranks[0]:

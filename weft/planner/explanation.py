@@ -1,14 +1,17 @@
-"""`explain`: a plan taken apart. Where the chosen schedule's predicted time goes, what each other schedule that was simulated
-loses, and what would have to be otherwise for another family's best schedule to be faster. Nothing runs. All of these are
-simulated, each half alone; what changes the choice is read off the ranking (weft.perf.ranking), corrected by what it missed of
-each schedule that was simulated.
+"""`explain` splits the predicted time of a plan into parts. It also has the losses of the other simulated schedules, and the
+changes of sizes or rates that would make another family faster. Nothing runs on a GPU. The losses come from simulations of each
+half alone. The changes come from the ranking (weft.perf.ranking), corrected by its error for each simulated schedule.
 
     predicted = whole half alone + fixed costs + smaller pieces + contention + head, tail, waits
 
-for the half that binds, the longer one of the schedule's matmuls alone and of its transfers alone. Fixed costs are by how much
-that half would be shorter if launches, or copies, cost nothing beyond their bytes, less one of them; smaller pieces what else
-decomposition loses (DIL), contention what the other half costs it meanwhile (CIL), head, tail, waits what nothing hides. They
-add up to the prediction; of what is gained, a part may be negative.
+The half is the longer one of the schedule's matmuls alone and its transfers alone.
+
+    fixed costs         the time that the half would save if launches, or copies, were free except for one
+    smaller pieces      the other losses of decomposition (DIL)
+    contention          the slowdown by the other half (CIL)
+    head, tail, waits   the time that nothing hides
+
+The parts add up to the prediction. A part may be negative.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from weft.planner.values import Plan
 from weft.schedules import build, parse
 
 FACTORS = (2.0, 4.0, 16.0)
-"""By which sizes and rates are varied, both ways, to see what changes the choice."""
+"""Sizes and rates are multiplied and divided by these factors to find what changes the choice."""
 NOTHING = (
     f"With rows, links' rates and copies' costs up to {FACTORS[-1]:.0f} times as large or small, no other family's best of now "
     "would be faster."
@@ -40,10 +43,13 @@ _MARGIN = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """parts: of the chosen schedule's predicted time, by name, in us; they add up to it. signatures: the losses of those that
-    were simulated: first the chosen one, then the runner-up, of another family, where there is one, then the others. by_sizes:
-    what the heuristic names. changes: sentences, each of what would let another family be faster, in as many chunks as are best
-    for it now. taxes: of the chosen schedule, and of the sequential program where it was simulated and is another one."""
+    """Explanation explains a plan.
+
+    parts: the parts of the chosen schedule's predicted time in us, by name.
+    signatures: the losses of the simulated schedules: the chosen one, the runner-up of another family, then the others.
+    taxes: those of the chosen schedule, and of the sequential program if it was simulated.
+    by_sizes: the choice of the heuristic.
+    changes: sentences, each with a change that would make another family faster, with its present number of chunks."""
 
     plan: Plan
     parts: Mapping[str, float]
@@ -63,17 +69,17 @@ class Explanation:
 
 
 def explain(problem: Problem, machine: Machine | str | Path = DEFAULT_MACHINE) -> Explanation:
-    """Why the planner chooses what it does for `problem`: print it, or read its parts.
+    """Explain the planner's choice for `problem`. Print the result, or read its attributes.
 
-    machine: a Machine, a shipped profile's name, or a file's path. Takes seconds for 8 ranks, since it simulates what would
-    have to change. Raises ValueError as `weft.plan` does.
+    machine: a Machine, the name of a shipped profile, or the path of a file. With 8 ranks this takes seconds. Raises ValueError
+    as `weft.plan` does.
     """
     where = as_machine(machine)
     return explain_plan(plan(problem, where), where)
 
 
 def explain_plan(found: Plan, machine: Machine) -> Explanation:
-    """A plan for `machine`, taken apart."""
+    """Explain a plan for `machine`."""
     problem = found.problem
     if problem.world_size == 1 or not problem.m or not problem.n:
         return Explanation(plan=found, parts={}, signatures=(), taxes=(), by_sizes="sequential", changes=())
@@ -99,8 +105,7 @@ def explain_plan(found: Plan, machine: Machine) -> Explanation:
 
 
 def _rivals(found: Plan) -> list[str]:
-    """The best of each other family, the runner-up first, and the sequential program: those that were simulated, then the
-    others as they are ranked."""
+    """Return the best schedule of each other family, and the sequential program. Simulated ones come first, then by rank."""
     known = dict.fromkeys([*(one.spec for one in found.candidates), *found.estimates, "sequential"])
     best: dict[str, str] = {}
     for spec in known:
@@ -113,7 +118,7 @@ def _build(problem: Problem, spec: str, machine: Machine) -> Schedule:
 
 
 def _split_time(found: Signature, machine: Machine) -> dict[str, float]:
-    """See the module's text."""
+    """Split the predicted time of a schedule into the parts that the module describes."""
     computes = found.pieces_us >= found.transfers_us
     name = "matmul" if computes else "communication"
     if isinstance(found.problem, LookupProblem) and computes:
@@ -133,8 +138,7 @@ def _split_time(found: Signature, machine: Machine) -> dict[str, float]:
 
 
 def _fixed_us(found: Signature, machine: Machine, *, computes: bool) -> float:
-    """Of a half alone, by how much the ranking would have it shorter if launches, or copies, cost nothing beyond their bytes,
-    less one."""
+    """Return the time that a half alone would save in the ranking if launches, or copies, were free except for one."""
     if computes:
         one_us, cheaper = machine.launch_us, dataclasses.replace(machine, launch_us=FREE_US)
         alone = without_communication
@@ -158,7 +162,7 @@ def _describe_losses(found: Signature) -> str:
 
 
 def _changes(found: Plan, specs: Sequence[str], machine: Machine) -> Iterator[str]:
-    """Of each kind of change the smallest that lets a rival win, both ways; nothing where there is none. specs: the chosen one
+    """Yield the smallest change of each kind, up and down, that makes a rival faster. specs: the chosen schedule comes
     first."""
     problem, now = found.problem, estimates(found.problem, machine, specs)
     missed = {one.spec: one.predicted_us / now[one.spec] for one in found.candidates if now.get(one.spec)}

@@ -1,5 +1,5 @@
-"""Which few schedules of collectives beside a user's computation are worth measuring. A pure function: ranks that plan alike
-measure alike. Of other problems the ranking says it (weft.perf.ranking)."""
+"""The shortlist has the few schedules of a ConcurrentProblem that are worth measuring. It is a pure function, so all ranks
+measure the same. For other problems the ranking chooses them (weft.perf.ranking)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from weft.planner.values import Candidate, Plan
 from weft.schedules import concurrent
 
 AT_MOST = 14
-"""Candidates, the sequential program among them."""
+"""The largest number of candidates, including the sequential program."""
 WITHIN = 1.25
-"""Families predicted to take more than so many times as long as the fastest are measured last."""
+"""Families that are predicted to take more than this factor of the fastest time are measured last."""
 
 
 def shortlist(found: Plan) -> tuple[str, ...]:

@@ -1,13 +1,15 @@
-"""What a schedule pays for being made of kernels that end before others begin: the "three taxes" of arXiv 2511.02168.
+"""The "three taxes" of arXiv 2511.02168: the costs of a schedule whose kernels end before others begin.
 
-    bulk synchrony         by how much the call is longer than its own matmuls alone, in the pieces that the schedule has: they
-                           wait for data, or are slowed by it. What cutting a matmul costs is not in it (see its DIL)
-    inter-kernel locality  what one step writes to memory and a later one reads again: staging buffers, gathered rows, partial
-                           results. A kernel that hands data on in registers, or straight to a peer, has none of it
-    kernel launches        by how much the call would be shorter if launching a kernel cost nothing
+    bulk synchrony         the time of the call beyond its matmul pieces alone, which wait for data or are slowed by it. The
+    cost
+                           of cutting the matmul is its DIL
+    inter-kernel locality  the data that one step writes to memory and a later step reads: staging buffers, gathered rows,
+    partial
+                           results
+    kernel launches        the time that the call would save if launches were free
 
-The first and the last are times of the call. Traffic between kernels is given in bytes, and as the time that the GPU's memory
-takes for it: at most so much can be saved, since memory may work while something else takes longer. The three do not add up.
+Traffic between kernels has two numbers: bytes, and the time of the GPU's memory for them. That time is an upper bound of the
+saving, because memory may work while something else takes longer. The three taxes do not add up.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ from weft.perf import run
 from weft.planner.signature import FREE_US, Signature, signature
 
 _KERNELS = (Gemm, GroupedGemm, Lookup, Reduce, Push, Collective)
-"""Steps that are a kernel each, unless a fused kernel has them."""
+"""Each of these steps is a kernel, unless it is part of a fused kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taxes:
-    """Those of one schedule, of the rank that pays most of each. help(weft.planner.taxes) says what they are.
+    """Taxes has the three taxes of one schedule, each of the rank that pays most. help(weft.planner.taxes) explains them.
 
-    total_us: the call. pieces_us: its matmuls alone. waiting_us: its bulk synchrony. between_bytes: traffic between kernels.
-    between_us: what memory takes for it. launch_us: what launches cost the call. kernels: how many a rank launches.
+    total_us: the time of the call. pieces_us: the time of its matmuls alone. waiting_us: its bulk synchrony.
+    between_bytes, between_us: the traffic between kernels, and the memory's time for it.
+    launch_us: the cost of launches. kernels: the number of kernels that a rank launches.
     """
 
     spec: str
@@ -54,7 +57,8 @@ class Taxes:
 
 
 def taxes(schedule: Schedule, machine: Machine, losses: Signature | None = None) -> Taxes:
-    """What a schedule pays on a machine, simulated: one run, and three more where `losses`, its signature there, is not given.
+    """Simulate the taxes of a schedule on a machine. This takes one run, and three more without `losses`, its signature there.
+
     Raises ValueError as weft.schedule.simulate does."""
     losses = losses or signature(schedule, machine)
     free = run(schedule, dataclasses.replace(machine, launch_us=FREE_US))
@@ -73,7 +77,7 @@ def taxes(schedule: Schedule, machine: Machine, losses: Signature | None = None)
 
 
 def _launched(schedule: Schedule, rank: int) -> int:
-    """How many kernels a rank launches. A fused kernel has several steps."""
+    """Return the number of kernels that a rank launches. A fused kernel has several steps."""
     spelled = spelled_out(schedule)
     count = 0
     for lane in spelled.schedule.ranks[rank]:
@@ -84,7 +88,7 @@ def _launched(schedule: Schedule, rank: int) -> int:
 
 
 def _between(schedule: Schedule, rank: int) -> int:
-    """Bytes that steps of all ranks write to and read from those of a rank's buffers that are neither operand nor result."""
+    """Return the bytes that all ranks write to and read from a rank's intermediate buffers."""
     found = (one for lanes in schedule.ranks for lane in lanes for step in lane.steps for one in regions(step))
     staged = (one for one in found if one.rank == rank and schedule.buffer[one.buffer].kind in ("symmetric", "local"))
     return sum(region_bytes(schedule, one) for one in staged)

@@ -1,4 +1,4 @@
-"""What a planner says: candidates with their predicted times, the one chosen, and why."""
+"""The values of a plan: candidates with their predicted times, the choice, and the reason."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One schedule's prediction. predicted_us: slowest rank, whole call.
+    """Candidate is the prediction of one schedule.
 
-    computation_us, communication_us: busy time of the busiest rank's kernels and of its transfers.
-    over_ideal_us: predicted_us less the ideal of the problem, the longer of its halves alone as wholes; 0 where it is less.
+    predicted_us: the time of the whole call on the slowest rank.
+    computation_us, communication_us: the time of the busiest rank's kernels, and of its transfers.
+    over_ideal_us: the time beyond the ideal, which is the longer half of the problem alone; 0 if there is none.
     """
 
     schedule: str
@@ -35,7 +36,7 @@ class Candidate:
 
     @property
     def spec(self) -> str:
-        """As `--schedule` and `schedule=` take it."""
+        """The name of the schedule, as `--schedule` and `schedule=` take it."""
         return spec(self.schedule, self.chunks)
 
     def __str__(self) -> str:

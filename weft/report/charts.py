@@ -118,7 +118,7 @@ def _kind_trace(kind: str, spans: Sequence[Span], lanes: Sequence[tuple[int, str
 
 
 def _outline(kind: str) -> Figure:
-    """Keeps in sight what is shorter than a pixel, such as signals and the copies of CPU ranks, and parts of a matmul apart."""
+    """Return an outline that makes steps shorter than a pixel visible, and separates the parts of a matmul."""
     return {"color": "rgba(0, 0, 0, 0.35)", "width": 0.5} if kind == "gemm" else {"color": KIND_COLOURS[kind], "width": 1}
 
 
@@ -152,7 +152,7 @@ def _line(x: float) -> Figure:
 
 
 def _names(marks: Mapping[str, float], end: float) -> list[Figure]:
-    """The lines' names above the rows, each on its own line and towards the middle, so that they do not meet nor leave it."""
+    """The lines' names above the rows, each on its own line and towards the middle, so that they do not overlap."""
     place = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False}
     return [
         {"text": name, "x": x, "xanchor": "right" if x > end / 2 else "left", "yshift": NAME_PX * row, **place}

@@ -1,4 +1,4 @@
-"""weft.overlap_report: what of a model is overlapped, how, how fast, and what is not, with the reason.
+"""weft.overlap_report: the overlapped layers of a model with their schedules and times, and the other layers with the reason.
 
     report = weft.overlap_report(model)        after some steps: schedules and times are of the calls made so far
     print(report)                              text; report.html() is a page that loads nothing; report.write(path)
@@ -21,7 +21,7 @@ from torch import nn
 from weft import schedules
 from weft.core.errors import require
 from weft.core.problem import REDUCTIONS, Op, Problem
-from weft.models.sites import CommunicatingLayer, LayerCalls, sites
+from weft.models.communicating import CommunicatingLayer, LayerCalls, communicating_layers
 from weft.ops.common import backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.overlap_page import page
@@ -39,7 +39,7 @@ _BY_SPLITS = "by splits"
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapReport:
-    """What `overlap_report` found."""
+    """OverlapReport is the result of `overlap_report`."""
 
     model: str
     places: tuple[ReportedPlace, ...]
@@ -71,11 +71,11 @@ class OverlapReport:
         return f"overlapped {self.overlapped} of {self.total} places that communicate{others}{later}"
 
     def html(self) -> str:
-        """A page of its own, without scripts."""
+        """Return the report as an HTML page without scripts."""
         return page(self.model, self.headline, self.counted, self.places)
 
     def write(self, path: str | Path) -> None:
-        """The page, as a file."""
+        """Write the HTML page to a file."""
         Path(path).write_text(self.html(), encoding="utf-8")
 
 
@@ -87,7 +87,7 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     """
     require("model", model, nn.Module, "pass the model that weft.parallelize or parallelize_module was called with")
     found: dict[CommunicatingLayer, list[CommunicatingLayer]] = {}
-    for layer in sites(model):
+    for layer in communicating_layers(model):
         found.setdefault(_without_number(layer), []).append(layer)
     if not found:
         raise ValueError(
@@ -100,13 +100,13 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     places = []
     for same in found.values():
         layer = replace(_without_number(same[0]), ran=_merge_calls(same))
-        # Problems that the report cannot tell apart, because they differ in their dtype say, are one line.
+        # Problems that look the same in the report, because they differ only in their dtype for example, are one line.
         places.append(ReportedPlace(layer=layer, count=len(same), calls=tuple(dict.fromkeys(_find_calls(layer, device)))))
     return OverlapReport(model=type(model).__name__, places=tuple(places))
 
 
 def _merge_calls(layers: Sequence[CommunicatingLayer]) -> LayerCalls | None:
-    """What any of these layers has run; None if one of them has not written that down."""
+    """Return the calls of all these layers; None if one of them has no record."""
     all_ran = [layer.ran for layer in layers if layer.ran is not None]
     if len(all_ran) < len(layers):
         return None
@@ -114,12 +114,12 @@ def _merge_calls(layers: Sequence[CommunicatingLayer]) -> LayerCalls | None:
 
 
 def _without_number(layer: CommunicatingLayer) -> CommunicatingLayer:
-    """The layer with a module name that stands for all blocks: model.layers.*.mlp."""
+    """Return the layer with a module name that represents all blocks: model.layers.*.mlp."""
     return replace(layer, module=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.module))
 
 
 def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[Called]:
-    """What has run of a layer's problems, forward and backward, the earliest first."""
+    """Yield the problems that a layer has run, forward and backward, the earliest first."""
     if not layer.n:
         yield from _find_calls_by_splits(layer, device)
         return

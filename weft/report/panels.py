@@ -55,7 +55,7 @@ def _button(name: str, ranks: int) -> Html:
 
 
 def _busy(spans: Sequence[Span]) -> Html:
-    """How long each lane worked and waited. Steps of a lane come one after the other, so their durations add up."""
+    """Return a table of the times that each lane worked and waited. A lane runs one step at a time, so durations add up."""
     whole = total_us(spans)
     by_lane: dict[tuple[int, str], list[Span]] = {lane: [] for lane in lanes_of(spans)}
     for span in spans:

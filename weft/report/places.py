@@ -1,4 +1,4 @@
-"""What an overlap report has of each place that communicates, and of each problem that has run there."""
+"""The places of an overlap report, and the problems that have run there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft import schedules
-from weft.models.sites import CommunicatingLayer
+from weft.models.communicating import CommunicatingLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Called:
 
     @property
     def share(self) -> float | None:
-        """Of the ideal; 1 if nothing is exposed."""
+        """The share of the ideal; 1 if no communication is exposed."""
         return self.ideal_us / self.us if self.us and self.ideal_us else None
 
 
@@ -40,7 +40,7 @@ class ReportedPlace:
 
     @property
     def waits(self) -> bool:
-        """Whether weft's operator is there, and has not been called yet: nothing has been hidden so far."""
+        """Whether the place has a weft operator that has not been called yet."""
         ran = self.layer.ran
         known = bool(self.layer.n) or (ran is not None and not ran.compiled)
         return self.layer.overlapped and known and not self.calls
@@ -63,7 +63,7 @@ class ReportedPlace:
 
 
 def describe_place(place: ReportedPlace) -> Iterator[str]:
-    """A place as the report lists it: a line, and one for each problem that has run there."""
+    """Yield the lines of a place in the report: one for the place, and one for each problem that has run there."""
     layer = place.layer
     words = (", ".join(layer.operators), layer.reason, place.verdict) if layer.operators else (place.verdict, layer.reason)
     yield f"{place.count:4} x {layer.name}: {'; '.join(filter(None, words))}"

@@ -19,7 +19,7 @@ TIMES = ("sequential ms", "weft ms", "ideal ms", "share of ideal", "speed-up")
 
 
 def predicted_section(title: str, plans: Sequence[tuple[str, Plan]], charts: Charts, *, ranks: int, tokens: int) -> Html:
-    """What the machine in the title is predicted to take. plans: by layer."""
+    """Return the section with the predicted times on the machine in the title. plans: by layer."""
     if not plans:
         return tag("section", tag("h2", title), tag("p", "No layer was planned."))
     times = [(name, plan, plan.chosen.predicted_us) for name, plan in plans]
@@ -73,7 +73,7 @@ def _how_to_read() -> Html:
 
 
 def ran_section(run: Run, charts: Charts) -> Html:
-    """What ran here, and whether the results are right; on GPUs also how long it took."""
+    """Return the section with the schedules that ran here, the checks of their results, and on GPUs their times."""
     title = f"2. Run here on {run.world_size} {'CPU ranks' if run.device == 'cpu' else 'GPUs'}"
     if not run.layers:
         return tag("section", tag("h2", title), tag("p", "No layer was run."))
@@ -126,7 +126,7 @@ def _ran_table(run: Run) -> Html:
 
 
 def _speeds(run: Run, charts: Charts) -> list[Html]:
-    """What GPUs took."""
+    """Return the times on GPUs."""
     times = [(layer.name, speeds, speeds.overlapped_us) for layer, speeds in run.measured]
     notes = []
     if run.over_ideal:
@@ -161,7 +161,7 @@ def _marks(times: Plan | Speeds) -> dict[str, float]:
 
 
 def _tried(speeds: Speeds) -> str:
-    """Every candidate's time, the fastest first."""
+    """Return the time of every candidate in words, the fastest first."""
     return ", ".join(f"{name} {ms(time)}" for name, time in speeds.fastest_first)
 
 

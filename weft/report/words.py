@@ -28,7 +28,7 @@ def ms(us: float) -> str:
 
 
 def reason(plan: Plan) -> str:
-    """Why the planner chose what it did: what could be hidden, and what hiding it costs."""
+    """Explain the planner's choice: the time that could be hidden, and the cost of hiding it."""
     work, exchange = halves(plan.problem)
     alone = f"The {work} alone takes {ms(plan.computation_us)} ms and the {exchange} alone {ms(plan.communication_us)} ms."
     best = plan.chosen
@@ -51,7 +51,7 @@ def _versus(us: float) -> str:
 
 
 def halves(problem: Problem) -> tuple[str, str]:
-    """What an operator computes, and its collective."""
+    """Return the names of an operator's computation and its collective."""
     work = "lookup" if isinstance(problem, LookupProblem) else "matmul"
     collective = problem.op.replace("matmul", "").replace("embedding_bag", "").replace("columns", "").strip("_")
     return work, collective.replace("_", "-")
@@ -62,7 +62,7 @@ def percent(share: float) -> str:
 
 
 def sizes(problem: Problem) -> str:
-    """Global M, N and K."""
+    """Return the global M, N and K in words."""
     return f"{problem.m:,} × {problem.n:,} × {problem.k:,}"
 
 

@@ -12,7 +12,7 @@ from weft.core.settings import numbers_of, replaced
 from weft.core.what_if import RESCALED
 
 Progress = Callable[[str, int, int], None]
-"""Told what is done now, how much is done, and of how much."""
+"""Called with the current item, the items done and the total."""
 _ON_OFF = {"true": True, "1": True, "false": False, "0": False}
 
 

@@ -1,6 +1,6 @@
 """Published numbers and those of a simulation, side by side.
 
-A figure is reproduced if ours lies in the range that is accepted. A study's headline counts those that the simulation
+A figure is reproduced if ours is in the accepted range. A study's headline counts those that the simulation
 predicts. One that a constant was chosen by, or that follows from the inputs by arithmetic, is shown with that label.
 """
 

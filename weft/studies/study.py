@@ -22,7 +22,7 @@ STUDIES: dict[str, str] = {
     "dlrm": "DLRM at scale (arXiv 2305.06942)",
     "iso": "a prompt's sequence in two halves (arXiv 2409.11155)",
 }
-"""What each study is about, by the name that `weft simulate` takes."""
+"""The subject of each study, by the name that `weft simulate` takes."""
 
 
 CHANGED = "This is not the system that the figures were published for: they are shown, and none is counted."
@@ -64,7 +64,7 @@ class Points:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What each lane does, as spans."""
+    """The spans of each lane."""
 
     name: str
     title: str
@@ -161,7 +161,7 @@ def record(done: Done) -> dict[str, Any]:
 
 
 def sweep_tables(which: Study, swept: Sequence[SweptRow], drawn: JointSweep | None) -> Iterator[StudyTable]:
-    """What the sweeps found."""
+    """Return the results of the sweeps as data."""
     if swept:
         rows = swept_table(swept, which.headlines)
         title = "Each assumed or derived number a quarter lower and higher"
@@ -184,7 +184,7 @@ def tables(done: Done) -> tuple[StudyTable, ...]:
 
 
 def words(done: Done) -> Iterator[str]:
-    """What the study says in short: how many predicted figures are within tolerance, and how far they spread."""
+    """Return the headline of a study: the number of predicted figures within tolerance, and their spread."""
     yield headline(done.figures) if done.system == done.study.load() else CHANGED
     if done.joint is not None:
         left_out = f" {done.study.left_out}" if done.study.left_out else ""

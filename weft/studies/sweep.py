@@ -1,4 +1,4 @@
-"""Sweeps: what the numbers that no source gives do to a study's figures, moved one at a time, and all together.
+"""Sweeps: the effect of numbers without a source on a study's figures, changed one at a time, and all at once.
 
 A study is swept by its `sample`: the figures of a system, by as few simulations as they need.
 """
@@ -14,9 +14,9 @@ from weft.studies.profile import P, Progress, moved, uncertain
 from weft.studies.published import Figure, Row, Unit, text
 
 STEP = 0.25
-"""By how much one number is taken lower and higher."""
+"""The share by which a single number is lowered and raised."""
 REACH = 0.1
-"""By how much numbers that move together are taken lower or higher at most."""
+"""The largest share by which numbers that change together are lowered or raised."""
 SEED = 2401
 MOST_REFUSED = 5000
 """Draws in a row that may be refused before the joint sweep gives up: a tenth of a percent of draws may be possible."""
@@ -147,7 +147,7 @@ def joint_table(found: JointSweep) -> list[Row]:
 
 
 def joint_words(found: JointSweep) -> str:
-    """What the joint sweep says of all figures together."""
+    """Return a sentence on all figures of the joint sweep."""
     moved = f"When {len(found.paths)} assumed and derived numbers move together, each by up to {found.reach:.0%}"
     moved += " (a small whole number by 1)"
     predicted = "" if found.predicted is None else f", and all predicted ones in {found.predicted}"

@@ -33,7 +33,7 @@ from weft.core.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, Look
 from weft.core.schedule import Schedule
 from weft.core.span import Span
 from weft.planner import plan
-from weft.planner.models import Model, decode_sites, sites
+from weft.planner.models import Model, decode_calls, operator_calls
 from weft.planner.values import Plan
 from weft.runtime.calls import Call, MatmulCall, ScaledOperands
 from weft.runtime.choose import fans_out
@@ -78,7 +78,7 @@ def run_model(
     """
     _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
     element = cast(DType, dtype)
-    found = decode_sites(model) if op == "matmul_all_reduce" else sites(model)
+    found = decode_calls(model) if op == "matmul_all_reduce" else operator_calls(model)
     chosen = [s for s in found if op in (None, s.op)]
     for layer in chosen:
         schedules.check_op(schedule.partition(":")[0], layer.op)

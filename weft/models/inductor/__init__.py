@@ -29,10 +29,10 @@ from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.version import __version__
+from weft.models.communicating import CommunicatingLayer
 from weft.models.inductor import gathers, scatters
 from weft.models.inductor.graph import Refused, place_in, shape, share_waits
 from weft.models.inductor.places import file_and_line, module_name
-from weft.models.sites import CommunicatingLayer
 from weft.ops.common import spec_of
 
 _OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -83,7 +83,7 @@ class CompilePass(CustomGraphPass):
                 )
             spec_of(spec, name)  # type: ignore[arg-type]
         self.schedules = {name: named.get(name, "auto") for name in self.operators}
-        self.sites: list[CommunicatingLayer] = []
+        self.layers: list[CommunicatingLayer] = []
         self.graphs = 0
         self._hits_before = cache_hits()
 
@@ -152,7 +152,7 @@ class CompilePass(CustomGraphPass):
         names = [module_name(product) for product in products or [node]]
         parts = tuple(dict.fromkeys(name for name in names if name))
         operators = (operator,) if operator else ()
-        self.sites.append(
+        self.layers.append(
             CommunicatingLayer(parts=parts, operators=operators, reason=reason, where=file_and_line(node), **(problem or {}))
         )
 
@@ -173,14 +173,14 @@ class CompilePass(CustomGraphPass):
         The pass does not see a graph that comes from torch.compile's caches, because it was rewritten when it was first
         compiled. An extra line says if there are such graphs.
         """
-        done = sum(site.overlapped for site in self.sites)
-        lines = [f"overlapped {done} of {len(self.sites)} places in {self.graphs} graphs"]
+        done = sum(layer.overlapped for layer in self.layers)
+        lines = [f"overlapped {done} of {len(self.layers)} places in {self.graphs} graphs"]
         if cache_hits() > self._hits_before:
             lines.append(
                 "  graphs came from torch.compile's caches, as they were rewritten then; to have them here, compile with "
                 "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1; weft.choices() has what runs"
             )
-        return "\n".join([*lines, *(f"  {site.where}  {site}" if site.parts else f"  {site}" for site in self.sites)])
+        return "\n".join([*lines, *(f"  {layer.where}  {layer}" if layer.parts else f"  {layer}" for layer in self.layers)])
 
 
 def _is_unsupported_collective(node: Node) -> bool:

@@ -135,7 +135,7 @@ def _node(found: object) -> Node:
 @dataclass(frozen=True)
 class Laid:
     """cat(split(source, dim), into), or of slices: `count` parts of equal extent, which may be viewed as bytes. nodes: what
-    lies between source and cat."""
+    is between source and cat."""
 
     source: Node
     dim: int
@@ -145,7 +145,7 @@ class Laid:
 
 
 def laid_anew(whole: Node) -> Laid | None:
-    """How a node lays a tensor's parts beside each other along another dimension. None if it is something else."""
+    """Return the Laid of a cat of all parts of a tensor along another dimension; None for other nodes."""
     given = whole.args[0] if whole.target is aten.cat.default else None
     if not isinstance(given, list | tuple) or len(given) < 2 or not all(isinstance(part, Node) for part in given):
         return None
@@ -167,8 +167,8 @@ def _cut(parts: Sequence[Node]) -> tuple[Node, int, list[Node]] | None:
     first = parts[0]
     if first.target is operator.getitem:
         split = _node(first.args[0])
-        alike = all(part.target is operator.getitem and part.args == (split, at) for at, part in enumerate(parts))
-        if split.target not in SPLITS or not alike or len(split.meta["val"]) != len(parts):
+        equal = all(part.target is operator.getitem and part.args == (split, at) for at, part in enumerate(parts))
+        if split.target not in SPLITS or not equal or len(split.meta["val"]) != len(parts):
             return None
         source = _node(split.args[0])
         return source, _dimension(source, argument(split, 2, "dim", 0)), [split]
@@ -244,11 +244,11 @@ def share_waits(graph: Graph) -> None:
         for user in sorted(rest.pop().users, key=order.__getitem__):
             if user.target not in _SHARED and user.target is not c10d.wait_tensor.default:
                 continue
-            kept = first.setdefault(str((user.target, user.args, user.kwargs)), user)
-            if kept is not user:
-                user.replace_all_uses_with(kept)
+            first_use = first.setdefault(str((user.target, user.args, user.kwargs)), user)
+            if first_use is not user:
+                user.replace_all_uses_with(first_use)
                 graph.erase_node(user)
-                rest.append(kept)
+                rest.append(first_use)
 
 
 def raise_above(place: Node, wanted: Iterable[Node]) -> None:

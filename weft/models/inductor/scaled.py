@@ -54,7 +54,9 @@ def scales_of(product: Node) -> ProductScales | None:
         )
     (k, n), stride = shape(b), value(b).stride()
     if k % FLOAT8_UNIT or n % FLOAT8_UNIT or stride[0] != 1:
-        raise Refused(f"the second factor {[k, n]} lies as {list(stride)}; FP8 needs columns in one piece, and multiples of 16")
+        raise Refused(
+            f"the second factor {[k, n]} has strides {list(stride)}; FP8 needs columns in one piece, and multiples of 16"
+        )
     sizes = value(scale_a).numel(), value(scale_b).numel()
     if sizes == (1, 1):
         recipe: Recipe = "tensorwise"
@@ -101,7 +103,8 @@ def write_gather(
 def write_reduction(
     write: Writer, op: Op, a: Node, b: Node, scale_a: Node, scales: ProductScales, group: str, schedule: str, reduce: str
 ) -> Node:
-    """matmul_reduce_scatter or matmul_all_reduce of a [M, k] and b [k, N]: its only result. scale_a: as the rows of a lie."""
+    """matmul_reduce_scatter or matmul_all_reduce of a [M, k] and b [k, N]: its only result. scale_a: in the order of a's
+    rows."""
     scale_b = scales.b
     if scales.recipe == "tensorwise":
         scale_a, scale_b = write.reshape(scale_a, [1, 1]), write.reshape(scale_b, [1, 1])

@@ -1,22 +1,23 @@
-"""Models by their static sizes, and the distributed sites of one of their layers.
+"""Models by their static sizes, and the operator calls of one of their layers.
 
-A decoder layer under tensor and sequence parallelism has four sites, two where rows are gathered before a matmul and two
-where its result is summed and scattered:
+A decoder layer under tensor and sequence parallelism calls four operators: two gather rows before a matmul, and two sum and
+scatter its result.
 
-    site            operator                 N                                  K
+    call            operator                 N                                  K
     attention QKV   all_gather_matmul        (heads + 2 * kv_heads) * head_dim  hidden
     attention out   matmul_reduce_scatter    hidden                             heads * head_dim
     MLP gate/up     all_gather_matmul        2 * intermediate                   hidden        ("MLP up", N = intermediate,
     MLP down        matmul_reduce_scatter    hidden                             intermediate   where the MLP has no gate)
 
-M is the number of tokens. In decode, with few of them, activations are not sharded: the two of matmul_reduce_scatter are
-matmul_all_reduce there (`decode_sites`). Experts on all ranks add two, where rows go all to all; M is then a rank's tokens,
-once for each expert that a token visits, in equal shares for all ranks (a capacity that is just met):
+M is the number of tokens. In decode, tokens are few and activations are not sharded, so matmul_all_reduce takes the place of
+matmul_reduce_scatter (`decode_calls`). Experts spread over ranks add two calls with an all-to-all of rows. M is then a rank's
+tokens, counted once for each expert that a token visits; every rank receives an equal share:
 
     expert dispatch + gate/up   all_to_all_matmul   2 * expert_intermediate   hidden
     expert down + combine       matmul_all_to_all   hidden                    expert_intermediate
 
-Embedding tables are spread over ranks, whole, as `split` deals them: embedding_bag_all_to_all, where a token is a sample.
+Embedding tables are distributed over ranks, each table whole on one rank (`split`). They call embedding_bag_all_to_all, and a
+token is a sample.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from pathlib import Path
 
 from weft.core import codec
 from weft.planner.models.config import read_config
-from weft.planner.models.values import LookupSite, Model, Site, Uncovered
+from weft.planner.models.values import EmbeddingCall, Model, OperatorCall, Uncovered
 
-__all__ = ["LookupSite", "Model", "Site", "Uncovered", "decode_sites", "load_model", "preset_names", "sites"]
+__all__ = ["LookupCall", "Model", "OperatorCall", "Uncovered", "decode_calls", "load_model", "operator_calls", "preset_names"]
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-"""How the Hugging Face Hub names a model: OWNER/NAME."""
+"""The name of a model on the Hugging Face Hub is OWNER/NAME."""
 
 
-def sites(model: Model) -> tuple[Site, ...]:
-    """Every distributed site of a layer, in the order of a forward pass; where layers differ, those of every kind of layer.
+def operator_calls(model: Model) -> tuple[OperatorCall, ...]:
+    """Return the operator calls of a layer in the order of a forward pass. If layers differ, return those of every kind.
 
-    >>> [str(site) for site in sites(load_model("llama3-8b"))][:2]
+    >>> [str(call) for call in operator_calls(load_model("llama3-8b"))][:2]
     ['attention QKV: all_gather_matmul N=6144 K=4096', 'attention out: matmul_reduce_scatter N=4096 K=4096']
     """
     if model.read:
         return model.read
-    found: list[Site] = []
+    found: list[OperatorCall] = []
     if model.tables:
         found.append(_lookup(model))
     if model.heads:
@@ -58,23 +59,23 @@ def sites(model: Model) -> tuple[Site, ...]:
     return tuple(found)
 
 
-def decode_sites(model: Model) -> tuple[Site, ...]:
-    """The sites of one layer whose result every rank needs whole, where activations are not sharded.
+def decode_calls(model: Model) -> tuple[OperatorCall, ...]:
+    """Return the operator calls of a layer whose activations are not sharded: every rank needs the whole result.
 
-    >>> [str(site) for site in decode_sites(load_model("llama3-8b"))][:1]
+    >>> [str(call) for call in decode_calls(load_model("llama3-8b"))][:1]
     ['attention out: matmul_all_reduce N=4096 K=4096']
     """
-    scattered = [site for site in sites(model) if site.op == "matmul_reduce_scatter"]
-    return tuple(replace(site, op="matmul_all_reduce") for site in scattered)
+    scattered = [call for call in operator_calls(model) if call.op == "matmul_reduce_scatter"]
+    return tuple(replace(call, op="matmul_all_reduce") for call in scattered)
 
 
 def preset_names() -> tuple[str, ...]:
-    """Models that weft knows by name."""
+    """Return the names of weft's presets."""
     return tuple(sorted(item.name.removesuffix(".json") for item in _folder().iterdir() if item.name.endswith(".json")))
 
 
 def load_model(name_or_path: str) -> Model:
-    """A preset by name, or a Hugging Face config.json by path.
+    """Load a preset by its name, or a Hugging Face config.json by its path.
 
     Raises ValueError for a name that is neither, for a file that cannot be read, and for a config without the needed sizes.
     """
@@ -95,11 +96,11 @@ def load_model(name_or_path: str) -> Model:
 
 
 def config_path(name_or_path: str) -> Path | None:
-    """The file that `load_model` would read; None for a preset."""
+    """Return the file that `load_model` reads for this name; None for a preset."""
     if name_or_path in preset_names():
         return None
     path = Path(name_or_path)
-    return path / "config.json" if os.path.isdir(path) else path  # False, too, where nobody may look
+    return path / "config.json" if os.path.isdir(path) else path  # isdir is also False for a folder without permission to read
 
 
 def _folder() -> resources.abc.Traversable:
@@ -112,33 +113,36 @@ def _unknown(name: str) -> str:
     return f"model is {name!r}{hint} weft knows {', '.join(preset_names())}, or takes the path of a Hugging Face config.json"
 
 
-def _lookup(model: Model) -> LookupSite:
+def _lookup(model: Model) -> EmbeddingCall:
     dims = (model.embedding_dim,) * model.tables
     pooling = round(sum(model.pooling) / len(model.pooling)) if model.pooling else 1
-    return LookupSite(name="embedding tables", op="embedding_bag_all_to_all", n=sum(dims), k=pooling, dims=dims)
+    return EmbeddingCall(name="embedding tables", op="embedding_bag_all_to_all", n=sum(dims), k=pooling, dims=dims)
 
 
-def _attention(model: Model) -> list[Site]:
+def _attention(model: Model) -> list[OperatorCall]:
     inner = model.heads * model.head_dim
     columns = inner + 2 * model.kv_heads * model.head_dim
     return [
-        Site(name="attention QKV", op="all_gather_matmul", n=columns, k=model.hidden),
-        Site(name="attention out", op="matmul_reduce_scatter", n=model.hidden, k=inner),
+        OperatorCall(name="attention QKV", op="all_gather_matmul", n=columns, k=model.hidden),
+        OperatorCall(name="attention out", op="matmul_reduce_scatter", n=model.hidden, k=inner),
     ]
 
 
-def _mlp(model: Model, name: str) -> list[Site]:
+def _mlp(model: Model, name: str) -> list[OperatorCall]:
     up, columns = ("gate/up", 2 * model.intermediate) if model.gated else ("up", model.intermediate)
     return [
-        Site(name=f"{name} {up}", op="all_gather_matmul", n=columns, k=model.hidden),
-        Site(name=f"{name} down", op="matmul_reduce_scatter", n=model.hidden, k=model.intermediate),
+        OperatorCall(name=f"{name} {up}", op="all_gather_matmul", n=columns, k=model.hidden),
+        OperatorCall(name=f"{name} down", op="matmul_reduce_scatter", n=model.hidden, k=model.intermediate),
     ]
 
 
-def _experts(model: Model) -> list[Site]:
-    """On all ranks, each with as many; several on a rank count as one, to whose rows they give the same work."""
+def _experts(model: Model) -> list[OperatorCall]:
+    """Return the calls of experts that are spread evenly over ranks. A rank with several experts counts as if it had one."""
     up, columns = ("gate/up", 2 * model.expert_intermediate) if model.gated else ("up", model.expert_intermediate)
     visits = max(1, model.experts_per_token)
-    dispatch = Site(name=f"expert dispatch + {up}", op="all_to_all_matmul", n=columns, k=model.hidden, visits=visits)
+    dispatch = OperatorCall(name=f"expert dispatch + {up}", op="all_to_all_matmul", n=columns, k=model.hidden, visits=visits)
     width = model.expert_intermediate
-    return [dispatch, Site(name="expert down + combine", op="matmul_all_to_all", n=model.hidden, k=width, visits=visits)]
+    return [
+        dispatch,
+        OperatorCall(name="expert down + combine", op="matmul_all_to_all", n=model.hidden, k=width, visits=visits),
+    ]

@@ -1,9 +1,9 @@
-"""From the matmuls of a model's layers to its distributed sites.
+"""This file finds a model's operator calls among the matmuls of its layers.
 
 A block is the matmuls of one module of a layer, such as an attention. If some of them read the hidden state and one writes it,
-the block has two sites: an all_gather before the matmuls that read (their columns are spread over ranks), and a reduce_scatter
-after the one that writes (its rows are). The up-projections of latent attention are sites of their own, which gather the latent
-vectors. Every other matmul is listed as not covered, such as a router, which each rank computes for its own rows.
+the block has two calls. The first gathers rows for the matmuls that read; ranks split their columns. The second scatters the
+sums of the matmul that writes; ranks split its rows. Each up-projection of latent attention has a call of its own, which
+gathers the latent vectors. All other matmuls are listed as not covered: each rank computes a router for its own rows, say.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from weft.core.problem import Op
-from weft.planner.models.values import Site, Uncovered
+from weft.planner.models.values import OperatorCall, Uncovered
 
 COLUMNS = re.compile(
     r"(q|k|v|qkv|g|a|b|gate|up|gate_up)_proj|in_proj(_\w+)?|[wW]?qkv|W[qkv]|w[13]|Wi|c_attn|c_fc|fc1|fc_in|query_key_value"
@@ -37,13 +37,15 @@ LABELS = (
     ("attention", r"att"),
     ("MLP", r"mlp|moe"),
 )
-"""What blocks are called: the first whose pattern is in the path, the class and the names of a layer's module."""
+"""The labels of blocks. The first whose pattern matches the module's path, class or weights' names is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeight:
-    """A weight of a layer, from k to n columns. block: the path of its module within the layer; owner: that module's class.
-    experts: how many experts have one; 0 for a weight that every token is multiplied by."""
+    """LayerWeight is a weight of a layer, from k to n columns.
+
+    block: the path of its module within the layer. owner: that module's class. experts: the number of experts that have such a
+    weight; 0 if every token is multiplied by it."""
 
     block: str
     name: str
@@ -55,32 +57,34 @@ class LayerWeight:
 
 @dataclass
 class _Seen:
-    """In which layers something is, and the path of the module that was seen first."""
+    """_Seen has the numbers of the layers that have a call, and the path of the first module that has it."""
 
     block: str = ""
     layers: set[int] = field(default_factory=set)
 
 
-def counted(
+def count_calls(
     layers: Sequence[Sequence[LayerWeight]], hidden: int, visits: int
-) -> tuple[tuple[Site, ...], tuple[Uncovered, ...]]:
-    """The sites of all layers, and the other matmuls, with the number of layers that have each. visits: experts of a token."""
-    sites: dict[Site, _Seen] = defaultdict(_Seen)
+) -> tuple[tuple[OperatorCall, ...], tuple[Uncovered, ...]]:
+    """Return the operator calls of all layers and the other matmuls, each with the number of layers that have it.
+
+    visits: the number of experts that a token goes to."""
+    calls: dict[OperatorCall, _Seen] = defaultdict(_Seen)
     others: dict[tuple[str, int, int, int], set[int]] = defaultdict(set)
     flops = [sum(one.n * one.k * _visits(one, visits) for one in layer) for layer in layers]
     for at, layer in enumerate(layers):
         for block in _blocks(layer):
-            found, rest = _sites(block, _label(block, shared=any(one.experts for one in layer)), hidden, visits)
-            for site in found:
-                sites[site].block = sites[site].block or block[0].block
-                sites[site].layers.add(at)
+            found, rest = _find_calls(block, _label(block, shared=any(one.experts for one in layer)), hidden, visits)
+            for call in found:
+                calls[call].block = calls[call].block or block[0].block
+                calls[call].layers.add(at)
             for one in rest:
                 others[f"{one.block}.{one.name}".strip("."), one.n, one.k, _visits(one, visits)].add(at)
     uncovered = (
         Uncovered(name=name, n=n, k=k, visits=times, layers=len(at), share=n * k * times * len(at) / sum(flops[i] for i in at))
         for (name, n, k, times), at in others.items()
     )
-    return _named_apart(sites), tuple(uncovered)
+    return _name_by_layer(calls), tuple(uncovered)
 
 
 def _visits(one: LayerWeight, visits: int) -> int:
@@ -94,8 +98,8 @@ def _blocks(layer: Iterable[LayerWeight]) -> Iterable[list[LayerWeight]]:
     return found.values()
 
 
-def _sites(block: list[LayerWeight], label: str, hidden: int, visits: int) -> tuple[list[Site], list[LayerWeight]]:
-    """The sites of one block, and its matmuls that are part of none."""
+def _find_calls(block: list[LayerWeight], label: str, hidden: int, visits: int) -> tuple[list[OperatorCall], list[LayerWeight]]:
+    """Return the operator calls of one block, and its other matmuls."""
     rows = [one for one in block if ROWS.fullmatch(one.name) and one.n == hidden]
     latent = [one for one in block if LATENT.fullmatch(one.name)]
     columns = [one for one in block if COLUMNS.fullmatch(one.name) and one.k == hidden]
@@ -108,15 +112,15 @@ def _sites(block: list[LayerWeight], label: str, hidden: int, visits: int) -> tu
     if row.experts:
         into = ("all_to_all_matmul", "matmul_all_to_all")
     times = _visits(row, visits)
-    found = [Site(name=f"{label} {one.name}", op=into[0], n=one.n, k=one.k, visits=times) for one in latent]
+    found = [OperatorCall(name=f"{label} {one.name}", op=into[0], n=one.n, k=one.k, visits=times) for one in latent]
     if columns:
-        found.insert(0, Site(name=first, op=into[0], n=n, k=hidden, visits=times))
-    found.append(Site(name=last, op=into[1], n=hidden, k=row.k, visits=times))
+        found.insert(0, OperatorCall(name=first, op=into[0], n=n, k=hidden, visits=times))
+    found.append(OperatorCall(name=last, op=into[1], n=hidden, k=row.k, visits=times))
     return found, [one for one in block if one not in (*columns, *latent, row)]
 
 
 def _label(block: list[LayerWeight], *, shared: bool) -> str:
-    """What a block is called. shared: its layer has experts that it may be shared by."""
+    """Return the label of a block. shared: its layer has experts, so it may be a shared expert."""
     if block[0].experts:
         return "expert"
     if shared and "shared" in block[0].block:
@@ -126,7 +130,7 @@ def _label(block: list[LayerWeight], *, shared: bool) -> str:
 
 
 def _names(label: str, gated: bool, columns: list[str]) -> tuple[str, str]:
-    """What the sites before and after a block are called. columns: names, where they are not all of query, key and value."""
+    """Return the names of a block's first and last call. columns: the projections that the first call covers, if not QKV."""
     up = "gate/up" if gated else "up"
     if label == "expert":
         return f"expert dispatch + {up}", "expert down + combine"
@@ -137,14 +141,14 @@ def _names(label: str, gated: bool, columns: list[str]) -> tuple[str, str]:
     return f"{label} in", f"{label} out"
 
 
-def _named_apart(sites: dict[Site, _Seen]) -> tuple[Site, ...]:
-    """The sites with their counts. Sites of one name and several shapes are named by their first layer, or by their module."""
+def _name_by_layer(calls: dict[OperatorCall, _Seen]) -> tuple[OperatorCall, ...]:
+    """Return the calls with their counts. Calls of one name and different shapes also get their first layer or their module."""
     named = []
-    for site, seen in sites.items():
-        others = [other for one, other in sites.items() if one.name == site.name and one != site]
-        name = site.name
+    for call, seen in calls.items():
+        others = [other for one, other in calls.items() if one.name == call.name and one != call]
+        name = call.name
         if others:
             first = min(seen.layers)
             name += f" of {seen.block}" if first in (min(other.layers) for other in others) else f" of layer {first}"
-        named.append(replace(site, name=name, layers=len(seen.layers)))
+        named.append(replace(call, name=name, layers=len(seen.layers)))
     return tuple(named)

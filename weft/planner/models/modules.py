@@ -1,8 +1,8 @@
-"""Reading a model's matmuls from the modules that transformers builds from its config, on the meta device.
+"""This file reads a model's matmuls from the modules that transformers builds from its config, on the meta device.
 
 No weight is allocated and nothing is downloaded. Every layer is built, so that each kind of layer is counted, and a key that
-the config leaves out has the default of its own class. One key is read from the config itself: the number of experts per token,
-which no module's shape tells.
+the config leaves out has the default of its own class. Only the number of experts per token is read from the config itself,
+because no module's shape depends on it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import replace
 from logging import CRITICAL
 from typing import Any
 
-from weft.planner.models.blocks import ROWS, LayerWeight, counted
-from weft.planner.models.values import Model, Site, Uncovered
+from weft.planner.models.blocks import ROWS, LayerWeight, count_calls
+from weft.planner.models.values import Model, OperatorCall, Uncovered
 
 TOP_K = (
     "num_experts_per_tok",
@@ -32,29 +32,29 @@ TOP_K = (
 )
 """Keys for the number of experts that a token goes to."""
 NO_MATMUL = re.compile(r"\w*bias\w*|A_log|D|\w*scale\w*|time_\w+|position|static_weight|query|r_[rsw]")
-"""Parameters of two dimensions and more that nothing is multiplied by as a matrix."""
+"""Parameters of two or more dimensions that are not the matrix of a matmul."""
 KINDS = re.compile(r"expert|moe|top_?k|layer_|freq|step|period|interval|pattern")
-"""Keys that may say of what kind a layer is."""
+"""Keys that may decide the kind of a layer."""
 MOST = 4096
-"""Layers or experts: a config with more is refused before anything is built."""
+"""A config with more layers or experts than this is refused before anything is built."""
 
 
 def read_modules(config: Any, given: dict[str, Any], *, name: str, source: str) -> Model:
-    """The Model of a config of transformers. given: the keys as the file has them. Raises ValueError if weft cannot read it."""
+    """Read a transformers config as a Model. given: the keys as in the file. Raises ValueError if weft cannot read it."""
     if _value(config, "is_encoder_decoder"):
         raise ValueError("is_encoder_decoder is true; weft plans the layers of decoders")
     _check_counts(config)
     hidden = _value(config, "hidden_size")
     if not isinstance(hidden, int) or isinstance(hidden, bool):
         raise ValueError(f"hidden_size is {hidden!r:.60}; it must be a whole number")
-    model = _built(config)
+    model = _build(config)
     layers = [tuple(_matmuls(layer, hidden)) for layer in _layers(model, config.model_type)]
     experts = max((one.experts for layer in layers for one in layer), default=0)
     visits = _top_k(config, given, experts) if experts else 0
-    sites, uncovered = counted(layers, hidden, visits)
-    if not sites:
+    calls, uncovered = count_calls(layers, hidden, visits)
+    if not calls:
         raise ValueError(f"model_type is {config.model_type!r}; none of its layers' matmuls is one that weft overlaps")
-    widths = {one.name.split(" of ")[0]: one.k for one in reversed(sites)}
+    widths = {one.name.split(" of ")[0]: one.k for one in reversed(calls)}
     inner = widths.get("attention out", 0)
     heads, kv_heads = (_value(config, key) for key in ("num_attention_heads", "num_key_value_heads"))
     heads = heads if isinstance(heads, int) and heads > 0 and inner and inner % heads == 0 else 0
@@ -67,18 +67,18 @@ def read_modules(config: Any, given: dict[str, Any], *, name: str, source: str) 
         kv_heads=kv_heads if isinstance(kv_heads, int) else 0,
         head_dim=inner // heads if heads else 0,
         intermediate=widths.get("shared expert down", widths.get("MLP down", 0)),
-        gated=any(one.name.split(" of ")[0].endswith("gate/up") for one in sites),
+        gated=any(one.name.split(" of ")[0].endswith("gate/up") for one in calls),
         experts=experts,
         experts_per_token=visits,
         expert_intermediate=widths.get("expert down + combine", 0),
-        read=sites,
+        read=calls,
         uncovered=uncovered,
-        notes=_unread(config, given, model) + _notes(sites, uncovered, len(layers)),
+        notes=_unread(config, given, model) + _notes(calls, uncovered, len(layers)),
     )
 
 
 def _value(config: Any, key: str) -> Any:
-    """What a config has for a key; None where layers have different values, which transformers reports as an error."""
+    """Return a config's value for a key; None if layers have different values, which transformers reports as an error."""
     try:
         return getattr(config, key, None)
     except Exception:  # a subclass of no public one
@@ -86,18 +86,18 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _unread(config: Any, given: dict[str, Any], model: Any) -> tuple[str, ...]:
-    """A note of the keys in the file that say which layers have experts or are of a kind, and that transformers never names."""
+    """Return a note about keys of the file that decide the kind of layers and that transformers does not read."""
     sources = "".join(inspect.getsource(sys.modules[type(one).__module__]) for one in (config, model))
     counts = {key for key, value in given.items() if isinstance(value, (int, list)) and value and value != 1}
     unread = [key for key in given if KINDS.search(key) and key in counts - set(TOP_K) and key not in sources]
     return (f"{type(model).__name__} of transformers does not read {', '.join(unread)}: layers may differ",) if unread else ()
 
 
-def _notes(sites: Sequence[Site], uncovered: Sequence[Uncovered], layers: int) -> tuple[str, ...]:
+def _notes(calls: Sequence[OperatorCall], uncovered: Sequence[Uncovered], layers: int) -> tuple[str, ...]:
     some: dict[int, list[str]] = {}
-    for site in sites:
-        if site.layers < layers:
-            some.setdefault(site.layers, []).append(site.name)
+    for call in calls:
+        if call.layers < layers:
+            some.setdefault(call.layers, []).append(call.name)
     return (
         *(f"{count} of {layers} layers have {', '.join(names)}" for count, names in some.items()),
         *(f"not covered: {one}" for one in uncovered),
@@ -111,8 +111,8 @@ def _check_counts(config: Any) -> None:
             raise ValueError(f"{key} is {value}; weft reads models of at most {MOST}")
 
 
-def _built(config: Any) -> Any:
-    """The model's modules. Raises ValueError for whatever keeps transformers from building them."""
+def _build(config: Any) -> Any:
+    """Build the model's modules. Raises ValueError if transformers cannot build them."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
@@ -124,7 +124,7 @@ def _built(config: Any) -> Any:
         with silent(), torch.device("meta"):
             build: Any = auto.from_config
             return build(config, attn_implementation="eager", trust_remote_code=False)
-    except Exception as error:  # of any type: the classes compute with what the file gives them
+    except Exception as error:  # errors of any type: the classes compute with the values in the file
         unset = [key for key, value in config.to_dict().items() if value is None and re.search(r"dim|size|head|expert", key)]
         hint = f"; not set: {', '.join(unset)}" if unset else ""
         raise ValueError(f"transformers cannot build {type(config).__name__} of it: {one_line(error)}{hint}") from None
@@ -136,7 +136,7 @@ def one_line(error: Exception) -> str:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """transformers logs what it thinks of a config; an error of weft is one line."""
+    """Silence the log of transformers about a config. weft raises an error of one line instead."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -150,7 +150,7 @@ def silent() -> Iterator[None]:
 
 
 def _layers(model: Any, family: str) -> Sequence[Any]:
-    """The decoder's layers: the list with the most weights. Raises ValueError if another list has as many entries."""
+    """Return the decoder's layers: the list with the most weights. Raises ValueError if another list has as many entries."""
     from torch import nn
 
     lists: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _layers(model: Any, family: str) -> Sequence[Any]:
 
 
 def _matmuls(layer: Any, hidden: int) -> Iterator[LayerWeight]:
-    """Every weight of a layer that tokens are multiplied by. Raises ValueError where the modules do not say how."""
+    """Yield every weight that tokens are multiplied by. Raises ValueError if the modules leave its use open."""
     from torch import nn
 
     lists = {name: len(module) for name, module in layer.named_modules() if isinstance(module, nn.ModuleList)}
@@ -190,8 +190,10 @@ def _matmuls(layer: Any, hidden: int) -> Iterator[LayerWeight]:
 
 
 def _matmul(path: str, sizes: tuple[int, ...], hidden: int, *, whole: bool, listed: int) -> LayerWeight:
-    """The matmul of one parameter, which is all of its module's weights if `whole`. listed: how many experts have one like it,
-    in a list of modules."""
+    """Return the matmul of one parameter.
+
+    whole: the parameter has all weights of its module. listed: the number of experts with such a parameter, if they are a list
+    of modules."""
     block, _, name = path.rpartition(".")
     expert = "expert" in path.lower()
     if len(sizes) == 2 and (whole or not expert):
@@ -207,7 +209,7 @@ def _matmul(path: str, sizes: tuple[int, ...], hidden: int, *, whole: bool, list
 
 
 def _top_k(config: Any, given: dict[str, Any], experts: int) -> int:
-    """How many experts a token goes to. Raises ValueError if no key says it, or if keys or layers differ."""
+    """Return the number of experts that a token goes to. Raises ValueError if no key says it, or if keys or layers differ."""
     sources = [{key: _value(config, key) for key in TOP_K}, {key: given.get(key) for key in TOP_K}]
     found = [(key, value) for source in sources for key, value in source.items() if value is not None]
     values = [each for _, value in found for each in (value if isinstance(value, list) and value else [value])]

@@ -1,4 +1,4 @@
-"""Values: a model's sizes, its distributed sites, and the matmuls that weft has no operator for."""
+"""Values: a model's sizes, its operator calls, and the matmuls that weft has no operator for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from weft.core.problem import EXCHANGES, GATHERS, ITEMSIZE, DType, LookupProblem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
-    """A place in the model where communication meets a matmul: out is tokens x n, contracted over k.
+class OperatorCall:
+    """OperatorCall is a call of weft's operator `op` in a model: its output is tokens x n, contracted over k.
 
-    visits: of an all-to-all, how many experts each token goes to. layers: how many layers have it; 0 means all."""
+    visits: the number of experts that each token goes to, for an all-to-all. layers: the number of layers that have this call;
+    0 means all."""
 
     name: str
     op: Op
@@ -21,8 +22,9 @@ class Site:
     layers: int = 0
 
     def problem(self, tokens: int, world_size: int, dtype: DType, scaling: Scaling | None = None) -> Problem:
-        """The site's Problem for so many tokens, over all ranks. scaling: of FP8 operands; rowwise in place of tensorwise where
-        rows travel before they are multiplied. Raises ValueError as Problem does."""
+        """Return the Problem of this call for `tokens` tokens of all ranks. Raises ValueError as Problem does.
+
+        scaling: the scales of FP8 operands. Rows that are sent before they are multiplied have rowwise scales."""
         rows = -(-tokens * self.visits // world_size) if self.op in EXCHANGES else tokens
         if scaling is not None and scaling.recipe == "tensorwise" and self.op in GATHERS:
             scaling = replace(scaling, recipe="rowwise")
@@ -33,14 +35,15 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupSite(Site):
-    """Embedding tables, `n` columns in all, and bags of `k` rows on average. dims: columns of each table."""
+class EmbeddingCall(OperatorCall):
+    """LookupCall looks bags of `k` rows on average up in tables of `n` columns in total. dims: the columns of each table."""
 
     dims: tuple[int, ...]
 
     def problem(self, tokens: int, world_size: int, dtype: DType, scaling: Scaling | None = None) -> Problem:
-        """A batch of `tokens` samples, the tables spread over all ranks. Raises ValueError as LookupProblem does, and for
-        FP8."""
+        """Return the problem of a batch of `tokens` samples, with the tables spread over all ranks.
+
+        Raises ValueError as LookupProblem does, and for FP8."""
         if scaling is not None:
             raise ValueError(f"dtype is {scaling.a!r}; {self.name} looks up rows of tables, use {', '.join(ITEMSIZE)}")
         dims = tuple(self.dims[low:high] for low, high in split(len(self.dims), world_size))
@@ -49,9 +52,10 @@ class LookupSite(Site):
 
 @dataclass(frozen=True, kw_only=True)
 class Uncovered:
-    """A matmul of a layer that weft has no operator for: a token is multiplied `visits` times, from k to n columns.
+    """Uncovered is a matmul that weft has no operator for. It multiplies a token `visits` times, from k to n columns.
 
-    name: its path within the layer. layers: how many layers have it. share: of the FLOPs of those layers' weight matmuls."""
+    name: its path within the layer. layers: the number of layers that have it. share: its share of the FLOPs of the weight
+    matmuls in these layers."""
 
     name: str
     n: int
@@ -66,15 +70,20 @@ class Uncovered:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One model's static sizes; a size that it has no use for is 0.
+    """Model has one model's static sizes. A size that does not apply is 0.
 
-    source: where the numbers are from. hidden: width of the residual stream. heads, kv_heads, head_dim: of attention; 0 where
-    the config does not say it, or layers differ. intermediate: width of the dense MLP, or of the shared expert of a model with
-    experts. gated: the MLP multiplies two projections up (SwiGLU and its like). experts, experts_per_token,
-    expert_intermediate: of a mixture of experts. tables, embedding_dim: of a recommendation model; pooling: rows that a sample
-    looks up, by table. read: the sites as they were read from the model's modules; empty where they follow from the sizes.
-    uncovered: matmuls of the layers that are part of no site. notes: what a reader of a plan should know of the model.
-    Raises ValueError for a negative size, or heads that kv_heads does not divide.
+    source: the origin of the numbers.
+    hidden: the width of the residual stream.
+    heads, kv_heads, head_dim: of attention; 0 if the config leaves them out or layers differ.
+    intermediate: the width of the dense MLP, or of the shared expert in a model with experts.
+    gated: the MLP multiplies two up-projections, as SwiGLU does.
+    experts, experts_per_token, expert_intermediate: of a mixture of experts.
+    tables, embedding_dim: of a recommendation model. pooling: the rows that a sample looks up in each table.
+    read: the operator calls as read from the model's modules; empty if they follow from the sizes.
+    uncovered: the layers' matmuls that no operator call covers.
+    notes: remarks on the model for the readers of a plan.
+
+    Raises ValueError for a negative size, and if kv_heads does not divide heads.
     """
 
     name: str
@@ -92,7 +101,7 @@ class Model:
     tables: int = 0
     embedding_dim: int = 0
     pooling: tuple[int, ...] = ()
-    read: tuple[Site, ...] = ()
+    read: tuple[OperatorCall, ...] = ()
     uncovered: tuple[Uncovered, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -37,7 +37,7 @@ def torus_dims(nodes: int, dimensions: int) -> tuple[int, ...]:
 
 
 def _factors(nodes: int, count: int, least: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write `nodes` as a product of `count` numbers that do not fall, the first at least `least`."""
+    """Yield all products of `count` non-decreasing numbers that give `nodes`, the first at least `least`."""
     if count == 1:
         if nodes >= least:
             yield (nodes,)

@@ -111,7 +111,7 @@ class Node:
         yield from self._forward("top", reduced)
 
     def _back(self, reduced: dict[str, list[simpy.Event]]) -> Process:
-        """Backward, the other way round; then the tables' update."""
+        """Run the backward pass in the opposite order, then update the tables."""
         yield from self._backward("top", reduced)
         yield from self.kernel("gemm", "interaction backward", kernels.interaction_ns(self.system, 2))
         yield from self.kernel("copy", "repack", kernels.repack_ns(self.system, self.bags))

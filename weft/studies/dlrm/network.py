@@ -23,7 +23,7 @@ Process = Generator[simpy.Event, Any, Any]
 
 
 class Port(Protocol):
-    """A node's access to a fabric. Events are when what all others send to this node alike has arrived here."""
+    """A node's access to a fabric. Its events trigger when the data that all other nodes send to it has arrived."""
 
     def all_to_all(self, size: float) -> simpy.Event:
         """Send `size` bytes to each other node."""

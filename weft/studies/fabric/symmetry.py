@@ -56,7 +56,7 @@ class Symmetric(Fluid):
         return self.env.process(self._carry(size, route))
 
     def _carry(self, size: float, route: Route) -> Generator[simpy.Event, Any, None]:
-        yield self.transfer_alike(size, route.load)
+        yield self.transfer_load(size, route.load)
         yield self.env.timeout(route.delay_ns)
 
 
@@ -83,4 +83,4 @@ def routes(fabric: SymmetricFabric, peers: Sequence[int]) -> tuple[Route, ...]:
 
 
 def _load(fabric: SymmetricFabric, crossed: Counter[Resource]) -> Load:
-    return tuple((kind, times * fabric.world_size // fabric.alike(kind)) for kind, times in crossed.items())
+    return tuple((kind, times * fabric.world_size // fabric.count(kind)) for kind, times in crossed.items())

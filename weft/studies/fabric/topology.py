@@ -1,11 +1,11 @@
-"""Topologies: which links a message crosses from one rank to another, and what these can carry.
+"""Topologies: the links that a message uses from one rank to another, and their rates.
 
-    torus    a link each way between neighbours of every dimension (one dimension: a ring); a message goes along the first
-             dimension first, then the second, each the shorter way around, upwards where both are as long
-    fat tree a port out and a port in for each rank, and a trunk each way from the switch of every so many ranks to all others
+    torus    neighbours of every dimension have a link in each direction (one dimension is a ring). A message follows the first
+             dimension, then the second, in the shorter direction; upwards if both are equal
+    fat tree each rank has a port out and a port in, and each leaf switch a trunk in each direction to all others
 
-Rates are usable ones, each way, in 1e9 bytes/s, which is bytes a nanosecond. Ranks count from 0; in a torus the first
-dimension's neighbours are next to each other.
+Rates are usable rates for each direction in 1e9 bytes/s, which is bytes per nanosecond. Ranks count from 0. In a torus,
+neighbours of the first dimension have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from weft.perf.fluid import Resource
 
 
 class SymmetricFabric(ABC):
-    """What connects `world_size` ranks, and looks the same from every one: its resources fall into kinds, and what all ranks do
-    alike loads all resources of a kind alike. So one rank can stand for all (weft.studies.fabric.symmetry)."""
+    """SymmetricFabric connects `world_size` ranks and is the same for each. If all ranks do the same, all resources of one kind
+    have the same load, so one rank can represent all (weft.studies.fabric.symmetry)."""
 
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
 
     @abstractmethod
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:
-        """The resources that a message crosses, in order. Raises ValueError for ranks that are none, or the same."""
+        """Return the resources that a message uses, in order. Raises ValueError for invalid or equal ranks."""
 
     @abstractmethod
     def rate(self, resource: Resource) -> float:
-        """What a resource carries, in gbps."""
+        """Return the rate of a resource in gbps."""
 
     @abstractmethod
     def delay_ns(self, resource: Resource) -> int:
-        """How long a byte takes to get across."""
+        """Return the latency of a resource."""
 
     def check(self, src: int, dst: int) -> None:
-        """Raises ValueError for ranks that are none, or the same."""
+        """Raise ValueError for invalid or equal ranks."""
         for name, rank in (("src", src), ("dst", dst)):
             if not 0 <= rank < self.world_size:
                 raise ValueError(f"{name} is {rank}; the fabric has ranks 0 to {self.world_size - 1}")
@@ -50,18 +50,18 @@ class SymmetricFabric(ABC):
     @property
     @abstractmethod
     def axes(self) -> tuple[int, ...]:
-        """Lengths of the rings that ranks lie on, one of each axis; those of the first axis are next to each other."""
+        """The lengths of the rings of each axis. Neighbours of the first axis have consecutive numbers."""
 
     @abstractmethod
     def kind(self, resource: Resource) -> Resource:
-        """Which kind a resource is of; `rate` takes a kind, too."""
+        """Return the kind of a resource. `rate` also accepts a kind."""
 
     @abstractmethod
-    def alike(self, kind: Resource) -> int:
-        """How many resources of a kind there are."""
+    def count(self, kind: Resource) -> int:
+        """Return the number of resources of a kind."""
 
     def after(self, rank: int, axis: int) -> int:
-        """The next rank on a rank's ring of an axis."""
+        """Return the next rank on a rank's ring of an axis."""
         stride, length = math.prod(self.axes[:axis]), self.axes[axis]
         place = rank // stride % length
         return rank + ((place + 1) % length - place) * stride
@@ -69,7 +69,7 @@ class SymmetricFabric(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class _Linked(SymmetricFabric):
-    """All links alike."""
+    """_Linked is a fabric whose links are all equal."""
 
     gbps: float
     latency_ns: int
@@ -91,7 +91,7 @@ class _Linked(SymmetricFabric):
 
 @dataclass(frozen=True, kw_only=True)
 class Torus(_Linked):
-    """dims: ranks along each dimension, the first one's neighbours being next to each other. Latency is a hop's."""
+    """Torus has `dims` ranks along each dimension. Its latency is for each hop."""
 
     dims: tuple[int, ...]
 
@@ -120,7 +120,7 @@ class Torus(_Linked):
             stride *= size
         raise AssertionError(f"{resource} goes from a rank to itself")
 
-    def alike(self, kind: Resource) -> int:
+    def count(self, kind: Resource) -> int:
         return self.world_size
 
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:
@@ -132,9 +132,9 @@ class Torus(_Linked):
         for size in self.dims:
             here, there = at // stride % size, dst // stride % size
             ahead = (there - here) % size
-            way, hops = (1, ahead) if 2 * ahead <= size else (-1, size - ahead)
+            direction, hops = (1, ahead) if 2 * ahead <= size else (-1, size - ahead)
             for _ in range(hops):
-                after = (at // stride % size + way) % size
+                after = (at // stride % size + direction) % size
                 before, at = at, at + (after - at // stride % size) * stride
                 yield "link", before, at
             stride *= size
@@ -142,10 +142,10 @@ class Torus(_Linked):
 
 @dataclass(frozen=True, kw_only=True)
 class FatTree(_Linked):
-    """Switches of `leaf` ranks, and trunks between each and the levels above, which carry `leaf` links' rate over `taper`.
+    """FatTree has switches of `leaf` ranks, and trunks to the levels above at the rate of `leaf` links divided by `taper`.
 
-    Above the trunks nothing is short of anything, as in a folded Clos network: there are as many levels of switches with `leaf`
-    ports down as the ranks need. Latency is a link's; a message between leaves goes up to the last level.
+    The levels above the trunks have full bandwidth, as in a folded Clos network. Latency is for each link. A message between
+    leaves goes up to the last level.
     """
 
     ranks: int
@@ -171,7 +171,7 @@ class FatTree(_Linked):
 
     @property
     def levels(self) -> int:
-        """Of switches.
+        """The number of levels of switches.
 
         >>> [FatTree(ranks=ranks, leaf=16, gbps=25.0, latency_ns=700).levels for ranks in (8, 16, 128, 512)]
         [1, 1, 2, 3]
@@ -184,7 +184,7 @@ class FatTree(_Linked):
     def kind(self, resource: Resource) -> Resource:
         return (resource[0],)
 
-    def alike(self, kind: Resource) -> int:
+    def count(self, kind: Resource) -> int:
         return self.ranks if kind[0] in ("out", "in") else self.ranks // self.leaf
 
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:

@@ -82,8 +82,10 @@ def _realised(one: Scenario) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ChooserScore:
-    """A way to choose among sequential and FiCCO's four, over unseen scenarios. exact: share with the best; near: within NEAR
-    of it. costs: what a choice that is not the best loses on average; most: at most."""
+    """ChooserScore rates a method that chooses among sequential and FiCCO's four, over unseen scenarios.
+
+    exact: the share of best choices. near: the share within NEAR of the best. costs, most: the mean and the largest loss of a
+    choice that is not the best."""
 
     name: str
     exact: float

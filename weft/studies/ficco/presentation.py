@@ -30,8 +30,9 @@ SHORT = {
 }
 """The schedules of a FiccoStudy, as narrow columns name them."""
 CONCCL_CONTENTION = 1.2
-"""Collectives by copy engines reach 0.66 to 0.72 of the ideal speed-up beside GEMMs on this machine (ConCCL, arXiv 2412.14335).
-If both slow by s while both run, a pair of lengths 1 and r takes 1 + r (s - 1); with r = 3/4, s is 1.23 and 1.18."""
+"""Collectives by copy engines reach 0.66 to 0.72 of the ideal speed-up with concurrent GEMMs on this machine (ConCCL, arXiv
+2412.14335). If both slow by s while both run, a pair of lengths 1 and r takes 1 + r (s - 1); with r = 3/4, s is 1.23 and
+1.18."""
 LOSSES: dict[str, Callable[[Signature], float]] = {
     "GEMM DIL": lambda found: found.gemm_dil,
     "GEMM CIL": lambda found: math.nan if found.gemm_cil is None else found.gemm_cil,
@@ -117,7 +118,7 @@ def _scenario(one: Scenario) -> Row:
 
 
 def _topologies(done: FiccoStudy) -> list[Row]:
-    """The mesh beside the switch: geometric means and maxima."""
+    """Compare the mesh with the switch: geometric means and maxima."""
     rows = [
         (row.name, *map(_pair, (row.p2p_loss, row.bespoke, row.over_p2p)), f"{row.realised:.0%}") for row in topologies(done)
     ]
@@ -129,7 +130,7 @@ def _pair(values: tuple[float, float]) -> str:
 
 
 def _choosers(done: FiccoStudy) -> list[Row]:
-    """How well ways to choose do on unseen scenarios."""
+    """List the scores of methods of choice on unseen scenarios."""
     rows = ((one.name, *(f"{share:.1%}" for share in (one.exact, one.near, one.costs, one.most))) for one in choosers(done))
     return [("chosen by", "exact", "within 5%", "a wrong choice costs", "at most"), *rows]
 

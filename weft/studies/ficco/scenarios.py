@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from weft.planner.models import Model, load_model, preset_names, sites
+from weft.planner.models import Model, load_model, operator_calls, preset_names
 from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
 
 SEED = 2512
@@ -45,9 +45,9 @@ def _new(known: set[tuple[int, int, int]], models: Sequence[Model], draw: random
             )
             use = f"{model.name} gradient"
         else:
-            site = draw.choice([site for site in sites(model) if site.op == "all_gather_matmul"])
-            m, n, k = _tokens(draw, FORWARD_TOKENS), site.n, site.k
-            use = f"{model.name} {site.name}"
+            call = draw.choice([call for call in operator_calls(model) if call.op == "all_gather_matmul"])
+            m, n, k = _tokens(draw, FORWARD_TOKENS), call.n, call.k
+            use = f"{model.name} {call.name}"
         if (m, n, k) not in known:
             known.add((m, n, k))
             serial += 1

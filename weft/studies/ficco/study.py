@@ -1,10 +1,10 @@
-"""Study: what FiCCO's evaluation reports, simulated on one Machine, as one value. The schedules are weft's own, as `weft run`
-executes them; what is FiCCO's is the machine, the sixteen GEMMs, and which schedules are held against which.
+"""Study: FiCCO's evaluation, simulated on one Machine. The schedules are weft's own, as `weft run` executes them. The machine,
+the sixteen GEMMs and the comparisons are FiCCO's.
 
     sequential     NCCL's all-gather, which drives all links at once, then cuBLAS's GEMM
-    ideal          the longer of these two, each alone
-    shard_p2p      a shard a step from one peer: of a full mesh's links one carries data at a time
-    bespoke        the best of FiCCO's four, with a chunk a rank and shard
+    ideal          the longer of these two alone
+    shard_p2p      one shard per step from one peer, so that only one link of a full mesh carries data at a time
+    bespoke        the best of FiCCO's four, with one chunk for each rank and shard
 
 Contract: `run(machine)` is a pure function: the same machine gives the same FiccoStudy, to the nanosecond.
 """
@@ -31,17 +31,19 @@ from weft.studies.profile import Progress
 
 MACHINE = "mi300x8"
 BESPOKE = ("uniform_fused_1d", "hetero_fused_1d", "hetero_unfused_1d", "uniform_fused_2d")
-"""The four schedules that FiCCO keeps."""
+"""FiCCO's four schedules."""
 COMPARED = ("sequential", "shard_p2p", *BESPOKE, "flag_gated")
 """flag_gated is not FiCCO's: one GEMM whose tiles wait for chunks, which decomposes nothing (AMD's Iris)."""
 CHOSEN_FROM = ("sequential", *BESPOKE)
-"""What the heuristic chooses from."""
+"""The candidates of the heuristic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A GEMM behind an all-gather. computation_us, communication_us: each half alone. us: of each schedule. scored: what the
-    heuristic chooses."""
+    """Scenario is a GEMM after an all-gather.
+
+    computation_us, communication_us: the times of each half alone. us: the time of each schedule. scored: the heuristic's
+    choice."""
 
     case: GemmCase
     computation_us: float
@@ -51,7 +53,7 @@ class Scenario:
 
     @property
     def ideal(self) -> float:
-        """Speed-up over sequential if the shorter half were hidden whole."""
+        """The speed-up over sequential if the shorter half were completely hidden."""
         return self.us["sequential"] / max(self.computation_us, self.communication_us)
 
     @property
@@ -61,33 +63,36 @@ class Scenario:
 
     @property
     def best_us(self) -> float:
-        """Of what the heuristic chooses from."""
+        """The time of the fastest schedule in CHOSEN_FROM."""
         return min(self.us[name] for name in CHOSEN_FROM)
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is faster than what the heuristic chooses."""
+        """Whether no candidate is faster than the heuristic's choice."""
         return self.us[self.scored] == self.best_us
 
     @property
     def wrong_by(self) -> float:
-        """What the heuristic's choice loses to the best, as a share."""
+        """The loss of the heuristic's choice against the best, as a share."""
         return self.us[self.scored] / self.best_us - 1
 
     def speedup(self, name: str) -> float:
-        """Over sequential."""
+        """Return a schedule's speed-up over sequential."""
         return self.us["sequential"] / self.us[name]
 
     @property
     def p2p_loss(self) -> float:
-        """Times that peer to peer takes as long as sequential."""
+        """The time of peer to peer, divided by that of sequential."""
         return 1 / self.speedup("shard_p2p")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FiccoStudy:
-    """The whole evaluation. mesh: on the machine. switch: the same GPUs and links behind a switch. unseen: what the heuristic
-    is held to. signatures: losses on the machine, of each scenario of `mesh` and each of FiCCO's four."""
+    """FiccoStudy has the results of the whole evaluation.
+
+    mesh: the scenarios on the machine. switch: the same GPUs and links behind a switch. unseen: scenarios that test the
+    heuristic.
+    signatures: the losses of FiCCO's four in each scenario of `mesh`."""
 
     machine: Machine
     mesh: tuple[Scenario, ...]
@@ -97,22 +102,22 @@ class FiccoStudy:
 
     @property
     def whole(self) -> bool:
-        """Whether all of FiCCO's GEMMs are there, which its maxima are over."""
+        """Whether all of FiCCO's GEMMs are included. Its maxima are over all of them."""
         return {one.case for one in self.mesh} >= set(FICCO_GEMMS)
 
 
 def load() -> Machine:
-    """The full mesh that FiCCO was evaluated on."""
+    """Load the full mesh on which FiCCO was evaluated."""
     return load_machine(MACHINE)
 
 
 def contended(machine: Machine, slower: float) -> Machine:
-    """`machine`, whose GEMMs and copies each take so many times as long beside the other."""
+    """Return `machine` with this slowdown of concurrent GEMMs and copies by each other."""
     return replace(machine, contention=dict.fromkeys(machine.contention, slower))
 
 
 def behind_switch(machine: Machine) -> Machine:
-    """A mesh's GPUs, whose links all lead to a switch: one peer, too, gets what all of them carry. The collectives stay."""
+    """Return a mesh whose links all lead to a switch, so that one peer gets the rate of all. Collectives do not change."""
     gbps = (machine.world_size - 1) * machine.links.gbps
     return replace(
         machine,
@@ -128,8 +133,10 @@ def run(
     others: Sequence[GemmCase] | None = None,
     progress: Progress = lambda text, done, total: None,
 ) -> FiccoStudy:
-    """Simulate all of it. others: scenarios for the heuristic (default: `unseen()`). progress: called with what comes next, how
-    much is done, and of how much. Raises ValueError unless the machine is a mesh of two GPUs or more."""
+    """Simulate the whole evaluation. Raises ValueError unless the machine is a mesh of at least two GPUs.
+
+    others: scenarios for the heuristic; the default is `unseen()`. progress: called with the next item, the items done and the
+    total."""
     if machine.links.topology != "mesh" or machine.world_size < 2:
         found = f"links.topology is {machine.links.topology!r} and world_size {machine.world_size}"
         raise ValueError(f"{found}; FiCCO's evaluation is of a mesh, of at least 2 GPUs")
@@ -137,7 +144,7 @@ def run(
     total = 2 * len(cases) + len(others)
     at = 0
 
-    def told(items: Iterable[GemmCase], what: str) -> Iterator[GemmCase]:
+    def with_progress(items: Iterable[GemmCase], what: str) -> Iterator[GemmCase]:
         nonlocal at
         for case in items:
             progress(f"{what} {case.name}", at, total)
@@ -146,12 +153,12 @@ def run(
 
     mesh: list[Scenario] = []
     losses: list[Signature] = []
-    for case in told(cases, "mesh"):
+    for case in with_progress(cases, "mesh"):
         outcomes = simulated(machine, case)
         mesh.append(_scenario(machine, case, outcomes))
         losses += signatures(machine, outcomes)
-    switch = tuple(scenario(behind_switch(machine), case) for case in told(cases, "switch"))
-    drawn = tuple(scenario(machine, case, CHOSEN_FROM) for case in told(others, "heuristic"))
+    switch = tuple(scenario(behind_switch(machine), case) for case in with_progress(cases, "switch"))
+    drawn = tuple(scenario(machine, case, CHOSEN_FROM) for case in with_progress(others, "heuristic"))
     progress("done", total, total)
     return FiccoStudy(machine=machine, mesh=tuple(mesh), switch=switch, unseen=drawn, signatures=tuple(losses))
 

@@ -33,13 +33,13 @@ from weft.perf import Outcome
 from weft.perf import run as simulate
 from weft.perf.terms import collective_us, gemm_us
 from weft.planner import plan
-from weft.planner.models import Model, load_model, sites
+from weft.planner.models import Model, load_model, operator_calls
 from weft.schedules import build
 from weft.studies.profile import Progress
 
 MACHINE = "a100x8"
 A800_LINKS = 400 / 600
-"""NVLink of an A800 over that of an A100 (NVIDIA's data sheets, GB/s both ways together)."""
+"""NVLink of an A800 over that of an A100 (NVIDIA's data sheets, GB/s, sum of both directions)."""
 MODEL = "llama3-70b"
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DTYPE: DType = "bfloat16"
@@ -179,7 +179,7 @@ class LayerModel:
 
     def planned_us(self, tokens: int) -> float:
         """A layer's four matmuls with their collectives by the schedules that weft plans, and attention."""
-        problems = (site.problem(tokens, self.ranks, DTYPE) for site in sites(self.model))
+        problems = (call.problem(tokens, self.ranks, DTYPE) for call in operator_calls(self.model))
         return sum(plan(problem, self.machine).chosen.predicted_us for problem in problems) + self.core_us(tokens, 0)
 
     def spans(self, tokens: int) -> dict[str, tuple[Span, ...]]:

@@ -1,4 +1,4 @@
-"""Configurations: the five ways in which T3's evaluation runs a GEMM and its all-reduce, made of kernels and a fused run.
+"""Configurations: the five methods by which T3's evaluation runs a GEMM and its all-reduce, made of kernels and a fused run.
 
 | configuration | time |
 | --- | --- |

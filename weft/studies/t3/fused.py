@@ -193,7 +193,7 @@ class FusedRun:
         """Over one link. A command reads memory here; what a peer sends meanwhile is written here. Where GPUs differ, what this
         one sends is written there."""
         size = self.chunks.size(tiles.low, tiles.high)
-        read, write = (f"{self.mapping.traffic}_{way}" for way in ("read", "write"))
+        read, write = (f"{self.mapping.traffic}_{direction}" for direction in ("read", "write"))
         reads = {} if self.mapping.routes[tiles.position].remote else {read: size}
         writes = {write: size}
         update = frozenset([write] if self.mapping.reduces else [])

@@ -1,4 +1,4 @@
-"""Layers: all that a transformer layer does beside the sub-layers that T3 fuses, for the end-to-end figures.
+"""Layers: the work of a transformer layer outside the sub-layers that T3 fuses, for the end-to-end figures.
 
 With T tokens, hidden size H, sequences of L tokens, A heads and N ranks, a rank's layer has, each GEMM on all units,
 

@@ -29,10 +29,10 @@ from weft.studies.t3.grid import Grid
 Panel = tuple[str, int]
 
 
-def kept(capacity: float, first: float, last: float) -> float:
+def share_in_cache(capacity: float, first: float, last: float) -> float:
     """Share of a panel's lines that are still there, where the distance goes from `first` bytes to `last` along K.
 
-    >>> [kept(16, *ends) for ends in ((8, 8), (16, 16), (17, 17), (12, 20), (20, 8))]
+    >>> [share_in_cache(16, *ends) for ends in ((8, 8), (16, 16), (17, 17), (12, 20), (20, 8))]
     [1.0, 1.0, 0.0, 0.5, 0.6666666666666666]
     """
     low, high = sorted((first, last))
@@ -52,7 +52,7 @@ def input_reads(grid: Grid, units: int, *, bypass: bool, enters: Callable[[range
         share: dict[int | None, float] = {None: 0.0}
         for seen in {last[panel] for panel in panels if panel in last}:
             written = 0 if bypass else sum(map(enters or grid.share, ranges[seen:now]))
-            share[seen] = kept(grid.system.llc.bytes, *_distances(grid, waves[seen : now + 1], written))
+            share[seen] = share_in_cache(grid.system.llc.bytes, *_distances(grid, waves[seen : now + 1], written))
         reads.append(round(sum(grid.panel_bytes(panel) * (1 - share[last.get(panel)]) for panel in panels)))
         last.update(dict.fromkeys(panels, now))
     return tuple(reads)

@@ -1,8 +1,8 @@
 """Mappings: where a GEMM's output goes, chunk by chunk, in the words that T3 gives the output's address space.
 
-A chunk either lies at another GPU (`remote_map`: stores go there as they are, nothing is written locally), or lies here and,
+A chunk either is at another GPU (`remote_map`: stores go there as they are, nothing is written locally), or is here and,
 once its tiles have had all their updates, is sent on by a command that was programmed beforehand (`dma_map`), or stays. Nothing
-else tells the collectives apart; the GEMM's main loop is the same for all.
+else distinguishes the collectives; the GEMM's main loop is the same for all.
 
     ring reduce-scatter      position 0: remote_map           1 .. N-2: 2 updates, dma_map       N-1: 2 updates, stays
     direct reduce-scatter    0 .. N-2: remote_map, its owner  N-1: N updates, stays

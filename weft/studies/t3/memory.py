@@ -18,7 +18,7 @@ communication access enters only while fewer are in the queue. Those entries are
 
 A near-memory update takes `update_cost` times the memory time of a write. The paper doubles the column delay of back-to-back
 updates. That is a delay within one bank group; a stream that is interleaved over four of them hides some or all of it, so the
-cost lies between 1 and 2, and 1.25 is assumed. The results speak against 2, at which
+cost is between 1 and 2, and 1.25 is assumed. The results speak against 2, at which
 
 - an update takes as long as the read and the write that it replaces, so that near-memory compute would save no time;
 - T3-MCA is 8 % slower than T3 in OP layers before the all-gather, where the paper has both near the ideal or above it;

@@ -129,9 +129,9 @@ def _wider(study: T3Study) -> Iterator[Figure]:
 
 def _concurrent(study: T3Study) -> Iterator[Figure]:
     published: dict[int | None, tuple[Evidence, str, float]] = {
-        None: (POTENTIAL, "GEMM beside all-reduce, each on all units, speed-up", 1.67),
-        8: (EIGHT_UNITS, "GEMM beside all-reduce, 8 units for it, speed-up", 1.18),
-        16: (SIXTEEN_UNITS, "GEMM beside all-reduce, 16 units for it, speed-up", 1.49),
+        None: (POTENTIAL, "GEMM during all-reduce, each on all units, speed-up", 1.67),
+        8: (EIGHT_UNITS, "GEMM during all-reduce, 8 units for it, speed-up", 1.18),
+        16: (SIXTEEN_UNITS, "GEMM during all-reduce, 16 units for it, speed-up", 1.49),
     }
     for run in study.concurrent:
         evidence, name, speedup = published[run.units]

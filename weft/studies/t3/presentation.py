@@ -9,7 +9,7 @@ from weft.studies.profile import Progress, changed_by
 from weft.studies.published import Figure, Row, geomean
 from weft.studies.study import Chart, Columns, Study, StudyTable
 from weft.studies.t3 import study
-from weft.studies.t3 import variants as trials
+from weft.studies.t3 import variants as system_variants
 from weft.studies.t3.configurations import CONFIGURATIONS, SubLayerRun
 from weft.studies.t3.paper import TITLES, figures
 from weft.studies.t3.study import T3Study
@@ -69,7 +69,7 @@ def tables(done: T3Study) -> tuple[StudyTable, ...]:
             console=False,
         ),
         StudyTable(name="models", title="Whole models, speed-ups", rows=[model_heads, *ends], words=(0, 1), console=False),
-        StudyTable(name="units", title="A GEMM beside an all-reduce", rows=[unit_heads, *shared], console=False),
+        StudyTable(name="units", title="A GEMM during an all-reduce", rows=[unit_heads, *shared], console=False),
         StudyTable(name="mappings", title="Other collectives of one GEMM", rows=[collective_heads, *mapped]),
     )
 
@@ -104,16 +104,18 @@ def variants(done: T3Study, progress: Progress) -> tuple[StudyTable, ...]:
             f"{row.traffic:.2%}",
             *_gains(row.variant.t3, row.variant.t3_max, row.variant.t3_mca, row.variant.t3_mca_max, row.variant.saved),
         )
-        for row in trials.tracker_sizes(system, runs)
+        for row in system_variants.tracker_sizes(system, runs)
     ]
     progress("mechanisms switched off", 1, 5)
-    off = [(row.off or "none", *_gains(row.t3_mca, row.t3_mca_max, row.saved)) for row in trials.ablation(system, runs)]
+    off = [
+        (row.off or "none", *_gains(row.t3_mca, row.t3_mca_max, row.saved)) for row in system_variants.ablation(system, runs)
+    ]
     progress("costs of an update", 2, 5)
-    costs = trials.update_costs(system, runs)
+    costs = system_variants.update_costs(system, runs)
     progress("more units", 3, 5)
-    units = trials.more_units(system, runs)
+    units = system_variants.more_units(system, runs)
     progress("the cliff", 4, 5)
-    cliff = trials.cliff(system, runs)[1:]
+    cliff = system_variants.cliff(system, runs)[1:]
     size_heads = ("entries", "tiles spilled", "of all traffic", "T3", "max", "T3-MCA", "max", "traffic saved")
     off_heads = ("switched off", "T3-MCA", "max", "traffic saved")
     return (
@@ -183,7 +185,7 @@ def spans(done: T3Study) -> dict[str, tuple[Span, ...]]:
 
 
 def _in_turn(run: SubLayerRun, gemm_ns: int, scattered_ns: int, *, tracked: bool) -> tuple[Span, ...]:
-    """The GEMM, the reduce-scatter behind it or, tracked, beside it, and the all-gather."""
+    """The GEMM, the reduce-scatter after it or, tracked, concurrent with it, and the all-gather."""
     end_ns = scattered_ns + run.all_gather.ns
     parts = (
         ("units", "gemm", 0, gemm_ns),
@@ -228,6 +230,6 @@ STUDY = Study(
         "T3, speed-up, geomean": "percent",
         "T3-MCA, speed-up, geomean": "percent",
         "large models at TP32, T3-MCA, speed-up, geomean": "percent",
-        "GEMM beside all-reduce, 16 units for it, speed-up": "ratio",
+        "GEMM during all-reduce, 16 units for it, speed-up": "ratio",
     },
 )

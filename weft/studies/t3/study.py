@@ -46,7 +46,7 @@ class EndToEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class ConcurrentAllReduce:
-    """A GEMM beside the all-reduce of another one's output, on units of their own, memory contention left out.
+    """A GEMM that runs during the all-reduce of another GEMM's output, each on its own units, without memory contention.
 
     Of which sub-layers the paper has this (section 3.2) is not known here; these are the 16 of its other figures.
 
@@ -102,7 +102,7 @@ def run(
     whole = tuple(_end_to_end(system, SUBLAYERS, sublayers))
     whole_large = tuple(_end_to_end(system, LARGE_SUBLAYERS, large))
     progress("naive concurrency", total - 2, total)
-    beside = tuple(concurrent(system, units) for units in (None, *CONCURRENT_UNITS))
+    concurrent_runs = tuple(concurrent(system, units) for units in (None, *CONCURRENT_UNITS))
     progress("other mappings", total - 1, total)
     others = tuple(_mapped(system, collective) for collective in mapped)
     progress("done", total, total)
@@ -112,7 +112,7 @@ def run(
         large=large,
         end_to_end=whole,
         large_end_to_end=whole_large,
-        concurrent=beside,
+        concurrent=concurrent_runs,
         mapped=others,
     )
 
@@ -151,7 +151,7 @@ def _end_to_end(system: T3System, sublayers: Sequence[SubLayer], runs: Sequence[
 
 
 def _whole(name: str, kind: Pass, rest: int, runs: Sequence[SubLayerRun]) -> EndToEnd:
-    """A model that takes `rest` ns beside these sub-layers."""
+    """A model that takes `rest` ns outside these sub-layers."""
     before, t3, t3_mca = (rest + sum(run.ns(each) for run in runs) for each in ("sequential", "t3", "t3_mca"))
     share, speedup, speedup_t3 = 1 - rest / before, before / t3_mca, before / t3
     return EndToEnd(name=name, kind=kind, share=share, speedup=speedup, speedup_t3=speedup_t3)

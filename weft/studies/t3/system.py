@@ -21,7 +21,7 @@ PROFILE = Path(__file__).with_name("system.json")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkgroupTile:
-    """A workgroup's part of a GEMM's output. k: of one slice, of which `stages` lie in shared memory.
+    """A workgroup's part of a GEMM's output. k: of one slice, of which `stages` are in shared memory.
 
     group_rows: rows of tiles that are finished, column by column, before the next ones. wavefronts: of one workgroup.
     """

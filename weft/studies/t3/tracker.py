@@ -13,7 +13,7 @@ before this GPU's second chunk, so all of its tiles need entries before the GEMM
 the same links, completes the first of them. Each of the 16 sub-layers that most figures are of has more wavefront tiles in a
 chunk, 532 to 1,536, than the tracker has entries.
 
-Source: T3, arXiv 2401.16677, section 4.2.1: 256 entries, about 19 KB, beside the memory controller, off the critical path. The
+Source: T3, arXiv 2401.16677, section 4.2.1: 256 entries, about 19 KB, next to the memory controller, off the critical path. The
 paper says nothing of a full tracker: the spill is assumed. 19 KB are 76 bytes for an entry, so an entry may well hold counts of
 several wavefronts of a workgroup; with four of them the tracker is one of 1,024 entries here.
 """

@@ -24,7 +24,7 @@ FACTOR: dict[Layer, int] = {"OP": 1, "FC2": 4, "FC1": 4, "IP": 3}
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A transformer: hidden size, and tokens of a batch. heads: of attention, for what lies between its GEMMs."""
+    """A transformer: hidden size, and tokens of a batch. heads: of attention, for the work between its GEMMs."""
 
     name: str
     hidden: int

@@ -1,0 +1,102 @@
+"""The communicating layers of a model, recorded on its modules.
+
+Code that puts weft's operators into a model records a CommunicatingLayer for each place: the operators that run there, or the
+reason why weft does not overlap it. `weft.overlap_report` lists all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+_RECORDED = "_weft_layers"
+
+
+@dataclass(eq=False)
+class LayerCalls:
+    """LayerCalls records the (operator, rows of all ranks) of a layer's calls.
+
+    compiled: some calls ran in compiled code, which does not record them."""
+
+    calls: set[tuple[str, int]] = field(default_factory=set)
+    compiled: bool = False
+
+    def record(self, operators: Iterable[str], rows: int | None) -> None:
+        """Record the operators that a call runs, now or in its backward.
+
+        While torch compiles the call, `rows` is not read: a guard on it would cause another compilation."""
+        if torch.compiler.is_compiling() or not isinstance(rows, int):
+            self.compiled = True
+        else:
+            self.calls.update((operator, rows) for operator in operators)
+
+    def may_have(self, operator: str, served: Callable[[int], bool]) -> bool:
+        """Return whether the layer may have called this operator with a number of rows that `served` accepts."""
+        return self.compiled or any(one == operator and served(rows) for one, rows in self.calls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicatingLayer:
+    """CommunicatingLayer describes one place in a model that communicates.
+
+    module: the module's name in the model, which `communicating_layers` fills in.
+    parts: the children that share the collective.
+    operators: the weft operators that run there, depending on the call's sizes; empty if weft does not overlap the place.
+    reason: why weft does not overlap it, or another remark.
+    where: file:line of the user's code, if known.
+    n, k: the full sizes of the first operator's problem; 0 if there is no operator.
+    group: the process group's name. Measured times are found by n, k and group.
+    schedule: the schedule that the user asked for; "" if unknown.
+    ran: the calls so far; None if calls are not recorded.
+    """
+
+    module: str = ""
+    parts: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
+    reason: str = ""
+    where: str = ""
+    n: int = 0
+    k: int = 0
+    group: str = ""
+    schedule: str = ""
+    ran: LayerCalls | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.operators and not self.reason:
+            raise ValueError("reason is empty; a layer without operators needs a reason")
+
+    @property
+    def overlapped(self) -> bool:
+        return bool(self.operators)
+
+    @property
+    def name(self) -> str:
+        """
+        >>> CommunicatingLayer(module="layers.0.mlp", parts=("gate", "up"), operators=("all_gather_matmul",)).name
+        'layers.0.mlp: gate, up'
+        """
+        return ": ".join(filter(None, (self.module, ", ".join(self.parts)))) or self.where
+
+    def __str__(self) -> str:
+        return f"{self.name}: " + "; ".join(filter(None, (", ".join(self.operators) or "not overlapped", self.reason)))
+
+
+def record_layer(module: nn.Module, layer: CommunicatingLayer) -> None:
+    """Add a layer to those recorded on this module."""
+    module.__dict__[_RECORDED] = (*recorded_layers(module), layer)
+
+
+def recorded_layers(module: nn.Module) -> tuple[CommunicatingLayer, ...]:
+    """Return the layers recorded on this module, without its name."""
+    found: tuple[CommunicatingLayer, ...] = module.__dict__.get(_RECORDED, ())
+    return found
+
+
+def communicating_layers(model: nn.Module) -> Iterator[CommunicatingLayer]:
+    """Yield the communicating layers of a model in the order of its modules, each with its module's name."""
+    for name, module in model.named_modules():
+        for layer in recorded_layers(module):
+            yield replace(layer, module=name)
