@@ -523,7 +523,7 @@ def test_mistakes_are_told(ranks: RankFixture) -> None:
 
 def _lost() -> str:
     """Rank 1 stays away: the wait ends at its bound, of a second here, and a later call raises."""
-    from weft.runtime.host_space import _LOOKS_PER_S
+    from weft.runtime.host_resources import _LOOKS_PER_S
 
     weft.close()
     a, b = torch.ones(8, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)

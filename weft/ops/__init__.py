@@ -30,8 +30,8 @@ from weft.ops.common import group_of
 from weft.ops.embedding import embedding_bag_all_to_all
 from weft.ops.optimizers import SGD, RowwiseAdagrad
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+from weft.runtime.autotune import Choices
 from weft.runtime.groups import GROUPS
-from weft.runtime.trial import Choices
 
 __all__ = [
     "SGD",

@@ -44,8 +44,8 @@ from weft.runtime.step_kernels import Place, StepKernel, kernel_of, signal_value
 
 if TYPE_CHECKING:
     from weft.compat.streams import Word
-    from weft.runtime.cuda_space import CudaSpace
-    from weft.runtime.host_space import HostSpace
+    from weft.runtime.cuda_resources import CudaResources
+    from weft.runtime.host_resources import HostResources
     from weft.runtime.ragged_kernels import RaggedKernels
 
 DTYPES = {
@@ -125,12 +125,17 @@ class BoundProgram(ABC):
     def submitter(self) -> FlagSubmitter:
         """How operations on flags reach a lane."""
 
-    def __init__(self, space: HostSpace | CudaSpace, schedule: Schedule) -> None:
-        self.rank_group, self.schedule = space.rank_group, schedule
+    def __init__(self, resources: HostResources | CudaResources, schedule: Schedule) -> None:
+        self.rank_group, self.schedule = resources.rank_group, schedule
         self.rank = self.rank_group.rank
         self.dtype = DTYPES[schedule.problem.dtype]
-        self.device, self.machine, self.tries, self.blocks = space.device, space.machine, space.tries, space.blocks
-        schedule = self.schedule = with_fused_steps(space, schedule)
+        self.device, self.machine, self.tries, self.blocks = (
+            resources.device,
+            resources.machine,
+            resources.tries,
+            resources.blocks,
+        )
+        schedule = self.schedule = with_fused_steps(resources, schedule)
         self.layout = layout(schedule)
         self.flags = WaiterWords(schedule)
         self.writers = flag_writers(schedule)
@@ -142,7 +147,7 @@ class BoundProgram(ABC):
         self.spans: list[Span] | None = None
         self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING
         self._invalidated: Sequence[torch.Tensor] = ()
-        self._space = space
+        self._resources = resources
         self.ragged: RaggedKernels | None = None
         """What the kernels of a call with splits share."""
         self.refused: ValueError | None = None
@@ -155,19 +160,19 @@ class BoundProgram(ABC):
 
     def runs_as_kernel(self, step: Step) -> bool:
         """Whether steps of this type may run as kernels here. The same on every rank."""
-        problem, space = self.schedule.problem, self._space
+        problem, resources = self.schedule.problem, self._resources
         if isinstance(problem, RaggedProblem):
-            return space.device.type == "cuda" or space.runs_kernels(self.dtype)
+            return resources.device.type == "cuda" or resources.runs_kernels(self.dtype)
         if isinstance(step, (Wait, FusedCollective)):
             return isinstance(step, FusedCollective)
         if isinstance(step, Lookup):
-            return space.runs_lookups(self.dtype)
+            return resources.runs_lookups(self.dtype)
         if isinstance(problem, CollectiveProblem):
-            return problem.sums and space.runs_lookups(self.dtype)
+            return problem.sums and resources.runs_lookups(self.dtype)
         if isinstance(step, Push) and quantises(step, self.schedule):
-            return space.quantises
+            return resources.quantises
         # Where tiles of a GEMM wait on SMs, what they wait for runs on SMs that are kept for it.
-        return space.runs_kernels(self.dtype, problem.scaling if isinstance(step, (Gemm, Push)) else None)
+        return resources.runs_kernels(self.dtype, problem.scaling if isinstance(step, (Gemm, Push)) else None)
 
     def dtype_of(self, buffer: str) -> torch.dtype:
         """The dtype of a buffer's elements."""
@@ -189,7 +194,7 @@ class BoundProgram(ABC):
 
     def loading(self) -> AbstractContextManager[None]:
         """A context in which kernels may be loaded."""
-        return self._space.loading()
+        return self._resources.loading()
 
     def _plan(self, bindings: Bindings) -> LaunchPlan:
         """The launch plan for a call. Which steps run as kernels depends on how the tensors of the call lie."""
@@ -272,7 +277,7 @@ class BoundProgram(ABC):
     @property
     def nbytes(self) -> int:
         """Device memory of its own, on the rank that needs most: the same on every rank, because all make room by it. 0 where
-        all programs of a space share their memory."""
+        all programs of a resources share their memory."""
         return 0
 
     def run(
@@ -300,13 +305,13 @@ class BoundProgram(ABC):
             several = buffer.name == "out" and len(inputs.get("b", ())) > 1
             widths = [b.shape[1] for b in inputs["b"]] if several else [buffer.cols[self.rank]]
             rows = buffer.rows[self.rank]
-            device = self._space.device
+            device = self._resources.device
             outputs[buffer.name] = [torch.empty(rows, width, dtype=dtype, device=device) for width in widths]
             if buffer.operand:
                 shape = self.scales_shape(buffer.name, self.rank)
                 outputs[scales_name(buffer.name)] = [torch.empty(shape, dtype=torch.float32, device=device)]
         if isinstance(problem := self.schedule.problem, RaggedProblem):
-            counts = torch.zeros(problem.arriving, dtype=torch.int32, device=self._space.device)
+            counts = torch.zeros(problem.arriving, dtype=torch.int32, device=self._resources.device)
             outputs["counts"] = [counts]
         return outputs
 
@@ -364,11 +369,11 @@ class BoundProgram(ABC):
         """Give the flags back."""
 
 
-def with_fused_steps(space: HostSpace | CudaSpace, schedule: Schedule) -> Schedule:
+def with_fused_steps(resources: HostResources | CudaResources, schedule: Schedule) -> Schedule:
     """The schedule, with each FusedCollective spelled out where the device has no kernel for one of them."""
     dtype, scaling = DTYPES[schedule.problem.dtype], schedule.problem.scaling
     fused = [step for _, _, _, step in schedule if isinstance(step, FusedCollective)]
-    runs = all(space.fuses(dtype, scaling if step.multiplies else None) for step in fused)
+    runs = all(resources.fuses(dtype, scaling if step.multiplies else None) for step in fused)
     return schedule if runs else spelled_out(schedule).schedule
 
 

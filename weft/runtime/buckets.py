@@ -28,9 +28,9 @@ from typing import Literal
 import torch
 
 from weft.core.problem import Op, Problem, split
+from weft.runtime.autotune import Choice
 from weft.runtime.bound import Outputs
 from weft.runtime.calls import Call, MatmulCall
-from weft.runtime.trial import Choice
 
 OWN_COUNTS = 4
 """Row counts that get programs of their own: those of training, evaluation, prefill and decode, each of a fixed size."""

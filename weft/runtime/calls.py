@@ -81,7 +81,7 @@ class Call(ABC):
 
     @property
     def tried(self) -> bool:
-        """Whether calls with results of their own may stand for it in a trial. The same on every rank."""
+        """Whether calls with results of their own may stand for it in an autotuning run. The same on every rank."""
         return True
 
     @property

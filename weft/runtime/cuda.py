@@ -43,7 +43,7 @@ from weft.kernels.shapes import push_sms
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes, with_fused_steps
 from weft.runtime.call_timer import CallTimer
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations, IssuedCall
@@ -52,7 +52,7 @@ from weft.runtime.network import sms_for
 from weft.runtime.peer_waits import unsent, waiting
 from weft.runtime.products import Products, settings
 from weft.runtime.release import INVALID_BYTE
-from weft.runtime.replay import Replays, lie
+from weft.runtime.replay import Replays, layout_key
 from weft.runtime.tickets import results_in
 from weft.runtime.turn import Branches
 from weft.schedules import spec
@@ -84,13 +84,13 @@ class CudaProgram(BoundProgram):
     title = ""
     _waits_on_sms = False
 
-    def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
-        self.space, self.driver = space, space.driver
-        given, schedule = schedule, with_fused_steps(space, schedule)
+    def __init__(self, resources: CudaResources, schedule: Schedule) -> None:
+        self.resources, self.driver = resources, resources.driver
+        given, schedule = schedule, with_fused_steps(resources, schedule)
         if schedule is not given:
             what = "this GPU" if given.problem.scaling is None else "weft"
             warn_once(f"schedule {schedule.name}: {what} has no one kernel for its fused collective: its steps run one by one")
-        self.title = f"{schedule.problem.op} {spec(schedule.name, schedule.chunks)} of group {space.rank_group.name}"
+        self.title = f"{schedule.problem.op} {spec(schedule.name, schedule.chunks)} of group {resources.rank_group.name}"
         self._scratch: dict[str, torch.Tensor] = {}
         self._pieces: list[Allocation] = []
         try:
@@ -100,10 +100,10 @@ class CudaProgram(BoundProgram):
             raise
 
     def _set_up(self, schedule: Schedule) -> None:
-        space = self.space
+        resources = self.resources
         words = self._take(4 * (WaiterWords(schedule).words + max(map(len, schedule.ranks))))  # and how far each lane has come
         self._words, self._addresses = words.local, words.addresses
-        super().__init__(space, schedule)
+        super().__init__(resources, schedule)
         self._area = self._take(self.layout.staging)
         lanes = schedule.ranks[self.rank]
         self._progress_at = {lane.name: self._words.data_ptr() + 4 * (self.flags.words + i) for i, lane in enumerate(lanes)}
@@ -112,7 +112,9 @@ class CudaProgram(BoundProgram):
         self._raise_all = self.driver.words([*(Word("signal", address, _RELEASED) for address in own), *kernels_own])
         self._preset_flags_of_previous_calls()
         self.fixed = self._fixed_bindings()
-        self._replays = Replays(space.captures, lambda inputs, outputs: self._issue(self.bind(inputs, outputs)), self.driver)
+        self._replays = Replays(
+            resources.captures, lambda inputs, outputs: self._issue(self.bind(inputs, outputs)), self.driver
+        )
         self._branches = Branches(self.driver)
         self._set_up_steps(schedule)
         # The flags of these lanes need no SM: beside matmuls that fill the SMs, even a kernel of one warp would wait for room.
@@ -123,28 +125,30 @@ class CudaProgram(BoundProgram):
         self._timer: CallTimer | None = None
         self._last_stream: int | None = None
         self._last_ticket = 0
-        self.streams = LaneStreams(space, lanes, without_kernels)
-        space.releaser.add(id(self), self._release, self._invalidate_arrivals if self.dtype.is_floating_point else None)
+        self.streams = LaneStreams(resources, lanes, without_kernels)
+        resources.releaser.add(id(self), self._release, self._invalidate_arrivals if self.dtype.is_floating_point else None)
 
     def _set_up_steps(self, schedule: Schedule) -> None:
         """What the steps of this rank run with: collectives, matmuls, and SMs."""
-        space = self.space
+        resources = self.resources
         mine = [(lane, position, step) for rank, lane, position, step in schedule if rank == self.rank]
         self.collectives = {
             id(step): NcclCollective(self.rank_group.group, step, schedule.problem)
             for _, _, step in mine
             if isinstance(step, Collective)
         }
-        space.releaser.has_collectives |= bool(self.collectives)
+        resources.releaser.has_collectives |= bool(self.collectives)
         sends = any(isinstance(step, SendReceive) for _, _, step in mine)
         self._replayable = not self.collectives and not sends and self.ragged is None
         multiplies = {lane.name for lane, _, step in mine if isinstance(step, Gemm)}
-        self.products = {lane: Products(space.device, space.machine) for lane in multiplies}
+        self.products = {lane: Products(resources.device, resources.machine) for lane in multiplies}
         kernels = self.kernels.values()
         pushes = any(isinstance(kernel.where.step, Push) for kernel in kernels)
         alone = not any(isinstance(kernel.where.step, Gemm) for kernel in kernels)
-        self.sms_for_pushes = push_sms(space.machine, space.sms, alone=alone)
-        self.sms_for_kernels = space.sms - (self.sms_for_pushes if pushes else 0) - (sms_for(self.rank_group) if sends else 0)
+        self.sms_for_pushes = push_sms(resources.machine, resources.sms, alone=alone)
+        self.sms_for_kernels = (
+            resources.sms - (self.sms_for_pushes if pushes else 0) - (sms_for(self.rank_group) if sends else 0)
+        )
         waiting = [kernel for kernel in kernels if kernel.waits_in_kernel]
         self._waits_on_sms = any(kernel.manages_own_flags for kernel in kernels) or any(
             not wait.on_previous_call for kernel in waiting for wait in waits(kernel.where.step)
@@ -164,13 +168,13 @@ class CudaProgram(BoundProgram):
 
     def _take(self, nbytes: int) -> Allocation:
         """Symmetric memory, until `close`."""
-        piece = self.space.heap.allocate(nbytes, reusable=True)
+        piece = self.resources.heap.allocate(nbytes, reusable=True)
         self._pieces.append(piece)
         return piece
 
     def _give_back(self) -> None:
         while self._pieces:
-            self.space.heap.free(self._pieces.pop())
+            self.resources.heap.free(self._pieces.pop())
 
     @property
     def nbytes(self) -> int:
@@ -182,7 +186,7 @@ class CudaProgram(BoundProgram):
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._scratch:
-            self._scratch[name] = torch.empty(rows, cols, dtype=dtype, device=self.space.device)
+            self._scratch[name] = torch.empty(rows, cols, dtype=dtype, device=self.resources.device)
         return self._scratch[name]
 
     def own_bindings(self) -> Bindings:
@@ -190,8 +194,8 @@ class CudaProgram(BoundProgram):
 
     def close(self) -> None:
         # Waits are released until the calls have ended, since one may be in flight whose peers are lost.
-        releaser = self.space.releaser
-        if not self.space.drained(self._last_ticket, captured=self.captured, forget=lambda: releaser.remove(id(self))):
+        releaser = self.resources.releaser
+        if not self.resources.drained(self._last_ticket, captured=self.captured, forget=lambda: releaser.remove(id(self))):
             LOGGER.error("%s has calls that have not ended: its memory stays in use until the process ends", self.title)
             _IN_USE.append((self._pieces, self._words, self._area, self._scratch, self._plans, self._replays))
             self._pieces = []
@@ -288,7 +292,7 @@ class CudaProgram(BoundProgram):
         def run(call: IssuedCall) -> None:
             if call.skips_outputs or call.loads:
                 return  # on no rank: all rehearse at once, and where one loads it runs nothing
-            wire = self.space.wire
+            wire = self.resources.wire
             assert wire, f"{where} on one node"
             wire.exchange(*call.bindings.messages(step))
 
@@ -303,7 +307,7 @@ class CudaProgram(BoundProgram):
         if capturing:
             self._play(inputs, outputs, capturing=True)
         else:
-            with outside_graph_trees(self.space.device):
+            with outside_graph_trees(self.resources.device):
                 self._play(inputs, outputs, capturing=False)
 
     def _play(self, inputs: Inputs, outputs: Outputs, *, capturing: bool) -> None:
@@ -322,7 +326,7 @@ class CudaProgram(BoundProgram):
         bindings = self.bind(inputs, outputs)
         if capturing:
             self.captured = True
-            self.space.watchdog.captured()
+            self.resources.watchdog.captured()
             self._capture(bindings)
             return
         if self.streams:
@@ -333,13 +337,13 @@ class CudaProgram(BoundProgram):
 
     def _capture(self, bindings: Bindings) -> None:
         """Enqueue a call into the caller's graph."""
-        stream = self.space.current_stream()
+        stream = self.resources.current_stream()
 
         def call() -> None:
             self._branches.enqueue(stream, lambda: self._issue(bindings))
 
         if self._waits_on_sms:
-            self.space.turn.captured(stream, self.rank_group, call)
+            self.resources.turn.captured(stream, self.rank_group, call)
         else:
             call()
 
@@ -347,55 +351,55 @@ class CudaProgram(BoundProgram):
         if not self.products:  # no workspace of cuBLAS
             self._enqueue(graph, outputs)
             return
-        caller = self.space.current_stream()
-        self.space.after_replays(caller)
+        caller = self.resources.current_stream()
+        self.resources.after_replays(caller)
         self._enqueue(graph, outputs)
-        self.space.replayed(caller)
+        self.resources.replayed(caller)
 
     def _enqueue(self, work: Bindings | torch.cuda.CUDAGraph, outputs: Outputs, *, allocates: int = 0) -> None:
         """One call on the caller's stream, after the last call of this program, and watched. work: the tensors of the call, or
         a graph of it. outputs: what it writes, which a failure makes invalid. allocates: bytes that torch allocates for
         temporaries."""
-        caller = self.space.current_stream()
+        caller = self.resources.current_stream()
         if self._last_stream not in (None, caller):
-            self.space.tickets.after(caller, self._last_ticket)
-        timer = self._timer = None if self.spans is None else CallTimer(self.space)
-        self.space.watchdog.await_room(self._stuck)  # not while other threads wait for their turn
-        turn = self.space.turn
+            self.resources.tickets.after(caller, self._last_ticket)
+        timer = self._timer = None if self.spans is None else CallTimer(self.resources)
+        self.resources.watchdog.await_room(self._stuck)  # not while other threads wait for their turn
+        turn = self.resources.turn
         with (
             turn.alone(self.rank_group)
             if self._rehearsing
             else turn.taken(caller, self.rank_group, waits_on_sms=self._waits_on_sms)
         ):
-            ticket = self.space.watchdog.begin(
+            ticket = self.resources.watchdog.begin(
                 caller, self.title, self._stuck, rehearses=self._rehearsing, results=results_in(outputs)
             )
             if timer is not None:
                 timer.begin(caller)
             try:
-                with self.space.temporaries(allocates):
+                with self.resources.temporaries(allocates):
                     if isinstance(work, Bindings):
                         self._issue(work)
                     else:
                         work.replay()
             finally:
                 # Also of a call that raises: its lanes wait until they are released, and `close` has to wait for that.
-                self.space.tickets.end(caller, ticket)
+                self.resources.tickets.end(caller, ticket)
                 self._last_stream, self._last_ticket = caller, ticket
                 self._timer = None
-        self.space.watchdog.raise_if_failed()
+        self.resources.watchdog.raise_if_failed()
         if timer is not None:
             self._read_spans(timer, ticket)
 
     def _issue(self, bindings: Bindings) -> None:
         """Put every lane's launches on its stream: the compute lane's on the caller's, the others' on streams that are forked
         from it first, and joined to it at the end, whatever is raised between."""
-        caller, plan, timer = self.space.current_stream(), self._plan(bindings), self._timer
+        caller, plan, timer = self.resources.current_stream(), self._plan(bindings), self._timer
         call = self._call(bindings)
         try:
             self.streams.fork(caller)
             for lane, launches, by_torch in plan.batches if timer is None else plan.unmerged_batches:
-                beside = None if lane.kind == "compute" else self.space.stream(lane.name)
+                beside = None if lane.kind == "compute" else self.resources.stream(lane.name)
                 stream = caller if beside is None else beside.cuda_stream
                 with torch.cuda.stream(beside) if by_torch and beside is not None else nullcontext():
                     for launch in launches:
@@ -423,15 +427,15 @@ class CudaProgram(BoundProgram):
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
-        with self.space.turn.alone(self.rank_group):
-            self.space.captures.ready()
+        with self.resources.turn.alone(self.rank_group):
+            self.resources.captures.prepare()
             self._plan(bindings)  # which lookups load for
         spans, self.spans, self._rehearsing = self.spans, None, True
-        before = self.space.allocated()
+        before = self.resources.allocated()
         self._enqueue(bindings, {})
-        self._allocates = self.space.allocated() - before
+        self._allocates = self.resources.allocated() - before
         self.spans, self._rehearsing, self._rehearsed = spans, False, True
-        self.space.settle()
+        self.resources.settle()
 
     def _load(self, bindings: Bindings, layout: Hashable) -> None:
         """Load what a call needs whose tensors lie differently from those before: kernels for other strides and alignments.
@@ -443,15 +447,15 @@ class CudaProgram(BoundProgram):
         """
         if layout in self._loaded:
             return
-        with self.space.turn.alone(self.rank_group):
+        with self.resources.turn.alone(self.rank_group):
             self._lay_out(bindings)
             spans, self.spans, self._loading = self.spans, None, True
-            before = self.space.allocated()
+            before = self.resources.allocated()
             try:
-                self.space.captures.record(lambda: self._issue(bindings), loads=True)
+                self.resources.captures.record(lambda: self._issue(bindings), loads=True)
             finally:
                 self.spans, self._loading = spans, False
-        self._allocates = max(self._allocates, self.space.allocated() - before)
+        self._allocates = max(self._allocates, self.resources.allocated() - before)
         if len(self._loaded) == _LAYOUTS:
             self._loaded.clear()
         self._loaded.add(layout)
@@ -459,7 +463,7 @@ class CudaProgram(BoundProgram):
     def _layout_of(self, inputs: Inputs, outputs: Outputs) -> Hashable:
         """How the matrices of a call lie, and are multiplied. Lookups load what their tables and indices need themselves."""
         known = {name: some for name, some in inputs.items() if name in self.schedule.buffer or name in self._scale_names}
-        return settings(), lie(known, outputs)
+        return settings(), layout_key(known, outputs)
 
     def _lay_out(self, bindings: Bindings) -> None:
         """Make the tables that a call's kernels read. They are copied to the GPU, which no capture takes."""
@@ -473,13 +477,13 @@ class CudaProgram(BoundProgram):
 
     def _read_spans(self, timer: CallTimer, ticket: int) -> None:
         """Wait for the end of the call, which all lanes have joined, and read when each step ran."""
-        self.rank_group.until(lambda: self.space.tickets.done(ticket), self._stuck)
+        self.rank_group.until(lambda: self.resources.tickets.done(ticket), self._stuck)
         assert self.spans is not None
         self.spans += timer.spans(self.schedule)
 
     def _stuck(self) -> str:
         """What the call in flight waits for: the steps that its lanes have reached, and the flags of those that are low."""
-        with torch.cuda.stream(self.space.asking):
+        with torch.cuda.stream(self.resources.asking):
             seen = self._words.view(torch.int32).cpu().tolist()
             stuck = list(filter(None, (kernel.missing() for kernel in self.kernels.values())))
         # Each lane has written the number of the steps that it has come to.
@@ -487,7 +491,7 @@ class CudaProgram(BoundProgram):
         reached = {lane: count - 1 for lane, count in come_to}
         stuck = stuck + waiting(self, seen, reached) or list(unsent(self, reached))
         stuck = stuck or [f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"]
-        return "\n".join(filter(None, (*stuck, self.space.turn.others(self.space.tickets, self.title))))
+        return "\n".join(filter(None, (*stuck, self.resources.turn.others(self.resources.tickets, self.title))))
 
     def _invalid(self, outputs: Outputs) -> Outputs:
         """What a failure makes invalid: the outputs, or what the caller gave for results."""
@@ -504,7 +508,7 @@ class CudaProgram(BoundProgram):
         By memory operations of a stream: a memset is a kernel, and waits for SMs that a spinning kernel may hold; a copy waits
         for a copy engine. Waits for nothing itself.
         """
-        stream = self.space.rescue
+        stream = self.resources.rescue
         self._raise_all(stream.cuda_stream)
         with torch.cuda.stream(stream):
             for kernel in self.kernels.values():

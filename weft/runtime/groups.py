@@ -29,15 +29,15 @@ from weft.compat.versions import warn_of_untested_versions
 from weft.core.errors import PeerLost
 from weft.core.schedule import Schedule
 from weft.runtime import unscheduled
+from weft.runtime.autotune import Choice
 from weft.runtime.bound import BoundProgram, Closes
 from weft.runtime.calls import PLAIN, Call
 from weft.runtime.choose import automatic
-from weft.runtime.cuda_space import CudaSpace
-from weft.runtime.host_space import HostSpace
+from weft.runtime.cuda_resources import CudaResources
+from weft.runtime.host_resources import HostResources
 from weft.runtime.host_wire import HostWire
 from weft.runtime.peer_waits import bounded
 from weft.runtime.programs import Programs
-from weft.runtime.trial import Choice
 from weft.runtime.turn import Turn
 from weft.runtime.unscheduled import AllToAll
 
@@ -52,9 +52,9 @@ class GroupState:
     def __init__(self, group: dist.ProcessGroup) -> None:
         warn_of_untested_versions()
         self.rank_group = RankGroup.of(group)
-        self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
+        self._resources_by_device: dict[torch.device, HostResources | CudaResources] = {}
         self.lock = self.rank_group.lock
-        self.programs = Programs(self.rank_group, lambda device: self._space(device))
+        self.programs = Programs(self.rank_group, lambda device: self._resources_of(device))
         self._attached: dict[type, Any] = {}
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._handed_out: list[Allocation] = []
@@ -69,12 +69,14 @@ class GroupState:
         with self.lock:
             self.programs.forget(programs)
 
-    def _space(self, device: torch.device) -> HostSpace | CudaSpace:
-        if device not in self._spaces:
-            self._spaces[device] = (
-                HostSpace(self.rank_group) if device.type == "cpu" else CudaSpace(self.rank_group, device, GROUPS.turn(device))
+    def _resources_of(self, device: torch.device) -> HostResources | CudaResources:
+        if device not in self._resources_by_device:
+            self._resources_by_device[device] = (
+                HostResources(self.rank_group)
+                if device.type == "cpu"
+                else CudaResources(self.rank_group, device, GROUPS.turn(device))
             )
-        return self._spaces[device]
+        return self._resources_by_device[device]
 
     def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Bytes of this rank that its peers can reach, until `close`. Collective. Raises ValueError on several nodes."""
@@ -85,10 +87,10 @@ class GroupState:
             )
         with self.lock, PLAIN, on_device(device):
             self.rank_group.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
-            space = self._space(device)
-            if isinstance(space, CudaSpace):
-                space.watchdog.raise_if_failed()
-            self._handed_out.append(space.heap.allocate(nbytes))
+            resources = self._resources_of(device)
+            if isinstance(resources, CudaResources):
+                resources.watchdog.raise_if_failed()
+            self._handed_out.append(resources.heap.allocate(nbytes))
             return self._handed_out[-1].local
 
     def place(self, tensor: torch.Tensor) -> SymmetricPlace | None:
@@ -103,7 +105,7 @@ class GroupState:
     def watched(self, what: str, alike: str, device: torch.device, work: Callable[[], T]) -> T:
         """As weft.runtime.unscheduled.watched."""
         with self.lock:
-            return unscheduled.watched(self.rank_group, self._spaces.get(device), what, alike, work)
+            return unscheduled.watched(self.rank_group, self._resources_by_device.get(device), what, alike, work)
 
     def begun(self, what: str, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Callable[[], None]:
         """Agree with the other ranks, begin a collective of gloo's on CPUs, and return a function that waits for it.
@@ -122,17 +124,17 @@ class GroupState:
 
     def wire(self) -> HostWire:
         """Messages between the hosts of this group's ranks. Collective at its first use."""
-        space = self._space(torch.device("cpu"))
-        assert isinstance(space, HostSpace)
-        return space.wire
+        resources = self._resources_of(torch.device("cpu"))
+        assert isinstance(resources, HostResources)
+        return resources.wire
 
     def synchronize(self) -> None:
         """Wait until all calls of this rank have ended, and raise what has failed. Bounded, and not collective."""
         with self.rank_group.failing():
             try:
-                for space in list(self._spaces.values()):
-                    if isinstance(space, CudaSpace):
-                        space.watchdog.synchronize()
+                for resources in list(self._resources_by_device.values()):
+                    if isinstance(resources, CudaResources):
+                        resources.watchdog.synchronize()
             except PeerLost:
                 self.programs.raise_cut()
                 raise
@@ -157,14 +159,14 @@ class GroupState:
     def close(self) -> None:
         """Give everything back, whatever is raised on the way. Raises what has made results of earlier calls invalid, if no
         call has raised it."""
-        spaces = [space.close for space in self._spaces.values()]
+        closes_devices = [resources.close for resources in self._resources_by_device.values()]
         first = [closes.close for closes in (*self._attached.values(), *self.programs.bound())]
         with ExitStack() as rest:
-            if any(isinstance(space, CudaSpace) for space in self._spaces.values()):
+            if any(isinstance(resources, CudaResources) for resources in self._resources_by_device.values()):
                 # What closed programs and their closures hold of each other holds symmetric memory, too.
                 rest.callback(free_unused)
                 rest.callback(gc.collect)
-            for close in reversed((*first, *spaces, self._close_side_streams, self._free_handed_out, self._leave)):
+            for close in reversed((*first, *closes_devices, self._close_side_streams, self._free_handed_out, self._leave)):
                 rest.callback(close)
         if self.rank_group.unraised is not None:
             raise self.rank_group.unraised

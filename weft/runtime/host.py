@@ -51,8 +51,8 @@ from weft.core.schedule import (
 from weft.core.work import span
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import BoundProgram, Inputs, Outputs
+from weft.runtime.host_resources import INTERPRETED_BLOCKS, HostResources
 from weft.runtime.host_rows import HostRows
-from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
 from weft.runtime.launches import FactorScales, FlagOperations, IssuedCall, Launch
 from weft.runtime.peer_waits import may_wait_for
 from weft.runtime.scaled_products import multiply_dequantised, quantise
@@ -68,24 +68,24 @@ class HostProgram(BoundProgram):
 
     sms_for_kernels = sms_for_pushes = INTERPRETED_BLOCKS
 
-    def __init__(self, space: HostSpace, schedule: Schedule) -> None:
+    def __init__(self, resources: HostResources, schedule: Schedule) -> None:
         self._mailboxes: list[HostAllocation] = []
-        self.space = space
-        super().__init__(space, schedule)
+        self.resources = resources
+        super().__init__(resources, schedule)
         schedule = self.schedule  # in which a FusedCollective is spelled out where the device has no kernel for it
         self._choose_lanes_that_run_first()
         moving = any(isinstance(kernel.where.step, (Push, FusedCollective)) for kernel in self.kernels.values())
         self._contiguous = moving or bool(self.rank_group.nodes)
         self._lane_names = [lane.name for lane in schedule.ranks[self.rank]]
         scaled = schedule.problem.scaling is not None
-        self._widens = "b" in schedule.buffer and not (scaled or multiplies(self.dtype) or space.runs_kernels(self.dtype))
+        self._widens = "b" in schedule.buffer and not (scaled or multiplies(self.dtype) or resources.runs_kernels(self.dtype))
         """Whether matrices b are multiplied in float32, as this CPU does not multiply their dtype."""
         lanes = [[lane.name for lane in lanes] for lanes in schedule.ranks]
         self._progress = [{name: self.flags.words + at for at, name in enumerate(names)} for names in lanes]
         """By rank and lane, the word of its progress: 0 until the lane first comes to a step of this call that may wait; then
         one more than the position of that step, with WAIT_DONE once the wait is over."""
         self._count = self.flags.words + max(map(len, lanes), default=0) + 1
-        self._memory = space.heap.allocate(8 * self._count)
+        self._memory = resources.heap.allocate(8 * self._count)
         self.words = {rank: self._memory.words(rank, self._count) for rank in self._memory.ranks}
         self._addresses = dict(zip(self._memory.ranks, self._memory.addresses, strict=True))
         self._waiter = {slot: key for key, slot in self.flags.slot.items() if key[0].rank == self.rank}
@@ -93,12 +93,12 @@ class HostProgram(BoundProgram):
         self._preset_flags_of_previous_calls()
         self._barriers = 0
         self._waiting: dict[str, Callable[[], str]] = {}
-        self._wire = space.wire if self.rank_group.nodes else None
+        self._wire = resources.wire if self.rank_group.nodes else None
         self._rows: HostRows | None = None
         self._bound: tuple[HostAllocation | None, Bindings] | None = None
         """Where this rank finds all but the caller's tensors, in that memory."""
         if isinstance(schedule.problem, RaggedProblem) and self.ragged is None:
-            self._rows = HostRows(schedule.problem, self.rank, space.heap)
+            self._rows = HostRows(schedule.problem, self.rank, resources.heap)
 
     def _choose_lanes_that_run_first(self) -> None:
         """Triton interprets one kernel at a time in a process, so lanes of blocks whose pushes are kernels run before all
@@ -139,12 +139,12 @@ class HostProgram(BoundProgram):
 
     def close(self) -> None:
         for piece in (self._memory, *self._mailboxes):
-            self.space.heap.free(piece)
+            self.resources.heap.free(piece)
         if self._rows is not None:
             self._rows.close()
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
-        self._mailboxes.append(self.space.heap.allocate(nbytes))
+        self._mailboxes.append(self.resources.heap.allocate(nbytes))
         return self._mailboxes[-1].addresses, self._mailboxes[-1].local[:nbytes]
 
     @property
@@ -223,16 +223,16 @@ class HostProgram(BoundProgram):
         return None
 
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        assert self.space.data is not None
-        return self.space.data.view(rank, offset, rows, cols, dtype)
+        assert self.resources.data is not None
+        return self.resources.data.view(rank, offset, rows, cols, dtype)
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.space.scratch(name, rows, cols, dtype)
+        return self.resources.scratch(name, rows, cols, dtype)
 
     def own_bindings(self) -> Bindings:
         """Anew where the memory for data has grown, and with that moved."""
-        if self._bound is None or self._bound[0] is not self.space.data:
-            self._bound = self.space.data, self._fixed_bindings()
+        if self._bound is None or self._bound[0] is not self.resources.data:
+            self._bound = self.resources.data, self._fixed_bindings()
         return self._bound[1]
 
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
@@ -290,7 +290,7 @@ class HostProgram(BoundProgram):
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         if self.ragged is not None:
             self.ragged.check_before(inputs["a"][0])
-        self.space.reserve(self.layout.nbytes)
+        self.resources.reserve(self.layout.nbytes)
         for slot in self._progress[self.rank].values():
             self.words[self.rank].store(slot, 0)
         bindings = self.bind(inputs, outputs)
@@ -395,7 +395,7 @@ class HostProgram(BoundProgram):
             lanes = [item for item in lanes if item[0].name not in self._first]
         started = []
         for lane, work in lanes[1:]:
-            started.append(self.space.thread(lane.name))
+            started.append(self.resources.thread(lane.name))
             started[-1].start(partial(self._guarded, work))
         errors: list[BaseException] = []
         try:

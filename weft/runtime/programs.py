@@ -29,18 +29,18 @@ from weft.core.errors import PeerLost
 from weft.core.logs import warn_once
 from weft.core.problem import Problem, RaggedProblem
 from weft.core.schedule import Schedule
+from weft.runtime.autotune import Measurement
 from weft.runtime.bound import BoundProgram, Outputs
 from weft.runtime.buckets import RowCounts, cut, pad
 from weft.runtime.calls import PLAIN, Call, MatmulCall
 from weft.runtime.choose import MODES, choose, fans_out
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.host import HostProgram
-from weft.runtime.host_space import HostSpace
-from weft.runtime.trial import Trial
+from weft.runtime.host_resources import HostResources
 from weft.runtime.tuner import Key, Tuner
 
-Space = HostSpace | CudaSpace
+Resources = HostResources | CudaResources
 KNOWN_CALLS = 2048
 """Calls that a group remembers as agreed on, so that they need no `enter`. Fewer than the texts that a group remembers, so that
 each can be compared."""
@@ -84,11 +84,14 @@ def memory_from_environment() -> int | None:
 
 
 class Programs:
-    """space(device) returns what all programs on that device share: memory, streams or threads. Calls are made under the
-    group's lock."""
+    """Programs makes the calls of one process group, and holds the programs that are bound for them.
 
-    def __init__(self, rank_group: RankGroup, space: Callable[[torch.device], Space]) -> None:
-        self._rank_group, self._space = rank_group, space
+    resources_of: (device) -> what all programs on that device share: memory, streams or threads. Calls are made under the
+    group's lock.
+    """
+
+    def __init__(self, rank_group: RankGroup, resources_of: Callable[[torch.device], Resources]) -> None:
+        self._rank_group, self._resources_of = rank_group, resources_of
         self._known: OrderedDict[Hashable, KnownCall] = OrderedDict()
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         """The least recently used first."""
@@ -203,24 +206,26 @@ class Programs:
     ) -> BoundProgram:
         """A program for a call: of the one schedule that it asks for, or of the fastest of several."""
         key = problem, call.schedule, call.device
-        self._space(call.device)  # makes the heap, whose ranks agree on how they were started: `_cannot_overlap` reads that
+        self._resources_of(
+            call.device
+        )  # makes the heap, whose ranks agree on how they were started: `_cannot_overlap` reads that
         specs = self._one_after_the_other(problem, call) if self._cannot_overlap(call) else self.tuner.specs(problem, call)
         schedule = _checked(problem, specs[0], call.device, values)
-        named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(call.device).blocks
+        named, blocks = schedules.spec(schedule.name, schedule.chunks), self._resources_of(call.device).blocks
         lanes = "one for each peer" if fans_out(call.device) else "one"
         self._rank_group.enter(
             f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}"
         )
-        trials: tuple[Trial, ...] = ()
+        measurements: tuple[Measurement, ...] = ()
         with self._rank_group.failing():
             if len(specs) == 1:
                 program = self._keep(schedule, key)
                 program.times_products = self.tuner.measures(problem, call)
             else:
                 given = self._as_bound(call, empty=empty, rows=rows)
-                program, trials = self.tuner.contest(given, self._candidate(key), self._drop).fastest(specs)
+                program, measurements = self.tuner.prepare_run(given, self._candidate(key), self._drop).fastest(specs)
             self._make_room(call.device)
-            self.tuner.chose(program, key, trials)
+            self.tuner.record_choice(program, key, measurements)
         return program
 
     def _cannot_overlap(self, call: Call) -> bool:
@@ -247,8 +252,8 @@ class Programs:
         return program
 
     def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
-        space = self._space(device)
-        return HostProgram(space, schedule) if isinstance(space, HostSpace) else CudaProgram(space, schedule)
+        resources = self._resources_of(device)
+        return HostProgram(resources, schedule) if isinstance(resources, HostResources) else CudaProgram(resources, schedule)
 
     def _drop(self, program: BoundProgram) -> None:
         del self._programs[program]
@@ -285,10 +290,10 @@ class Programs:
         """Close the least recently used programs of a device until all of them fit into the limit, but never the last one. Then
         give the heap's free pieces back if they and the programs do not fit. Programs that a rank has captured are not closed,
         and do not count. Collective."""
-        limit, space = self._limit(device), self._space(device)
-        heap = space.heap if isinstance(space, CudaSpace) else None
+        limit, resources = self._limit(device), self._resources_of(device)
+        heap = resources.heap if isinstance(resources, CudaResources) else None
         bytes_of = {each: OVERHEAD_BYTES + each.nbytes for each, key in self._programs.items() if key[2] == device}
-        if sum(bytes_of.values()) + (heap.kept_bytes if heap else 0) <= limit:
+        if sum(bytes_of.values()) + (heap.cached_bytes if heap else 0) <= limit:
             return
         *older, _ = bytes_of
         held = self.in_graphs(older)
@@ -297,9 +302,9 @@ class Programs:
             if used > limit and program not in held:
                 used -= bytes_of[program]
                 self._forget(program)
-        if heap and used + heap.kept_bytes > limit:
+        if heap and used + heap.cached_bytes > limit:
             heap.settle()  # no rank's GPU uses any more what was given back
-            heap.free_kept()
+            heap.free_cached()
             free_unused()
 
     def _limit(self, device: torch.device) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.host_wire import HostWire
 
 T = TypeVar("T")
@@ -22,11 +22,11 @@ AllToAll = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], 
 flat, to each; returns a function that waits."""
 
 
-def watched(rank_group: RankGroup, space: Any, what: str, alike: str, work: Callable[[], T]) -> T:
+def watched(rank_group: RankGroup, resources: Any, what: str, alike: str, work: Callable[[], T]) -> T:
     """Run it. what: in an error's words; alike: what ranks must have in common, a line each. What it raises ends all ranks'."""
     with rank_group.failing():
-        if isinstance(space, CudaSpace):
-            return space.watchdog.watch(what, space.current_stream(), work)
+        if isinstance(resources, CudaResources):
+            return resources.watchdog.watch(what, resources.current_stream(), work)
         rank_group.enter(f"op: {what}\n{alike}")
         return work()
 

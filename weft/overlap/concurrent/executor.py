@@ -47,7 +47,7 @@ class Executor(ABC):
 
     @abstractmethod
     def time_ns(self, call: Callable[[], object], calls: int) -> int:
-        """What one of so many calls takes; as weft.runtime.trial.Timer."""
+        """What one of so many calls takes; as weft.runtime.autotune.Timer."""
 
     @property
     @abstractmethod

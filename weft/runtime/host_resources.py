@@ -53,7 +53,7 @@ class LaneThread:
         self._thread.join()
 
 
-class HostSpace:
+class HostResources:
     """What the programs of one process group share on this rank. data: the shared memory in which their buffers lie."""
 
     device = torch.device("cpu")

@@ -48,7 +48,7 @@ _LONGEST_S = 1000.0
 """A block counts up to 2^31 looks at a flag. It looks about 1.5 million times a second, so that takes longer than this."""
 
 
-class CudaSpace:
+class CudaResources:
     """What the programs of one process group share on one GPU.
 
     turn: the GPU's, of all process groups (default: one of its own). tries: how often a kernel looks at a flag before it gives
@@ -226,7 +226,7 @@ class CudaSpace:
         self._streams = {}
         # Freed here: where its last user went, as in a garbage collection while a stream is captured, CUDA may refuse to.
         self.__dict__.pop("_private", None)
-        self.heap.free_kept()
+        self.heap.free_cached()
         if self.wire:
             self.wire.close()
         self.wire = None
