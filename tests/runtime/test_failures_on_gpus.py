@@ -102,7 +102,7 @@ def test_what_calls_returned_is_nan_once_and_no_memory_of_others(
 ) -> None:
     """Part of a tensor, what the caller has dropped, integers; and a call that has ended. One line is logged."""
     # On busy cores the watchdog may be held up, and then doubts the call that has ended.
-    monkeypatch.setattr(Watchdog, "_doubtful", lambda self: ())
+    monkeypatch.setattr(Watchdog, "_find_doubtful_calls", lambda self: ())
     whole, ended, whole_numbers, dropped = torch.ones(4, 3), torch.ones(3), torch.ones(3, dtype=torch.int32), torch.ones(3)
     ranks.resources.ended(ranks.call(out=ended))
     ranks.call(out=whole[1:3])
@@ -334,7 +334,7 @@ def test_a_call_that_does_not_end_when_it_is_released_is_logged(
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost: bool) -> None:
-    """The device is lost; or what is stuck cannot be told, since its program is closed."""
+    """The device is lost; or what is stuck it is unknown, since its program is closed."""
     released = threading.Event()
 
     def closed() -> str:
@@ -346,7 +346,7 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
     ranks.resources.releaser.add(0, released.set)
     (partial(setattr, ranks.resources.driver, "lost", True) if lost else ranks.peer_fails)()
     assert ranks.failed()
-    with pytest.raises(WeftError, match="the device is lost" if lost else "cannot be told: AttributeError"):
+    with pytest.raises(WeftError, match="the device is lost" if lost else "it is unknown: AttributeError"):
         ranks.rank_group.check_usable()
     ranks.resources.driver.lost = False
     assert wait_for(released.is_set)

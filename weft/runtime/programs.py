@@ -189,7 +189,7 @@ class Programs:
             program = self._find((runs, call.schedule, call.device))
             program = program or self._bind_for(call, runs, values, empty=empty, rows=rows)
             program.refuse_several_results(call.results)
-        number = self._rank_group.remember(call.agreed(sizes))
+        number = self._rank_group.remember(call.describe_with_shares(sizes))
         known = KnownCall(number=number, program=program, empty=empty, rows=rows)
         self._known.pop(call.key, None)
         self._known[call.key] = known
