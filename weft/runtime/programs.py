@@ -124,12 +124,12 @@ class Programs:
             else:
                 self._rank_group.repeat(known.number, awaits_peers=not on_gpu)
                 if not on_gpu:
-                    known = self._agreed_on_cpu(call, values, known)
+                    known = self._agree_on_cpu(call, values, known)
                 if refusal := call.refusal((call.share,)):
                     with self._rank_group.failing():
                         raise ValueError(refusal)
             changed = known.empty or known.rows
-            given = self._as_bound(call, empty=known.empty, rows=known.rows) if changed else call
+            given = self._pad_or_fill(call, empty=known.empty, rows=known.rows) if changed else call
             if not capturing:
                 # Ranks may capture a call different numbers of times: the order of use has to be that of all.
                 self._programs.move_to_end(known.program)
@@ -142,9 +142,9 @@ class Programs:
             if known.program.refused is not None:
                 refused, known.program.refused = known.program.refused, None
                 raise refused
-            return self._as_asked(found, call, known) if changed else found
+            return self._remove_padding(found, call, known) if changed else found
 
-    def _agreed_on_cpu(self, call: Call, values: Mapping[str, Schedule], known: KnownCall) -> KnownCall:
+    def _agree_on_cpu(self, call: Call, values: Mapping[str, Schedule], known: KnownCall) -> KnownCall:
         """The call that all CPU ranks agree on. They wait for each other, because all programs share their buffers
         (weft.runtime.host). A call that looks known on this rank may have another shard size on a peer: then they agree
         again."""
@@ -152,7 +152,7 @@ class Programs:
             same = self._rank_group.await_same_call(known.number)
         return known if same else self._agree(call, values)
 
-    def _as_bound(self, call: Call, *, empty: bool, rows: int) -> Call:
+    def _pad_or_fill(self, call: Call, *, empty: bool, rows: int) -> Call:
         """The call with padded rows, and with a column of zeros if there is nothing to multiply. An error here fails the group,
         since peers may already run this call."""
         with self._rank_group.failing():
@@ -162,7 +162,7 @@ class Programs:
             assert isinstance(call, MatmulCall)
             return pad(call, rows, self._rank_group.rank, self._rank_group.world_size)
 
-    def _as_asked(self, found: Outputs, call: Call, known: KnownCall) -> dict[str, list[torch.Tensor]]:
+    def _remove_padding(self, found: Outputs, call: Call, known: KnownCall) -> dict[str, list[torch.Tensor]]:
         """The results as the call has them."""
         if known.rows:
             assert isinstance(call, MatmulCall)
@@ -209,7 +209,9 @@ class Programs:
         self._resources_of(
             call.device
         )  # makes the heap, whose ranks agree on how they were started: `_cannot_overlap` reads that
-        specs = self._one_after_the_other(problem, call) if self._cannot_overlap(call) else self.tuner.specs(problem, call)
+        specs = (
+            self._candidates_without_overlap(problem, call) if self._cannot_overlap(call) else self.tuner.specs(problem, call)
+        )
         schedule = _checked(problem, specs[0], call.device, values)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._resources_of(call.device).blocks
         lanes = "one for each peer" if fans_out(call.device) else "one"
@@ -222,7 +224,7 @@ class Programs:
                 program = self._keep(schedule, key)
                 program.times_products = self.tuner.measures(problem, call)
             else:
-                given = self._as_bound(call, empty=empty, rows=rows)
+                given = self._pad_or_fill(call, empty=empty, rows=rows)
                 program, measurements = self.tuner.prepare_run(given, self._candidate(key), self._drop).fastest(specs)
             self._make_room(call.device)
             self.tuner.record_choice(program, key, measurements)
@@ -231,7 +233,7 @@ class Programs:
     def _cannot_overlap(self, call: Call) -> bool:
         return bool(self._rank_group.cannot_overlap) and call.device.type == "cuda"
 
-    def _one_after_the_other(self, problem: Problem, call: Call) -> tuple[str, ...]:
+    def _candidates_without_overlap(self, problem: Problem, call: Call) -> tuple[str, ...]:
         """What can run where no schedule that overlaps can. Raises ValueError where something else is asked for."""
         why, ragged = self._rank_group.cannot_overlap, isinstance(problem, RaggedProblem)
         if call.schedule in MODES and not ragged:

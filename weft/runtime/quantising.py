@@ -25,16 +25,16 @@ class QuantisingPush(StepKernel):
         self._tables: tuple[tuple[int, ...], QuantiseTables] | None = None
 
     def lay_out(self, bindings: Bindings) -> None:
-        self._laid_out(bindings)
+        self._make_tables(bindings)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         ((source, _),) = bindings.tensors[self._step.source]
-        plan = self._laid_out(bindings)
+        plan = self._make_tables(bindings)
         if self._alone:
             sms = self._program.blocks
         quantise(plan, source, sms=sms, silent=silent, launched_by=self._launcher, stream=stream)
 
-    def _laid_out(self, bindings: Bindings) -> QuantiseTables:
+    def _make_tables(self, bindings: Bindings) -> QuantiseTables:
         """The tables. Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), they are made anew."""
         moved = tuple(bindings.tensors[key][0][0].data_ptr() for key in self._targets)
         if self._tables is None or self._tables[0] != moved:
