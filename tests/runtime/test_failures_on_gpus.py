@@ -438,7 +438,7 @@ def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was enqueued waits for what was not. Memory that is freed before waits for all streams, for good."""
-    program = _closing(ranks.resources, 0, _last_stream=None, _stuck=lambda: "")
+    program = _closing(ranks.resources, 0, _last_stream=None, _describe_waits=lambda: "")
     ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
     ended = list[bool]()
     ranks.resources.heap = cast(
@@ -554,7 +554,7 @@ def test_signals_aside_follow_what_came_before_and_are_joined(ranks: Ranks) -> N
 
 
 def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ranks) -> None:
-    program = _program(ranks.resources, _last_stream=None, _stuck=lambda: "")
+    program = _program(ranks.resources, _last_stream=None, _describe_waits=lambda: "")
     ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
 
     def raises() -> None:

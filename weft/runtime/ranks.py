@@ -151,8 +151,8 @@ def _delay_signals() -> Iterator[None]:
                             signal.signal(number, lambda number, _: late.append(number))
                 yield
         finally:
-            for number in dict.fromkeys(late):
-                at_last.callback(signal.raise_signal, number)
+            for delayed in dict.fromkeys(late):
+                at_last.callback(signal.raise_signal, delayed)
 
 
 class Ranks:

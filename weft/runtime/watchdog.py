@@ -67,7 +67,7 @@ def on_failure_from_environment() -> str:
     """Return WEFT_ON_FAILURE, or "raise" if it is unset. Raises ValueError if it is neither raise nor abort."""
     name = os.environ.get("WEFT_ON_FAILURE", "raise")
     if name not in _ON_FAILURE:
-        raise ValueError(f"WEFT_ON_FAILURE is {name!r}; it must be {' or '.join(_ON_FAILURE)}")
+        raise ValueError(f"WEFT_ON_FAILURE is {name!r}; use {' or '.join(_ON_FAILURE)}")
     return name
 
 

@@ -213,4 +213,4 @@ def _executor(device: torch.device) -> Executor:
 
 def calls_of(state: GroupState) -> Calls:
     """A group's keys."""
-    return state.attached(Calls, lambda: Calls(state.rank_group, state.numbers))
+    return state.attached(Calls, lambda: Calls(state.rank_group, state.exchange_numbers))
