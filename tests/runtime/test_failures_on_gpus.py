@@ -346,7 +346,9 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
     ranks.resources.releaser.add(0, released.set)
     (partial(setattr, ranks.resources.driver, "lost", True) if lost else ranks.peer_fails)()
     assert ranks.failed()
-    with pytest.raises(WeftError, match="the device is lost" if lost else "it is unknown what a call waits for: AttributeError"):
+    with pytest.raises(
+        WeftError, match="the device is lost" if lost else "it is unknown what a call waits for: AttributeError"
+    ):
         ranks.rank_group.check_usable()
     ranks.resources.driver.lost = False
     assert wait_for(released.is_set)

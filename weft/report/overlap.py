@@ -128,7 +128,7 @@ def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[Cal
         return
     choices = {choice.problem: choice for choice in state.programs.tuner.choices()}
     seen: set[tuple[Problem, str]] = set()
-    for schedule, asked in state.programs.asked():
+    for schedule, asked in state.programs.schedules_and_specs():
         problem, spec = schedule.problem, schedules.spec(schedule.name, schedule.chunks)
         if not isinstance(problem, Problem) or (problem, spec) in seen or not _is_of(problem, asked, layer):
             continue
