@@ -156,7 +156,7 @@ class Recorder:
             return places(reads), places(writes)
         # Sources are staged in shared memory, where all ranks read them.
         source = self._bindings.view(step.src)
-        staged = [program._staged(step, rank, source) for rank in program.rank_group.near]
+        staged = [program._stage(step, rank, source) for rank in program.rank_group.near]
         stages = [place for tensor in staged if tensor.numel() and (place := self.place(tensor))]
         return (*places(reads), *stages), (*places(writes), *stages)
 

@@ -76,7 +76,7 @@ def test_of_several_profiles_of_a_gpu_the_smallest_with_enough_ranks_serves(monk
     h200 = machine.load("h200x8")
     sizes = {"h200x2": 2, "h200x4": 4, "h200x8": 8, "a100x8": 8}
     monkeypatch.setattr(machine, "names", lambda: tuple(sizes))
-    monkeypatch.setattr(nearest, "_shipped", lambda name: dataclasses.replace(h200, world_size=sizes[name], name=name))
+    monkeypatch.setattr(nearest, "_load_shipped", lambda name: dataclasses.replace(h200, world_size=sizes[name], name=name))
     wanted = {2: "h200x2", 3: "h200x4", 8: "h200x8", 16: "h200x8", None: "h200x8"}
     assert {ranks: nearest.profile_named_in("NVIDIA H200", ranks) for ranks in wanted} == wanted
     assert nearest.profile_named_in("NVIDIA B200", 2) is None

@@ -278,7 +278,7 @@ def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatc
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(PeerLost):
-        work._beside("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
+        work._begin_on("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
     assert kept == [("a", stream), ("out", stream)]
 
 

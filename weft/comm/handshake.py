@@ -217,7 +217,9 @@ class _Attempt:
         absent = [rank for rank, text in enumerate(self._read(keys)) if not text]
         left = [rank for rank, text in zip(absent, self._read([f"left/{rank}" for rank in absent]), strict=True) if text]
         late = [rank for rank in absent if rank not in left]
-        self.missing = _named(late, "not come to the group's first call") or _named(left, "given up the group's first call")
+        self.missing = _describe_ranks(late, "not come to the group's first call") or _describe_ranks(
+            left, "given up the group's first call"
+        )
         texts = self._read([f"raised/{rank}" for rank in absent])
         raised = {rank: json.loads(text) for rank, text in zip(absent, texts, strict=True) if text}
         now = time.monotonic()
@@ -235,7 +237,7 @@ class _Attempt:
         return [known.get(key, b"").decode() for key in keys]
 
 
-def _named(ranks: Sequence[int], what: str) -> str:
+def _describe_ranks(ranks: Sequence[int], what: str) -> str:
     """Return "rank 3 has ..." or "ranks 3, 4 have ...". Return "" if there are no ranks."""
     if not ranks:
         return ""

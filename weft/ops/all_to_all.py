@@ -151,7 +151,7 @@ def matmul_all_to_all(
     else:
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit}
         (out,) = scaled_matmul("matmul_all_to_all", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
-    return _shaped(out, a, rank, world_size)
+    return _restore_shape(out, a, rank, world_size)
 
 
 class _Shares(NamedTuple):
@@ -173,7 +173,7 @@ def _combine(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor
 
 
 def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor:
-    return a.new_empty(_arriving(a.shape[0], *options[1:4]), b.shape[1])
+    return a.new_empty(_count_arriving_rows(a.shape[0], *options[1:4]), b.shape[1])
 
 
 def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), options = ctx.saved_tensors, ctx.options
     rows, spec = a.shape[0], backward_schedule(options.schedule, "all_to_all_matmul")
     home = options._replace(schedule=spec)
-    grad_a, back = _all_to_all_matmul(_padded(grad, rows, options), b.t(), *home, True)
+    grad_a, back = _all_to_all_matmul(_pad_gradient(grad, rows, options), b.t(), *home, True)
     return grad_a[:rows], a.t() @ back[:rows]
 
 
@@ -323,7 +323,7 @@ def all_to_all_matmul(
     else:
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "return_gathered": return_received}
         results = scaled_matmul("all_to_all_matmul", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
-    out, *received = [_shaped(one, a, rank, world_size) for one in results]
+    out, *received = [_restore_shape(one, a, rank, world_size) for one in results]
     return (out, *received) if return_received else out
 
 
@@ -333,7 +333,7 @@ def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_receive
 
 
 def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> list[torch.Tensor]:
-    rows = _arriving(a.shape[0], *options[1:4])
+    rows = _count_arriving_rows(a.shape[0], *options[1:4])
     return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, a.shape[1])] * return_received
 
 
@@ -347,7 +347,7 @@ def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Te
 def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     (a, b, *saved), options = ctx.saved_tensors, ctx.options
     rows = a.shape[0]
-    grad = a.new_zeros(_arriving(rows, *options[1:4]), b.shape[1]) if grads[0] is None else grads[0]
+    grad = a.new_zeros(_count_arriving_rows(rows, *options[1:4]), b.shape[1]) if grads[0] is None else grads[0]
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
         factors, columns = grad, b
@@ -357,7 +357,7 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
             columns = torch.cat([b, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)], 1)
         spec = backward_schedule(options.schedule, "matmul_all_to_all")
         home = options._replace(schedule=spec)
-        grad_a = _matmul_all_to_all(_padded(factors, rows, options), columns.t(), *home)[:rows]
+        grad_a = _matmul_all_to_all(_pad_gradient(factors, rows, options), columns.t(), *home)[:rows]
     if ctx.needs_input_grad[1]:
         # Saving the received rows would cost as much memory as a from forward to backward, so they are exchanged again by
         # default.
@@ -386,18 +386,18 @@ def _is_columns(name: str, dim: int, splits: torch.Tensor | None) -> bool:
     return dim == -1
 
 
-def _arriving(rows: int, rank: int, world_size: int, unit: int) -> int:
+def _count_arriving_rows(rows: int, rank: int, world_size: int, unit: int) -> int:
     """Return how many flat rows a rank receives from all ranks, each of which has `rows`."""
     low, high = split(rows // unit, world_size)[rank]
     return world_size * (high - low) * unit
 
 
-def _padded(grad: torch.Tensor, rows: int, options: _Shares) -> torch.Tensor:
+def _pad_gradient(grad: torch.Tensor, rows: int, options: _Shares) -> torch.Tensor:
     """Return the gradients of the rows from every rank, padded with zeros to the longest shard.
 
     Then the backward is an exchange of even shards. The first `rows` rows of its result belong to the rows that were sent.
     """
-    longest = _arriving(rows, 0, options.world_size, options.unit)
+    longest = _count_arriving_rows(rows, 0, options.world_size, options.unit)
     if grad.shape[0] == longest:
         return grad.contiguous()
     own = grad.shape[0] // options.world_size
@@ -407,7 +407,7 @@ def _padded(grad: torch.Tensor, rows: int, options: _Shares) -> torch.Tensor:
     return padded.flatten(0, 1)
 
 
-def _shaped(out: torch.Tensor, a: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+def _restore_shape(out: torch.Tensor, a: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """Return the rows that this rank has from every rank, with the middle dimensions of a."""
     rows = rows_per_entry(a)
     if rows:

@@ -30,10 +30,10 @@ def _by_kernels(x: torch.Tensor) -> bool:
     """Whether a kernel computes it. Triton's interpreter has no bfloat16."""
     if x.is_cuda:
         return x.dtype in _KERNEL_DTYPES
-    return _interpreted() and x.dtype in _KERNEL_DTYPES[1:]
+    return _uses_interpreter() and x.dtype in _KERNEL_DTYPES[1:]
 
 
-def _interpreted() -> bool:
+def _uses_interpreter() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -60,7 +60,7 @@ def _route(index: torch.Tensor, experts: int, last: int) -> tuple[torch.Tensor, 
     # A radix sort goes over its keys once for each of their bytes. Of unsigned ones -1 is the highest.
     keys = flat.to(torch.uint8) if experts < 256 else flat.to(torch.int32) & 0x7FFFFFFF
     order = keys.argsort(stable=True)
-    if index.is_cuda or _interpreted():
+    if index.is_cuda or _uses_interpreter():
         from weft.kernels import experts as kernels
 
         place, counts = kernels.places(order, kernels.count(flat, experts, last))

@@ -234,17 +234,17 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
         group = group_named(options.group)
         spec = backward_schedule(options.schedule, "matmul_reduce_scatter")
         back = (options.group, group.rank(), group.size(), options.unit, spec, "sum")
-        grad_a = _matmul_reduce_scatter(_concatenated(factors), _concatenated_transposed(columns), *back)
+        grad_a = _matmul_reduce_scatter(_concatenate(factors), _concatenate_transposed(columns), *back)
     if any(ctx.needs_input_grad[1]):
         given = [grad_a, *grads]
         after = next((each for each in given if each is not None), a)
-        gathered = _gathered_again(a, no_columns(a.t(), after), options) if kept is None else kept
+        gathered = _gather_again(a, no_columns(a.t(), after), options) if kept is None else kept
         wanted = zip(bs, grads, ctx.needs_input_grad[1], strict=False)
         grad_bs = [_gradient_of(b, gathered, grad) if needed and grad is not None else None for b, grad, needed in wanted]
     return grad_a, grad_bs
 
 
-def _gathered_again(a: torch.Tensor, nothing: torch.Tensor, options: _Gather) -> torch.Tensor:
+def _gather_again(a: torch.Tensor, nothing: torch.Tensor, options: _Gather) -> torch.Tensor:
     again = options._replace(schedule="sequential", return_gathered=True, keep=False)
     gathered: torch.Tensor = _all_gather_matmul(a, [nothing], *again)[-1]
     return gathered
@@ -374,16 +374,16 @@ def _gradient_of(b: torch.Tensor, a: torch.Tensor, grad: torch.Tensor) -> torch.
     return (grad.t() @ a).t() if _is_transposed(b) else a.t() @ grad
 
 
-def _concatenated(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """The columns of all of them; a single one as it is (copying a weight takes as long as its collective)."""
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), 1)
 
 
-def _concatenated_transposed(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate_transposed(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """The transpose of that. Of transposed weights the rows are copied as they lie in memory, and not element by element."""
     if len(matrices) > 1 and _is_transposed(matrices[0]):
         return torch.cat([matrix.t() for matrix in matrices])
-    return _concatenated(matrices).t()
+    return _concatenate(matrices).t()
 
 
 def _is_transposed(matrix: torch.Tensor) -> bool:

@@ -227,7 +227,7 @@ class Groups:
     def state(self, name: str) -> GroupState:
         """Return the group's state. It is made at the first use, which is collective. Ranks may use two groups in different
         orders."""
-        if (group := _living(name)) is None:
+        if (group := _resolve_living(name)) is None:
             raise ValueError(
                 "group: its process group was destroyed, or was never made in this process; pass a process group that exists"
             )
@@ -238,7 +238,7 @@ class Groups:
             known = self._states.get(name)
             if known is None or known[0] is not group:
                 # Close the states of groups that were destroyed. One of them may have had this name.
-                for other in [other for other, (held, _) in list(self._states.items()) if _living(other) is not held]:
+                for other in [other for other, (held, _) in list(self._states.items()) if _resolve_living(other) is not held]:
                     self.close(other)
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
@@ -272,7 +272,7 @@ class Groups:
 
     def raise_instead(self, name: str, error: Exception) -> None:
         """Publish an error as RankGroup.raise_instead does, or as RankGroup.raise_before if the group has made no call."""
-        group, known = _living(name), self.known(name)
+        group, known = _resolve_living(name), self.known(name)
         if known is not None:
             known.rank_group.raise_instead(error)
         elif group is not None:
@@ -307,7 +307,7 @@ class Groups:
             known.close()
 
 
-def _living(name: str) -> dist.ProcessGroup | None:
+def _resolve_living(name: str) -> dist.ProcessGroup | None:
     try:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError:

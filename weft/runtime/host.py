@@ -296,17 +296,19 @@ class HostProgram(BoundProgram):
         bindings = self.bind(inputs, outputs)
         plan, call = (
             self._plan(bindings),
-            IssuedCall(bindings=bindings, on_kernel_done=self._ended, matmuls=dict.fromkeys(self._lane_names, self.multiply)),
+            IssuedCall(
+                bindings=bindings, on_kernel_done=self._raise_if_late, matmuls=dict.fromkeys(self._lane_names, self.multiply)
+            ),
         )
         if self.spans is None:
             self._run_lanes([(lane, partial(_issue, launches, call)) for lane, launches in plan.by_lane])
         else:
             lanes = sorted(plan.lanes, key=lambda one: one[0].kind != "compute")
-            self._run_lanes([(lane, partial(self._timed, launches, call)) for lane, launches in lanes])
+            self._run_lanes([(lane, partial(self._run_timed, launches, call)) for lane, launches in lanes])
         if self._rows is not None and self._rows.refused:
             self.refused = ValueError(self._rows.refused)
 
-    def _ended(self, kernel: StepKernel) -> None:
+    def _raise_if_late(self, kernel: StepKernel) -> None:
         """A kernel has ended. Raises if one of its waits ended at its bound."""
         try:
             kernel.raise_if_late(self.raiser)
@@ -314,7 +316,7 @@ class HostProgram(BoundProgram):
             self.rank_group.check_peers()
             raise
 
-    def _timed(self, launches: Sequence[Launch], call: IssuedCall) -> None:
+    def _run_timed(self, launches: Sequence[Launch], call: IssuedCall) -> None:
         """Issue the launches of a lane, and note when each step ran."""
         times: dict[Where, tuple[int, int]] = {}
         for launch in launches:
@@ -335,7 +337,7 @@ class HostProgram(BoundProgram):
             ]
             wire.share(src, staged, where)
         else:
-            staged = [self._staged(step, rank, src) for rank in range(self.rank_group.world_size)]
+            staged = [self._stage(step, rank, src) for rank in range(self.rank_group.world_size)]
             staged[self.rank].copy_(src)
             self._barrier(where)
         mine = self.schedule.problem.shards
@@ -358,7 +360,7 @@ class HostProgram(BoundProgram):
         if not wire:
             self._barrier(where)
 
-    def _staged(self, step: Collective, rank: int, src: torch.Tensor) -> torch.Tensor:
+    def _stage(self, step: Collective, rank: int, src: torch.Tensor) -> torch.Tensor:
         """The shared memory into which a rank puts its source, which is like this rank's."""
         return self.symmetric(rank, self.layout.staging, *self._staged_shape(step, rank, src), src.dtype)
 
@@ -391,16 +393,16 @@ class HostProgram(BoundProgram):
         if self._first:
             for lane, work in lanes:
                 if lane.name in self._first:
-                    self._guarded(work)
+                    self._run_guarded(work)
             lanes = [item for item in lanes if item[0].name not in self._first]
         started = []
         for lane, work in lanes[1:]:
             started.append(self.resources.thread(lane.name))
-            started[-1].start(partial(self._guarded, work))
+            started[-1].start(partial(self._run_guarded, work))
         errors: list[BaseException] = []
         try:
             for _, work in lanes[:1]:
-                self._guarded(work)
+                self._run_guarded(work)
         except BaseException as error:
             errors.append(error)
         for thread in started:
@@ -410,7 +412,7 @@ class HostProgram(BoundProgram):
             # A lane that stopped because another one failed only repeats its error: raise the reason itself.
             raise next((error for error in errors if error is self.rank_group.broken), errors[0])
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run_guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
         except PeerLost:

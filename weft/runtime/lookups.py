@@ -123,9 +123,9 @@ class FusedLookup(StepKernel):
         tables = bindings.loose["tables"]
         fixed = [bindings.tensors[key][0][0].data_ptr() for key in self._targets if key[0] != "out"]
         key = tuple(n for t in tables for n in (t.data_ptr(), t.shape[0], t.stride(0))) + tuple(fixed)
-        return self._plans.get(key, self._device, lambda: self._planned(bindings))
+        return self._plans.get(key, self._device, lambda: self._make_tables(bindings))
 
-    def _planned(self, bindings: Bindings) -> LookupTables:
+    def _make_tables(self, bindings: Bindings) -> LookupTables:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError("tables lie where no call has found them: call once with these before capturing a graph")
         return self._lay_out(bindings)

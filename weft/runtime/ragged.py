@@ -101,7 +101,7 @@ class RaggedCall(Call):
         """Where a_rows is not known, products of a combine have room for an eighth more rows than the longest a has now, or for
         max_rows. Of a dispatch no more rows can arrive than max_rows at each rank, however many a has."""
         experts, k, n = self.b.shape
-        capacity = self._products or _rounded(max(9 * max(shares) // 8, self.max_rows))
+        capacity = self._products or _round_up(max(9 * max(shares) // 8, self.max_rows))
         result = self.a.dtype if self.scales is None else self.scales.output_dtype
         dtype: DType = str(result).removeprefix("torch.")  # type: ignore[assignment]
         return RaggedProblem(
@@ -122,7 +122,7 @@ class RaggedCall(Call):
     @property
     def _products(self) -> int | None:
         """The rows for whose products a combine has room, in memory that all ranks share; None where the first call says it."""
-        return None if self._dispatches or self.a_rows is None else _rounded(max(self.a_rows, self.max_rows))
+        return None if self._dispatches or self.a_rows is None else _round_up(max(self.a_rows, self.max_rows))
 
     @property
     def _dispatches(self) -> bool:
@@ -139,10 +139,10 @@ class RaggedCall(Call):
         )
 
 
-def _rounded(rows: int) -> int:
+def _round_up(rows: int) -> int:
     """At least so many, and at most an eighth more: few different numbers, since each is a program with memory of its own.
 
-    >>> [_rounded(rows) for rows in (1, 16, 17, 1000)]
+    >>> [_round_up(rows) for rows in (1, 16, 17, 1000)]
     [1, 16, 18, 1024]
     """
     step = 1 << max(0, rows.bit_length() - 4)

@@ -56,7 +56,7 @@ class RankOrders:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         for each, lanes in enumerate(schedule.ranks):
-            for where, why in _refused(schedule, each, lanes):
+            for where, why in _find_refusals(schedule, each, lanes):
                 raise ValueError(f"schedule is {schedule.name}, but {where}: {why}")
         counted = _words(schedule)
         problem = schedule.problem
@@ -124,7 +124,7 @@ def _step_parts(step: Moving, rank: int, counted: dict[Flag, int]) -> StepParts:
     return StepParts(copies=() if handed_back else tuple(map(words, copies)), products=tuple(map(words, products)))
 
 
-def _refused(schedule: Schedule, rank: int, lanes: Sequence[Lane]) -> Iterator[tuple[str, str]]:
+def _find_refusals(schedule: Schedule, rank: int, lanes: Sequence[Lane]) -> Iterator[tuple[str, str]]:
     """Yield (where, why) for everything that the kernels cannot run."""
     problem = schedule.problem
     assert isinstance(problem, RaggedProblem), f"{problem} has no segments"

@@ -124,7 +124,7 @@ def _chosen(
     group: dist.ProcessGroup | None,
 ) -> tuple[Concurrent, Callable[..., Any] | None]:
     """Return the context of one use, and the computation if the caller passed one."""
-    mine = _checked(collectives)
+    mine = _check_collectives(collectives)
     run = _callable(compute)
     require("kernels", kernels, Sequence, "pass the computation's kernels in a list")
     if repeatable and run is None:
@@ -198,7 +198,7 @@ class Concurrent:
             return compute(*self.kernels)
 
 
-def _checked(collectives: ConcurrentCollective | Sequence[ConcurrentCollective]) -> tuple[ConcurrentCollective, ...]:
+def _check_collectives(collectives: ConcurrentCollective | Sequence[ConcurrentCollective]) -> tuple[ConcurrentCollective, ...]:
     require("collectives", collectives, (ConcurrentCollective, Iterable), "pass weft.AllReduce and the like, one or a list")
     mine = (collectives,) if isinstance(collectives, ConcurrentCollective) else tuple(collectives)
     if not mine:
