@@ -1,4 +1,4 @@
-"""What lies around the matmuls of experts, without communication: one Triton kernel each on GPUs, and two around a sort.
+"""The operations around the matmuls of experts, without communication: one Triton kernel each on GPUs, and two around a sort.
 
     weft::experts_route(index [T, k], experts, last)         -> order [T k], place [T, k], counts [experts]
     weft::experts_spread(x [T, H], place [T, k])             -> [T k, H]     rows[place[t, j]] = x[t]
@@ -8,7 +8,7 @@
 
 place is -1 for what names no expert. Each result is computed in float32 (float64 in float64) and rounded once. On CPUs torch
 computes the same; under Triton's interpreter the kernels run there. The gradient of experts_spread is experts_total without
-weights, and the other way round.
+weights, and vice versa.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def multiply_gated(
 
 
 class Product:
-    """The parts of a group as one matmul; rows that do not lie together are gathered before it and scattered after it."""
+    """A Product multiplies the parts of a group as one matmul. Rows that are not adjacent are gathered before and scattered
+    after."""
 
     def __init__(self, step: Gemm, parts: Sequence[Part]) -> None:
         self._step, self._part = step, parts[0]

@@ -121,7 +121,7 @@ class Choices(list[Choice]):
 
 
 def _time_ratios(measurement: Measurement, other: Measurement) -> tuple[float, ...]:
-    """Return trial's time over other's: of eager calls, and of queued calls if both were timed so."""
+    """Return the measurement's time over that of other: of eager calls, and of queued calls if both were timed so."""
     eager = measurement.us / other.us
     return (eager, measurement.queued_us / other.queued_us) if measurement.queued_us and other.queued_us else (eager,)
 
@@ -173,7 +173,7 @@ class AutotuningRun(Generic[P]):
     call: makes one call of a program, like the calls that follow.
     timer: times calls that the host enqueues while the GPU runs.
     queued: times calls that the host has enqueued before the GPU starts. None if calls are not timed so.
-    meet: (text, mine) -> the `mine` of every rank, by rank.
+    exchange: (text, mine) -> the `mine` of every rank, by rank.
     final_runs: how often the final times each candidate.
     base_again: put sequential into the final in any case. It was timed first, so a change of the GPU's temperature since then
         would otherwise favour it or the candidate that was timed last.

@@ -1,10 +1,10 @@
-"""The CPU executor: a Schedule on CPUs, one process for each rank.
+"""The CPU executor runs a Schedule on CPUs, with one process for each rank.
 
 Symmetric buffers are POSIX shared memory that every rank maps. A region of a peer is a tensor over the peer's memory. The words
-of flags lie in such memory, too, and are stored with release and loaded with acquire. A rank issues the launches that a GPU
-would (weft.runtime.launch_plan). The compute lane runs on the caller's thread. Every other lane is a thread, so that a copy
-lane really runs beside the matmuls: torch releases the interpreter lock while it works. Under Triton's interpreter, lanes of
-blocks that are kernels run on the caller's thread, before all others.
+of flags are in such memory, too. They are stored with release and loaded with acquire semantics. A rank issues the launches
+that a GPU would (weft.runtime.launch_plan). The compute lane runs on the caller's thread. Every other lane is a thread, so that
+a copy lane really runs concurrently with the matmuls: torch releases the interpreter lock while it works. Under Triton's
+interpreter, lanes of blocks that are kernels run on the caller's thread, before all others.
 
     caller's thread (compute)       thread (copy)
     launches ...                    launches ...
@@ -258,7 +258,7 @@ class HostProgram(BoundProgram):
         if scales is not None:
             multiply_dequantised(a, b, out, scales)
             return
-        # A float32 result is not rounded to the dtype of the operands on the way.
+        # A float32 result is not rounded to the dtype of the operands.
         wide = torch.promote_types(b.dtype, out.dtype)
         a, b = a.to(wide), b.to(wide)
         if out.dtype == a.dtype and not accumulate:
@@ -373,7 +373,7 @@ class HostProgram(BoundProgram):
         return rows, right - left
 
     def _barrier(self, where: Where) -> None:
-        """Wait until every rank has come here: a barrier on a word of each."""
+        """Wait until every rank has reached this barrier, which is a word of each rank."""
         self._barriers += 1
         last = self.words[self.rank].count - 1
         self.words[self.rank].store(last, self._barriers)
@@ -381,7 +381,7 @@ class HostProgram(BoundProgram):
             self.rank_group.until(
                 lambda w=words: w.load(last) >= self._barriers,  # type: ignore[misc]
                 lambda r=rank, w=words: (  # type: ignore[misc]
-                    f"{where}: meet[0]@{r}: expected {self._barriers}, seen {w.load(last)}; rank {r} raises it"
+                    f"{where}: barrier[0]@{r}: expected {self._barriers}, seen {w.load(last)}; rank {r} raises it"
                 ),
             )
 

@@ -33,7 +33,7 @@ class LaneStreams:
         self._has_asides = False
 
     def __len__(self) -> int:
-        """How many lanes run beside the caller's stream."""
+        """The number of lanes that run concurrently with the caller's stream."""
         return len(self._events)
 
     def fork(self, caller: int) -> None:

@@ -20,7 +20,7 @@ class QuantisingPush(StepKernel):
         super().__init__(where)
         self._step, self._program, self._launcher = step, program, launcher()
         self._alone = where.lane == "compute"
-        """Whether nothing runs beside it, so that it has all SMs."""
+        """Whether nothing runs concurrently, so that the kernel can use all SMs."""
         self._targets = list(dict.fromkeys((part.dst.buffer, part.dst.rank) for part in step.parts))
         self._tables: tuple[tuple[int, ...], QuantiseTables] | None = None
 

@@ -39,7 +39,8 @@ def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
 
 
 class FusedSum(StepKernel):
-    """One Reduce of one part. Pieces of peers lie where they lie; the caller's tensors may be elsewhere in each call."""
+    """A FusedSum is the kernel of one Reduce of one part. Peers' pieces are fixed; the caller's tensors may change from call to
+    call."""
 
     def __init__(self, step: Reduce, where: Where, device: torch.device, problem: CollectiveProblem) -> None:
         super().__init__(where)
@@ -58,7 +59,7 @@ class FusedSum(StepKernel):
         self._make_tables(bindings)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        if silent:  # a rehearsal: the result may lie on what is to be summed
+        if silent:  # a rehearsal must not write, because the result may share memory with a source
             return
         own, out = (_address(bindings, region) for region in (self._part.srcs[self._own], self._part.out))
         elements = self._part.out.shape[0]

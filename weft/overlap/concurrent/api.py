@@ -95,7 +95,7 @@ def concurrent(
         kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
             context has them as `kernels`.
         residents: blocks an SM to try where repeatable. Default: one less than fit, and half.
-        group: the ranks that agree on the way. Default: the collectives' group, the default group where they have several.
+        group: the ranks that agree on the method. Default: the collectives' group, the default group where they have several.
 
     At the end all is joined, on CUDA by streams, without a wait on the host. The results are those of the sequential program,
     within the rounding of a cuBLAS GEMM that has fewer SMs. The collectives are NCCL's (on CPUs gloo's), or with copy_engine
