@@ -177,7 +177,7 @@ class Recorder:
         assert program is not None
         size = tensor.element_size()
         shape, stride = tuple(tensor.shape), tuple(size * step for step in tensor.stride())
-        data = program.space.data
+        data = program.resources.data
         for rank, address in zip(data.ranks, data.addresses, strict=True):
             if address <= at < address + data.nbytes:
                 return Place(("shared", rank), at - address, shape, stride, size)

@@ -227,7 +227,7 @@ def _no_room() -> tuple[str, float]:
             def full(*given: Any) -> torch.Tensor:
                 raise torch.OutOfMemoryError("no room")
 
-            patch.setattr(buckets, "_spread", full)
+            patch.setattr(buckets, "_pad_pieces", full)
         begun = time.monotonic()
         with pytest.raises((torch.OutOfMemoryError, WeftError)) as caught:
             check_gather(102 * size, 24, 16, DTYPE, "auto", 3)
