@@ -241,7 +241,7 @@ def test_collectives_alone_are_by_nccl(two_nodes: Ranks) -> None:
         why = "which loads from and stores to all ranks; on nodes of (2, 2) ranks, use sequential"
         assert pushed == f"schedule is 'copy_engine', {why}"
         assert pulled == f"schedule is 'copy_engine_pull', {why}"
-        assert shared.startswith("group is on nodes of (2, 2) ranks; peers write memory within one node alone")
+        assert shared.startswith("group is on nodes of (2, 2) ranks; peers can only write memory within one node")
 
 
 def _beside() -> list[bool]:

@@ -504,7 +504,7 @@ def _mistakes() -> None:
     calls: list[tuple[dict[str, Any], str]] = [
         ({"splits": splits[0]}, r"splits is \[2\]; for this b and group it must be \(3, 2\) or \(6,\)"),
         ({"splits": splits.float()}, "splits is torch.float32 on cpu; it must be int32 or int64 on cpu"),
-        ({"max_rows": None}, "max_rows is None; with splits, say how many rows may arrive"),
+        ({"max_rows": None}, "max_rows is None; with splits it must be the most rows that may arrive"),
         ({"schedule": "flag_gated"}, "schedule is 'flag_gated'; with splits use auto, planned, sequential, fused, or a weft"),
         ({"splits": None, "b": b[0]}, "max_rows is 9, but splits is None"),
         ({"a": a[None]}, r"a is \[1, 6, 4\]; with splits it must be a matrix"),
