@@ -334,7 +334,7 @@ def test_a_call_that_does_not_end_when_it_is_released_is_logged(
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost: bool) -> None:
-    """The device is lost; or what is stuck it is unknown, since its program is closed."""
+    """The device is lost, or it is unknown what a call waits for, because its program is closed."""
     released = threading.Event()
 
     def closed() -> str:
