@@ -465,7 +465,7 @@ def _no_room() -> None:
         weft.matmul_all_to_all(torch.ones(rows, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
     (program,) = _programs()
     assert program.ragged is not None
-    with pytest.raises(ValueError, match=r"a has 25 rows; the first call with max_rows=24 reserved memory for 24: "):
+    with pytest.raises(ValueError, match=r"a has 25 rows, but the first call with max_rows=24 reserved memory for 24; "):
         weft.matmul_all_to_all(torch.ones(25, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
     dist.barrier()
     weft.close()
