@@ -107,7 +107,7 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "failures": checked(200, "failures", "handshake", "launch"),
         "operators": checked(300, "ops", "every_operator"),
         "exchanges": checked(240, "all_reduce", "all_to_all", "scatter", "embedding"),
-        "trials": checked(150, "trial", "buckets"),
+        "trials": checked(150, "autotune", "buckets"),
         "modules": checked(240, "concurrent", "controls", "nn", "styles", "planner", "doctor"),
         "collectives": checked(120, "collectives"),
         "across_nodes": checked(150, "nodes"),

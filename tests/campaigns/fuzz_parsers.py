@@ -38,7 +38,7 @@ from weft.core.schedule import Schedule
 from weft.planner.models import load_model, operator_calls, preset_names
 from weft.planner.models.config import read_config
 from weft.planner.models.values import Model
-from weft.runtime.kept_plans import Cache, Entry, Key, space
+from weft.runtime.plan_cache import Cache, Entry, Key, digest_of_families
 from weft.schedules import parse, spec
 
 PACKAGE = Path(weft.__file__).parent
@@ -106,7 +106,12 @@ def _kept_plan(text: str) -> None:
 
 def _entry() -> Entry:
     problem = Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=4)
-    key = Key(machine={"gpu": "H200", "count": "4"}, versions={"weft": "1", "torch": "2"}, problem=problem, space=space())
+    key = Key(
+        machine={"gpu": "H200", "count": "4"},
+        versions={"weft": "1", "torch": "2"},
+        problem=problem,
+        families=digest_of_families(),
+    )
     return Entry(key=key, spec="flag_gated:2", us={"sequential": 12.5, "flag_gated:2": 9.0})
 
 

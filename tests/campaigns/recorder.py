@@ -156,7 +156,7 @@ class Recorder:
             return places(reads), places(writes)
         # Sources are staged in shared memory, where all ranks read them.
         source = self._bindings.view(step.src)
-        staged = [program._staged(step, rank, source) for rank in program.rank_group.near]
+        staged = [program._stage(step, rank, source) for rank in program.rank_group.near]
         stages = [place for tensor in staged if tensor.numel() and (place := self.place(tensor))]
         return (*places(reads), *stages), (*places(writes), *stages)
 
@@ -177,7 +177,7 @@ class Recorder:
         assert program is not None
         size = tensor.element_size()
         shape, stride = tuple(tensor.shape), tuple(size * step for step in tensor.stride())
-        data = program.space.data
+        data = program.resources.data
         for rank, address in zip(data.ranks, data.addresses, strict=True):
             if address <= at < address + data.nbytes:
                 return Place(("shared", rank), at - address, shape, stride, size)

@@ -26,7 +26,7 @@ from weft.planner.models import load_model, preset_names
 from weft.planner.models.values import Model
 from weft.planner.signature import Signature, signature
 from weft.planner.values import Plan
-from weft.runtime.kept_plans import Cache, Entry, Key, space
+from weft.runtime.plan_cache import Cache, Entry, Key, digest_of_families
 from weft.tools.results import Run
 
 
@@ -51,7 +51,7 @@ PROBLEMS = (
     ColumnProblem(m=4, n=4, k=4, world_size=2),
     CollectiveProblem(op="all_to_all", m=4, world_size=2, dtype="uint8"),
 )
-KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, space=space())
+KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, families=digest_of_families())
 ENTRY = Entry(key=KEY, spec="flag_gated:2", us={"sequential": 3.0, "flag_gated:2": 2.0})
 
 
@@ -176,9 +176,9 @@ def test_a_kept_plan_that_is_damaged_is_skipped_aloud(how: str, tmp_path: Path) 
     cache.write(ENTRY)
     path = cache.path(KEY)
     data = json.loads(path.read_text())
-    other = json.dumps(data | {"key": data["key"] | {"space": "of another version"}}).encode()
+    other = json.dumps(data | {"key": data["key"] | {"families": "of another version"}}).encode()
     path.write_bytes({**damaged(data), "of another version": other}[how])
-    with warned(f"a kept plan is skipped, .*{path.name}"):
+    with warned(f"a cached plan is skipped, .*{path.name}"):
         assert cache.read(KEY) is None
 
 

@@ -45,11 +45,11 @@ def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
 @alarm(80)
 def _in_turns(late: str) -> None:
     """Parts of 8 MiB through room of 1 MiB, new data each call; rank 1 late with its copies, or with its kernels."""
-    from weft.runtime.cuda_space import CudaSpace
+    from weft.runtime.cuda_resources import CudaResources
 
-    stream = CudaSpace.stream
+    stream = CudaResources.stream
 
-    def sleepy(self: CudaSpace, name: str) -> torch.cuda.Stream:
+    def sleepy(self: CudaResources, name: str) -> torch.cuda.Stream:
         found = stream(self, name)
         if name == late:
             with torch.cuda.stream(found):
@@ -57,7 +57,7 @@ def _in_turns(late: str) -> None:
         return found
 
     if dist.get_rank() == 1:
-        CudaSpace.stream = sleepy  # type: ignore[method-assign]
+        CudaResources.stream = sleepy  # type: ignore[method-assign]
     try:
         for seed in range(6):
             case = Case(elements=4 * MIB + 5, dtype=torch.bfloat16, seed=seed, staging_bytes=MIB)
@@ -66,7 +66,7 @@ def _in_turns(late: str) -> None:
             for spec in ("copy_engine:1", "copy_engine_pull:1"):
                 sums(case, spec)
     finally:
-        CudaSpace.stream = stream  # type: ignore[method-assign]
+        CudaResources.stream = stream  # type: ignore[method-assign]
     used = [p.layout.staging for p in GROUPS.state(dist.group.WORLD.group_name).programs._programs]  # type: ignore[union-attr]
     assert max(used[-5:]) <= MIB + 512, used
 

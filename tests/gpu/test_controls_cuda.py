@@ -329,7 +329,7 @@ def _lanes() -> bool:
     with controls.lane_priority(-2):
         weft.all_gather_matmul(a, b, schedule="shard_p2p")
     torch.cuda.synchronize()
-    lanes = GROUPS.state(dist.group.WORLD.group_name)._space(device)._streams  # type: ignore[union-attr]
+    lanes = GROUPS.state(dist.group.WORLD.group_name)._resources_of(device)._streams  # type: ignore[union-attr]
     found = {stream.priority for stream in lanes.values()}
     weft.close()
     return found == {-2}

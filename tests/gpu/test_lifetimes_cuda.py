@@ -20,7 +20,7 @@ import weft
 from weft import collectives
 from weft.compat.symmetric_memory import free_unused
 from weft.runtime import programs
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import Ranks
 
@@ -51,7 +51,7 @@ def _freed(rounds: int) -> int:
             parts = out.view(size, -1)
             assert [int(parts[src].min()) for src in range(size)] == [1000 * src + turn for src in range(size)], turn
             assert torch.equal(parts, parts[:, :1].expand_as(parts)), turn
-        driver = driver or GROUPS.state(dist.group.WORLD.group_name)._space(_here()).driver  # type: ignore[union-attr]
+        driver = driver or GROUPS.state(dist.group.WORLD.group_name)._resources_of(_here()).driver  # type: ignore[union-attr]
         number = driver.memory_at(given.data_ptr())
         assert number is not None
         place = given.data_ptr(), out.data_ptr()
@@ -90,7 +90,7 @@ def _expandable() -> None:
         given = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
         behind = (
             GROUPS.state(dist.group.WORLD.group_name)
-            ._space(_here())
+            ._resources_of(_here())
             .driver.memory_behind(  # type: ignore[union-attr]
                 given.data_ptr(), given.nbytes
             )
@@ -128,9 +128,9 @@ def _come_and_go(rounds: int) -> tuple[int, int]:
 
 def _lanes(group: dist.ProcessGroup | None) -> list[torch.cuda.Stream]:
     assert group is not None
-    space = GROUPS.state(group.group_name)._space(_here())
-    assert isinstance(space, CudaSpace)
-    return [space.rescue, *space._streams.values()]
+    resources = GROUPS.state(group.group_name)._resources_of(_here())
+    assert isinstance(resources, CudaResources)
+    return [resources.rescue, *resources._streams.values()]
 
 
 def test_groups_come_and_go(pool: Ranks) -> None:
@@ -295,9 +295,9 @@ def _workspaces_given_away() -> int:
             torch.cuda.synchronize() if not capturing else graph.capture_end()
     dist.barrier()
     torch._C._cuda_clearCublasWorkspaces()
-    space = GROUPS.state(dist.group.WORLD.group_name)._space(_here())  # type: ignore[union-attr]
+    resources = GROUPS.state(dist.group.WORLD.group_name)._resources_of(_here())  # type: ignore[union-attr]
     others = dict[str, list[torch.Tensor]]()
-    for name, stream in (("ours", space.captures._made[0]), ("theirs", theirs)):  # type: ignore[union-attr]
+    for name, stream in (("ours", resources.captures._workspace[0]), ("theirs", theirs)):  # type: ignore[union-attr]
         # The allocator gives what a stream had to that stream.
         with torch.cuda.stream(stream):
             others[name] = [torch.full((count * MIB,), 7.0, device="cuda") for count in (8, 4, 2, 1) for _ in range(16)]

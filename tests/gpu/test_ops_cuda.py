@@ -38,11 +38,11 @@ def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
 @alarm(90)
 def _slow(what: str) -> None:
     """One rank's kernels, or its copies, come late in every call; data is new each time."""
-    from weft.runtime.cuda_space import CudaSpace
+    from weft.runtime.cuda_resources import CudaResources
     from weft.runtime.launches import KernelLaunch
     from weft.runtime.products import Products
 
-    multiply, stream, issue = Products.multiply, CudaSpace.stream, KernelLaunch.issue
+    multiply, stream, issue = Products.multiply, CudaResources.stream, KernelLaunch.issue
     if dist.get_rank() == 1 and what == "compute":
 
         def late(*arguments: object, **options: object) -> None:
@@ -56,19 +56,19 @@ def _slow(what: str) -> None:
         Products.multiply, KernelLaunch.issue = late, late_kernel  # type: ignore[method-assign, assignment]
     if dist.get_rank() == 1 and what == "transport":
 
-        def sleepy(self: CudaSpace, name: str) -> torch.cuda.Stream:
+        def sleepy(self: CudaResources, name: str) -> torch.cuda.Stream:
             found = stream(self, name)
             with torch.cuda.stream(found):
                 torch.cuda._sleep(2_000_000)
             return found
 
-        CudaSpace.stream = sleepy  # type: ignore[method-assign]
+        CudaResources.stream = sleepy  # type: ignore[method-assign]
     try:
         for call in range(6):
             for name in TP_NAMES:
                 check_both(253, 129, 77, torch.bfloat16, name, call)
     finally:
-        Products.multiply, CudaSpace.stream, KernelLaunch.issue = multiply, stream, issue  # type: ignore[method-assign]
+        Products.multiply, CudaResources.stream, KernelLaunch.issue = multiply, stream, issue  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("what", ["compute", "transport"])

@@ -57,7 +57,7 @@ def _auto(folder: str) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
     try:
         for call in range(6):
             check_gather(2048, 2048, 1024, torch.bfloat16, "auto", call)
-        found = [(choice.spec, choice.kept, choice.us) for choice in weft.choices()]
+        found = [(choice.spec, choice.from_cache, choice.us) for choice in weft.choices()]
     finally:
         Programs._bind = bind  # type: ignore[method-assign]
         os.environ["WEFT_CACHE_DIR"] = ""

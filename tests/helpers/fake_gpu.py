@@ -12,7 +12,7 @@ import torch
 from weft.runtime import tuner
 from weft.runtime.calls import MatmulCall
 from weft.runtime.groups import GroupState
-from weft.runtime.host_space import HostSpace
+from weft.runtime.host_resources import HostResources
 from weft.runtime.programs import Programs
 
 
@@ -34,11 +34,11 @@ class Capture:
     on = False
 
 
-def _space(self: GroupState, device: Any) -> HostSpace:
-    spaces: dict[Any, Any] = self._spaces
-    if device not in spaces:
-        spaces[device] = HostSpace(self.rank_group)
-    return spaces[device]  # type: ignore[no-any-return]
+def _resources_of(self: GroupState, device: Any) -> HostResources:
+    known: dict[Any, Any] = self._resources_by_device
+    if device not in known:
+        known[device] = HostResources(self.rank_group)
+    return known[device]  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def fake_gpu(limit: int = 1 << 30) -> Iterator[Capture]:
     capture = Capture()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MatmulCall, "device", property(lambda call: Device()))
-        patch.setattr(GroupState, "_space", _space)
+        patch.setattr(GroupState, "_resources_of", _resources_of)
         patch.setattr(Programs, "_limit", lambda self, device: limit)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capture.on)
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")

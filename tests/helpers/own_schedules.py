@@ -234,7 +234,7 @@ def tables_made() -> tuple[int, int]:
     from weft.runtime import fused
 
     made: list[Any] = []
-    lay_out = fused.FusedGemm._laid_out
+    lay_out = fused.FusedGemm._make_tables
 
     def watched(self: Any, bindings: Any) -> Any:
         tables = lay_out(self, bindings)
@@ -246,7 +246,7 @@ def tables_made() -> tuple[int, int]:
     a, b = torch.ones(M, K).half(), torch.ones(K, N).half()
     weft.close()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused.FusedGemm, "_laid_out", watched)
+        patch.setattr(fused.FusedGemm, "_make_tables", watched)
         kept = [weft.matmul_all_to_all(a, b, schedule=schedule) for _ in range(4)]
     assert len({out.data_ptr() for out in kept}) == 4
     gc.collect()

@@ -20,8 +20,8 @@ from weft.comm.processes import process_start
 from weft.comm.rank_group import RankGroup
 from weft.compat.streams import Word
 from weft.core.machine import load
-from weft.runtime import cuda_space
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime import cuda_resources
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.tickets import EVENT_PAIRS
 
 
@@ -106,8 +106,8 @@ class FakeStream:
         return self.idle
 
 
-class FakeSpace(CudaSpace):
-    """A space without a GPU, whose watch runs."""
+class FakeResources(CudaResources):
+    """The resources of a group without a GPU. Its watchdog runs."""
 
     driver: Any
     rescue: Any
@@ -121,20 +121,20 @@ class FakeSpace(CudaSpace):
         self.tickets._done[ticket % EVENT_PAIRS].reached = True
 
 
-def space_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:
-    """The space of a group. `close` it."""
-    monkeypatch.setattr(cuda_space, "Driver", FakeDriver)
-    monkeypatch.setattr(cuda_space, "current_lane_priority", lambda: -1)
-    monkeypatch.setattr(cuda_space, "priority_number", lambda priority: -5)
-    monkeypatch.setattr(cuda_space, "comm_stream", lambda **_: FakeStream(7))
-    monkeypatch.setattr(cuda_space, "give_back", lambda stream: None)
-    monkeypatch.setattr(cuda_space, "agreed_profile", lambda group, device: load("h200x8"))
+def resources_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> FakeResources:
+    """The resources of a group. `close` it."""
+    monkeypatch.setattr(cuda_resources, "Driver", FakeDriver)
+    monkeypatch.setattr(cuda_resources, "current_lane_priority", lambda: -1)
+    monkeypatch.setattr(cuda_resources, "priority_number", lambda priority: -5)
+    monkeypatch.setattr(cuda_resources, "comm_stream", lambda **_: FakeStream(7))
+    monkeypatch.setattr(cuda_resources, "give_back", lambda stream: None)
+    monkeypatch.setattr(cuda_resources, "agreed_profile", lambda group, device: load("h200x8"))
     monkeypatch.setattr(symmetric_heap, "enqueued", lambda device: lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(rank_group_module, "agree_on_launch", lambda group, device: "")
-    return FakeSpace(rank_group, torch.device("cuda", 0))
+    return FakeResources(rank_group, torch.device("cuda", 0))
 
 
 def wait_for(ready: Callable[[], object], within_s: float = 60.0) -> bool:

@@ -92,13 +92,13 @@ def _gathers_in_backward(keep: bool) -> int:
     from weft.ops import tensor_parallel
 
     found = []
-    again = tensor_parallel._gathered_again
-    tensor_parallel._gathered_again = lambda *given: found.append(1) or again(*given)
+    again = tensor_parallel._gather_again
+    tensor_parallel._gather_again = lambda *given: found.append(1) or again(*given)
     try:
         _gather_gradients(12, "flag_gated:2", False, keep)
         _gather_gradients(7, "auto", True, keep)
     finally:
-        tensor_parallel._gathered_again = again
+        tensor_parallel._gather_again = again
     return len(found)
 
 

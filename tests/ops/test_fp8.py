@@ -291,7 +291,7 @@ def _mistakes() -> None:
     wide = {"scale_a": torch.ones(4, 1), "scale_b": torch.ones(1, 2)}
     with pytest.raises(ValueError, match="K is 144; blockwise FP8 operands need a multiple of 128"):
         weft.matmul_all_reduce(a[:, :144], b[:144], **(wide | {"scale_a": torch.ones(4, 2), "scale_b": torch.ones(2, 2)}))
-    with pytest.raises(ValueError, match="scale_a is given with split_dim=-1, which takes no FP8 operands"):
+    with pytest.raises(ValueError, match="scale_a is given with split_dim=-1, which does not support FP8 operands"):
         weft.matmul_all_to_all(a, b, split_dim=-1, scale_a=scale_a)
 
 

@@ -241,7 +241,7 @@ def test_collectives_alone_are_by_nccl(two_nodes: Ranks) -> None:
         why = "which loads from and stores to all ranks; on nodes of (2, 2) ranks, use sequential"
         assert pushed == f"schedule is 'copy_engine', {why}"
         assert pulled == f"schedule is 'copy_engine_pull', {why}"
-        assert shared.startswith("group is on nodes of (2, 2) ranks; peers write memory within one node alone")
+        assert shared.startswith("group is on nodes of (2, 2) ranks; peers can only write memory within one node")
 
 
 def _beside() -> list[bool]:
@@ -332,7 +332,7 @@ def test_a_rank_of_another_node_that_stopped_is_named_at_the_bound(tmp_path: Pat
         with pytest.raises(RankFailed) as caught:
             pool.finish()
         message, seconds = caught.value.results[0]
-        heard = re.match(r"PeerLost: rank 1, on another node, has not been heard of for (\d+) s$", message)
+        heard = re.match(r"PeerLost: rank 1, on another node, has been silent for (\d+) s$", message)
         assert heard, message
         assert int(heard[1]) >= BOUND_S
         assert seconds < 20

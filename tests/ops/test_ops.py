@@ -17,7 +17,7 @@ import weft
 from weft.core.errors import RankMismatch
 from weft.core.problem import split
 from weft.runtime import choose
-from weft.runtime.host_space import HostSpace
+from weft.runtime.host_resources import HostResources
 from weft.schedules import FAMILIES
 
 pytestmark = pytest.mark.ranks
@@ -296,7 +296,7 @@ def _disagree(what: str) -> str:
         schedule = "planned"
         patch.setattr(choose, "planned", lambda *_: "shard_p2p" if odd else "flag_gated:1")
     if what == "SMs" and odd:
-        patch.setattr(HostSpace, "blocks", 108)
+        patch.setattr(HostResources, "blocks", 108)
     a, b = torch.ones(rows, 4, dtype=dtype), torch.ones(4, 2, dtype=dtype)
     try:
         if what == "op" and odd:

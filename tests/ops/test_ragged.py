@@ -465,7 +465,7 @@ def _no_room() -> None:
         weft.matmul_all_to_all(torch.ones(rows, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
     (program,) = _programs()
     assert program.ragged is not None
-    with pytest.raises(ValueError, match=r"a has 25 rows; the first call with max_rows=24 left room for 24: "):
+    with pytest.raises(ValueError, match=r"a has 25 rows, but the first call with max_rows=24 reserved memory for 24; "):
         weft.matmul_all_to_all(torch.ones(25, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
     dist.barrier()
     weft.close()
@@ -504,7 +504,7 @@ def _mistakes() -> None:
     calls: list[tuple[dict[str, Any], str]] = [
         ({"splits": splits[0]}, r"splits is \[2\]; for this b and group it must be \(3, 2\) or \(6,\)"),
         ({"splits": splits.float()}, "splits is torch.float32 on cpu; it must be int32 or int64 on cpu"),
-        ({"max_rows": None}, "max_rows is None; with splits, say how many rows may arrive"),
+        ({"max_rows": None}, "max_rows is None; with splits it must be the most rows that may arrive"),
         ({"schedule": "flag_gated"}, "schedule is 'flag_gated'; with splits use auto, planned, sequential, fused, or a weft"),
         ({"splits": None, "b": b[0]}, "max_rows is 9, but splits is None"),
         ({"a": a[None]}, r"a is \[1, 6, 4\]; with splits it must be a matrix"),
@@ -523,7 +523,7 @@ def test_mistakes_are_told(ranks: RankFixture) -> None:
 
 def _lost() -> str:
     """Rank 1 stays away: the wait ends at its bound, of a second here, and a later call raises."""
-    from weft.runtime.host_space import _LOOKS_PER_S
+    from weft.runtime.host_resources import _LOOKS_PER_S
 
     weft.close()
     a, b = torch.ones(8, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)

@@ -146,7 +146,7 @@ def _mistakes() -> None:
         ({"scale_b": scales["scale_b"][0]}, r"scale_b is \[1, 256\]; for b of \[2, 256, 256\] use .*\[2, 1, 256\] rowwise"),
         ({"scale_b": wide}, "scale_a is rowwise and scale_b blockwise; both operands must have the same recipe"),
         ({"b": b.view(torch.uint8).contiguous().view(E4M3)}, "b is row-major; the columns of an FP8 b must be contiguous"),
-        ({"bias": torch.ones(N).bfloat16()}, "bias is given with splits; add it to the rows that arrive"),
+        ({"bias": torch.ones(N).bfloat16()}, "bias cannot be used with splits; add it to the rows that arrive"),
         ({"a": a.bfloat16(), "b": b.bfloat16()}, "scale_a is for FP8 operands, and a is torch.bfloat16; leave it out"),
         ({"output_dtype": torch.float64}, "output_dtype is torch.float64; weft writes bfloat16, float16, float32"),
     ]:

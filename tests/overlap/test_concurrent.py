@@ -19,7 +19,7 @@ from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.overlap.concurrent import ConcurrentChoice, calls
 from weft.overlap.concurrent.executor import HostExecutor
 from weft.overlap.concurrent.program import CollectivePart, Program
-from weft.runtime.trial import Trial
+from weft.runtime.autotune import Measurement
 from weft.schedules.concurrent import Abilities
 
 CPU = torch.device("cpu")
@@ -498,15 +498,15 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
 def test_a_choice_says_why() -> None:
     opaque = (OpaqueCollective(name="sends"),)
     load = ConcurrentProblem(collectives=opaque, world_size=2, compute_us=100.0, communication_us=50.0)
-    trials = (Trial(spec="sequential", us=150.0), Trial(spec="nccl", us=120.0))
-    assert ConcurrentChoice(key="k", method="nccl", problem=load, trials=trials).why == (
+    measurements = (Measurement(spec="sequential", us=150.0), Measurement(spec="nccl", us=120.0))
+    assert ConcurrentChoice(key="k", method="nccl", problem=load, measurements=measurements).why == (
         "its 120 us are the least of 2 methods; sequential takes 150 us. That is 0.50 of the ideal speed-up"
     )
-    slow = (trials[0], Trial(spec="nccl", us=149.0))
-    assert ConcurrentChoice(key="k", method="sequential", problem=load, trials=slow).why == (
+    slow = (measurements[0], Measurement(spec="nccl", us=149.0))
+    assert ConcurrentChoice(key="k", method="sequential", problem=load, measurements=slow).why == (
         "nothing is faster by more than 1%: nccl takes 149 us, sequential 150"
     )
-    assert ConcurrentChoice(key="k", method="sequential", trials=trials).why == (
+    assert ConcurrentChoice(key="k", method="sequential", measurements=measurements).why == (
         "nothing is faster by more than 1% each time it is measured: nccl takes 120 us, sequential 150"
     )
     assert "nothing to hide" in ConcurrentChoice(key="k", method="sequential", problem=load).why

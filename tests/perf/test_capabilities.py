@@ -20,7 +20,7 @@ from weft.core.problem import Scaling
 from weft.ops.collective import default_sms
 from weft.perf.shapes import SHAPES, push_sms, shapes_for
 from weft.runtime import nearest
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.nearest import nearest_profile
 
 GPU = torch.device("cuda")
@@ -51,11 +51,11 @@ def test_small_shared_memory_takes_stages_first_and_shapes_then() -> None:
 @pytest.mark.parametrize(("found", "runs"), [(devices.H200, True), (devices.MI300X, True), (devices.V100, False)])
 def test_kernels_run_where_a_tile_fits(found: Any, runs: bool) -> None:
     """A V100 has no matrix units for bfloat16: there steps run part by part, and no kernel is tried."""
-    space: Any = SimpleNamespace(capabilities=of(found), device=GPU)
-    assert CudaSpace.runs_kernels(space, torch.bfloat16) is runs
-    assert CudaSpace.fuses(space, torch.bfloat16) is runs
-    assert not CudaSpace.runs_kernels(space, torch.float32)
-    assert CudaSpace.fuses(space, torch.bfloat16, Scaling()) is (found is devices.H200)
+    resources: Any = SimpleNamespace(capabilities=of(found), device=GPU)
+    assert CudaResources.runs_kernels(resources, torch.bfloat16) is runs
+    assert CudaResources.fuses(resources, torch.bfloat16) is runs
+    assert not CudaResources.runs_kernels(resources, torch.float32)
+    assert CudaResources.fuses(resources, torch.bfloat16, Scaling()) is (found is devices.H200)
 
 
 def test_pushes_leave_an_sm_of_a_small_gpu() -> None:
@@ -76,7 +76,7 @@ def test_of_several_profiles_of_a_gpu_the_smallest_with_enough_ranks_serves(monk
     h200 = machine.load("h200x8")
     sizes = {"h200x2": 2, "h200x4": 4, "h200x8": 8, "a100x8": 8}
     monkeypatch.setattr(machine, "names", lambda: tuple(sizes))
-    monkeypatch.setattr(nearest, "_shipped", lambda name: dataclasses.replace(h200, world_size=sizes[name], name=name))
+    monkeypatch.setattr(nearest, "_load_shipped", lambda name: dataclasses.replace(h200, world_size=sizes[name], name=name))
     wanted = {2: "h200x2", 3: "h200x4", 8: "h200x8", 16: "h200x8", None: "h200x8"}
     assert {ranks: nearest.profile_named_in("NVIDIA H200", ranks) for ranks in wanted} == wanted
     assert nearest.profile_named_in("NVIDIA B200", 2) is None

@@ -34,7 +34,7 @@ from weft.core.problem import (
 from weft.perf.engine import run
 from weft.perf.ranking import ROWS, best, choice, estimates, ranked
 from weft.planner import heuristic
-from weft.runtime.choose import MEASURED, contenders
+from weft.runtime.choose import MEASURED, auto_candidates
 from weft.schedules import FAMILIES, build, check_op, parse, spec, specs, unfit
 from weft.schedules.same_program import is_same_program
 
@@ -187,13 +187,13 @@ def test_it_needs_no_simulator() -> None:
 
 def test_auto_measures_what_is_ranked_first() -> None:
     problem, cpu = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4), torch.device("cpu")
-    first, *others = contenders(problem, cpu)
+    first, *others = auto_candidates(problem, cpu)
     assert first == "sequential"
     names = [name for name in ranked(problem, H200) if name != "sequential"]
     assert len(others) == MEASURED
     assert others[0] == names[0]
     assert set(others) <= set(names[: 2 * MEASURED])
-    assert contenders(Problem(op="all_gather_matmul", m=0, n=64, k=64, world_size=4), cpu) == ("sequential",)
+    assert auto_candidates(Problem(op="all_gather_matmul", m=0, n=64, k=64, world_size=4), cpu) == ("sequential",)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -12,8 +12,8 @@ import torch
 
 from weft.core.problem import Problem
 from weft.runtime import tuner, versions
-from weft.runtime.trial import Choice, Trial
-from weft.runtime.tuner import KeptPlans
+from weft.runtime.autotune import Choice, Measurement
+from weft.runtime.tuner import GroupPlanCache
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 BRIDGED = ({0, 1}, {2, 3})
@@ -73,19 +73,19 @@ def test_a_plan_of_linked_gpus_is_not_taken_for_others(tmp_path: Path, monkeypat
     monkeypatch.setattr(tuner, "profile_for", lambda device, world_size: kept_profile())
     device, choice = (
         torch.device("cuda", 0),
-        Choice(problem=PROBLEM, spec="shard_p2p", trials=(Trial(spec="shard_p2p", us=1.0),)),
+        Choice(problem=PROBLEM, spec="shard_p2p", measurements=(Measurement(spec="shard_p2p", us=1.0),)),
     )
 
-    def plans(*indices: int) -> KeptPlans:
+    def plans(*indices: int) -> GroupPlanCache:
         rank_group: Any = RankGroupOf(*indices)
-        return KeptPlans(rank_group)
+        return GroupPlanCache(rank_group)
 
     first = plans(0, 1)
     assert first.find(PROBLEM, device) is None
     first.keep(choice, device)
     found = plans(2, 3).find(PROBLEM, device)
     assert found is not None
-    assert (found.spec, found.kept) == ("shard_p2p", True)
+    assert (found.spec, found.from_cache) == ("shard_p2p", True)
     assert plans(0, 2).find(PROBLEM, device) is None
 
 

@@ -221,7 +221,7 @@ def test_auto_without_a_profile_says_so() -> None:
 
     from weft.runtime.choose import choose
 
-    with warned(r"no machine profile has 9 GPUs .*: sequential"):
+    with warned(r"no machine profile has 9 GPUs .*; the schedule is sequential"):
         chosen = choose(Problem(op="all_gather_matmul", m=18, n=9, k=4, world_size=9), "auto", torch.device("cpu"), {})
     assert chosen.name == "sequential"
 
@@ -237,7 +237,7 @@ def test_a_profile_that_lacks_the_dtype_says_so(tmp_path: Path, monkeypatch: pyt
     file.write_text(codec.dumps(tiny()))
     monkeypatch.setenv("WEFT_MACHINE", str(file))
     problem = Problem(op="all_gather_matmul", m=16, n=8, k=4, world_size=2, dtype="float16")
-    with warned(r"the machine profile says nothing of float16 \(dtype is 'float16'; .*\): sequential"):
+    with warned(r"the machine profile has no rate for float16 \(dtype is 'float16'; .*\); the schedule is sequential"):
         assert choose(problem, asked, torch.device("cpu"), {}).name == "sequential"
     reduce = CollectiveProblem(op="all_gather", m=64, world_size=2, dtype="float16")
     assert choose(reduce, asked, torch.device("cpu"), {}).problem == reduce, "nothing is multiplied"

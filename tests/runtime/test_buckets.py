@@ -13,7 +13,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 from fake_gpu import fake_gpu
 from rank_work import bound, check_all_reduce, check_gather, check_scatter, here
-from timed_trials import trials_by_a_clock
+from timed_autotuning import autotuning_by_a_clock
 
 import weft
 from weft.core.errors import WeftError
@@ -77,7 +77,7 @@ assert len(OWN) == OWN_COUNTS
 def clocked(spec: str) -> Iterator[None]:
     """In a group that is new, `auto` finds that one schedule beats sequential."""
     weft.close()
-    with trials_by_a_clock(parse(spec)[0], spec):
+    with autotuning_by_a_clock(parse(spec)[0], spec):
         yield
         weft.close()
 
@@ -227,7 +227,7 @@ def _no_room() -> tuple[str, float]:
             def full(*given: Any) -> torch.Tensor:
                 raise torch.OutOfMemoryError("no room")
 
-            patch.setattr(buckets, "_spread", full)
+            patch.setattr(buckets, "_pad_pieces", full)
         begun = time.monotonic()
         with pytest.raises((torch.OutOfMemoryError, WeftError)) as caught:
             check_gather(102 * size, 24, 16, DTYPE, "auto", 3)
@@ -273,7 +273,7 @@ def _likes() -> tuple[list[tuple[int, tuple[int, ...], bool]], int]:
     with clocked("shard_p2p"):
         for seed, shard in enumerate((*OWN, 97, 105, 120, 250, 240, 400)):
             _gather(shard, seed)
-        found = [(choice.problem.m // size, choice.like, bool(choice.trials)) for choice in weft.choices()[OWN_COUNTS:]]
+        found = [(choice.problem.m // size, choice.like, bool(choice.measurements)) for choice in weft.choices()[OWN_COUNTS:]]
         return found, len(weft.choices())
 
 

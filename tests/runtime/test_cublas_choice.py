@@ -233,12 +233,12 @@ def _which_products_are_timed() -> dict[str, bool]:
     """By what was called, whether the program that runs it may measure which algorithm is fastest."""
     from weft.runtime import groups, tuner
 
-    timer_for, contenders = tuner.timer_for, tuner.contenders
+    timer_for, auto_candidates = tuner.timer_for, tuner.auto_candidates
     group = dist.group.WORLD
     assert group is not None
     weft.close()
     tuner.timer_for = lambda device: lambda call, calls: (call() and 0) or 1000  # type: ignore[assignment, return-value]
-    tuner.contenders = lambda problem, device: ("sequential", "shard_p2p")
+    tuner.auto_candidates = lambda problem, device: ("sequential", "shard_p2p")
     found = {}
     try:
         for name, rows, spec in (
@@ -252,7 +252,7 @@ def _which_products_are_timed() -> dict[str, bool]:
             (made,) = set(groups.GROUPS.state(group.group_name).programs.bound()) - set(before)
             found[name] = made.times_products
     finally:
-        tuner.timer_for, tuner.contenders = timer_for, contenders
+        tuner.timer_for, tuner.auto_candidates = timer_for, auto_candidates
     weft.close()
     return found
 

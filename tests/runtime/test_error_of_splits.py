@@ -11,7 +11,7 @@ import torch
 from single_process_ranks import rank_groups
 
 from weft.core.errors import PeerLost
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.groups import GroupState
 from weft.runtime.programs import Programs
 
@@ -44,9 +44,9 @@ def test_a_call_raises_the_reason(noted: bool, raised: type[Exception], monkeypa
 @pytest.mark.parametrize(("noted", "raised"), [(True, ValueError), (False, PeerLost)])
 def test_synchronize_raises_the_reason(noted: bool, raised: type[Exception]) -> None:
     state = GroupState.__new__(GroupState)
-    state.programs, space = _programs(noted), CudaSpace.__new__(CudaSpace)
+    state.programs, resources = _programs(noted), CudaResources.__new__(CudaResources)
     state.rank_group = state.programs._rank_group
-    space.watchdog = cast(Any, SimpleNamespace(synchronize=_lost))
-    state._spaces = {torch.device("cuda", 0): space}
+    resources.watchdog = cast(Any, SimpleNamespace(synchronize=_lost))
+    state._resources_by_device = {torch.device("cuda", 0): resources}
     with pytest.raises(raised, match="max_rows is 4"):
         state.synchronize()

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from single_process_ranks import FakeSpace, FakeStream, rank_groups, space_of, wait_for
+from single_process_ranks import FakeResources, FakeStream, rank_groups, resources_of, wait_for
 
 from weft.comm import symmetric_heap
 from weft.comm.control import NOTIFIED
@@ -23,7 +23,7 @@ from weft.comm.rank_group import RankGroup
 from weft.core.errors import PeerLost, WaitTimeout, WeftError
 from weft.core.problem import Problem
 from weft.overlap.collectives import work
-from weft.runtime import cuda_space, release, watchdog
+from weft.runtime import cuda_resources, release, watchdog
 from weft.runtime.bound import BoundProgram
 from weft.runtime.calls import PLAIN, MatmulCall
 from weft.runtime.cuda import CudaProgram
@@ -41,21 +41,21 @@ STREAM, LONG_S = 3, 60.0  # nobody waits for so long, unless something is wrong
 
 
 class Ranks:
-    """Rank 0, with a space, and its peer."""
+    """Rank 0, with a resources, and its peer."""
 
-    def __init__(self, space: FakeSpace, peer: RankGroup) -> None:
-        self.space, self.rank_group, self.peer = space, space.rank_group, peer
+    def __init__(self, resources: FakeResources, peer: RankGroup) -> None:
+        self.resources, self.rank_group, self.peer = resources, resources.rank_group, peer
 
     def call(
         self, *, begun: bool = True, stuck: str = "a flag", rehearses: bool = False, out: torch.Tensor | None = None
     ) -> int:
         """One that is enqueued, and waits on the device. out: what it returns."""
-        self.space.watchdog.await_room(lambda: stuck)
-        ticket = self.space.watchdog.begin(STREAM, "a call", lambda: stuck, rehearses=rehearses, results=results_of(out))
+        self.resources.watchdog.await_room(lambda: stuck)
+        ticket = self.resources.watchdog.begin(STREAM, "a call", lambda: stuck, rehearses=rehearses, results=results_of(out))
         if begun:
-            self.space.begun(ticket)
-        self.space.tickets.end(STREAM, ticket)
-        self.space.watchdog.raise_if_failed()
+            self.resources.begun(ticket)
+        self.resources.tickets.end(STREAM, ticket)
+        self.resources.watchdog.raise_if_failed()
         return ticket
 
     def peer_fails(self) -> None:
@@ -63,7 +63,7 @@ class Ranks:
 
     def failed(self) -> bool:
         """Whether the watch has ended what it does at a failure."""
-        return wait_for(lambda: self.rank_group.broken is not None and not self.space.watchdog.watching)
+        return wait_for(lambda: self.rank_group.broken is not None and not self.resources.watchdog.watching)
 
     def raised_after(self, strike: Callable[[], object], kind: type[BaseException], match: str) -> None:
         """After something has happened, the next call, and weft.synchronize, raise this."""
@@ -71,7 +71,7 @@ class Ranks:
         assert self.failed()
         for call in (
             self.rank_group.check_usable,
-            self.space.watchdog.synchronize,
+            self.resources.watchdog.synchronize,
             lambda: self.rank_group.check_peers(may_leave=True),
         ):
             with pytest.raises(kind, match=match):
@@ -83,9 +83,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr(watchdog, "_NOTIFIED_S", 0.05)
     monkeypatch.setattr(watchdog, "_ASK_S", LONG_S)
     mine, peer = rank_groups()
-    space = space_of(mine, monkeypatch)
-    yield Ranks(space, peer)
-    space.close()
+    resources = resources_of(mine, monkeypatch)
+    yield Ranks(resources, peer)
+    resources.close()
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -102,13 +102,13 @@ def test_what_calls_returned_is_nan_once_and_no_memory_of_others(
 ) -> None:
     """Part of a tensor, what the caller has dropped, integers; and a call that has ended. One line is logged."""
     # On busy cores the watchdog may be held up, and then doubts the call that has ended.
-    monkeypatch.setattr(Watchdog, "_doubtful", lambda self: ())
+    monkeypatch.setattr(Watchdog, "_find_doubtful_calls", lambda self: ())
     whole, ended, whole_numbers, dropped = torch.ones(4, 3), torch.ones(3), torch.ones(3, dtype=torch.int32), torch.ones(3)
-    ranks.space.ended(ranks.call(out=ended))
+    ranks.resources.ended(ranks.call(out=ended))
     ranks.call(out=whole[1:3])
     ranks.call(out=whole_numbers)
     ranks.call(out=dropped)
-    ranks.space.watchdog.begin(
+    ranks.resources.watchdog.begin(
         STREAM, "a call", lambda: "a flag", rehearses=False, results=results_of([[ended]])
     )  # not enqueued yet
     del dropped
@@ -116,7 +116,7 @@ def test_what_calls_returned_is_nan_once_and_no_memory_of_others(
     assert whole.isnan().sum(1).tolist() == [0, 3, 3, 0]
     assert bool((ended == 1).all())
     assert bool((whole_numbers == 1).all())
-    fills = [entry for entry in ranks.space.driver.log if entry[0] in ("wait", "fill")]
+    fills = [entry for entry in ranks.resources.driver.log if entry[0] in ("wait", "fill")]
     assert [entry[0] for entry in fills] == ["wait", "fill", "wait"]
     (line,) = [record for record in caplog.records if record.name == "weft"]
     assert (line.levelname, "planted; meanwhile a flag" in line.getMessage()) == ("ERROR", True)
@@ -124,7 +124,7 @@ def test_what_calls_returned_is_nan_once_and_no_memory_of_others(
 
 def test_what_peers_send_is_nan_before_anything_is_released(ranks: Ranks) -> None:
     done: list[str] = []
-    ranks.space.releaser.add(0, lambda: done.append("released"), lambda stream: done.append(f"invalid on {stream}"))
+    ranks.resources.releaser.add(0, lambda: done.append("released"), lambda stream: done.append(f"invalid on {stream}"))
     ranks.call()
     ranks.peer_fails()
     assert wait_for(lambda: "released" in done)
@@ -133,7 +133,7 @@ def test_what_peers_send_is_nan_before_anything_is_released(ranks: Ranks) -> Non
 
 
 def test_nothing_is_released_until_what_peers_send_is_nan(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    releaser, order = ranks.space.releaser, list[str]()
+    releaser, order = ranks.resources.releaser, list[str]()
     looks = iter((False, False, True))
 
     def written() -> bool:
@@ -149,7 +149,7 @@ def test_nothing_is_released_until_what_peers_send_is_nan(ranks: Ranks, monkeypa
 def test_no_thread_is_interrupted(ranks: Ranks) -> None:
     """Whatever the user's thread does, it gets no error out of nowhere."""
     ranks.call()
-    ranks.space.watchdog.captured()
+    ranks.resources.watchdog.captured()
     ranks.peer_fails()
     assert ranks.failed()
     _nothing_for(0.1)
@@ -158,7 +158,7 @@ def test_no_thread_is_interrupted(ranks: Ranks) -> None:
 def test_a_process_that_is_to_end_does_so_once_peers_know(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
     monkeypatch.setattr(watchdog, "end_process", lambda: ends.append(ranks.rank_group._control[0].state))
-    ranks.space.watchdog._on_failure = "abort"
+    ranks.resources.watchdog._on_failure = "abort"
     ranks.call()
     ranks.peer_fails()
     assert wait_for(lambda: ends)
@@ -182,7 +182,7 @@ def test_a_call_that_has_ended_is_right(ranks: Ranks, monkeypatch: pytest.Monkey
     """Whatever its peer did afterwards."""
     monkeypatch.setattr(watchdog, "_NOTIFIED_S", LONG_S)
     ticket = ranks.call()
-    ranks.space.ended(ticket)
+    ranks.resources.ended(ticket)
     ranks.peer_fails()
     ranks.peer.await_notified(0.0)
     assert ranks.failed()
@@ -198,10 +198,10 @@ def test_a_call_that_ended_while_the_watch_was_held_up_is_in_doubt(ranks: Ranks,
     ticket = ranks.call(out=out)
     ranks.peer_fails()
     time.sleep(2 * watchdog._NOTIFIED_S)
-    ranks.space.ended(ticket)
-    (call,) = ranks.space.tickets.pending
-    assert ranks.space.watchdog._ended_rightly(call, ())
-    assert not ranks.space.watchdog._ended_rightly(call, (call,))
+    ranks.resources.ended(ticket)
+    (call,) = ranks.resources.tickets.pending
+    assert ranks.resources.watchdog._ended_rightly(call, ())
+    assert not ranks.resources.watchdog._ended_rightly(call, (call,))
     ranks.raised_after(held.clear, PeerLost, "planted")
     assert bool(out.isnan().all())
 
@@ -223,22 +223,22 @@ def test_a_call_that_stays_too_long_names_what_it_waits_for(ranks: Ranks) -> Non
 def test_a_rehearsal_has_a_bound_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.rank_group.timeout_s = 0.05
     call = PendingCall(ticket=ranks.call(rehearses=True), what="a call", describe=lambda: "a collective", rehearses=True)
-    ranks.space.watchdog._hold_to_bound(call)
+    ranks.resources.watchdog._hold_to_bound(call)
     assert 500 < call.deadline - time.monotonic() <= watchdog.FIRST_S
     call.deadline = time.monotonic() - 1
     with pytest.raises(WaitTimeout, match="a collective after 600 s"):
-        ranks.space.watchdog._hold_to_bound(call)
+        ranks.resources.watchdog._hold_to_bound(call)
 
 
 def test_ranks_settle_within_a_bound_and_watch_each_other(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     other = threading.Thread(target=lambda: ranks.peer.enter("call: settle"))
     other.start()
-    ranks.space.settle()
+    ranks.resources.settle()
     other.join()
     monkeypatch.setattr(symmetric_heap, "_SETTLE_S", 0.1)
     ranks.rank_group.timeout_s = 0.05
     with pytest.raises(WaitTimeout, match=r"entered\[1\]@1.* after 0.1 s"):
-        ranks.space.settle()
+        ranks.resources.settle()
 
 
 def test_nccl_collectives_of_no_schedule_are_watched_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +247,10 @@ def test_nccl_collectives_of_no_schedule_are_watched_too(ranks: Ranks, monkeypat
     monkeypatch.setattr(watchdog, "_RELEASED_S", 0.05)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(release, "backend_of", lambda *_: SimpleNamespace(abort=aborted.set))
-    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
-    state = _state(ranks.rank_group, _spaces={torch.device("cuda", 0): ranks.space})
+    ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
+    state = _state(ranks.rank_group, _resources_by_device={torch.device("cuda", 0): ranks.resources})
     assert state.watched("a gradient", "", torch.device("cuda", 0), lambda: 7) == 7
-    ranks.space.begun(1)
+    ranks.resources.begun(1)
     ranks.raised_after(ranks.peer_fails, PeerLost, "meanwhile rank 0: a gradient: perhaps not all ranks have begun it")
     assert aborted.wait(LONG_S)
     with pytest.raises(WeftError, match="has failed"):
@@ -261,7 +261,7 @@ def test_nccl_collectives_of_no_schedule_are_watched_too(ranks: Ranks, monkeypat
 
 def test_a_bound_that_kernels_do_not_wait_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="WEFT_TIMEOUT_S is 1800; on GPUs it can be 1000 at most"):
-        space_of(rank_groups(timeout_s=1800.0)[0], monkeypatch)
+        resources_of(rank_groups(timeout_s=1800.0)[0], monkeypatch)
 
 
 def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,24 +278,24 @@ def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatc
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(PeerLost):
-        work._beside("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
+        work._begin_on("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
     assert kept == [("a", stream), ("out", stream)]
 
 
 def test_what_waits_is_released_after_an_error_of_ones_own(ranks: Ranks) -> None:
     ranks.call()
     released = threading.Event()
-    ranks.space.releaser.add(0, released.set)
+    ranks.resources.releaser.add(0, released.set)
     with pytest.raises(MemoryError, match="planted"):
         raise ranks.rank_group.fail(MemoryError("planted"))
     assert wait_for(released.is_set)
 
 
 def test_nothing_is_captured_once_a_peer_has_failed(ranks: Ranks) -> None:
-    ranks.space.watchdog.captured()
+    ranks.resources.watchdog.captured()
     ranks.peer_fails()
     with pytest.raises(PeerLost):
-        ranks.space.watchdog.captured()
+        ranks.resources.watchdog.captured()
 
 
 def test_all_programs_are_released_at_once_and_again_when_that_is_done(ranks: Ranks) -> None:
@@ -304,15 +304,15 @@ def test_all_programs_are_released_at_once_and_again_when_that_is_done(ranks: Ra
 
     def release(number: int) -> None:
         passes[number].append(number)
-        ranks.space.rescue.idle = False
+        ranks.resources.rescue.idle = False
 
     for number in range(2):
-        ranks.space.releaser.add(number, lambda n=number: release(n))  # type: ignore[misc]
+        ranks.resources.releaser.add(number, lambda n=number: release(n))  # type: ignore[misc]
     ranks.rank_group.fail(MemoryError("planted"))
     assert wait_for(lambda: passes[1])
     _nothing_for(0.1)
     assert passes == [[0], [1]]
-    ranks.space.rescue.idle = True
+    ranks.resources.rescue.idle = True
     assert wait_for(lambda: passes == [[0, 0], [1, 1]])
 
 
@@ -321,34 +321,36 @@ def test_a_call_that_does_not_end_when_it_is_released_is_logged(
 ) -> None:
     """As where a thread loads a kernel: CUDA runs nothing that would release it."""
     monkeypatch.setattr(watchdog, "_STUCK_S", 0.2)
-    ticket = ranks.space.watchdog.begin(STREAM, "a call", lambda: "it waits", rehearses=False)
-    ranks.space.begun(ticket)
-    ranks.space.tickets.end(STREAM, ticket)
+    ticket = ranks.resources.watchdog.begin(STREAM, "a call", lambda: "it waits", rehearses=False)
+    ranks.resources.begun(ticket)
+    ranks.resources.tickets.end(STREAM, ticket)
     ranks.peer_fails()
     assert ranks.failed()
     assert wait_for(lambda: "loading a kernel" in caplog.text)
-    ranks.space.ended(ticket)
+    ranks.resources.ended(ticket)
     _nothing_for(0.5)
     assert caplog.text.count("loading a kernel") == 1
 
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost: bool) -> None:
-    """The device is lost; or what is stuck cannot be told, since its program is closed."""
+    """The device is lost, or it is unknown what a call waits for, because its program is closed."""
     released = threading.Event()
 
     def closed() -> str:
         raise AttributeError("_words")
 
-    ticket = ranks.space.watchdog.begin(STREAM, "a call", closed, rehearses=False)
-    ranks.space.begun(ticket)
-    ranks.space.tickets.end(STREAM, ticket)
-    ranks.space.releaser.add(0, released.set)
-    (partial(setattr, ranks.space.driver, "lost", True) if lost else ranks.peer_fails)()
+    ticket = ranks.resources.watchdog.begin(STREAM, "a call", closed, rehearses=False)
+    ranks.resources.begun(ticket)
+    ranks.resources.tickets.end(STREAM, ticket)
+    ranks.resources.releaser.add(0, released.set)
+    (partial(setattr, ranks.resources.driver, "lost", True) if lost else ranks.peer_fails)()
     assert ranks.failed()
-    with pytest.raises(WeftError, match="the device is lost" if lost else "cannot be told: AttributeError"):
+    with pytest.raises(
+        WeftError, match="the device is lost" if lost else "it is unknown what a call waits for: AttributeError"
+    ):
         ranks.rank_group.check_usable()
-    ranks.space.driver.lost = False
+    ranks.resources.driver.lost = False
     assert wait_for(released.is_set)
     assert ranks.rank_group.broken
 
@@ -357,8 +359,8 @@ def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks
     """Where a stream is full, a launch waits, and other threads' calls of the driver behind it."""
     monkeypatch.setattr(watchdog, "_ASK_S", 0.05)
     answers = threading.Event()
-    ticket = ranks.space.watchdog.begin(STREAM, "a call", lambda: str(answers.wait(LONG_S)), rehearses=False)
-    ranks.space.begun(ticket)
+    ticket = ranks.resources.watchdog.begin(STREAM, "a call", lambda: str(answers.wait(LONG_S)), rehearses=False)
+    ranks.resources.begun(ticket)
     ranks.raised_after(ranks.peer_fails, PeerLost, r"planted; meanwhile .* the driver does not answer")
     answers.set()
 
@@ -366,21 +368,21 @@ def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks
 def test_the_host_is_no_more_calls_ahead_than_a_stream_takes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     tickets = [ranks.call() for _ in range(EVENT_PAIRS - 1)]
     began = time.monotonic()
-    threading.Timer(0.1, lambda: ranks.space.ended(tickets[0])).start()
+    threading.Timer(0.1, lambda: ranks.resources.ended(tickets[0])).start()
     ranks.call()
     assert time.monotonic() - began > 0.05
     waited: list[object] = []
-    monkeypatch.setattr(ranks.space.driver, "wait", lambda stream, event: waited.append(event), raising=False)
-    ranks.space.tickets.after(STREAM, 0)
+    monkeypatch.setattr(ranks.resources.driver, "wait", lambda stream, event: waited.append(event), raising=False)
+    ranks.resources.tickets.after(STREAM, 0)
     assert waited == [], "its event is another call's by now"
-    ranks.space.tickets.after(STREAM, 1)
+    ranks.resources.tickets.after(STREAM, 1)
     assert len(waited) == 1
     ranks.raised_after(ranks.peer_fails, PeerLost, "planted")
 
 
 def _lost_with(ranks: Ranks) -> None:
     ranks.rank_group.pids[1] = 0
-    ranks.space.driver.lost = True
+    ranks.resources.driver.lost = True
 
 
 def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
@@ -390,15 +392,15 @@ def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
     assert ranks.failed()
     with pytest.raises(PeerLost, match=r"rank 1 \(process 0\) died"):
         ranks.rank_group.check_usable()
-    ranks.space.driver.lost = False
+    ranks.resources.driver.lost = False
 
 
-def _program(space: FakeSpace, **attributes: Any) -> Any:
+def _program(resources: FakeResources, **attributes: Any) -> Any:
     """Of a schedule, no more than a test needs."""
     program = CudaProgram.__new__(CudaProgram)
     empty: dict[str, Any] = {"collectives": {}, "_pieces": [], "fused_collectives": {}, "_replays": None, "_timer": None}
-    empty["_branches"] = Branches(space.driver)
-    empty |= {"_words": None, "_area": None, "spans": None, "streams": LaneStreams(space, (), frozenset())}
+    empty["_branches"] = Branches(resources.driver)
+    empty |= {"_words": None, "_area": None, "spans": None, "streams": LaneStreams(resources, (), frozenset())}
     empty |= {"captured": False, "_last_ticket": 0, "title": "the program", "_scratch": {}, "_plans": {}}
     empty |= {
         "_rehearsing": False,
@@ -407,7 +409,13 @@ def _program(space: FakeSpace, **attributes: Any) -> Any:
         "products": {},
         "schedule": SimpleNamespace(problem=None),
     }
-    for name, value in {**empty, **attributes, "space": space, "driver": space.driver, "rank_group": space.rank_group}.items():
+    for name, value in {
+        **empty,
+        **attributes,
+        "resources": resources,
+        "driver": resources.driver,
+        "rank_group": resources.rank_group,
+    }.items():
         setattr(program, name, value)
     return program
 
@@ -417,28 +425,28 @@ def test_a_program_that_closes_is_released_until_its_streams_have_drained(
 ) -> None:
     """Its call waits for a peer that is lost, or was enqueued in part: nothing else would end that wait."""
     given = list[Any]()
-    ranks.space.heap = cast(Any, SimpleNamespace(free=given.append, free_kept=lambda: None))
+    ranks.resources.heap = cast(Any, SimpleNamespace(free=given.append, free_cached=lambda: None))
     ticket = ranks.call()
-    program = _closing(ranks.space, ticket)
-    ranks.space.releaser.add(id(program), lambda: ranks.space.ended(ticket))
+    program = _closing(ranks.resources, ticket)
+    ranks.resources.releaser.add(id(program), lambda: ranks.resources.ended(ticket))
     with pytest.raises(MemoryError):
         raise ranks.rank_group.fail(MemoryError("planted"))
     program.close()
     assert sorted(given) == ["area", "words"]
-    assert ranks.space.releaser._programs == {}
+    assert ranks.resources.releaser._programs == {}
 
 
 def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call_is_released(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was enqueued waits for what was not. Memory that is freed before waits for all streams, for good."""
-    program = _closing(ranks.space, 0, _last_stream=None, _stuck=lambda: "")
-    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
+    program = _closing(ranks.resources, 0, _last_stream=None, _describe_waits=lambda: "")
+    ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
     ended = list[bool]()
-    ranks.space.heap = cast(
-        Any, SimpleNamespace(free=lambda _: ended.append(ranks.space.tickets.done(1)), free_kept=lambda: None)
+    ranks.resources.heap = cast(
+        Any, SimpleNamespace(free=lambda _: ended.append(ranks.resources.tickets.done(1)), free_cached=lambda: None)
     )
-    ranks.space.releaser.add(id(program), lambda: ranks.space.ended(1))
+    ranks.resources.releaser.add(id(program), lambda: ranks.resources.ended(1))
 
     def raises() -> None:
         raise MemoryError("planted")
@@ -449,9 +457,9 @@ def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call
     assert ended == [True, True]
 
 
-def _closing(space: FakeSpace, ticket: int, **attributes: Any) -> Any:
+def _closing(resources: FakeResources, ticket: int, **attributes: Any) -> Any:
     replays = SimpleNamespace(close=lambda: None)
-    return _program(space, _replays=replays, _pieces=["words", "area"], _last_ticket=ticket, **attributes)
+    return _program(resources, _replays=replays, _pieces=["words", "area"], _last_ticket=ticket, **attributes)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -460,28 +468,28 @@ def test_a_program_whose_calls_do_not_end_closes_within_a_bound_and_keeps_its_me
 ) -> None:
     """Captured: a call may be in a graph that somebody replays, and the device is never idle."""
     given, never = list[Any](), threading.Event()
-    ranks.space.heap = cast(Any, SimpleNamespace(free=given.append, free_kept=lambda: None))
+    ranks.resources.heap = cast(Any, SimpleNamespace(free=given.append, free_cached=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: never.wait(LONG_S))
-    monkeypatch.setattr(cuda_space, "FIRST_S", 0.1)
+    monkeypatch.setattr(cuda_resources, "FIRST_S", 0.1)
     ticket = ranks.call()
     if captured:
-        ranks.space.ended(ticket)
-    program = _closing(ranks.space, ticket, captured=captured)
+        ranks.resources.ended(ticket)
+    program = _closing(ranks.resources, ticket, captured=captured)
     program.close()
     assert given == []
     assert "the program has calls that have not ended" in caplog.text
     never.set()
-    ranks.space.ended(ticket)
+    ranks.resources.ended(ticket)
 
 
 def test_a_program_closes_beside_work_of_others(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receive that was posted early, say: it ends when its sender comes, who may wait for this rank."""
     given = list[Any]()
-    ranks.space.heap = cast(Any, SimpleNamespace(free=given.append, free_kept=lambda: None))
+    ranks.resources.heap = cast(Any, SimpleNamespace(free=given.append, free_cached=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("it waits for all streams"))
     ticket = ranks.call()
-    ranks.space.ended(ticket)
-    _closing(ranks.space, ticket).close()
+    ranks.resources.ended(ticket)
+    _closing(ranks.resources, ticket).close()
     assert sorted(given) == ["area", "words"]
 
 
@@ -489,17 +497,17 @@ def test_a_program_that_cannot_be_bound_gives_its_memory_back(ranks: Ranks, monk
     """Left to the garbage collector, symmetric memory may be freed in a capture, which ends the process."""
     given = list[Any]()
     words = SimpleNamespace(local=torch.zeros(8), addresses=[0, 0])
-    heap = SimpleNamespace(allocate=lambda nbytes, reusable: words, free=given.append, free_kept=lambda: None)
-    ranks.space.heap = cast(Any, heap)
+    heap = SimpleNamespace(allocate=lambda nbytes, reusable: words, free=given.append, free_cached=lambda: None)
+    ranks.resources.heap = cast(Any, heap)
 
-    def refuses(program: Any, space: Any, schedule: Any) -> None:
+    def refuses(program: Any, resources: Any, schedule: Any) -> None:
         program.mailbox(64)
         raise MemoryError("planted")
 
     monkeypatch.setattr(BoundProgram, "__init__", refuses)
     schedule = build(Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2), "shard_p2p")
     with pytest.raises(MemoryError):
-        CudaProgram(ranks.space, schedule)
+        CudaProgram(ranks.resources, schedule)
     assert given == [words, words]
 
 
@@ -508,9 +516,9 @@ def test_lanes_are_joined_whatever_is_raised_between(ranks: Ranks, at: str) -> N
     """What a lane has yet to write would be other tensors' memory by then."""
     lanes: list[Any] = [SimpleNamespace(name=kind, kind=kind) for kind in ("copy", "blocks", "compute")]
     streams = {"copy": FakeStream(11), "blocks": FakeStream(12)}
-    program = _program(ranks.space, streams=LaneStreams(ranks.space, lanes, frozenset()))
-    ranks.space._streams = cast(Any, streams)
-    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
+    program = _program(ranks.resources, streams=LaneStreams(ranks.resources, lanes, frozenset()))
+    ranks.resources._streams = cast(Any, streams)
+    ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
 
     class Raises:
         def __init__(self, kind: str) -> None:
@@ -525,45 +533,45 @@ def test_lanes_are_joined_whatever_is_raised_between(ranks: Ranks, at: str) -> N
     with pytest.raises(KeyError, match=at):
         program._issue(None)
     forks = [(stream.cuda_stream, STREAM) for stream in streams.values()]
-    assert ranks.space.driver.log == [*(("after", *fork) for fork in forks), *(("after", *fork[::-1]) for fork in forks)]
+    assert ranks.resources.driver.log == [*(("after", *fork) for fork in forks), *(("after", *fork[::-1]) for fork in forks)]
 
 
 def test_signals_aside_follow_what_came_before_and_are_joined(ranks: Ranks) -> None:
     side = FakeStream(13)
-    program = _program(ranks.space)
-    ranks.space._aside = cast(Any, side)
-    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
+    program = _program(ranks.resources)
+    ranks.resources._aside = cast(Any, side)
+    ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
     told: list[tuple[bool, int]] = []
-    ranks.space.words = lambda words, by_kernel: lambda stream: told.append((by_kernel, stream))  # type: ignore[method-assign]
+    ranks.resources.words = lambda words, by_kernel: lambda stream: told.append((by_kernel, stream))  # type: ignore[method-assign]
     where: Any = SimpleNamespace(lane="compute")
     items = [FlagOperations(where=where, words=(), aside=aside, submitter=program.streams) for aside in (False, True)]
     runs = [(SimpleNamespace(name="compute", kind="compute"), items, False)]
     program._plan = lambda bindings: SimpleNamespace(batches=runs)
     program._issue(None)
     assert told == [(True, STREAM), (False, side.cuda_stream)]
-    assert ranks.space.driver.log == [("after", side.cuda_stream, STREAM), ("after", STREAM, side.cuda_stream)]
+    assert ranks.resources.driver.log == [("after", side.cuda_stream, STREAM), ("after", STREAM, side.cuda_stream)]
     runs[0] = (runs[0][0], items[:1], False)
     program._issue(None)
-    assert len(ranks.space.driver.log) == 2, "nothing to join: in a capture that stream would be foreign"
+    assert len(ranks.resources.driver.log) == 2, "nothing to join: in a capture that stream would be foreign"
 
 
 def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ranks) -> None:
-    program = _program(ranks.space, _last_stream=None, _stuck=lambda: "")
-    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
+    program = _program(ranks.resources, _last_stream=None, _describe_waits=lambda: "")
+    ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
 
     def raises() -> None:
         raise KeyError("planted")
 
     with pytest.raises(KeyError):
         program._enqueue(SimpleNamespace(replay=raises), {})
-    assert not ranks.space.tickets.done(1)
-    ranks.space.ended(1)
-    assert ranks.space.tickets.done(1)
+    assert not ranks.resources.tickets.done(1)
+    ranks.resources.ended(1)
+    assert ranks.resources.tickets.done(1)
 
 
 def _state(rank_group: RankGroup, **attributes: Any) -> GroupState:
     state = GroupState.__new__(GroupState)
-    empty: dict[str, Any] = {"_attached": {}, "_spaces": {}, "_side": {}, "_handed_out": []}
+    empty: dict[str, Any] = {"_attached": {}, "_resources_by_device": {}, "_side": {}, "_handed_out": []}
     empty |= {"programs": Programs(rank_group, cast(Any, None)), "lock": threading.Lock()}
     for name, value in {**empty, **attributes, "rank_group": rank_group}.items():
         setattr(state, name, value)
@@ -603,11 +611,11 @@ def test_a_group_that_closes_raises_what_no_call_has(ranks: Ranks, raised_before
     if raised_before == "by the next call":
         with pytest.raises(PeerLost):
             ranks.rank_group.check_usable()
-    ranks.space.close = lambda: closed.append(1)  # type: ignore[method-assign]
-    state = _state(ranks.rank_group, _spaces={torch.device("cuda", 0): ranks.space})
+    ranks.resources.close = lambda: closed.append(1)  # type: ignore[method-assign]
+    state = _state(ranks.rank_group, _resources_by_device={torch.device("cuda", 0): ranks.resources})
     with nullcontext() if raised_before else pytest.raises(PeerLost, match="planted; meanwhile a flag"):
         state.close()
-    del ranks.space.close
+    del ranks.resources.close
     assert closed == [1]
 
 
@@ -672,5 +680,5 @@ def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch, capl
     for given, warned in (("1", 1), ("7", 1), ("8", 0), ("32", 0), ("", 0), ("all", 0)):
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
         caplog.clear()
-        cuda_space._warn_of_few_queues()
+        cuda_resources._warn_of_few_queues()
         assert [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}:" in one for one in caplog.messages] == [True] * warned

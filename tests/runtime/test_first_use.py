@@ -13,7 +13,7 @@ import torch
 from weft.runtime import cuda, lookups
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.launches import FlagOperations
-from weft.runtime.replay import lie
+from weft.runtime.replay import layout_key
 
 
 class Program:
@@ -41,10 +41,10 @@ class Program:
             "schedule": SimpleNamespace(problem=None, buffer={"a", "out"}),
         }
         nothing |= {"streams": range(lanes), "bind": lambda inputs, outputs: None}
-        space = SimpleNamespace(device=None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded))
-        space.watchdog = SimpleNamespace(captured=lambda: None)
-        space.turn = SimpleNamespace(alone=lambda group: self._alone())
-        space.allocated = lambda: 64 * self.log.count("loads")
+        resources = SimpleNamespace(device=None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded))
+        resources.watchdog = SimpleNamespace(captured=lambda: None)
+        resources.turn = SimpleNamespace(alone=lambda group: self._alone())
+        resources.allocated = lambda: 64 * self.log.count("loads")
         submitter: Any = SimpleNamespace(prepare=lambda operations: self.log.append("flag operations"))
         where: Any = SimpleNamespace(lane="compute")
 
@@ -56,7 +56,7 @@ class Program:
         nothing |= {"_plan": plan, "_issue": self._enqueued}
         nothing |= {"kernels": {at: self._kernel(at) for at in range(2)}}
         nothing |= {"_rehearse": lambda bindings: setattr(program, "_rehearsed", True)}
-        nothing |= {"_enqueue": self._submitted, "_allocates": 0, "_invalidated": (), "space": space}
+        nothing |= {"_enqueue": self._submitted, "_allocates": 0, "_invalidated": (), "resources": resources}
         nothing["_branches"] = SimpleNamespace(enqueue=lambda stream, call: call())
         for name, value in nothing.items():
             setattr(program, name, value)
@@ -145,19 +145,19 @@ def test_what_is_raised_while_it_loads_leaves_the_program_as_it_was(monkeypatch:
     def raises(enqueue: Any, *, loads: bool) -> None:
         raise RuntimeError("out of memory")
 
-    program.program.space.captures.record = raises
+    program.program.resources.captures.record = raises
     with pytest.raises(RuntimeError, match="out of memory"):
         program.call(torch.zeros(8, 8).t())
     assert (program.program._loading, program.program.spans) == (False, ["of a timed call"])
-    program.program.space.captures.record = program._recorded
+    program.program.resources.captures.record = program._recorded
     assert program.call(torch.zeros(8, 8).t()) == [*LOADED, "enqueue"]
 
 
 def test_how_tensors_lie() -> None:
     room = torch.zeros(64, 8)
     ways = [room[:4], room[:4].t(), room[:8], room[:4].half(), torch.zeros(40)[1:33].view(4, 8), room[:, :4][:4]]
-    assert len({lie({"a": [way]}, {"out": []}) for way in ways}) == len(ways)
-    assert lie({"a": [room[:4]]}, {}) == lie({"a": [room[4:8]]}, {})
+    assert len({layout_key({"a": [way]}, {"out": []}) for way in ways}) == len(ways)
+    assert layout_key({"a": [room[:4]]}, {}) == layout_key({"a": [room[4:8]]}, {})
 
 
 def test_lookups_load_their_variants_once_all_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

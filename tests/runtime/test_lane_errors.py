@@ -11,7 +11,7 @@ from single_process_ranks import rank_groups
 
 from weft.core.schedule import Lane
 from weft.runtime.host import HostProgram
-from weft.runtime.host_space import LaneThread
+from weft.runtime.host_resources import LaneThread
 
 COMPUTE, COPY = Lane("compute", "compute", ()), Lane("copy", "copy", ())
 
@@ -21,7 +21,7 @@ def program() -> Iterator[Any]:
     """One that has lanes to run, and no steps."""
     thread = LaneThread("test")
     made: Any = HostProgram.__new__(HostProgram)
-    made.rank_group, made._first, made.space = rank_groups()[0], set(), SimpleNamespace(thread=lambda name: thread)
+    made.rank_group, made._first, made.resources = rank_groups()[0], set(), SimpleNamespace(thread=lambda name: thread)
     yield made
     thread.close()
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
-from single_process_ranks import FakeDriver, FakeSpace, rank_groups, space_of
+from single_process_ranks import FakeDriver, FakeResources, rank_groups, resources_of
 
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.runtime import turn
@@ -58,15 +58,15 @@ def test_a_thread_that_cannot_enqueue_gives_its_turn_back(drivers: list[FakeDriv
 
 
 @pytest.fixture
-def spaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeSpace]]:
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeResources]]:
     """Of two groups on one GPU."""
-    found = [space_of(rank_groups()[0], monkeypatch) for _ in range(2)]
+    found = [resources_of(rank_groups()[0], monkeypatch) for _ in range(2)]
     first, second = found
     second.turn = first.turn
     second.turn.add(second.tickets)
     yield found
-    for space in found:
-        space.close()
+    for resources in found:
+        resources.close()
 
 
 class Graph:
@@ -74,20 +74,20 @@ class Graph:
         self.replay = replay
 
 
-def _enqueues(space: FakeSpace, stream: int, replay: Callable[[], object]) -> CudaProgram:
+def _enqueues(resources: FakeResources, stream: int, replay: Callable[[], object]) -> CudaProgram:
     """A thread's call of a program that waits on SMs."""
     program: Any = CudaProgram.__new__(CudaProgram)
-    program.space, program.rank_group, program.spans, program._rehearsing = space, space.rank_group, None, False
+    program.resources, program.rank_group, program.spans, program._rehearsing = resources, resources.rank_group, None, False
     program._waits_on_sms, program._last_stream, program._last_ticket = True, None, 0
     program.title = f"the program on stream {stream}"
-    space.current_stream = lambda: stream  # type: ignore[method-assign]
+    resources.current_stream = lambda: stream  # type: ignore[method-assign]
     program._enqueue(cast(Any, Graph(replay)), {})
     return cast(CudaProgram, program)
 
 
-def test_a_thread_takes_its_turn_and_enqueues_in_one_step(spaces: list[FakeSpace], drivers: list[FakeDriver]) -> None:
+def test_a_thread_takes_its_turn_and_enqueues_in_one_step(devices: list[FakeResources], drivers: list[FakeDriver]) -> None:
     """While one thread enqueues, another one does not come between: the order of turns is that on the GPU."""
-    first, second = spaces
+    first, second = devices
     enqueueing, goes_on = threading.Event(), threading.Event()
     order: list[object] = []
 
@@ -130,9 +130,9 @@ def test_a_wait_for_another_thread_is_bounded_and_watches_peers() -> None:
 
 
 def test_an_error_at_the_bound_names_what_another_group_has_in_flight(
-    spaces: list[FakeSpace], drivers: list[FakeDriver]
+    devices: list[FakeResources], drivers: list[FakeDriver]
 ) -> None:
-    first, second = spaces
+    first, second = devices
 
     def said() -> str:
         return first.turn.others(first.tickets, "mine")
@@ -164,9 +164,9 @@ def test_captured_programs_come_one_after_the_other_in_each_capture(drivers: lis
     assert [(kind, stream) for kind, stream, _ in driver.log] == [("wait", SECOND), ("wait", FIRST)]
 
 
-def test_a_thread_that_loads_kernels_has_the_gpu_to_itself(spaces: list[FakeSpace], drivers: list[FakeDriver]) -> None:
+def test_a_thread_that_loads_kernels_has_the_gpu_to_itself(devices: list[FakeResources], drivers: list[FakeDriver]) -> None:
     """The calls of all groups have ended by then, and no other thread is between two launches of a call."""
-    first, second = spaces
+    first, second = devices
     _enqueues(first, FIRST, lambda: None)
     loads, goes_on = threading.Event(), threading.Event()
 
@@ -200,9 +200,9 @@ def test_what_one_thread_loads_may_load_more() -> None:
 
 
 def test_a_wait_for_calls_before_is_bounded_and_names_them(
-    spaces: list[FakeSpace], drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch
+    devices: list[FakeResources], drivers: list[FakeDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = spaces
+    first, second = devices
     monkeypatch.setattr(turn, "FIRST_S", 0.0)
     _enqueues(first, FIRST, lambda: None)
     second.rank_group.timeout_s = 0.1

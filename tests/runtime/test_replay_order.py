@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from single_process_ranks import FakeSpace, rank_groups, space_of
+from single_process_ranks import FakeResources, rank_groups, resources_of
 
 from weft.core.problem import Problem
 from weft.core.schedule import Flag, Push, Reduce
-from weft.runtime import cuda_space
+from weft.runtime import cuda_resources
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.turn import Branches
@@ -24,12 +24,12 @@ FIRST, SECOND = 3, 4
 
 
 @pytest.fixture
-def spaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeSpace]]:
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeResources]]:
     """Of two groups on one GPU."""
-    found = [space_of(rank_groups()[0], monkeypatch) for _ in range(2)]
+    found = [resources_of(rank_groups()[0], monkeypatch) for _ in range(2)]
     yield found
-    for space in found:
-        space.close()
+    for resources in found:
+        resources.close()
 
 
 class Graph:
@@ -40,22 +40,22 @@ class Graph:
         self._log.append("replayed")
 
 
-def _replay(space: FakeSpace, stream: int, *, multiplies: bool = True) -> list[Any]:
+def _replay(resources: FakeResources, stream: int, *, multiplies: bool = True) -> list[Any]:
     """What a replay puts on its stream."""
     program = CudaProgram.__new__(CudaProgram)
-    program.space, program.spans, program._rehearsing, program._timer = space, None, False, None
-    program._waits_on_sms, program.rank_group = False, space.rank_group
+    program.resources, program.spans, program._rehearsing, program._timer = resources, None, False, None
+    program._waits_on_sms, program.rank_group = False, resources.rank_group
     program.products, program._last_stream, program._last_ticket = {"compute": None} if multiplies else {}, None, 0
-    space.driver.log.clear()
-    space.current_stream = lambda: stream  # type: ignore[method-assign]
-    program._replay(cast(Any, Graph(space.driver.log)), {})
-    space.ended(program._last_ticket)
-    return list(space.driver.log)
+    resources.driver.log.clear()
+    resources.current_stream = lambda: stream  # type: ignore[method-assign]
+    program._replay(cast(Any, Graph(resources.driver.log)), {})
+    resources.ended(program._last_ticket)
+    return list(resources.driver.log)
 
 
-def test_replays_that_multiply_take_turns_with_the_workspace(spaces: list[FakeSpace]) -> None:
+def test_replays_that_multiply_take_turns_with_the_workspace(devices: list[FakeResources]) -> None:
     """On one stream they do so anyway. Ranks may call two groups in orders of their own: none waits for another's."""
-    one, other = spaces
+    one, other = devices
     assert _replay(one, FIRST) == ["replayed"]
     assert _replay(one, FIRST) == ["replayed"]
     assert _replay(one, SECOND) == [("wait", SECOND, one.tickets._done[2]), "replayed"]
@@ -168,9 +168,9 @@ def test_a_push_keeps_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(first) is tables
 
 
-def test_what_a_call_allocates_lies_ready_on_its_stream(spaces: list[FakeSpace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_call_allocates_lies_ready_on_its_stream(devices: list[FakeResources], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for a stream, and anew for a call that needs more; nothing where there are no pools."""
-    space, made, within = spaces[0], list[int](), list[bool]()
+    resources, made, within = devices[0], list[int](), list[bool]()
 
     @contextmanager
     def pool(pool: object, device: object) -> Iterator[None]:
@@ -180,17 +180,17 @@ def test_what_a_call_allocates_lies_ready_on_its_stream(spaces: list[FakeSpace],
 
     monkeypatch.setattr(torch.cuda, "use_mem_pool", pool, raising=False)
     monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(size) if within else None)
-    space.__dict__["_private"] = "pool"
-    space.current_stream = lambda: FIRST  # type: ignore[method-assign]
-    large = cuda_space._LARGE
+    resources.__dict__["_private"] = "pool"
+    resources.current_stream = lambda: FIRST  # type: ignore[method-assign]
+    large = cuda_resources._LARGE
     for nbytes, expected in ((0, []), (100, [100 + large, 1]), (60, []), (300, [300 + large, 1])):
         made.clear()
-        with space.temporaries(nbytes):
+        with resources.temporaries(nbytes):
             assert bool(within) == bool(nbytes)
         assert (made, within) == (expected, [])
-    space.current_stream = lambda: SECOND  # type: ignore[method-assign]
-    with space.temporaries(60):
+    resources.current_stream = lambda: SECOND  # type: ignore[method-assign]
+    with resources.temporaries(60):
         assert made == [300 + large, 1, 60 + large, 1]
-    space.__dict__["_private"] = None
-    with space.temporaries(500):
+    resources.__dict__["_private"] = None
+    with resources.temporaries(500):
         assert not within

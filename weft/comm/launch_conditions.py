@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.comm.rank_group import RankGroup
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""Torch's variable: its symmetric memory tells GPUs apart by their index in a process, unless this is 1."""
+"""Torch's variable: its symmetric memory identifies a GPU by its index in a process, unless this is 1."""
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
 _SET_HERE: set[str] = set()
 """Variables that are set by weft and not by the user."""

@@ -1,7 +1,7 @@
-"""How a rank joins a process group: who the others are, on which nodes, and how long it waits for them.
+"""A rank joins a process group: it learns which processes the other ranks are, and on which nodes they run.
 
-A node is a host, or a container: ranks that share its memory and see each other's processes. WEFT_RANKS_PER_NODE cuts a
-host's ranks into nodes of so many, which then treat each other as if they were on different hosts.
+A node is a host, or a container, whose ranks share memory and see each other's processes. WEFT_RANKS_PER_NODE divides the ranks
+of a host into nodes of that many ranks, which then treat each other as if they were on different hosts.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from weft.core.errors import PeerLost
 
 DEFAULT_TIMEOUT_S = 60.0
 _MOST_TIMEOUT_S = 1e9
-"""What waits of threads and stores can count."""
+"""The longest timeout in s that the waits of threads and stores accept."""
 _Member = tuple[str, str, int, int | None, str]
-"""A rank, as the others know it: its host, its node, its process and when that began, its control segment."""
+"""A rank as the other ranks know it: its host, node, process id, start time of the process, and control segment."""
 _PROCESSES: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[int, int | None]]] = WeakKeyDictionary()
-"""By default process group and global rank, the processes of this node that this process has met: a rank that died does not
-come to the first call of another group, which has never seen its process."""
+"""The processes of this node that this process knows, by default process group and global rank. If a rank has died, the first
+call of another group, which does not know its process yet, finds that out here."""
 
 
 def timeout_from_environment() -> float:
-    """WEFT_TIMEOUT_S, or 60 s. Raises ValueError if it is not a positive number, or is too large to be waited for."""
+    """Return WEFT_TIMEOUT_S, or 60 s if it is unset. Raises ValueError if it is not a positive number, or is too large."""
     text = os.environ.get("WEFT_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
     try:
         value = float(text)
@@ -46,7 +46,7 @@ def timeout_from_environment() -> float:
 
 
 def ranks_per_node() -> int | None:
-    """WEFT_RANKS_PER_NODE, if it is set. Raises ValueError if it is not a whole number of at least 1."""
+    """Return WEFT_RANKS_PER_NODE, if it is set. Raises ValueError if it is not a whole number of at least 1."""
     text = os.environ.get("WEFT_RANKS_PER_NODE")
     if text is not None and not (text.isdecimal() and int(text)):
         raise ValueError(f"WEFT_RANKS_PER_NODE is {text!r}; it must be a whole number of at least 1")
@@ -54,31 +54,42 @@ def ranks_per_node() -> int | None:
 
 
 def cut(ranks: int) -> tuple[int, ...]:
-    """How many ranks each node of this host has, of so many on it; () for one node. Raises ValueError as `ranks_per_node`."""
+    """Return the number of ranks of each node if this host has `ranks` ranks. Return () for one node.
+
+    Raises ValueError as `ranks_per_node` does.
+    """
     size = ranks_per_node() or ranks
     return nodes_of([str(rank // size) for rank in range(ranks)])
 
 
 def nodes_of(hosts: Sequence[str]) -> tuple[int, ...]:
-    """How many ranks each node has, by the hosts of all ranks; () for one node.
+    """Return the number of ranks of each node, from the hosts of all ranks. Return () for one node.
 
-    Raises ValueError if the ranks of a host are no neighbours.
+    Raises ValueError if the ranks of a host are not consecutive.
     """
     found = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
-    apart = sorted({host for host, _ in found if sum(host == other for other, _ in found) > 1})
-    if apart:
+    scattered = sorted({host for host, _ in found if sum(host == other for other, _ in found) > 1})
+    if scattered:
         raise ValueError(
-            f"group has ranks of {', '.join(apart)} among those of other hosts ({', '.join(hosts)}); order them host by host, "
-            "as torchrun does"
+            f"group has ranks of {', '.join(scattered)} among those of other hosts ({', '.join(hosts)}); "
+            "order them host by host, as torchrun does"
         )
     return tuple(count for _, count in found) if len(found) > 1 else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """The ranks of a group. nodes: how many ranks each node has, () for one node. one_host: whether all are of one host. near:
-    the ranks of this one's node. pids, starts: the process of each rank, and when it began. names: the control segment of each
-    rank. control: that of this rank. timeout_s: the bound of waits."""
+    """Members describes the ranks of a group.
+
+    nodes: the number of ranks of each node, or () for one node.
+    one_host: whether all ranks are on one host.
+    near: the ranks of this rank's node.
+    pids: the process id of each rank.
+    starts: the start time of each rank's process.
+    names: the name of each rank's control segment.
+    control: the control segment of this rank.
+    timeout_s: the bound of waits.
+    """
 
     nodes: tuple[int, ...]
     one_host: bool
@@ -91,8 +102,13 @@ class Members:
 
 
 def join(group: dist.ProcessGroup, timeout_s: float | None) -> Members:
-    """Join a group. Collective. timeout_s: default, that of the environment. What keeps one of the ranks from it, a setting or
-    a full /dev/shm, is raised on all of them; so is the ValueError of ranks of one host that are no neighbours."""
+    """Join a group. Collective.
+
+    If one rank fails, because of a setting or a full /dev/shm, all ranks raise an error. All ranks also raise the ValueError if
+    the ranks of a host are not consecutive.
+
+    timeout_s: the bound of waits. By default it is WEFT_TIMEOUT_S.
+    """
     own: SharedSegment | None = None
     bound_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     try:
@@ -105,13 +121,13 @@ def join(group: dist.ProcessGroup, timeout_s: float | None) -> Members:
     except (ValueError, OSError) as error:
         wrong, me = error, str(error)
     try:
-        everyone: list[Any] = handshake(group, me, timeout_s=bound_s, lost=partial(_dead, group))
+        everyone: list[Any] = handshake(group, me, timeout_s=bound_s, lost=partial(_find_dead_rank, group))
         if own is None:
             raise wrong
         for rank, one in enumerate(everyone):
             if isinstance(one, str):
                 raise PeerLost(f"rank {rank} failed: {one}")
-        members = _members(everyone, group.rank(), own, bound_s)
+        members = _make_members(everyone, group.rank(), own, bound_s)
         for rank in members.near:
             _processes()[dist.get_global_rank(group, rank)] = members.pids[rank], members.starts[rank]
         return members
@@ -122,13 +138,13 @@ def join(group: dist.ProcessGroup, timeout_s: float | None) -> Members:
 
 
 def _processes() -> dict[int, tuple[int, int | None]]:
-    """The processes of this node that this process has met, by global rank."""
+    """Return the processes of this node that this process knows, by global rank."""
     world = dist.group.WORLD
     return {} if world is None else _PROCESSES.setdefault(world, {})
 
 
-def _dead(group: dist.ProcessGroup) -> str:
-    """Which rank of a group is known to have died, in words; nothing if none is."""
+def _find_dead_rank(group: dist.ProcessGroup) -> str:
+    """Return a sentence that names a rank of the group that is known to have died, or "" if there is none."""
     for rank, place in enumerate(dist.get_process_group_ranks(group)):
         pid, start = _processes().get(place, (0, None))
         if pid and died(pid, start):
@@ -136,7 +152,8 @@ def _dead(group: dist.ProcessGroup) -> str:
     return ""
 
 
-def _members(everyone: list[Any], rank: int, own: SharedSegment, timeout_s: float) -> Members:
+def _make_members(everyone: list[Any], rank: int, own: SharedSegment, timeout_s: float) -> Members:
+    """Return the Members from what all ranks have said in the handshake."""
     labels = [label for _, label, *_ in everyone]
     first = labels.index(labels[rank])
     return Members(

@@ -49,7 +49,8 @@ def process_namespace() -> str:
 
 
 def node_label(shared_memory: Path) -> str:
-    """What ranks of one node have in common beside the host's name: the kernel, /dev/shm, and the processes' numbers."""
+    """Return what is equal for ranks of one node in addition to the host's name: the kernel, /dev/shm, and the processes'
+    numbers."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

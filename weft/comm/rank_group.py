@@ -1,15 +1,15 @@
-"""The ranks of one process group: on which nodes they are, that they agree on what they call, and that every wait ends.
+"""A RankGroup holds the ranks of one process group. It checks that they make the same calls, and ends every wait.
 
 Each rank publishes what it calls, and whether it has failed, in its control segment (weft.comm.control).
 
-What ranks agree on has a number, a digest.
+Everything that ranks agree on has a number, which is a digest.
 
     first call           enter: publish what is about to run, and wait until all ranks have published the same
-    later call, GPUs     repeat: log its number. It costs no rank the time of the others
+    later call, GPUs     repeat: log its number without waiting for the other ranks
     later call, CPUs     repeat; await_same_call: wait until all ranks have logged a number. If the numbers differ, all ranks
     enter captured call        capture: count it, and log nothing
 
-Whoever watches the group compares the numbers that ranks have logged, call by call (`check_peers`). In `enter` each rank does
+`check_peers` compares the numbers that ranks have logged, call by call. In `enter` each rank does
 this, for call c and agreement n:
 
     slot[n % 2] = text; ENTERED = c; wait until ENTERED >= c on every peer; compare their slots
@@ -17,10 +17,10 @@ this, for call c and agreement n:
 Two slots are enough: a rank can begin agreement n + 1 while another still compares in agreement n, but not n + 2, for which it
 needs that other's part in n + 1.
 
-A rank that raises an error before it enters a call, as for an argument that cannot be, publishes that, too (`raise_instead`).
-A peer that waits for it in that call, and has not raised as many errors itself, gives up if the rank does not come soon.
+A rank that raises an error before it enters a call, for example because of a wrong argument, publishes that (`raise_instead`).
+A peer that waits for it in that call, and has raised fewer errors itself, gives up if the rank does not arrive soon.
 
-A wait ends when its word is there, when a peer is seen to be dead, failed or gone, or at the bound; it never hangs.
+A wait ends when its condition holds, when a peer is dead, has failed or has left, or at the bound. It never hangs.
 """
 
 from __future__ import annotations
@@ -63,89 +63,94 @@ from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 
 _REMEDIES = (
     "this process group has failed ({}); call weft.close(group) on every rank, then go on",
-    "this group was closed, and with it what had been made for it before, as a hook's trial; make that again, on every rank",
+    "this group was closed, and with it everything that was made for it, such as a hook; make that again on every rank",
 )
-"""What a call says after a failure, and after the group was closed."""
+"""The errors of a call after a failure, and after the group was closed."""
 _IN_USE = "this process group has failed ({}); on every rank close its Peers and call weft.close(group), then go on"
 _REFUSES = "refused: "
-"""What a rank that raises an error enters in the place of the call that ranks had agreed on."""
+"""A rank that raises an error enters this text instead of the call that the ranks had agreed on."""
 _REFUSAL = TEXT_BYTES // 4
-"""Characters of that, which have 4 bytes at most."""
+"""The most characters of that text. A character has at most 4 bytes."""
 _ERROR_BYTES = 800
-"""Of an error that a rank raises in the place of a call. Other ranks' errors repeat it."""
+"""The most bytes of an error that a rank raises instead of a call. The errors of other ranks repeat it."""
 _PEER_CHECK_S = 0.02
-"""How often a rank that waits looks whether its peers live."""
+"""A rank that waits checks every 20 ms whether its peers live."""
 _SAYS_S = 0.5
-"""A peer that does not come may wait for another one, which its own bound, at about the same time, names."""
+"""The grace after a bound. A missing peer may itself wait for another rank, which the peer names at its own bound."""
 _CAUGHT_S = 3.0
-"""How long a rank that has raised an error in the place of a call may take to make the call after all: the program may catch
-the error and call again."""
+"""A rank that has raised an error instead of a call has 3 s to make the call after all, because the program may catch the error
+and call again."""
 _SILENT_S = 30.0
-"""A rank of another node of which nothing new comes for so long is lost: a process publishes four times a second."""
+"""A rank of another node that publishes nothing for 30 s is lost. A process publishes four times a second."""
 
 
 _SHARED: dict[dist.ProcessGroup, RankGroup] = {}
-"""The object of each process group that somebody uses."""
+"""The RankGroup of each process group that is in use."""
 _SHARED_LOCK = threading.Lock()
 """Held while objects are looked up, counted and left."""
 _MAKING: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = WeakKeyDictionary()
-"""Held while a group's object is made. One for each group: ranks may come to two groups in different orders."""
+"""Held while a group's object is made. There is one for each group, because ranks may use two groups in different orders."""
 
 
 @atexit.register
 def _close_all() -> None:
-    """No process group may be held until the interpreter ends, for its threads would still run."""
+    """Close all groups at exit, because the threads of a process group must not run when the interpreter ends."""
     for shared in list(_SHARED.values()):
         if not shared.forked:
             shared.close()
 
 
 class RankGroup:
-    """The ranks of `group`. Collective: every rank of the group constructs it.
+    """A RankGroup holds the ranks of `group`. Collective: every rank of the group constructs it.
 
-    A process has one of a process group: whoever uses it gets it by `of`, and ends with `release`.
+    A process has one RankGroup for each process group. Its users get it by `of`, and end their use with `release`. Raises
+    ValueError if the ranks of a host are not consecutive.
 
-    timeout_s: bound of every wait. nodes: as a Problem has them. one_host: whether they are all of one host. near: the ranks of
-    this one's node, itself among them. name: torch's, of the process group. topic: one that no other process group has. lock:
-    held by a thread from where it begins a call until all that the call says to other ranks is said. broken: why the group has
-    failed. unraised: the same, as long as calls that have returned are invalid and no later call has raised it. Raises
-    ValueError if the ranks of a host are no neighbours.
+    timeout_s: the bound of every wait.
+    nodes: the number of ranks of each node, as in a Problem.
+    one_host: whether all ranks are on one host.
+    near: the ranks of this rank's node, including itself.
+    name: torch's name of the process group.
+    topic: a name that no other process group has.
+    lock: a thread holds it from the begin of a call until the call has published everything for other ranks.
+    broken: the error by which the group has failed.
+    unraised: the same error while calls that have returned are invalid and no later call has raised it.
     """
 
     _closed, _users = False, 0
     _errors = _errors_before = 0
-    """Errors raised in the place of a call: since the last call, and between that and the one before."""
+    """The number of errors raised instead of a call: since the last call, and between the last two calls."""
     cannot_overlap = ""
-    """Why no schedule that overlaps can run on the ranks' GPUs; empty if they can."""
+    """The reason why schedules that overlap cannot run on the ranks' GPUs. It is "" if they can."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RankGroup:
-        """The group's object. Collective at its first use. Raises WeftError if it has failed and has not been released."""
+        """Return the group's object. Collective at its first use. Raises WeftError if it has failed and is still in use."""
         with _SHARED_LOCK:
             making = _MAKING.setdefault(group, threading.Lock())
         with making:
             with _SHARED_LOCK:
                 if (known := _SHARED.get(group)) is not None:
-                    return known._used()
+                    return known._add_user()
             made = cls(group)
             with _SHARED_LOCK:
                 _SHARED[group] = made
-                return made._used()
+                return made._add_user()
 
     @staticmethod
     def raise_before(group: dist.ProcessGroup, error: Exception) -> None:
-        """This rank raises `error` in the place of the group's first call, as in `raise_instead`."""
+        """Publish that this rank raises `error` instead of the group's first call, as `raise_instead` does."""
         if group.size() > 1 and dist.get_backend(group) != "fake" and not isinstance(error, WeftError):
             handshake.raise_instead(group, kind_and_words(error, _ERROR_BYTES))
 
-    def _used(self) -> RankGroup:
-        """This object, with one use more."""
+    def _add_user(self) -> RankGroup:
+        """Count one more user, and return this object."""
         self.check_usable((_IN_USE, _REMEDIES[1]))
         self._users += 1
         return self
 
     def release(self) -> None:
-        """End one use of the group's object; the last one closes it. A fork of the rank's process closes nothing."""
+        """End one use of the group's object. The last use closes it, but not in a fork of the rank's process."""
         with _SHARED_LOCK:
             self._users -= 1
             last = self._users <= 0 and not self.forked
@@ -155,7 +160,7 @@ class RankGroup:
             self.close()
 
     def _forget(self) -> None:
-        """Whoever uses the process group next makes a new object."""
+        """Remove this object from the table, so that the next use of the process group makes a new one."""
         group = self.__dict__.get("group")
         if group is not None and _SHARED.get(group) is self:
             del _SHARED[group]
@@ -163,8 +168,8 @@ class RankGroup:
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float | None = None) -> None:
         if dist.get_backend(group) == "fake":
             raise ValueError(
-                "group: its backend is 'fake', so there are no peers to exchange data with; a dry run there takes fake tensors "
-                "(torch._subclasses.fake_tensor.FakeTensorMode), and real tensors need gloo or NCCL"
+                "group: its backend is 'fake', so there are no peers to exchange data with; use fake tensors for a dry run "
+                "(torch._subclasses.fake_tensor.FakeTensorMode), or gloo or NCCL for real tensors"
             )
         self.group, self.name = group, group.group_name
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -186,24 +191,25 @@ class RankGroup:
             self._control = [self._control_of(rank, name, control) for rank, name in enumerate(members.names)]
             self.topic = members.names[0].removeprefix(PREFIX)
             self.await_mapped()
-            self._relay = self._relayed() if self.nodes else None
+            self._relay = self._start_relay() if self.nodes else None
         finally:
             unlink(control.name)
 
     def _control_of(self, rank: int, name: str, own: SharedSegment) -> ControlSegment:
-        """A rank's control segment, or where it is copied to."""
+        """Return a rank's control segment. For a rank of another node it is a local copy."""
         if rank not in self.near:
             return ControlSegment.private()
         try:
             return ControlSegment(own if rank == self.rank else SharedSegment.open(name))
         except FileNotFoundError:
-            raise PeerLost(f"rank {rank} failed in the group's first call; it says why") from None
+            raise PeerLost(f"rank {rank} failed in the group's first call; see its error") from None
 
     def store(self, name: str) -> Any:
-        """A part of the group's store that this group alone has, on a connection of its own."""
+        """Return a store that only this group uses, on a separate connection."""
         return store_of(self.group, f"weft/{self.topic}/{name}")
 
-    def _relayed(self) -> Relay:
+    def _start_relay(self) -> Relay:
+        """Start the relay that exchanges control segments with other nodes."""
         near = [peer for peer in self._peers if peer in self.near]
         return Relay(
             self.store("relay"),
@@ -215,7 +221,10 @@ class RankGroup:
         )
 
     def _obituary(self, peer: int) -> ControlSegment | None:
-        """What a dead rank of this node would say to other nodes; None while it lives, and if it has said why it ends."""
+        """Return the control segment to publish for a dead rank of this node.
+
+        Return None while the rank lives, or if it has published its own reason.
+        """
         if not died(self.pids[peer], self._starts[peer]) or self._control[peer].state:
             return None
         last = ControlSegment.private()
@@ -226,19 +235,20 @@ class RankGroup:
     def enter(
         self, text: str, mine: int = 0, *, within_s: float | None = None, peers_may_know: bool = False
     ) -> tuple[int, ...]:
-        """Begin a call that every rank describes by the same `text`. Returns what each rank gave as `mine`, by rank.
+        """Begin a call that every rank describes by the same `text`. Return the `mine` of every rank, by rank.
 
-        Counts as one call in the log, also where it is no call of an operator. within_s: bound of the wait for the others,
-        where they may take longer than in calls. peers_may_know: on CPUs a peer may take this for a call that it knows, and be
-        in `await_same_call`. Then both see the difference, and every rank enters once more. Raises RankMismatch with the lines
-        that differ.
+        It counts as one call in the log, even if it is no operator call. Raises RankMismatch with the lines that differ.
+
+        within_s: the bound of the wait for the others, if they may take longer than in calls.
+        peers_may_know: on CPUs a peer may know this call, and be in `await_same_call`. Then both detect the difference, and
+            every rank enters again.
         """
         self.check_usable()
         text = clipped(text, TEXT_BYTES)
         with self.failing():
-            offered = self._offered(text, mine, within_s, awaits_peers=peers_may_know)
+            offered = self._offer(text, mine, within_s, awaits_peers=peers_may_know)
             if peers_may_know and any(self._control[peer].number_of(self.calls) not in AGREED for peer in self._peers):
-                offered = self._offered(text, mine, within_s)
+                offered = self._offer(text, mine, within_s)
             for peer, theirs in offered.items():
                 if theirs.startswith(_REFUSES):
                     raise PeerLost(f"rank {peer} failed: {theirs.removeprefix(_REFUSES)}")
@@ -246,13 +256,13 @@ class RankGroup:
                     raise self._mismatch(self.calls, text, peer, theirs)
         return tuple(control.offered(self._agreements % 2) for control in self._control)
 
-    def _offered(self, text: str, mine: int, within_s: float | None = None, *, awaits_peers: bool = False) -> dict[int, str]:
-        """Publish what this rank calls, wait until every rank has entered the call, and return what the others call."""
+    def _offer(self, text: str, mine: int, within_s: float | None = None, *, awaits_peers: bool = False) -> dict[int, str]:
+        """Publish this rank's call, wait until every rank has entered a call, and return the texts of the other ranks."""
         self._agreements += 1
         parity = self._agreements % 2
         self._control[self.rank].offer(parity, text, mine)
         self._log_call(AGREED[parity], awaits_peers=awaits_peers)
-        with self.failing():  # peers take this call for begun
+        with self.failing():  # for peers this call has begun
             self._publish()
             others = self._peers
             for peer in others:
@@ -260,25 +270,30 @@ class RankGroup:
             return {peer: self._text_of(peer, self.calls) for peer in others}
 
     def _refuse(self, error: ValueError) -> None:
-        """Instead of going on with what ranks have agreed to call, this rank raises `error`. Returns once every rank raises an
-        error there; if another rank goes on, the group fails, and that rank gets this error's text at once."""
+        """Publish that this rank raises `error` instead of the call that the ranks have agreed on.
+
+        It returns once every rank raises an error. If another rank continues, the group fails, and that rank gets this error's
+        text at once.
+        """
         with suppress(WeftError):
-            others = self._offered((_REFUSES + reason(error))[:_REFUSAL], 0)
+            others = self._offer((_REFUSES + reason(error))[:_REFUSAL], 0)
             if not all(theirs.startswith(_REFUSES) for theirs in others.values()):
                 self.fail(error)
 
     def remember(self, text: str) -> int:
-        """A number for what all ranks have agreed on, to `repeat` it; the same on every rank that remembers the same."""
+        """Return the number of a text that all ranks have agreed on, for `repeat`. It is the same on every rank."""
         return self._known.number(text)
 
     def repeat(self, number: int, *, awaits_peers: bool = False) -> None:
-        """Begin a call that all ranks have agreed on before. awaits_peers: `await_same_call` comes next. Waits for nobody."""
+        """Begin a call that all ranks have agreed on before. It does not wait. awaits_peers: `await_same_call` comes next."""
         self.check_usable()
         self._log_call(number, awaits_peers=awaits_peers)
 
     def await_same_call(self, number: int) -> bool:
-        """Wait until every rank has begun the call that this one has repeated, of this number. False if it is another one on
-        some rank: as on every rank then, an `enter` comes next."""
+        """Wait until every rank has begun a call. Return whether all of them have this number.
+
+        If it is False it is False on every rank, and an `enter` comes next.
+        """
         if self._relay:
             self._publish()
         same = True
@@ -291,31 +306,35 @@ class RankGroup:
         return same
 
     def capture(self) -> None:
-        """A CUDA graph captures a call that all ranks have agreed on before. It is not logged: what is captured runs in
-        replays, any number of times, and this rank does not know when. Waits for nobody."""
+        """Count a call that is captured in a CUDA graph. It does not wait.
+
+        The call is not logged, because it runs in replays, any number of times, and this rank does not know when.
+        """
         self.check_usable()
         self._control[self.rank].captured += 1
 
-    def _captures(self, peer: int) -> str:
-        """What may be the reason if this rank's log of calls differs from a peer's: one has captured what the other has not."""
+    def _compare_captures(self, peer: int) -> str:
+        """Return a text if a peer has captured another number of calls, which may be why the logs of calls differ."""
         mine, theirs = (self._control[rank].captured for rank in (self.rank, peer))
         if mine == theirs:
             return ""
         return (
             f"\nrank {self.rank} has captured {mine} calls in CUDA graphs, rank {peer} {theirs}: "
-            "capture a call on every rank, or on none, since replays are not compared with calls"
+            "capture a call on every rank, or on none, because replays are not compared with calls"
         )
 
     def raise_instead(self, error: Exception) -> None:
-        """This rank raises `error` in the place of its next call. Peers that have entered that call give up soon, unless they
-        raise as many errors there, or this rank makes the call after all. The group stays as it is. Waits for nobody."""
+        """Publish that this rank raises `error` instead of its next call. It does not wait, and the group stays usable.
+
+        Peers that have entered that call give up soon, unless they raise as many errors, or this rank makes the call after all.
+        """
         if self.broken is None and not self.forked:
             self._errors += 1
             self._control[self.rank].raise_instead(self._errors, kind_and_words(error, _ERROR_BYTES))
             self._publish()
 
-    def _gave_up(self, peer: int, call: int) -> Callable[[], None]:
-        """A function that raises PeerLost where a peer has raised an error in the place of a call and does not come soon."""
+    def _make_look(self, peer: int, call: int) -> Callable[[], None]:
+        """Return a function that raises PeerLost if a peer has raised an error instead of a call and does not arrive soon."""
         control, since = self._control[peer], 0.0
 
         def look() -> None:
@@ -325,13 +344,16 @@ class RankGroup:
             elif not since:
                 since = time.monotonic()
             elif time.monotonic() > since + _CAUGHT_S:
-                words = f"rank {peer} raised an error and did not come to call {call}: {control.failure}"
-                raise self.fail(PeerLost(words))
+                text = f"rank {peer} raised an error and did not come to call {call}: {control.failure}"
+                raise self.fail(PeerLost(text))
 
         return look
 
     def _log_call(self, number: int, *, awaits_peers: bool = False) -> None:
-        """awaits_peers: ranks compare this call themselves while they wait for each other, so `_compare` leaves it out."""
+        """Log a call.
+
+        awaits_peers: ranks compare this call while they wait for each other, so `_compare` skips it.
+        """
         self.calls += 1
         if awaits_peers:
             self._compared = self.calls
@@ -352,18 +374,20 @@ class RankGroup:
             mine = self._control[self.rank].number_of(call)
             for peer in self._peers:
                 theirs = self._control[peer].number_of(call)
-                # Of calls on which ranks agreed as they entered them, each has compared the texts itself.
+                # For calls that ranks agreed on when they entered them, each rank has compared the texts itself.
                 if None not in (mine, theirs) and mine != theirs:
                     raise self.fail(self._mismatch(call, self._text_of(self.rank, call), peer, self._text_of(peer, call)))
         self._compared = max(self._compared, entered)
 
     def _mismatch(self, call: int, mine: str, peer: int, theirs: str) -> RankMismatch:
-        words = difference(self.rank, mine, peer, theirs)
-        return RankMismatch(f"ranks disagree in call {call}:\n{words}{self._captures(peer)}")
+        lines = difference(self.rank, mine, peer, theirs)
+        return RankMismatch(f"ranks disagree in call {call}:\n{lines}{self._compare_captures(peer)}")
 
     def heap(self, device: torch.device) -> SymmetricHeap:
-        """The memory that the ranks of this one's node share on a device. It goes with the group. Collective at its first use
-        on a GPU. Raises ValueError where the ranks' GPUs cannot share memory."""
+        """Return the heap that the ranks of this node share on a device. It is closed with the group.
+
+        Collective at its first use on a GPU. Raises ValueError if the ranks' GPUs cannot share memory.
+        """
         if device not in self._heaps:
             if device.type == "cuda":
                 self.cannot_overlap = agree_on_launch(self, device)
@@ -371,7 +395,7 @@ class RankGroup:
         return self._heaps[device]
 
     def exchange_names(self, mine: str) -> dict[int, str]:
-        """By rank of this node, the segment that it has created last. Collective; `await_mapped` comes next."""
+        """Return the segment that each rank of this node has created last. Collective. `await_mapped` comes next."""
         self._rounds += 1
         self._control[self.rank].create(mine, self._rounds)
         for peer in self.near:
@@ -393,8 +417,12 @@ class RankGroup:
         grace_s: float = 0.0,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Return once `ready()`; raise PeerLost, or WaitTimeout with `explain()` at the bound. within_s: default, timeout_s.
-        grace_s: so much later, if a peer might say first what it waits for itself. look: called now and then, may raise."""
+        """Wait until `ready()`. Raises PeerLost, or WaitTimeout with `explain()` at the bound.
+
+        within_s: the bound. By default it is timeout_s.
+        grace_s: added to the bound if a peer may report first what it waits for itself.
+        look: a function that is called every 20 ms and may raise an error.
+        """
         bound_s = self.timeout_s if within_s is None else within_s
         for _ in range(50):
             if ready():
@@ -411,22 +439,25 @@ class RankGroup:
                 if not ready():
                     look()
                 next_check = now + _PEER_CHECK_S
-            if now >= deadline and not ready():  # it may have come while this process was stopped
+            if now >= deadline and not ready():  # it may have become ready while this process was stopped
                 raise self.fail(WaitTimeout(f"{explain()} after {bound_s:g} s"))
 
     def check_peers(self, ready: Callable[[], bool] = lambda: False, *, may_leave: bool = False) -> None:
-        """Raise if this group has failed here (on another lane), or if the ranks' calls differ. Unless `ready()` by now, also
-        if a peer is dead, has failed, has left too early, or, on another node, has been silent for too long.
+        """Raise an error if this group has failed, for example on another lane, or if the ranks' calls differ.
 
-        may_leave: nothing is awaited of the peers, so one that has closed its group is no error. Nor is one that closed after
-        all calls that this rank has begun: what it had to do in them is done, and another peer may merely be slow.
+        Unless `ready()`, also raise if a peer is dead, has failed, has left too early, or, on another node, has been silent for
+        too long. A peer that has closed the group after all calls that this rank has begun is no error, because it has done its
+        part.
+
+        may_leave: this rank does not wait for the peers, so a peer that has closed the group is no error.
         """
         if self.broken:
-            raise self._again(reason(self.broken))
+            raise self._repeat_failure(reason(self.broken))
         self._refresh()
         self._compare()
         dead = [p for p in self._peers if p in self.near and died(self.pids[p], self._starts[p])]
-        # In this order: a rank closes, and then its process ends. And once each: it may close at any time.
+        # The order matters: a rank closes before its process ends. Each state is read once, because a rank may close at any
+        # time.
         states = {p: self._control[p].state for p in self._peers}
         left = [p for p in states if states[p] == CLOSED and (may_leave or self._control[p].entered >= self.calls)]
         dead = [p for p in dead if p not in left]
@@ -435,7 +466,7 @@ class RankGroup:
         if not (dead or gone or silent) or ready():
             return
         # A dead rank is the reason for what other ranks report: name it first.
-        raise self.fail(PeerLost(self._ending((dead + gone + silent)[0])))
+        raise self.fail(PeerLost(self._describe_end((dead + gone + silent)[0])))
 
     def _refresh(self) -> None:
         """Fetch what ranks of other nodes have published."""
@@ -444,29 +475,30 @@ class RankGroup:
                 self._relay.refresh()
             except RuntimeError as error:
                 raise self.fail(
-                    PeerLost(f"the store of the group is lost, and with it the host that keeps it ({error})")
+                    PeerLost(f"the store of the group is lost, and with it the host that runs it ({error})")
                 ) from None
 
     def _silent_s(self, peer: int) -> float:
-        """For how long nothing new has come from a rank of another node that has not left."""
+        """Return for how many seconds a rank of another node has published nothing. It is 0 for a rank that has left."""
         closed = peer in self.near or self._control[peer].state == CLOSED
         return 0.0 if closed or self._relay is None else self._relay.silent_s(peer)
 
-    def _ending(self, peer: int) -> str:
+    def _describe_end(self, peer: int) -> str:
+        """Return how a peer has ended."""
         state = self._control[peer].state
         if state in ENDED_BADLY:
             return f"rank {peer} failed: {self._control[peer].failure}"
         if state != CLOSED and peer not in self.near:
-            return f"rank {peer}, on another node, has not been heard of for {self._silent_s(peer):.0f} s"
+            return f"rank {peer}, on another node, has been silent for {self._silent_s(peer):.0f} s"
         return f"rank {peer} has left the group" if state == CLOSED else f"rank {peer} (process {self.pids[peer]}) died"
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the rank's: what it wrote into shared memory, peers would take for the rank's."""
+        """Whether this process is a fork of the rank's process. A fork must not write into shared memory."""
         return os.getpid() != self.pids[self.rank]
 
     def fail(self, error: BaseException) -> BaseException:
-        """Signal to every peer why this rank cannot go on; returns `error`, to be raised. The first reason stands."""
+        """Publish why this rank cannot continue, and return `error`. If the rank has failed before, the first reason stays."""
         with self._failure_lock:
             if self.broken is None:
                 self.broken = error
@@ -477,18 +509,22 @@ class RankGroup:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Within, peers may wait for this rank: whatever is raised, be it Ctrl-C, fails the group, so that it ends theirs."""
+        """Return a context in which peers may wait for this rank. Any error, also Ctrl-C, fails the group and ends their
+        waits."""
         try:
             yield
         except BaseException as error:
-            self._is_raised()
+            self._note_raised()
             self.fail(error)
             raise
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Within, ranks work with what they have agreed on, so every rank should raise the same ValueErrors. If every rank
-        raises one, the group can be used on; if only some do, or for any other exception, it has failed, as in `failing`."""
+        """Return a context in which every rank uses agreed values, so that all ranks should raise the same ValueErrors.
+
+        If every rank raises one, the group stays usable. If only some do, or for any other exception, the group has failed as
+        in `failing`.
+        """
         refused: ValueError | None = None
         with self.failing():
             try:
@@ -501,58 +537,61 @@ class RankGroup:
             self._refuse(refused)
             raise refused
 
-    def _is_raised(self) -> None:
-        """A call of this rank's raises why the group has failed: `weft.close` need not."""
+    def _note_raised(self) -> None:
+        """Note that a call raises the failure of the group, so that `weft.close` need not."""
         with self._failure_lock:
             self._raised, self.unraised = True, None
 
     def fail_later(self, error: WeftError, *, unraised: bool) -> None:
-        """The group has failed, and no call of this rank's can raise that now: the next one does, with this error's words.
-        unraised: calls that have returned were under way, so that `weft.close` raises it, too, if no other call has."""
+        """Fail the group outside of a call. The next call raises this error.
+
+        unraised: calls that have returned are invalid, so `weft.close` raises the error if no other call has.
+        """
         self.fail(error)
         with self._failure_lock:
             self.broken = error
             self.unraised = error if unraised and not self._raised else None
 
-    def _again(self, text: str) -> WeftError:
-        """The failure of this group, to be raised once more: of its own type, with this text."""
+    def _repeat_failure(self, text: str) -> WeftError:
+        """Return an error of the type of this group's failure with another text."""
         return (type(self.broken) if isinstance(self.broken, WeftError) else WeftError)(text)
 
     def peer_failed(self) -> bool:
-        """Whether a peer has signalled that it has failed: what it sends from then on may be invalid."""
+        """Return whether a peer has failed. Data that it sends after that may be invalid."""
         return any(self._control[peer].state in ENDED_BADLY for peer in self._peers)
 
     def await_notified(self, within_s: float) -> None:
-        """After a failure that this rank knows of: returns when all ranks that live know of one, too, or after so long.
+        """Wait after a failure until all living ranks know of it, or until within_s is over.
 
-        Only then may a rank release what waits on its device: what that sends without having what it waited for, another rank
-        that knows of no failure would take for results.
+        Only then may a rank release the waits on its device. The released lanes send invalid data, which a rank that does not
+        know of the failure would mistake for results.
         """
         own = self._control[self.rank]
         if own.state == FAILED:
             own.state = NOTIFIED
             self._publish()
         deadline = time.monotonic() + within_s
-        with suppress(WeftError):  # who no longer publishes sends nothing, either
+        with suppress(WeftError):  # a rank that no longer publishes does not send data either
             while time.monotonic() < deadline and not all(self._was_notified(peer) for peer in self._peers):
                 time.sleep(1e-3)
                 self._refresh()
 
     def _was_notified(self, peer: int) -> bool:
-        """Whether no call of a peer's can end as if nothing had happened."""
+        """Return whether no call of a peer can return an invalid result without an error."""
         dead = peer in self.near and died(self.pids[peer], self._starts[peer])
         return dead or self._control[peer].state in (CLOSED, NOTIFIED)
 
     def _publish(self) -> None:
-        """Let other nodes see at once what this rank's segment says."""
+        """Send this rank's control segment to other nodes at once."""
         if self._relay:
             with suppress(RuntimeError):  # the store may be what is lost
                 self._relay.publish()
 
     def close(self) -> None:
-        """Leave. Peers that wait for this rank get PeerLost, and learn that no call of it goes on. Not collective.
+        """Leave the group. Peers that wait for this rank get PeerLost. Not collective.
 
-        The process group is let go of: kept in a reference cycle, its threads would run on until the interpreter ends.
+        The reference to the process group is dropped, because in a reference cycle its threads would run until the interpreter
+        ends.
         """
         own = self._control[self.rank]
         own.state = {RUNNING: CLOSED, FAILED: NOTIFIED}.get(own.state, own.state)
@@ -567,8 +606,10 @@ class RankGroup:
         self.__dict__.pop("group", None)
 
     def check_usable(self, remedies: tuple[str, str] = _REMEDIES) -> None:
-        """Raise WeftError if this group has failed here, or is another process's: with the reason, and of the failure's type.
-        remedies: what helps after a failure, and after the group was closed."""
+        """Raise an error of the failure's type if this group has failed, was closed, or belongs to another process.
+
+        remedies: the texts for a failed group and for a closed one.
+        """
         if self.forked:
             raise WeftError(
                 f"process {os.getpid()} is a fork of process {self.pids[self.rank]}, which is rank {self.rank} of this group: "
@@ -577,26 +618,26 @@ class RankGroup:
         if self._closed:
             raise WeftError(remedies[1])
         if self.broken:
-            self._is_raised()
-            raise self._again(remedies[0].format(reason(self.broken)))
+            self._note_raised()
+            raise self._repeat_failure(remedies[0].format(reason(self.broken)))
 
     @cached_property
     def _peers(self) -> list[int]:
-        """All other ranks, the next one first."""
+        """All other ranks, beginning with the next one."""
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
     def _await_count(
         self, peer: int, what: Literal["entered", "created", "mapped"], value: int, within_s: float | None = None
     ) -> None:
-        """Wait until a peer has entered so many calls, say."""
+        """Wait until a count of a peer, such as the calls that it has entered, reaches a value."""
         control = self._control[peer]
         self.until(
             lambda: getattr(control, what) >= value,
             lambda: (
                 f"rank {self.rank}, lane host, step 0 (wait {what}[{peer}]@{peer}): expected {value}, "
-                f"seen {getattr(control, what)}; rank {peer} did not arrive{self._captures(peer)}"
+                f"seen {getattr(control, what)}; rank {peer} did not arrive{self._compare_captures(peer)}"
             ),
             within_s,
             grace_s=_SAYS_S,
-            look=self._gave_up(peer, value) if what == "entered" else lambda: None,
+            look=self._make_look(peer, value) if what == "entered" else lambda: None,
         )

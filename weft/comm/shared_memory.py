@@ -48,7 +48,7 @@ class SharedSegment:
             unlink(name)
             if not isinstance(error, OSError):
                 raise
-            raise ValueError(_refused(nbytes, error)) from None
+            raise ValueError(_describe_refusal(nbytes, error)) from None
         finally:
             os.close(descriptor)
 
@@ -95,7 +95,7 @@ class SharedSegment:
             self._mapping.close()
 
 
-def _refused(nbytes: int, error: OSError) -> str:
+def _describe_refusal(nbytes: int, error: OSError) -> str:
     """Why there is no segment of so many bytes, and what helps."""
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
     asked = f"shared memory: {nbytes} bytes asked, {free} free in {SHM} ({error.strerror})"

@@ -1,25 +1,25 @@
-"""The symmetric heap: memory of which every rank of a node has the same number of bytes, and which all of them can address.
+"""The symmetric heap allocates the same number of bytes on every rank of a node, and every rank can address all of them.
 
-    heap = group.heap(device)                one for each group and device; goes with the group
+    heap = group.heap(device)                one for each group and device; closed with the group
     piece = heap.allocate(nbytes)            collective: zeroed bytes on every rank
     piece.local                              this rank's bytes
-    piece.addresses                          where each rank's bytes lie, for this rank's device
+    piece.addresses                          the address of each rank's bytes, for this rank's device
     heap.free(piece)                         local
 
 On CPUs the memory is POSIX shared memory, which each rank maps. On GPUs it is torch's symmetric memory, without multicast. All
 ranks of a node allocate in the same order.
 
-Making memory of GPUs takes milliseconds, since handles are exchanged and peers' memory is mapped, and autotuning binds and
-drops several programs. With `reusable=True` what is freed is kept, by size, for the next allocation of that kind. Ranks free
-and allocate in the same order, so that they take the same piece without exchanging a word.
+Allocating GPU memory takes milliseconds, because handles are exchanged and peers' memory is mapped, and autotuning binds and
+drops several programs. With `reusable=True` a freed piece is cached by size for the next reusable allocation. Ranks free and
+allocate in the same order, so they take the same piece without communication.
 
-    allocate(nbytes, reusable=True) of a piece that was kept
-        all ranks settle      whoever used the piece last is done, everywhere
+    allocate(nbytes, reusable=True) of a cached piece
+        all ranks settle      the last use of the piece has ended on every rank
         zeroed                by its own rank
-        all ranks settle      nobody writes before it is zeroed
+        all ranks settle      no rank writes before it is zeroed
 
-That a GPU says it can reach a peer proves little in virtual machines. So the first piece is written by every peer and read from
-every peer, once; the error names the pair that fails.
+In virtual machines a GPU may report peer access that does not work. So every peer writes into the first piece and reads from it
+once. The error names the pair that fails.
 """
 
 from __future__ import annotations
@@ -41,17 +41,21 @@ if TYPE_CHECKING:
 
 _LEAST_BYTES = 1024
 _STEPS = 8
-"""Sizes of pieces that are kept are rounded up to an eighth of the power of two below them: at most 12.5% is lost, and most
-pieces fit again."""
+"""Sizes of reusable pieces are rounded up to a multiple of an eighth of the power of two below them. At most 12.5% is lost, and
+most pieces fit a later allocation."""
 _PROOF = 0x5EED0000
 _SETTLE_S = 600.0
-"""Bound of the wait for all devices, where that of calls is less: a rank may compile what others find compiled."""
+"""The least bound of the wait for all devices, in s. One rank may compile a kernel that the others find compiled."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SymmetricPlace:
-    """Where a tensor lies in symmetric memory. piece: the number of its piece, the same on every rank. by_rank: the same bytes
-    of every rank."""
+    """A SymmetricPlace says where a tensor is stored in symmetric memory.
+
+    piece: the number of its piece, the same on every rank.
+    offset: the byte within the piece.
+    by_rank: the same bytes of every rank.
+    """
 
     piece: int
     offset: int
@@ -62,8 +66,13 @@ class SymmetricPlace:
 
 
 class Allocation(ABC):
-    """Bytes on every rank of a node. ranks: of the node. rank: this one. number: the same on every rank. nbytes: at least as
-    many as were asked for."""
+    """An Allocation is a piece of symmetric memory: as many bytes on every rank of a node.
+
+    ranks: the ranks of the node.
+    rank: this rank.
+    number: the number of the piece, the same on every rank.
+    nbytes: its size, which is at least what was asked for.
+    """
 
     def __init__(self, number: int, nbytes: int, ranks: range, rank: int) -> None:
         self.number, self.nbytes, self.ranks, self.rank = number, nbytes, ranks, rank
@@ -76,14 +85,14 @@ class Allocation(ABC):
     @property
     @abstractmethod
     def addresses(self) -> list[int]:
-        """By rank within the node, where its bytes begin for this rank's device."""
+        """The address of each rank's bytes for this rank's device, by rank within the node."""
 
     @abstractmethod
     def view(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """The bytes of a rank from `offset` on as a matrix."""
+        """Return the bytes of a rank from `offset` on as a matrix."""
 
     def close(self) -> None:
-        """Let go of the memory. It goes once no tensor on it is left."""
+        """Release the memory. It is freed once no tensor refers to it."""
         self.__dict__.pop("_by_rank", None)
 
     @cached_property
@@ -93,7 +102,7 @@ class Allocation(ABC):
         return tuple(self.local if rank == self.rank else theirs for rank, theirs in others)
 
     def find(self, tensor: torch.Tensor) -> SymmetricPlace | None:
-        """Where a contiguous tensor of this rank lies in the piece; None if it does not."""
+        """Return where a contiguous tensor of this rank is stored in the piece. Return None if it is stored elsewhere."""
         offset, nbytes = tensor.data_ptr() - self.local.data_ptr(), tensor.numel() * tensor.element_size()
         if not nbytes or not 0 <= offset <= self.nbytes - nbytes:
             return None
@@ -103,7 +112,7 @@ class Allocation(ABC):
 
 
 class HostAllocation(Allocation):
-    """In shared memory. segments: those of `ranks`."""
+    """A HostAllocation is a piece in shared memory. segments: the shared memory of each of `ranks`."""
 
     def __init__(self, number: int, ranks: range, rank: int, segments: Sequence[SharedSegment]) -> None:
         super().__init__(number, segments[ranks.index(rank)].nbytes, ranks, rank)
@@ -121,7 +130,7 @@ class HostAllocation(Allocation):
         return self._segments[rank].matrix(offset, rows, cols, dtype)
 
     def words(self, rank: int, count: int | None = None) -> AtomicWords:
-        """A rank's bytes, or the first of them, as words that are read and written atomically. count: default, all."""
+        """Return the first `count` words of a rank, which are read and written atomically. By default return all."""
         return self._segments[rank].words(0, count)
 
     def close(self) -> None:
@@ -131,7 +140,11 @@ class HostAllocation(Allocation):
 
 
 class DeviceAllocation(Allocation):
-    """In torch's symmetric memory. handle: torch's, of `ranks`. reusable: whether it is kept once it is freed."""
+    """A DeviceAllocation is a piece of torch's symmetric memory.
+
+    handle: torch's handle, of `ranks`.
+    reusable: whether it is cached when it is freed.
+    """
 
     def __init__(self, number: int, ranks: range, rank: int, memory: torch.Tensor, handle: Any, *, reusable: bool) -> None:
         super().__init__(number, memory.numel(), ranks, rank)
@@ -154,8 +167,10 @@ class DeviceAllocation(Allocation):
 
 
 class SymmetricHeap(ABC):
-    """The memory that the ranks of a node share on one kind of device. What fails in an allocation ends the group's calls on
-    all ranks: a peer may have found memory, and waits."""
+    """A SymmetricHeap allocates the memory that the ranks of a node share on one kind of device.
+
+    An error in an allocation ends the group's calls on all ranks, because a peer may have succeeded, and then waits.
+    """
 
     def __init__(self, group: RankGroup) -> None:
         self.group, self._made = group, 0
@@ -163,130 +178,144 @@ class SymmetricHeap(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int, *, reusable: bool = False) -> Allocation:
-        """Zeroed bytes on every rank. Collective. reusable: where making memory is slow, `free` keeps it for the next
-        allocation that is reusable."""
+        """Allocate zeroed bytes on every rank. Collective.
+
+        reusable: if allocating is slow on this device, `free` caches the piece for the next reusable allocation.
+        """
 
     def free(self, piece: Allocation) -> None:
-        """Give a piece back that nothing on any rank uses any more. Memory that is not kept goes once no tensor on it is
-        left."""
+        """Free a piece that no rank uses any more. Memory that is not cached is freed once no tensor refers to it."""
         if self._live.pop(piece.number, None) is not None:
             piece.close()
 
-    def free_kept(self) -> None:
-        """Free what is kept to be allocated again; here, nothing. In the same order among allocations on every rank."""
+    def free_cached(self) -> None:
+        """Free the cached pieces; here there are none. All ranks call it between the same two allocations."""
         return
 
     def close(self) -> None:
         """Free everything."""
-        self.free_kept()
+        self.free_cached()
         while self._live:
             self._live.popitem()[1].close()
 
-    def _number(self) -> int:
+    def _next_number(self) -> int:
         self._made += 1
         return self._made
 
 
 class HostHeap(SymmetricHeap):
-    """Of ranks on CPUs, in shared memory. Pieces are made quickly, and none is kept."""
+    """A HostHeap allocates shared memory for ranks on CPUs. Allocating is quick, so nothing is cached."""
 
     def allocate(self, nbytes: int, *, reusable: bool = False) -> HostAllocation:
-        """As SymmetricHeap.allocate. Raises ValueError where shared memory is too small for it."""
+        """Allocate as SymmetricHeap.allocate does. Raises ValueError if shared memory is too small."""
         group = self.group
         group.check_usable()
         with group.failing():
             mine = SharedSegment.create("data", nbytes)
             try:
                 names = group.exchange_names(mine.name)
-                segments = [mine if peer == group.rank else self._opened(peer, name) for peer, name in names.items()]
+                segments = [mine if peer == group.rank else self._open(peer, name) for peer, name in names.items()]
                 group.await_mapped()
             finally:
                 unlink(mine.name)
-            piece = HostAllocation(self._number(), group.near, group.rank, segments)
+            piece = HostAllocation(self._next_number(), group.near, group.rank, segments)
         self._live[piece.number] = piece
         return piece
 
-    def _opened(self, peer: int, name: str) -> SharedSegment:
+    def _open(self, peer: int, name: str) -> SharedSegment:
         try:
             return SharedSegment.open(name)
-        except FileNotFoundError:  # the peer has lost another rank, say, and has taken its own back: it reports that next
-            self.group.until(lambda: False, lambda: f"rank {peer} has taken back a segment, and has not said why")
+        except (
+            FileNotFoundError
+        ):  # the peer has removed its segment, for example because it has lost another rank, which it reports next
+            self.group.until(
+                lambda: False, lambda: f"rank {peer} has removed a segment of shared memory, and has not reported an error"
+            )
             raise
 
 
 class DeviceHeap(SymmetricHeap):
-    """Of ranks on GPUs, in torch's symmetric memory. device: this rank's."""
+    """A DeviceHeap allocates torch's symmetric memory for ranks on GPUs. device: this rank's GPU."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         super().__init__(group)
         self.device = device
-        self._kept: dict[int, list[DeviceAllocation]] = {}
-        self._proved = False
+        self._cached: dict[int, list[DeviceAllocation]] = {}
+        self._peer_access_checked = False
 
     @cached_property
     def _rendezvous(self) -> HandleExchange:
         return rendezvous_of(self.group)
 
     def allocate(self, nbytes: int, *, reusable: bool = False) -> DeviceAllocation:
-        """As SymmetricHeap.allocate. Raises torch.OutOfMemoryError, ValueError where a peer cannot be reached, and as
-        HandleExchange.exchange."""
+        """Allocate as SymmetricHeap.allocate does.
+
+        Raises torch.OutOfMemoryError, ValueError if the memory of a peer cannot be reached, and what HandleExchange.exchange
+        raises.
+        """
         with self.group.failing():
-            size = rounded(nbytes) if reusable else max(_LEAST_BYTES, nbytes)
-            kept = self._kept.get(size) if reusable else None
-            piece = self._cleared(kept.pop()) if kept else self._new(size, reusable=reusable)
+            size = reusable_size(nbytes) if reusable else max(_LEAST_BYTES, nbytes)
+            cached = self._cached.get(size) if reusable else None
+            piece = self._clear(cached.pop()) if cached else self._allocate_new(size, reusable=reusable)
         self._live[piece.number] = piece
         return piece
 
     def free(self, piece: Allocation) -> None:
         if self._live.pop(piece.number, None) is not None and isinstance(piece, DeviceAllocation) and piece.reusable:
-            self._kept.setdefault(piece.nbytes, []).append(piece)
+            self._cached.setdefault(piece.nbytes, []).append(piece)
 
     @property
-    def kept_bytes(self) -> int:
-        """What is kept to be allocated again. The same on every rank."""
-        return sum(size * len(pieces) for size, pieces in self._kept.items())
+    def cached_bytes(self) -> int:
+        """The bytes of all cached pieces. They are the same on every rank."""
+        return sum(size * len(pieces) for size, pieces in self._cached.items())
 
-    def free_kept(self) -> None:
-        self._kept.clear()
+    def free_cached(self) -> None:
+        self._cached.clear()
 
     def settle(self) -> None:
-        """Wait until every rank has come here, and its GPU has ended what its current stream has: not what other streams have,
-        which may wait for a peer. Collective. Bounded, and peers are watched: no collective of the process group would be."""
+        """Wait until the current stream of every rank has completed its work. Collective.
+
+        Other streams are not waited for, because they may wait for a peer. The wait is bounded and detects lost peers, which a
+        collective of the process group would not do.
+        """
         bound_s = max(self.group.timeout_s, _SETTLE_S)
         self.group.until(
             enqueued(self.device),
             lambda: (
-                f"rank {self.group.rank}: what torch's current stream had before this call has not ended; if it waits for a "
+                f"rank {self.group.rank}: the work on torch's current stream before this call has not ended; if it waits for a "
                 "receive or a collective that a peer begins after this call, make the first call of each size before that"
             ),
             bound_s,
         )
         self.group.enter("call: settle", within_s=bound_s)
 
-    def _new(self, nbytes: int, *, reusable: bool) -> DeviceAllocation:
-        """All ranks settle once each has its memory, since the rendezvous watches nobody."""
+    def _allocate_new(self, nbytes: int, *, reusable: bool) -> DeviceAllocation:
+        """Allocate memory and map that of the peers.
+
+        All ranks settle after the allocation, because torch's rendezvous does not detect lost peers.
+        """
         area = empty(nbytes, self.device)
         self.settle()
         handle = self._rendezvous.exchange(area)
         area.zero_()
         group, memory = self.group, held(area, handle)
-        piece = DeviceAllocation(self._number(), group.near, group.rank, memory, handle, reusable=reusable)
+        piece = DeviceAllocation(self._next_number(), group.near, group.rank, memory, handle, reusable=reusable)
         self.settle()
-        if not self._proved:
-            self._prove(memory, handle)
-            self._proved = True
-            piece = self._cleared(piece)
+        if not self._peer_access_checked:
+            self._check_peer_access(memory, handle)
+            self._peer_access_checked = True
+            piece = self._clear(piece)
         return piece
 
-    def _cleared(self, piece: DeviceAllocation) -> DeviceAllocation:
-        """The piece, zeroed, once whoever used it last is done on every rank."""
+    def _clear(self, piece: DeviceAllocation) -> DeviceAllocation:
+        """Zero a piece after its last use has ended on every rank, and return it."""
         self.settle()
         piece.local.zero_()
         self.settle()
         return piece
 
-    def _prove(self, memory: torch.Tensor, handle: Any) -> None:
-        """Every rank writes a word at every peer, and reads one back."""
+    def _check_peer_access(self, memory: torch.Tensor, handle: Any) -> None:
+        """Write a word into the memory of every peer, and read one from it. Raises ValueError if a value is wrong."""
         names = self.group.near
         rank, size = names.index(self.group.rank), len(names)
         words = [handle.get_buffer(peer, (2 * size,), torch.int32, 0) for peer in range(size)]
@@ -300,23 +329,23 @@ class DeviceHeap(SymmetricHeap):
                 pair = f"{names[rank]} and {names[peer]}"
                 raise ValueError(
                     f"group: the GPUs of ranks {pair} do not reach each other's memory (written {written[peer]:#x}, "
-                    f"read {read[peer]:#x}, expected {_PROOF + peer:#x}); weft needs peer access: try `weft doctor`"
+                    f"read {read[peer]:#x}, expected {_PROOF + peer:#x}); weft needs peer access; run `weft doctor`"
                 )
 
 
-def rounded(nbytes: int) -> int:
-    """The size of a piece that is kept, from which `nbytes` are taken."""
+def reusable_size(nbytes: int) -> int:
+    """Return the size of a reusable piece for `nbytes`."""
     nbytes = max(_LEAST_BYTES, nbytes)
     step = max(_LEAST_BYTES, 1 << (nbytes.bit_length() - 1)) // _STEPS
     return -(-nbytes // step) * step
 
 
 def rendezvous_of(group: RankGroup) -> HandleExchange:
-    """Torch's rendezvous of the ranks of this one's node."""
+    """Return the exchange of memory handles between the ranks of this node."""
     store = group.store(f"symmetric memory {group.near.start}")
     return HandleExchange(store, rank=group.near.index(group.rank), size=len(group.near))
 
 
 def heap_of(group: RankGroup, device: torch.device) -> SymmetricHeap:
-    """The heap of a group's ranks on a kind of device."""
+    """Return a new heap of a group's ranks on a kind of device."""
     return HostHeap(group) if device.type == "cpu" else DeviceHeap(group, device)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 class Remembered:
     """Texts by numbers of `lowest` to `end` - 1, and back. A text's number is a digest of it, so that ranks give the same text
     the same one, in whatever order they come to texts; another one has another number, but for one in so many as there are.
-    most: texts that are kept, the newest."""
+    most: the number of the newest texts that are remembered."""
 
     def __init__(self, lowest: int, end: int, *, most: int = 4096) -> None:
         self._lowest, self._end, self._most = lowest, end, most

@@ -2,7 +2,7 @@
 
 Resource-aware overlap's second control (arXiv 2606.09200). Where blocks of two kernels wait for room on an SM, those of the
 stream of higher priority get it first; blocks that run are not stopped. So priority alone lets a collective start only as
-blocks of the compute kernel end, and a cap on that kernel's residency (weft.overlap.controls.shape) lets it start beside them.
+blocks of the compute kernel end, and a cap on that kernel's residency (weft.overlap.controls.shape) lets it start concurrently.
 
 Numbers are CUDA's: 0 is every stream's usual priority, and lower ones come first. The same holds on ROCm, untested.
 
@@ -116,14 +116,14 @@ def priority_number(priority: Priority) -> int:
 
 @contextmanager
 def lane_priority(priority: Priority) -> Iterator[None]:
-    """Groups that run their first schedule of weft's within have lanes of this priority beside the compute lane: copies, and
-    blocks that communicate. Elsewhere it is -1.
+    """Groups that run their first schedule of weft's within have lanes of this priority in addition to the compute lane:
+    copies, and blocks that communicate. Elsewhere it is -1.
 
     A group keeps what it has, also after the context, until `weft.close(group)`. The compute lane is the caller's stream.
     Raises ValueError for a priority that is not above 0: a lane that waits may share no hardware queue with the caller.
     """
     if priority == "normal" or (isinstance(priority, int) and priority >= 0):
-        raise ValueError(f'priority is {priority!r}; lanes beside the stream of a call need one above its own: "high", or -1')
+        raise ValueError(f'priority is {priority!r}; lanes need a priority above that of the stream of a call: "high", or -1')
     token = _LANES.set(priority)
     try:
         yield

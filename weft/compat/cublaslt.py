@@ -1,10 +1,10 @@
-"""cuBLASLt as torch has loaded it: which algorithms it knows for a product, and one of them enqueued.
+"""This module asks cuBLASLt for the algorithms of a product, and enqueues one of them.
 
-torch takes the first that cuBLAS names; here one can ask for more. Six functions of C, by ctypes: the library's own Python
-bindings (nvmath-python) need two more packages, and one process in which all of them load. Numbers are those of cublasLt.h
-(CUDA 12 and 13), and are kept by its promise not to renumber.
+torch takes the first algorithm that cuBLAS returns; this module can ask for more. It calls six C functions by ctypes, because
+the library's Python bindings (nvmath-python) need two more packages. The numbers are those of cublasLt.h (CUDA 12 and 13),
+which promises not to renumber.
 
-cuBLASLt lays matrices out by columns. So it is asked for the transpose: out.T [n, m] = b.T [n, k] @ a.T [k, m].
+cuBLASLt stores matrices by columns. So it computes the transpose: out.T [n, m] = b.T [n, k] @ a.T [k, m].
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
 _TRANSPOSES = (3, 4)
 """Attributes of a product: whether its first, and its second factor is transposed."""
 _WORKSPACE_BYTES, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
-"""Preferences: at most so many bytes; how partial sums may be added up; how all four matrices are aligned."""
+"""Preferences: the bytes of the workspace, how partial sums are added, and the alignment of the four matrices."""
 _SUMS_IN_FLOAT32 = 2
 ALIGN_BYTES = 16
-"""Of every matrix, and of its rows (or columns)."""
+"""The alignment of every matrix, and of its rows (or columns)."""
 
 
 class Algorithm(ctypes.Structure):
@@ -78,7 +78,7 @@ def library(device: int) -> Library:
 
 
 def stored(matrix: torch.Tensor) -> tuple[int, int, int, bool] | None:
-    """(rows, columns, leading dimension, transposed) of a matrix's transpose, by columns; None if it does not lie so."""
+    """Return (rows, columns, leading dimension, transposed) of a matrix's transpose stored by columns, or None if it is not."""
     rows, cols = matrix.shape
     down, across = matrix.stride()
     if across == 1 and down >= cols:
@@ -89,9 +89,11 @@ def stored(matrix: torch.Tensor) -> tuple[int, int, int, bool] | None:
 
 
 class CublasProduct:
-    """out = a @ b, or out += a @ b, for tensors that lie as these do; 16-bit factors, out of their dtype or float32.
+    """A CublasProduct computes out = a @ b, or out += a @ b, for tensors with the layout of these.
 
-    sums are float32's. rows: of a and out, where the algorithms of another number of rows are asked for.
+    The factors have 16 bits, out has their dtype or float32, and sums are float32.
+
+    rows: the rows of a and out, if they differ from those of the tensors.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class CublasProduct:
     ) -> None:
         self._library = of
         first, second, result = stored(b), stored(a), stored(out)
-        assert first, "a matrix lies otherwise: see supports()"
+        assert first, "supports() excludes other layouts"
         assert second
         assert result
         if rows is not None:
@@ -133,7 +135,7 @@ class CublasProduct:
         return layout
 
     def algorithms(self, most: int, workspace: int) -> list[Algorithm]:
-        """Those that cuBLAS thinks fastest, first first, within so many bytes of workspace; none where it knows none."""
+        """Return the algorithms that cuBLAS expects to be fastest, within a workspace in bytes. It may return none."""
         wanted = c_void_p()
         self._library.ask("MatmulPreferenceCreate", byref(wanted))
         try:
@@ -151,7 +153,7 @@ class CublasProduct:
         return [one for one in found[: count.value] if one.state == 0] if known else []
 
     def takes(self, algorithm: Algorithm, workspace: int) -> bool:
-        """Whether another product's algorithm will do for this one, within so many bytes; says how many it needs."""
+        """Return whether another product's algorithm works for this one, and set the workspace that it needs."""
         found = Algorithm()
         handle = c_void_p(self._library.handle)
         if not self._library.knows("MatmulAlgoCheck", handle, self._product, *self._layouts, algorithm.algo, byref(found)):
@@ -197,8 +199,8 @@ def supports(matrices: Sequence[torch.Tensor]) -> bool:
     found = [stored(matrix) for matrix in matrices]
     return (
         all(
-            lies is not None and lies[2] * matrix.element_size() % ALIGN_BYTES == 0
-            for lies, matrix in zip(found, matrices, strict=True)
+            layout is not None and layout[2] * matrix.element_size() % ALIGN_BYTES == 0
+            for layout, matrix in zip(found, matrices, strict=True)
         )
         and not (found[2] or (0, 0, 0, True))[3]
     )

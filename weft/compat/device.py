@@ -97,7 +97,7 @@ def memory_gbps(found: Any) -> float:
 
 
 def gpu_number(device: torch.device) -> int:
-    """What tells a GPU from all others, for those that may see it by another index."""
+    """Return a number that identifies a GPU for processes in which it has another index."""
     return int(hashlib.sha256(str(torch.cuda.get_device_properties(device).uuid).encode()).hexdigest()[:12], 16)
 
 

@@ -16,7 +16,8 @@ _ALIGN_BYTES = 16
 
 def takes(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, recipe: str) -> bool:
     """Whether torch has a kernel for the product: of a result of this dtype; rowwise and blockwise, of a b of float8_e4m3fn.
-    Blockwise only where four scales lie together along M and along K: how torch wants them otherwise depends on its version."""
+    Blockwise only where four scales are adjacent along M and along K. For other layouts torch's format depends on its
+    version."""
     if recipe == "blockwise" and (a.shape[0] % 4 or a.shape[1] % 512):
         return False
     return out.dtype in OUT_DTYPES[recipe] and (recipe == "tensorwise" or b.dtype == torch.float8_e4m3fn)

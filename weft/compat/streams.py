@@ -83,7 +83,7 @@ class Driver:
     def copier(self, *, rows: int, row_bytes: int, pitches: tuple[int, int]) -> Callable[[int, int, int], None]:
         """A function (dst, src, stream) that copies `rows` rows; pitches: bytes from row to row, of source and destination.
 
-        A copy engine's, also of rows that do not follow each other, if one side lies on a peer.
+        A copy engine does it, also for rows that are not adjacent, if one side is on a peer.
         """
         if rows == 1 or pitches == (row_bytes, row_bytes):
             copy, nbytes = self.api.cuMemcpyAsync, rows * row_bytes
@@ -136,13 +136,13 @@ class Driver:
         return int(number)
 
     def memory_at(self, address: int) -> int | None:
-        """The number of the memory at an address of a GPU's. No other memory of this process ever has it, so it tells whether
-        memory was freed and other memory came to lie there. None where the driver has no number."""
+        """The number of the memory at an address of a GPU's. No other memory of this process ever has it, so it shows whether
+        the memory was freed and other memory has the address now. None if the driver has no number."""
         error, number = self.api.cuPointerGetAttribute(self._buffer_id, address)
         return None if error else int(number)
 
     def memory_behind(self, address: int, nbytes: int) -> list[tuple[int, int]] | None:
-        """(an address, the number of the memory there) for all that lies behind nbytes: several where they were mapped piece
+        """(an address, the number of the memory there) for all memory within nbytes: several where they were mapped piece
         by piece, as torch's expandable segments are. None where the driver does not say."""
         found, end = [], address + nbytes
         while address < end:

@@ -40,7 +40,7 @@ from weft.compat.storages import users
 from weft.core.errors import WaitTimeout
 
 BOUND_S = 60.0
-"""Of a wait in a rendezvous, to which all ranks have come: for what dies on the way."""
+"""The bound in s of a wait in a rendezvous that all ranks have reached, in case a rank dies during it."""
 _ALONE = threading.Lock()
 """Held by the thread that is in a rendezvous: torch has one socket for it in a process."""
 _PATIENCE_S = 0.2

@@ -124,7 +124,7 @@ class DecoderTokens(Tokens):
             return self.total
         batch, own = x.shape[:2]
         group = GROUPS.state(self.mesh.get_group().group_name)
-        lengths = group.numbers("tokens of a module that a checkpoint computes again", own)
+        lengths = group.exchange_numbers("tokens of a module that a checkpoint computes again", own)
         if len(set(lengths)) > 1 or self.many(batch, own):
             return sum(lengths)
         whole, part = ((batch, own, kind) in self._seen for kind in (True, False))

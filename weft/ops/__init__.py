@@ -15,7 +15,7 @@ Each file has its operators from the public function to the backward; common.py 
     embedding.py              embedding_bag_all_to_all; its arguments in embedding_arguments.py, optimizers.py for its backward
     column_parallel.py        linears of a replicated input, for weft.models; replicated.py has such tensors' gradients
     quantised_linears.py      the same with FP8 weights, for inference
-    experts.py                what lies around the matmuls of experts, for weft.models
+    experts.py                the operations around the matmuls of experts, for weft.models
     collective.py             a collective alone, for weft.collectives
 """
 
@@ -30,8 +30,8 @@ from weft.ops.common import group_of
 from weft.ops.embedding import embedding_bag_all_to_all
 from weft.ops.optimizers import SGD, RowwiseAdagrad
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+from weft.runtime.autotune import Choices
 from weft.runtime.groups import GROUPS
-from weft.runtime.trial import Choices
 
 __all__ = [
     "SGD",

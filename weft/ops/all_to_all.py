@@ -14,7 +14,7 @@ The operators of torch.library take flat matrices and a group's name. Shard d of
     weft::matmul_all_to_all(a [M, K], b [K, N], ...)   -> out [world_size * m, N]
     weft::all_to_all_matmul(a [M, K], b [K, N], ...)   -> [out [world_size * m, N], received [world_size * m, K] if asked for]
 
-The backward of each is the other one, which takes every row back to where it came from, overlapped with its matmul:
+The backward of each is the other one, which returns every row to its source, overlapped with its matmul:
 
     matmul_all_to_all    grad_a = back(grad_out) @ b^T       grad_b = a^T @ back(grad_out)
     all_to_all_matmul    grad_a = back(grad_out @ b^T)       grad_b = all_to_all(a)^T @ grad_out
@@ -100,8 +100,8 @@ def matmul_all_to_all(
         group: as for all_gather_matmul.
         schedule: as for all_gather_matmul; with splits "auto" and "planned" are "fused", and "sequential" is the other name.
         split_dim: what is cut by destination: 0 for rows, -1 for the product's columns.
-        splits: how many rows go where, in numbers that only the device knows; see below.
-        max_rows: with splits: the most rows that may arrive, on all ranks the same.
+        splits: the number of rows for each destination, a tensor on the device; see below.
+        max_rows: with splits, the most rows that may arrive. It is the same on all ranks.
 
     FP8: a and b, and scale_a, scale_b and the options that follow them, as for matmul_reduce_scatter; with splits see below.
     Not with split_dim=-1.
@@ -109,9 +109,9 @@ def matmul_all_to_all(
     Returns out [world_size * m, ..., N]: the rows for this rank from every rank, in the order of ranks. Raises as
     all_gather_matmul does.
 
-    **splits**, for experts whose rows go home: int32 or int64 on a's device, [world_size] rows by destination; or, with b
-    [experts, K, N], [experts, world_size] rows by expert and destination. Then a [rows, K] has its rows in that order, and may
-    have more. Ranks may have different numbers of rows: in the backward their hosts tell each other how many.
+    **splits**, for experts that return rows to their ranks: int32 or int64 on a's device, [world_size] rows by destination; or,
+    with b [experts, K, N], [experts, world_size] rows by expert and destination. Then a [rows, K] has its rows in that order,
+    and may have more. Ranks may have different numbers of rows. In the backward the hosts exchange these numbers.
 
     Returns (out [max_rows, N], counts int32 [world_size, experts], or [world_size] for a b of two dimensions): rows by the rank
     that they come from and by its expert; those past the counts are zero. No host waits for a device. What does not fit (in a,
@@ -151,11 +151,14 @@ def matmul_all_to_all(
     else:
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit}
         (out,) = scaled_matmul("matmul_all_to_all", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
-    return _shaped(out, a, rank, world_size)
+    return _restore_shape(out, a, rank, world_size)
 
 
 class _Shares(NamedTuple):
-    """Options of both operators. unit: rows of the flat a for one entry of its first dimension, which are not cut."""
+    """_Shares holds the options of both operators.
+
+    unit: the rows of the flat a for one entry of its first dimension, which stay together.
+    """
 
     group: str
     rank: int
@@ -170,7 +173,7 @@ def _combine(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor
 
 
 def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor:
-    return a.new_empty(_arriving(a.shape[0], *options[1:4]), b.shape[1])
+    return a.new_empty(_count_arriving_rows(a.shape[0], *options[1:4]), b.shape[1])
 
 
 def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -182,7 +185,7 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), options = ctx.saved_tensors, ctx.options
     rows, spec = a.shape[0], backward_schedule(options.schedule, "all_to_all_matmul")
     home = options._replace(schedule=spec)
-    grad_a, back = _all_to_all_matmul(_padded(grad, rows, options), b.t(), *home, True)
+    grad_a, back = _all_to_all_matmul(_pad_gradient(grad, rows, options), b.t(), *home, True)
     return grad_a[:rows], a.t() @ back[:rows]
 
 
@@ -265,9 +268,9 @@ def all_to_all_matmul(
         b: as for matmul_all_to_all; with gather_dim=-1 [world_size * k, N].
         group: as for all_gather_matmul.
         schedule: as for all_gather_matmul; with splits "auto" and "planned" are "fused", and "sequential" is the other name.
-        gather_dim: how received rows lie: 0 for below each other, -1 for side by side.
-        splits: how many rows go where, in numbers that only the device knows; see below.
-        max_rows: with splits: the most rows that may arrive, on all ranks the same.
+        gather_dim: 0 concatenates received rows along the first dimension, -1 along the last one.
+        splits: the number of rows for each destination, a tensor on the device; see below.
+        max_rows: with splits, the most rows that may arrive. It is the same on all ranks.
         return_received: also return the rows that were multiplied.
 
     FP8: a and b, and scale_a, scale_b and the options that follow them, as for all_gather_matmul; with splits see below. Not
@@ -278,19 +281,19 @@ def all_to_all_matmul(
     all_gather_matmul does.
 
     **splits**, for tokens that are dispatched to experts: [world_size] rows by destination, or, with b [experts, K, N],
-    [world_size, experts] (or flat) rows by destination and its expert; a [rows, K] has its rows in that order. What arrives
-    lies by this rank's experts, then by the rank that it comes from.
+    [world_size, experts] (or flat) rows by destination and its expert; a [rows, K] has its rows in that order. The rows that
+    arrive are ordered by this rank's experts, then by source rank.
 
     Returns (out [max_rows, N], counts int32 [experts, world_size], or [world_size]; with return_received the rows [max_rows,
     K], and of FP8 their scales). FP8 rows travel as they are, with their scales, which is about half of the bytes. counts are
-    the splits of the matmul_all_to_all that takes the rows home, to the places that they came from:
+    the splits of the matmul_all_to_all that returns the rows to their sources:
 
         hidden, counts = all_to_all_matmul(tokens, up, splits=splits, max_rows=capacity)
         home, _ = matmul_all_to_all(act(hidden), down, splits=counts, max_rows=len(tokens))
 
     All else is as there.
 
-    **gather_dim=-1** lays the received rows side by side, in the order of ranks, instead of below each other: b is
+    **gather_dim=-1** concatenates the received rows along the last dimension, in the order of ranks. b is
     [world_size * k, N] for a [M, ..., k], whose first dimension must be a multiple of world_size.
 
     Returns out [m, ..., N]; with return_received, (that, received [m, ..., world_size * k]). So Ulysses' attention goes back
@@ -320,7 +323,7 @@ def all_to_all_matmul(
     else:
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "return_gathered": return_received}
         results = scaled_matmul("all_to_all_matmul", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
-    out, *received = [_shaped(one, a, rank, world_size) for one in results]
+    out, *received = [_restore_shape(one, a, rank, world_size) for one in results]
     return (out, *received) if return_received else out
 
 
@@ -330,21 +333,21 @@ def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_receive
 
 
 def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> list[torch.Tensor]:
-    rows = _arriving(a.shape[0], *options[1:4])
+    rows = _count_arriving_rows(a.shape[0], *options[1:4])
     return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, a.shape[1])] * return_received
 
 
 def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
     a, b, ctx.options, ctx.return_received = inputs
-    # Zeros for received rows that nobody has used would go through the whole backward.
+    # Without this, zeros would go through the whole backward if the received rows have no gradient.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, b, *outputs[1:])
 
 
 def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    (a, b, *kept), options = ctx.saved_tensors, ctx.options
+    (a, b, *saved), options = ctx.saved_tensors, ctx.options
     rows = a.shape[0]
-    grad = a.new_zeros(_arriving(rows, *options[1:4]), b.shape[1]) if grads[0] is None else grads[0]
+    grad = a.new_zeros(_count_arriving_rows(rows, *options[1:4]), b.shape[1]) if grads[0] is None else grads[0]
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
         factors, columns = grad, b
@@ -354,15 +357,16 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
             columns = torch.cat([b, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)], 1)
         spec = backward_schedule(options.schedule, "matmul_all_to_all")
         home = options._replace(schedule=spec)
-        grad_a = _matmul_all_to_all(_padded(factors, rows, options), columns.t(), *home)[:rows]
+        grad_a = _matmul_all_to_all(_pad_gradient(factors, rows, options), columns.t(), *home)[:rows]
     if ctx.needs_input_grad[1]:
-        # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
-        received = kept[0] if kept else _received_again(a, no_columns(b, grad if grad_a is None else grad_a), options)
+        # Saving the received rows would cost as much memory as a from forward to backward, so they are exchanged again by
+        # default.
+        received = saved[0] if saved else _receive_again(a, no_columns(b, grad if grad_a is None else grad_a), options)
         grad_b = received.t() @ grad
     return grad_a, grad_b
 
 
-def _received_again(a: torch.Tensor, nothing: torch.Tensor, options: _Shares) -> torch.Tensor:
+def _receive_again(a: torch.Tensor, nothing: torch.Tensor, options: _Shares) -> torch.Tensor:
     received: torch.Tensor = _all_to_all_matmul(a, nothing, *options._replace(schedule="sequential"), True)[1]
     return received
 
@@ -374,35 +378,37 @@ _all_to_all_matmul = define("all_to_all_matmul", _dispatch, _dispatch_fake, save
 
 
 def _is_columns(name: str, dim: int, splits: torch.Tensor | None) -> bool:
-    """Whether an exchange is between parts of rows and parts of columns. Raises ValueError that names the argument."""
+    """Return whether an exchange is between parts of rows and parts of columns. Raises ValueError for other values."""
     if not isinstance(dim, int) or dim not in (0, -1) or isinstance(dim, bool):
         raise ValueError(f"{name} is {dim!r}; it must be 0 (rows) or -1 (columns)")
     if dim and splits is not None:
-        raise ValueError(f"{name} is {dim}; with splits it must be 0: they count rows")
+        raise ValueError(f"{name} is {dim}; with splits it must be 0, because splits count rows")
     return dim == -1
 
 
-def _arriving(rows: int, rank: int, world_size: int, unit: int) -> int:
-    """How many flat rows a rank receives from all ranks, each of which has `rows`."""
+def _count_arriving_rows(rows: int, rank: int, world_size: int, unit: int) -> int:
+    """Return how many flat rows a rank receives from all ranks, each of which has `rows`."""
     low, high = split(rows // unit, world_size)[rank]
     return world_size * (high - low) * unit
 
 
-def _padded(grad: torch.Tensor, rows: int, options: _Shares) -> torch.Tensor:
-    """The gradients of the rows from every rank, with zeros behind each rank's if this rank's shard is shorter than the
-    longest. So the way back is an exchange of even shards, the first `rows` rows of which are those that were sent."""
-    longest = _arriving(rows, 0, options.world_size, options.unit)
+def _pad_gradient(grad: torch.Tensor, rows: int, options: _Shares) -> torch.Tensor:
+    """Return the gradients of the rows from every rank, padded with zeros to the longest shard.
+
+    Then the backward is an exchange of even shards. The first `rows` rows of its result belong to the rows that were sent.
+    """
+    longest = _count_arriving_rows(rows, 0, options.world_size, options.unit)
     if grad.shape[0] == longest:
         return grad.contiguous()
     own = grad.shape[0] // options.world_size
     padded = grad.new_zeros(options.world_size, longest // options.world_size, grad.shape[1])
-    # Also if there are no rows: all ranks must record this for a second derivative, or none.
+    # It is done even if there are no rows, because all ranks must record it for a second derivative, or none.
     padded[:, :own] = grad.reshape(options.world_size, own, grad.shape[1])
     return padded.flatten(0, 1)
 
 
-def _shaped(out: torch.Tensor, a: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """The rows that this rank has from every rank, with the middle dimensions of a."""
+def _restore_shape(out: torch.Tensor, a: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """Return the rows that this rank has from every rank, with the middle dimensions of a."""
     rows = rows_per_entry(a)
     if rows:
         return as_tensor(out, out.shape[0] // rows, a)

@@ -109,7 +109,7 @@ def _from_ranks_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.
 
 
 def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    (a, b, *kept), (group, world_size, schedule, return_received) = ctx.saved_tensors, ctx.options
+    (a, b, *saved), (group, world_size, schedule, return_received) = ctx.saved_tensors, ctx.options
     grad = a.new_zeros(a.shape[0] // world_size, b.shape[1]) if grads[0] is None else grads[0].contiguous()
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
@@ -123,7 +123,7 @@ def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tupl
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
         nothing = no_columns(b, grad if grad_a is None else grad_a)
-        received = kept[0] if kept else _all_to_all_columns_matmul(a, nothing, group, world_size, "sequential", True)[1]
+        received = saved[0] if saved else _all_to_all_columns_matmul(a, nothing, group, world_size, "sequential", True)[1]
         grad_b = received.t() @ grad
     return grad_a, grad_b
 

@@ -340,8 +340,8 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 
             raise ValueError(f"{name} has {b.shape[0]} rows, a has {columns} ({shape_of(a)} @ {shape_of(b)}); they must agree")
         # get_device, which is fast, is -1 for a tensor without memory, too.
         # An a of 16 or 32 bits is quantised for a b of FP8.
-        alike = b.dtype in FLOAT8 if is_float8 else a.dtype == b.dtype or (scaled and b.dtype in FLOAT8)
-        if not alike or b.get_device() != a.get_device() or b.is_cpu != a.is_cpu:
+        same_dtype = b.dtype in FLOAT8 if is_float8 else a.dtype == b.dtype or (scaled and b.dtype in FLOAT8)
+        if not same_dtype or b.get_device() != a.get_device() or b.is_cpu != a.is_cpu:
             raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
 
 

@@ -102,8 +102,8 @@ def embedding_bag_all_to_all(
         optimizer: weft.SGD or weft.RowwiseAdagrad: backward updates the tables in place and gives them no gradient. Tables
             share no memory then, and where per_sample_weights need a gradient, have not changed since their lookup.
 
-    Backward is collective: all ranks run it, or none; the gradient's way home is overlapped with sorting the indices. A rank
-    without tables takes part wherever gradients are enabled: if all tables are frozen, look up under torch.no_grad().
+    Backward is collective: all ranks run it, or none; the exchange of the gradient is overlapped with sorting the indices. A
+    rank without tables takes part wherever gradients are enabled: if all tables are frozen, look up under torch.no_grad().
 
     Returns out [m, N]: this rank's samples as torch.chunk cuts the batch; columns in the order of ranks, then tables: the
     layout of a table-wise sharded EmbeddingBagCollection. Raises ValueError for wrong shapes, dtypes or names; RankMismatch if

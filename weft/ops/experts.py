@@ -1,4 +1,4 @@
-"""What lies around the matmuls of experts, without communication: one Triton kernel each on GPUs, and two around a sort.
+"""The operations around the matmuls of experts, without communication: one Triton kernel each on GPUs, and two around a sort.
 
     weft::experts_route(index [T, k], experts, last)         -> order [T k], place [T, k], counts [experts]
     weft::experts_spread(x [T, H], place [T, k])             -> [T k, H]     rows[place[t, j]] = x[t]
@@ -8,7 +8,7 @@
 
 place is -1 for what names no expert. Each result is computed in float32 (float64 in float64) and rounded once. On CPUs torch
 computes the same; under Triton's interpreter the kernels run there. The gradient of experts_spread is experts_total without
-weights, and the other way round.
+weights, and vice versa.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _by_kernels(x: torch.Tensor) -> bool:
     """Whether a kernel computes it. Triton's interpreter has no bfloat16."""
     if x.is_cuda:
         return x.dtype in _KERNEL_DTYPES
-    return _interpreted() and x.dtype in _KERNEL_DTYPES[1:]
+    return _uses_interpreter() and x.dtype in _KERNEL_DTYPES[1:]
 
 
-def _interpreted() -> bool:
+def _uses_interpreter() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -60,7 +60,7 @@ def _route(index: torch.Tensor, experts: int, last: int) -> tuple[torch.Tensor, 
     # A radix sort goes over its keys once for each of their bytes. Of unsigned ones -1 is the highest.
     keys = flat.to(torch.uint8) if experts < 256 else flat.to(torch.int32) & 0x7FFFFFFF
     order = keys.argsort(stable=True)
-    if index.is_cuda or _interpreted():
+    if index.is_cuda or _uses_interpreter():
         from weft.kernels import experts as kernels
 
         place, counts = kernels.places(order, kernels.count_rows(flat, experts, last))

@@ -10,12 +10,13 @@
                                                       for FP8 operands; no backward
 
 E experts of this rank, W ranks. The counts of the one are the splits of the other, and the backward of each is the other one,
-which takes every row back:
+which returns every row to its source:
 
     ragged_matmul_all_to_all    grad_a = back(grad_out) @ b^T       grad_b[e] = a_e^T @ back(grad_out)_e
     ragged_all_to_all_matmul    grad_a = back(grad_out @ b^T)       grad_b[e] = rows_e^T @ grad_out_e
 
-Ranks may have different numbers of rows in a. The way back needs room for the most rows of any rank, on all ranks the same:
+Ranks may have different numbers of rows in a. The return of the rows needs memory for the most rows of any rank, on all ranks
+the same:
 
     weft::rows_of_ranks(a [rows, K], ...)    -> the most rows that the a of a rank has, and the rows of all ranks together, both
                                                 rounded up to few values
@@ -47,13 +48,19 @@ from weft.schedules import ragged
 _DISPATCH: Op = "ragged_all_to_all_matmul"
 _COMBINE: Op = "ragged_matmul_all_to_all"
 _UNSCALED: ScaleAndBias = {}
-"""What callers of operands that are not FP8 pass."""
+"""The scales of operands that are not FP8."""
 
 
 class _Ragged(NamedTuple):
-    """Options of the operators that exchange rows. group: by name. a_rows: the a of no
-    rank has more rows, on all ranks the same; None if that is not known. limit: the settings that max_rows follows from, as
-    errors name them; "" where the caller has passed max_rows. schedule: as a string."""
+    """_Ragged holds the options of the operators that exchange rows.
+
+    group: the name of the process group.
+    world_size: the number of its ranks.
+    max_rows: the most rows that may arrive.
+    a_rows: the most rows that a has on any rank, the same on all ranks. None if it is not known.
+    limit: the settings from which max_rows was computed, for error messages. It is "" if the caller has passed max_rows.
+    schedule: the schedule as a string.
+    """
 
     group: str
     world_size: int
@@ -67,15 +74,17 @@ class _Ragged(NamedTuple):
 
 
 def rows_of_ranks(a: torch.Tensor, group: str, limit: str) -> tuple[int, int]:
-    """(the most rows that the a of a rank has, the rows of all ranks together), each rounded up to a `room`. Collective: hosts
-    wait for each other, devices do not. limit: as for _Ragged."""
+    """Return the most rows that a has on any rank, and the rows of all ranks together, both rounded up by `room`.
+
+    Collective: hosts wait for each other, and devices do not. limit: as for _Ragged.
+    """
     most, total = _rows_of_ranks(a, group, limit)
     return most, total
 
 
 def _ask(a: torch.Tensor, group: str, limit: str) -> tuple[SymInt, SymInt]:
     what = f"op: number of rows, for a call with splits\nsettings: {limit or 'none'}"
-    found = GROUPS.state(group).numbers(what, a.shape[0])
+    found = GROUPS.state(group).exchange_numbers(what, a.shape[0])
     return room(max(found)), room(sum(found))
 
 
@@ -88,11 +97,11 @@ _rows_of_ranks = define("rows_of_ranks", _ask, _ask_fake)
 
 
 def _most_rows(a: torch.Tensor, options: _Ragged) -> int:
-    """Room for the a of any rank. Collective where the options do not say it."""
+    """Return the most rows that a has on any rank. Collective if the options do not contain the number."""
     return rows_of_ranks(a, options.group, options.limit)[0] if options.a_rows is None else options.a_rows
 
 
-# Rows go home from experts.
+# Rows return from experts to their ranks.
 
 
 def ragged_combine(
@@ -107,7 +116,7 @@ def ragged_combine(
     schedule: str | Schedule = "auto",
     scales: ScaleAndBias = _UNSCALED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """matmul_all_to_all with splits. a_rows, limit: as for _Ragged. scales: what the caller passes of FP8 operands."""
+    """Run matmul_all_to_all with splits. a_rows, limit: as for _Ragged. scales: the scales of FP8 operands."""
     spec = _spec(schedule)
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=True)
@@ -121,7 +130,7 @@ def ragged_combine(
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    return _ran(_COMBINE, a, b, splits, options)
+    return _run(_COMBINE, a, b, splits, options)
 
 
 def _combine_fake(
@@ -165,7 +174,7 @@ def ragged_dispatch(
     schedule: str | Schedule = "auto",
     scales: ScaleAndBias = _UNSCALED,
 ) -> tuple[torch.Tensor, ...]:
-    """all_to_all_matmul with splits. a_rows, limit: as for _Ragged. scales: what the caller passes of FP8 operands."""
+    """Run all_to_all_matmul with splits. a_rows, limit: as for _Ragged. scales: the scales of FP8 operands."""
     spec = _spec(schedule)
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=False)
@@ -197,13 +206,13 @@ def _dispatch_fake(
 def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
     a, b, splits, ctx.options, ctx.return_received = inputs
     ctx.mark_non_differentiable(outputs[1])
-    # Zeros for received rows that nobody has used would go through the whole backward.
+    # Without this, zeros would go through the whole backward if the received rows have no gradient.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, b, splits, outputs[1], *outputs[2:])
 
 
 def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    (a, b, splits, counts, *kept), options = ctx.saved_tensors, ctx.options
+    (a, b, splits, counts, *received), options = ctx.saved_tensors, ctx.options
     grad = a.new_zeros(options.max_rows, b.shape[2]) if grads[0] is None else grads[0].contiguous()
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
@@ -215,13 +224,16 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
         back, _ = _ragged_matmul_all_to_all(factors, columns, counts, *_home(a, options))
         grad_a = back.narrow(0, 0, a.shape[0])
     if ctx.needs_input_grad[1]:
-        # Exchanging again costs time; keeping what arrived costs max_rows x K of memory from forward to backward.
-        rows = kept[0] if kept else _received_again(a, no_columns(b, grad if grad_a is None else grad_a), splits, options)
+        # Saving the received rows would cost max_rows x K of memory from forward to backward, so they are exchanged again by
+        # default.
+        rows = (
+            received[0] if received else _receive_again(a, no_columns(b, grad if grad_a is None else grad_a), splits, options)
+        )
         grad_b = grouped_outer(rows, grad, counts.sum(1))
     return grad_a, grad_b, None
 
 
-def _received_again(a: torch.Tensor, nothing: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> torch.Tensor:
+def _receive_again(a: torch.Tensor, nothing: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> torch.Tensor:
     again = options._replace(schedule=_backward_spec(options.schedule))
     rows: torch.Tensor = _ragged_all_to_all_matmul(a, nothing, splits, *again, True)[2]
     return rows
@@ -243,13 +255,18 @@ def ragged_gated(
     limit: str = "",
     scales: ScaleAndBias = _UNSCALED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(left half) * right half of all_to_all_matmul(a, b, splits=splits), which is computed in float32 and never stored.
-    b: [experts, K, 2 F]. a_rows, limit: as for _Ragged. scales: of FP8 operands; of blockwise ones F is a multiple of 128.
-    Returns ([max_rows, F], counts). Without gradients. Raises ValueError for an odd N."""
+    """Return silu(left half) * right half of all_to_all_matmul(a, b, splits=splits), and the counts.
+
+    The product is computed in float32 and not stored. The result [max_rows, F] has no gradient. Raises ValueError for an odd N.
+
+    b: [experts, K, 2 F].
+    a_rows, limit: as for _Ragged.
+    scales: the scales of FP8 operands. With blockwise scales F is a multiple of 128.
+    """
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=False)
     if b.dim() != 3 or b.shape[2] % 2:
-        raise ValueError(f"b is {shape_of(b)}; to be gated it must be [experts, K, 2 F]")
+        raise ValueError(f"b is {shape_of(b)}; for a gated product it must be [experts, K, 2 F]")
     by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
     options = (name, world_size, rows, a_rows, limit, "auto")
     if scales or a.dtype in FLOAT8:
@@ -260,7 +277,7 @@ def ragged_gated(
 
 
 def _gated(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    return _ran(_DISPATCH, a, b, splits, options, gated=True)
+    return _run(_DISPATCH, a, b, splits, options, gated=True)
 
 
 def _gated_fake(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
@@ -274,8 +291,13 @@ _ragged_all_to_all_gated = define("ragged_all_to_all_gated", _gated, _gated_fake
 # FP8 operands.
 
 
-class _Scaled(NamedTuple):
-    """Options of calls with FP8 operands. op: one of both exchanges. return_received, gated: of a dispatch."""
+class _ScaledOptions(NamedTuple):
+    """_ScaledOptions holds the options of calls with FP8 operands.
+
+    op: the operator.
+    return_received, gated: options of a dispatch.
+    recipe, output_dtype, use_fast_accum: as for torch.nn.functional.scaled_mm.
+    """
 
     op: str
     return_received: bool
@@ -296,16 +318,16 @@ def _scaled(
     return_received: bool = False,
     gated: bool = False,
 ) -> list[torch.Tensor]:
-    """The call, once its scales are checked. options: the fields of _Ragged."""
+    """Check the scales, and run the operator. options: the fields of _Ragged."""
     if "bias" in scales:
-        raise ValueError("bias is given with splits; add it to the rows that arrive")
+        raise ValueError("bias cannot be used with splits; add it to the rows that arrive")
     of = quantised(op, a, [b], scales)
     scale_a = of.scale_a
     if scale_a is None:
         a, scale_a = quantised_here(a, of.recipe)
-    how = (op, return_received, gated, of.recipe, of.output_dtype, of.use_fast_accum)
+    scaled = (op, return_received, gated, of.recipe, of.output_dtype, of.use_fast_accum)
     results: list[torch.Tensor] = _ragged_scaled_matmul(
-        a, _grouped(b), scale_a, _grouped(of.scale_bs[0]), splits, *options, *how
+        a, _grouped(b), scale_a, _grouped(of.scale_bs[0]), splits, *options, *scaled
     )
     return results
 
@@ -317,15 +339,15 @@ def _run_scaled(
     scale_b: torch.Tensor,
     splits: torch.Tensor,
     options: _Ragged,
-    how: _Scaled,
+    scaled: _ScaledOptions,
 ) -> list[torch.Tensor]:
-    op: Any = how.op
-    names: Any = FLOAT8[a.dtype], FLOAT8[b.dtype], how.recipe
-    scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=how.use_fast_accum)
-    call = _call(op, a, b, splits, options, return_received=how.return_received, gated=how.gated)
-    call.scales = ScaledOperands(scale_a, [scale_b], scaling, how.output_dtype)
+    op: Any = scaled.op
+    names: Any = FLOAT8[a.dtype], FLOAT8[b.dtype], scaled.recipe
+    scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=scaled.use_fast_accum)
+    call = _call(op, a, b, splits, options, return_received=scaled.return_received, gated=scaled.gated)
+    call.scales = ScaledOperands(scale_a, [scale_b], scaling, scaled.output_dtype)
     found = GROUPS.run(options.group, call)
-    received = [*found["received"], *found[scales_name("received")]] if how.return_received else []
+    received = [*found["received"], *found[scales_name("received")]] if scaled.return_received else []
     return [found["out"][0], found["counts"][0], *received]
 
 
@@ -336,13 +358,13 @@ def _fake_scaled(
     scale_b: torch.Tensor,
     splits: torch.Tensor,
     options: _Ragged,
-    how: _Scaled,
+    scaled: _ScaledOptions,
 ) -> list[torch.Tensor]:
     experts, _, n = b.shape
-    extents = (experts, options.world_size) if how.op == _DISPATCH else (options.world_size, experts)
-    out = a.new_empty(options.max_rows, n // 2 if how.gated else n, dtype=how.output_dtype)
+    extents = (experts, options.world_size) if scaled.op == _DISPATCH else (options.world_size, experts)
+    out = a.new_empty(options.max_rows, n // 2 if scaled.gated else n, dtype=scaled.output_dtype)
     received = [a.new_empty(options.max_rows, a.shape[1]), scale_a.new_empty(options.max_rows, scale_a.shape[1])]
-    return [out, a.new_empty(extents, dtype=torch.int32), *received * how.return_received]
+    return [out, a.new_empty(extents, dtype=torch.int32), *received * scaled.return_received]
 
 
 _ragged_scaled_matmul = define("ragged_scaled_matmul", _run_scaled, _fake_scaled)
@@ -356,21 +378,21 @@ def _call(op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, option
     return RaggedCall(op=op, a=a, b=b, splits=splits, schedule=options.schedule, **limits, **more)  # type: ignore[arg-type]
 
 
-def _ran(
+def _run(
     op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, **more: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and the counts of what arrived."""
+    """Run an operator, and return the result and the counts of the rows that arrived."""
     found = GROUPS.run(options.group, _call(op, a, b, splits, options, **more))
     return found["out"][0], found["counts"][0]
 
 
 def refuse_max_rows(max_rows: int | None) -> None:
     if max_rows is not None:
-        raise ValueError(f"max_rows is {max_rows}, but splits is None; give both, or neither for even shares")
+        raise ValueError(f"max_rows is {max_rows}, but splits is None; pass both, or neither for even shares")
 
 
 def _spec(schedule: str | Schedule) -> str:
-    """A schedule as a string."""
+    """Return the string that names a schedule in operators."""
     if isinstance(schedule, Schedule):
         return GROUPS.keep(schedule)
     if schedule not in (*MODES, *ragged.FAMILIES):
@@ -381,13 +403,16 @@ def _spec(schedule: str | Schedule) -> str:
 
 
 def _home(a: torch.Tensor, options: _Ragged) -> _Ragged:
-    """The options of the exchange that takes the rows back. Collective where the options do not say how many a rank has."""
+    """Return the options of the exchange that returns the rows.
+
+    Collective if the options do not contain the number of rows of a.
+    """
     spec = _backward_spec(options.schedule)
     return options._replace(max_rows=_most_rows(a, options), a_rows=options.max_rows, schedule=spec)
 
 
 def _backward_spec(schedule: str) -> str:
-    """A Schedule value fits the forward's problem alone."""
+    """Return the schedule of the backward. A Schedule value is only for the forward's problem, so it becomes auto."""
     return "auto" if schedule.startswith("value:") else schedule
 
 
@@ -397,14 +422,16 @@ def _grouped(b: torch.Tensor) -> torch.Tensor:
 
 def _capacity(max_rows: int | None) -> int:
     if not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1:
-        raise ValueError(f"max_rows is {max_rows!r}; with splits, say how many rows may arrive at most, 1 or more")
+        raise ValueError(
+            f"max_rows is {max_rows!r}; with splits it must be the most rows that may arrive, an int of at least 1"
+        )
     return max_rows
 
 
 def _check(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, world_size: int, *, by_expert: bool) -> int:
-    """The number of experts."""
+    """Check the operands and splits, and return the number of experts."""
     if not isinstance(b, torch.Tensor) or b.dim() not in (2, 3) or (b.dim() == 3 and not b.shape[0]):
-        raise ValueError(f"b is {shape_of(b)}; with splits it must be a matrix, or [experts, K, N] with an expert or more")
+        raise ValueError(f"b is {shape_of(b)}; with splits it must be a matrix, or [experts, K, N] with at least one expert")
     check_operands(a, [_grouped(b)[0]], scaled=True)
     if a.dim() != 2:
         raise ValueError(f"a is {shape_of(a)}; with splits it must be a matrix")
@@ -419,8 +446,9 @@ def _check(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, world_size: i
 
 
 def room(rows: int) -> int:
-    """A max_rows for at least so many rows. It takes few different values, since each is a program with memory of its own, and
-    is at most an eighth larger.
+    """Return a max_rows for at least this many rows.
+
+    It has few different values, because each needs a program with its own memory. It is at most an eighth larger.
 
     >>> [room(rows) for rows in (0, 7, 16, 17, 1000, 16384)]
     [1, 7, 16, 18, 1024, 16384]
@@ -430,14 +458,16 @@ def room(rows: int) -> int:
 
 
 def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """rows_e^T @ grads_e of each expert: [E, K, N]. counts: [E] rows of each, on the device. Rows past their sum, whatever they
-    hold, add nothing."""
+    """Return rows_e^T @ grads_e of each expert, [E, K, N].
+
+    counts: [E] rows of each expert, on the device. Rows after their sum are ignored, whatever they contain.
+    """
     ends = counts.cumsum(0)
     if rows.is_cuda and rows.dtype == torch.bfloat16:
         if torch.is_grad_enabled():  # the backward of grouped_mm writes nothing past the last end
             place = torch.arange(rows.shape[0], device=rows.device)[:, None]
             rows, grads = (torch.where(place < ends[-1], each, 0) for each in (rows, grads))
-        # What lies past the last end is in no group, and is not read.
+        # Rows after the last end are in no group, and are not read.
         return grouped_mm(_aligned(rows).t(), _aligned(grads), ends)
     place = torch.arange(rows.shape[0], device=rows.device)[:, None]
     valid, grads = (torch.where(place < ends[-1], each, 0) for each in (rows, grads))
@@ -449,7 +479,7 @@ def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor)
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """As grouped matmuls take it: contiguous, at a multiple of 16 bytes."""
+    """Return rows contiguous and at a multiple of 16 bytes, as grouped matmuls need them."""
     rows = rows.contiguous()
-    traced = torch.compiler.is_compiling() or type(rows) is not torch.Tensor  # which lies nowhere
+    traced = torch.compiler.is_compiling() or type(rows) is not torch.Tensor  # traced tensors have no address
     return rows if traced or rows.data_ptr() % 16 == 0 else rows.clone()

@@ -124,9 +124,9 @@ def refuse_gradients(**tensors: Any) -> None:
             )
 
 
-def refuse_scales(given: ScaleAndBias, beside: str) -> None:
-    """Raises ValueError: scales are given with an option that has no FP8 operands."""
-    raise ValueError(f"{', '.join(given)} is given with {beside}, which takes no FP8 operands; leave one of them out")
+def refuse_scales(given: ScaleAndBias, option: str) -> None:
+    """Raise a ValueError, because scales are passed with an option that does not support FP8 operands."""
+    raise ValueError(f"{', '.join(given)} is given with {option}, which does not support FP8 operands; omit one of them")
 
 
 def _recipes(operand: Literal["a", "b"], matrix: torch.Tensor, scale: Any, named: Any) -> list[Recipe]:
@@ -266,7 +266,7 @@ def _converts_nowhere(a: torch.Tensor) -> bool:
     """Whether a is on a GPU that has no conversion to FP8."""
     if not a.is_cuda or capabilities(a.device).tma:
         return False
-    warn_once(f"{a.device} cannot convert to FP8: rows are quantised before they are sent, and not on their way")
+    warn_once(f"{a.device} cannot convert to FP8 in kernels that send rows, so rows are quantised before they are sent")
     return True
 
 
@@ -300,7 +300,7 @@ def scaled_matmul(
     """The results of an operator with FP8 operands: its products, with of.bias, then the rows that were gathered and their
     scales if these are asked for.
 
-    a: [m, K], and of.scale_a as its rows lie. group: its name, this rank, world_size. rows and unit are as MatmulCall has them.
+    a: [m, K], and of.scale_a for its rows. group: its name, this rank, world_size. rows and unit are as MatmulCall has them.
     """
     options = _Scaled(
         op, *group, rows, unit, schedule, return_gathered, reduce_op, of.recipe, of.output_dtype, of.use_fast_accum

@@ -152,15 +152,15 @@ def all_gather_matmul(
 
         scale_a, scale_b: float32. One element each (tensorwise); [m, ..., 1] and [1, n] (rowwise); or [m, ..., K / 128] and
             [K / 128, n / 128] (blockwise, 1x128 by 128x128). Of several b, a list.
-        scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType; by default the shapes tell.
+        scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType; by default the shapes determine them.
         bias: [n], in output_dtype, added to the rounded result.
         output_dtype: bfloat16 (default), float16 or float32.
         use_fast_accum: as torch has it.
 
-    An a of another dtype, given without scale_a, is quantised on its way to the other ranks (rowwise, or 1x128 for a blockwise
-    b) to float8_e4m3fn, with the largest magnitude over 448 as scale; the result has a's dtype.
-    b's columns must be contiguous (weight.t()), K a multiple of 16, or of 128 blockwise, and n of 16. Rows take
-    their scales along, so that tensorwise scales of ranks may differ: these become rowwise. There is no backward.
+    An a of another dtype, given without scale_a, is quantised while it is sent to the other ranks (rowwise, or 1x128 for a
+    blockwise b) to float8_e4m3fn, with the largest magnitude over 448 as scale; the result has a's dtype. b's columns must be
+    contiguous (weight.t()), K a multiple of 16, or of 128 blockwise, and n of 16. Rows take their scales along, so that
+    tensorwise scales of ranks may differ: these become rowwise. There is no backward.
 
     Returns out [M, ..., n], or a list, one for each b; with return_gathered, (that, gathered a), and of FP8 its scales, too.
     Raises ValueError for wrong shapes, dtypes or names; RankMismatch if ranks call different things; PeerLost and
@@ -190,7 +190,7 @@ def all_gather_matmul(
 
 class _Gather(NamedTuple):
     """Options of weft::all_gather_matmul. rows: of the whole flat a. unit: flat rows of one entry of the gathered dimension.
-    keep: the gathered a, which is then the last output, is kept for b's gradient."""
+    keep: whether the gathered a is an additional output, which is saved for b's gradient."""
 
     group: str
     rows: SymInt
@@ -219,7 +219,7 @@ def _gather_save(ctx: Any, inputs: tuple[Any, ...], outputs: list[torch.Tensor])
 
 def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     (a, *bs), options = ctx.saved_tensors, ctx.options
-    kept = bs.pop(0) if options.keep else None
+    saved = bs.pop(0) if options.keep else None
     grad_a: torch.Tensor | None = None
     grad_bs: list[torch.Tensor | None] = [None] * len(bs)
     if ctx.needs_input_grad[0]:
@@ -234,17 +234,17 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
         group = group_named(options.group)
         spec = backward_schedule(options.schedule, "matmul_reduce_scatter")
         back = (options.group, group.rank(), group.size(), options.unit, spec, "sum")
-        grad_a = _matmul_reduce_scatter(_concatenated(factors), _concatenated_transposed(columns), *back)
+        grad_a = _matmul_reduce_scatter(_concatenate(factors), _concatenate_transposed(columns), *back)
     if any(ctx.needs_input_grad[1]):
         given = [grad_a, *grads]
         after = next((each for each in given if each is not None), a)
-        gathered = _gathered_again(a, no_columns(a.t(), after), options) if kept is None else kept
+        gathered = _gather_again(a, no_columns(a.t(), after), options) if saved is None else saved
         wanted = zip(bs, grads, ctx.needs_input_grad[1], strict=False)
         grad_bs = [_gradient_of(b, gathered, grad) if needed and grad is not None else None for b, grad, needed in wanted]
     return grad_a, grad_bs
 
 
-def _gathered_again(a: torch.Tensor, nothing: torch.Tensor, options: _Gather) -> torch.Tensor:
+def _gather_again(a: torch.Tensor, nothing: torch.Tensor, options: _Gather) -> torch.Tensor:
     again = options._replace(schedule="sequential", return_gathered=True, keep=False)
     gathered: torch.Tensor = _all_gather_matmul(a, [nothing], *again)[-1]
     return gathered
@@ -374,16 +374,16 @@ def _gradient_of(b: torch.Tensor, a: torch.Tensor, grad: torch.Tensor) -> torch.
     return (grad.t() @ a).t() if _is_transposed(b) else a.t() @ grad
 
 
-def _concatenated(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """The columns of all of them; a single one as it is (copying a weight takes as long as its collective)."""
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), 1)
 
 
-def _concatenated_transposed(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The transpose of that. Of transposed weights the rows are copied as they lie in memory, and not element by element."""
+def _concatenate_transposed(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the transpose of `_concatenate`. Transposed weights are copied row by row as in memory, not element by element."""
     if len(matrices) > 1 and _is_transposed(matrices[0]):
         return torch.cat([matrix.t() for matrix in matrices])
-    return _concatenated(matrices).t()
+    return _concatenate(matrices).t()
 
 
 def _is_transposed(matrix: torch.Tensor) -> bool:

@@ -26,10 +26,10 @@ from weft.ops.common import backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.overlap_page import page
 from weft.report.places import Called, ReportedPlace, describe_place
+from weft.runtime.autotune import Choice
 from weft.runtime.buckets import serves
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS
-from weft.runtime.trial import Choice
 
 _BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
 """What an operator's gradient communicates by; matmul_all_reduce's is local."""
@@ -128,7 +128,7 @@ def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[Cal
         return
     choices = {choice.problem: choice for choice in state.programs.tuner.choices()}
     seen: set[tuple[Problem, str]] = set()
-    for schedule, asked in state.programs.asked():
+    for schedule, asked in state.programs.schedules_and_specs():
         problem, spec = schedule.problem, schedules.spec(schedule.name, schedule.chunks)
         if not isinstance(problem, Problem) or (problem, spec) in seen or not _is_of(problem, asked, layer):
             continue
@@ -186,9 +186,9 @@ def _describe_call(problem: Problem, spec: str, choice: Choice | None, device: t
 def _explain_choice(choice: Choice) -> str:
     if choice.like:
         return f"as with {' and '.join(map(str, choice.like))} rows"
-    if choice.kept:
+    if choice.from_cache:
         return "from an earlier run"
-    return f"fastest of {len(choice.trials)} measured" if choice.trials else "predicted"
+    return f"fastest of {len(choice.measurements)} measured" if choice.measurements else "predicted"
 
 
 def _predict_ideal_us(problem: Problem, device: torch.device) -> float | None:

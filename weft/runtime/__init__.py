@@ -8,19 +8,19 @@ From a call to a program:
     environment.py                               what the environment says, looked at before ranks start
     agreed_profile.py  nearest.py                the machine profile that all ranks use
     buckets.py                                   row counts that are padded to a bucket
-    choose.py  tuner.py  trial.py                from `schedule=` to a schedule: by name or plan; measured before, or here
-    kept_plans.py                                what was measured before, in files
+    choose.py  tuner.py  autotune.py             from `schedule=` to a schedule: by name or plan; measured before, or here
+    plan_cache.py                                what was measured before, in files
 
 A program, which is a schedule bound to one rank:
 
-    bound.py  bindings.py  flag_words.py         what devices share: where things lie, the tensors of a call, words of flags
+    bound.py  bindings.py  flag_words.py         what devices share: addresses of buffers, tensors of a call, flags
     launch_plan.py  launches.py                  what a call launches, prepared once; what a launch is
     arithmetic.py  bags.py  host_rows.py         steps by torch: matmuls and sums; lookups; segments
-    host.py  host_space.py                       on CPUs: a call; shared memory, and lanes as threads
+    host.py  host_resources.py                   on CPUs: a call; shared memory, and lanes as threads
     cuda.py  lane_streams.py                     on GPUs: a call; streams that fork and join
     order.py  turn.py  replay.py                 orders in which no stream, and no GPU, is stuck; calls as CUDA graphs
     call_timer.py                                when the steps of a call ran
-    cuda_space.py                                what the programs of a process group share there: streams, symmetric memory
+    cuda_resources.py                            what the programs of a process group share there: streams, symmetric memory
     products.py                                  matmuls, each by the algorithm of cuBLAS that was fastest
 
 Steps as kernels (weft.kernels), on any device whose memory has addresses:

@@ -41,7 +41,8 @@ def multiply_gated(
 
 
 class Product:
-    """The parts of a group as one matmul; rows that do not lie together are gathered before it and scattered after it."""
+    """A Product multiplies the parts of a group as one matmul. Rows that are not adjacent are gathered before and scattered
+    after."""
 
     def __init__(self, step: Gemm, parts: Sequence[Part]) -> None:
         self._step, self._part = step, parts[0]
@@ -53,7 +54,7 @@ class Product:
             _multiply_and_add(bindings, self._step, self._part, matmul)
             return
         rows = [bindings.view(run) for run in self._rows]
-        a = rows[0] if len(rows) == 1 else _stacked(rows)
+        a = rows[0] if len(rows) == 1 else _stack(rows)
         pieces = bindings.pieces(self._step.b)
         scaled = repeat(None) if bindings.scaling is None else _scales(bindings, bindings.scaling, self._rows, self._step.b)
         for (b, cols), scales in zip(pieces, scaled, strict=False):
@@ -125,7 +126,7 @@ def _scales(bindings: Bindings, scaling: Scaling, rows: Sequence[Region], b: Reg
     return (FactorScales(of_a, of_b, scaling) for of_b in bindings.scale_views(b))
 
 
-def _stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def _stack(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """The rows of all of them. torch.cat takes FP8 on some devices alone, so their bytes are concatenated."""
     if rows[0].element_size() > 1:
         return torch.cat(list(rows))

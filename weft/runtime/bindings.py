@@ -84,26 +84,26 @@ class Bindings:
         return self.scaling.scales_of(operand, region.rows, cols)
 
     def scale_region(self, region: Region) -> Region:
-        """Where the scales of a region lie in the one matrix of its buffer's scales."""
+        """Return the region of the scales of a region within the matrix of its buffer's scales."""
         return Region(region.buffer, region.rank, *self._scale_places(region, region.cols))
 
     def scales_at(self, region: Region) -> torch.Tensor:
-        """Scales where `scale_region` says that they lie."""
+        """Return the scales in a region of `scale_region`."""
         (matrix,) = self.scales[region.buffer, region.rank]
         return matrix[slice(*region.rows), slice(*region.cols)]
 
     def messages(self, step: SendReceive) -> tuple[Messages, Messages]:
-        """What a step sends and receives, with the rank at each one's other end."""
+        """Return the tensors that a step sends, and those that it receives, each with the peer."""
         sends = [(one, send.to) for send in step.sends for one in self.moved(send.src)]
         return sends, [(one, receive.source) for receive in step.receives for one in self.moved(receive.dst)]
 
     def moved(self, region: Region) -> list[torch.Tensor]:
-        """What a collective or a message of a region moves: its elements, and of FP8, as bytes, its scales, too."""
+        """Return the tensors that a collective or a message of a region moves. For FP8 they are bytes and scales."""
         scales, view = self.scale_views(region), self.view(region)
         return [view.view(torch.uint8), *scales] if scales else [view]
 
     def view(self, region: Region) -> torch.Tensor:
-        """The region as one strided matrix; it must lie within one of the matrices side by side."""
+        """Return the region as one strided matrix. It must be within one of the matrices of its buffer."""
         columns = self.tensors[region.buffer, region.rank]
         if len(columns) == 1:
             whole, (top, bottom), (low, high) = columns[0][0], region.rows, region.cols

@@ -1,6 +1,7 @@
-"""A checked schedule bound to one rank of a group: where its buffers and flags lie, and the tensors of a call.
+"""A BoundProgram is a checked schedule on one rank of a group: the addresses of its buffers and flags, and the tensors of a
+call.
 
-What a device adds (memory, words, lanes) is in host.py and cuda.py. Both issue the launches of weft.runtime.launch_plan.
+host.py and cuda.py add memory, words and lanes of each kind of device. Both issue the launches of weft.runtime.launch_plan.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from weft.runtime.step_kernels import Place, StepKernel, kernel_of, signal_value
 
 if TYPE_CHECKING:
     from weft.compat.streams import Word
-    from weft.runtime.cuda_space import CudaSpace
-    from weft.runtime.host_space import HostSpace
+    from weft.runtime.cuda_resources import CudaResources
+    from weft.runtime.host_resources import HostResources
     from weft.runtime.ragged_kernels import RaggedKernels
 
 DTYPES = {
@@ -57,22 +58,28 @@ DTYPES = {
     "float8_e5m2": torch.float8_e5m2,
 }
 Inputs = Mapping[str, Sequence[torch.Tensor]]
-"""Input buffers by name: matrices side by side. And the tensors that stand for one, by names of their own."""
+"""The matrices of each input buffer by name, plus tensors that are not schedule buffers: embedding tables and indices."""
 Outputs = dict[str, list[torch.Tensor]]
-"""Output buffers by name: matrices side by side."""
+"""The matrices of each output buffer by name."""
 NOTHING: Mapping[str, Sequence[torch.Tensor]] = {}
 _ALIGN = 256
 
 
 class Closes(Protocol):
-    """What can be attached to a group."""
+    """Closes is an object that can be attached to a group."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Byte offsets of a schedule's shared buffers in every rank's data area, of their scales, and of what collectives stage."""
+    """A Layout holds the byte offsets of a schedule's shared buffers in every rank's data area.
+
+    offsets: the offset of each buffer, by name and rank.
+    scales: the offset of its scales.
+    staging: the offset of the staging area of collectives.
+    nbytes: the size of the data area.
+    """
 
     offsets: dict[tuple[str, int], int]
     scales: dict[tuple[str, int], int]
@@ -81,7 +88,7 @@ class Layout:
 
 
 def layout(schedule: Schedule) -> Layout:
-    """Symmetric buffers that peers touch, one after the other, on every rank in the order in which they are declared."""
+    """Return the layout: the symmetric buffers that peers access, in the order of their declaration on every rank."""
     touched = {region.buffer for rank, _, _, step in schedule for region in regions(step) if region.rank != rank}
     touched |= {segment.buffer for rank, _, _, step in schedule for segment in segments(step) if segment.rank != rank}
     offsets, scales = dict[tuple[str, int], int](), dict[tuple[str, int], int]()
@@ -104,7 +111,7 @@ def layout(schedule: Schedule) -> Layout:
 
 
 def scratch_bytes(schedule: Schedule, shared: Layout) -> int:
-    """What a rank's local buffers take, on the rank that has most."""
+    """Return the bytes of a rank's local buffers, on the rank that has most."""
     local = [each for each in schedule.buffers if each.kind in ("local", "symmetric")]
     return max(
         sum(region_bytes(schedule, buffer.whole(rank)) for buffer in local if (buffer.name, rank) not in shared.offsets)
@@ -113,40 +120,45 @@ def scratch_bytes(schedule: Schedule, shared: Layout) -> int:
 
 
 class BoundProgram(ABC):
-    """One rank's side of a schedule. Collective: every rank constructs it for the same schedule."""
+    """A BoundProgram is one rank's part of a schedule. Collective: every rank constructs it for the same schedule."""
 
     sms_for_kernels: int
     sms_for_pushes: int
     _scale_names: Mapping[str, str] = {}
-    """By the name of the scales of a buffer of FP8 elements, the buffer."""
+    """The buffer of FP8 elements, by the name of its scales."""
 
     @property
     @abstractmethod
     def submitter(self) -> FlagSubmitter:
-        """How operations on flags reach a lane."""
+        """The object that submits flag operations to lanes."""
 
-    def __init__(self, space: HostSpace | CudaSpace, schedule: Schedule) -> None:
-        self.rank_group, self.schedule = space.rank_group, schedule
+    def __init__(self, resources: HostResources | CudaResources, schedule: Schedule) -> None:
+        self.rank_group, self.schedule = resources.rank_group, schedule
         self.rank = self.rank_group.rank
         self.dtype = DTYPES[schedule.problem.dtype]
-        self.device, self.machine, self.tries, self.blocks = space.device, space.machine, space.tries, space.blocks
-        schedule = self.schedule = with_fused_steps(space, schedule)
+        self.device, self.machine, self.tries, self.blocks = (
+            resources.device,
+            resources.machine,
+            resources.tries,
+            resources.blocks,
+        )
+        schedule = self.schedule = with_fused_steps(resources, schedule)
         self.layout = layout(schedule)
         self.flags = WaiterWords(schedule)
         self.writers = flag_writers(schedule)
         self.captured = False
         self.times_products = True
-        """Whether its rehearsal may look for the fastest way to multiply, where the device knows several."""
+        """Whether its rehearsal may measure matmul algorithms, if the device has several."""
         self._scale_names = {scales_name(buffer.name): buffer.name for buffer in schedule.buffers if buffer.operand}
         self._outputs = [(each, self.dtype_of(each.name)) for each in schedule.buffers if each.kind == "output"]
         self.spans: list[Span] | None = None
         self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING
         self._invalidated: Sequence[torch.Tensor] = ()
-        self._space = space
+        self._resources = resources
         self.ragged: RaggedKernels | None = None
-        """What the kernels of a call with splits share."""
+        """The state that the kernels of a call with splits share."""
         self.refused: ValueError | None = None
-        """What all ranks alike are to raise after the call, which has ended."""
+        """The error that all ranks raise after the call, which has ended."""
         self._signal_values = signal_values(self)
         wheres = [Where(rank, lane.name, position, step) for rank, lane, position, step in schedule if rank == self.rank]
         made = {(where.lane, where.position): kernel_of(self, where) for where in wheres}
@@ -154,52 +166,52 @@ class BoundProgram(ABC):
         self._plans: dict[frozenset[Place], LaunchPlan] = {}
 
     def runs_as_kernel(self, step: Step) -> bool:
-        """Whether steps of this type may run as kernels here. The same on every rank."""
-        problem, space = self.schedule.problem, self._space
+        """Return whether steps of this type may run as kernels here. It is the same on every rank."""
+        problem, resources = self.schedule.problem, self._resources
         if isinstance(problem, RaggedProblem):
-            return space.device.type == "cuda" or space.runs_kernels(self.dtype)
+            return resources.device.type == "cuda" or resources.runs_kernels(self.dtype)
         if isinstance(step, (Wait, FusedCollective)):
             return isinstance(step, FusedCollective)
         if isinstance(step, Lookup):
-            return space.runs_lookups(self.dtype)
+            return resources.runs_lookups(self.dtype)
         if isinstance(problem, CollectiveProblem):
-            return problem.sums and space.runs_lookups(self.dtype)
+            return problem.sums and resources.runs_lookups(self.dtype)
         if isinstance(step, Push) and quantises(step, self.schedule):
-            return space.quantises
-        # Where tiles of a GEMM wait on SMs, what they wait for runs on SMs that are kept for it.
-        return space.runs_kernels(self.dtype, problem.scaling if isinstance(step, (Gemm, Push)) else None)
+            return resources.quantises
+        # If tiles of a GEMM wait on SMs, the steps that they wait for run on reserved SMs.
+        return resources.runs_kernels(self.dtype, problem.scaling if isinstance(step, (Gemm, Push)) else None)
 
     def dtype_of(self, buffer: str) -> torch.dtype:
-        """The dtype of a buffer's elements."""
+        """Return the dtype of a buffer's elements."""
         found, scaling = self.schedule.buffer[buffer], self.schedule.problem.scaling
         if found.operand and scaling is not None:
             return DTYPES[scaling.a if found.operand == "a" else scaling.b]
         return torch.float32 if found.float32 else self.dtype
 
     def scales_shape(self, buffer: str, rank: int) -> tuple[int, int]:
-        """The shape of the scales of a buffer of FP8 elements on a rank."""
+        """Return the shape of the scales of a buffer of FP8 elements on a rank."""
         found, scaling = self.schedule.buffer[buffer], self.schedule.problem.scaling
         assert found.operand, f"{buffer} is not of FP8"
         assert scaling is not None, "the problem has no scaling"
         return scaling.scales_shape(found.operand, found.rows[rank], found.cols[rank])
 
     def buffers_of(self, kind: str) -> set[str]:
-        """The names of the buffers of a kind."""
+        """Return the names of the buffers of a kind."""
         return {buffer.name for buffer in self.schedule.buffers if buffer.kind == kind}
 
     def loading(self) -> AbstractContextManager[None]:
-        """A context in which kernels may be loaded."""
-        return self._space.loading()
+        """Return a context in which kernels may be loaded."""
+        return self._resources.loading()
 
     def _plan(self, bindings: Bindings) -> LaunchPlan:
-        """The launch plan for a call. Which steps run as kernels depends on how the tensors of the call lie."""
+        """Return the launch plan for a call. The strides and alignments of its tensors decide which steps run as kernels."""
         running = frozenset([place for place, kernel in self.kernels.items() if kernel.runs(bindings)])
         if running not in self._plans:
             self._plans[running] = LaunchPlan(self, running)
         return self._plans[running]
 
     def refuse_several_results(self, count: int) -> None:
-        """Raises ValueError if `out` is several matrices, one for each b, and a step moves rows of it as if it were one."""
+        """Raise ValueError if `out` is several matrices, one for each b, and a step moves rows of it as if it were one."""
         if count < 2:
             return
         moving = (Copy, Push, Collective, SendReceive)
@@ -212,7 +224,7 @@ class BoundProgram(ABC):
                 )
 
     def signal_value(self, flag: Flag) -> int:
-        """The value that a flag's word has once it is signalled: the number of tiles where a kernel counts, else 1."""
+        """Return the value of a flag's word once it is signalled: the number of tiles if a kernel counts, or else 1."""
         return self._signal_values.get(flag, 1)
 
     @abstractmethod
@@ -221,58 +233,63 @@ class BoundProgram(ABC):
 
     @abstractmethod
     def waiters(self, flag: Flag) -> list[int]:
-        """The words that a signal raises."""
+        """Return the addresses of the words that a signal raises."""
 
     @abstractmethod
     def gate_address(self, flag: Flag, where: Where) -> int:
-        """The word that a step of this rank looks at."""
+        """Return the address of the word that a step of this rank waits for."""
 
     @abstractmethod
     def here(self, where: Where) -> Word:
-        """The operation by which a lane says that it has come to a step, before the step may wait."""
+        """Return the operation by which a lane records that it has reached a step, before the step waits."""
 
     @abstractmethod
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
-        """What copies one region to another, with the tensors of a call, on a stream."""
+        """Return a function that copies one region to another, with the tensors of a call, on a stream."""
 
     @abstractmethod
     def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
-        """What runs a collective."""
+        """Return a function that runs a collective."""
 
     @abstractmethod
     def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:
-        """What sends and receives between nodes."""
+        """Return a function that sends and receives between nodes."""
 
     @property
     def row_counts(self) -> HostRows:
-        """Where hosts find the row counts of all ranks, for steps that are no kernels."""
+        """The row counts of all ranks on the host, for steps that do not run as kernels."""
         raise AssertionError("the steps of calls with splits are kernels here, or the problem has no splits")
 
     def count_address(self, flag: Flag) -> int:
-        """The word that a kernel of this rank adds to. Whatever a kernel counts has one waiter."""
+        """Return the address of the word that a kernel of this rank adds to. A flag that a kernel counts has one waiter."""
         (address,) = self.waiters(flag)
         return address
 
     def gate_need(self, wait: Wait) -> int:
-        """The value of its word that opens a gate; 0 for one that has been passed where the kernel starts."""
+        """Return the value of its word that opens a gate. It is 0 for a gate that is passed before the kernel starts."""
         return 0 if wait.on_previous_call else self.signal_value(wait.flag)
 
     @abstractmethod
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
-        """Zeroed bytes on every rank that all ranks may address: their addresses by rank, and this rank's. Collective."""
+        """Allocate zeroed bytes on every rank that all ranks can address. Collective.
+
+        Return the addresses by rank, and this rank's bytes.
+        """
 
     @abstractmethod
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """A matrix in a rank's data area."""
+        """Return a matrix in a rank's data area."""
 
     @abstractmethod
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """A local matrix that keeps its memory from call to call."""
+        """Return a local matrix, which has the same memory in every call."""
 
     @property
     def nbytes(self) -> int:
-        """Device memory of its own, on the rank that needs most: the same on every rank, because all make room by it. 0 where
-        all programs of a space share their memory."""
+        """The bytes of device memory that only this program uses, on the rank that needs most.
+
+        It is the same on every rank, because it decides which programs are closed. It is 0 if all programs share their memory.
+        """
         return 0
 
     def run(
@@ -284,9 +301,13 @@ class BoundProgram(ABC):
         invalidated: Sequence[torch.Tensor] = (),
         spans: list[Span] | None = None,
     ) -> Outputs:
-        """One call: the output buffers by name, `out` as one matrix for each b. outputs: the caller's own, contiguous; new ones
-        if not given. reached: those of them that peers write, every rank's, by rank. invalidated: what a failure makes invalid,
-        if not the outputs. spans: filled with what ran, if given."""
+        """Run a call, and return the output buffers by name, with `out` as one matrix for each b.
+
+        outputs: the caller's tensors, contiguous. By default new ones are allocated.
+        reached: the tensors of every rank, by rank, for outputs that peers write.
+        invalidated: the tensors that a failure invalidates, if they are not the outputs.
+        spans: a list that is filled with the time of each step, if given.
+        """
         self.spans, self._reached, self._invalidated = spans, reached, invalidated
         inputs = self.prepared(inputs)
         outputs = self._allocate(inputs) if outputs is None else outputs
@@ -294,24 +315,24 @@ class BoundProgram(ABC):
         return outputs
 
     def _allocate(self, inputs: Inputs) -> Outputs:
-        """This call's outputs: `out` as one matrix for each b."""
+        """Allocate this call's outputs, with `out` as one matrix for each b."""
         outputs = {}
         for buffer, dtype in self._outputs:
             several = buffer.name == "out" and len(inputs.get("b", ())) > 1
             widths = [b.shape[1] for b in inputs["b"]] if several else [buffer.cols[self.rank]]
             rows = buffer.rows[self.rank]
-            device = self._space.device
+            device = self._resources.device
             outputs[buffer.name] = [torch.empty(rows, width, dtype=dtype, device=device) for width in widths]
             if buffer.operand:
                 shape = self.scales_shape(buffer.name, self.rank)
                 outputs[scales_name(buffer.name)] = [torch.empty(shape, dtype=torch.float32, device=device)]
         if isinstance(problem := self.schedule.problem, RaggedProblem):
-            counts = torch.zeros(problem.arriving, dtype=torch.int32, device=self._space.device)
+            counts = torch.zeros(problem.arriving, dtype=torch.int32, device=self._resources.device)
             outputs["counts"] = [counts]
         return outputs
 
     def bind(self, inputs: Inputs, outputs: Outputs) -> Bindings:
-        """All buffers of one call by name."""
+        """Return the bindings of all buffers of one call."""
         own = self.own_bindings()
         bindings = Bindings(dict(own.tensors), {}, dict(own.scales), own.scaling, own.buffers)
         for tensors in (inputs, outputs):
@@ -329,7 +350,7 @@ class BoundProgram(ABC):
         return bindings
 
     def own_bindings(self) -> Bindings:
-        """Where this rank finds all but the caller's tensors."""
+        """Return the bindings of all buffers except the caller's tensors."""
         return self._fixed_bindings()
 
     def _fixed_bindings(self) -> Bindings:
@@ -353,25 +374,26 @@ class BoundProgram(ABC):
 
     @abstractmethod
     def prepared(self, inputs: Inputs) -> Inputs:
-        """The inputs as the device's copies and matmuls want them."""
+        """Return the inputs with the strides that the device's copies and matmuls need."""
 
     def raiser(self, flag: Flag) -> str:
-        """Who advances a flag, for messages."""
+        """Return a text that says which lane advances a flag."""
         return f"{self.writers.get(flag, 'nobody')} raises it"
 
     @abstractmethod
     def close(self) -> None:
-        """Give the flags back."""
+        """Release the memory of buffers and flags."""
 
 
-def with_fused_steps(space: HostSpace | CudaSpace, schedule: Schedule) -> Schedule:
-    """The schedule, with each FusedCollective spelled out where the device has no kernel for one of them."""
+def with_fused_steps(resources: HostResources | CudaResources, schedule: Schedule) -> Schedule:
+    """Return the schedule. If the device has no kernel for one of its FusedCollectives, all of them are replaced by their
+    steps."""
     dtype, scaling = DTYPES[schedule.problem.dtype], schedule.problem.scaling
     fused = [step for _, _, _, step in schedule if isinstance(step, FusedCollective)]
-    runs = all(space.fuses(dtype, scaling if step.multiplies else None) for step in fused)
+    runs = all(resources.fuses(dtype, scaling if step.multiplies else None) for step in fused)
     return schedule if runs else spelled_out(schedule).schedule
 
 
 def flag_writers(schedule: Schedule) -> dict[Flag, str]:
-    """Who advances each flag, in words."""
+    """Return the name of the lane that advances each flag."""
     return {flag: f"rank {rank}'s lane {lane.name}" for rank, lane, _, step in schedule for flag in advances(step)}

@@ -1,21 +1,21 @@
-"""Row-count bucketing: where the number of rows changes from call to call, few programs serve all of it.
+"""Row-count bucketing lets a few programs run calls whose number of rows changes from call to call.
 
 A program is bound for one row count, which takes milliseconds, and `auto` measures it, which takes a second. A model in
-training has a few row counts; one in serving has another at nearly every step. So for the calls of `auto` that differ in their
-row count alone:
+training has a few row counts. In serving, nearly every step has another one. So for calls of `auto` that differ only in their
+row count:
 
     the first OWN_COUNTS row counts    each has a program of its own, and is measured
     every later one                    is padded to a bucket, whose program serves all row counts up to it; one bucket of each
                                        doubling of the row count is measured, and the others run what that one chose
 
-Buckets are a fixed series with eight steps to a doubling, so a call multiplies at most an eighth more rows than it has: a
-decode step never pays for a prefill's program. Both sides of a call are cut into pieces, one for each rank as a rule, and each
-piece is padded by itself:
+Buckets are a fixed series with eight steps to a doubling, so a call multiplies at most an eighth more rows than it has, and a
+decode step never runs a prefill's program. Inputs and results are divided into pieces, usually one for each rank, and each
+piece is padded separately:
 
     a         piece: its rows | as many more as make it as high as the bucket's      one copy
     result    piece: its rows | cut off                                              one copy, and none where there is one piece
 
-Each row is multiplied by itself, so padding holds whatever lies in the memory.
+Rows are multiplied independently, so padding may contain any values.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Literal
 import torch
 
 from weft.core.problem import Op, Problem, split
+from weft.runtime.autotune import Choice
 from weft.runtime.bound import Outputs
 from weft.runtime.calls import Call, MatmulCall
-from weft.runtime.trial import Choice
 
 OWN_COUNTS = 4
-"""Row counts that get programs of their own: those of training, evaluation, prefill and decode, each of a fixed size."""
+"""The number of row counts that get separate programs, for training, evaluation, prefill and decode of fixed sizes."""
 _DIGITS = 3
-"""Binary digits of a piece's rows that a bucket keeps after the first: eight buckets to a doubling."""
+"""A bucket has this many binary digits after the first one, which gives eight buckets to a doubling."""
 _MOST = 4096
-"""Entries that each table here holds; the oldest goes first."""
+"""The most entries of each table here. The oldest is dropped first."""
 _Pieces = Literal["own", "each", "mine", "whole"]
 _PIECES: dict[Op, tuple[_Pieces, _Pieces]] = {
     "all_gather_matmul": ("own", "each"),
@@ -51,8 +51,11 @@ this rank's shard; all rows in one."""
 
 
 def bucket(problem: Problem) -> Problem:
-    """The problem whose program runs this one padded; itself if its row count is in the series, or if nothing is padded: rows
-    that travel as columns, or between nodes."""
+    """Return the problem whose program runs this one padded.
+
+    It is the problem itself if its row count is in the series, or if it is never padded: on several nodes, and for operators
+    that exchange columns.
+    """
     if problem.op not in _PIECES or problem.nodes:
         return problem
     pieces = 1 if problem.op == "matmul_all_reduce" else problem.world_size
@@ -63,7 +66,7 @@ def bucket(problem: Problem) -> Problem:
 
 
 def serves(problem: Problem, rows: int) -> bool:
-    """Whether calls of so many rows may run by the problem's program."""
+    """Return whether calls with this many rows may use the problem's program."""
     if rows == problem.m:
         return True
     if problem.op not in _PIECES or not 0 < rows < problem.m or rows % problem.row_multiple:
@@ -72,15 +75,17 @@ def serves(problem: Problem, rows: int) -> bool:
 
 
 class RowCounts:
-    """Which row counts have programs of their own, and what was measured of each doubling. It is a function of the calls that
-    ranks have agreed on, and so the same on all of them."""
+    """RowCounts records which row counts have separate programs, and what was measured for each doubling.
+
+    It depends only on calls that ranks have agreed on, so it is the same on all ranks.
+    """
 
     def __init__(self) -> None:
         self._own: OrderedDict[Problem, set[int]] = OrderedDict()
         self._measured: OrderedDict[Hashable, Choice] = OrderedDict()
 
     def padded(self, call: Call, problem: Problem) -> Problem:
-        """The problem whose program runs a call: its own, or its bucket's."""
+        """Return the problem whose program runs a call: its own, or its bucket."""
         if call.schedule != "auto" or not isinstance(call, MatmulCall) or problem.op not in _PIECES:
             return problem
         own = self._own.setdefault(replace(problem, m=0), set())
@@ -90,13 +95,15 @@ class RowCounts:
         return problem if problem.m in own else bucket(problem)
 
     def measured(self, choice: Choice, device: torch.device) -> None:
-        """Note a choice that was measured of its very problem."""
+        """Record a choice that was measured for exactly this problem."""
         self._measured.setdefault(_doubling(choice.problem, device), choice)
         _drop_oldest(self._measured)
 
     def like(self, problem: Problem, device: torch.device) -> Choice | None:
-        """The choice for a bucket whose doubling was measured at another row count; None if it was not, or the problem's row
-        count has a program of its own."""
+        """Return the choice for a bucket whose doubling was measured at another row count.
+
+        Return None if it was not measured, or if the problem's row count has a separate program.
+        """
         found = self._measured.get(_doubling(problem, device))
         if found is None or problem.m in self._own.get(replace(problem, m=0), ()):
             return None
@@ -113,24 +120,24 @@ def _drop_oldest(table: OrderedDict[Hashable, Choice] | OrderedDict[Problem, set
 
 
 def pad(call: MatmulCall, rows: int, rank: int, world_size: int) -> MatmulCall:
-    """The call with so many rows."""
+    """Return the call padded to this many rows."""
     sizes = _sizes(call, _PIECES[call.op][0], rank, world_size)
     high = rows if call.op == "matmul_all_reduce" else rows // world_size
-    extras = {name: _spread(tensor, sizes, high) if name == "residual" else tensor for name, tensor in call.extras.items()}
+    extras = {name: _pad_pieces(tensor, sizes, high) if name == "residual" else tensor for name, tensor in call.extras.items()}
     scales = call.scales
     if scales is not None and scales.a is not None and scales.scaling.recipe != "tensorwise":
-        scales = scales._replace(a=_spread(scales.a, sizes, high))
-    return replace(call, a=_spread(call.a, sizes, high), rows=rows, extras=extras, scales=scales)
+        scales = scales._replace(a=_pad_pieces(scales.a, sizes, high))
+    return replace(call, a=_pad_pieces(call.a, sizes, high), rows=rows, extras=extras, scales=scales)
 
 
 def cut(found: Outputs, call: MatmulCall, rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
-    """The results of the padded call, without its padding. call: as it was."""
+    """Return the results of the padded call without the padding. call: the call before it was padded."""
     sizes = _sizes(call, _PIECES[call.op][1], rank, world_size)
-    return {name: [_taken(matrix, sizes) for matrix in matrices] for name, matrices in found.items()}
+    return {name: [_remove_rows(matrix, sizes) for matrix in matrices] for name, matrices in found.items()}
 
 
 def _sizes(call: MatmulCall, pieces: _Pieces, rank: int, world_size: int) -> list[int]:
-    """Rows of the pieces, one below the other."""
+    """Return the rows of each piece."""
     if pieces == "whole":
         return [call.rows]
     sizes = [(high - low) * call.row_multiple for low, high in split(call.rows // call.row_multiple, world_size)]
@@ -139,7 +146,7 @@ def _sizes(call: MatmulCall, pieces: _Pieces, rank: int, world_size: int) -> lis
     return [sizes[rank]] * (world_size if pieces == "mine" else 1)
 
 
-def _spread(matrix: torch.Tensor, sizes: Sequence[int], high: int) -> torch.Tensor:
+def _pad_pieces(matrix: torch.Tensor, sizes: Sequence[int], high: int) -> torch.Tensor:
     columns = matrix.shape[1]
     out = matrix.new_empty(len(sizes) * high, columns)
     places = out.view(len(sizes), high, columns)
@@ -151,10 +158,10 @@ def _spread(matrix: torch.Tensor, sizes: Sequence[int], high: int) -> torch.Tens
     return out
 
 
-def _taken(matrix: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def _remove_rows(matrix: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     columns = matrix.shape[1]
     if len(sizes) == 1:
-        # Of the same memory, but no view: one that was made without gradients could not be changed in place with them.
+        # It shares the memory without being a view, because a view made without gradients cannot be changed in place with them.
         return matrix.new_empty(0).set_(matrix.untyped_storage(), matrix.storage_offset(), (sizes[0], columns), matrix.stride())
     pieces = matrix.view(len(sizes), matrix.shape[0] // len(sizes), columns)
     if len(set(sizes)) == 1:

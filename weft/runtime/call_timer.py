@@ -10,7 +10,7 @@ from weft.core.schedule import Schedule
 from weft.core.span import Span
 from weft.core.work import span
 from weft.runtime.bindings import Where
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.launches import IssuedCall, Launch
 
 
@@ -21,20 +21,20 @@ def _event() -> torch.cuda.Event:
 class CallTimer:
     """The times of one call, which begins now on the stream `caller`."""
 
-    def __init__(self, space: CudaSpace) -> None:
-        self._space, self._zero_us = space, time.perf_counter_ns() / 1e3
+    def __init__(self, resources: CudaResources) -> None:
+        self._resources, self._zero_us = resources, time.perf_counter_ns() / 1e3
         self._times: list[tuple[Where, torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self, caller: int) -> None:
         """The call begins on its stream."""
-        on = self._space.named(caller)
+        on = self._resources.named(caller)
         self._begin, end = _event(), _event()
         self._begin.record(on)
         end.record(on)
 
     def issue(self, launch: Launch, call: IssuedCall, stream: int) -> None:
         """Enqueue a launch between two events."""
-        on = self._space.named(stream)
+        on = self._resources.named(stream)
         start, end = _event(), _event()
         start.record(on)
         launch.issue(call, stream)

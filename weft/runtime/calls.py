@@ -1,11 +1,11 @@
-"""One operator call on one rank, before ranks have agreed: its tensors, what it has in common with other calls, its problem.
+"""A Call is one operator call on one rank: its tensors, a key that finds its program, and the problem that it solves.
 
-Call         what every operator's call has
+Call         the base of all operators' calls
 MatmulCall   a matmul and a collective
 LookupCall   embedding tables and an exchange
 PLAIN        the mode in which calls run
 
-A collective alone is in weft.runtime.collective_calls.
+Calls of a collective without a computation are in weft.runtime.collective_calls.
 """
 
 from __future__ import annotations
@@ -41,14 +41,19 @@ from weft.runtime.bound import Inputs, Outputs
 _M: dict[Op, str] = {
     "all_gather_matmul": "rows of a of all ranks together (pass rows= if ranks have different numbers of rows)",
 }
-"""How users know M: they pass a part of it."""
+"""The name of M in messages, for operators of which each rank passes a part of M."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Call(ABC):
-    """Not frozen: making a frozen one takes twice as long, and one is made each call.
+    """A Call is one operator call on one rank.
 
-    op: which operator. schedule: what the caller asked for. spans: filled with what ran, if given."""
+    The class is not frozen because making a frozen object takes twice as long, and each call makes one.
+
+    op: the operator.
+    schedule: the schedule that the caller asked for.
+    spans: a list that is filled with the time of each step, if given.
+    """
 
     op: Op
     schedule: str
@@ -61,27 +66,27 @@ class Call(ABC):
 
     @property
     def outputs(self) -> Outputs | None:
-        """The caller's tensors for results; None for new ones."""
+        """The caller's tensors for results. None if new ones are allocated."""
         return None
 
     @property
     def reached(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        """Of the caller's tensors that peers can reach, every rank's, by rank."""
+        """The tensors of every rank, by rank, for those of the caller's tensors that peers can address."""
         return {}
 
     @property
     def results(self) -> int:
-        """How many matrices the result is, side by side. The same on every rank."""
+        """The number of matrices that the result consists of. It is the same on every rank."""
         return 1
 
     @property
     def invalidated(self) -> Sequence[torch.Tensor]:
-        """Of the caller's tensors, those that a failure makes invalid."""
+        """The caller's tensors that a failure makes invalid."""
         return ()
 
     @property
     def tried(self) -> bool:
-        """Whether calls with results of their own may stand for it in a trial. The same on every rank."""
+        """Whether an autotuning run may repeat the call with new results. It is the same on every rank."""
         return True
 
     @property
@@ -91,42 +96,49 @@ class Call(ABC):
     @property
     @abstractmethod
     def share(self) -> int:
-        """The one number in which ranks may differ, and which all must know to say what the problem is."""
+        """The one number in which ranks may differ. All ranks must know it to determine the problem."""
 
     @property
     @abstractmethod
     def key(self) -> tuple[object, ...]:
-        """What calls alike have in common, on this rank. Compared at each call: cheap."""
+        """A key that is equal for calls of the same problem on this rank. It is compared at each call, so it must be cheap."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What every rank must have in common, a line each."""
+        """Return what must be equal on every rank, one line each."""
 
-    def agreed(self, shares: tuple[int, ...]) -> str:
-        """What ranks have in common once each knows the share of every rank."""
+    def describe_with_shares(self, shares: tuple[int, ...]) -> str:
+        """Return what is equal on every rank once each rank knows the shares of all."""
         return f"{self.describe()}\nsizes of b: {shares}"
 
     @abstractmethod
     def problem(self, shares: tuple[int, ...]) -> Problem:
-        """What is to be computed, from the share of every rank."""
+        """Return the problem, given the share of every rank."""
 
     def refusal(self, shares: Sequence[int]) -> str:
-        """Why the call cannot be with these shares; nothing if it can. shares: every rank's where ranks have agreed on them,
-        else this rank's alone."""
+        """Return why the call is impossible with these shares, or "" if it is possible.
+
+        shares: the share of every rank if the ranks have agreed on them, or else only that of this rank.
+        """
         return ""
 
     def sums_nothing(self, shares: tuple[int, ...]) -> bool:
-        """Whether no rank has anything to multiply, so that products are zeros: then `filled` is what runs."""
+        """Return whether no rank has anything to multiply, so that products are zeros. Then `filled` is run instead."""
         return False
 
     def filled(self, world_size: int) -> Call:
-        """A call with the same result that has something to multiply."""
+        """Return a call with the same result that has something to multiply."""
         return self
 
 
 class ScaledOperands(NamedTuple):
-    """What a call with FP8 operands has beside them. a, bs: matrices of float32 scales, of a, which has none if it is quantised
-    on its way, and of each b."""
+    """ScaledOperands holds the scales of a call with FP8 operands.
+
+    a: the float32 scales of a. None if a is quantised by the schedule.
+    bs: the float32 scales of each b.
+    scaling: the formats and the recipe.
+    output_dtype: the dtype of the result.
+    """
 
     a: torch.Tensor | None
     bs: Sequence[torch.Tensor]
@@ -135,11 +147,11 @@ class ScaledOperands(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What calls that look the same have in common."""
+        """A key that is equal for calls of the same problem."""
         return self.scaling, self.output_dtype, *[one.shape for one in self.bs]
 
     def describe(self) -> str:
-        """What every rank must have in common, a line each."""
+        """Return what must be equal on every rank, one line each."""
         scaling = self.scaling
         return (
             f"dtype of b: {scaling.b}\nscale recipe: {scaling.recipe}\nuse_fast_accum: {scaling.use_fast_accum}\n"
@@ -149,8 +161,12 @@ class ScaledOperands(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class MatmulCall(Call):
-    """rows: of the whole M (of an all-to-all, a's). extras: further inputs by name, a matrix each. scales: of FP8 operands,
-    their matrices of scales and the dtype of the result."""
+    """A MatmulCall is a call of a matmul and a collective.
+
+    rows: the whole M. For an all-to-all it is the number of rows of a.
+    extras: further inputs by name, one matrix each.
+    scales: the scales and the dtype of the result, for FP8 operands.
+    """
 
     a: torch.Tensor
     bs: Sequence[torch.Tensor]
@@ -182,7 +198,7 @@ class MatmulCall(Call):
 
     @property
     def share(self) -> int:
-        """This rank's part of b's sharded dimension; N of an all-to-all."""
+        """This rank's part of b's sharded dimension. For an all-to-all it is N."""
         if self.op in REDUCTIONS:
             return int(self.bs[0].shape[0])
         return int(self.bs[0].shape[1]) if len(self.bs) == 1 else sum(b.shape[1] for b in self.bs)
@@ -210,19 +226,19 @@ class MatmulCall(Call):
         return not (sum(shares) if self.op in REDUCTIONS else self.bs[0].shape[0])
 
     def filled(self, world_size: int) -> MatmulCall:
-        """With a column of zeros, and rows of zeros that multiply it."""
+        """Return the call with a column of zeros in a, and rows of zeros in b."""
         rows = world_size if self.op == "all_to_all_columns_matmul" else 1
         bs = [b.new_zeros(rows, b.shape[1]) for b in self.bs]
         return replace(self, a=self.a.new_zeros(self.a.shape[0], 1), bs=bs)
 
     def problem(self, shares: tuple[int, ...]) -> Problem:
         if not any(shares):
-            shares = (self.share,) * len(shares)  # where it was filled, on all ranks
+            shares = (self.share,) * len(shares)  # `filled` has replaced empty shares on all ranks
         total = sum(shares)
         if self.op in COLUMN_OPS:
             return self._column_problem(len(shares))
-        alike = self.op in EXCHANGES or shares.count(shares[0]) == len(shares)
-        regular = alike or tuple(high - low for low, high in split(total, len(shares))) == shares
+        equal = self.op in EXCHANGES or shares.count(shares[0]) == len(shares)
+        regular = equal or tuple(high - low for low, high in split(total, len(shares))) == shares
         return Problem(
             op=self.op,
             m=self.rows,
@@ -253,8 +269,12 @@ class MatmulCall(Call):
 
 @dataclass(kw_only=True, slots=True)
 class LookupCall(Call):
-    """dims: by rank, the columns of its tables. indices, offsets, weights: as weft.kernels.lookup.lookup has them. pooling:
-    rows in a bag that predictions reckon with."""
+    """A LookupCall is a call of embedding tables and an exchange.
+
+    dims: the columns of the tables of each rank.
+    indices, offsets, weights: the arguments of weft.kernels.lookup.lookup.
+    pooling: the number of rows in a bag that predictions assume.
+    """
 
     tables: Sequence[torch.Tensor]
     indices: torch.Tensor
@@ -277,7 +297,7 @@ class LookupCall(Call):
 
     @property
     def share(self) -> int:
-        """Ranks differ in nothing that is not in `dims`."""
+        """Zero, because `dims` contains all in which ranks differ."""
         return 0
 
     @property
@@ -318,14 +338,16 @@ def _dims(own: tuple[int, ...]) -> str:
 
 
 class PlainMode(threading.local):
-    """The mode in which calls run: tensors are plain ones, nothing is recorded for a backward pass, and matmuls keep to their
-    dtypes, because the compute lane runs on the caller's thread, whose autocast would round what is summed in float32. torch's
-    own contexts take some 20 us of a call, so those of inference mode and of autocast are entered only where they are on. It
-    may be entered again within itself, and whatever is raised on the way in or out, the modes that were entered are left."""
+    """PlainMode is the mode in which calls run: without inference mode, gradients and autocast.
+
+    The compute lane runs on the caller's thread, whose autocast would round what is summed in float32. torch's contexts take
+    about 20 us of a call, so those of inference mode and autocast are entered only if they are on. PlainMode is reentrant. If
+    entering or leaving raises an error, the modes that were entered are left.
+    """
 
     def __init__(self) -> None:
         self._entered: list[tuple[bool, ExitStack | None]] = []
-        """For each time that this thread has entered: whether gradients were recorded, and torch's contexts."""
+        """Whether gradients were recorded, and torch's contexts, for each time that this thread has entered."""
 
     def __enter__(self) -> None:
         contexts: ExitStack | None = None

@@ -1,16 +1,16 @@
-"""From what a caller asks for to a schedule.
+"""This module finds the schedule that a caller asks for by `schedule=`.
 
-    auto        the fastest of `contenders`, measured at the first call of a problem (weft.runtime.trial) where calls can be
-                timed; elsewhere as planned
-    planned     nothing is measured: `planned` below, a function of the problem and the machine profile alone
+    auto        the fastest of `auto_candidates`, measured at the first call of a problem (weft.runtime.autotune). On devices
+                whose calls are not timed it is the same as planned
+    planned     what `planned` below chooses from the problem and the machine profile alone
     otherwise   a family's name, "name:chunks", or a Schedule value
 
 WEFT_SCHEDULE replaces `auto` by `planned` or `sequential` in a whole process.
 
-Every schedule is built with the copy lanes that the machine profile says: one for all peers, or one for each; so what was
-predicted is what runs. These are pure functions of values that ranks agree on, so all ranks choose the same schedule, and of
-one variable of the environment, which has to be the same on all ranks: WEFT_MACHINE names the profile to predict with, or its
-file, in place of the nearest one (weft.runtime.nearest).
+Every schedule is built with the number of copy lanes in the machine profile, one for all peers or one for each peer, so the
+schedule that runs is the one whose time was predicted. The functions here depend only on values that all ranks agree on, so all
+ranks choose the same schedule. WEFT_MACHINE names the profile, or its file, and must be the same on all ranks. By default the
+nearest profile is used (weft.runtime.nearest).
 """
 
 from __future__ import annotations
@@ -37,27 +37,33 @@ if TYPE_CHECKING:
 MEASURED = 5
 """Schedules that `auto` measures besides the sequential program."""
 MODES = ("auto", "planned")
-"""What `schedule=` takes besides what names a schedule."""
+"""The values of `schedule=` that let weft choose."""
 AUTOMATIC = ("auto", "planned", "sequential")
-"""What WEFT_SCHEDULE takes."""
+"""The values of WEFT_SCHEDULE."""
 
 
 def automatic() -> str:
-    """What "auto" stands for, by WEFT_SCHEDULE: `sequential` switches overlapping off without a change of code. Raises
-    ValueError for a value that it does not take."""
+    """Return what "auto" means in this process. WEFT_SCHEDULE=sequential disables overlapping without a change of code.
+
+    Raises ValueError for another value of WEFT_SCHEDULE.
+    """
     found = os.environ.get("WEFT_SCHEDULE", "auto")
     if found not in AUTOMATIC:
         raise ValueError(f"WEFT_SCHEDULE is {found!r}; use {', '.join(AUTOMATIC)}, or leave it unset")
     return found
 
 
-def choose(problem: Problem, spec: str, device: torch.device, kept: Mapping[str, Schedule]) -> Schedule:
-    """The schedule that `spec` asks for. Raises ValueError if a value is for another problem, or is gone."""
+def choose(problem: Problem, spec: str, device: torch.device, values: Mapping[str, Schedule]) -> Schedule:
+    """Return the schedule that `spec` asks for. Raises ValueError if a Schedule value is for another problem, or no longer
+    exists.
+
+    values: the Schedule values by the strings that name them in calls.
+    """
     if spec.startswith("value:"):
-        schedule = kept.get(spec)
+        schedule = values.get(spec)
         if schedule is None:
             raise ValueError(
-                f"schedule {spec} is a weft.schedule.Schedule that no longer exists; keep it for as long as calls name it"
+                f"schedule {spec} is a weft.schedule.Schedule that no longer exists; keep a reference to it while calls name it"
             )
         if schedule.problem != problem:
             raise ValueError(f"schedule is for {schedule.problem}; this call is {problem}")
@@ -70,13 +76,15 @@ def choose(problem: Problem, spec: str, device: torch.device, kept: Mapping[str,
 
 
 def ranks_of_a_host(problem: Problem) -> int:
-    """At most."""
+    """Return the number of ranks on the host that has most."""
     return max(problem.nodes or (problem.world_size,))
 
 
 def fans_out(device: torch.device, world_size: int | None = None) -> bool:
-    """Whether schedules have a copy lane for each peer here, as the profile has it. Not where there is none to predict with:
-    a schedule that is named needs no profile."""
+    """Return whether schedules have a copy lane for each peer, as the machine profile says.
+
+    Without a profile it is False, because a schedule that is named needs no profile.
+    """
     try:
         return profile_for(device, world_size).fans_out
     except ValueError:
@@ -84,17 +92,22 @@ def fans_out(device: torch.device, world_size: int | None = None) -> bool:
 
 
 def planned(problem: Problem, device: torch.device) -> str:
-    """The spec that `weft.plan` chooses; nothing is measured. Sequential, with a warning, where the profile does not serve.
-    With row counts on devices there is one schedule that overlaps, and it is taken."""
+    """Return the spec that `weft.plan` chooses from predicted times.
+
+    It is sequential, with a warning, if the profile has no data for the problem. For a call with splits it is the one
+    schedule that overlaps.
+    """
     if isinstance(problem, RaggedProblem):
         return "fused"
     profile = _profile(problem, device)
     return "sequential" if profile is None else _plan(problem, profile).chosen.spec
 
 
-def contenders(problem: Problem, device: torch.device) -> tuple[str, ...]:
-    """The specs that `auto` measures: sequential, and MEASURED of those that are ranked first. Sequential alone, with a
-    warning, where the profile does not serve."""
+def auto_candidates(problem: Problem, device: torch.device) -> tuple[str, ...]:
+    """Return the specs that `auto` measures: sequential, and the MEASURED that are ranked first.
+
+    It is sequential alone, with a warning, if the profile has no data for the problem.
+    """
     profile = _profile(problem, device)
     return ("sequential",) if profile is None else best(problem, profile, MEASURED)
 
@@ -107,34 +120,43 @@ def _plan(problem: Problem, profile: Machine) -> Plan:
 
 
 def _profile(problem: Problem, device: torch.device) -> Machine | None:
-    """None, with a warning, where it has too few GPUs, or no rate for the dtype."""
+    """Return the machine profile. Return None, with a warning, if it has too few GPUs, or no rate for the dtype."""
     profile, lacks = profile_for(device, ranks_of_a_host(problem)), f"no machine profile has {problem.world_size} GPUs"
     try:
         profile.require_for(problem)
         if problem.op not in COLLECTIVE_OPS:
-            lacks = f"the machine profile says nothing of {problem.rate_name}"
+            lacks = f"the machine profile has no rate for {problem.rate_name}"
             profile.tflops(problem.rate_name)
     except ValueError as error:
-        warn_once(f"{lacks} ({error}): sequential")
+        warn_once(f"{lacks} ({error}); the schedule is sequential")
         return None
     return profile
 
 
 def profile_for(device: torch.device, world_size: int | None = None) -> Machine:
-    """The profile to predict with: WEFT_MACHINE, with a warning where it was measured on another device, else the one that is
-    nearest to the device. world_size: ranks of a host, if known. Raises ValueError if WEFT_MACHINE cannot be read."""
+    """Return the profile to predict with: WEFT_MACHINE, or else the profile that is nearest to the device.
+
+    It warns if WEFT_MACHINE was measured on another device. Raises ValueError if WEFT_MACHINE cannot be read.
+
+    world_size: the ranks of a host, if known.
+    """
     named = os.environ.get("WEFT_MACHINE")
     if not named:
         return nearest_profile(device, world_size)
-    found = _loaded(named, _written(named))
+    found = _load(named, _file_state(named))
     here = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if found.device not in ("", here):
-        warn_once(f"WEFT_MACHINE is {named}, measured on {found.device}; this is {here}: weft calibrate measures this one")
+        warn_once(
+            f"WEFT_MACHINE is {named}, which was measured on {found.device}, but this is {here}; `weft calibrate` measures it"
+        )
     return found
 
 
 def readable_profile(device: torch.device, world_size: int | None = None) -> Machine:
-    """The same for kernels, which no error of WEFT_MACHINE may stop on one rank: then the nearest one, with a warning."""
+    """Return the profile by which kernels choose their tiles.
+
+    An error of WEFT_MACHINE must not stop one rank, so then it is the nearest profile, with a warning.
+    """
     try:
         return profile_for(device, world_size)
     except ValueError as error:
@@ -144,12 +166,16 @@ def readable_profile(device: torch.device, world_size: int | None = None) -> Mac
 
 
 @lru_cache(maxsize=4)
-def _loaded(name_or_path: str, written: tuple[int, ...] = ()) -> Machine:
-    """As machine.load, which takes 4 ms; every schedule that is bound asks. written: which state of the file."""
+def _load(name_or_path: str, written: tuple[int, ...] = ()) -> Machine:
+    """Load a profile, and cache it, because loading takes 4 ms and every schedule that is bound needs it.
+
+    written: the state of the file (`_file_state`).
+    """
     return machine.load(name_or_path)
 
 
-def _written(path: str) -> tuple[int, ...]:
+def _file_state(path: str) -> tuple[int, ...]:
+    """Return numbers that change if the file is replaced or written."""
     try:
         found = os.stat(path)
     except OSError:

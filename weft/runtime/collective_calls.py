@@ -16,12 +16,13 @@ from weft.runtime.bound import DTYPES, Inputs, Outputs
 from weft.runtime.calls import Call
 
 STAGING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
-"""Symmetric memory that a rank gives, at most, to the collectives of one size and type, where nobody says how much. On CPUs it
-is of /dev/shm, which containers keep small. On GPUs less makes pieces take turns, and a turn ends with a kernel that beside a
-GEMM waits for SMs: on 4 x H200, beside GEMMs of 1080 us, an all_gather of 512 MiB through 256 MiB took 1860 us, NCCL's 1612."""
+"""The default limit of a rank's symmetric memory for collectives of one size and type. On CPUs it is in /dev/shm, which is
+small in containers. On GPUs a smaller limit divides a collective into rounds, and each round ends with a kernel that waits for
+SMs while a GEMM runs: on 4 x H200, concurrently with GEMMs of 1080 us, an all_gather of 512 MiB through 256 MiB took 1860 us,
+and NCCL's 1612 us."""
 _MOST_TRIED_BYTES = 1 << 30
 _OF_FREE = 8
-"""A GPU gives at most this part of its free memory: `auto` binds several schedules at once."""
+"""At most an eighth of a GPU's free memory is used, because `auto` binds several schedules at once."""
 _SUMMED = {DTYPES[name]: name for name in ITEMSIZE}
 MOST_ELEMENTS = 1 << 30
 """Of a tensor that is summed: the kernel counts them in 32 bits."""
@@ -55,9 +56,12 @@ def affordable(staging_bytes: int, device: torch.device) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class CollectiveCall(Call):
-    """a, out: contiguous; of any dtype where nothing is summed. They may be one memory as CollectiveProblem has it.
+    """A CollectiveCall is a call of a collective without a computation.
 
-    reach: where out lies, if peers can write it. unit: what elements are moved as where nothing is summed."""
+    a, out: contiguous, and of any dtype if nothing is summed. They may share memory as CollectiveProblem describes.
+    reach: where out is stored, if peers can write it.
+    unit: the dtype as which elements are moved if nothing is summed.
+    """
 
     a: torch.Tensor
     out: torch.Tensor

@@ -1,4 +1,4 @@
-"""The GPU executor: a Schedule on GPUs, one process for each GPU.
+"""The GPU executor runs a Schedule on GPUs, with one process for each GPU.
 
 Lanes are streams. The compute lane is the caller's stream; every other lane has a stream of its own, which is forked from the
 caller's and joined to it. Symmetric buffers are torch's symmetric memory among the ranks of a node, without multicast. Between
@@ -11,7 +11,7 @@ nodes NCCL sends and receives (weft.runtime.network). A call does not wait for t
 
 A call, from the bound program to the kernels:
 
-    play       replays the call from a CUDA graph, if its tensors lie where they lay before, or enqueues it
+    play       replays the call from a CUDA graph, if its tensors have the same addresses as before, or enqueues it
     _enqueue   takes a turn on the GPU and a ticket, by which the watchdog bounds the call
     _issue     forks the lanes' streams, issues each lane's launches (weft.runtime.launches), and joins the streams
 
@@ -43,7 +43,7 @@ from weft.kernels.shapes import push_sms
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes, with_fused_steps
 from weft.runtime.call_timer import CallTimer
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations, IssuedCall
@@ -52,45 +52,52 @@ from weft.runtime.network import sms_for
 from weft.runtime.peer_waits import unsent, waiting
 from weft.runtime.products import Products, settings
 from weft.runtime.release import INVALID_BYTE
-from weft.runtime.replay import Replays, lie
+from weft.runtime.replay import Replays, layout_key
 from weft.runtime.tickets import results_in
 from weft.runtime.turn import Branches
 from weft.schedules import spec
 
 _RELEASED = 0x3FFFFFFF
-"""What every word is set to after a failure: more than any wait asks for, and less than where the comparison wraps."""
+"""Every word is set to this value after a failure. It is more than any wait needs, and less than where the comparison wraps."""
 _LAYOUTS = 256
-"""How many layouts of its tensors a program remembers as loaded."""
+"""A program remembers this many layouts of its tensors whose kernels are loaded."""
 _ANY_STRIDES = ("b", "tables")
 """Inputs that no copy engine reads."""
 _IN_USE: list[Any] = []
-"""What closed programs hold whose calls have not ended."""
+"""The memory of closed programs whose calls have not ended."""
 
 
 class Address(NamedTuple):
-    """Where the first element of a matrix lies in a call, and the bytes from row to row."""
+    """An Address locates a matrix in a call.
+
+    find: returns the address of the first element.
+    pitch: the bytes from row to row.
+    """
 
     find: Callable[[Bindings], int]
     pitch: int
 
 
 class CudaProgram(BoundProgram):
-    """A schedule on one GPU, with memory of its own: a data area, scratch, and a word for each step that waits for a flag.
+    """A CudaProgram is a schedule on one GPU. It has a data area, scratch, and a word for each step that waits for a flag.
 
-    title: its name and its group's. streams: those of its lanes. products, collectives: what multiplies, by lane, and the
-    collectives of NCCL, by id of the step. sms_for_kernels, sms_for_pushes: how many SMs they may fill.
+    title: the names of the schedule and of the group.
+    streams: the streams of the lanes.
+    products: the matmul implementation of each lane.
+    collectives: the NCCL collectives, by id of the step.
+    sms_for_kernels, sms_for_pushes: the number of SMs that kernels and pushes may fill.
     """
 
     title = ""
     _waits_on_sms = False
 
-    def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
-        self.space, self.driver = space, space.driver
-        given, schedule = schedule, with_fused_steps(space, schedule)
+    def __init__(self, resources: CudaResources, schedule: Schedule) -> None:
+        self.resources, self.driver = resources, resources.driver
+        given, schedule = schedule, with_fused_steps(resources, schedule)
         if schedule is not given:
             what = "this GPU" if given.problem.scaling is None else "weft"
-            warn_once(f"schedule {schedule.name}: {what} has no one kernel for its fused collective: its steps run one by one")
-        self.title = f"{schedule.problem.op} {spec(schedule.name, schedule.chunks)} of group {space.rank_group.name}"
+            warn_once(f"schedule {schedule.name}: {what} has no kernel for its fused collective, so its steps run one by one")
+        self.title = f"{schedule.problem.op} {spec(schedule.name, schedule.chunks)} of group {resources.rank_group.name}"
         self._scratch: dict[str, torch.Tensor] = {}
         self._pieces: list[Allocation] = []
         try:
@@ -100,10 +107,10 @@ class CudaProgram(BoundProgram):
             raise
 
     def _set_up(self, schedule: Schedule) -> None:
-        space = self.space
+        resources = self.resources
         words = self._take(4 * (WaiterWords(schedule).words + max(map(len, schedule.ranks))))  # and how far each lane has come
         self._words, self._addresses = words.local, words.addresses
-        super().__init__(space, schedule)
+        super().__init__(resources, schedule)
         self._area = self._take(self.layout.staging)
         lanes = schedule.ranks[self.rank]
         self._progress_at = {lane.name: self._words.data_ptr() + 4 * (self.flags.words + i) for i, lane in enumerate(lanes)}
@@ -112,10 +119,12 @@ class CudaProgram(BoundProgram):
         self._raise_all = self.driver.words([*(Word("signal", address, _RELEASED) for address in own), *kernels_own])
         self._preset_flags_of_previous_calls()
         self.fixed = self._fixed_bindings()
-        self._replays = Replays(space.captures, lambda inputs, outputs: self._issue(self.bind(inputs, outputs)), self.driver)
+        self._replays = Replays(
+            resources.captures, lambda inputs, outputs: self._issue(self.bind(inputs, outputs)), self.driver
+        )
         self._branches = Branches(self.driver)
         self._set_up_steps(schedule)
-        # The flags of these lanes need no SM: beside matmuls that fill the SMs, even a kernel of one warp would wait for room.
+        # The flags of these lanes need no SM. If matmuls fill the SMs, even a kernel of one warp would wait for a free one.
         alone = isinstance(schedule.problem, CollectiveProblem)
         without_kernels = frozenset(lane.name for lane in lanes if lane.kind in ("copy", "network") or alone)
         self._rehearsing = self._rehearsed = self._loading = False
@@ -123,35 +132,37 @@ class CudaProgram(BoundProgram):
         self._timer: CallTimer | None = None
         self._last_stream: int | None = None
         self._last_ticket = 0
-        self.streams = LaneStreams(space, lanes, without_kernels)
-        space.releaser.add(id(self), self._release, self._invalidate_arrivals if self.dtype.is_floating_point else None)
+        self.streams = LaneStreams(resources, lanes, without_kernels)
+        resources.releaser.add(id(self), self._release, self._invalidate_arrivals if self.dtype.is_floating_point else None)
 
     def _set_up_steps(self, schedule: Schedule) -> None:
-        """What the steps of this rank run with: collectives, matmuls, and SMs."""
-        space = self.space
+        """Set up the collectives and the matmuls of this rank's steps, and divide the SMs."""
+        resources = self.resources
         mine = [(lane, position, step) for rank, lane, position, step in schedule if rank == self.rank]
         self.collectives = {
             id(step): NcclCollective(self.rank_group.group, step, schedule.problem)
             for _, _, step in mine
             if isinstance(step, Collective)
         }
-        space.releaser.has_collectives |= bool(self.collectives)
+        resources.releaser.has_collectives |= bool(self.collectives)
         sends = any(isinstance(step, SendReceive) for _, _, step in mine)
         self._replayable = not self.collectives and not sends and self.ragged is None
         multiplies = {lane.name for lane, _, step in mine if isinstance(step, Gemm)}
-        self.products = {lane: Products(space.device, space.machine) for lane in multiplies}
+        self.products = {lane: Products(resources.device, resources.machine) for lane in multiplies}
         kernels = self.kernels.values()
         pushes = any(isinstance(kernel.where.step, Push) for kernel in kernels)
         alone = not any(isinstance(kernel.where.step, Gemm) for kernel in kernels)
-        self.sms_for_pushes = push_sms(space.machine, space.sms, alone=alone)
-        self.sms_for_kernels = space.sms - (self.sms_for_pushes if pushes else 0) - (sms_for(self.rank_group) if sends else 0)
+        self.sms_for_pushes = push_sms(resources.machine, resources.sms, alone=alone)
+        self.sms_for_kernels = (
+            resources.sms - (self.sms_for_pushes if pushes else 0) - (sms_for(self.rank_group) if sends else 0)
+        )
         waiting = [kernel for kernel in kernels if kernel.waits_in_kernel]
         self._waits_on_sms = any(kernel.manages_own_flags for kernel in kernels) or any(
             not wait.on_previous_call for kernel in waiting for wait in waits(kernel.where.step)
         )
 
     def _preset_flags_of_previous_calls(self) -> None:
-        """The first call has no previous call: raise the flags that it would wait for from one."""
+        """Raise the flags by which a call waits for the previous one, because the first call has no previous one."""
         words = self._words.view(torch.int32)
         for _, lane, position, step in (entry for entry in self.schedule if entry[0] == self.rank):
             for wait in waits(step):
@@ -163,14 +174,14 @@ class CudaProgram(BoundProgram):
         return piece.addresses, piece.local
 
     def _take(self, nbytes: int) -> Allocation:
-        """Symmetric memory, until `close`."""
-        piece = self.space.heap.allocate(nbytes, reusable=True)
+        """Allocate symmetric memory until `close`."""
+        piece = self.resources.heap.allocate(nbytes, reusable=True)
         self._pieces.append(piece)
         return piece
 
     def _give_back(self) -> None:
         while self._pieces:
-            self.space.heap.free(self._pieces.pop())
+            self.resources.heap.free(self._pieces.pop())
 
     @property
     def nbytes(self) -> int:
@@ -182,16 +193,16 @@ class CudaProgram(BoundProgram):
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._scratch:
-            self._scratch[name] = torch.empty(rows, cols, dtype=dtype, device=self.space.device)
+            self._scratch[name] = torch.empty(rows, cols, dtype=dtype, device=self.resources.device)
         return self._scratch[name]
 
     def own_bindings(self) -> Bindings:
         return self.fixed
 
     def close(self) -> None:
-        # Waits are released until the calls have ended, since one may be in flight whose peers are lost.
-        releaser = self.space.releaser
-        if not self.space.drained(self._last_ticket, captured=self.captured, forget=lambda: releaser.remove(id(self))):
+        # Waits are released until the calls have ended, because the peers of a call in flight may be lost.
+        releaser = self.resources.releaser
+        if not self.resources.drained(self._last_ticket, captured=self.captured, forget=lambda: releaser.remove(id(self))):
             LOGGER.error("%s has calls that have not ended: its memory stays in use until the process ends", self.title)
             _IN_USE.append((self._pieces, self._words, self._area, self._scratch, self._plans, self._replays))
             self._pieces = []
@@ -208,15 +219,15 @@ class CudaProgram(BoundProgram):
         return self.streams
 
     def here(self, where: Where) -> Word:
-        """The operation by which a lane says that it has come to a step, before the step may wait."""
+        """Return the operation by which a lane records that it has reached a step, before the step waits."""
         return Word("here", self._progress_at[where.lane], where.position + 1)
 
     def waiters(self, flag: Flag) -> list[int]:
-        """The words that a signal raises."""
+        """Return the addresses of the words that a signal raises."""
         return [self._address_on(flag.rank) + 4 * slot for slot in self.flags.slots[flag]]
 
     def _address_on(self, rank: int) -> int:
-        """Where the words of a rank of this node begin."""
+        """Return the address of the words of a rank of this node."""
         return self._addresses[rank - self.rank_group.near.start]
 
     def gate_address(self, flag: Flag, where: Where) -> int:
@@ -227,7 +238,7 @@ class CudaProgram(BoundProgram):
         copy = self._copier(src.shape[0], row_bytes, self._address_of(src), self._address_of(dst))
         if not self.schedule.buffer[src.buffer].operand:
             return copy
-        # The scales first, because a copy that is long keeps none behind it waiting.
+        # The scales come first, because they would wait behind the long copy.
         (rows, width), from_scales = self._scales_of(src)
         copy_scales = self._copier(rows, 4 * width, from_scales, self._scales_of(dst)[1])
 
@@ -249,7 +260,7 @@ class CudaProgram(BoundProgram):
         return run
 
     def _address_of(self, region: Region) -> Address:
-        """Where a region's first element lies in a call."""
+        """Return the address of a region in a call."""
         key, buffer, item = (
             (region.buffer, region.rank),
             self.schedule.buffer[region.buffer],
@@ -263,7 +274,7 @@ class CudaProgram(BoundProgram):
         return Address(lambda bindings: bindings.tensors[key][0][0].data_ptr() + offset, pitch)
 
     def _scales_of(self, region: Region) -> tuple[tuple[int, int], Address]:
-        """The shape of a region's scales, and where the first one lies in a call."""
+        """Return the shape of a region's scales, and their address in a call."""
         key, buffer, scaling = (region.buffer, region.rank), self.schedule.buffer[region.buffer], self.schedule.problem.scaling
         assert buffer.operand, f"{region} is not of FP8"
         assert scaling is not None, "the problem has no scaling"
@@ -287,8 +298,8 @@ class CudaProgram(BoundProgram):
     def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:
         def run(call: IssuedCall) -> None:
             if call.skips_outputs or call.loads:
-                return  # on no rank: all rehearse at once, and where one loads it runs nothing
-            wire = self.space.wire
+                return  # no rank exchanges data: all ranks rehearse together, and loading runs nothing
+            wire = self.resources.wire
             assert wire, f"{where} on one node"
             wire.exchange(*call.bindings.messages(step))
 
@@ -303,7 +314,7 @@ class CudaProgram(BoundProgram):
         if capturing:
             self._play(inputs, outputs, capturing=True)
         else:
-            with outside_graph_trees(self.space.device):
+            with outside_graph_trees(self.resources.device):
                 self._play(inputs, outputs, capturing=False)
 
     def _play(self, inputs: Inputs, outputs: Outputs, *, capturing: bool) -> None:
@@ -312,7 +323,7 @@ class CudaProgram(BoundProgram):
         if not self._rehearsed:
             self._rehearse(self.bind(inputs, outputs))
             self._loaded.add(self._layout_of(inputs, outputs))
-        # A collective of NCCL keeps track of the graphs that hold it: those schedules are never replayed.
+        # NCCL counts the graphs that contain its collectives, so these schedules are never replayed.
         graph = None
         if self._replayable and self.spans is None and not capturing:
             graph = self._replays.find(inputs, outputs)
@@ -322,7 +333,7 @@ class CudaProgram(BoundProgram):
         bindings = self.bind(inputs, outputs)
         if capturing:
             self.captured = True
-            self.space.watchdog.captured()
+            self.resources.watchdog.captured()
             self._capture(bindings)
             return
         if self.streams:
@@ -332,14 +343,14 @@ class CudaProgram(BoundProgram):
         self._enqueue(bindings, self._invalid(outputs), allocates=self._allocates)
 
     def _capture(self, bindings: Bindings) -> None:
-        """Enqueue a call into the caller's graph."""
-        stream = self.space.current_stream()
+        """Enqueue a call while the caller captures a graph."""
+        stream = self.resources.current_stream()
 
         def call() -> None:
             self._branches.enqueue(stream, lambda: self._issue(bindings))
 
         if self._waits_on_sms:
-            self.space.turn.captured(stream, self.rank_group, call)
+            self.resources.turn.captured(stream, self.rank_group, call)
         else:
             call()
 
@@ -347,57 +358,63 @@ class CudaProgram(BoundProgram):
         if not self.products:  # no workspace of cuBLAS
             self._enqueue(graph, outputs)
             return
-        caller = self.space.current_stream()
-        self.space.after_replays(caller)
+        caller = self.resources.current_stream()
+        self.resources.after_replays(caller)
         self._enqueue(graph, outputs)
-        self.space.replayed(caller)
+        self.resources.replayed(caller)
 
     def _enqueue(self, work: Bindings | torch.cuda.CUDAGraph, outputs: Outputs, *, allocates: int = 0) -> None:
-        """One call on the caller's stream, after the last call of this program, and watched. work: the tensors of the call, or
-        a graph of it. outputs: what it writes, which a failure makes invalid. allocates: bytes that torch allocates for
-        temporaries."""
-        caller = self.space.current_stream()
+        """Enqueue a call on the caller's stream, after the last call of this program, and have it watched.
+
+        work: the tensors of the call, or its graph.
+        outputs: the tensors that the call writes, which a failure invalidates.
+        allocates: the bytes that torch allocates for temporaries.
+        """
+        caller = self.resources.current_stream()
         if self._last_stream not in (None, caller):
-            self.space.tickets.after(caller, self._last_ticket)
-        timer = self._timer = None if self.spans is None else CallTimer(self.space)
-        self.space.watchdog.await_room(self._stuck)  # not while other threads wait for their turn
-        turn = self.space.turn
+            self.resources.tickets.after(caller, self._last_ticket)
+        timer = self._timer = None if self.spans is None else CallTimer(self.resources)
+        self.resources.watchdog.await_room(self._describe_waits)  # not while other threads wait for their turn
+        turn = self.resources.turn
         with (
             turn.alone(self.rank_group)
             if self._rehearsing
             else turn.taken(caller, self.rank_group, waits_on_sms=self._waits_on_sms)
         ):
-            ticket = self.space.watchdog.begin(
-                caller, self.title, self._stuck, rehearses=self._rehearsing, results=results_in(outputs)
+            ticket = self.resources.watchdog.begin(
+                caller, self.title, self._describe_waits, rehearses=self._rehearsing, results=results_in(outputs)
             )
             if timer is not None:
                 timer.begin(caller)
             try:
-                with self.space.temporaries(allocates):
+                with self.resources.temporaries(allocates):
                     if isinstance(work, Bindings):
                         self._issue(work)
                     else:
                         work.replay()
             finally:
-                # Also of a call that raises: its lanes wait until they are released, and `close` has to wait for that.
-                self.space.tickets.end(caller, ticket)
+                # This also ends a call that raises. Its lanes wait until they are released, and `close` must wait for that.
+                self.resources.tickets.end(caller, ticket)
                 self._last_stream, self._last_ticket = caller, ticket
                 self._timer = None
-        self.space.watchdog.raise_if_failed()
+        self.resources.watchdog.raise_if_failed()
         if timer is not None:
             self._read_spans(timer, ticket)
 
     def _issue(self, bindings: Bindings) -> None:
-        """Put every lane's launches on its stream: the compute lane's on the caller's, the others' on streams that are forked
-        from it first, and joined to it at the end, whatever is raised between."""
-        caller, plan, timer = self.space.current_stream(), self._plan(bindings), self._timer
+        """Enqueue every lane's launches on its stream.
+
+        The compute lane uses the caller's stream. The streams of the other lanes are forked from it first, and joined to it at
+        the end, even if an error is raised.
+        """
+        caller, plan, timer = self.resources.current_stream(), self._plan(bindings), self._timer
         call = self._call(bindings)
         try:
             self.streams.fork(caller)
             for lane, launches, by_torch in plan.batches if timer is None else plan.unmerged_batches:
-                beside = None if lane.kind == "compute" else self.space.stream(lane.name)
-                stream = caller if beside is None else beside.cuda_stream
-                with torch.cuda.stream(beside) if by_torch and beside is not None else nullcontext():
+                own = None if lane.kind == "compute" else self.resources.stream(lane.name)
+                stream = caller if own is None else own.cuda_stream
+                with torch.cuda.stream(own) if by_torch and own is not None else nullcontext():
                     for launch in launches:
                         if timer is None:
                             launch.issue(call, stream)
@@ -417,52 +434,52 @@ class CudaProgram(BoundProgram):
         )
 
     def _rehearse(self, bindings: Bindings) -> None:
-        """Run the steps of the first call once without flags, on all ranks, and throw the result away.
+        """Run the steps of the first call once without flags, on all ranks, and discard the result.
 
-        CUDA loads a kernel at first use, and may wait for all streams then (`_load`). So the calls before have ended by then.
+        CUDA loads a kernel at its first use, and may wait for all streams then (`_load`). So earlier calls must have ended.
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
-        with self.space.turn.alone(self.rank_group):
-            self.space.captures.ready()
+        with self.resources.turn.alone(self.rank_group):
+            self.resources.captures.prepare()
             self._plan(bindings)  # which lookups load for
         spans, self.spans, self._rehearsing = self.spans, None, True
-        before = self.space.allocated()
+        before = self.resources.allocated()
         self._enqueue(bindings, {})
-        self._allocates = self.space.allocated() - before
+        self._allocates = self.resources.allocated() - before
         self.spans, self._rehearsing, self._rehearsed = spans, False, True
-        self.space.settle()
+        self.resources.settle()
 
     def _load(self, bindings: Bindings, layout: Hashable) -> None:
-        """Load what a call needs whose tensors lie differently from those before: kernels for other strides and alignments.
+        """Load the kernels of a call whose tensors have other strides or alignments than those of earlier calls.
 
-        CUDA may wait for all streams where it loads a kernel, and keeps the watchdog from releasing any: for good, behind a
-        lane of this call that waits for another one. So a capture, which runs nothing, loads everything before any of it is
-        enqueued, and once weft's calls before have ended, which is watched. A lane without others waits for nothing that comes
-        later.
+        While CUDA loads a kernel it may wait for all streams, and the watchdog cannot release any. If a lane of this call
+        waited for another lane then, it would be a deadlock. So a capture, which runs nothing, loads all kernels before the
+        call is enqueued, and after weft's earlier calls have ended. If there is only one lane, it waits for nothing that is
+        enqueued later.
         """
         if layout in self._loaded:
             return
-        with self.space.turn.alone(self.rank_group):
-            self._lay_out(bindings)
+        with self.resources.turn.alone(self.rank_group):
+            self._prepare_tables(bindings)
             spans, self.spans, self._loading = self.spans, None, True
-            before = self.space.allocated()
+            before = self.resources.allocated()
             try:
-                self.space.captures.record(lambda: self._issue(bindings), loads=True)
+                self.resources.captures.record(lambda: self._issue(bindings), loads=True)
             finally:
                 self.spans, self._loading = spans, False
-        self._allocates = max(self._allocates, self.space.allocated() - before)
+        self._allocates = max(self._allocates, self.resources.allocated() - before)
         if len(self._loaded) == _LAYOUTS:
             self._loaded.clear()
         self._loaded.add(layout)
 
     def _layout_of(self, inputs: Inputs, outputs: Outputs) -> Hashable:
-        """How the matrices of a call lie, and are multiplied. Lookups load what their tables and indices need themselves."""
+        """Return the layout of the matrices of a call, and torch's matmul settings. Lookups load their kernels themselves."""
         known = {name: some for name, some in inputs.items() if name in self.schedule.buffer or name in self._scale_names}
-        return settings(), lie(known, outputs)
+        return settings(), layout_key(known, outputs)
 
-    def _lay_out(self, bindings: Bindings) -> None:
-        """Make the tables that a call's kernels read. They are copied to the GPU, which no capture takes."""
+    def _prepare_tables(self, bindings: Bindings) -> None:
+        """Make the tables that a call's kernels read. They are copied to the GPU, which is impossible in a capture."""
         plan = self._plan(bindings)
         for kernel in self.kernels.values():
             if kernel.runs(bindings):
@@ -472,39 +489,39 @@ class CudaProgram(BoundProgram):
                 launch.prepare()
 
     def _read_spans(self, timer: CallTimer, ticket: int) -> None:
-        """Wait for the end of the call, which all lanes have joined, and read when each step ran."""
-        self.rank_group.until(lambda: self.space.tickets.done(ticket), self._stuck)
+        """Wait until the call has ended, and read when each step ran."""
+        self.rank_group.until(lambda: self.resources.tickets.done(ticket), self._describe_waits)
         assert self.spans is not None
         self.spans += timer.spans(self.schedule)
 
-    def _stuck(self) -> str:
-        """What the call in flight waits for: the steps that its lanes have reached, and the flags of those that are low."""
-        with torch.cuda.stream(self.space.asking):
+    def _describe_waits(self) -> str:
+        """Return a text with the steps that the lanes of the call in flight have reached, and the flags that are missing."""
+        with torch.cuda.stream(self.resources.asking):
             seen = self._words.view(torch.int32).cpu().tolist()
             stuck = list(filter(None, (kernel.missing() for kernel in self.kernels.values())))
-        # Each lane has written the number of the steps that it has come to.
-        come_to = zip(self._progress_at, seen[self.flags.words :], strict=False)
-        reached = {lane: count - 1 for lane, count in come_to}
+        # Each lane has written the number of steps that it has reached.
+        counts = zip(self._progress_at, seen[self.flags.words :], strict=False)
+        reached = {lane: count - 1 for lane, count in counts}
         stuck = stuck + waiting(self, seen, reached) or list(unsent(self, reached))
         stuck = stuck or [f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"]
-        return "\n".join(filter(None, (*stuck, self.space.turn.others(self.space.tickets, self.title))))
+        return "\n".join(filter(None, (*stuck, self.resources.turn.others(self.resources.tickets, self.title))))
 
     def _invalid(self, outputs: Outputs) -> Outputs:
-        """What a failure makes invalid: the outputs, or what the caller gave for results."""
+        """Return the tensors that a failure invalidates: the outputs, or the tensors that the caller passed for results."""
         return {"invalidated": list(self._invalidated)} if self._invalidated else outputs
 
     def _invalidate_arrivals(self, stream: int) -> None:
-        """Set the memory in which peers' data arrive to NaN: what is computed from it is NaN, too."""
+        """Set the memory for peers' data to NaN, so that everything computed from it is NaN."""
         memory = self._area.local
         self.driver.fill(memory.data_ptr(), INVALID_BYTE, memory.numel(), stream)
 
     def _release(self) -> None:
         """Raise every word of this rank beyond what any wait needs, so that its streams drain.
 
-        By memory operations of a stream: a memset is a kernel, and waits for SMs that a spinning kernel may hold; a copy waits
-        for a copy engine. Waits for nothing itself.
+        Stream memory operations do it, because a memset is a kernel, which waits for SMs that a spinning kernel may hold, and a
+        copy waits for a copy engine. This function does not wait.
         """
-        stream = self.space.rescue
+        stream = self.resources.rescue
         self._raise_all(stream.cuda_stream)
         with torch.cuda.stream(stream):
             for kernel in self.kernels.values():

@@ -1,4 +1,4 @@
-"""Where a schedule's flags lie: a word for each step that waits for one.
+"""WaiterWords assigns the words of a schedule's flags: one word for each step that waits for a flag.
 
 A CUDA graph replays the same constants, so a flag cannot grow from call to call. A signal raises the word of each step
 that waits for the flag, and the step lowers its own word once it has passed. The checker proves that no signal is lost by that
@@ -11,8 +11,13 @@ from weft.core.schedule import Flag, Schedule, waits
 
 
 class WaiterWords:
-    """Words of a schedule's flags. slot: by (flag, lane, position of the waiting step), its word on the flag's rank; those of
-    one step lie together, gates on previous calls last. slots: by flag, all its words. words: of the rank that has most."""
+    """WaiterWords holds the words of a schedule's flags.
+
+    slot: the word on the flag's rank, by (flag, lane, position of the waiting step). The words of one step are adjacent, and
+        gates on previous calls come last.
+    slots: all words of each flag.
+    words: the number of words of the rank that has most.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.slot: dict[tuple[Flag, str, int], int] = {}

@@ -1,8 +1,9 @@
-"""GEMMs with gates, counts, adds or stores to peers, and sums, as kernels, on any device whose flags have addresses.
+"""GEMMs with gates, counts, adds or stores to peers, and sums, run as one kernel on devices whose flags have addresses.
 
-Which steps run so is the same on every rank, since a flag that a kernel counts grows by tiles, and its waiter must know.
-A rank whose operands the kernel cannot load (odd strides), whose parts it cannot keep in order, or are some columns of a matrix
-alone, or whose slices of K end within a step of its loop, multiplies part by part and advances the same flags as far.
+Every rank must treat the same steps as kernels, because a kernel raises its flag once per tile, and the waiter must know the
+number. A rank runs a step part by part, and raises the same flags as far, if the kernel cannot run it: if it cannot load the
+operands (odd strides), if it cannot process the parts in order, if parts are only some columns of a matrix, or if slices of K
+end within a step of the kernel's loop.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ T = TypeVar("T")
 
 
 def is_fused(step: Gemm) -> bool:
-    """Whether a GEMM runs as a kernel: one with tiles that wait, count, add, or are stored at a peer.
+    """Return whether a GEMM runs as a kernel. It does if its tiles wait, count, add, or are stored at a peer.
 
-    A part without tiles counts nothing, and whoever waits for it would not wait: a GEMM with one, as all are where b has no
-    columns, goes part by part, and raises its flags once each.
+    A part without tiles would never raise its flag. A GEMM with such a part, for example if b has no columns, runs part by
+    part, and raises each flag once.
     """
     return all(part.out.size for part in step.parts) and any(
         part.waits or part.count or part.adds or part.out.rank != step.b.rank for part in step.parts
@@ -43,7 +44,7 @@ def is_fused(step: Gemm) -> bool:
 
 
 def kernel_of(program: BoundProgram, where: Where, step: Gemm) -> FusedGemm | None:
-    """The kernel of a GEMM, if it runs as one."""
+    """Return the kernel of a GEMM, or None if it runs part by part."""
     if not is_fused(step):
         return None
     scaling = program.schedule.problem.scaling
@@ -51,18 +52,18 @@ def kernel_of(program: BoundProgram, where: Where, step: Gemm) -> FusedGemm | No
 
 
 def kernel_of_sum(program: BoundProgram, where: Where, step: Reduce) -> StepKernel | None:
-    """The kernel of a sum, if it runs as one: without counts."""
+    """Return the kernel of a sum, or None if it runs part by part. A sum with counts runs part by part."""
     if isinstance(program.schedule.problem, CollectiveProblem):
         return sum_of(program, where, step)
-    # A sum's table has the addresses of what it sums: of the caller's tensors they are others in each call, and a graph may
-    # hold the table of the one before.
+    # A sum's table contains the addresses of its sources. Those of the caller's tensors change from call to call, and a graph
+    # may still use the table of an earlier call.
     given = program.buffers_of("input")
     moves = any(src.buffer in given for part in step.parts for src in part.srcs)
     return FusedReduce(step, where, program.device) if step.parts and not advances(step) and not moves else None
 
 
 def signal_values(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, int]:
-    """How far a GEMM raises the flags that it counts: by a tile each time."""
+    """Return the final values of the flags that a GEMM counts. Each tile adds one."""
     if not is_fused(step):
         return {}
     blocks = blocks_for(step, program.device, program.machine, program.schedule.problem.scaling)
@@ -73,32 +74,33 @@ def _address(bindings: Bindings, region: Region) -> int:
     return bindings.view(region).data_ptr()
 
 
-def _moved(bindings: Bindings, regions: Iterable[Region]) -> tuple[int, ...]:
-    """Where the buffers of regions lie now: tables of addresses into them are made anew when that changes."""
+def _addresses_of(bindings: Bindings, regions: Iterable[Region]) -> tuple[int, ...]:
+    """Return the addresses of the buffers of regions. If they change, tables of addresses into them are rebuilt."""
     buffers = dict.fromkeys((region.buffer, region.rank) for region in regions)
     return tuple(bindings.tensors[key][0][0].data_ptr() for key in buffers)
 
 
 class Plans(Generic[T]):
-    """Tables of addresses into the buffers of some regions, made anew where those lie elsewhere."""
+    """Plans caches a table of addresses into the buffers of regions, and rebuilds it if the buffers move."""
 
     def __init__(self, regions: Sequence[Region], make: Callable[[Bindings], T]) -> None:
         self._regions, self._make = regions, make
-        self._kept: tuple[tuple[int, ...], T] | None = None
+        self._cached: tuple[tuple[int, ...], T] | None = None
 
     def of(self, bindings: Bindings) -> T:
-        moved = _moved(bindings, self._regions)
-        if self._kept is None or self._kept[0] != moved:
-            self._kept = moved, self._make(bindings)
-        return self._kept[1]
+        moved = _addresses_of(bindings, self._regions)
+        if self._cached is None or self._cached[0] != moved:
+            self._cached = moved, self._make(bindings)
+        return self._cached[1]
 
 
 _LAYOUTS = 256
-"""How many layouts of its tensors a step remembers."""
+"""A step remembers for this many layouts of its tensors whether the kernel can run them."""
 
 
 def _irregular(step: Gemm, blocks: TileShape, results: int) -> str:
-    """Why no call of a GEMM can run as one kernel; nothing where one can. results: buffers of the caller's that it writes."""
+    """Return why no call of a GEMM can run as one kernel, or "" if it can. results: the number of the caller's buffers it
+    writes."""
     if not whole_slices(step, blocks):
         return "its slices of K end within a step of the kernel's loop"
     if step.accumulate:
@@ -106,17 +108,17 @@ def _irregular(step: Gemm, blocks: TileShape, results: int) -> str:
     if results > 1:
         return f"it writes {results} results"
     if any(pitch(part) is None for part in step.parts if part.adds):
-        return "what it adds has no one distance from row to row"
-    return "" if in_order(step) else "its parts cannot be kept in order"
+        return "the rows of what it adds are not evenly spaced"
+    return "" if in_order(step) else "its parts cannot be processed in order"
 
 
 class FusedGemm(GatedKernel):
-    """A GEMM with gates, counts, adds, or parts that are stored at peers.
+    """A FusedGemm is the kernel of a GEMM with gates, counts, adds, or parts that are stored at peers.
 
-    waits_in_kernel: its tiles wait for the chunks of this call themselves.
+    The launch's `out` is the caller's result, whose address may change from call to call, or else the last part's buffer. Parts
+    of other buffers, and at peers, are stored by address.
 
-    The launch's `out` is the caller's result, whose address may be another one each call, or else the last part's buffer;
-    parts of other buffers, and at peers, are stored by address.
+    waits_in_kernel: true, because its tiles wait for the chunks of this call themselves.
     """
 
     waits_in_kernel = True
@@ -143,10 +145,10 @@ class FusedGemm(GatedKernel):
         self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
         self._irregular = _irregular(step, self._blocks, len(given))
         self._counts = any(part.count for part in step.parts)
-        self._plans = Plans(self._elsewhere, self._laid_out)
+        self._plans = Plans(self._elsewhere, self._make_tables)
         self._launcher = gemm_kernel.make_launcher()
         self._unfit: dict[tuple[int, ...], str] = {}
-        """By the alignments and strides of the tensors of a call, why the kernel cannot take them; nothing where it can."""
+        """Why the kernel cannot run tensors of given alignments and strides, or "" if it can."""
 
     def runs(self, bindings: Bindings) -> bool:
         reason = self._irregular or self._reason_against(bindings)
@@ -163,10 +165,10 @@ class FusedGemm(GatedKernel):
         if key not in self._unfit:
             if len(self._unfit) == _LAYOUTS:
                 self._unfit.clear()
-            self._unfit[key] = self._compared(bindings, sources, bs, adds, outs)
+            self._unfit[key] = self._find_mismatch(bindings, sources, bs, adds, outs)
         return self._unfit[key]
 
-    def _compared(
+    def _find_mismatch(
         self,
         bindings: Bindings,
         sources: list[torch.Tensor],
@@ -174,22 +176,25 @@ class FusedGemm(GatedKernel):
         adds: list[torch.Tensor],
         outs: list[torch.Tensor],
     ) -> str:
-        """Why the kernel cannot take these tensors; nothing where it can."""
+        """Return why the kernel cannot run these tensors, or "" if it can."""
         if not all(fits(a, b) for a in sources for b in bs):
             return "it cannot load an operand whose rows are not contiguous, 16-byte aligned and a multiple of 16 bytes apart"
         if len(sources) > 2:
             return f"its rows come from {len(sources)} buffers, and it takes two"
         if not self._spans_columns(bindings):
-            return "its parts are some columns of a matrix alone"
+            return "its parts are only some columns of a matrix"
         if len(bs) > 1 and self._counts:
-            # The tiles of each b would be counted by a launch of their own, each of its own number of columns.
+            # Each b would have a launch of its own, whose number of tiles depends on its columns.
             return f"it counts tiles for one b, and there are {len(bs)}"
         if adds and not (len(adds) == len(bs) == 1 and loads(adds[0]) and adds[0].dtype == outs[0].dtype):
             return "it cannot load what it adds"
         return "" if self._outs_fit(outs, bs) else "its results differ in dtype or row stride, or there are several b"
 
     def _spans_columns(self, bindings: Bindings) -> bool:
-        """Whether parts read all columns of a and of what they add, and write all of `out`: the kernel begins at the first."""
+        """Return whether parts read all columns of a and of what they add, and write all columns of `out`.
+
+        The kernel always begins at the first column.
+        """
         regions = [region for part in self.step.parts for region in (part.a, part.out, *part.adds)]
         elsewhere = {(out.buffer, out.rank) for out in self._elsewhere}
         keys = dict.fromkeys((region.buffer, region.rank) for region in regions)
@@ -200,9 +205,9 @@ class FusedGemm(GatedKernel):
         return list(dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)]))
 
     def _outs_fit(self, outs: list[torch.Tensor], bs: list[torch.Tensor]) -> bool:
-        """Results of one dtype and row stride, where some are stored by address."""
-        alike = len({(out.dtype, out.stride()) for out in outs}) == 1
-        return not self._elsewhere or (len(bs) == 1 and alike)
+        """Return whether results can be stored by address, if some are: they need one dtype and one row stride."""
+        same = len({(out.dtype, out.stride()) for out in outs}) == 1
+        return not self._elsewhere or (len(bs) == 1 and same)
 
     def lay_out(self, bindings: Bindings) -> None:
         self._plans.of(bindings)
@@ -234,7 +239,7 @@ class FusedGemm(GatedKernel):
             )
 
     def _scales(self, bindings: Bindings, scaling: Scaling) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor, Recipe]]:
-        """For each piece of b, the scales of all sources of a, its own, and their recipe."""
+        """Return the scales of all sources of a, those of b, and their recipe, for each piece of b."""
         of_a = tuple(bindings.scales[key][0] for key in self._buffers)
         return ((of_a, of_b, scaling.recipe) for of_b in bindings.scale_views(self.step.b))
 
@@ -242,7 +247,7 @@ class FusedGemm(GatedKernel):
         ((matrix, _),) = bindings.tensors[key]
         return matrix
 
-    def _laid_out(self, bindings: Bindings) -> Tables:
+    def _make_tables(self, bindings: Bindings) -> Tables:
         def stored_at(part: Part, row: int) -> torch.Tensor | None:
             return None if (part.out.buffer, part.out.rank) == self._out else bindings.view(part.out)[row:]
 
@@ -259,13 +264,13 @@ class FusedGemm(GatedKernel):
 
 
 class FusedReduce(StepKernel):
-    """A reduction from any addresses. Its gates have been passed where it starts."""
+    """A FusedReduce is the kernel of a reduction from any addresses. It starts after its gates have been passed."""
 
     def __init__(self, step: Reduce, where: Where, device: torch.device) -> None:
         super().__init__(where)
         self._device, self.step = device, step
         self._sources = [src for part in step.parts for src in part.srcs]
-        self._plans = Plans(self._sources, self._laid_out)
+        self._plans = Plans(self._sources, self._make_tables)
         self._launcher = reduce_kernel.make_launcher()
 
     def runs(self, bindings: Bindings) -> bool:
@@ -278,8 +283,11 @@ class FusedReduce(StepKernel):
         return bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank][0][0]
 
     def _reason_against(self, bindings: Bindings) -> str:
-        """Why the kernel cannot take the tensors of a call; nothing where it can. It takes one result, and sources of one
-        dtype, row stride and of the result's rows, as many for each part."""
+        """Return why the kernel cannot run the tensors of a call, or "" if it can.
+
+        The kernel needs one result, and sources of one dtype and row stride, as many for each part, with the rows of the
+        result.
+        """
         if any(src.shape != part.out.shape for part in self.step.parts for src in part.srcs):
             return "its sources have other rows than its result"
         if len({(part.out.buffer, part.out.rank) for part in self.step.parts}) > 1:
@@ -287,7 +295,7 @@ class FusedReduce(StepKernel):
         (first, _), *more = bindings.tensors[self._sources[0].buffer, self._sources[0].rank]
         _, *others = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
         if more or others:
-            return "its sources, or its results, are several matrices side by side"
+            return "its sources or its results consist of several matrices"
         tensors = [bindings.tensors[src.buffer, src.rank][0][0] for src in self._sources]
         if not all(t.dtype == first.dtype and t.stride() == first.stride() for t in tensors):
             return "its sources differ in dtype or row stride"
@@ -310,7 +318,7 @@ class FusedReduce(StepKernel):
     def lay_out(self, bindings: Bindings) -> None:
         self._plans.of(bindings)
 
-    def _laid_out(self, bindings: Bindings) -> ReduceTables:
+    def _make_tables(self, bindings: Bindings) -> ReduceTables:
         return reduce_tables(
             self.step,
             device=self._device,

@@ -158,7 +158,7 @@ def _sms(on: torch.Tensor) -> int:
 
 
 def _zeros(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Zeros in the tables' shapes, one after the other, each at a multiple of 16 bytes; and what they all lie in."""
+    """Zeros in the tables' shapes, one after the other, each at a multiple of 16 bytes; and the buffer of all of them."""
     unit = 16 // tables[0].element_size()
     sizes = [-(-table.numel() // unit) * unit for table in tables]
     base = tables[0].new_zeros(sum(sizes))

@@ -1,7 +1,7 @@
-"""The registry of process groups, and what weft has for each: its ranks, the memory of its devices, and its programs.
+"""GROUPS is the registry of process groups. It maps a group's name to its ranks, the memory of its devices, and its programs.
 
-The state of a group lives from its first call to `close`. GROUPS maps a group's name to its state: torch's custom operators
-name a group by a string, so the way from that string to the state has to be global. (comm/rank_group.py maps a ProcessGroup to
+The state of a group lives from its first call to `close`. torch's custom operators name a group by a string, so the map from
+that string to the state must be global. (comm/rank_group.py maps a ProcessGroup to
 its RankGroup, which operators and Peers share.)
 """
 
@@ -29,15 +29,15 @@ from weft.compat.versions import warn_of_untested_versions
 from weft.core.errors import PeerLost
 from weft.core.schedule import Schedule
 from weft.runtime import unscheduled
+from weft.runtime.autotune import Choice
 from weft.runtime.bound import BoundProgram, Closes
 from weft.runtime.calls import PLAIN, Call
 from weft.runtime.choose import automatic
-from weft.runtime.cuda_space import CudaSpace
-from weft.runtime.host_space import HostSpace
+from weft.runtime.cuda_resources import CudaResources
+from weft.runtime.host_resources import HostResources
 from weft.runtime.host_wire import HostWire
 from weft.runtime.peer_waits import bounded
 from weft.runtime.programs import Programs
-from weft.runtime.trial import Choice
 from weft.runtime.turn import Turn
 from weft.runtime.unscheduled import AllToAll
 
@@ -47,73 +47,78 @@ _SIDE_PRIORITY = -2
 
 
 class GroupState:
-    """One group on this rank: its ranks, the memory and streams of each device, its programs, and what other modules attach."""
+    """A GroupState is one group on this rank: its ranks, devices and programs, and the objects that other modules attach."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         warn_of_untested_versions()
         self.rank_group = RankGroup.of(group)
-        self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
+        self._resources_by_device: dict[torch.device, HostResources | CudaResources] = {}
         self.lock = self.rank_group.lock
-        self.programs = Programs(self.rank_group, lambda device: self._space(device))
+        self.programs = Programs(self.rank_group, lambda device: self._resources_of(device))
         self._attached: dict[type, Any] = {}
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._handed_out: list[Allocation] = []
 
     def run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
-        """As Programs.run. A thread need not have set the tensors' GPU as its device."""
+        """Run a call as Programs.run does. The tensors' GPU need not be the current device."""
         with self.lock, on_device(call.device) if call.device.type == "cuda" else nullcontext():
             return self.programs.run(call, values)
 
     def forget(self, programs: Collection[BoundProgram]) -> None:
-        """As Programs.forget."""
+        """Close programs as Programs.forget does."""
         with self.lock:
             self.programs.forget(programs)
 
-    def _space(self, device: torch.device) -> HostSpace | CudaSpace:
-        if device not in self._spaces:
-            self._spaces[device] = (
-                HostSpace(self.rank_group) if device.type == "cpu" else CudaSpace(self.rank_group, device, GROUPS.turn(device))
+    def _resources_of(self, device: torch.device) -> HostResources | CudaResources:
+        if device not in self._resources_by_device:
+            self._resources_by_device[device] = (
+                HostResources(self.rank_group)
+                if device.type == "cpu"
+                else CudaResources(self.rank_group, device, GROUPS.turn(device))
             )
-        return self._spaces[device]
+        return self._resources_by_device[device]
 
     def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Bytes of this rank that its peers can reach, until `close`. Collective. Raises ValueError on several nodes."""
+        """Allocate bytes of this rank that its peers can address, until `close`. Collective. Raises ValueError on several
+        nodes."""
         if self.rank_group.nodes:
             raise ValueError(
-                f"group is on nodes of {self.rank_group.nodes} ranks; peers write memory within one node alone: "
-                "use torch.empty, or pass a group within one"
+                f"group is on nodes of {self.rank_group.nodes} ranks; peers can only write memory within one node; "
+                "use torch.empty, or pass a group within one node"
             )
         with self.lock, PLAIN, on_device(device):
             self.rank_group.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
-            space = self._space(device)
-            if isinstance(space, CudaSpace):
-                space.watchdog.raise_if_failed()
-            self._handed_out.append(space.heap.allocate(nbytes))
+            resources = self._resources_of(device)
+            if isinstance(resources, CudaResources):
+                resources.watchdog.raise_if_failed()
+            self._handed_out.append(resources.heap.allocate(nbytes))
             return self._handed_out[-1].local
 
     def place(self, tensor: torch.Tensor) -> SymmetricPlace | None:
-        """Where a contiguous tensor lies in memory that `symmetric` has handed out; None if it does not."""
+        """Return where a contiguous tensor is stored in memory of `symmetric`. Return None if it is stored elsewhere."""
         return next((place for piece in self._handed_out if (place := piece.find(tensor)) is not None), None)
 
-    def numbers(self, what: str, mine: int) -> tuple[int, ...]:
-        """What each rank gives, by rank. Collective: hosts meet."""
+    def exchange_numbers(self, what: str, mine: int) -> tuple[int, ...]:
+        """Return the number that each rank passes, by rank. Collective: hosts wait for each other."""
         with self.lock:
             return self.rank_group.enter(what, mine)
 
-    def watched(self, what: str, alike: str, device: torch.device, work: Callable[[], T]) -> T:
-        """As weft.runtime.unscheduled.watched."""
+    def watched(self, what: str, common: str, device: torch.device, work: Callable[[], T]) -> T:
+        """Run work as weft.runtime.unscheduled.watched does."""
         with self.lock:
-            return unscheduled.watched(self.rank_group, self._spaces.get(device), what, alike, work)
+            return unscheduled.watched(self.rank_group, self._resources_by_device.get(device), what, common, work)
 
     def begun(self, what: str, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Callable[[], None]:
-        """Agree with the other ranks, begin a collective of gloo's on CPUs, and return a function that waits for it.
-        `collective` gets a process group of its own with the same ranks, which is dropped after a failure. Raises PeerLost or
-        WaitTimeout."""
+        """Agree with the other ranks, begin a gloo collective on CPUs, and return a function that waits for it.
+
+        `collective` gets a separate process group with the same ranks, which is dropped after a failure. Raises PeerLost or
+        WaitTimeout.
+        """
         work = self.watched(what, "", torch.device("cpu"), lambda: collective(self.wire().group))
         return lambda: self.await_work(what, work)
 
     def await_work(self, what: str, work: dist.Work | None) -> None:
-        """Wait for a collective of gloo's on CPUs, within the bound. Raises PeerLost or WaitTimeout."""
+        """Wait for a gloo collective on CPUs. Bounded. Raises PeerLost or WaitTimeout."""
         if work is not None:
             with self.rank_group.failing():
                 bounded(
@@ -121,18 +126,18 @@ class GroupState:
                 )
 
     def wire(self) -> HostWire:
-        """Messages between the hosts of this group's ranks. Collective at its first use."""
-        space = self._space(torch.device("cpu"))
-        assert isinstance(space, HostSpace)
-        return space.wire
+        """Return the channel for messages between the hosts of this group's ranks. Collective at its first use."""
+        resources = self._resources_of(torch.device("cpu"))
+        assert isinstance(resources, HostResources)
+        return resources.wire
 
     def synchronize(self) -> None:
-        """Wait until all calls of this rank have ended, and raise what has failed. Bounded, and not collective."""
+        """Wait until all calls of this rank have ended, and raise the error of a failure. Bounded, and not collective."""
         with self.rank_group.failing():
             try:
-                for space in list(self._spaces.values()):
-                    if isinstance(space, CudaSpace):
-                        space.watchdog.synchronize()
+                for resources in list(self._resources_by_device.values()):
+                    if isinstance(resources, CudaResources):
+                        resources.watchdog.synchronize()
             except PeerLost:
                 self.programs.raise_cut()
                 raise
@@ -140,14 +145,17 @@ class GroupState:
             self.rank_group.check_peers(may_leave=True)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
-        that callers have without asking for one."""
+        """Return the stream for calls that the caller's stream does not wait for.
+
+        Its priority differs from that of the lanes and from the default priority of callers' streams.
+        """
         if device not in self._side:
             self._side[device] = comm_stream(priority=_SIDE_PRIORITY, device=device)
         return self._side[device]
 
     def attached(self, kind: type[A], make: Callable[[], A]) -> A:
-        """What another module keeps for this group, made when first asked for, and closed with it."""
+        """Return the object that another module attaches to this group. It is made at the first use, and closed with the
+        group."""
         with self.lock:
             if kind not in self._attached:
                 self._attached[kind] = make()
@@ -155,16 +163,16 @@ class GroupState:
             return found
 
     def close(self) -> None:
-        """Give everything back, whatever is raised on the way. Raises what has made results of earlier calls invalid, if no
-        call has raised it."""
-        spaces = [space.close for space in self._spaces.values()]
+        """Release everything, even if errors are raised. Raises the error that has invalidated earlier results, if no call
+        has."""
+        closes_devices = [resources.close for resources in self._resources_by_device.values()]
         first = [closes.close for closes in (*self._attached.values(), *self.programs.bound())]
         with ExitStack() as rest:
-            if any(isinstance(space, CudaSpace) for space in self._spaces.values()):
-                # What closed programs and their closures hold of each other holds symmetric memory, too.
+            if any(isinstance(resources, CudaResources) for resources in self._resources_by_device.values()):
+                # Reference cycles of closed programs and their closures hold symmetric memory.
                 rest.callback(free_unused)
                 rest.callback(gc.collect)
-            for close in reversed((*first, *spaces, self._close_side_streams, self._free_handed_out, self._leave)):
+            for close in reversed((*first, *closes_devices, self._close_side_streams, self._free_handed_out, self._leave)):
                 rest.callback(close)
         if self.rank_group.unraised is not None:
             raise self.rank_group.unraised
@@ -175,7 +183,7 @@ class GroupState:
             self.rank_group.heap(piece.local.device).free(piece)
 
     def _leave(self) -> None:
-        """What has failed is closed for all who use it, Peers too, so that the group can be used anew."""
+        """Leave the rank group. After a failure close it for all users, also Peers, so that the group can be used again."""
         if self.rank_group.broken is None:
             self.rank_group.release()
         else:
@@ -187,7 +195,7 @@ class GroupState:
 
 
 class Groups:
-    """Every group's state, by the group's name."""
+    """Groups holds the state of every group by the group's name."""
 
     def __init__(self) -> None:
         self._states: dict[str, tuple[dist.ProcessGroup, GroupState]] = {}
@@ -198,8 +206,11 @@ class Groups:
         atexit.register(self.close_all)
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
-        """As Programs.run. "auto" is what WEFT_SCHEDULE says, also in graphs that were compiled without it. A value that it
-        does not take is raised on all ranks."""
+        """Run a call as Programs.run does.
+
+        WEFT_SCHEDULE replaces "auto", also in graphs that were compiled without it. All ranks raise the ValueError for an
+        invalid value.
+        """
         if traced_graph() is not None:
             raise ValueError(
                 f"{call.op}: torch.jit.trace cannot record weft's operators; use torch.export.export, or torch.compile"
@@ -214,67 +225,72 @@ class Groups:
         return state.run(call, self._values)
 
     def state(self, name: str) -> GroupState:
-        """The group's state, made at its first use. Collective then; ranks may come to two groups in orders of their own."""
-        if (group := _living(name)) is None:
-            raise ValueError("group: its process group was destroyed, or never was in this process; use one that lives")
+        """Return the group's state. It is made at the first use, which is collective. Ranks may use two groups in different
+        orders."""
+        if (group := _resolve_living(name)) is None:
+            raise ValueError(
+                "group: its process group was destroyed, or was never made in this process; pass a process group that exists"
+            )
         known = self._states.get(name)
         if known is not None and known[0] is group:
             return known[1]
         with self._making.setdefault(name, threading.Lock()):
             known = self._states.get(name)
             if known is None or known[0] is not group:
-                # What is held of groups that were destroyed, one of which may have had this name, is of no use any more.
-                for other in [other for other, (held, _) in list(self._states.items()) if _living(other) is not held]:
+                # Close the states of groups that were destroyed. One of them may have had this name.
+                for other in [other for other, (held, _) in list(self._states.items()) if _resolve_living(other) is not held]:
                     self.close(other)
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
 
     def turn(self, device: torch.device) -> Turn:
-        """Whose turn it is on a GPU, of all groups' programs that wait on SMs."""
+        """Return the Turn of a GPU, which orders the programs of all groups that wait on SMs."""
         return self._turns.setdefault(device, Turn())
 
     def known(self, name: str) -> GroupState | None:
-        """The group's state, if it has been used. Not collective."""
+        """Return the group's state if it has been used, or else None. Not collective."""
         return self._states[name][1] if name in self._states else None
 
-    def watched(self, name: str, what: str, alike: str, device: torch.device, work: Callable[[], T]) -> T:
-        """As GroupState.watched; as it is in a group that has been closed."""
-        return known.watched(what, alike, device, work) if (known := self.known(name)) else work()
+    def watched(self, name: str, what: str, common: str, device: torch.device, work: Callable[[], T]) -> T:
+        """Run work as GroupState.watched does. In a group that has been closed, run it without the watchdog."""
+        return known.watched(what, common, device, work) if (known := self.known(name)) else work()
 
     def all_to_all(self, name: str, what: str, device: torch.device) -> AllToAll:
-        """How a group's ranks exchange elements of a device's. In a group that has been closed, by the process group."""
+        """Return the function by which ranks exchange elements. In a group that has been closed, it uses the process group."""
         if device.type == "cpu" and (known := self.known(name)):
             return unscheduled.by_messages(known.wire, what)
         return unscheduled.by_group(_resolve_process_group(name))  # type: ignore[arg-type]
 
     def synchronize(self, name: str) -> None:
-        """As GroupState.synchronize; nothing in a group that has made no call."""
+        """Wait for a group's calls as GroupState.synchronize does. It does nothing if the group has made no call."""
         if known := self.known(name):
             known.synchronize()
 
     def failing(self, name: str) -> AbstractContextManager[None]:
-        """A context in which the group's other ranks may wait for this one: what is raised in it ends their waits."""
+        """Return a context in which other ranks may wait for this one. An error that is raised in it ends their waits."""
         return known.rank_group.failing() if (known := self.known(name)) else nullcontext()
 
     def raise_instead(self, name: str, error: Exception) -> None:
-        """As RankGroup.raise_instead, or in a group that has made no call, as RankGroup.raise_before."""
-        group, known = _living(name), self.known(name)
+        """Publish an error as RankGroup.raise_instead does, or as RankGroup.raise_before if the group has made no call."""
+        group, known = _resolve_living(name), self.known(name)
         if known is not None:
             known.rank_group.raise_instead(error)
         elif group is not None:
             RankGroup.raise_before(group, error)
 
     def reach(self, name: str, tensor: torch.Tensor) -> SymmetricPlace | None:
-        """Where a tensor lies in a group's symmetric memory; None if nowhere."""
+        """Return where a tensor is stored in a group's symmetric memory. Return None if it is stored elsewhere."""
         return known.place(tensor) if (known := self.known(name)) else None
 
     def choices(self, name: str) -> list[Choice]:
-        """What "auto" has stood for in a group; nothing where it has made no call."""
+        """Return the choices of "auto" in a group. It is empty if the group has made no call."""
         return known.programs.tuner.choices() if (known := self.known(name)) else []
 
     def keep(self, schedule: Schedule) -> str:
-        """The string that names a Schedule value in calls, the same on every rank. The value is remembered while its owner,
-        or a program that was bound for it, has it."""
+        """Return the string that names a Schedule value in calls. It is the same on every rank.
+
+        The value is remembered while its owner, or a program that was bound for it, refers to it.
+        """
         spec = f"value:{schedule.name}:{schedule.digest}"
         self._values.setdefault(spec, schedule)
         return spec
@@ -286,12 +302,12 @@ class Groups:
 
     def close(self, name: str) -> None:
         known = self.known(name)
-        if known and not known.rank_group.forked:  # else to close it is the rank's, which has its threads and its peers
+        if known and not known.rank_group.forked:  # the parent process of a fork has the threads, and closes the group
             self._states.pop(name, None)
             known.close()
 
 
-def _living(name: str) -> dist.ProcessGroup | None:
+def _resolve_living(name: str) -> dist.ProcessGroup | None:
     try:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError:

@@ -1,10 +1,10 @@
-"""The CPU executor: a Schedule on CPUs, one process for each rank.
+"""The CPU executor runs a Schedule on CPUs, with one process for each rank.
 
 Symmetric buffers are POSIX shared memory that every rank maps. A region of a peer is a tensor over the peer's memory. The words
-of flags lie in such memory, too, and are stored with release and loaded with acquire. A rank issues the launches that a GPU
-would (weft.runtime.launch_plan). The compute lane runs on the caller's thread. Every other lane is a thread, so that a copy
-lane really runs beside the matmuls: torch releases the interpreter lock while it works. Under Triton's interpreter, lanes of
-blocks that are kernels run on the caller's thread, before all others.
+of flags are in such memory, too. They are stored with release and loaded with acquire semantics. A rank issues the launches
+that a GPU would (weft.runtime.launch_plan). The compute lane runs on the caller's thread. Every other lane is a thread, so that
+a copy lane really runs concurrently with the matmuls: torch releases the interpreter lock while it works. Under Triton's
+interpreter, lanes of blocks that are kernels run on the caller's thread, before all others.
 
     caller's thread (compute)       thread (copy)
     launches ...                    launches ...
@@ -51,8 +51,8 @@ from weft.core.schedule import (
 from weft.core.work import span
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import BoundProgram, Inputs, Outputs
+from weft.runtime.host_resources import INTERPRETED_BLOCKS, HostResources
 from weft.runtime.host_rows import HostRows
-from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
 from weft.runtime.launches import FactorScales, FlagOperations, IssuedCall, Launch
 from weft.runtime.peer_waits import may_wait_for
 from weft.runtime.scaled_products import multiply_dequantised, quantise
@@ -68,24 +68,24 @@ class HostProgram(BoundProgram):
 
     sms_for_kernels = sms_for_pushes = INTERPRETED_BLOCKS
 
-    def __init__(self, space: HostSpace, schedule: Schedule) -> None:
+    def __init__(self, resources: HostResources, schedule: Schedule) -> None:
         self._mailboxes: list[HostAllocation] = []
-        self.space = space
-        super().__init__(space, schedule)
+        self.resources = resources
+        super().__init__(resources, schedule)
         schedule = self.schedule  # in which a FusedCollective is spelled out where the device has no kernel for it
         self._choose_lanes_that_run_first()
         moving = any(isinstance(kernel.where.step, (Push, FusedCollective)) for kernel in self.kernels.values())
         self._contiguous = moving or bool(self.rank_group.nodes)
         self._lane_names = [lane.name for lane in schedule.ranks[self.rank]]
         scaled = schedule.problem.scaling is not None
-        self._widens = "b" in schedule.buffer and not (scaled or multiplies(self.dtype) or space.runs_kernels(self.dtype))
+        self._widens = "b" in schedule.buffer and not (scaled or multiplies(self.dtype) or resources.runs_kernels(self.dtype))
         """Whether matrices b are multiplied in float32, as this CPU does not multiply their dtype."""
         lanes = [[lane.name for lane in lanes] for lanes in schedule.ranks]
         self._progress = [{name: self.flags.words + at for at, name in enumerate(names)} for names in lanes]
         """By rank and lane, the word of its progress: 0 until the lane first comes to a step of this call that may wait; then
         one more than the position of that step, with WAIT_DONE once the wait is over."""
         self._count = self.flags.words + max(map(len, lanes), default=0) + 1
-        self._memory = space.heap.allocate(8 * self._count)
+        self._memory = resources.heap.allocate(8 * self._count)
         self.words = {rank: self._memory.words(rank, self._count) for rank in self._memory.ranks}
         self._addresses = dict(zip(self._memory.ranks, self._memory.addresses, strict=True))
         self._waiter = {slot: key for key, slot in self.flags.slot.items() if key[0].rank == self.rank}
@@ -93,12 +93,12 @@ class HostProgram(BoundProgram):
         self._preset_flags_of_previous_calls()
         self._barriers = 0
         self._waiting: dict[str, Callable[[], str]] = {}
-        self._wire = space.wire if self.rank_group.nodes else None
+        self._wire = resources.wire if self.rank_group.nodes else None
         self._rows: HostRows | None = None
         self._bound: tuple[HostAllocation | None, Bindings] | None = None
         """Where this rank finds all but the caller's tensors, in that memory."""
         if isinstance(schedule.problem, RaggedProblem) and self.ragged is None:
-            self._rows = HostRows(schedule.problem, self.rank, space.heap)
+            self._rows = HostRows(schedule.problem, self.rank, resources.heap)
 
     def _choose_lanes_that_run_first(self) -> None:
         """Triton interprets one kernel at a time in a process, so lanes of blocks whose pushes are kernels run before all
@@ -139,12 +139,12 @@ class HostProgram(BoundProgram):
 
     def close(self) -> None:
         for piece in (self._memory, *self._mailboxes):
-            self.space.heap.free(piece)
+            self.resources.heap.free(piece)
         if self._rows is not None:
             self._rows.close()
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
-        self._mailboxes.append(self.space.heap.allocate(nbytes))
+        self._mailboxes.append(self.resources.heap.allocate(nbytes))
         return self._mailboxes[-1].addresses, self._mailboxes[-1].local[:nbytes]
 
     @property
@@ -223,16 +223,16 @@ class HostProgram(BoundProgram):
         return None
 
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        assert self.space.data is not None
-        return self.space.data.view(rank, offset, rows, cols, dtype)
+        assert self.resources.data is not None
+        return self.resources.data.view(rank, offset, rows, cols, dtype)
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.space.scratch(name, rows, cols, dtype)
+        return self.resources.scratch(name, rows, cols, dtype)
 
     def own_bindings(self) -> Bindings:
         """Anew where the memory for data has grown, and with that moved."""
-        if self._bound is None or self._bound[0] is not self.space.data:
-            self._bound = self.space.data, self._fixed_bindings()
+        if self._bound is None or self._bound[0] is not self.resources.data:
+            self._bound = self.resources.data, self._fixed_bindings()
         return self._bound[1]
 
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
@@ -258,7 +258,7 @@ class HostProgram(BoundProgram):
         if scales is not None:
             multiply_dequantised(a, b, out, scales)
             return
-        # A float32 result is not rounded to the dtype of the operands on the way.
+        # A float32 result is not rounded to the dtype of the operands.
         wide = torch.promote_types(b.dtype, out.dtype)
         a, b = a.to(wide), b.to(wide)
         if out.dtype == a.dtype and not accumulate:
@@ -290,23 +290,25 @@ class HostProgram(BoundProgram):
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         if self.ragged is not None:
             self.ragged.check_before(inputs["a"][0])
-        self.space.reserve(self.layout.nbytes)
+        self.resources.reserve(self.layout.nbytes)
         for slot in self._progress[self.rank].values():
             self.words[self.rank].store(slot, 0)
         bindings = self.bind(inputs, outputs)
         plan, call = (
             self._plan(bindings),
-            IssuedCall(bindings=bindings, on_kernel_done=self._ended, matmuls=dict.fromkeys(self._lane_names, self.multiply)),
+            IssuedCall(
+                bindings=bindings, on_kernel_done=self._raise_if_late, matmuls=dict.fromkeys(self._lane_names, self.multiply)
+            ),
         )
         if self.spans is None:
             self._run_lanes([(lane, partial(_issue, launches, call)) for lane, launches in plan.by_lane])
         else:
             lanes = sorted(plan.lanes, key=lambda one: one[0].kind != "compute")
-            self._run_lanes([(lane, partial(self._timed, launches, call)) for lane, launches in lanes])
+            self._run_lanes([(lane, partial(self._run_timed, launches, call)) for lane, launches in lanes])
         if self._rows is not None and self._rows.refused:
             self.refused = ValueError(self._rows.refused)
 
-    def _ended(self, kernel: StepKernel) -> None:
+    def _raise_if_late(self, kernel: StepKernel) -> None:
         """A kernel has ended. Raises if one of its waits ended at its bound."""
         try:
             kernel.raise_if_late(self.raiser)
@@ -314,7 +316,7 @@ class HostProgram(BoundProgram):
             self.rank_group.check_peers()
             raise
 
-    def _timed(self, launches: Sequence[Launch], call: IssuedCall) -> None:
+    def _run_timed(self, launches: Sequence[Launch], call: IssuedCall) -> None:
         """Issue the launches of a lane, and note when each step ran."""
         times: dict[Where, tuple[int, int]] = {}
         for launch in launches:
@@ -335,7 +337,7 @@ class HostProgram(BoundProgram):
             ]
             wire.share(src, staged, where)
         else:
-            staged = [self._staged(step, rank, src) for rank in range(self.rank_group.world_size)]
+            staged = [self._stage(step, rank, src) for rank in range(self.rank_group.world_size)]
             staged[self.rank].copy_(src)
             self._barrier(where)
         mine = self.schedule.problem.shards
@@ -358,7 +360,7 @@ class HostProgram(BoundProgram):
         if not wire:
             self._barrier(where)
 
-    def _staged(self, step: Collective, rank: int, src: torch.Tensor) -> torch.Tensor:
+    def _stage(self, step: Collective, rank: int, src: torch.Tensor) -> torch.Tensor:
         """The shared memory into which a rank puts its source, which is like this rank's."""
         return self.symmetric(rank, self.layout.staging, *self._staged_shape(step, rank, src), src.dtype)
 
@@ -371,7 +373,7 @@ class HostProgram(BoundProgram):
         return rows, right - left
 
     def _barrier(self, where: Where) -> None:
-        """Wait until every rank has come here: a barrier on a word of each."""
+        """Wait until every rank has reached this barrier, which is a word of each rank."""
         self._barriers += 1
         last = self.words[self.rank].count - 1
         self.words[self.rank].store(last, self._barriers)
@@ -379,7 +381,7 @@ class HostProgram(BoundProgram):
             self.rank_group.until(
                 lambda w=words: w.load(last) >= self._barriers,  # type: ignore[misc]
                 lambda r=rank, w=words: (  # type: ignore[misc]
-                    f"{where}: meet[0]@{r}: expected {self._barriers}, seen {w.load(last)}; rank {r} raises it"
+                    f"{where}: barrier[0]@{r}: expected {self._barriers}, seen {w.load(last)}; rank {r} raises it"
                 ),
             )
 
@@ -391,16 +393,16 @@ class HostProgram(BoundProgram):
         if self._first:
             for lane, work in lanes:
                 if lane.name in self._first:
-                    self._guarded(work)
+                    self._run_guarded(work)
             lanes = [item for item in lanes if item[0].name not in self._first]
         started = []
         for lane, work in lanes[1:]:
-            started.append(self.space.thread(lane.name))
-            started[-1].start(partial(self._guarded, work))
+            started.append(self.resources.thread(lane.name))
+            started[-1].start(partial(self._run_guarded, work))
         errors: list[BaseException] = []
         try:
             for _, work in lanes[:1]:
-                self._guarded(work)
+                self._run_guarded(work)
         except BaseException as error:
             errors.append(error)
         for thread in started:
@@ -410,7 +412,7 @@ class HostProgram(BoundProgram):
             # A lane that stopped because another one failed only repeats its error: raise the reason itself.
             raise next((error for error in errors if error is self.rank_group.broken), errors[0])
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run_guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
         except PeerLost:

@@ -1,4 +1,4 @@
-"""Calls with splits on CPUs: the counts of all ranks, in memory that a host's ranks share, and where rows lie for them."""
+"""HostRows exchanges the counts of calls with splits on CPUs through shared memory, and computes the places of rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HostRows:
             self._table(rank)[self._rank].copy_(mine)
 
     def lay_out(self, bindings: Bindings) -> None:
-        """Find where all segments of the call lie. Every rank has written."""
+        """Compute the places of all segments of the call, after every rank has written its counts."""
         found = self._table(self._rank).tolist()
         self._calls += 1
         self._rows = RowsOfCall(self._problem, self._rank, [row[:-1] for row in found], [row[-1] for row in found], bindings)

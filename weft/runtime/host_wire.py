@@ -33,7 +33,7 @@ class HostWire:
 
     def __init__(self, rank_group: RankGroup) -> None:
         self.rank_group = rank_group
-        self._backend: Any = _connected(rank_group, rank_group.store("wire"))
+        self._backend: Any = _connect(rank_group, rank_group.store("wire"))
 
     def begin(self, sends: Messages, receives: Messages, what: object) -> Callable[[], None]:
         """Send and receive all of these. Returns a function that waits until that is done, and raises PeerLost or WaitTimeout.
@@ -83,7 +83,7 @@ class HostWire:
         """The ranks of the group, for gloo's collectives on connections that are abandoned with the group. Collective at its
         first use. torch knows it by no name."""
         store = self.rank_group.store("collectives")
-        return nameless_group(store, self.rank_group.rank, self.rank_group.world_size, _connected(self.rank_group, store))
+        return nameless_group(store, self.rank_group.rank, self.rank_group.world_size, _connect(self.rank_group, store))
 
     def close(self) -> None:
         """Let go of all connections. gloo waits until its collectives have ended, at their bound if a rank is lost: so that is
@@ -96,7 +96,7 @@ class HostWire:
             held.clear()
 
 
-def _connected(rank_group: RankGroup, store: Any) -> Any:
+def _connect(rank_group: RankGroup, store: Any) -> Any:
     """Connections of gloo's among a group's ranks. Collective."""
     return bounded(
         rank_group,

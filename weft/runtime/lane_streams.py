@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 from weft.core.schedule import Lane
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.launches import FlagOperations
 
 
@@ -22,8 +22,8 @@ class LaneStreams:
     """The streams of a program's lanes. flags_by_memory_operations: the lanes whose flag operations must need no SM, since
     blocks that wait may hold all of them."""
 
-    def __init__(self, space: CudaSpace, lanes: Iterable[Lane], flags_by_memory_operations: frozenset[str]) -> None:
-        self._space, self._driver = space, space.driver
+    def __init__(self, resources: CudaResources, lanes: Iterable[Lane], flags_by_memory_operations: frozenset[str]) -> None:
+        self._resources, self._driver = resources, resources.driver
         self._without_kernels = flags_by_memory_operations
         event = self._driver.event
         self._events = {lane.name: (event(), event()) for lane in lanes if lane.kind != "compute"}
@@ -33,7 +33,7 @@ class LaneStreams:
         self._has_asides = False
 
     def __len__(self) -> int:
-        """How many lanes run beside the caller's stream."""
+        """The number of lanes that run concurrently with the caller's stream."""
         return len(self._events)
 
     def fork(self, caller: int) -> None:
@@ -42,7 +42,7 @@ class LaneStreams:
         self._forked = []
         for name, (fork, _) in self._events.items():
             self._forked.append(name)
-            self._driver.after(self._space.stream(name).cuda_stream, caller, fork)
+            self._driver.after(self._resources.stream(name).cuda_stream, caller, fork)
 
     def join(self, caller: int) -> None:
         """The caller's stream goes on after what has been forked.
@@ -52,18 +52,18 @@ class LaneStreams:
         cannot end. A stream that was not forked is not joined: in a capture it would be foreign.
         """
         for name in self._forked:
-            self._driver.after(caller, self._space.stream(name).cuda_stream, self._events[name][1])
+            self._driver.after(caller, self._resources.stream(name).cuda_stream, self._events[name][1])
         if self._has_asides:
-            self._driver.after(caller, self._space.aside.cuda_stream, self._aside_events[1])
+            self._driver.after(caller, self._resources.aside.cuda_stream, self._aside_events[1])
 
     def prepare(self, operations: FlagOperations) -> Callable[[int], None]:
         """A function that enqueues flag operations: one kernel, or memory operations of the stream."""
         by_kernel = not operations.aside and operations.where.lane not in self._without_kernels
-        return self._space.words(operations.words, by_kernel=by_kernel)
+        return self._resources.words(operations.words, by_kernel=by_kernel)
 
     def aside(self, stream: int) -> int:
         """The stream for signals that later work on `stream` does not wait for, after what `stream` has so far."""
-        side = self._space.aside.cuda_stream
+        side = self._resources.aside.cuda_stream
         self._driver.after(side, stream, self._aside_events[0])
         self._has_asides = True
         return side

@@ -1,6 +1,6 @@
-"""The launch plan: what a call of one program enqueues on one rank's lanes, prepared once, lane by lane.
+"""A launch plan is the list of launches that a call of a program enqueues on each lane of one rank. It is prepared once.
 
-A call only fills in where its tensors lie. To walk the steps of the schedule in Python in each call took 0.5 to 0.7 ms.
+A call only inserts the addresses of its tensors. Walking the steps of the schedule in Python took 0.5 to 0.7 ms per call.
 
     schedule step            launches
     wait                     FlagOperations: write the lane's progress, wait, lower
@@ -17,13 +17,13 @@ A call only fills in where its tensors lie. To walk the steps of the schedule in
     sends and receives       FlagOperations: write the lane's progress; TorchLaunch
     shared row counts        TorchLaunch: write them at the peers; FlagOperations: raise, wait; TorchLaunch: read them
 
-What the compute lane signals while it has more to do goes aside, to a stream of its own (weft.runtime.lane_streams). Copy lanes
-signal on their own stream: the copies between the signals are slower otherwise (docs/lab/log.md).
+If the compute lane signals and has more work to do, the signal is enqueued on a separate stream (weft.runtime.lane_streams).
+Copy lanes signal on their own stream: the copies between the signals are slower otherwise (docs/lab/log.md).
 
 Neighbouring FlagOperations become one submission. On a GPU these are stream memory operations on copy lanes and network lanes,
 for signals that go aside, and on every lane of a CollectiveProblem, which is a collective without a matmul that the user may
-run beside other kernels. Memory operations need no SM, and waiting blocks may hold all SMs. On other lanes a submission is a
-kernel of one warp (weft.kernels.flag_operations), which does the operations of a phase at once.
+run concurrently with other kernels. Memory operations need no SM, and waiting blocks may hold all SMs. On other lanes a
+submission is a kernel of one warp (weft.kernels.flag_operations), which does the operations of a phase at once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ interleaved, in the order of weft.runtime.order. A stream takes about 1000 entri
 
 
 class Counts(Protocol):
-    """A part of a step that may signal a flag at its end."""
+    """Counts is a part of a step that may signal a flag at its end."""
 
     @property
     def count(self) -> Flag | None: ...
@@ -82,7 +82,12 @@ P = TypeVar("P", bound=Counts)
 
 
 class LaneLaunches(NamedTuple):
-    """Launches of one lane that are enqueued one after the other. by_torch: one of them goes to torch's current stream."""
+    """LaneLaunches are launches of one lane that are enqueued one after the other.
+
+    lane: the lane.
+    launches: the launches.
+    by_torch: whether one of them uses torch's current stream.
+    """
 
     lane: Lane
     launches: list[Launch]
@@ -90,9 +95,11 @@ class LaneLaunches(NamedTuple):
 
 
 class LaunchPlan:
-    """The launches of one rank. running: the steps whose kernels can load the operands of the call.
+    """A LaunchPlan holds the launches of one rank.
 
-    lanes: by lane, every launch for itself. merged: with neighbouring FlagOperations as one, and with signals aside.
+    running: the steps whose kernels can load the operands of the call.
+    lanes: the launches of each lane.
+    merged: the same with adjacent FlagOperations merged, and with signals on separate streams.
     """
 
     def __init__(self, program: BoundProgram, running: frozenset[Place]) -> None:
@@ -111,31 +118,30 @@ class LaunchPlan:
             SegmentCopies: self._segments,
             GroupedGemm: self._segments,
         }
-        """By type of step, what it launches where it is no kernel."""
+        """The function that yields the launches of a step that does not run as a kernel, by type of step."""
         self.lanes = [(lane, list(self._lane(lane))) for lane in program.schedule.ranks[program.rank]]
         self.merged = [(lane, _with_asides(lane, merged(launches))) for lane, launches in self.lanes]
 
     @cached_property
     def batches(self) -> list[LaneLaunches]:
-        """What a call enqueues, in this order."""
+        """The launches of a call, in the order in which they are enqueued."""
         return self._in_order(self.merged)
 
     @cached_property
     def unmerged_batches(self) -> list[LaneLaunches]:
-        """The same with every launch for itself, so that each can be timed."""
+        """The same launches, not merged, so that each can be timed."""
         return self._in_order(self.lanes)
 
     @cached_property
     def by_lane(self) -> list[tuple[Lane, list[Launch]]]:
-        """The same launches, those of a lane together and in their order, for lanes that run on threads; the compute lane's
-        first."""
+        """The same launches grouped by lane, for lanes that run on threads. The compute lane comes first."""
         found: dict[str, tuple[Lane, list[Launch]]] = {}
         for lane, launches, _ in self.batches:
             found.setdefault(lane.name, (lane, []))[1].extend(launches)
         return sorted(found.values(), key=lambda one: one[0].kind != "compute")
 
     def _in_order(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[LaneLaunches]:
-        """Lane after lane, that of the caller's stream last; where a lane is long, the lanes take turns."""
+        """Order the lanes one after the other, with the compute lane last. If a lane is long, interleave their launches."""
         if max((len(launches) for _, launches in lanes), default=0) <= MOST_IN_SEQUENCE:
             found = sorted(lanes, key=lambda one: one[0].kind == "compute")
         else:
@@ -240,7 +246,7 @@ class LaunchPlan:
         passed: set[Flag] = set()
         turn = 0
         for group in groups(step.parts):
-            yield from _given(before(turn), self._pass(group[0].gates, where, passed))
+            yield from _set_moment(before(turn), self._pass(group[0].gates, where, passed))
             if group[0].inner:
                 yield from self._slices(step, group[0], where, passed, turn)
             else:
@@ -248,7 +254,7 @@ class LaunchPlan:
                 yield TorchLaunch(where=where, moment=behind(turn), work=work)
             turn += len(group) + len(group[0].inner)
             if group[-1].count is not None:
-                yield from _given(behind(turn - 1), [self._raise(group[-1].count, where)])
+                yield from _set_moment(behind(turn - 1), [self._raise(group[-1].count, where)])
 
     def _slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag], turn: int) -> Iterator[Launch]:
         """A part whose gates have been waited for, each slice behind its inner gate. turn: that of the first slice."""
@@ -259,7 +265,7 @@ class LaunchPlan:
 
         gates: list[tuple[Wait, ...]] = [(), *((gate,) for _, gate in part.inner)]
         for number, inner in enumerate(gates):
-            yield from _given(before(turn + number), self._pass(inner, where, passed))
+            yield from _set_moment(before(turn + number), self._pass(inner, where, passed))
             yield TorchLaunch(where=where, moment=behind(turn + number), work=partial(work, number))
 
     def _sums(self, step: Reduce, where: Where) -> Iterator[Launch]:
@@ -275,7 +281,7 @@ class LaunchPlan:
         yield TorchLaunch(where=where, work=lambda call: rows.share(call.bindings, ranks))
         for flag in step.flags:
             yield self._raise(flag, where)
-        yield from _given(behind(0), self._pass(step.gates, where))
+        yield from _set_moment(behind(0), self._pass(step.gates, where))
         yield TorchLaunch(where=where, moment=behind(0), work=lambda call: rows.lay_out(call.bindings))
 
     def _segments(self, step: SegmentCopies | GroupedGemm, where: Where) -> Iterator[Launch]:
@@ -283,21 +289,21 @@ class LaunchPlan:
         yield from self._parts(step.parts, where, lambda part, call: rows.run(part, call.bindings, call.matmuls[where.lane]))
 
     def _parts(self, parts: Sequence[P], where: Where, work: Callable[[P, IssuedCall], None]) -> Iterator[Launch]:
-        """One part after the other: its gates, the work, and its count."""
+        """Yield for one part after the other its gates, the work, and its count."""
         passed: set[Flag] = set()
         for number, part in enumerate(parts):
             gates: Sequence[Wait] = getattr(part, "gates", ())
-            yield from _given(behind(0) if number else before(0), self._pass(gates, where, passed))
+            yield from _set_moment(behind(0) if number else before(0), self._pass(gates, where, passed))
             yield TorchLaunch(where=where, moment=behind(0), work=partial(work, part))
             if part.count is not None:
-                yield from _given(behind(0), [self._raise(part.count, where)])
+                yield from _set_moment(behind(0), [self._raise(part.count, where)])
 
     def _operations(self, where: Where, words: tuple[Word, ...], moment: int = 0) -> FlagOperations:
         return FlagOperations(where=where, words=words, moment=moment, submitter=self._program.submitter)
 
 
 def _with_asides(lane: Lane, launches: list[Launch]) -> list[Launch]:
-    """The same launches, with signals of the caller's stream aside where work follows."""
+    """Return the launches with signals of the caller's stream moved to a separate stream if work follows them."""
     last = max((at for at, one in enumerate(launches) if not isinstance(one, FlagOperations)), default=0)
     found: list[Launch] = []
     for at, one in enumerate(launches):
@@ -313,29 +319,31 @@ def _with_asides(lane: Lane, launches: list[Launch]) -> list[Launch]:
 
 
 def _signals(operations: FlagOperations) -> int:
-    """How many signals these operations begin with."""
+    """Return the number of signals at the begin of these operations."""
     return next((at for at, word in enumerate(operations.words) if word.kind != "signal"), len(operations.words))
 
 
-def _given(moment: int, operations: Iterable[FlagOperations]) -> Iterator[FlagOperations]:
+def _set_moment(moment: int, operations: Iterable[FlagOperations]) -> Iterator[FlagOperations]:
     return (replace(one, moment=moment) for one in operations)
 
 
 def merged(launches: Sequence[Launch]) -> list[Launch]:
-    """The same launches, neighbouring FlagOperations as one."""
+    """Return the launches with adjacent FlagOperations merged."""
     found: list[Launch] = []
     for one in launches:
         last = found[-1] if found else None
         if isinstance(one, FlagOperations) and isinstance(last, FlagOperations):
-            found[-1] = replace(last, words=_joined(last.words, one.words), aside=False)
+            found[-1] = replace(last, words=_join_words(last.words, one.words), aside=False)
         else:
             found.append(one)
     return found
 
 
-def _joined(before: tuple[Word, ...], words: tuple[Word, ...]) -> tuple[Word, ...]:
-    """Operations of one lane, one after the other. Where both wait, the progress that the second ones would write is left out:
-    the first ones have said from where on the lane waits for all of them."""
+def _join_words(before: tuple[Word, ...], words: tuple[Word, ...]) -> tuple[Word, ...]:
+    """Return the operations of one lane in sequence.
+
+    If both wait, the progress of the second ones is omitted, because the first ones have already reported where the lane waits.
+    """
     passing = any(word.kind == "wait" for word in before) and before[-1].kind == "lower"
     waits_on = len(words) > 1 and words[0].kind == "here" and words[1].kind == "wait"
     return before + words[1:] if passing and waits_on else before + words

@@ -1,7 +1,7 @@
-"""Lookup steps as kernels.
+"""Lookup steps run as kernels.
 
-The schedule's input `bags` is what looking up would give; the caller's tensors that stand for it are no matrices of the
-schedule, and go by names of their own: `tables` (one or several), `indices`, `offsets` and, if there are any, `weights`.
+The schedule's input `bags` is the result of a lookup. The caller passes other tensors instead, which are no buffers of the
+schedule and have these names: `tables` (one or several), `indices`, `offsets` and, if there are any, `weights`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def kernel_of(program: BoundProgram, where: Where, step: Lookup) -> FusedLookup:
-    """The kernel of a lookup."""
+    """Return the kernel of a lookup."""
     problem = program.schedule.problem
     assert isinstance(problem, LookupProblem), f"{problem} has no tables"
     return FusedLookup(step, where, program.device, program, problem, program.loading)
 
 
 def signal_values(program: BoundProgram, rank: int, step: Lookup) -> dict[Flag, int]:
-    """How far a lookup raises its flags: by a tile each time."""
+    """Return the final values of the flags of a lookup. Each tile adds one."""
     problem = program.schedule.problem
     assert isinstance(problem, LookupProblem), f"{problem} has no tables"
     columns = problem.table_columns(rank)
@@ -39,12 +39,14 @@ def signal_values(program: BoundProgram, rank: int, step: Lookup) -> dict[Flag, 
 
 
 _PLANS = 64
-"""Places of the embedding tables for which a program keeps the tables of addresses. Tables seldom move."""
+"""A program caches the tables of addresses for this many sets of embedding tables. They seldom move."""
 
 
 class FusedLookup(StepKernel):
-    """A lookup as one kernel. Its tables, and the buffers that it stores to, may lie elsewhere in a later call. loading: a
-    context in which kernels may be loaded."""
+    """A FusedLookup is the kernel of a lookup. Its tables and the buffers that it writes may move between calls.
+
+    loading: returns a context in which kernels may be loaded.
+    """
 
     def __init__(
         self,
@@ -67,15 +69,17 @@ class FusedLookup(StepKernel):
         self._loaded: set[tuple[object, ...]] = set()
 
     def runs(self, bindings: Bindings) -> bool:
-        """Always. Asked before any of a call is enqueued, so it makes ready what may wait for all streams: tables of addresses,
-        and the kernel for other types of indices than before."""
+        """Return True, and prepare what may wait for all streams: tables of addresses, and the kernel for new types of indices.
+
+        It is called before any part of a call is enqueued.
+        """
         if self._columns:
             plan, loose = self._plan(bindings), bindings.loose
             weights = loose["weights"][0] if "weights" in loose else None
             mean = self._problem.mode == "mean"
             key = variant(plan, loose["indices"][0], loose["offsets"][0], weights, self._out(bindings), mean=mean)
             if key not in self._loaded:
-                # Calls that were enqueued before may wait for a peer: in the driver, where kernels are loaded, nobody watches.
+                # Earlier calls may wait for a peer, and the watchdog cannot release them while the driver loads a kernel.
                 capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
                 with nullcontext() if capturing else self._loading():
                     self._launch(plan, bindings, load_only=True)
@@ -116,18 +120,20 @@ class FusedLookup(StepKernel):
         )
 
     def _out(self, bindings: Bindings) -> torch.Tensor | None:
-        """The caller's result, which lies elsewhere each call; None for a rank that gives none to itself."""
+        """Return the caller's result, whose address changes from call to call. Return None for a rank without one."""
         return next((bindings.tensors[key][0][0] for key in self._targets if key[0] == "out"), None)
 
     def _plan(self, bindings: Bindings) -> LookupTables:
         tables = bindings.loose["tables"]
         fixed = [bindings.tensors[key][0][0].data_ptr() for key in self._targets if key[0] != "out"]
         key = tuple(n for t in tables for n in (t.data_ptr(), t.shape[0], t.stride(0))) + tuple(fixed)
-        return self._plans.get(key, self._device, lambda: self._planned(bindings))
+        return self._plans.get(key, self._device, lambda: self._make_tables(bindings))
 
-    def _planned(self, bindings: Bindings) -> LookupTables:
+    def _make_tables(self, bindings: Bindings) -> LookupTables:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ValueError("tables lie where no call has found them: call once with these before capturing a graph")
+            raise ValueError(
+                "the addresses of tables are new; call the operator once with these tables before capturing a graph"
+            )
         return self._lay_out(bindings)
 
     def _lay_out(self, bindings: Bindings) -> LookupTables:

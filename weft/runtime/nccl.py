@@ -48,7 +48,7 @@ class NcclCollective:
             dist.all_to_all_single(torch.empty_like(many), many, group=self._group)
 
     def _plain(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """A collective of equal parts. Unequal shards are padded to the longest one on the way."""
+        """A collective of equal parts. Unequal shards are padded to the longest one for the exchange."""
         if self._step.op == "all_reduce":
             if src.data_ptr() != dst.data_ptr():
                 dst.copy_(src)
@@ -65,7 +65,7 @@ class NcclCollective:
 
     def _exchange(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         if self._even:
-            # Without lists of sizes, which torch would check and NCCL take apart.
+            # Without lists of sizes, which torch would check and NCCL would split.
             dist.all_to_all_single(dst, src.contiguous(), group=self._group)
             return
         low, high = self._shards[self._group.rank()]

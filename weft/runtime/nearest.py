@@ -31,23 +31,23 @@ def nearest_profile(device: torch.device, world_size: int | None = None) -> Mach
     """The shipped profile of a device, or one that is estimated from the nearest; the log then says so, once. world_size: of
     several profiles of one GPU, that of the smallest host with so many; the largest, if none has, or it is not known."""
     if device.type != "cuda":
-        return _shipped(DEFAULT)
+        return _load_shipped(DEFAULT)
     name = torch.cuda.get_device_name(device)
     named = profile_named_in(name, world_size)
-    return _shipped(named) if named else _estimated(name, device)
+    return _load_shipped(named) if named else _estimated(name, device)
 
 
 def profile_named_in(device_name: str, world_size: int | None = None) -> str | None:
     """The shipped profile whose GPU a device's name, as its driver gives it, speaks of; None if none does. world_size: as for
     nearest_profile."""
     words = device_name.lower().replace(" ", "")
-    sizes = {name: _shipped(name).world_size for name in machine.names() if re.sub(r"x\d+$", "", name) in words}
+    sizes = {name: _load_shipped(name).world_size for name in machine.names() if re.sub(r"x\d+$", "", name) in words}
     enough = [name for name, size in sizes.items() if world_size and size >= world_size]
     return min(enough, key=lambda name: sizes[name]) if enough else max(sizes, key=lambda name: sizes[name], default=None)
 
 
 @cache
-def _shipped(name: str) -> Machine:
+def _load_shipped(name: str) -> Machine:
     return machine.load(name)
 
 
@@ -66,7 +66,7 @@ def _estimated(name: str, device: torch.device) -> Machine:
 def estimated(name: str, found: Any) -> Machine:
     """The nearest profile with what a GPU's properties say. found: as torch.cuda.get_device_properties returns it."""
     nearest = _nearest(architecture(found))
-    near, sms, reported = _shipped(nearest), found.multi_processor_count, memory_gbps(found)
+    near, sms, reported = _load_shipped(nearest), found.multi_processor_count, memory_gbps(found)
     faster = sms / near.gpu.sms * flop_per_clock(architecture(found)) / flop_per_clock(_NEAREST[nearest])
     says: dict[str, Any] = {"gpu.sms": sms} | ({"gpu.l2_bytes": found.L2_cache_size} if found.L2_cache_size else {})
     guessed: dict[str, Any] = {f"gpu.tflops.{dtype}": rate * faster for dtype, rate in near.gpu.tflops.items()}

@@ -1,12 +1,14 @@
-"""In which order a rank may hand its lanes to the GPU, however few launches a stream takes before it makes the host wait.
+"""This module finds an order in which a rank can enqueue long lanes without a deadlock.
 
-A stream takes some 1000 entries (Hopper, CUDA 13); the next launch waits in the driver until one has ended. A host that gives
-one lane after the other then waits in a long lane for a flag which a lane that it has not given yet would raise: for good.
+A stream takes about 1000 entries (Hopper, CUDA 13). The next launch blocks the host in the driver until an entry has ended. A
+host that enqueues one lane after the other could then block in a long lane that waits for a flag, while the lane that raises
+the flag is not enqueued yet. That is a deadlock.
 
-So long lanes are given in turns: all ranks by one order of what happens, in which everything comes after what it waits for.
-Why no host waits for good: take the first thing in that order that has not happened. All that it waits for has. If it has been
-given, it can run. If not, its host waits in another lane, to give what comes before it in the order; the lane is full of
-what comes before that, all of which has happened: so the lane is not full.
+So the launches of long lanes are interleaved. All ranks use one order of all events, in which every event comes after the
+events that it waits for. There is no deadlock: take the first event in that order that has not happened. All events that it
+waits for have happened. If it is enqueued, it can run. If it is not enqueued, its host is blocked in another lane while it
+enqueues an earlier event. But that lane contains only events that are earlier still, which have all happened, so the lane is
+not full.
 """
 
 from __future__ import annotations
@@ -19,24 +21,24 @@ from weft.core.schedule import Collective, Flag, Gemm, Lane, Schedule, SendRecei
 
 Key = tuple[object, ...]
 Place = tuple[str, int, int]
-"""Lane, position, and moment of the step: see `before` and `behind`."""
+"""A lane, a position in it, and a moment of that step (`before` or `behind`)."""
 
 
 def before(turn: int) -> int:
-    """The moment at which a step comes to the waits of a turn."""
+    """Return the moment at which a step reaches the waits of a turn."""
     return 2 * turn
 
 
 def behind(turn: int) -> int:
-    """The moment at which it has passed them."""
+    """Return the moment at which a step has passed the waits of a turn."""
     return 2 * turn + 1
 
 
 def turns(step: Step) -> list[tuple[list[Wait], list[Flag]]]:
-    """What a step does one after the other: waits, and flags that are raised behind them.
+    """Return the turns of a step. Each is a list of waits, and the flags that the step raises after them.
 
-    A GEMM goes part by part, or slice by slice where a part has inner gates; a sum, which may be one kernel behind all of its
-    gates, in one turn.
+    A GEMM has a turn for each part, or for each slice of a part with inner gates. A sum has one turn, because it may be one
+    kernel after all of its gates.
     """
     if isinstance(step, Gemm):
         found: list[tuple[list[Wait], list[Flag]]] = []
@@ -48,9 +50,11 @@ def turns(step: Step) -> list[tuple[list[Wait], list[Flag]]]:
 
 
 class _Run:
-    """One call of all ranks, every lane as far as its waits let it. passed: the places that one rank came to, in this order.
+    """A _Run executes one call of all ranks on paper, every lane as far as its waits permit.
 
-    Waits for previous calls are over: those have been given whole.
+    Waits for previous calls are over, because those calls are completely enqueued.
+
+    passed: the places that one rank reached, in this order.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -58,35 +62,35 @@ class _Run:
         self._done: Counter[Key] = Counter()
         self._waiting: defaultdict[Key, list[Iterator[Key]]] = defaultdict(list)
         self._size = len(schedule.ranks)
-        self._meeting: dict[type, Any] = {Collective: self._collective, SendReceive: self._messages}
+        self._take_part: dict[type, Any] = {Collective: self._collective, SendReceive: self._messages}
         self._ready = deque(self._lane(rank, lane) for rank, lanes in enumerate(schedule.ranks) for lane in lanes)
         while self._ready:
             lane = self._ready.popleft()
             key = next(lane, None)
             if key is not None:
                 self._waiting[key].append(lane)
-        assert not any(self._waiting.values()), f"schedule {schedule.name} is not a checked one: {dict(self._waiting)}"
+        assert not any(self._waiting.values()), f"schedule {schedule.name} was not checked: {dict(self._waiting)}"
 
     def _lane(self, rank: int, lane: Lane) -> Iterator[Key]:
-        """Runs a lane; yields what it waits for, once for each time that it has to."""
+        """Run a lane. Yield the key that it waits for, each time that it must wait."""
         for position, step in enumerate(lane.steps):
             for turn, (gates, raised) in enumerate(turns(step)):
-                self._come_to(rank, (lane.name, position, before(turn)))
+                self._reach(rank, (lane.name, position, before(turn)))
                 needs: list[tuple[Key, int]] = [(("flag", wait.flag), wait.at_least) for wait in gates]
-                for key, least in needs + self._meets(rank, step):
+                for key, least in needs + self._begin(rank, step):
                     while self._done[key] < least:
                         yield key
-                self._come_to(rank, (lane.name, position, behind(turn)))
+                self._reach(rank, (lane.name, position, behind(turn)))
                 for flag in raised:
                     self._count("flag", flag)
 
-    def _come_to(self, rank: int, place: Place) -> None:
+    def _reach(self, rank: int, place: Place) -> None:
         if rank == self._rank:
             self.passed.append(place)
 
-    def _meets(self, rank: int, step: Step) -> list[tuple[Key, int]]:
-        """Begins a step that others take part in; how often they must have begun theirs."""
-        return self._meeting[type(step)](rank, step) if type(step) in self._meeting else []
+    def _begin(self, rank: int, step: Step) -> list[tuple[Key, int]]:
+        """Begin a step in which other ranks take part. Return how many such steps each of them must have begun."""
+        return self._take_part[type(step)](rank, step) if type(step) in self._take_part else []
 
     def _collective(self, rank: int, step: Collective) -> list[tuple[Key, int]]:
         number = self._count("collectives of", rank)
@@ -104,5 +108,5 @@ class _Run:
 
 
 def order(schedule: Schedule, rank: int) -> dict[Place, int]:
-    """The moments of all steps of a rank, numbered in one order of all that happens on all ranks."""
+    """Return the moments of all steps of a rank, numbered in one order of all events of all ranks."""
     return {place: number for number, place in enumerate(_Run(schedule, rank).passed)}

@@ -131,8 +131,8 @@ class Products:
             return
         chosen = self._chosen.get(key)
         if chosen is None:
-            chosen = _CHOSEN.get(key) or (self._choose if times else _untimed)(a, b, out, accumulate)
-            self._chosen[key] = chosen = _remembered(key, chosen)
+            chosen = _CHOSEN.get(key) or (self._choose if times else _choose_untimed)(a, b, out, accumulate)
+            self._chosen[key] = chosen = _remember(key, chosen)
         if chosen.product is None or chosen.algorithm is None:
             by_torch(a, b, out, accumulate=accumulate)
             return
@@ -142,7 +142,7 @@ class Products:
     def _choose(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> _Chosen:
         flops = 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
         plain = out.dtype == a.dtype and not accumulate
-        torchs = _untimed(a, b, out, accumulate)
+        torchs = _choose_untimed(a, b, out, accumulate)
         # What is added to 16 bits is rounded to them first, by some algorithms.
         if not supports((a, b, out)) or not (plain or out.dtype == torch.float32):
             return torchs
@@ -221,7 +221,7 @@ def by_torch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate:
         out.copy_(product)
 
 
-def _remembered(key: Hashable, chosen: _Chosen) -> _Chosen:
+def _remember(key: Hashable, chosen: _Chosen) -> _Chosen:
     """The first that a thread has chosen is everyone's."""
     with _CHOOSING:
         chosen = _CHOSEN.setdefault(key, chosen)
@@ -230,7 +230,7 @@ def _remembered(key: Hashable, chosen: _Chosen) -> _Chosen:
         return chosen
 
 
-def _untimed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> _Chosen:
+def _choose_untimed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> _Chosen:
     return _Chosen(_choice(a, b, out, accumulate, None, (), None), None, None)
 
 

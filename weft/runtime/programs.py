@@ -1,4 +1,4 @@
-"""The operator calls of one process group, and the programs that are bound for them.
+"""Programs runs the operator calls of one process group, and holds the programs that are bound for them.
 
     Programs.run      first call of its kind: agree with the other ranks, choose (weft.runtime.tuner), bind, run
                       later calls: find the program, leave the call's number for the other ranks, run. CPU ranks also wait
@@ -29,39 +29,43 @@ from weft.core.errors import PeerLost
 from weft.core.logs import warn_once
 from weft.core.problem import Problem, RaggedProblem
 from weft.core.schedule import Schedule
+from weft.runtime.autotune import Measurement
 from weft.runtime.bound import BoundProgram, Outputs
 from weft.runtime.buckets import RowCounts, cut, pad
 from weft.runtime.calls import PLAIN, Call, MatmulCall
 from weft.runtime.choose import MODES, choose, fans_out
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.host import HostProgram
-from weft.runtime.host_space import HostSpace
-from weft.runtime.trial import Trial
+from weft.runtime.host_resources import HostResources
 from weft.runtime.tuner import Key, Tuner
 
-Space = HostSpace | CudaSpace
+Resources = HostResources | CudaResources
 KNOWN_CALLS = 2048
-"""Calls that a group remembers as agreed on, so that they need no `enter`. Fewer than the texts that a group remembers, so that
-each can be compared."""
+"""A group remembers this many calls, which need no `enter`. It remembers more texts than calls, so every call can be
+compared."""
 OVERHEAD_BYTES = 8 << 20
-"""What each program counts beside its buffers: launch tables, CUDA graphs, Python objects. It bounds the number of programs,
-too: with the default of CPUs to 128."""
+"""The memory of a program besides its buffers: launch tables, CUDA graphs, Python objects. It also bounds the number of
+programs, to 128 with the default of CPUs."""
 _SHARE = 8
-"""By default programs take an eighth of a GPU's memory: 17.6 GB of an H200's. For the shapes of a 70B model they were computed
-to need 5 to 12 GiB; the rest belongs to the model."""
+"""By default programs take an eighth of a GPU's memory: 17.6 GB of an H200's. By calculation the
+shapes of a 70B model need 5 to 12 GiB. The other memory is left for the model."""
 _CPU_BYTES = 1 << 30
-"""The default on CPUs, where all programs of a group share one memory, and each counts its overhead alone."""
+"""The default on CPUs, where all programs of a group share their buffers, and each counts only its overhead."""
 _MULTIPLIED = ("gathered", "received")
 _AT_ONCE = 48
-"""Programs that a rank can say it has captured in one number."""
+"""The number of programs whose captured state fits into one exchanged number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownCall:
-    """What ranks have agreed on for calls with the same key. number: by which ranks compare it. empty: there is nothing to
-    multiply, and the program is for the call as `Call.filled` has it. rows: those of the program, where the call is padded to a
-    bucket (weft.runtime.buckets), else 0."""
+    """A KnownCall is what the ranks have agreed on for calls with the same key.
+
+    number: the number by which ranks compare the call.
+    program: the program that runs it.
+    empty: whether there is nothing to multiply. Then the program is for `Call.filled`.
+    rows: the rows of the program if the call is padded to a bucket (weft.runtime.buckets), or else 0.
+    """
 
     number: int
     program: BoundProgram
@@ -70,7 +74,7 @@ class KnownCall:
 
 
 def memory_from_environment() -> int | None:
-    """WEFT_PROGRAM_MEMORY_GB in bytes; None where it is not set. Raises ValueError where it is no number above 0."""
+    """WEFT_PROGRAM_MEMORY_GB in bytes, or None if it is unset. Raises ValueError if it is no number above 0."""
     text = os.environ.get("WEFT_PROGRAM_MEMORY_GB")
     if not text:
         return None
@@ -84,23 +88,29 @@ def memory_from_environment() -> int | None:
 
 
 class Programs:
-    """space(device) returns what all programs on that device share: memory, streams or threads. Calls are made under the
-    group's lock."""
+    """Programs makes the calls of one process group, and holds the programs that are bound for them.
 
-    def __init__(self, rank_group: RankGroup, space: Callable[[torch.device], Space]) -> None:
-        self._rank_group, self._space = rank_group, space
+    resources_of: (device) -> what all programs on that device share: memory, streams or threads. Calls are made under the
+    group's lock.
+    """
+
+    def __init__(self, rank_group: RankGroup, resources_of: Callable[[torch.device], Resources]) -> None:
+        self._rank_group, self._resources_of = rank_group, resources_of
         self._known: OrderedDict[Hashable, KnownCall] = OrderedDict()
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
-        """The least recently used first."""
+        """The programs and their keys, the least recently used first."""
         self._limits: dict[torch.device, int] = {}
         self._row_counts = RowCounts()
         self.tuner = Tuner(rank_group, self._row_counts)
 
     def run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
-        """One call. values: schedules that were given as values, by the string that names them in calls.
+        """Run a call.
 
-        Tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and scratch outlives the
-        mode."""
+        It runs in PLAIN mode whatever mode the caller is in, because lanes on other threads write to the tensors, and scratch
+        outlives the mode.
+
+        values: the Schedule values by the strings that name them in calls.
+        """
         try:
             return self._run(call, values)
         except PeerLost:
@@ -121,14 +131,15 @@ class Programs:
             else:
                 self._rank_group.repeat(known.number, awaits_peers=not on_gpu)
                 if not on_gpu:
-                    known = self._agreed_on_cpu(call, values, known)
+                    known = self._agree_on_cpu(call, values, known)
                 if refusal := call.refusal((call.share,)):
                     with self._rank_group.failing():
                         raise ValueError(refusal)
             changed = known.empty or known.rows
-            given = self._as_bound(call, empty=known.empty, rows=known.rows) if changed else call
+            given = self._pad_or_fill(call, empty=known.empty, rows=known.rows) if changed else call
             if not capturing:
-                # Ranks may capture a call different numbers of times: the order of use has to be that of all.
+                # Captures do not count as uses, because ranks may capture a call different numbers of times, and the order must
+                # be equal.
                 self._programs.move_to_end(known.program)
             with self._rank_group.failing():
                 if known.program.ragged is not None:
@@ -139,19 +150,23 @@ class Programs:
             if known.program.refused is not None:
                 refused, known.program.refused = known.program.refused, None
                 raise refused
-            return self._as_asked(found, call, known) if changed else found
+            return self._remove_padding(found, call, known) if changed else found
 
-    def _agreed_on_cpu(self, call: Call, values: Mapping[str, Schedule], known: KnownCall) -> KnownCall:
-        """The call that all CPU ranks agree on. They wait for each other, because all programs share their buffers
-        (weft.runtime.host). A call that looks known on this rank may have another shard size on a peer: then they agree
-        again."""
+    def _agree_on_cpu(self, call: Call, values: Mapping[str, Schedule], known: KnownCall) -> KnownCall:
+        """Return the call that all CPU ranks agree on.
+
+        They wait for each other, because all programs share their buffers (weft.runtime.host). A call that is known on this
+        rank may have another shard size on a peer. Then the ranks agree again.
+        """
         with self._rank_group.failing():
             same = self._rank_group.await_same_call(known.number)
         return known if same else self._agree(call, values)
 
-    def _as_bound(self, call: Call, *, empty: bool, rows: int) -> Call:
-        """The call with padded rows, and with a column of zeros if there is nothing to multiply. An error here fails the group,
-        since peers may already run this call."""
+    def _pad_or_fill(self, call: Call, *, empty: bool, rows: int) -> Call:
+        """Return the call with padded rows, and with a column of zeros if there is nothing to multiply.
+
+        An error fails the group, because peers may already run this call.
+        """
         with self._rank_group.failing():
             call = call.filled(self._rank_group.world_size) if empty else call
             if not rows:
@@ -159,8 +174,8 @@ class Programs:
             assert isinstance(call, MatmulCall)
             return pad(call, rows, self._rank_group.rank, self._rank_group.world_size)
 
-    def _as_asked(self, found: Outputs, call: Call, known: KnownCall) -> dict[str, list[torch.Tensor]]:
-        """The results as the call has them."""
+    def _remove_padding(self, found: Outputs, call: Call, known: KnownCall) -> dict[str, list[torch.Tensor]]:
+        """Return the results without padding."""
         if known.rows:
             assert isinstance(call, MatmulCall)
             found = cut(found, call, self._rank_group.rank, self._rank_group.world_size)
@@ -174,9 +189,9 @@ class Programs:
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
         sizes = self._rank_group.enter(call.describe(), call.share, peers_may_know=not on_gpu)
-        # From here on ranks use values that all of them have, but for their environments and their memory.
+        # From here on all ranks use the same values. Only their environments and their memory may differ.
         with self._rank_group.refusing():
-            _raise(call.refusal(sizes))
+            _raise_if(call.refusal(sizes))
             empty = call.sums_nothing(sizes)
             problem = (call.filled(len(sizes)) if empty else call).problem(sizes)
             if self._rank_group.nodes:
@@ -186,7 +201,7 @@ class Programs:
             program = self._find((runs, call.schedule, call.device))
             program = program or self._bind_for(call, runs, values, empty=empty, rows=rows)
             program.refuse_several_results(call.results)
-        number = self._rank_group.remember(call.agreed(sizes))
+        number = self._rank_group.remember(call.describe_with_shares(sizes))
         known = KnownCall(number=number, program=program, empty=empty, rows=rows)
         self._known.pop(call.key, None)
         self._known[call.key] = known
@@ -201,33 +216,36 @@ class Programs:
     def _bind_for(
         self, call: Call, problem: Problem, values: Mapping[str, Schedule], *, empty: bool, rows: int
     ) -> BoundProgram:
-        """A program for a call: of the one schedule that it asks for, or of the fastest of several."""
+        """Bind the schedule that a call asks for, or the fastest of several candidates, and return the program."""
         key = problem, call.schedule, call.device
-        self._space(call.device)  # makes the heap, whose ranks agree on how they were started: `_cannot_overlap` reads that
-        specs = self._one_after_the_other(problem, call) if self._cannot_overlap(call) else self.tuner.specs(problem, call)
-        schedule = _checked(problem, specs[0], call.device, values)
-        named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(call.device).blocks
+        self._resources_of(call.device)  # makes the heap, on which `_cannot_overlap` depends
+        specs = (
+            self._candidates_without_overlap(problem, call) if self._cannot_overlap(call) else self.tuner.specs(problem, call)
+        )
+        schedule = _choose_and_check(problem, specs[0], call.device, values)
+        named, blocks = schedules.spec(schedule.name, schedule.chunks), self._resources_of(call.device).blocks
         lanes = "one for each peer" if fans_out(call.device) else "one"
         self._rank_group.enter(
             f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}"
         )
-        trials: tuple[Trial, ...] = ()
+        measurements: tuple[Measurement, ...] = ()
         with self._rank_group.failing():
             if len(specs) == 1:
-                program = self._keep(schedule, key)
+                program = self._bind_and_register(schedule, key)
                 program.times_products = self.tuner.measures(problem, call)
             else:
-                given = self._as_bound(call, empty=empty, rows=rows)
-                program, trials = self.tuner.contest(given, self._candidate(key), self._drop).fastest(specs)
+                given = self._pad_or_fill(call, empty=empty, rows=rows)
+                program, measurements = self.tuner.prepare_run(given, self._candidate(key), self._drop).fastest(specs)
             self._make_room(call.device)
-            self.tuner.chose(program, key, trials)
+            self.tuner.record_choice(program, key, measurements)
         return program
 
     def _cannot_overlap(self, call: Call) -> bool:
         return bool(self._rank_group.cannot_overlap) and call.device.type == "cuda"
 
-    def _one_after_the_other(self, problem: Problem, call: Call) -> tuple[str, ...]:
-        """What can run where no schedule that overlaps can. Raises ValueError where something else is asked for."""
+    def _candidates_without_overlap(self, problem: Problem, call: Call) -> tuple[str, ...]:
+        """Return sequential, for GPUs on which schedules that overlap cannot run. Raises ValueError if the call asks for
+        another one."""
         why, ragged = self._rank_group.cannot_overlap, isinstance(problem, RaggedProblem)
         if call.schedule in MODES and not ragged:
             warn_once(f"nothing is overlapped, {call.schedule} is sequential: {why}")
@@ -237,43 +255,42 @@ class Programs:
         return ("sequential",)
 
     def _candidate(self, key: Key) -> Callable[[str], BoundProgram]:
-        """A function from a spec to its program. Candidates are kept like other programs: if the autotuning run fails, `close`
-        gives them back."""
-        return lambda spec: self._keep(_checked(key[0], spec, key[2], {}), key)
+        """Return a function that binds a spec. Candidates are registered like other programs, so `close` also releases them."""
+        return lambda spec: self._bind_and_register(_choose_and_check(key[0], spec, key[2], {}), key)
 
-    def _keep(self, schedule: Schedule, key: Key) -> BoundProgram:
+    def _bind_and_register(self, schedule: Schedule, key: Key) -> BoundProgram:
         program = self._bind(schedule, key[2])
         self._programs[program] = key
         return program
 
     def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
-        space = self._space(device)
-        return HostProgram(space, schedule) if isinstance(space, HostSpace) else CudaProgram(space, schedule)
+        resources = self._resources_of(device)
+        return HostProgram(resources, schedule) if isinstance(resources, HostResources) else CudaProgram(resources, schedule)
 
     def _drop(self, program: BoundProgram) -> None:
         del self._programs[program]
         program.close()
 
     def _raise_of_earlier_calls(self) -> None:
-        """Raise what the host has of earlier calls with splits, whatever their sizes: the next call may run another program."""
+        """Raise the errors of earlier calls with splits that the host knows, also of other programs than the next call's."""
         for program in self._programs:
             if program.ragged is not None:
                 program.ragged.raise_noted()
 
     def raise_cut(self) -> None:
-        """Where a peer has failed: if that is because of splits that this rank knows to be wrong, too, raise the same error."""
+        """After a peer has failed, raise its error if it failed because of wrong splits, which this rank also knows."""
         for program in list(self._programs):
             if program.ragged is not None:
                 program.ragged.raise_cut()
 
     def raise_noted(self) -> None:
-        """Raise what calls with splits that have ended have noted on this rank's device."""
+        """Raise the errors that calls with splits have noted on this rank's device. The calls must have ended."""
         for program in list(self._programs):
             if program.ragged is not None:
                 program.ragged.raise_noted(ended=True)
 
     def _forget(self, program: BoundProgram) -> None:
-        """Close a program, and raise what its last calls have noted."""
+        """Close a program, and raise the errors that its last calls have noted."""
         ragged = program.ragged
         for key in [key for key, known in self._known.items() if known.program is program]:
             del self._known[key]
@@ -282,13 +299,16 @@ class Programs:
             ragged.raise_noted(ended=True)
 
     def _make_room(self, device: torch.device) -> None:
-        """Close the least recently used programs of a device until all of them fit into the limit, but never the last one. Then
-        give the heap's free pieces back if they and the programs do not fit. Programs that a rank has captured are not closed,
-        and do not count. Collective."""
-        limit, space = self._limit(device), self._space(device)
-        heap = space.heap if isinstance(space, CudaSpace) else None
+        """Close the least recently used programs of a device until the others fit into the limit, but never the newest one.
+        Collective.
+
+        Then free the heap's cached pieces if they and the programs do not fit. Programs that a rank has captured are not closed
+        and do not count.
+        """
+        limit, resources = self._limit(device), self._resources_of(device)
+        heap = resources.heap if isinstance(resources, CudaResources) else None
         bytes_of = {each: OVERHEAD_BYTES + each.nbytes for each, key in self._programs.items() if key[2] == device}
-        if sum(bytes_of.values()) + (heap.kept_bytes if heap else 0) <= limit:
+        if sum(bytes_of.values()) + (heap.cached_bytes if heap else 0) <= limit:
             return
         *older, _ = bytes_of
         held = self.in_graphs(older)
@@ -297,13 +317,13 @@ class Programs:
             if used > limit and program not in held:
                 used -= bytes_of[program]
                 self._forget(program)
-        if heap and used + heap.kept_bytes > limit:
-            heap.settle()  # no rank's GPU uses any more what was given back
-            heap.free_kept()
+        if heap and used + heap.cached_bytes > limit:
+            heap.settle()  # no rank's GPU uses the freed pieces any more
+            heap.free_cached()
             free_unused()
 
     def _limit(self, device: torch.device) -> int:
-        """The bytes that programs of a device may take: the least that any rank says. Collective at its first use."""
+        """Return the bytes that programs of a device may use, the least of all ranks. Collective at its first use."""
         if device not in self._limits:
             mine = memory_from_environment()
             if mine is None:
@@ -312,7 +332,7 @@ class Programs:
         return self._limits[device]
 
     def in_graphs(self, programs: Sequence[BoundProgram]) -> set[BoundProgram]:
-        """Those that any rank has captured: its graphs go on using them, and all ranks keep theirs. Collective."""
+        """Return the programs that any rank has captured. Its graphs still use them, so no rank may close them. Collective."""
         held: set[BoundProgram] = set()
         for first in range(0, len(programs), _AT_ONCE):
             some = programs[first : first + _AT_ONCE]
@@ -322,32 +342,33 @@ class Programs:
         return held
 
     def bound(self) -> list[BoundProgram]:
-        """What is bound now, the least recently used first."""
+        """Return the bound programs, the least recently used first."""
         return list(self._programs)
 
     def schedules(self) -> list[Schedule]:
-        """The schedules that are bound, the least recently used first."""
+        """Return the bound schedules, the least recently used first."""
         return [program.schedule for program in self.bound()]
 
     def forget(self, programs: Collection[BoundProgram]) -> None:
-        """Give programs back, with their memory, but for those in graphs. Collective: the same on every rank."""
+        """Close programs that are not in graphs, and free their memory. Collective, with the same programs on every rank."""
         mine = [program for program in self._programs if program in programs]
         held = self.in_graphs(mine)
         for program in mine:
             if program not in held:
                 self._forget(program)
 
-    def asked(self) -> list[tuple[Schedule, str]]:
-        """As `schedules`, each with what the callers asked for that run it."""
+    def schedules_and_specs(self) -> list[tuple[Schedule, str]]:
+        """Return the bound schedules, each with the `schedule=` of the calls that run it."""
         return [(program.schedule, spec) for program, (_, spec, _) in list(self._programs.items())]
 
 
-def _raise(refusal: str) -> None:
+def _raise_if(refusal: str) -> None:
+    """Raise a ValueError if the text is not empty."""
     if refusal:
         raise ValueError(refusal)
 
 
-def _checked(problem: Problem, spec: str, device: torch.device, values: Mapping[str, Schedule]) -> Schedule:
+def _choose_and_check(problem: Problem, spec: str, device: torch.device, values: Mapping[str, Schedule]) -> Schedule:
     schedule = choose(problem, spec, device, values)
     check(schedule)
     return schedule

@@ -45,15 +45,17 @@ class FusedPush(StepKernel):
         self._tables: dict[tuple[int, ...], list[PushTables]] = {}
 
     def lay_out(self, bindings: Bindings) -> None:
-        self.laid_out(bindings)
+        self.tables_for(bindings)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        for base, plan in self.laid_out(bindings):
+        for base, plan in self.tables_for(bindings):
             push(plan, sms=sms, silent=silent, src_base=base, launched_by=self._launcher, stream=stream)
 
-    def laid_out(self, bindings: Bindings) -> list[tuple[int, PushTables]]:
-        """What source addresses count from, and the tables, for each launch. Makes the tables where a call's rows lie otherwise
-        than before."""
+    def tables_for(self, bindings: Bindings) -> list[tuple[int, PushTables]]:
+        """Return the base address of the sources and the tables for each launch.
+
+        New tables are made if the alignment or the strides of a call's rows are new.
+        """
         ((source, _),) = bindings.tensors[self._source]
         sources = [*bindings.scales.get(self._source, ()), source]
         bases = [one.data_ptr() & ~15 for one in sources]
@@ -65,10 +67,10 @@ class FusedPush(StepKernel):
         if key not in self._tables:
             if source.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
-                    f"{self.where}: its rows lie otherwise than in the calls before; call the operator once with tensors that "
-                    "lie so before capturing a graph"
+                    f"{self.where}: its rows have other strides or alignments than in earlier calls; call the operator once "
+                    "with such tensors before capturing a graph"
                 )
-            # Kept as long as the program: a graph may hold any of them.
+            # They are stored as long as the program, because a graph may use any of them.
             self._tables[key] = self._lay_out(bindings, bases)
         return list(zip(bases, self._tables[key], strict=True))
 

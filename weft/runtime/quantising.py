@@ -20,21 +20,21 @@ class QuantisingPush(StepKernel):
         super().__init__(where)
         self._step, self._program, self._launcher = step, program, make_launcher()
         self._alone = where.lane == "compute"
-        """Whether nothing runs beside it, so that it has all SMs."""
+        """Whether nothing runs concurrently, so that the kernel can use all SMs."""
         self._targets = list(dict.fromkeys((part.dst.buffer, part.dst.rank) for part in step.parts))
         self._tables: tuple[tuple[int, ...], QuantiseTables] | None = None
 
     def lay_out(self, bindings: Bindings) -> None:
-        self._laid_out(bindings)
+        self._make_tables(bindings)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         ((source, _),) = bindings.tensors[self._step.source]
-        plan = self._laid_out(bindings)
+        plan = self._make_tables(bindings)
         if self._alone:
             sms = self._program.blocks
         quantise(plan, source, sms=sms, silent=silent, launched_by=self._launcher, stream=stream)
 
-    def _laid_out(self, bindings: Bindings) -> QuantiseTables:
+    def _make_tables(self, bindings: Bindings) -> QuantiseTables:
         """The tables. Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), they are made anew."""
         moved = tuple(bindings.tensors[key][0][0].data_ptr() for key in self._targets)
         if self._tables is None or self._tables[0] != moved:

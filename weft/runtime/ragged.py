@@ -1,9 +1,8 @@
-"""A call with splits, whose row counts only devices know, before ranks have agreed: a, b by expert, the counts of its rows, the
-most rows that may arrive.
+"""A RaggedCall is a call with splits, whose row counts are only known on the device.
 
 Hosts read the counts in weft.runtime.host_rows. On GPUs, and under Triton's interpreter, the kernels do
-(weft.runtime.ragged_kernels). What does not fit is left out on all devices alike, and reported: by the call itself where hosts
-know the counts of all ranks, else by the next call that finds it noted, or by `weft.synchronize`.
+(weft.runtime.ragged_kernels). Rows that do not fit are dropped on all devices, and all ranks report the same error. If hosts
+know the counts of all ranks, the call itself raises it. Otherwise a later call or `weft.synchronize` raises it.
 """
 
 from __future__ import annotations
@@ -24,10 +23,17 @@ _COLUMNS = 8
 
 @dataclass(kw_only=True, slots=True)
 class RaggedCall(Call):
-    """a: [rows, K]. b: [experts, K, N]. splits: by (expert, dst_rank) for a combine, (dst_rank, expert) for a dispatch. gated:
-    a dispatch gives silu(left half) * right half of its product, N / 2 columns. a_rows: the most rows that the a of any rank
-    has, on all ranks the same; None if that is not known. limit: as in RaggedProblem. scales: of FP8 operands; those of b are
-    one tensor, whose first dimension is the experts."""
+    """A RaggedCall is a call with splits.
+
+    a: [rows, K].
+    b: [experts, K, N].
+    splits: the rows by (expert, dst_rank) for a combine, or by (dst_rank, expert) for a dispatch.
+    max_rows: the most rows that may arrive.
+    gated: whether a dispatch returns silu(left half) * right half of its product, N / 2 columns.
+    a_rows: the most rows that a has on any rank, the same on all ranks. None if it is not known.
+    limit: as in RaggedProblem.
+    scales: the scales of FP8 operands. Those of b are one tensor, whose first dimension is the experts.
+    """
 
     schedule: str = "auto"
     a: torch.Tensor
@@ -63,7 +69,7 @@ class RaggedCall(Call):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Without the rows of a, which change from call to call, and on each rank for itself."""
+        """The key does not contain the rows of a, which differ between calls and between ranks."""
         sizes = (self.max_rows, self._products, self.limit, self.b.shape)
         scaled = None if self.scales is None else (self.scales.scaling, self.scales.output_dtype)
         return (self.op, self.gated, self.return_received, sizes, self.a.dtype, self.a.get_device(), self.schedule, scaled)
@@ -92,16 +98,19 @@ class RaggedCall(Call):
         return not self.b.shape[1]
 
     def filled(self, world_size: int) -> RaggedCall:
-        """With columns of zeros, as many as the kernels take at once."""
+        """Return the call with columns of zeros, as many as the kernels need."""
         experts, _, n = self.b.shape
         a, b = self.a.new_zeros(self.a.shape[0], _COLUMNS), self.b.new_zeros(experts, _COLUMNS, n)
         return replace(self, a=a, b=b)
 
     def problem(self, shares: tuple[int, ...]) -> Problem:
-        """Where a_rows is not known, products of a combine have room for an eighth more rows than the longest a has now, or for
-        max_rows. Of a dispatch no more rows can arrive than max_rows at each rank, however many a has."""
+        """Return the problem.
+
+        If a_rows is not known, a combine reserves memory for an eighth more rows than the longest a has now, but at least for
+        max_rows. In a dispatch at most max_rows rows arrive at each rank.
+        """
         experts, k, n = self.b.shape
-        capacity = self._products or _rounded(max(9 * max(shares) // 8, self.max_rows))
+        capacity = self._products or _round_up(max(9 * max(shares) // 8, self.max_rows))
         result = self.a.dtype if self.scales is None else self.scales.output_dtype
         dtype: DType = str(result).removeprefix("torch.")  # type: ignore[assignment]
         return RaggedProblem(
@@ -121,8 +130,8 @@ class RaggedCall(Call):
 
     @property
     def _products(self) -> int | None:
-        """The rows for whose products a combine has room, in memory that all ranks share; None where the first call says it."""
-        return None if self._dispatches or self.a_rows is None else _rounded(max(self.a_rows, self.max_rows))
+        """The rows for which a combine reserves memory for products. None if the first call decides it."""
+        return None if self._dispatches or self.a_rows is None else _round_up(max(self.a_rows, self.max_rows))
 
     @property
     def _dispatches(self) -> bool:
@@ -134,15 +143,15 @@ class RaggedCall(Call):
             return ""
         where = f"rank {shares.index(most)}" if len(shares) > 1 else "this rank"
         return (
-            f"{self.limit} leaves room for {self.a_rows} rows (tokens times top k) of a rank, but {where} has {most}: "
-            "raise max_tokens, or leave it out"
+            f"{self.limit} leaves room for {self.a_rows} rows (tokens times top k) of a rank, but {where} has {most}; "
+            "raise max_tokens, or omit it"
         )
 
 
-def _rounded(rows: int) -> int:
-    """At least so many, and at most an eighth more: few different numbers, since each is a program with memory of its own.
+def _round_up(rows: int) -> int:
+    """Return at least this many rows, and at most an eighth more. There are few values, because each needs a separate program.
 
-    >>> [_rounded(rows) for rows in (1, 16, 17, 1000)]
+    >>> [_round_up(rows) for rows in (1, 16, 17, 1000)]
     [1, 16, 18, 1024]
     """
     step = 1 << max(0, rows.bit_length() - 4)

@@ -1,12 +1,12 @@
-"""The steps of a call with splits as kernels, on any device whose memory has addresses (weft.kernels.exchange).
+"""The steps of a call with splits run as kernels on any device whose memory has addresses (weft.kernels.exchange).
 
-    ShareCounts     layout_kernel: counts exchanged, and where all rows go
+    ShareCounts     layout_kernel: exchanges counts, and computes where all rows are stored
     GroupedGemm     dispatch_kernel or combine_kernel, copies included
-    SegmentCopies   push_kernel, pull_kernel, or collect_kernel: what has arrived, for the caller
+    SegmentCopies   push_kernel, pull_kernel, or collect_kernel, which copies the received rows to the caller
     Wait            await_kernel, with the waits that follow it
 
-What each part does, waits for and signals, and in which order, is the schedule's (weft.runtime.ragged_steps). The counts and
-the flags lie in symmetric memory of the kernels' own.
+The schedule says what each part does, waits for and signals, and in which order (weft.runtime.ragged_steps). The counts and the
+flags are stored in symmetric memory that only these kernels use.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
 
 _RAISED = 0x3FFFFFFF
-"""What every word is set to after a failure: more than any wait asks for, and less than where the comparison wraps."""
+"""Every word is set to this value after a failure. It is more than any wait needs, and less than where the comparison wraps."""
 
 
 def kernel_of(program: BoundProgram, where: Where, step: Step) -> RaggedStepKernel:
-    """The kernel of a step of a call with splits. The first of a rank's takes the memory that all share: collective then."""
+    """Return the kernel of a step of a call with splits. The first step allocates the memory that all share, which is
+    collective."""
     if program.ragged is None:
         program.ragged = RaggedKernels(
             program.schedule,
@@ -54,7 +55,7 @@ def kernel_of(program: BoundProgram, where: Where, step: Step) -> RaggedStepKern
 
 
 class RaggedStepKernel(StepKernel):
-    """One step. All ranks rehearse it by running it."""
+    """A RaggedStepKernel is the kernel of one step. All ranks rehearse it by running it."""
 
     manages_own_flags = True
 
@@ -70,9 +71,13 @@ class RaggedStepKernel(StepKernel):
 
 
 class RaggedKernels:
-    """The kernels of one rank's steps. Collective: takes memory on all ranks. sms: blocks that may run at once. tries: how
-    often a kernel looks at a word before it gives up. Raises ValueError for a problem, or a schedule, that the kernels do not
-    run."""
+    """RaggedKernels holds the kernels of one rank's steps. Collective, because it allocates memory on all ranks.
+
+    Raises ValueError for a problem or a schedule that the kernels cannot run.
+
+    sms: the number of blocks that may run concurrently.
+    tries: how often a kernel reads a word before it gives up.
+    """
 
     def __init__(
         self,
@@ -117,16 +122,18 @@ class RaggedKernels:
             SegmentCopies: self._copy,
             GroupedGemm: self._multiply,
         }
-        """By type of step: the step, its position and a call's tensors."""
+        """The function that launches a step, by type of step. Its arguments are the step, its position and a call's tensors."""
 
     def check_before(self, a: torch.Tensor) -> None:
-        """Before a call: raise what earlier ones have noted. Products of a combine wait in memory that all ranks share, as
-        large as their first call asked for: ValueError if a has more rows than that."""
+        """Raise the errors of earlier calls, and check the number of rows. It is called before each call.
+
+        Products of a combine are stored in shared memory whose size the first call fixed. Raises ValueError if a has more rows.
+        """
         self.raise_noted()
         if not self._problem.dispatches and a.shape[0] > self._problem.capacity:
             raise ValueError(
-                f"a has {a.shape[0]} rows; the first call with max_rows={self._problem.m} left room for "
-                f"{self._problem.capacity}: give a as many rows in that call, on any rank, as it will have at most"
+                f"a has {a.shape[0]} rows, but the first call with max_rows={self._problem.m} reserved memory for "
+                f"{self._problem.capacity}; make the first call with the largest number of rows that a will have on any rank"
             )
 
     def launch(self, step: Step, where: Where, bindings: Bindings) -> None:
@@ -147,7 +154,7 @@ class RaggedKernels:
 
     def _multiply(self, step: GroupedGemm, at: int, bindings: Bindings) -> None:
         a, out, (b,) = self._matrix("a", bindings), self._matrix("out", bindings), bindings.loose["b"]
-        self._lay_out(bindings)
+        self._pass_addresses(bindings)
         number, a, b, scales = self._plan.steps[at], _aligned(a), _unit_stride(b), self._scales(bindings)
         if self._problem.dispatches:
             self.exchange.dispatch(number, a, b, out, keep_own=self._problem.return_received, scales=scales)
@@ -155,7 +162,7 @@ class RaggedKernels:
             self.exchange.combine(number, a, b, out, scales=scales)
 
     def _scales(self, bindings: Bindings) -> RaggedScales | None:
-        """Those of FP8 operands."""
+        """Return the scales of FP8 operands, or None for other operands."""
         if self._problem.scaling is None:
             return None
         (of_a,), (of_b,) = bindings.scales["a", self._rank], bindings.loose[scales_name("b")]
@@ -163,7 +170,7 @@ class RaggedKernels:
 
     def _copy(self, step: SegmentCopies, at: int, bindings: Bindings) -> None:
         number = self._plan.steps[at]
-        self._lay_out(bindings)
+        self._pass_addresses(bindings)
         if not self._problem.dispatches:
             self.exchange.pull(number, self._matrix("out", bindings))
         elif step.parts[0].dst.buffer == "received":
@@ -174,62 +181,68 @@ class RaggedKernels:
             scale_a = None if scales is None else scales.a
             self.exchange.push(number, a, keep_own=self._problem.return_received, scale_a=scale_a)
 
-    def _lay_out(self, bindings: Bindings) -> None:
-        """Where rows land, or products wait, on every rank: on CPUs that may have moved since the last call."""
+    def _pass_addresses(self, bindings: Bindings) -> None:
+        """Pass the address of every rank's buffer for rows or products to the kernels. On CPUs it may change between calls."""
         name = "landing" if self._problem.dispatches else "product"
         ranks = range(self._problem.world_size)
         scales = [scale for rank in ranks for scale in bindings.scales.get((name, rank), ())]
         self.exchange.lay_out([bindings.tensors[name, rank][0][0] for rank in ranks], scales)
 
     def raise_cut(self) -> None:
-        """Raise the ValueError of splits that are wrong, if a call has noted that: every rank notes the same."""
+        """Raise the ValueError of wrong splits if a call has noted them. Every rank notes the same."""
         if self._seen[CUT]:
             self.raise_noted()
 
     def raise_noted(self, *, ended: bool = False) -> None:
-        """Raise what earlier calls have noted: splits that are wrong (ValueError), a peer that did not come (WaitTimeout).
-        ended: the device has ended these calls, and is asked itself."""
+        """Raise what earlier calls have noted: ValueError for wrong splits, WaitTimeout for a peer that did not arrive.
+
+        ended: the calls have ended on the device, so the notes are read from the device.
+        """
         if not (ended or self._seen[LATE] or self._seen[CUT]):
             return
         notes = (self.exchange.notes if ended else self.exchange.host_notes).tolist()
         if notes[CUT]:
             self.exchange.host_notes.zero_()
             self.exchange.notes.zero_()
-            raise ValueError(_cut(self._problem, *notes[CUT : CUT + 4]))
+            raise ValueError(_describe_wrong_splits(self._problem, *notes[CUT : CUT + 4]))
         if notes[LATE]:
-            raise WaitTimeout(f"rank {self._rank}: {self._late_word(notes[LATE])}: expected {notes[1]}, seen {notes[2]}")
+            raise WaitTimeout(f"rank {self._rank}: {self._name_word(notes[LATE])}: expected {notes[1]}, seen {notes[2]}")
 
-    def _late_word(self, address: int) -> str:
-        told = (address - self.exchange.notified.local.data_ptr()) // 4
-        if 0 <= told < self._problem.world_size:
-            return f"counts of rank {told}"
+    def _name_word(self, address: int) -> str:
+        """Return a text that says what the word at an address counts."""
+        rank = (address - self.exchange.notified.local.data_ptr()) // 4
+        if 0 <= rank < self._problem.world_size:
+            return f"counts of rank {rank}"
         arrived = (address - self.exchange.arrived.local.data_ptr()) // 4
         return f"rows of rank {self._plan.counted_from[arrived]}"
 
     def missing(self) -> str:
-        """What the call under way has yet to receive, in words; nothing if it waits for nothing. Takes copies, and no SM."""
-        call, told = int(self.exchange.calls.cpu()), self.exchange.notified.local.cpu().tolist()
-        # A call counts itself once it has all counts.
-        late = [rank for rank, seen in enumerate(told) if seen <= call and told[self._rank] > call]
+        """Return a text that says what the call in flight waits for, or "" if it does not wait. It needs copies, but no SM."""
+        call, calls_of_ranks = int(self.exchange.calls.cpu()), self.exchange.notified.local.cpu().tolist()
+        # A call is counted once it has the counts of all ranks.
+        late = [rank for rank, seen in enumerate(calls_of_ranks) if seen <= call and calls_of_ranks[self._rank] > call]
         if late:
             return f"rank {self._rank}: call {call + 1} with splits: rank {late[0]} has not shared its counts"
         arrived, goals = self.exchange.arrived.local.cpu(), self.exchange.goals.cpu()
         short = (goals - arrived > 0).nonzero().flatten().tolist()
         if short:
             source = self._plan.counted_from[short[0]]
-            return f"rank {self._rank}: call {call} with splits: not all rows of rank {source} have come"
+            return f"rank {self._rank}: call {call} with splits: not all rows of rank {source} have arrived"
         return ""
 
     def releases(self) -> list[Word]:
-        """What ends every wait of the kernels, now and later, in this order: first the note that says that nothing which comes
-        from here on is a result, then the words that they wait for."""
+        """Return the operations that end all waits of the kernels, now and later.
+
+        The first one sets the note by which peers know that later data is invalid. The others raise the words that kernels wait
+        for.
+        """
         words = [Word("signal", self.exchange.notes.data_ptr() + 8 * LATE, 1)]
         for memory in (self.exchange.notified.local, self.exchange.arrived.local):
             words += [Word("signal", memory.data_ptr() + 4 * at, _RAISED) for at in range(memory.numel())]
         return words
 
 
-def _cut(problem: RaggedProblem, kind: int, rows: int, capacity: int, rank: int) -> str:
+def _describe_wrong_splits(problem: RaggedProblem, kind: int, rows: int, capacity: int, rank: int) -> str:
     if kind == NEGATIVE:
         return below_zero(rows, problem, f"on rank {rank} in an earlier call")
     if kind == IN_A:
@@ -239,12 +252,12 @@ def _cut(problem: RaggedProblem, kind: int, rows: int, capacity: int, rank: int)
 
 
 def _check_kernels(problem: RaggedProblem, dtype: torch.dtype, device: torch.device) -> None:
-    """What the kernels need beside what every call does; the same on every rank. Raises ValueError."""
+    """Check what the kernels need in addition to the checks of every call. It is the same on every rank. Raises ValueError."""
     if dtype not in (torch.float16, torch.bfloat16):
         name = "a" if problem.scaling is None else "output_dtype"
         raise ValueError(f"{name} is {dtype}; with splits on GPUs, use bfloat16 or float16")
     if problem.scaling is not None and device.type == "cuda" and not shapes_for(capabilities(device), problem.scaling):
-        raise ValueError(f"a is {problem.scaling.a}; with splits, {device} needs matrix units for FP8, which it has not")
+        raise ValueError(f"a is {problem.scaling.a}; with splits, {device} needs tensor cores for FP8, which it does not have")
     for name, extent, of in (("K", problem.k, 8), ("N", problem.n * (2 if problem.gated else 1), 16 if problem.gated else 8)):
         if extent % of:
             raise ValueError(f"{name} is {extent}; with splits on GPUs it must be a multiple of {of}")
@@ -256,7 +269,7 @@ def _check_kernels(problem: RaggedProblem, dtype: torch.dtype, device: torch.dev
 
 
 def _aligned(a: torch.Tensor) -> torch.Tensor:
-    """Contiguous, at a multiple of 16 bytes, and at least one row, which no segment has."""
+    """Return a as a contiguous matrix at a multiple of 16 bytes, with at least one row."""
     if not a.shape[0]:
         return a.new_zeros(1, a.shape[1])
     a = (a[0][None] if a.shape[0] == 1 else a).contiguous()
@@ -264,11 +277,19 @@ def _aligned(a: torch.Tensor) -> torch.Tensor:
 
 
 def _unit_stride(b: torch.Tensor) -> torch.Tensor:
-    """With one of the last two dimensions contiguous, of FP8 the rows', and all else at multiples of 16 bytes."""
+    """Return b with one of the last two dimensions contiguous, and all other strides at multiples of 16 bytes.
+
+    For FP8 the dimension of the rows is contiguous.
+    """
     if b.shape[0] == 1:
-        b = b[0][None]  # how far one expert is from the next may be anything then, which contiguous() leaves
-    (apart, *strides), unit = b.stride(), 16 // b.element_size()
-    fits = 1 in strides and all(s == 1 or (s > 0 and s % unit == 0) for s in strides) and apart > 0 and apart % unit == 0
+        b = b[0][None]  # the stride between experts is arbitrary for one expert, and contiguous() does not change it
+    (expert_stride, *strides), unit = b.stride(), 16 // b.element_size()
+    fits = (
+        1 in strides
+        and all(s == 1 or (s > 0 and s % unit == 0) for s in strides)
+        and expert_stride > 0
+        and expert_stride % unit == 0
+    )
     if fits and b.data_ptr() % 16 == 0:
         return b
     by_columns = b.element_size() == 1

@@ -1,15 +1,19 @@
-"""What the kernels of a call with splits take from its schedule: the order of parts, and the words that are its flags.
+"""RankOrders translates the schedule of a call with splits for its kernels: the order of parts, and a word for each flag.
 
-A flag that ShareCounts advances is a word of `told` on its rank, of the number of the rank that advances it. One that a part
-advances is a word of `arrived`: the n-th such flag of a rank, by name and index, is its n-th word. `RankOrders` has one rank's
-side, as weft.kernels.exchange takes it.
+A flag that ShareCounts advances is a word of `told` on its rank, at the number of the rank that advances it. A flag that a part
+advances is a word of `arrived`: the n-th such flag of a rank, by name and index, is its n-th word. weft.kernels.exchange takes
+a `RankOrders` for each rank.
 
-The kernels run what weft.schedule.check proves, within limits of their own, which it refuses by name: one lane, which shares
-its counts first, with all ranks, and waits for all; steps that copy from one buffer to one other; copies of a GroupedGemm
-before its products in a dispatch, behind them in a combine; products of all the segments of an expert in one step, since tiles
-are cut from an expert's rows whatever segments they hold; a part that signals the rank that its rows go to. A dispatch
-multiplies a rank's own rows where they lie in `a`, in tiles that have no others, and does not wait for their flag there: what
-lies in `landing` is a copy of them.
+The kernels run checked schedules within these limits. Other schedules are refused with an error that names the step.
+
+- A rank has one lane. It first shares its counts with all ranks, and waits for the counts of all.
+- A step copies from one buffer to one other buffer.
+- In a dispatch the copies of a GroupedGemm come before its products, and in a combine after them.
+- One step multiplies all segments of an expert, because tiles are cut from an expert's rows regardless of segments.
+- A part signals the rank that receives its rows.
+
+A dispatch multiplies a rank's own rows directly from `a`, in tiles that contain no other rows, and does not wait for their
+flag, because `landing` only has a copy of them.
 """
 
 from __future__ import annotations
@@ -42,13 +46,17 @@ _MOVING: tuple[type[Moving], ...] = (SegmentCopies, GroupedGemm)
 
 
 class RankOrders:
-    """One rank's side of a schedule. steps: by position in its lane, the number of a step that moves or multiplies rows, and
-    waits: the words that a Wait stands for, with those that follow it; none where one before it did. counted_from: by word of
-    `arrived`, the rank whose rows it is for. Raises ValueError for a schedule that the kernels do not run."""
+    """RankOrders is one rank's part of a schedule. Raises ValueError for a schedule that the kernels cannot run.
+
+    steps: the number of each step that moves or multiplies rows, by position in the lane.
+    waits: the words of a Wait and the Waits that follow it, by position. It is empty if an earlier Wait includes it.
+    counted_from: the rank whose rows a word of `arrived` counts.
+    orders: the orders that the kernels take.
+    """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         for each, lanes in enumerate(schedule.ranks):
-            for where, why in _refused(schedule, each, lanes):
+            for where, why in _find_refusals(schedule, each, lanes):
                 raise ValueError(f"schedule is {schedule.name}, but {where}: {why}")
         counted = _words(schedule)
         problem = schedule.problem
@@ -73,7 +81,7 @@ class RankOrders:
 
 
 def _words(schedule: Schedule) -> dict[Flag, int]:
-    """By flag that a part advances, its word among those of its rank."""
+    """Return the number of the word of each flag that a part advances, among those of its rank."""
     flags = sorted({part.count for part in _parts(schedule) if part.count}, key=lambda f: (f.rank, f.name, f.index))
     used: Counter[int] = Counter()
     words = dict[Flag, int]()
@@ -95,7 +103,7 @@ def _target(part: SegmentCopy | SegmentProduct) -> tuple[int, int, int]:
 
 
 def _words_waited_for(lane: Lane, counted: dict[Flag, int]) -> Iterator[tuple[int, list[int]]]:
-    """By position of a Wait, what `RankOrders.waits` says."""
+    """Yield the position of each Wait and the words of `RankOrders.waits`."""
     for waiting, steps in groupby(enumerate(lane.steps), key=lambda placed: isinstance(placed[1], Wait)):
         if waiting:
             run = list(steps)
@@ -116,8 +124,8 @@ def _step_parts(step: Moving, rank: int, counted: dict[Flag, int]) -> StepParts:
     return StepParts(copies=() if handed_back else tuple(map(words, copies)), products=tuple(map(words, products)))
 
 
-def _refused(schedule: Schedule, rank: int, lanes: Sequence[Lane]) -> Iterator[tuple[str, str]]:
-    """(where, why) of what the kernels do not run."""
+def _find_refusals(schedule: Schedule, rank: int, lanes: Sequence[Lane]) -> Iterator[tuple[str, str]]:
+    """Yield (where, why) for everything that the kernels cannot run."""
     problem = schedule.problem
     assert isinstance(problem, RaggedProblem), f"{problem} has no segments"
     if len(lanes) != 1:
@@ -148,31 +156,35 @@ def _why_not_shared(problem: RaggedProblem, step: ShareCounts) -> str:
 
 def _why_not_moved(problem: RaggedProblem, step: Moving) -> str:
     for part in step.parts:
-        if part.count is not None and (part.count.rank != _target(part)[1] or _goes(part) in _SILENT):
+        if part.count is not None and (part.count.rank != _target(part)[1] or _source_and_target(part) in _SILENT):
             return f"this part cannot signal {part.count}: {part}"
-        if part.gates and _goes(part) == ("a", "landing"):
+        if part.gates and _source_and_target(part) == ("a", "landing"):
             return f"a push waits for nothing: {part}"
-    kinds = [_goes(part) for part in step.parts]
-    ways = _WAYS[problem.dispatches][type(step)]
-    if not kinds or list(dict.fromkeys(kinds)) not in ways or kinds != sorted(kinds, key=kinds.index):
-        return "its parts are " + ", or ".join(", then ".join(f"{src} -> {dst}" for src, dst in way) for way in ways if way)
-    cut = Counter(_target(part)[2] for part in step.parts if isinstance(part, SegmentProduct) or _goes(part)[1] == "received")
+    kinds = [_source_and_target(part) for part in step.parts]
+    allowed = _ALLOWED[problem.dispatches][type(step)]
+    if not kinds or list(dict.fromkeys(kinds)) not in allowed or kinds != sorted(kinds, key=kinds.index):
+        return "its parts are " + ", or ".join(
+            ", then ".join(f"{src} -> {dst}" for src, dst in parts) for parts in allowed if parts
+        )
+    cut = Counter(
+        _target(part)[2] for part in step.parts if isinstance(part, SegmentProduct) or _source_and_target(part)[1] == "received"
+    )
     for expert, segments in cut.items():
         if segments != problem.world_size:
-            return f"it has {segments} of the {problem.world_size} segments of expert {expert}; tiles are cut from all"
+            return f"it has {segments} of the {problem.world_size} segments of expert {expert}; tiles are cut from all of them"
     return ""
 
 
-def _goes(part: SegmentCopy | SegmentProduct) -> tuple[str, str]:
-    """From which buffer to which; products of a combine go to two, which are one here."""
+def _source_and_target(part: SegmentCopy | SegmentProduct) -> tuple[str, str]:
+    """Return the source and the target buffer. Products of a combine have two targets, which are one here."""
     source, target = part.ends
     return source.buffer, target.buffer if isinstance(part, SegmentCopy) else "out"
 
 
 _PUSH, _PULL, _BACK = ("a", "landing"), ("product", "out"), ("landing", "received")
 _SILENT = (_PULL, _BACK, ("landing", "out"))
-"""Parts that nobody waits for."""
-_WAYS: dict[bool, dict[type, list[list[tuple[str, str]]]]] = {
+"""Parts that no step waits for."""
+_ALLOWED: dict[bool, dict[type, list[list[tuple[str, str]]]]] = {
     True: {
         SegmentCopies: [[_PUSH], [_BACK]],
         GroupedGemm: [[("landing", "out")], [_PUSH, ("landing", "out")]],
@@ -182,11 +194,11 @@ _WAYS: dict[bool, dict[type, list[list[tuple[str, str]]]]] = {
         GroupedGemm: [[("a", "out")], [("a", "out"), _PULL]],
     },
 }
-"""By whether rows are dispatched, and by step: from which buffers to which its parts go, in this order."""
+"""The sources and targets that the parts of a step may have, in this order, by whether rows are dispatched and by step."""
 _WHY_NOT: dict[type, Callable[[RaggedProblem, Any], str]] = {
     ShareCounts: _why_not_shared,
     Wait: lambda problem, step: "",
     SegmentCopies: _why_not_moved,
     GroupedGemm: _why_not_moved,
 }
-"""By type of step that the kernels run, why they do not run it; nothing if they do."""
+"""Functions that return why the kernels cannot run a step, or "" if they can, by type of step."""

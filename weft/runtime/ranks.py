@@ -1,10 +1,10 @@
-"""Rank processes of our own: started once, given work many times, watched, and never left behind.
+"""`Ranks` starts rank processes on this host, runs functions in them, and ends them.
 
-`weft run` and the tests use this; under torchrun the user's processes are the ranks. Work is a top-level function and its
-arguments; every rank runs it inside one process group (gloo on CPU, NCCL on CUDA).
+`weft run` and the tests use it. Under torchrun the user's processes are the ranks. Every rank runs a top-level function with
+its arguments inside one process group (gloo on CPUs, NCCL on GPUs).
 
-Ranks are forked from a server that has imported torch and the operators: the first ranks of a process take seconds, later ones
-a tenth of one.
+Ranks are forked from a server that has imported torch and the operators. The first ranks of a process take seconds, later ones
+a tenth of a second.
 """
 
 from __future__ import annotations
@@ -31,16 +31,20 @@ import torch.distributed as dist
 from weft.core.errors import WeftError
 
 SHARED = "cuda:shared"
-"""Ranks take GPUs in turn, so that several may have one."""
+"""The device name with which several ranks may share a GPU."""
 PRELOADED = ("torch", "weft.ops", "weft.planner")
-"""What ranks' server imports: nothing that reads the environment when it is imported."""
+"""The modules that the server imports. None of them reads the environment when it is imported."""
 _START_S = 120.0
 _GRACE_S = 15.0
 
 
 class RankFailed(WeftError):
-    """A rank raised, died or was late. failures: (rank, text) in the order seen. results: what the others answered, by rank.
-    lost: some rank has not answered, so that the ranks cannot be given work again."""
+    """A RankFailed error says that a rank raised an error, died or did not answer in time.
+
+    failures: (rank, text) in the order in which they were seen.
+    results: the results of the other ranks, by rank.
+    lost: whether a rank has not answered, so that the ranks cannot run another function.
+    """
 
     def __init__(self, failures: list[tuple[int, str]], results: list[Any], *, lost: bool = False) -> None:
         self.failures, self.results, self.lost = failures, results, lost
@@ -48,25 +52,25 @@ class RankFailed(WeftError):
 
 
 def _by_text(failures: list[tuple[int, str]]) -> Iterator[str]:
-    """A line for each text, in the order seen, with the ranks that say so."""
-    for said in dict.fromkeys(text for _, text in failures):
-        ranks = [str(rank) for rank, text in sorted(failures) if text == said]
-        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {said}"
+    """Yield a line for each text, in the order seen, with the ranks that have it."""
+    for message in dict.fromkeys(text for _, text in failures):
+        ranks = [str(rank) for rank, text in sorted(failures) if text == message]
+        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {message}"
 
 
 def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Connection, environment: dict[str, str]) -> None:
-    """The life of a rank process: see `_work`. It ends in silence once who asked for it is gone: nobody would read what it
-    says, and a terminal is used for something else."""
+    """Run a rank process (`_work`). If the process that started it is gone, it ends without a message, which nobody would
+    read."""
     try:
         _work(rank, world_size, store_path, device, pipe, environment)
     except Exception:
-        if _alone(pipe):
+        if _is_abandoned(pipe):
             os._exit(1)  # at once: the other ranks may be gone already, and a process group waits for them
         raise
 
 
-def _alone(pipe: Connection) -> bool:
-    """Whether the pipe's other end is gone."""
+def _is_abandoned(pipe: Connection) -> bool:
+    """Return whether the pipe's other end is closed."""
     try:
         while pipe.poll():
             pipe.recv_bytes()
@@ -76,10 +80,12 @@ def _alone(pipe: Connection) -> bool:
 
 
 def _work(rank: int, world_size: int, store_path: str, device: str, pipe: Connection, environment: dict[str, str]) -> None:
-    """Join the group, then run what arrives until told to stop. environment: all of it, since the fork server has that of its
-    start."""
+    """Join the process group, then run functions from the pipe until it sends None.
+
+    environment: all variables, because the fork server has those of its start.
+    """
     if pipe.poll():
-        return  # who asked for this rank was interrupted while the server started: nobody else would come
+        return  # the process that started this rank was interrupted, so the other ranks will not join
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environment)
@@ -108,15 +114,18 @@ def _work(rank: int, world_size: int, store_path: str, device: str, pipe: Connec
             answer = ("failed", (f"{type(error).__name__}: {error}", traceback.format_exc()))
         pipe.send(answer)
     if groups := sys.modules.get("weft.runtime.groups"):
-        # Nothing does it at the end of such a process, and to the others' watches this rank would have died.
+        # Such a process runs no exit handlers, and the watchdogs of the other ranks would report this rank as dead.
         with suppress(WeftError):
             groups.GROUPS.close_all()
     dist.destroy_process_group()
 
 
 def _start_server() -> None:
-    """A terminal's Ctrl-C is for the process that has the ranks, and ends them. The server, which would end its imports with a
-    traceback, and its ranks are born with that signal blocked."""
+    """Start the fork server with SIGINT blocked, so that Ctrl-C interrupts only the process that uses the ranks, which ends
+    them.
+
+    Otherwise Ctrl-C would also interrupt the server's imports, with a traceback.
+    """
     resource_tracker.ensure_running()  # first by itself: it unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -126,9 +135,11 @@ def _start_server() -> None:
 
 
 @contextmanager
-def _whole() -> Iterator[None]:
-    """What is begun in here ends before a handler of SIGINT's or SIGTERM's raises: a process that is cut short between being
-    forked and being told what it is for says so, in a traceback."""
+def _delay_signals() -> Iterator[None]:
+    """Return a context that delays the handlers of SIGINT and SIGTERM until its end.
+
+    If the parent were interrupted between forking a process and sending it its task, the process would print a traceback.
+    """
     late: list[int] = []
     with ExitStack() as at_last:
         try:
@@ -140,15 +151,18 @@ def _whole() -> Iterator[None]:
                             signal.signal(number, lambda number, _: late.append(number))
                 yield
         finally:
-            for told in dict.fromkeys(late):
-                at_last.callback(signal.raise_signal, told)
+            for delayed in dict.fromkeys(late):
+                at_last.callback(signal.raise_signal, delayed)
 
 
 class Ranks:
-    """`world_size` rank processes on this host. A context manager; `close` always ends them.
+    """Ranks is a context manager of `world_size` rank processes on this host. `close` always ends them.
 
-    device: "cpu", "cuda" (rank r takes GPU r) or SHARED (what GPUs there are: right, but slow). environment: set in every rank
-    before anything else. start_s: at most, until all have joined their group. Raises RankFailed if some rank has not.
+    Raises RankFailed if a rank has not joined the process group within start_s.
+
+    device: "cpu", "cuda" (rank r uses GPU r) or SHARED (ranks share the GPUs, which is correct but slow).
+    environment: the variables that are set in every rank first.
+    start_s: the bound of the start.
     """
 
     def __init__(
@@ -172,7 +186,7 @@ class Ranks:
                     name=f"weft-rank-{rank}",
                     daemon=True,
                 )
-                with _whole():
+                with _delay_signals():
                     process.start()
                     self.processes.append(process)
                 theirs.close()
@@ -182,21 +196,24 @@ class Ranks:
             raise
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 600.0) -> list[Any]:
-        """`function(*args)` on every rank; their results by rank. Raises RankFailed if a rank raises, dies or is late."""
+        """Run `function(*args)` on every rank, and return the results by rank.
+
+        Raises RankFailed if a rank raises an error, dies or does not answer in time.
+        """
         self.start(function, *args)
         return self._collect(set(range(self.world_size)), timeout_s, function.__name__)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """As `run`, without waiting; `finish` collects."""
+        """Start a function on every rank as `run` does, without waiting. `finish` returns the results."""
         for pipe in self._pipes:
-            with suppress(BrokenPipeError):  # collecting says how it died
+            with suppress(BrokenPipeError):  # `_collect` reports how the rank died
                 pipe.send((function, args))
 
     def finish(self, *, timeout_s: float = 600.0) -> list[Any]:
         return self._collect(set(range(self.world_size)), timeout_s, "work")
 
     def _collect(self, pending: set[int], timeout_s: float, what: str) -> list[Any]:
-        """Answers of all ranks. Once one has failed, the others have a grace period to say so too."""
+        """Return the results of all ranks. Once a rank has failed, the others have a grace period to report their errors."""
         results: list[Any] = [None] * self.world_size
         failures: list[tuple[int, str, str]] = []
         deadline = time.monotonic() + timeout_s
@@ -231,14 +248,14 @@ class Ranks:
     @staticmethod
     def _raise(failures: list[tuple[int, str, str]], results: list[Any]) -> None:
         trace = next((trace for _, _, trace in failures if trace), "")
-        told = [(rank, message) for rank, message, _ in failures]
-        error = RankFailed(told, results, lost=not all(trace for _, _, trace in failures))
+        messages = [(rank, message) for rank, message, _ in failures]
+        error = RankFailed(messages, results, lost=not all(trace for _, _, trace in failures))
         if trace:
             error.add_note(f"first traceback, of rank {next(r for r, _, t in failures if t)}:\n{trace}")
         raise error
 
     def close(self, *, grace_s: float = 10.0) -> None:
-        """Ask every rank to end; kill those that do not within the grace period."""
+        """Ask every rank to end, and kill those that have not ended after the grace period."""
         for pipe in self._pipes:
             try:
                 pipe.send(None)

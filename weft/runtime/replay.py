@@ -1,13 +1,12 @@
-"""Calls that are replayed: a CUDA graph for each set of tensors that a program meets again.
+"""A program replays a call from a CUDA graph if its tensors have the same addresses as those of an earlier call.
 
-Enqueuing a call step by step costs the host some 5 us a step; a graph of the same steps is one launch. Its addresses are
-fixed, so a graph serves only calls whose tensors lie where they lay before. Allocators hand out the same addresses again in
-loops: a training step, a layer's weights. A set of addresses is captured when it comes for the second time; until then, and
-where addresses never repeat, calls are enqueued step by step.
+Enqueuing a call step by step costs the host about 5 us per step. A graph of the same steps is one launch, but its addresses are
+fixed. In loops, such as training steps, allocators return the same addresses again. A set of addresses is captured when it
+occurs for the second time. Until then, and if addresses never repeat, calls are enqueued step by step.
 
-A graph's copies hold on to the memory that they were captured with, not to its address: where that was freed, as by
-torch.cuda.empty_cache(), and other memory has come to lie there, launching the graph ends the process (a segmentation fault
-within cuGraphLaunch, driver 580). So before each replay the driver is asked whether the memory is still the same.
+A graph's copies refer to the allocation that they were captured with, and not to its address. If that allocation was freed,
+as by torch.cuda.empty_cache(), and another one has the same address, launching the graph ends the process with a segmentation
+fault in cuGraphLaunch (driver 580). So before each replay the driver is asked whether the allocation is still the same.
 """
 
 from __future__ import annotations
@@ -29,65 +28,72 @@ from weft.runtime.bound import Inputs, Outputs
 from weft.runtime.products import settings
 
 Addresses = tuple[object, ...]
-_KEPT = 256
-"""Sets of addresses a program: as many as layers that share a shape."""
+_MAX_GRAPHS = 256
+"""A program remembers this many sets of addresses: as many as a model has layers of the same shape."""
 _KERNELS_ALONE = ("b", "tables")
-"""Inputs that no copy touches. A kernel has no more than an address."""
+"""Inputs that only kernels read, and no copies. Kernels refer to an address, whatever allocation it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """graph: of one call. memory: where its copies found the caller's tensors, and what lay there (Driver.memory_behind)."""
+class CapturedCall:
+    """A CapturedCall is the CUDA graph of one call.
+
+    graph: the graph.
+    memory: the address and the allocation number of each tensor of the caller that copies touch (Driver.memory_behind).
+    """
 
     graph: torch.cuda.CUDAGraph
     memory: tuple[tuple[int, int], ...]
 
 
 def private_pool() -> torch.cuda.MemPool | None:
-    """Memory of torch's allocator that nobody else is given; None with CUDA's own asynchronous one, which has no pools."""
+    """Return a memory pool of torch's allocator for one use. Return None with cudaMallocAsync, which has no pools."""
     return torch.cuda.MemPool() if torch.cuda.get_allocator_backend() == "native" else None
 
 
 class Captures:
-    """Where graphs are made: a stream of our own, and cuBLAS's workspace of it.
+    """Captures records CUDA graphs on a stream of its own, with a cuBLAS workspace that outlives them.
 
-    cuBLAS has a workspace of 32 MiB for each stream, whose address a captured matmul keeps. torch gives all of them back to its
-    allocator where somebody asks for that (`torch._C._cuda_clearCublasWorkspaces`: torch's cudagraph trees do), and later
-    replays would write into other tensors. So this one comes from a pool of which nothing else is ever given, and is asked for
-    before each capture: one of a capture would be the graph's, and go with it.
+    cuBLAS has a workspace of 32 MiB for each stream, and a captured matmul refers to its address. torch returns all workspaces
+    to its allocator on request (`torch._C._cuda_clearCublasWorkspaces`, which torch's cudagraph trees call), and later replays
+    would then write into other tensors. So this workspace comes from a memory pool that is used for nothing else. It is
+    allocated before a capture begins, because memory that is allocated during a capture belongs to the graph and is freed with
+    it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @cached_property
-    def _made(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool | None, torch.Tensor]:
+    def _workspace(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool | None, torch.Tensor]:
         one = torch.ones(16, 16, device=self.device, dtype=torch.bfloat16)
         return comm_stream(priority="normal", device=self.device), private_pool(), one
 
-    def ready(self) -> None:
-        """Have the workspace, of this thread. The first time, where no lane waits: it loads kernels."""
-        stream, pool, one = self._made
+    def prepare(self) -> None:
+        """Allocate the workspace of this thread. The first call loads kernels, so no lane may wait for a flag then."""
+        stream, pool, one = self._workspace
         with torch.cuda.stream(stream):
             product = torch.empty_like(one)
             with torch.cuda.use_mem_pool(pool, self.device) if pool else nullcontext():
                 torch.mm(one, one, out=product)
 
     def record(self, enqueue: Callable[[], None], *, loads: bool = False, pool: Any = None) -> torch.cuda.CUDAGraph:
-        """The graph of what `enqueue` puts on torch's current stream. Runs nothing; other threads may use CUDA meanwhile.
-        loads: also what CUDA refuses in a capture otherwise. pool: a handle of where what is allocated on the way comes from;
-        default, one of the graph's own. What is raised on the way is the reason."""
-        with suppress(torch.OutOfMemoryError):
-            return self._recorded(enqueue, loads, pool)
-        # In a pool of its own, and in a capture, the allocator gives nothing back that it keeps for later. Not while the error
-        # is handled: it holds the graph that failed.
-        torch.cuda.empty_cache()
-        return self._recorded(enqueue, loads, pool)
+        """Return the graph of what `enqueue` enqueues on torch's current stream. Nothing runs, and other threads may use CUDA.
 
-    def _recorded(self, enqueue: Callable[[], None], loads: bool, pool: Any) -> torch.cuda.CUDAGraph:
-        self.ready()
+        loads: permit what CUDA refuses in a capture otherwise, such as loading kernels.
+        pool: the handle of the memory pool for allocations of the call. By default the graph has a pool of its own.
+        """
+        with suppress(torch.OutOfMemoryError):
+            return self._capture(enqueue, loads, pool)
+        # The allocator does not release its cached memory for a private pool, nor during a capture. This cannot run while the
+        # error is handled, because the error refers to the graph that failed.
+        torch.cuda.empty_cache()
+        return self._capture(enqueue, loads, pool)
+
+    def _capture(self, enqueue: Callable[[], None], loads: bool, pool: Any) -> torch.cuda.CUDAGraph:
+        self.prepare()
         graph, mode = torch.cuda.CUDAGraph(), "relaxed" if loads else "thread_local"
-        with torch.cuda.stream(self._made[0]):
+        with torch.cuda.stream(self._workspace[0]):
             try:
                 graph.capture_begin(pool, capture_error_mode=mode)
                 enqueue()
@@ -104,90 +110,106 @@ _TAKING = threading.Lock()
 
 
 def take_captures(device: torch.device) -> Captures:
-    """For one user alone, whose graphs are replayed one after the other, until `give_captures`. They live as long as the
-    process, as streams do, and the workspaces that torch keeps for them."""
+    """Return a Captures for one user, whose graphs are replayed one after the other, until `give_captures`.
+
+    Captures live as long as the process, like streams and their workspaces in torch.
+    """
     with _TAKING:
         idle = _IDLE.setdefault(device, [])
         return idle.pop() if idle else Captures(device)
 
 
 def give_captures(captures: Captures) -> None:
-    """No graph that was captured there is replayed any more."""
+    """Return a Captures to the list of idle ones. Its graphs must not be replayed any more."""
     _IDLE[captures.device].append(captures)
 
 
 class Replays:
-    """Graphs of one program. captures: where they are made. enqueue: puts a call with these tensors on the current stream."""
+    """Replays holds the graphs of one program.
+
+    captures: records them.
+    enqueue: enqueues a call with these tensors on the current stream.
+    """
 
     def __init__(self, captures: Captures, enqueue: Callable[[Inputs, Outputs], None], driver: Driver) -> None:
         self._captures, self._enqueue, self._driver = captures, enqueue, driver
-        self._graphs: OrderedDict[Addresses, Kept | None] = OrderedDict()
+        self._graphs: OrderedDict[Addresses, CapturedCall | None] = OrderedDict()
         self._full = False
 
     @cached_property
     def _pool(self) -> Any:
-        """Of all graphs, for what a call allocates on the way: they are replayed one after the other, and none of it outlives
-        its call. Each graph's own would keep 20 MiB and more, 256 times. It goes with the last graph."""
+        """The memory pool of all graphs, for temporaries of calls. It is freed with the last graph.
+
+        The graphs are replayed one after the other and no temporary outlives its call, so they can share it. A pool for each of
+        256 graphs would hold 20 MiB or more each.
+        """
         return torch.cuda.graph_pool_handle()
 
     def find(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph | None:
-        """The graph for a call with these tensors; None if they are here for the first time, where there is no result (torch
-        warns of graphs that hold nothing), where the driver does not tell memory apart, and once there was none for a graph.
+        """Return the graph for a call with these tensors, or None if it must be enqueued.
+
+        It must be enqueued if the addresses are new, if there is no result (torch warns about empty graphs), if the driver
+        cannot identify allocations, and after memory for a graph was exhausted once.
         """
         if self._full:
             return None
         addresses = (*settings(), *_addresses(inputs, outputs))
         if addresses not in self._graphs:
             self._graphs[addresses] = None
-            if len(self._graphs) > _KEPT:
+            if len(self._graphs) > _MAX_GRAPHS:
                 self._graphs.popitem(last=False)
             return None
         self._graphs.move_to_end(addresses)
-        kept = self._graphs[addresses]
-        if kept is None or not self._still(kept.memory):
-            kept = self._graphs[addresses] = self._made(inputs, outputs)
-        return None if kept is None else kept.graph
+        captured = self._graphs[addresses]
+        if captured is None or not self._is_unchanged(captured.memory):
+            captured = self._graphs[addresses] = self._capture(inputs, outputs)
+        return None if captured is None else captured.graph
 
-    def _still(self, memory: tuple[tuple[int, int], ...]) -> bool:
+    def _is_unchanged(self, memory: tuple[tuple[int, int], ...]) -> bool:
         memory_at = self._driver.memory_at
         return not [address for address, number in memory if memory_at(address) != number]
 
-    def _made(self, inputs: Inputs, outputs: Outputs) -> Kept | None:
+    def _capture(self, inputs: Inputs, outputs: Outputs) -> CapturedCall | None:
         if not any(matrix.numel() for matrices in outputs.values() for matrix in matrices):
             return None
         memory: list[tuple[int, int]] = []
-        for tensor in _copied(inputs, outputs):
+        for tensor in _copied_tensors(inputs, outputs):
             behind = self._driver.memory_behind(tensor.data_ptr(), tensor.nbytes)
             if behind is None:
                 return None
             memory += behind
         try:
-            return Kept(self._captures.record(lambda: self._enqueue(inputs, outputs), pool=self._pool), tuple(memory))
+            return CapturedCall(self._captures.record(lambda: self._enqueue(inputs, outputs), pool=self._pool), tuple(memory))
         except torch.OutOfMemoryError as error:
             self._full = True
-            warn_once(f"calls are not replayed from a CUDA graph, and take longer on the host: {error}")
+            warn_once(
+                "there is no memory for another CUDA graph, so calls are enqueued step by step and take longer on the host: "
+                f"{error}"
+            )
             return None
 
     def close(self) -> None:
         self._graphs.clear()
 
 
-def lie(inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:
-    """How the tensors of a call lie: all that decides which kernels it needs."""
+def layout_key(inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:
+    """Return the alignment, shape, strides and dtype of each tensor of a call. They decide which kernels it needs."""
     tensors = [*inputs.values(), *outputs.values()]
     return tuple(one for some in tensors for t in some for one in (t.data_ptr() & 15, t.shape, t.stride(), t.dtype))
 
 
-def _copied(inputs: Inputs, outputs: Outputs) -> Iterator[torch.Tensor]:
-    """The tensors that copies may touch. All are contiguous."""
+def _copied_tensors(inputs: Inputs, outputs: Outputs) -> Iterator[torch.Tensor]:
+    """Yield the tensors that copies may read or write. All are contiguous."""
     for name, tensors in (*inputs.items(), *outputs.items()):
         if name not in _KERNELS_ALONE:
             yield from tensors
 
 
 def _addresses(inputs: Inputs, outputs: Outputs) -> Addresses:
-    """Where the tensors lie, and how b and tables do: all others are contiguous. What no schedule says: how many rows tables
-    have, how long vectors are, and of what."""
+    """Return the addresses of the tensors, and what else a graph depends on that the schedule does not fix.
+
+    That is the strides of b and tables (all others are contiguous), the rows of tables, and the length and dtype of vectors.
+    """
     found: list[object] = []
     for name, tensors in inputs.items():
         for tensor in tensors:

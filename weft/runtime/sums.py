@@ -39,7 +39,8 @@ def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
 
 
 class FusedSum(StepKernel):
-    """One Reduce of one part. Pieces of peers lie where they lie; the caller's tensors may be elsewhere in each call."""
+    """A FusedSum is the kernel of one Reduce of one part. Peers' pieces are fixed; the caller's tensors may change from call to
+    call."""
 
     def __init__(self, step: Reduce, where: Where, device: torch.device, problem: CollectiveProblem) -> None:
         super().__init__(where)
@@ -51,21 +52,21 @@ class FusedSum(StepKernel):
 
     def runs(self, bindings: Bindings) -> bool:
         """Always. Asked before any of a call is enqueued, so it makes ready what may wait for all streams."""
-        self._laid_out(bindings)
+        self._make_tables(bindings)
         return True
 
     def lay_out(self, bindings: Bindings) -> None:
-        self._laid_out(bindings)
+        self._make_tables(bindings)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        if silent:  # a rehearsal: the result may lie on what is to be summed
+        if silent:  # a rehearsal must not write, because the result may share memory with a source
             return
         own, out = (_address(bindings, region) for region in (self._part.srcs[self._own], self._part.out))
         elements = self._part.out.shape[0]
-        plan = self._laid_out(bindings)
+        plan = self._make_tables(bindings)
         sum_runs(plan, own=own, out=out, elements=elements, sms=self._sms, launched_by=self._launcher, stream=stream)
 
-    def _laid_out(self, bindings: Bindings) -> RunTable:
+    def _make_tables(self, bindings: Bindings) -> RunTable:
         """The table. Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), the table is made anew."""
         if self._table is not None and self._device.type == "cuda":
             return self._table[1]

@@ -48,8 +48,7 @@ def results_in(outputs: Mapping[str, Sequence[torch.Tensor]]) -> list[Result]:
 
 
 def results_of(found: Any) -> Iterator[Result]:
-    """The floating-point results among tensors, in whatever lists and tuples they lie. A sparse one, or one whose rows lie
-    among those of others, stays as it is."""
+    """Yield the floating-point results among tensors in nested lists and tuples. Sparse and non-contiguous ones are skipped."""
     if isinstance(found, torch.Tensor):
         if found.is_floating_point() and found.layout == torch.strided and found.is_contiguous():
             yield Result(found)

@@ -2,9 +2,9 @@
 
 A choice comes from an autotuning run in this group, from an earlier process, or from another row count.
 
-    specs       returns the candidates for a problem: one if the choice is known, several if they must be measured
-    contest     sets up the autotuning run of those (weft.runtime.trial)
-    chose       records the winner; rank 0 writes it to the user's plan cache on disk (weft.runtime.kept_plans)
+    specs            returns the candidates for a problem: one if the choice is known, several if they must be measured
+    prepare_run      sets up the autotuning run of those (weft.runtime.autotune)
+    record_choice    records the winner; rank 0 writes it to the user's plan cache on disk (weft.runtime.plan_cache)
 
 All ranks run what rank 0 has read from its cache. If rank 0 finds nothing there, all ranks measure. What another rank finds
 adds only measured times to its own report. Everything else here depends only on calls that the ranks have agreed on, so all
@@ -23,12 +23,12 @@ from weft import schedules
 from weft.comm.rank_group import RankGroup
 from weft.compat.device import gpu_number
 from weft.core.problem import Problem
-from weft.runtime import kept_plans as plans
+from weft.runtime import plan_cache as plans
+from weft.runtime.autotune import AutotuningRun, Choice, Measurement, queued_timer_for, timer_for
 from weft.runtime.bound import BoundProgram
 from weft.runtime.buckets import RowCounts
 from weft.runtime.calls import Call
-from weft.runtime.choose import MODES, contenders, planned, profile_for
-from weft.runtime.trial import Choice, Contest, Trial, queued_timer_for, timer_for
+from weft.runtime.choose import MODES, auto_candidates, planned, profile_for
 from weft.runtime.versions import links_between, machine_of, versions
 
 CHOICES = 4096
@@ -44,7 +44,7 @@ class Tuner:
     def __init__(self, rank_group: RankGroup, row_counts: RowCounts) -> None:
         self._rank_group, self._row_counts = rank_group, row_counts
         self._choices: OrderedDict[tuple[Problem, torch.device], Choice] = OrderedDict()
-        self._plan_cache = KeptPlans(rank_group)
+        self._plan_cache = GroupPlanCache(rank_group)
 
     def choices(self) -> list[Choice]:
         return list(self._choices.values())
@@ -64,9 +64,9 @@ class Tuner:
             return (planned(problem, device),)
         known = known or self._plan_cache.find(problem, device) or self._row_counts.like(problem, device)
         if known is None:
-            return contenders(problem, device)
+            return auto_candidates(problem, device)
         self._remember(known, device)
-        if known.kept:
+        if known.from_cache:
             self._row_counts.measured(known, device)
         return (known.spec,)
 
@@ -78,32 +78,32 @@ class Tuner:
         known = self._choices.get((problem, call.device)) if call.schedule == "auto" else None
         return call.schedule != "planned" and not (known and known.like)
 
-    def contest(
+    def prepare_run(
         self, call: Call, bind: Callable[[str], BoundProgram], drop: Callable[[BoundProgram], None]
-    ) -> Contest[BoundProgram]:
+    ) -> AutotuningRun[BoundProgram]:
         """Set up an autotuning run that makes calls like this one."""
         timer = timer_for(call.device)
         assert timer is not None, "schedules are measured only where calls can be timed"
-        return Contest(
+        return AutotuningRun(
             bind=bind,
             drop=drop,
             call=lambda program: program.run(call.inputs),
             timer=timer,
             queued=queued_timer_for(call.device),
-            meet=self._rank_group.enter,
+            exchange=self._rank_group.enter,
         )
 
-    def chose(self, program: BoundProgram, key: Key, trials: tuple[Trial, ...]) -> None:
-        """Record which program was bound for a call. trials: what was measured; empty if there was one candidate."""
+    def record_choice(self, program: BoundProgram, key: Key, measurements: tuple[Measurement, ...]) -> None:
+        """Record which program was bound for a call. measurements: what was measured; empty if there was one candidate."""
         problem, asked, device = key
         if asked != "auto":
             return
         if (problem, device) in self._choices:
             return
         chosen = program.schedule
-        choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
+        choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), measurements=measurements)
         self._remember(choice, device)
-        if trials:
+        if measurements:
             self._row_counts.measured(choice, device)
             self._plan_cache.keep(choice, device)
 
@@ -138,12 +138,12 @@ def agree(rank_group: RankGroup, device: torch.device) -> None:
         one, each = found.index(1), found.index(2)
         raise ValueError(
             f"machine profiles differ: rank {one} has one copy lane by its own, rank {each} one for each peer "
-            "(copies.engines); set WEFT_MACHINE alike on all ranks"
+            "(copies.engines); set WEFT_MACHINE to the same profile on all ranks"
         )
 
 
-class KeptPlans:
-    """KeptPlans reads and writes the user's plan cache, which holds what earlier processes have measured."""
+class GroupPlanCache:
+    """GroupPlanCache reads and writes the user's plan cache, which holds what earlier processes have measured."""
 
     def __init__(self, rank_group: RankGroup) -> None:
         self._rank_group = rank_group
@@ -158,11 +158,13 @@ class KeptPlans:
         with self._rank_group.failing():
             entry = self._cache.read(self._key(problem, device)) if self._cache else None
         mine = plans.encode(entry.spec) if entry else 0
-        chosen = plans.decode(self._rank_group.enter(f"kept plan of {problem}", mine)[0])
+        chosen = plans.decode(self._rank_group.enter(f"cached plan of {problem}", mine)[0])
         if chosen is None:
             return None
         us = entry.us if entry and entry.spec == chosen else {}
-        return Choice(problem=problem, spec=chosen, trials=tuple(Trial(spec=s, us=t) for s, t in us.items()), kept=True)
+        return Choice(
+            problem=problem, spec=chosen, measurements=tuple(Measurement(spec=s, us=t) for s, t in us.items()), from_cache=True
+        )
 
     def keep(self, choice: Choice, device: torch.device) -> None:
         """On rank 0, write a choice for later processes."""
@@ -175,7 +177,7 @@ class KeptPlans:
         if device in self._links:
             machine = machine | {"links": self._links[device]}
         machine = machine | {"profile": profile_for(device, self._rank_group.world_size).digest}  # the candidates depend on it
-        return plans.Key(machine=machine, versions=known, problem=problem, space=plans.space())
+        return plans.Key(machine=machine, versions=known, problem=problem, families=plans.digest_of_families())
 
 
 @cache

@@ -1,18 +1,18 @@
 """Programs are enqueued one at a time on a GPU, and those whose kernels wait on SMs run one after the other.
 
-Such a kernel may fill the SMs with blocks that wait for a peer. Two of them at once, on two streams, could hold each other up
-across ranks for good:
+Such a kernel may fill the SMs with blocks that wait for a peer. Two of them at once, on two streams, could deadlock across
+ranks:
 
-    rank 0    A fills most SMs and waits for rank 1's A | B has the rest: what rank 0 is to send for A or B finds no SM
+    rank 0    A fills most SMs and waits for rank 1's A | B has the rest: no SM is left for what rank 0 sends for A or B
     rank 1    B fills most SMs and waits for rank 0's B | A has the rest: the same
 
-So the second begins where the first has ended, whatever streams, threads and groups they are called from. A thread takes the
+So the second program begins after the first one has ended, for all streams, threads and groups. A thread takes the
 turn and enqueues its program in one step, under a lock, so the order of turns is the order on the GPU. On one stream this costs
-nothing. Calls that a caller captures are ordered in the same way within each capture; the caller orders the replays of graphs.
+nothing. Captured calls are ordered likewise within each capture. The caller orders the replays of graphs.
 
 The lock is taken for every program that is enqueued to run, and for captured ones that wait on SMs. CUDA may wait for all
-streams where it loads a kernel, and a call of which another thread has enqueued one half would wait for its other half for
-good. So a thread that loads kernels has the GPU to itself (`alone`).
+streams where it loads a kernel, and a call that another thread has half enqueued would never get its
+other half. So a thread that loads kernels has the GPU to itself (`alone`).
 
 The lock orders the threads of one rank, and cannot order them as another rank orders its own. If rank 0 enqueues A before B and
 rank 1 enqueues B before A, then rank 0's B waits for its A, which waits for rank 1's A, which waits for its B, which waits for
@@ -42,25 +42,25 @@ from weft.runtime.watchdog import FIRST_S
 
 T = TypeVar("T")
 _LOOKS_S = 0.02
-"""How often a thread that waits for another one to enqueue its program looks at its peers."""
+"""A thread that waits for its turn checks its peers every 20 ms."""
 _CAPTURES = 64
-"""Captures whose last call is remembered: more than threads capture at the same time."""
+"""The last call of this many captures is remembered, which is more than the threads that capture concurrently."""
 
 
 class Branches:
-    """Calls that a caller captures: on whatever streams of one capture, they come in the order of the calls.
+    """Branches orders captured calls. Within one capture they run in the order of the calls, on all of its streams.
 
     Bad interleaving: two calls on branches that a graph joins later use a program's memory and words at once, or wait for each
-    other on SMs. Out of captures events of the calls see to that; those are none of a capture's.
+    other on SMs. Outside of captures the events of calls prevent that, but a capture cannot wait for them.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._last: OrderedDict[int, tuple[int, Any]] = OrderedDict()
-        """By capture, the stream of the last call, and the event behind it. Threads may capture at the same time."""
+        """The stream of the last call of each capture, and the event after it. Threads may capture concurrently."""
 
     def enqueue(self, stream: int, call: Callable[[], T]) -> T:
-        """The call, whose result it returns, after the last one of the capture that the stream is in."""
+        """Enqueue a call after the last one of the same capture, and return its result."""
         capture = self._driver.capture(stream)
         last, event = self._last.pop(capture, (None, None))
         if last not in (None, stream):
@@ -79,7 +79,7 @@ class Branches:
 
 
 class Turn:
-    """Whose turn it is on one GPU, and the calls of all groups that use it."""
+    """A Turn orders the threads that enqueue programs on one GPU. It knows the calls of all groups that use the GPU."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,8 +106,11 @@ class Turn:
 
     @contextmanager
     def taken(self, stream: int, rank_group: RankGroup, *, waits_on_sms: bool) -> Iterator[None]:
-        """Within, the caller enqueues a program on `stream`. One that waits on SMs comes after the last one that did. Raises
-        PeerLost, or WaitTimeout if another thread has not enqueued its program within the bound."""
+        """Return a context in which the caller enqueues a program on `stream`.
+
+        A program that waits on SMs comes after the last one that did. Raises PeerLost, or WaitTimeout if another thread has not
+        enqueued its program within the bound.
+        """
         self._acquire(rank_group)
         try:
             if waits_on_sms:
@@ -117,8 +120,10 @@ class Turn:
             self._release()
 
     def captured(self, stream: int, rank_group: RankGroup, call: Callable[[], None]) -> None:
-        """Enqueue a program that waits on SMs on a stream that is captured, after the last one of the same capture that did,
-        whatever branch it is on. Raises as `taken`."""
+        """Enqueue a program that waits on SMs on a captured stream, after the last one of the same capture.
+
+        Raises as `taken` does.
+        """
         self._acquire(rank_group)
         try:
             self._branches.enqueue(stream, call)
@@ -127,13 +132,16 @@ class Turn:
 
     @contextmanager
     def alone(self, rank_group: RankGroup) -> Iterator[None]:
-        """Within, no call of any group is in flight on the GPU, and no other thread enqueues one. Raises PeerLost, or
-        WaitTimeout at the bound of first calls. Contexts of one thread nest."""
+        """Return a context in which no call is in flight on the GPU, and no other thread enqueues one.
+
+        Raises PeerLost, or WaitTimeout at the bound of first calls. Contexts of one thread nest.
+        """
         if self._holder == threading.get_ident():
             yield
             return
         deadline = time.monotonic() + max(rank_group.timeout_s, FIRST_S)
-        # Not under the lock: calls in flight may need calls that other threads have yet to enqueue, at a peer too.
+        # The lock is not held here, because calls in flight may need calls that other threads still must enqueue, also on a
+        # peer.
         while True:
             rank_group.until(
                 self._idle,
@@ -181,25 +189,27 @@ class Turn:
         self._stream = stream
 
     def _in_flight(self, but: Tickets | None = None) -> list[str]:
-        """By group, the name of the oldest call that has not ended. but: a group that is left out."""
+        """Return the name of the oldest call of each group that has not ended. but: a group to skip."""
         with self._listing:
             groups = [tickets for tickets in self._groups if tickets is not but]
             oldest = [next(iter(tickets.unfinished()), None) for tickets in groups]
         return [call.what for call in oldest if call is not None]
 
     def add(self, tickets: Tickets) -> None:
-        """A group begins to use the GPU."""
+        """Add a group that uses the GPU."""
         with self._listing:
             self._groups.add(tickets)
 
     def remove(self, tickets: Tickets) -> None:
-        """A group's calls have ended."""
+        """Remove a group whose calls have ended."""
         with self._listing:
             self._groups.discard(tickets)
 
     def others(self, mine: Tickets, what: str) -> str:
-        """That calls of other groups are in flight beside one that has not ended, and what to look for; nothing if none is.
-        what: names that one."""
+        """Return a text if calls of other groups are in flight with one that has not ended, or "" if there are none.
+
+        what: the name of the call that has not ended.
+        """
         names = ", ".join(self._in_flight(mine))
         return names and (
             f"{what} has not ended, and on the same GPU {names} is in flight: every rank has to call the programs of "

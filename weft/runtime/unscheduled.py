@@ -1,7 +1,7 @@
-"""Work of all ranks that no schedule describes: what moves in it, and what goes along with it.
+"""This module runs work of all ranks that no schedule describes.
 
-On GPUs it is a collective of NCCL's, watched as a first call is. On CPUs ranks meet first, as in calls, so that a rank that
-does not come is named; and what moves are messages of the group's own (weft.runtime.host_wire).
+On GPUs it is an NCCL collective, which is watched like a first call. On CPUs the ranks first agree, as in calls, so that an
+error names a missing rank, and then exchange messages (weft.runtime.host_wire).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
-from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.host_wire import HostWire
 
 T = TypeVar("T")
@@ -22,17 +22,22 @@ AllToAll = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], 
 flat, to each; returns a function that waits."""
 
 
-def watched(rank_group: RankGroup, space: Any, what: str, alike: str, work: Callable[[], T]) -> T:
-    """Run it. what: in an error's words; alike: what ranks must have in common, a line each. What it raises ends all ranks'."""
+def watched(rank_group: RankGroup, resources: Any, what: str, common: str, work: Callable[[], T]) -> T:
+    """Run work of all ranks. An error ends it on all ranks.
+
+    what: the name of the work in errors.
+    common: what must be equal on all ranks, one line each.
+    work: the function to run.
+    """
     with rank_group.failing():
-        if isinstance(space, CudaSpace):
-            return space.watchdog.watch(what, space.current_stream(), work)
-        rank_group.enter(f"op: {what}\n{alike}")
+        if isinstance(resources, CudaResources):
+            return resources.watchdog.watch(what, resources.current_stream(), work)
+        rank_group.enter(f"op: {what}\n{common}")
         return work()
 
 
 def by_group(group: dist.ProcessGroup) -> AllToAll:
-    """By a collective of the process group: on GPUs the current stream waits, and the host does not."""
+    """Return an AllToAll by a collective of the process group. On GPUs the current stream waits, and the host does not."""
 
     def begin(taken: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]) -> Callable[[], None]:
         work = dist.all_to_all_single(taken, given, list(takes), list(gives), group=group, async_op=True)
@@ -42,7 +47,7 @@ def by_group(group: dist.ProcessGroup) -> AllToAll:
 
 
 def by_messages(wire: Callable[[], HostWire], what: str) -> AllToAll:
-    """By messages of the group's own, on CPUs. wire: collective at its first use."""
+    """Return an AllToAll by messages between CPUs. wire: returns the channel, which is collective at its first use."""
 
     def begin(taken: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]) -> Callable[[], None]:
         return wire().all_to_all(torch.split(given, list(gives)), torch.split(taken, list(takes)), what)

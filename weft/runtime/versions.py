@@ -1,4 +1,4 @@
-"""The versions of all that takes part in a run, for results that are kept."""
+"""This module finds the versions of the libraries and the properties of the machine, for stored results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def machine_of(device: torch.device, world_size: int) -> dict[str, str]:
-    """What tells this machine's speed from another's, for plans that are kept."""
+    """Return the properties that distinguish this machine's speed from another's, for the key of stored plans."""
     if device.type != "cuda":
         return {"cpu": f"{os.cpu_count()} cores, {platform.machine()}", "ranks": str(world_size)}
     found = torch.cuda.get_device_properties(device)

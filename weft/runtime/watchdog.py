@@ -1,4 +1,4 @@
-"""The watchdog: a thread that bounds every call of one process group on one GPU, and acts when a call or a peer fails.
+"""The watchdog is a thread that bounds every call of one process group on one GPU, and acts when a call or a peer fails.
 
 The thread looks at the events of calls (weft.runtime.tickets). The bound of a call counts from when the GPU begins it, not from
 when it was enqueued behind other work. The thread looks in the relaxed capture mode, in which it does not disturb a graph
@@ -8,11 +8,12 @@ capture of another thread.
     watchdog: done 7 in time? -> next;   a peer is dead, or the bound is over -> log which wait is stuck, release the blocked
               streams once all ranks know, write NaN into what the unfinished calls return
 
-The watchdog raises nothing in the threads of others. The next call of the group raises the error, or `weft.synchronize` does.
+The watchdog raises no error in other threads. The next call of the group raises the error, or `weft.synchronize` does.
 
-A rank releases its own streams only when no peer can take for a result what those streams send then (weft.runtime.release):
-when the peers' watchdogs know of the failure (RankGroup.await_notified), or after a second. A rank that was stopped, or slow,
-for longer finds at the end of the call that it enqueues then that a peer has failed (`raise_if_failed`).
+After a release the streams of a rank send invalid data. So a rank releases its streams only when no peer can mistake that data
+for a result (weft.runtime.release): when the peers' watchdogs know of the failure (RankGroup.await_notified), or after a
+second. A rank that was stopped or slow for longer finds the failure at the end of the next call that it enqueues
+(`raise_if_failed`).
 """
 
 from __future__ import annotations
@@ -38,23 +39,22 @@ from weft.runtime.tickets import PendingCall, Result, Tickets, results_of
 
 T = TypeVar("T")
 FIRST_S = 600.0
-"""Bound of what ranks do before a first call, where it is more than a call's: one rank may compile what others find
-compiled."""
+"""The least bound in s of what ranks do before a first call. One rank may compile a kernel that the others find compiled."""
 _TICK_S = 0.02
-"""How often the watchdog looks while calls are in flight."""
+"""The watchdog looks every 20 ms while calls are in flight."""
 _ASK_S = 2.0
-"""How long the watchdog asks what a call waits for: the driver may not answer."""
+"""The watchdog asks for 2 s what a call waits for. The driver may not answer."""
 _HASTE_S = 5.0
-"""How long waits are released every POLL_S after the last call has ended: a lane goes on to its next wait each time. Later, as
-for graphs that are replayed, they are released once a tick."""
+"""For 5 s after the last call has ended, waits are released every POLL_S, because each release lets a lane reach its next wait.
+Later, for graphs that are replayed, they are released once per tick."""
 _NOTIFIED_S = 1.0
-"""How long a peer may take to notify its calls of a failure: its watchdog looks every half second, at least."""
+"""A peer has 1 s to notify its calls of a failure. Its watchdog looks at least every half second."""
 _RELEASED_S = 1.0
-"""A call that has not ended so long after all its flags were raised waits for a collective."""
+"""A call that has not ended 1 s after all its flags were raised waits for a collective."""
 _STUCK_S = 10.0
-"""A call that has not ended so long after its waits were released does not end: the driver does not run the release."""
+"""A call that has not ended 10 s after its waits were released will not end, because the driver does not run the release."""
 _IDLE_TICKS = 25
-"""A process group without calls in flight looks at its peers this much more rarely (graphs may be replaying)."""
+"""Without calls in flight the watchdog looks at the peers every 25th tick. Graphs may be replaying."""
 
 _ON_FAILURE = ("raise", "abort")
 _STUCK = (
@@ -64,7 +64,7 @@ _STUCK = (
 
 
 def on_failure_from_environment() -> str:
-    """WEFT_ON_FAILURE, or raise. Raises ValueError if it is neither raise nor abort."""
+    """Return WEFT_ON_FAILURE, or "raise" if it is unset. Raises ValueError if it is neither raise nor abort."""
     name = os.environ.get("WEFT_ON_FAILURE", "raise")
     if name not in _ON_FAILURE:
         raise ValueError(f"WEFT_ON_FAILURE is {name!r}; use {' or '.join(_ON_FAILURE)}")
@@ -72,15 +72,18 @@ def on_failure_from_environment() -> str:
 
 
 def end_process() -> None:
-    """End this process by SIGABRT, as torch's watchdog of NCCL does, so that what has launched it notices."""
+    """End this process by SIGABRT, as torch's NCCL watchdog does, so that its launcher notices."""
     for handler in (*LOGGER.handlers, *logging.getLogger().handlers):
         handler.flush()
     os.abort()
 
 
 class Watchdog:
-    """The watchdog of one process group on one GPU. index: the GPU's. watching: whether it has seen no failure, or has yet to
-    finish what it does at one."""
+    """A Watchdog bounds the calls of one process group on one GPU.
+
+    index: the number of the GPU.
+    watching: whether the watchdog has seen no failure yet, or is still acting on one.
+    """
 
     def __init__(
         self, rank_group: RankGroup, index: int, *, driver: Driver, tickets: Tickets, releaser: Releaser, wire: CudaWire | None
@@ -98,9 +101,15 @@ class Watchdog:
     def begin(
         self, stream: int, what: str, describe: Callable[[], str], *, rehearses: bool, results: Iterable[Result] = ()
     ) -> int:
-        """The ticket of a new call, for which `await_room` has found room. The call is watched from when `stream` reaches this
-        point, also while it is still being enqueued; the bound of one that rehearses is that of first calls. what: names it.
-        results: the tensors that it returns."""
+        """Return the ticket of a new call. Call `await_room` first.
+
+        The call is watched from when `stream` reaches this point, also while it is still being enqueued.
+
+        what: the name of the call.
+        describe: returns what the call waits for.
+        rehearses: whether the bound is that of first calls.
+        results: the tensors that the call returns.
+        """
         call = PendingCall(
             ticket=self.tickets.take(), what=what, results=tuple(results), describe=describe, rehearses=rehearses
         )
@@ -108,14 +117,14 @@ class Watchdog:
         return call.ticket
 
     def await_room(self, describe: Callable[[], str]) -> None:
-        """Wait, bounded, where so many calls are in flight that the events of the next ticket still belong to one of them."""
+        """Wait while so many calls are in flight that the events of the next ticket still belong to one of them. Bounded."""
         ticket = self.tickets.newest + 1
         if not self.tickets.is_free(ticket):
-            # The watchdog bounds each call. All of them, with what else the stream has, may take longer.
+            # The watchdog bounds each call. All of them together, with other work on the stream, may take longer.
             self.rank_group.until(lambda: self.tickets.is_free(ticket), describe, max(self.rank_group.timeout_s, FIRST_S))
 
     def captured(self) -> None:
-        """A graph captures a call, and may replay it later. Raises as raise_if_failed."""
+        """Note that a graph captures a call, and may replay it later. Raises as raise_if_failed does."""
         self._captures = True
         self.raise_if_failed()
 
@@ -125,16 +134,20 @@ class Watchdog:
             self.rank_group.check_peers()
 
     def synchronize(self) -> None:
-        """Wait until all calls so far have ended on this rank's device. Bounded: the watchdog bounds each, and all of them
-        together have the bound of first calls. Raises what has failed."""
+        """Wait until all calls so far have ended on this rank's device. Raises the error of a failure.
+
+        The watchdog bounds each call, and all of them together have the bound of first calls.
+        """
         last = self.tickets.newest
         pending = f"rank {self.rank_group.rank}: calls are under way"
         self.rank_group.until(lambda: self.tickets.done(last), lambda: pending, max(self.rank_group.timeout_s, FIRST_S))
         self.raise_if_failed()
 
     def watch(self, what: str, stream: int, work: Callable[[], T]) -> T:
-        """Run work that enqueues collectives of NCCL on `stream`, torch's current one, watched as a first call is: it may
-        compile."""
+        """Run work that enqueues NCCL collectives on `stream`, which is torch's current one.
+
+        It is watched with the bound of a first call, because it may compile.
+        """
         self.releaser.has_collectives = True
         self.rank_group.check_usable()
         if torch.cuda.is_current_stream_capturing():
@@ -157,7 +170,7 @@ class Watchdog:
         return found
 
     def close(self) -> None:
-        """End the thread, and what it has begun after a failure. Destroys the events of calls."""
+        """End the thread and the releases that it has begun after a failure. Destroys the events of calls."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -177,11 +190,11 @@ class Watchdog:
         self._drain()
 
     def _drain(self) -> None:
-        """After a failure: release what waits, again and again, until `close`."""
+        """Release all waits repeatedly after a failure, until `close`."""
         released = ended = time.monotonic()
         stuck = False
         while not self._stop.wait(POLL_S if self.tickets.pending and time.monotonic() < ended + _HASTE_S else _TICK_S):
-            with suppress(RuntimeError):  # a device that is lost has nothing that waits
+            with suppress(RuntimeError):  # nothing waits on a device that is lost
                 self.releaser.release_all()
                 if self.tickets.drop_done():
                     ended = time.monotonic()
@@ -193,7 +206,7 @@ class Watchdog:
 
     def _look(self) -> bool:
         """Look at calls and peers once. Returns False once the group has failed, and that has been logged."""
-        first, doubtful = None, self._doubtful()
+        first, doubtful = None, self._find_doubtful_calls()
         try:
             if not doubtful:
                 self.tickets.drop_done()
@@ -203,27 +216,30 @@ class Watchdog:
             if first is not None:
                 self._hold_to_bound(first)
         except Exception as error:
-            # Whatever ends the watchdog ends the group: nothing else would release what waits.
-            self._fail(self._reason(error), first, doubtful)
+            # Any error that ends the watchdog ends the group, because nothing else would release the waits.
+            self._fail(self._find_cause(error), first, doubtful)
             return False
         return True
 
-    def _reason(self, error: Exception) -> WeftError:
-        """Why the watchdog has ended. A device that is lost may be lost together with a peer, whose memory it had mapped."""
+    def _find_cause(self, error: Exception) -> WeftError:
+        """Return the error to report. A lost device may be the consequence of a lost peer whose memory it had mapped."""
         if self.rank_group.broken is None:
             try:
                 self.rank_group.check_peers()
             except WeftError as lost:
                 return lost
-        return error if isinstance(error, WeftError) else WeftError(f"the watch failed: {error!r}")
+        return error if isinstance(error, WeftError) else WeftError(f"the watchdog failed: {error!r}")
 
     def _ended_rightly(self, first: PendingCall | None, doubtful: Sequence[PendingCall]) -> bool:
-        """Whether a lost peer does not matter: it has done all that the running call needs of it."""
+        """Return whether the running call has ended, so that a peer that is lost now does not affect its result."""
         return first is not None and not doubtful and self.tickets.done(first.ticket)
 
-    def _doubtful(self) -> tuple[PendingCall, ...]:
-        """Calls that may have ended by what a failed peer sent. A peer waits only _NOTIFIED_S for this rank's watchdog; this
-        returns calls if the watchdog has been held up for longer than that."""
+    def _find_doubtful_calls(self) -> tuple[PendingCall, ...]:
+        """Return the calls that may have ended with invalid data of a failed peer.
+
+        A failed peer waits only _NOTIFIED_S for this rank's watchdog, so there are such calls if the watchdog was delayed for
+        longer than that.
+        """
         looked, self._looked = self._looked, time.monotonic()
         return tuple(self.tickets.pending) if self._looked - looked > _NOTIFIED_S and self.rank_group.peer_failed() else ()
 
@@ -231,13 +247,13 @@ class Watchdog:
         bound_s = max(self.rank_group.timeout_s, FIRST_S) if call.rehearses else self.rank_group.timeout_s
         call.deadline = min(call.deadline, time.monotonic() + bound_s)
         if time.monotonic() > call.deadline and not self.tickets.done(call.ticket):
-            raise self.rank_group.fail(WaitTimeout(f"{self._described(call)} after {bound_s:g} s"))
+            raise self.rank_group.fail(WaitTimeout(f"{self._describe(call)} after {bound_s:g} s"))
 
     def _fail(self, error: WeftError, first: PendingCall | None, doubtful: Sequence[PendingCall] = ()) -> None:
-        """Log the error, keep it for the next call, and make what unfinished calls return invalid once it is written."""
+        """Log the error, store it for the next call, and invalidate the results of unfinished calls."""
         self.rank_group.fail(error)
         if not isinstance(error, WaitTimeout) and first is not None:
-            error = type(error)(f"{error}; meanwhile {self._described(first)}")
+            error = type(error)(f"{error}; meanwhile {self._describe(first)}")
         invalid = [*doubtful, *self.tickets.unfinished()]
         self.rank_group.fail_later(error, unraised=bool(invalid))
         LOGGER.error(str(error))
@@ -249,18 +265,18 @@ class Watchdog:
         if self._wire:
             self._wire.abort()
 
-    def _described(self, call: PendingCall) -> str:
-        """What a call waits for, in words. Its program may be closed by now, and its device lost: then the words say that."""
-        said: list[str] = []
+    def _describe(self, call: PendingCall) -> str:
+        """Return a text that says what a call waits for, or why that cannot be found out."""
+        found: list[str] = []
 
         def ask() -> None:
             try:
                 self._driver.relax_captures()
-                said.append(call.describe())
+                found.append(call.describe())
             except Exception as error:
-                said.append(f"what a call waits for cannot be told: {error!r}")
+                found.append(f"it is unknown what a call waits for: {error!r}")
 
         asking = threading.Thread(target=ask, name=f"weft-asks-{self.rank_group.rank}", daemon=True)
         asking.start()
         asking.join(_ASK_S)
-        return said[0] if said else "what a call waits for cannot be told: the driver does not answer"
+        return found[0] if found else "it is unknown what a call waits for, because the driver does not answer"

@@ -35,11 +35,11 @@ from weft.core.span import Span
 from weft.planner import plan
 from weft.planner.models import Model, decode_calls, operator_calls
 from weft.planner.values import Plan
+from weft.runtime.autotune import Choice
 from weft.runtime.calls import Call, MatmulCall, ScaledOperands
 from weft.runtime.choose import fans_out
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import Ranks
-from weft.runtime.trial import Choice
 from weft.runtime.versions import versions
 from weft.tools.results import LayerRun, Run, Speeds
 from weft.tools.run_lookups import LookupInputs

@@ -47,7 +47,7 @@ def all_gather(
 ) -> torch.Tensor:
     """[m, ...] of every rank as [world_size * m, ...]. Any dtype. Options as for all_gather_into_tensor."""
     options = _Options(group=group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
-    return _applied("all_gather", x, options)
+    return _apply("all_gather", x, options)
 
 
 @heard
@@ -62,7 +62,7 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """[world_size * m, ...] of every rank, summed or averaged; this rank's [m, ...]. Options as for reduce_scatter_tensor."""
     options = _Options(group=group, reduce_op=reduction(op), schedule=schedule, staging_bytes=staging_bytes, sms=sms)
-    return _applied("reduce_scatter", x, options)
+    return _apply("reduce_scatter", x, options)
 
 
 @heard
@@ -76,7 +76,7 @@ def all_to_all(
 ) -> torch.Tensor:
     """[world_size * m, ...]: rows of part d go to rank d; as many rows, from all ranks. Options as for all_to_all_single."""
     options = _Options(group=group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
-    return _applied("all_to_all", x, options)
+    return _apply("all_to_all", x, options)
 
 
 @heard
@@ -91,7 +91,7 @@ def all_reduced(
 ) -> torch.Tensor:
     """The sum, or average, of all ranks' x, as a new tensor. Options as for all_reduce."""
     options = _Options(group=group, reduce_op=reduction(op), schedule=schedule, staging_bytes=staging_bytes, sms=sms)
-    return _applied("all_reduce", x, options)
+    return _apply("all_reduce", x, options)
 
 
 @heard
@@ -131,7 +131,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where
 
 
-def _applied(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
+def _apply(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or x.dim() < 1:
         raise ValueError(f"x is {shape_of(x)}; it must be a tensor of at least one dimension")
     group_name, _, world_size = group_of(options.group)

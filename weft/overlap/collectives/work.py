@@ -61,10 +61,10 @@ def run(group: str, call: CollectiveCall, *, async_op: bool, stream: torch.cuda.
     if call.device.type != "cuda":
         GROUPS.run(group, call)
         return Work((), call.out, None)
-    return _beside(group, call, stream or GROUPS.state(group).side_stream(call.device))
+    return _begin_on(group, call, stream or GROUPS.state(group).side_stream(call.device))
 
 
-def _beside(group: str, call: CollectiveCall, stream: torch.cuda.Stream) -> Work:
+def _begin_on(group: str, call: CollectiveCall, stream: torch.cuda.Stream) -> Work:
     stream.wait_stream(torch.cuda.current_stream(call.device))
     with torch.cuda.stream(stream):
         if not torch.cuda.is_current_stream_capturing():

@@ -95,7 +95,7 @@ def concurrent(
         kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
             context has them as `kernels`.
         residents: blocks an SM to try where repeatable. Default: one less than fit, and half.
-        group: the ranks that agree on the way. Default: the collectives' group, the default group where they have several.
+        group: the ranks that agree on the method. Default: the collectives' group, the default group where they have several.
 
     At the end all is joined, on CUDA by streams, without a wait on the host. The results are those of the sequential program,
     within the rounding of a cuBLAS GEMM that has fewer SMs. The collectives are NCCL's (on CPUs gloo's), or with copy_engine
@@ -124,7 +124,7 @@ def _chosen(
     group: dist.ProcessGroup | None,
 ) -> tuple[Concurrent, Callable[..., Any] | None]:
     """Return the context of one use, and the computation if the caller passed one."""
-    mine = _checked(collectives)
+    mine = _check_collectives(collectives)
     run = _callable(compute)
     require("kernels", kernels, Sequence, "pass the computation's kernels in a list")
     if repeatable and run is None:
@@ -198,7 +198,7 @@ class Concurrent:
             return compute(*self.kernels)
 
 
-def _checked(collectives: ConcurrentCollective | Sequence[ConcurrentCollective]) -> tuple[ConcurrentCollective, ...]:
+def _check_collectives(collectives: ConcurrentCollective | Sequence[ConcurrentCollective]) -> tuple[ConcurrentCollective, ...]:
     require("collectives", collectives, (ConcurrentCollective, Iterable), "pass weft.AllReduce and the like, one or a list")
     mine = (collectives,) if isinstance(collectives, ConcurrentCollective) else tuple(collectives)
     if not mine:

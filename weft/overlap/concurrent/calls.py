@@ -50,7 +50,7 @@ class Calls:
         """Return the choice of a key; None before its first use."""
         same = _key(key, collectives)
         with self._lock:
-            return _used(self._choices, same) if same in self._choices else None
+            return _use(self._choices, same) if same in self._choices else None
 
     def planned(
         self, key: str, collectives: Sequence[ConcurrentCollective], compute_us: float | None, *, fixed: bool
@@ -90,7 +90,7 @@ class Calls:
         with self._lock:
             same = _key(choice.key, collectives)
             self._choices[same] = choice
-            return _used(self._choices, same)
+            return _use(self._choices, same)
 
     def _chooser(
         self,
@@ -135,8 +135,8 @@ class Calls:
         same = (spec, *(collective.signature for collective in collectives))
         with self._lock:
             if same not in self._programs:
-                self._programs[same] = self._proved(self.schedule(spec, collectives), collectives)
-            return _used(self._programs, same)
+                self._programs[same] = self._check_schedule(self.schedule(spec, collectives), collectives)
+            return _use(self._programs, same)
 
     def given(self, schedule: Schedule, collectives: Sequence[ConcurrentCollective]) -> Program:
         """What this rank runs of a schedule that was given as a value. The first use of a value proves it; the last MOST are
@@ -144,10 +144,10 @@ class Calls:
         same = schedule.digest, collectives[0].ranks.rank()
         with self._lock:
             if same not in self._given:
-                self._given[same] = self._proved(schedule, collectives)
-            return _used(self._given, same)
+                self._given[same] = self._check_schedule(schedule, collectives)
+            return _use(self._given, same)
 
-    def _proved(self, schedule: Schedule, collectives: Sequence[ConcurrentCollective]) -> Program:
+    def _check_schedule(self, schedule: Schedule, collectives: Sequence[ConcurrentCollective]) -> Program:
         check(schedule)
         return program_of(schedule, collectives[0].ranks.rank())
 
@@ -156,7 +156,7 @@ class Calls:
         same = (*(id(kernel) for kernel in named), tuple(caps) if caps is not None else None)
         if same not in self._kernels:
             self._kernels[same] = ShapedKernels(named, caps)
-        return _used(self._kernels, same, forget=ShapedKernels.close)
+        return _use(self._kernels, same, forget=ShapedKernels.close)
 
     def executor(self, device: torch.device) -> Executor:
         """What runs schedules on a device."""
@@ -173,7 +173,7 @@ class Calls:
         RankMismatch if they differ."""
         self.exchange(f"hook: {choice.key}\nmethod: {choice.method}", 0)
         self._hooks[choice.key] = choice
-        _used(self._hooks, choice.key)
+        _use(self._hooks, choice.key)
 
     def close(self) -> None:
         for kernels in self._kernels.values():
@@ -184,7 +184,7 @@ class Calls:
             table.clear()
 
 
-def _used(table: OrderedDict[K, T], key: K, *, forget: Callable[[T], object] = lambda one: None) -> T:
+def _use(table: OrderedDict[K, T], key: K, *, forget: Callable[[T], object] = lambda one: None) -> T:
     """An entry that is used now. The one that was used longest ago is forgotten where there are more than MOST."""
     table.move_to_end(key)
     if len(table) > MOST:
@@ -213,4 +213,4 @@ def _executor(device: torch.device) -> Executor:
 
 def calls_of(state: GroupState) -> Calls:
     """A group's keys."""
-    return state.attached(Calls, lambda: Calls(state.rank_group, state.numbers))
+    return state.attached(Calls, lambda: Calls(state.rank_group, state.exchange_numbers))

@@ -5,8 +5,8 @@ same. If the time of the computation is not known, it assumes that the computati
 overlap gains most.
 
 `Chooser.measured` is for a computation that may be repeated. It times the computation and the collectives separately, lets the
-planner select candidates, and measures them in an autotuning run (weft.runtime.trial). The caller passes collectives that may
-run repeatedly (`rehearsed`). All programs that were bound for the autotuning run are released with their memory.
+planner select candidates, and measures them in an autotuning run (weft.runtime.autotune). The caller passes collectives that
+may run repeatedly (`rehearsed`). All programs that were bound for the autotuning run are released with their memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from weft.core.logs import warn_once
 from weft.overlap.concurrent.collectives import ConcurrentCollective
 from weft.overlap.concurrent.executor import Executor
 from weft.overlap.concurrent.program import Program
+from weft.runtime.autotune import MARGIN, AutotuningRun, Measurement
 from weft.runtime.bound import BoundProgram
 from weft.runtime.choose import profile_for
 from weft.runtime.groups import GROUPS, GroupState
-from weft.runtime.trial import MARGIN, Contest, Trial
 from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, build, candidates, parse
 
 BASE = str(SEQUENTIAL)
@@ -54,20 +54,20 @@ class ConcurrentChoice:
     key: the name that the caller gave to this use.
     method: the schedule's name.
     problem: the collectives, with the measured or predicted time of each part alone. None if it is not known.
-    trials: the measurement of each candidate. The first candidate wins ties.
+    measurements: the measurement of each candidate. The first candidate wins ties.
     note: the reason for the choice, if nothing was measured.
     """
 
     key: str
     method: str
     problem: ConcurrentProblem | None = None
-    trials: tuple[Trial, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
     note: str = ""
 
     @property
     def us(self) -> dict[str, float]:
         """The measured times in us, by name."""
-        return {trial.spec: trial.us for trial in self.trials}
+        return {measurement.spec: measurement.us for measurement in self.measurements}
 
     @property
     def ideal_us(self) -> float | None:
@@ -79,22 +79,22 @@ class ConcurrentChoice:
         """The reason for the choice, in one sentence."""
         if self.note:
             return self.note
-        if len(self.trials) < 2:
+        if len(self.measurements) < 2:
             return "there is nothing to hide, nothing to hide it behind, or no other schedule that every rank can run"
-        base, *others = self.trials
+        base, *others = self.measurements
         if self.method == base.spec:
-            best = min(others, key=lambda trial: trial.us)
+            best = min(others, key=lambda measurement: measurement.us)
             often = "" if best.us >= (1 - MARGIN) * base.us else " each time it is measured"
             return f"nothing is faster by more than 1%{often}: {best.spec} takes {best.us:.0f} us, {base.spec} {base.us:.0f}"
         us = self.us[self.method]
-        why = f"its {us:.0f} us are the least of {len(self.trials)} methods; {base.spec} takes {base.us:.0f} us"
+        why = f"its {us:.0f} us are the least of {len(self.measurements)} methods; {base.spec} takes {base.us:.0f} us"
         if not self.ideal_us:
             return why
         share = share_of_ideal(us, sequential_us=base.us, ideal_us=self.ideal_us)
         return f"{why}. That is {share:.2f} of the ideal speed-up"
 
     def __str__(self) -> str:
-        measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
+        measured = ", ".join(f"{measurement.spec} {measurement.us:.0f} us" for measurement in self.measurements)
         figures = f"Measured: {measured}." if measured else "Nothing was measured."
         return f"{self.key} uses {self.method}, because {self.why.rstrip('.')}. {figures}"
 
@@ -194,18 +194,18 @@ class Chooser:
         if len(specs) == 1:
             return ConcurrentChoice(key=self.key, method=specs[0], problem=problem)
         bound = _bound_programs(collectives)
-        contest = Contest(
+        autotuning = AutotuningRun(
             bind=bind,
             drop=lambda program: None,
             call=run,
             timer=executor.time_ns,
-            meet=agree,
+            exchange=agree,
             final_runs=FINAL_RUNS,
             base_again=True,
         )
-        program, trials = contest.fastest(specs)
+        program, measurements = autotuning.fastest(specs)
         _release_programs_since(bound, collectives)
-        return ConcurrentChoice(key=self.key, method=program.name, problem=problem, trials=trials)
+        return ConcurrentChoice(key=self.key, method=program.name, problem=problem, measurements=measurements)
 
     def _select_candidates(self, problem: ConcurrentProblem) -> tuple[str, ...]:
         """Return the candidates to measure. They depend only on values that are equal on all ranks."""

@@ -131,12 +131,12 @@ def rehearsed(collectives: Sequence[ConcurrentCollective]) -> Iterator[list[Conc
             written = [tensor for other in collectives if other is not one for tensor in other.writes]
             for read in one.reads:
                 if any(_overlap(read, tensor) for tensor in written):
-                    stack.enter_context(_restored(read))
+                    stack.enter_context(_restore_after(read))
         yield [stack.enter_context(one.rehearsed()) for one in collectives]
 
 
 @contextmanager
-def _restored(tensor: torch.Tensor) -> Iterator[None]:
+def _restore_after(tensor: torch.Tensor) -> Iterator[None]:
     """Restore a tensor at the end from a copy, which takes as much memory."""
     plain = tensor.detach()  # a parameter, too: what is written is no part of a graph
     before = plain.clone()
@@ -274,7 +274,7 @@ class AllReduce(_Whole):
     @contextmanager
     def rehearsed(self) -> Iterator[ConcurrentCollective]:
         """Means in place of sums: those of the same values stay, however often, and no number overflows."""
-        with _restored(self.tensor):
+        with _restore_after(self.tensor):
             yield replace(self, reduction="avg" if self._real else self.reduction)
 
 
@@ -306,7 +306,7 @@ class ReduceScatter(_Whole):
 
     @contextmanager
     def rehearsed(self) -> Iterator[ConcurrentCollective]:
-        with _restored(self.input) if _overlap(self.output, self.input) else nullcontext():
+        with _restore_after(self.input) if _overlap(self.output, self.input) else nullcontext():
             yield self
 
 

@@ -21,9 +21,9 @@ from weft.overlap import controls
 from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
 from weft.overlap.concurrent.executor import Executor
 from weft.overlap.concurrent.program import CollectivePart, Program, SideStream
+from weft.runtime.autotune import timer_for
 from weft.runtime.groups import GROUPS
 from weft.runtime.peer_waits import Abort
-from weft.runtime.trial import timer_for
 from weft.schedules.concurrent import Abilities
 
 _IDLE_S = 10.0

@@ -47,7 +47,7 @@ class Executor(ABC):
 
     @abstractmethod
     def time_ns(self, call: Callable[[], object], calls: int) -> int:
-        """What one of so many calls takes; as weft.runtime.trial.Timer."""
+        """What one of so many calls takes; as weft.runtime.autotune.Timer."""
 
     @property
     @abstractmethod
@@ -199,11 +199,11 @@ class HostExecutor(Executor):
                     wait()
                 waits.clear()
             if part.steps is None:
-                waits.append(self._started(collective))
+                waits.append(self._start(collective))
             else:
                 self.enqueue(part, collective)
 
-    def _started(self, collective: ConcurrentCollective) -> Callable[[], None]:
+    def _start(self, collective: ConcurrentCollective) -> Callable[[], None]:
         """Begin a collective of gloo's; a function that waits for it, within the bound. Stages of a pipeline do not send and
         receive at the same uses, so there is no handshake, and they use the connections of the caller's group."""
         state = GROUPS.state(collective.ranks.group_name)
@@ -218,14 +218,14 @@ class HostExecutor(Executor):
         return group
 
     def _run_library_collective(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
-        self._started(collective)()
+        self._start(collective)()
 
     def future(
         self, program: Program, collective: ConcurrentCollective, result: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
         (part,) = program.parts
         if program.side_stream is not None and part.steps is None:
-            return self.ending(self._started(collective), result)
+            return self.ending(self._start(collective), result)
         self.enqueue(part, collective)
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         made.set_result(result)

@@ -9,7 +9,7 @@
 | sm_budget, sm_partition | leave SMs free of kernels whose residency cannot be lowered | cuBLAS GEMMs; a stream |
 
 The first two rows are resource-aware overlap (arXiv 2606.09200). Nothing here changes a kernel or a library; what a context
-sets it restores, also after an exception. docs/controls.md tells when to use which.
+sets it restores, also after an exception. docs/controls.md says when to use which.
 """
 
 from __future__ import annotations

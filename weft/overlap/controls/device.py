@@ -27,7 +27,7 @@ def _device(index: int) -> Multiprocessor:
             f"{properties.name} has compute capability {properties.major}.{properties.minor}; "
             "how its multiprocessors are shared out is known for 8.0 and later"
         )
-    return _asked(index, str(properties.name), f"{properties.major}.{properties.minor}")
+    return _query(index, str(properties.name), f"{properties.major}.{properties.minor}")
 
 
 def _by_architecture(name: str) -> Multiprocessor:
@@ -39,7 +39,7 @@ def _by_architecture(name: str) -> Multiprocessor:
     return found
 
 
-def _asked(index: int, name: str, capability: str) -> Multiprocessor:
+def _query(index: int, name: str, capability: str) -> Multiprocessor:
     """What the driver says of a device. Units of allocation it does not say: they are those of capability 8.0 and later."""
     api = driver_api()
     attributes, handle = api.CUdevice_attribute, checked(api.cuDeviceGet(index))

@@ -75,7 +75,7 @@ class ShapedKernel(Shaped):
 
     def __init__(self, kernel: Any, cap: Cap) -> None:
         super().__init__(cap)
-        self._kernel = _copied(kernel, cap)
+        self._kernel = _copy_kernel(kernel, cap)
 
     def run(self, *args: Any, **options: Any) -> Any:
         self._check_open()
@@ -90,7 +90,7 @@ class ShapedKernel(Shaped):
         return lambda *args, **options: self.run(*args, grid=grid, warmup=False, **options)
 
 
-def _copied(kernel: Any, cap: Cap) -> Any:
+def _copy_kernel(kernel: Any, cap: Cap) -> Any:
     """The chain of decorators around a @triton.jit function, copied, with the capped function in its midst."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
@@ -104,7 +104,7 @@ def _copied(kernel: Any, cap: Cap) -> Any:
         cap = Cap(blocks_per_sm=cap.blocks_per_sm, strict=cap.strict and len(kernel.configs) == 1)
         # What was timed without the cap, in this process or in Triton's cache on disk, says nothing of it.
         clone.cache, clone.cache_results = {}, False
-    clone.fn = _copied(kernel.fn, cap)
+    clone.fn = _copy_kernel(kernel.fn, cap)
     return clone
 
 

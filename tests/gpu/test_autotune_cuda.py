@@ -127,7 +127,8 @@ def test_planned_measures_nothing(pool: Ranks) -> None:
 
 @alarm(300)
 def _memory() -> list[int]:
-    """Free bytes of the GPU after each of six rounds, each a trial of another problem whose programs are given back."""
+    """Return the free bytes of the GPU after each of six autotuning runs, each of another problem, whose programs are
+    released."""
     free = []
     for turn in range(6):
         check_gather(4096 + 8 * turn, 2048, 2048, torch.bfloat16, "auto", turn)

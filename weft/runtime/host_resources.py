@@ -53,8 +53,11 @@ class LaneThread:
         self._thread.join()
 
 
-class HostSpace:
-    """What the programs of one process group share on this rank. data: the shared memory in which their buffers lie."""
+class HostResources:
+    """HostResources holds what the programs of one process group share on this rank.
+
+    data: the shared memory of their buffers.
+    """
 
     device = torch.device("cpu")
 
@@ -76,7 +79,7 @@ class HostSpace:
 
     @property
     def quantises(self) -> bool:
-        """Whether rows are quantised by a kernel on their way."""
+        """Whether a kernel quantises rows while it sends them."""
         return os.environ.get("TRITON_INTERPRET") == "1"
 
     def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:

@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 _LARGE = 2 << 20
 """Torch's allocator rounds requests of 1 MiB and more up by at most 2 MiB."""
 _ASIDE_PRIORITY, _INVALID_PRIORITY = -3, -4
-"""Priorities of the stream for signals beside the caller's work, and of the one that invalidates results. Lanes have -1, calls
-on a side stream have -2 (weft.runtime.groups), and the rescue stream has the highest that there is."""
+"""Priorities of the stream for signals during the caller's work, and of the stream that invalidates results. Lanes have -1,
+calls on a side stream have -2 (weft.runtime.groups), and the rescue stream has the highest that there is."""
 _QUEUES = 8
-"""Hardware queues that CUDA has for streams by default."""
+"""The default number of CUDA's hardware queues for streams."""
 _LOOKS_PER_S = 20_000_000
-"""More often than a block can look at a flag in a second: a kernel gives up after the watchdog does."""
+"""A block reads a flag less often than this per second, so a kernel gives up after the watchdog does."""
 _DRAINED_S = 30.0
-"""How long calls may take to end after a failure, at least: what they wait for is released again and again."""
+"""Calls have at least 30 s to end after a failure, while their waits are released repeatedly."""
 _LONGEST_S = 1000.0
 """A block counts up to 2^31 looks at a flag. It looks about 1.5 million times a second, so that takes longer than this."""
 
 
-class CudaSpace:
+class CudaResources:
     """What the programs of one process group share on one GPU.
 
     turn: the GPU's, of all process groups (default: one of its own). tries: how often a kernel looks at a flag before it gives
@@ -109,7 +109,7 @@ class CudaSpace:
 
     @property
     def quantises(self) -> bool:
-        """Whether rows are quantised by a kernel on their way: GPUs with TMA convert to FP8."""
+        """Whether a kernel quantises rows while it sends them. GPUs with TMA convert to FP8."""
         return self.capabilities.tma
 
     def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
@@ -226,7 +226,7 @@ class CudaSpace:
         self._streams = {}
         # Freed here: where its last user went, as in a garbage collection while a stream is captured, CUDA may refuse to.
         self.__dict__.pop("_private", None)
-        self.heap.free_kept()
+        self.heap.free_cached()
         if self.wire:
             self.wire.close()
         self.wire = None

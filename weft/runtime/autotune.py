@@ -13,19 +13,19 @@ The candidates are measured with calls like those that follow. Every rank goes t
 
     final              candidates within 10% of the fastest, at most 4 with it: all bound at once, 5 runs each, interleaved
 
-Each exchange gives every rank the numbers of all ranks. So all ranks count calls, compare times and choose in the same way,
-and they begin each run together. Candidates are compared by the median of their runs, and finalists by their runs in the final.
-The final is needed because a GPU warms up during the run, or cools while a kernel is compiled. Measured one after the other,
-close candidates are then ordered by chance: on 4 x H200, shard_p2p was chosen over flag_gated:1, which is 6% faster when the
-two are interleaved.
+Each exchange gives every rank the numbers of all ranks. So all ranks make the same number of calls, compare the same times and
+choose the same schedule, and they begin each run together. Candidates are compared by the median of their runs, and finalists
+by their runs in the final. The final is needed because a GPU warms up during the run, or cools while a kernel is compiled.
+Measured one after the other, close candidates are then ordered by chance: on 4 x H200, shard_p2p was chosen over flag_gated:1,
+which is 6% faster when the two are interleaved.
 
 A call of about 0.1 ms is bound by the host when Python makes it, and by the GPU when a CUDA graph does, so one schedule may be
-faster in a graph and slower outside it. Such calls are timed both ways. An overlapping schedule is then chosen only if it is
-slower than sequential in neither.
+faster in a graph and slower outside it. Such calls are timed both eagerly and queued. An overlapping schedule is then chosen
+only if it is slower than sequential in neither.
 
 A run measures sequential and `weft.runtime.choose.MEASURED` more candidates. Each takes at most 67 calls (16 if a call takes
-1.7 ms or more), and in the final 107 more (22). Calls that are timed both ways take about twice as many. Binding, and Triton's
-compilation once per machine, come on top.
+1.7 ms or more), and in the final 107 more (22). Calls that are timed both eagerly and queued are made about twice as often.
+Binding, and Triton's compilation once per machine, come on top.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _MIN_CALLS, _MAX_CALLS = 3, 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A Trial is what was measured of one candidate.
+class Measurement:
+    """A Measurement is what was measured of one candidate.
 
     spec: the candidate's name.
     us: the time of a call on the slowest rank, as the median of the runs.
@@ -88,26 +88,26 @@ class Choice:
     """A Choice is the schedule that "auto" runs for a problem.
 
     spec: the name of the schedule.
-    trials: the candidates in the order of measurement. It is empty if the planner chose, or if there was one candidate.
-    kept: whether an earlier process measured it.
+    measurements: the candidates in the order of measurement. It is empty if the planner chose, or if there was one candidate.
+    from_cache: whether an earlier process measured it.
     like: the row count that was measured in place of the problem's (weft.runtime.buckets), if it was another one.
     """
 
     problem: Problem
     spec: str
-    trials: tuple[Trial, ...] = ()
-    kept: bool = False
+    measurements: tuple[Measurement, ...] = ()
+    from_cache: bool = False
     like: tuple[int, ...] = ()
 
     @property
     def us(self) -> dict[str, float]:
         """The measured times in us, by spec."""
-        return {trial.spec: trial.us for trial in self.trials}
+        return {measurement.spec: measurement.us for measurement in self.measurements}
 
     def __str__(self) -> str:
-        measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
+        measured = ", ".join(f"{measurement.spec} {measurement.us:.0f} us" for measurement in self.measurements)
         verdict = judge(self.spec, self.us.get(self.spec), self.us.get("sequential"))
-        earlier = "from an earlier run" if self.kept else ""
+        earlier = "from an earlier run" if self.from_cache else ""
         like = f"as with {' and '.join(map(str, self.like))} rows" if self.like else ""
         why = ", ".join(filter(None, (earlier, like, measured))) or "not measured"
         return f"{self.problem}: {self.spec}{f', {verdict}' if verdict != self.spec else ''} ({why})"
@@ -120,33 +120,37 @@ class Choices(list[Choice]):
         return "\n".join(map(str, self)) or 'no call has used schedule="auto"'
 
 
-def _time_ratios(trial: Trial, other: Trial) -> tuple[float, ...]:
-    """Return trial's time over other's: of eager calls, and of queued calls if both were timed so."""
-    eager = trial.us / other.us
-    return (eager, trial.queued_us / other.queued_us) if trial.queued_us and other.queued_us else (eager,)
+def _time_ratios(measurement: Measurement, other: Measurement) -> tuple[float, ...]:
+    """Return the measurement's time over that of other: of eager calls, and of queued calls if both were timed so."""
+    eager = measurement.us / other.us
+    return (eager, measurement.queued_us / other.queued_us) if measurement.queued_us and other.queued_us else (eager,)
 
 
-def _beats(trial: Trial, base: Trial) -> bool:
-    """Whether trial is slower than base by neither time, and faster by more than MARGIN by one of them."""
-    ratios = _time_ratios(trial, base)
+def _beats(measurement: Measurement, base: Measurement) -> bool:
+    """Return whether measurement is slower than base by neither time, and faster by more than MARGIN by one of them."""
+    ratios = _time_ratios(measurement, base)
     return max(ratios) <= 1 and min(ratios) < 1 - MARGIN
 
 
-def leader(trials: Sequence[Trial]) -> Trial:
+def leader(measurements: Sequence[Measurement]) -> Measurement:
     """Return the fastest candidate that beats the first one, which is sequential. Return the first one if none does."""
-    base = trials[0]
-    return min((t for t in trials if _beats(t, base)), key=lambda trial: sum(_time_ratios(trial, base)), default=base)
+    base = measurements[0]
+    return min(
+        (t for t in measurements if _beats(t, base)), key=lambda measurement: sum(_time_ratios(measurement, base)), default=base
+    )
 
 
-def finalists(trials: Sequence[Trial], *, base_again: bool = False) -> tuple[str, ...]:
+def finalists(measurements: Sequence[Measurement], *, base_again: bool = False) -> tuple[str, ...]:
     """Return the candidates to measure again with the leader: those within 10% of it by either time, at most 3.
 
     Sequential comes first, then the fastest. base_again: include sequential however slow it was.
     """
-    first, base = leader(trials), trials[0]
-    rivals = [t for t in trials if t is not first and (min(_time_ratios(t, first)) <= 1 + _CLOSE or (base_again and t is base))]
-    rivals.sort(key=lambda trial: (trial is not base, sum(_time_ratios(trial, first))))
-    return tuple(trial.spec for trial in rivals[: _FINALISTS - 1])
+    first, base = leader(measurements), measurements[0]
+    rivals = [
+        t for t in measurements if t is not first and (min(_time_ratios(t, first)) <= 1 + _CLOSE or (base_again and t is base))
+    ]
+    rivals.sort(key=lambda measurement: (measurement is not base, sum(_time_ratios(measurement, first))))
+    return tuple(measurement.spec for measurement in rivals[: _FINALISTS - 1])
 
 
 def _rotate(specs: tuple[str, ...], run: int) -> tuple[str, ...]:
@@ -161,15 +165,15 @@ def calls_of_a_run(call_ns: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest(Generic[P]):
-    """A Contest is an autotuning run, as one rank goes through it.
+class AutotuningRun(Generic[P]):
+    """An AutotuningRun measures the candidates on one rank.
 
     bind: returns a candidate's program. It is collective, and raises ValueError if this rank cannot run the candidate.
     drop: releases a program.
     call: makes one call of a program, like the calls that follow.
     timer: times calls that the host enqueues while the GPU runs.
     queued: times calls that the host has enqueued before the GPU starts. None if calls are not timed so.
-    meet: (text, mine) -> the `mine` of every rank, by rank.
+    exchange: (text, mine) -> the `mine` of every rank, by rank.
     final_runs: how often the final times each candidate.
     base_again: put sequential into the final in any case. It was timed first, so a change of the GPU's temperature since then
         would otherwise favour it or the candidate that was timed last.
@@ -180,11 +184,11 @@ class Contest(Generic[P]):
     call: Callable[[P], object]
     timer: Timer
     queued: Timer | None = None
-    meet: Callable[[str, int], tuple[int, ...]]
+    exchange: Callable[[str, int], tuple[int, ...]]
     final_runs: int = _FINAL_RUNS
     base_again: bool = False
 
-    def fastest(self, specs: Sequence[str]) -> tuple[P, tuple[Trial, ...]]:
+    def fastest(self, specs: Sequence[str]) -> tuple[P, tuple[Measurement, ...]]:
         """Return the fastest candidate's program and all measurements, and drop the other programs. specs: sequential first.
 
         A candidate that one rank cannot bind is skipped on all ranks, with a warning. Any other error ends the run on this
@@ -193,24 +197,26 @@ class Contest(Generic[P]):
         assert specs[0] == BASE, specs
         best = self.bind(BASE)
         self._all_ranks_bound(BASE, True)
-        trials = [self._measure(BASE, best)]
+        measurements = [self._measure(BASE, best)]
         for spec in specs[1:]:
             program = self._bind_on_all_ranks(spec)
             if program is not None:
-                trials.append(self._measure(spec, program, trials[0]))
-                best, loser = (program, best) if leader(trials) is trials[-1] else (best, program)
+                measurements.append(self._measure(spec, program, measurements[0]))
+                best, loser = (program, best) if leader(measurements) is measurements[-1] else (best, program)
                 self.drop(loser)
-        return self._run_final(best, trials)
+        return self._run_final(best, measurements)
 
-    def _run_final(self, best: P, trials: list[Trial]) -> tuple[P, tuple[Trial, ...]]:
+    def _run_final(self, best: P, measurements: list[Measurement]) -> tuple[P, tuple[Measurement, ...]]:
         """Measure close candidates again, interleaved, and drop all but the winner. best: the program of the leader so far."""
-        first = leader(trials).spec
-        others = finalists(trials, base_again=self.base_again)
+        first = leader(measurements).spec
+        others = finalists(measurements, base_again=self.base_again)
         if not others:
-            return best, tuple(trials)
+            return best, tuple(measurements)
         programs = {first: best} | {spec: self._bind_and_prepare(spec) for spec in others}
-        again = self._measure_interleaved(programs, {t.spec: calls_of_a_run(round(1e3 * t.us)) for t in trials}, trials[0])
-        measured = tuple(again.get(t.spec, t) for t in trials)
+        again = self._measure_interleaved(
+            programs, {t.spec: calls_of_a_run(round(1e3 * t.us)) for t in measurements}, measurements[0]
+        )
+        measured = tuple(again.get(t.spec, t) for t in measurements)
         winner = leader([t for t in measured if t.spec in programs or t.spec == BASE]).spec
         winner = winner if winner in programs else min(again, key=lambda spec: again[spec].us)
         for spec, program in programs.items():
@@ -218,21 +224,21 @@ class Contest(Generic[P]):
                 self.drop(program)
         return programs[winner], measured
 
-    def _measure_interleaved(self, programs: dict[str, P], calls: dict[str, int], base: Trial) -> dict[str, Trial]:
+    def _measure_interleaved(self, programs: dict[str, P], calls: dict[str, int], base: Measurement) -> dict[str, Measurement]:
         times: dict[str, list[list[int]]] = {spec: [] for spec in programs}
         clocks = self._timers_for(base)
         for run in range(self.final_runs):
             for spec in _rotate(tuple(programs), run):
                 call = partial(self._call_and_free, programs[spec])
                 times[spec].append(
-                    [max(self.meet(f"final of {spec}: run {run}", clock(call, calls[spec]))) for clock in clocks]
+                    [max(self.exchange(f"final of {spec}: run {run}", clock(call, calls[spec]))) for clock in clocks]
                 )
         return {spec: _take_medians(spec, *zip(*runs, strict=True)) for spec, runs in times.items()}
 
-    def _timers_for(self, base: Trial | None) -> tuple[Timer, ...]:
+    def _timers_for(self, base: Measurement | None) -> tuple[Timer, ...]:
         """Return the timers for a candidate. base: what sequential took, or None while sequential itself is measured.
 
-        Sequential is always timed both ways, because an eager time above 0.3 ms may be all the host's.
+        Sequential is always timed by both, because an eager time above 0.3 ms may be all the host's.
         """
         if self.queued is None or (base is not None and base.least_us >= _HOST_BOUND_US):
             return (self.timer,)
@@ -262,28 +268,30 @@ class Contest(Generic[P]):
             return program
         if program is not None:
             self.drop(program)
-        warn_once(f"schedule {spec} is left out of auto's trial: {reason}")
+        warn_once(f"schedule {spec} is not a candidate of auto: {reason}")
         return None
 
     def _all_ranks_bound(self, spec: str, mine: bool) -> bool:
-        return all(self.meet(f"trial of {spec}: bound", int(mine)))
+        return all(self.exchange(f"autotuning of {spec}: bound", int(mine)))
 
-    def _measure(self, spec: str, program: P, base: Trial | None = None) -> Trial:
+    def _measure(self, spec: str, program: P, base: Measurement | None = None) -> Measurement:
         """Time one candidate. base: what sequential took, or None while sequential itself is measured."""
         call = partial(self._call_and_free, program)
         for _ in range(_FIRST_CALLS):
             call()
-        calls = calls_of_a_run(max(self.meet(f"trial of {spec}: one call", self.timer(call, 1))))
+        calls = calls_of_a_run(max(self.exchange(f"autotuning of {spec}: one call", self.timer(call, 1))))
 
         def runs(clock: Timer) -> list[int]:
-            return [max(self.meet(f"trial of {spec}: run {run}", clock(call, calls))) for run in range(_RUNS)]
+            return [max(self.exchange(f"autotuning of {spec}: run {run}", clock(call, calls))) for run in range(_RUNS)]
 
         return _take_medians(spec, *map(runs, self._timers_for(base)))
 
 
-def _take_medians(spec: str, ns: Sequence[int], queued_ns: Sequence[int] = ()) -> Trial:
+def _take_medians(spec: str, ns: Sequence[int], queued_ns: Sequence[int] = ()) -> Measurement:
     """Take the median of the runs."""
-    return Trial(spec=spec, us=statistics.median(ns) / 1e3, queued_us=statistics.median(queued_ns) / 1e3 if queued_ns else None)
+    return Measurement(
+        spec=spec, us=statistics.median(ns) / 1e3, queued_us=statistics.median(queued_ns) / 1e3 if queued_ns else None
+    )
 
 
 def timer_for(device: torch.device) -> Timer | None:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from rank_work import check_gather, told_with
-from timed_trials import trials_by_a_clock
+from timed_autotuning import autotuning_by_a_clock
 
 import weft
 from weft.core.errors import PeerLost
 from weft.core.problem import Problem
-from weft.runtime.kept_plans import Cache
+from weft.runtime.plan_cache import Cache
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 
@@ -37,10 +37,10 @@ def _new_process(folder: str) -> Iterator[None]:
 
 def _first_calls(folders: list[str]) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
     """Two calls of auto in a process whose cache is its rank's: what was chosen, and how many schedules were bound."""
-    with trials_by_a_clock() as made, _new_process(folders[dist.get_rank()]):
+    with autotuning_by_a_clock() as made, _new_process(folders[dist.get_rank()]):
         check_gather(64, 48, 32, torch.float32, "auto", 0)
         check_gather(64, 48, 32, torch.float32, "auto", 1)
-        return [(choice.spec, choice.kept, choice.us) for choice in weft.choices()], len(made)
+        return [(choice.spec, choice.from_cache, choice.us) for choice in weft.choices()], len(made)
 
 
 @pytest.mark.ranks
@@ -77,7 +77,7 @@ def _strict(folder: str) -> str:
     """Rank 0 has no memory to read a kept plan."""
     os.environ["WEFT_CACHE_DIR"] = folder if dist.get_rank() == 0 else ""
     try:
-        with trials_by_a_clock("shard_p2p"):
+        with autotuning_by_a_clock("shard_p2p"):
             weft.close()
             with mock.patch.object(Cache, "read", side_effect=MemoryError("planted")):
                 try:

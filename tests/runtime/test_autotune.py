@@ -1,4 +1,4 @@
-"""The trial that "auto" runs where calls can be timed: what is measured, who wins, what is left out, and that ranks agree."""
+"""The autotuning run of "auto": what is measured, who wins, what is left out, and that ranks agree."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from weft_log import logged, warned
 import weft
 from weft.core.errors import RankMismatch, WeftError
 from weft.core.problem import Problem
+from weft.runtime.autotune import AutotuningRun, Choice, Choices, Measurement, calls_of_a_run, leader
 from weft.runtime.bound import BoundProgram
-from weft.runtime.trial import Choice, Choices, Contest, Trial, calls_of_a_run, leader
 from weft.schedules import parse, spec
 
 PROBLEM = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
@@ -39,7 +39,7 @@ PROBLEM = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
 )
 def test_sequential_wins_ties(others: dict[str, float], winner: str) -> None:
     times = {"sequential": 100.0, **others}
-    assert leader([Trial(spec=text, us=us) for text, us in times.items()]).spec == winner
+    assert leader([Measurement(spec=text, us=us) for text, us in times.items()]).spec == winner
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_sequential_wins_ties(others: dict[str, float], winner: str) -> None:
 )
 def test_an_overlap_is_slower_by_no_clock(overlaps: dict[str, tuple[float, float]], winner: str) -> None:
     times = {"sequential": (100.0, 100.0), **overlaps}
-    assert leader([Trial(spec=text, us=us, queued_us=queued) for text, (us, queued) in times.items()]).spec == winner
+    assert leader([Measurement(spec=text, us=us, queued_us=queued) for text, (us, queued) in times.items()]).spec == winner
 
 
 @pytest.mark.parametrize(("call_us", "calls"), [(0, 20), (100, 20), (500, 10), (1000, 5), (1700, 3), (90_000, 3)])
@@ -76,7 +76,7 @@ class Fake:
 
 
 class Ring:
-    """A contest of fakes on one rank; `others` is what the peers say in each meeting.
+    """An autotuning run of fakes on one rank. `others` returns what the peer gives to each exchange.
 
     times: us a call, by spec; one that is missing cannot be bound. queued: where the host is ahead. bound: every program
     made. most: bound at once.
@@ -85,7 +85,7 @@ class Ring:
     def __init__(self, times: dict[str, Iterator[float] | float], others: Callable[[str, int], int] | None = None) -> None:
         self.times, self.others = times, others
         self.bound: list[Fake] = []
-        self.meetings: list[str] = []
+        self.exchanges: list[str] = []
         self.most = 0
         self.queued: dict[str, float] = {}
 
@@ -117,22 +117,22 @@ class Ring:
             call()
         return round(1e3 * self.queued[self.called])
 
-    def meet(self, text: str, mine: int) -> tuple[int, ...]:
-        self.meetings.append(text)
+    def exchange(self, text: str, mine: int) -> tuple[int, ...]:
+        self.exchanges.append(text)
         return (mine, self.others(text, mine)) if self.others else (mine,)
 
     def fastest(self, specs: Sequence[str]) -> tuple[str, dict[str, float]]:
-        contest = Contest(
+        autotuning = AutotuningRun(
             bind=self.bind,
             drop=self.drop,
             call=self.call,
             timer=self.timer,
             queued=self.queued_timer if self.queued else None,
-            meet=self.meet,
+            exchange=self.exchange,
         )
-        program, trials = contest.fastest(specs)
+        program, measurements = autotuning.fastest(specs)
         assert [p for p in self.bound if p.open] == [program]
-        return cast(Fake, program).spec, {trial.spec: trial.us for trial in trials}
+        return cast(Fake, program).spec, {measurement.spec: measurement.us for measurement in measurements}
 
 
 SPECS = ("sequential", "shard_p2p", "flag_gated:1", "direct_store:1")
@@ -169,7 +169,7 @@ def test_close_rivals_are_measured_again_in_turns() -> None:
     us = {"sequential": 300.0, "shard_p2p": 95.0, "flag_gated:1": 80.0, "direct_store:1": 200.0}
     assert ring.fastest(SPECS) == ("flag_gated:1", us)
     assert ring.most == 2
-    final = [text for text in ring.meetings if text.startswith("final")]
+    final = [text for text in ring.exchanges if text.startswith("final")]
     assert final[:3] == ["final of shard_p2p: run 0", "final of flag_gated:1: run 0", "final of flag_gated:1: run 1"]
 
 
@@ -179,7 +179,7 @@ def test_what_loses_where_the_host_is_ahead_is_not_chosen() -> None:
         ring = Ring({"sequential": 100.0, "shard_p2p": 70.0, "flag_gated:1": 99.8, "direct_store:1": 90.0})
         ring.queued = {"sequential": 95.0, "shard_p2p": 97.0, "flag_gated:1": 94.8, "direct_store:1": direct_us}
         assert ring.fastest(SPECS)[0] == winner
-        assert any(text.startswith("final of sequential") for text in ring.meetings)
+        assert any(text.startswith("final of sequential") for text in ring.exchanges)
 
 
 @pytest.mark.parametrize(("queued_us", "winner"), [(301.0, "shard_p2p"), (299.0, "sequential")])
@@ -208,16 +208,16 @@ def test_the_slowest_rank_sets_the_calls_of_a_run() -> None:
 
 def test_a_spec_that_cannot_be_bound_is_left_out_aloud() -> None:
     ring = Ring({"sequential": 100.0, "flag_gated:1": 90.0})
-    with warned(r"schedule shard_p2p is left out of auto's trial: shard_p2p has a flag too many") as seen:
+    with warned(r"schedule shard_p2p is not a candidate of auto: shard_p2p has a flag too many") as seen:
         assert ring.fastest(SPECS[:3]) == ("flag_gated:1", ring.times)
     assert len(seen) == 1
 
 
 def test_a_spec_that_a_peer_cannot_bind_is_left_out_here_too() -> None:
     ring = Ring(
-        dict.fromkeys(SPECS, 90.0) | {"sequential": 100.0}, lambda text, mine: mine * (text != "trial of shard_p2p: bound")
+        dict.fromkeys(SPECS, 90.0) | {"sequential": 100.0}, lambda text, mine: mine * (text != "autotuning of shard_p2p: bound")
     )
-    with warned("shard_p2p is left out of auto's trial: another rank could not bind it"):
+    with warned("shard_p2p is not a candidate of auto: another rank could not bind it"):
         assert ring.fastest(SPECS[:2]) == ("sequential", {"sequential": 100.0})
     assert [program.calls for program in ring.bound] == [67, 0]
 
@@ -241,8 +241,8 @@ def test_sequential_that_cannot_be_bound_ends_the_trial() -> None:
 
 
 def test_a_choice_prints_what_was_measured() -> None:
-    trials = (Trial(spec="sequential", us=100.2), Trial(spec="shard_p2p", us=80.0))
-    choice = Choice(problem=PROBLEM, spec="shard_p2p", trials=trials)
+    measurements = (Measurement(spec="sequential", us=100.2), Measurement(spec="shard_p2p", us=80.0))
+    choice = Choice(problem=PROBLEM, spec="shard_p2p", measurements=measurements)
     assert choice.us == {"sequential": 100.2, "shard_p2p": 80.0}
     assert str(choice) == f"{PROBLEM}: shard_p2p, overlapped (sequential 100 us, shard_p2p 80 us)"
     planned = Choice(problem=PROBLEM, spec="sequential_stores")
@@ -265,7 +265,7 @@ def _measured(fault: str = "") -> Found:
     from weft.runtime import groups, tuner
     from weft.runtime.programs import Programs
 
-    bind, timer_for, contenders = Programs._bind, tuner.timer_for, tuner.contenders
+    bind, timer_for, auto_candidates = Programs._bind, tuner.timer_for, tuner.auto_candidates
     made: list[BoundProgram] = []
     rank = dist.get_rank()
     weft.close()
@@ -287,7 +287,7 @@ def _measured(fault: str = "") -> Found:
 
     Programs._bind = noted  # type: ignore[method-assign]
     tuner.timer_for = lambda device: clock  # type: ignore[assignment]
-    tuner.contenders = lambda problem, device: LISTED
+    tuner.auto_candidates = lambda problem, device: LISTED
     try:
         with logged() as seen:
             for call in range(3):
@@ -295,7 +295,7 @@ def _measured(fault: str = "") -> Found:
                 check_scatter(64, 48, 32, torch.float32, "auto", call)
     finally:
         Programs._bind, tuner.timer_for = bind, timer_for  # type: ignore[method-assign]
-        tuner.contenders = contenders
+        tuner.auto_candidates = auto_candidates
     group = dist.group.WORLD
     assert group is not None
     kept = [spec(s.name, s.chunks) for s in groups.GROUPS.state(group.group_name).programs.schedules()]

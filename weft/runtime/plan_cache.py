@@ -1,13 +1,13 @@
-"""Plans that were measured once, kept as files for the next process: what `auto` chose for a problem, and its trial's times.
+"""The plan cache stores in files what `auto` chose for a problem, with the measured times, for later processes.
 
-Contract: an entry is data (JSON), read strictly and trusted for nothing but a schedule's name. It is found by a digest of
-all that it depends on, and holds that in full: the machine, the versions of all that takes part, the problem, and which
-schedules there were to choose from. An entry that is broken, of another key, or writable by others is skipped with a warning
-that says why; it never raises. Writers replace whole files, so that a reader sees an old entry or a new one, whoever
-writes at the same time, and whoever is killed while he does.
+An entry is JSON. Only the name of a schedule is taken from it. The file is found by a digest of the key, and contains the key
+in
+full: the machine, the versions of weft and of the libraries it calls, the problem, and the schedules that could be chosen. An
+entry that is damaged, has another key, or is writable by other users is skipped with a warning that says why; reading never
+raises. Writers replace whole files, so a reader sees the old entry or the new one, even if a writer is killed.
 
-Folder: WEFT_CACHE_DIR, or weft/ in XDG_CACHE_HOME, or ~/.cache/weft; an empty WEFT_CACHE_DIR keeps nothing, nor does a
-user without a home, who is told. Folders are made for their user alone (0700), and so are files (0600).
+The folder is WEFT_CACHE_DIR, or weft/ in XDG_CACHE_HOME, or ~/.cache/weft. Nothing is stored if WEFT_CACHE_DIR is empty, or if
+the user has no home folder, which gives a warning. Folders and files are accessible to their user only (0700 and 0600).
 """
 
 from __future__ import annotations
@@ -31,25 +31,30 @@ from weft.schedules import FAMILIES, check_chunks, check_op, parse, spec
 _FORMAT = 2
 _MOST_BYTES = 1 << 20
 _STALE_S = 3600.0
-"""After so long an unfinished file is nobody's any more."""
+"""A temporary file that is older than an hour was left behind by a writer that was killed."""
 _CHUNKS = 1 << 20
-"""More than a spec can have: see `encode`."""
+"""`encode` uses this as a base: no spec has as many chunks."""
 
 
-def space() -> str:
-    """A digest of the schedules that there are to choose from: what was measured among others may no longer be the best."""
+def digest_of_families() -> str:
+    """Return a digest of all schedule families. A choice that was made among other families may not be the best any more."""
     families = [[f.name, f.chunked, sorted(f.builders), f.summary] for f in FAMILIES.values()]
     return hashlib.sha256(json.dumps([_FORMAT, families]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """machine: what tells this machine's speed from another's. versions: of weft and of what it calls."""
+    """A Key holds all that a measured choice depends on.
+
+    machine: what distinguishes the speed of this machine from that of another.
+    versions: the versions of weft and of the libraries that it calls.
+    families: the digest of the schedule families.
+    """
 
     machine: Mapping[str, str]
     versions: Mapping[str, str]
     problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem
-    space: str
+    families: str
 
     @property
     def digest(self) -> str:
@@ -58,8 +63,11 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """spec: what was chosen. us: what was measured, by spec. Raises ValueError for a schedule that the operator lacks, or that
-    is not built in so many chunks."""
+    """An Entry is one stored choice. Raises ValueError if the operator has no such schedule, or not with so many chunks.
+
+    spec: the schedule that was chosen.
+    us: the measured times in us, by spec.
+    """
 
     key: Key
     spec: str
@@ -72,7 +80,7 @@ class Entry:
 
 
 def encode(spec: str | None) -> int:
-    """A spec as a number above 0, so that ranks can tell each other; 0 for none.
+    """Return a number above 0 for a spec, which ranks can exchange, and 0 for None.
 
     >>> decode(encode("flag_gated:4")), decode(encode("sequential")), decode(encode(None))
     ('flag_gated:4', 'sequential', None)
@@ -84,7 +92,7 @@ def encode(spec: str | None) -> int:
 
 
 def decode(number: int) -> str | None:
-    """The inverse of `encode`, of a rank with the same families."""
+    """Return the spec for a number of `encode`. Both ranks must have the same families."""
     if number == 0:
         return None
     family, chunks = divmod(number - 1, _CHUNKS)
@@ -92,20 +100,20 @@ def decode(number: int) -> str | None:
 
 
 def from_environment() -> Cache | None:
-    """The user's cache; None where WEFT_CACHE_DIR is empty, and, with a warning, where the user has no home."""
+    """Return the user's cache. Return None if WEFT_CACHE_DIR is empty, or, with a warning, if the user has no home folder."""
     named = os.environ.get("WEFT_CACHE_DIR")
     if named is not None:
         return Cache(Path(named)) if named else None
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
-        warn_once(f"measured plans are not kept: {error} Set WEFT_CACHE_DIR to a folder of yours, or to nothing")
+        warn_once(f"measured plans are not stored: {error} Set WEFT_CACHE_DIR to a folder that you own, or to an empty string")
         return None
     return Cache(Path(base) / "weft")
 
 
 class Cache:
-    """Entries in `folder`/plans, a file each."""
+    """A Cache reads and writes entries, each a file in `folder`/plans."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "plans"
@@ -114,7 +122,7 @@ class Cache:
         return self.folder / f"{key.digest}.json"
 
     def read(self, key: Key) -> Entry | None:
-        """The entry for `key`; None where there is none, or, with a warning, none to be trusted."""
+        """Return the entry for `key`. Return None if there is none, or, with a warning, if it is not trustworthy."""
         path = self.path(key)
         try:
             entry = codec.loads(Entry, _private_text(path), str(path))
@@ -126,11 +134,11 @@ class Cache:
             if entry.key == key:
                 return entry
             reason = f"it is for {entry.key.problem} on {dict(entry.key.machine)}"
-        warn_once(f"a kept plan is skipped, {path}: {reason}")
+        warn_once(f"a cached plan is skipped, {path}: {reason}")
         return None
 
     def write(self, entry: Entry) -> None:
-        """Keep an entry, in the place of an older one. What cannot be written is not kept, with a warning that says why."""
+        """Store an entry, and replace an older one. If it cannot be written, a warning says why."""
         path = self.path(entry.key)
         try:
             for folder in (*reversed(self.folder.parents), self.folder):  # mkdir's own parents have the mode of the umask
@@ -139,7 +147,7 @@ class Cache:
             self._remove_stale()
             _replace(path, codec.dumps(entry))
         except OSError as error:
-            warn_once(f"a measured plan is not kept: {error}; set WEFT_CACHE_DIR to a folder of yours")
+            warn_once(f"a measured plan is not stored: {error}; set WEFT_CACHE_DIR to a folder that you own")
 
     def _remove_stale(self) -> None:
         for path in self.folder.glob(".*.tmp"):
@@ -149,8 +157,8 @@ class Cache:
 
 
 def _private_text(path: Path) -> str:
-    """A file's text. Raises OSError where it cannot be read, ValueError where it is no regular file, or where others could have
-    written it."""
+    """Return a file's text. Raises OSError if it cannot be read. Raises ValueError if it is no regular file, or if other users
+    could have written it."""
     # O_NONBLOCK, because opening a FIFO otherwise waits until somebody writes to it. os.fdopen refuses a directory without
     # closing its descriptor, so the kind of file is looked at before.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -167,7 +175,7 @@ def _private_text(path: Path) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole, readable by its user alone, or not at all."""
+    """Write a complete file that only its user can read. If writing fails, the old file is unchanged."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

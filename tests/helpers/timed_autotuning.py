@@ -1,4 +1,4 @@
-"""Trials of schedules by clocks that show what a test tells them to."""
+"""Autotuning runs whose clocks show the times that a test sets."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import weft
 
 
 @contextmanager
-def trials_by_a_clock(fast: str = "shard_p2p", rival: str = "shard_p2p") -> Iterator[list[str]]:
-    """Trials on any device, of sequential and a rival, one of which is four times as fast; what is bound meanwhile."""
-    with timed_trials(("sequential", rival), lambda schedule: 1000 if schedule.name == fast else 4000) as made:
+def autotuning_by_a_clock(fast: str = "shard_p2p", rival: str = "shard_p2p") -> Iterator[list[str]]:
+    """Autotune sequential and a rival on any device; `fast` takes a quarter of the time. Yields the names of what is bound."""
+    with timed_autotuning(("sequential", rival), lambda schedule: 1000 if schedule.name == fast else 4000) as made:
         yield made
 
 
 @contextmanager
-def timed_trials(specs: tuple[str, ...], us: Callable[[weft.schedule.Schedule], int]) -> Iterator[list[str]]:
-    """Trials on any device, by a clock that shows what it is told to; what is bound meanwhile. us: of a call by a schedule."""
+def timed_autotuning(specs: tuple[str, ...], us: Callable[[weft.schedule.Schedule], int]) -> Iterator[list[str]]:
+    """Autotune on any device with a fake clock. us: the time of a call by a schedule. Yields the names of what is bound."""
     from weft.runtime import tuner
     from weft.runtime.programs import Programs
 
@@ -43,7 +43,7 @@ def timed_trials(specs: tuple[str, ...], us: Callable[[weft.schedule.Schedule], 
             tuner,
             timer_for=lambda device: clock,
             queued_timer_for=lambda device: None,  # a GPU's own, which goes by the load
-            contenders=lambda problem, device: specs,
+            auto_candidates=lambda problem, device: specs,
         ),
     ):
         yield made

@@ -20,12 +20,12 @@ import torch
 from weft_log import logged, warned
 
 from weft.core.problem import Problem
-from weft.runtime.kept_plans import Cache, Entry, Key, decode, encode, from_environment, space
-from weft.runtime.tuner import KeptPlans
+from weft.runtime.plan_cache import Cache, Entry, Key, decode, digest_of_families, encode, from_environment
+from weft.runtime.tuner import GroupPlanCache
 from weft.schedules import NAMES, spec
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
-KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, space=space())
+KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, families=digest_of_families())
 ENTRY = Entry(key=KEY, spec="flag_gated:2", us={"sequential": 3.0, "flag_gated:2": 2.0})
 
 
@@ -51,7 +51,7 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
         {"machine": {"gpu": "another"}},
         {"versions": {"weft": "1"}},
         {"problem": dataclasses.replace(PROBLEM, m=65)},
-        {"space": "0123"},
+        {"families": "0123"},
     ],
 )
 def test_another_key_has_another_entry(other: dict[str, object], tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_another_key_has_another_entry(other: dict[str, object], tmp_path: Path)
     assert cache.read(key) is None
     assert cache.path(key) != cache.path(KEY), "they would replace each other"
     cache.path(KEY).rename(cache.path(key))
-    with warned("a kept plan is skipped, .*: it is for all_gather_matmul M=64"):
+    with warned("a cached plan is skipped, .*: it is for all_gather_matmul M=64"):
         assert cache.read(key) is None
 
 
@@ -80,7 +80,7 @@ def test_broken_entries_are_skipped_aloud(tmp_path: Path) -> None:
     path = cache.path(KEY)
     for text, reason in spoiled(path.read_text()):
         path.write_text(text)
-        with warned(f"a kept plan is skipped, .*{reason}"):
+        with warned(f"a cached plan is skipped, .*{reason}"):
             assert cache.read(KEY) is None
 
 
@@ -96,13 +96,13 @@ def test_what_others_could_have_written_is_skipped(tmp_path: Path) -> None:
     path.rename(real)
     real.chmod(0o600)
     path.symlink_to(real)
-    with warned("a kept plan is skipped"):
+    with warned("a cached plan is skipped"):
         assert cache.read(KEY) is None
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with warned("a measured plan is not kept: .*set WEFT_CACHE_DIR"):
+    with warned("a measured plan is not stored: .*set WEFT_CACHE_DIR"):
         Cache(tmp_path / "file").write(ENTRY)
 
 
@@ -111,7 +111,7 @@ def test_a_user_without_a_home_keeps_nothing_and_is_told(monkeypatch: pytest.Mon
     for name in ("WEFT_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     with mock.patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory.")):
-        with warned("not kept: Could not determine home directory. Set WEFT_CACHE_DIR to a folder"):
+        with warned("not stored: Could not determine home directory. Set WEFT_CACHE_DIR to a folder"):
             assert from_environment() is None
         monkeypatch.setenv("WEFT_CACHE_DIR", "/some")
         assert from_environment() is not None
@@ -124,7 +124,7 @@ def test_a_kept_count_that_cannot_be_built_is_skipped_aloud(chunks: int, tmp_pat
     cache.write(ENTRY)
     path = cache.path(KEY)
     path.write_text(path.read_text().replace('"spec": "flag_gated:2"', f'"spec": "flag_gated:{chunks}"'))
-    with warned(f"a kept plan is skipped, .* chunks is {chunks}; use at most 512"):
+    with warned(f"a cached plan is skipped, .* chunks is {chunks}; use at most 512"):
         assert cache.read(KEY) is None
 
 
@@ -148,10 +148,10 @@ def test_specs_are_numbers_between_ranks() -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from weft.runtime.kept_plans import Cache, Entry, Key, space
+from weft.runtime.plan_cache import Cache, Entry, Key, digest_of_families
 from weft.core.problem import Problem
 problem = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
-key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, space=space())
+key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, families=digest_of_families())
 cache, me, enough = Cache(Path(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])
 while not enough.exists():
     cache.write(Entry(key=key, spec=f"flag_gated:{1 + me}", us={f"flag_gated:{n}": float(me) for n in range(1, 400)}))
@@ -209,7 +209,7 @@ def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
 
 
 def test_plans_are_kept_by_the_profile_that_says_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, device = KeptPlans(SimpleNamespace(world_size=2, nodes=())), torch.device("cpu")  # type: ignore[arg-type]
+    plans, device = GroupPlanCache(SimpleNamespace(world_size=2, nodes=())), torch.device("cpu")  # type: ignore[arg-type]
     before = plans._key(PROBLEM, device)
     assert plans._key(PROBLEM, device) == before
     monkeypatch.setenv("WEFT_MACHINE", "a100x8")
