@@ -42,7 +42,7 @@ def _suffers(trial: FaultTrial, folder: str) -> Outcome:
             GROUPS.state(faults._group(trial).group_name).rank_group.timeout_s = IN_VAIN_S
         return following(*arguments)
 
-    with mock.patch.multiple(faults, _strike=struck, _next=followed), mock.patch.object(rank_group, "_SAYS_S", SAYS_S):
+    with mock.patch.multiple(faults, _strike=struck, _next=followed), mock.patch.object(rank_group, "_GRACE_S", SAYS_S):
         return suffer(trial, folder)
 
 

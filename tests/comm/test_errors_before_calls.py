@@ -76,7 +76,7 @@ def test_peers_get_the_error_of_a_rank_that_has_not_entered_the_call(ranks: Rank
 
 def _together(calls: int) -> Any:
     """All ranks make wrong calls, then right ones; one comes late. Then one makes wrong ones alone, and calls again at once."""
-    module._CAUGHT_S = 0.2
+    module._RETRY_GRACE_S = 0.2
     try:
         weft.close()
         late = dist.get_rank() == 1
@@ -93,7 +93,7 @@ def _together(calls: int) -> Any:
                     wrong()
             right()
     finally:
-        module._CAUGHT_S = 3.0
+        module._RETRY_GRACE_S = 3.0
         weft.close()
 
 
@@ -136,7 +136,7 @@ def _first_together() -> None:
 
     group: Any = dist.new_group()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handshake, "_CAUGHT_S", 0.2)
+        patch.setattr(handshake, "_RETRY_GRACE_S", 0.2)
         for _ in range(2):
             with pytest.raises(ValueError, match="b"):
                 weft.all_gather_matmul(A, B[:3], group)
@@ -152,7 +152,7 @@ def test_ranks_that_all_raise_in_a_first_call_are_waited_for(ranks: RankFixture)
 
 def test_what_is_published_of_an_error_is_short() -> None:
     one, other = rank_groups()
-    one.raise_instead(ValueError("ä" * 100_000))
+    one.publish_error_instead(ValueError("ä" * 100_000))
     assert other._control[0].raised == 1
     assert len(other._control[0].failure.encode()) <= module._ERROR_BYTES
     assert other._control[0].failure.startswith("ValueError: ää")
@@ -160,5 +160,5 @@ def test_what_is_published_of_an_error_is_short() -> None:
 
 def test_an_error_without_words_is_its_kind() -> None:
     one, other = rank_groups()
-    one.raise_instead(MemoryError())
+    one.publish_error_instead(MemoryError())
     assert other._control[0].failure == "MemoryError"

@@ -203,7 +203,7 @@ SCHEDULES: dict[str, tuple[Op, Callable[[Problem], Schedule]]] = {
 }
 
 
-def check_own(name: str, calls: int = 3) -> None:
+def check_local_strided(name: str, calls: int = 3) -> None:
     """Proved, and then right, call after call on new data."""
     op, make = SCHEDULES[name]
     size, rank = dist.get_world_size(), dist.get_rank()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.ops.common import define, outside_dispatcher
+from weft.ops.common import can_skip_dispatcher, define
 
 SCHEMAS = [
     "weft::all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool "
@@ -93,15 +93,15 @@ def _x(**options: Any) -> torch.Tensor:
     ],
 )
 def test_tensors_that_need_the_dispatcher(make: Callable[[], Any], outside: bool) -> None:
-    assert outside_dispatcher(make()) is outside
+    assert can_skip_dispatcher(make()) is outside
 
 
 def test_gradients_need_the_dispatcher_only_where_they_are_recorded() -> None:
     with torch.no_grad():
-        assert outside_dispatcher([torch.nn.Parameter(_x())])
+        assert can_skip_dispatcher([torch.nn.Parameter(_x())])
 
 
 def test_modes_need_the_dispatcher() -> None:
     with _Mode():
-        assert not outside_dispatcher([_x()])
-    assert outside_dispatcher([_x()])
+        assert not can_skip_dispatcher([_x()])
+    assert can_skip_dispatcher([_x()])

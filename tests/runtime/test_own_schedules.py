@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from own_schedules import SCHEDULES, check_own, several_b_counted, tables_made
+from own_schedules import SCHEDULES, check_local_strided, several_b_counted, tables_made
 from rank_pools import interpreted_ranks, shared_ranks
 
 from weft.runtime.ranks import Ranks
@@ -17,7 +17,7 @@ plain = shared_ranks(2, {"WEFT_TIMEOUT_S": "30"})
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_steps_that_no_kernel_runs_are_right(plain: Ranks, interpreted: Ranks, name: str) -> None:
     for pool in (plain, interpreted):
-        pool.run(check_own, name, timeout_s=60)
+        pool.run(check_local_strided, name, timeout_s=60)
 
 
 def test_one_set_of_tables_serves_all_results(interpreted: Ranks) -> None:

@@ -1,19 +1,20 @@
-"""One run through some calls of a schedule, every lane as far as its waits let it, in an order that fits happens-before.
+"""This module executes a compiled schedule symbolically, for a few calls, and computes its happens-before relation.
 
-A lane carries the set of everything that must have happened before its next step, as an int with a bit a node. A signal
-leaves the set of its lane with its flag; a wait adds the set that the awaited signal left. So the sets are the
-happens-before relation of the module text of `weft.core.schedule`: lanes in order, parts of a kernel in no order,
-a call of a rank after all lanes of the call before, and between the two what the caller does.
+Each event (an access, a signal, a reset of a flag) is a node. A lane carries the set of all nodes that must have happened
+before its next step, as an int with one bit for each node. A signal stores the set of its lane in its flag; a wait adds the
+set that the awaited signal stored. The sets are the happens-before relation that the module text of `weft.core.schedule`
+describes: the steps of a lane are in order, the parts of a kernel are in no order, a call of a rank comes after all lanes of
+the previous call, and the caller's reads and writes come between two calls.
 
-Parts are run in order, although nothing orders their accesses: one that waits may keep back those after it, on blocks that
-it holds, or where each part is a matmul of its own.
+Parts are executed in order, although nothing orders their accesses. A part that waits may block later parts, because it
+occupies SMs, or because each part is a launch of its own.
 
-A flag is lowered by the steps that wait for it (weft.core.schedule, "Flags"): by a Wait, and by a kernel for its gates on the
-call before, where it has passed them; by a kernel for its gates on this call at its end. Each is a node, and a signal of a
-later call must have those that lowered the first call's behind it.
+The steps that wait for a flag lower it (weft.core.schedule, "Flags"): a Wait after it has passed, a kernel at its start for its
+gates on the previous call, and a kernel at its end for its gates on this call. Each of these is a node. The signal of a later
+call must happen after every node that lowers the first call's signal.
 
-Waits only ever look back, to signals of their own call or of earlier ones. So a lane that gets stuck does so in every
-order, in the first call: that is a deadlock, and its message follows who waits for whom until the cycle closes.
+A wait depends only on signals of its own call or of earlier calls. So a lane that gets stuck does so in every order of
+execution, in the first call. That is a deadlock, and its message follows who waits for whom until the cycle closes.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 
 
 class LaneState:
-    """Where a lane is. part, joined: of its kernel, the next part (-1: it is in none), and all that its finished parts had
-    behind them. gated: the flags of this call that its kernel waits for. legs: its ends of messages in progress."""
+    """A LaneState says where a lane is.
+
+    part: the next part of the current kernel; -1 outside a kernel.
+    joined: the union of the sets of the kernel's finished parts.
+    gated: the flags of this call that the kernel waits for.
+    legs: the lane's ends of messages in progress.
+    """
 
     __slots__ = ("call", "gated", "index", "joined", "legs", "mask", "ops", "part", "position", "rank")
 
@@ -46,14 +52,17 @@ class LaneState:
 
 
 class Occupied:
-    """A step that needs SMs of a rank: its place, what was before its start, and the nodes of its start and end."""
+    """A step that needs SMs of a rank: its place, the set of nodes before its start, and the nodes of its start and end."""
 
     def __init__(self, place: tuple[int, int, int], op: Op, before: int, start: int) -> None:
         self.place, self.op, self.before, self.start, self.end = place, op, before, start, -1
 
 
 class Walk:
-    """crowded: ranks whose steps on SMs are to be recorded, in `occupied`, in the first call."""
+    """A Walk executes a CompiledSchedule symbolically.
+
+    crowded: the ranks whose steps on SMs are recorded, in `occupied`, in the first call.
+    """
 
     def __init__(self, program: CompiledSchedule, effects: Effects, crowded: frozenset[int] = frozenset()) -> None:
         self.program, self.effects, self.crowded, self.calls = program, effects, crowded, effects.CALLS
@@ -73,7 +82,7 @@ class Walk:
             self.ready.extend(lanes)
 
     def run(self) -> None:
-        """Raises ScheduleError for a deadlock, a race or a wrong result."""
+        """Execute all calls and check them. Raises ScheduleError for a deadlock, a race or a wrong result."""
         for rank, lanes in enumerate(self.lanes):
             if not lanes:
                 self.effects.check_outputs(rank)

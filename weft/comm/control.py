@@ -70,7 +70,7 @@ class ControlSegment:
     captured = _Word(7)
     """Calls that the rank has captured in CUDA graphs. They are not logged, and neither are replays."""
 
-    def raise_instead(self, count: int, text: str) -> None:
+    def publish_error_instead(self, count: int, text: str) -> None:
         """Publish that the rank has raised so many errors since its last call, the last one with this text."""
         self.segment.write_text(_FAILURE_AT, TEXT_BYTES, text)
         self.raised = count

@@ -51,7 +51,7 @@ _LOOKS_AT_OTHERS_S = 0.25
 """How often a rank that waits looks at who else has come, and whether a rank has died."""
 _MOST_ASKED_HZ = 3000
 """How often all ranks together ask the store, once they have waited for a while."""
-_CAUGHT_S = 3.0
+_RETRY_GRACE_S = 3.0
 """How long a rank that has raised an error in the place of the first call may take to come after all."""
 _COMPLETE, _VOID = "complete", "void"
 
@@ -80,7 +80,7 @@ def _connect(group: dist.ProcessGroup) -> _Link:
     return link
 
 
-def raise_instead(group: dist.ProcessGroup, text: str) -> None:
+def publish_error_instead(group: dist.ProcessGroup, text: str) -> None:
     """Publish that this rank raises an error instead of making the group's first call.
 
     Ranks that wait for it, and have raised fewer errors themselves, give up soon unless this rank arrives after all. It returns
@@ -224,7 +224,7 @@ class _Attempt:
         raised = {rank: json.loads(text) for rank, text in zip(absent, texts, strict=True) if text}
         now = time.monotonic()
         self._seen = {rank: self._seen.get(rank, now) for rank, (count, _) in raised.items() if count > self._link.errors}
-        for rank in [rank for rank, since in self._seen.items() if now > since + _CAUGHT_S][:1]:
+        for rank in [rank for rank, since in self._seen.items() if now > since + _RETRY_GRACE_S][:1]:
             self.raised = f"rank {rank} raised an error and did not come to the group's first call: {raised[rank][1]}"
 
     def _read(self, keys: Sequence[str]) -> list[str]:

@@ -1,24 +1,27 @@
-"""A RankGroup holds the ranks of one process group. It checks that they make the same calls, and ends every wait.
+"""A RankGroup coordinates the ranks of one process group: it compares their calls, detects failures and bounds every wait.
 
 Each rank publishes what it calls, and whether it has failed, in its control segment (weft.comm.control).
 
-Everything that ranks agree on has a number, which is a digest.
+Each text that the ranks have agreed on is identified by a number, which is a digest of the text.
 
     first call           enter: publish what is about to run, and wait until all ranks have published the same
     later call, GPUs     repeat: log its number without waiting for the other ranks
-    later call, CPUs     repeat; await_same_call: wait until all ranks have logged a number. If the numbers differ, all ranks
-    enter captured call        capture: count it, and log nothing
+    later call, CPUs     repeat; await_same_call: wait until all ranks have logged a number. If the numbers differ, all
+                         ranks call enter
+    captured call        capture: count it, and log nothing
 
-`check_peers` compares the numbers that ranks have logged, call by call. In `enter` each rank does
-this, for call c and agreement n:
+`check_peers` compares the numbers that ranks have logged, call by call.
+
+In `enter` each rank does this, for call c and the n-th agreement (one execution of `_offer`):
 
     slot[n % 2] = text; ENTERED = c; wait until ENTERED >= c on every peer; compare their slots
 
-Two slots are enough: a rank can begin agreement n + 1 while another still compares in agreement n, but not n + 2, for which it
-needs that other's part in n + 1.
+Two slots are enough: a rank can begin agreement n + 1 while another still compares in agreement n, but not n + 2, because n + 2
+starts only after every rank has entered n + 1.
 
-A rank that raises an error before it enters a call, for example because of a wrong argument, publishes that (`raise_instead`).
-A peer that waits for it in that call, and has raised fewer errors itself, gives up if the rank does not arrive soon.
+A rank that raises an error before it enters a call, for example because of a wrong argument, publishes that
+(`publish_error_instead`). A peer that waits for it in that call gives up after 3 s, unless the peer has raised at least as
+many errors of its own since its last call: then both ranks failed in the same way.
 
 A wait ends when its condition holds, when a peer is dead, has failed or has left, or at the bound. It never hangs.
 """
@@ -75,19 +78,19 @@ _ERROR_BYTES = 800
 """The most bytes of an error that a rank raises instead of a call. The errors of other ranks repeat it."""
 _PEER_CHECK_S = 0.02
 """A rank that waits checks every 20 ms whether its peers live."""
-_SAYS_S = 0.5
-"""The grace after a bound. A missing peer may itself wait for another rank, which the peer names at its own bound."""
-_CAUGHT_S = 3.0
+_GRACE_S = 0.5
+"""The extra time after a bound, in which a peer that itself waits for a third rank can report that rank."""
+_RETRY_GRACE_S = 3.0
 """A rank that has raised an error instead of a call has 3 s to make the call after all, because the program may catch the error
 and call again."""
-_SILENT_S = 30.0
+_LOST_AFTER_S = 30.0
 """A rank of another node that publishes nothing for 30 s is lost. A process publishes four times a second."""
 
 
 _SHARED: dict[dist.ProcessGroup, RankGroup] = {}
 """The RankGroup of each process group that is in use."""
 _SHARED_LOCK = threading.Lock()
-"""Held while objects are looked up, counted and left."""
+"""Protects _SHARED and the numbers of users."""
 _MAKING: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = WeakKeyDictionary()
 """Held while a group's object is made. There is one for each group, because ranks may use two groups in different orders."""
 
@@ -101,7 +104,7 @@ def _close_all() -> None:
 
 
 class RankGroup:
-    """A RankGroup holds the ranks of `group`. Collective: every rank of the group constructs it.
+    """A RankGroup coordinates the ranks of `group`. Collective: every rank of the group constructs it.
 
     A process has one RankGroup for each process group. Its users get it by `of`, and end their use with `release`. Raises
     ValueError if the ranks of a host are not consecutive.
@@ -112,9 +115,9 @@ class RankGroup:
     near: the ranks of this rank's node, including itself.
     name: torch's name of the process group.
     topic: a name that no other process group has.
-    lock: a thread holds it from the begin of a call until the call has published everything for other ranks.
+    lock: a thread holds it from the beginning of a call until the call has published everything for other ranks.
     broken: the error by which the group has failed.
-    unraised: the same error while calls that have returned are invalid and no later call has raised it.
+    unraised: the failure, if results that were already returned are invalid and no call has raised the error yet.
     """
 
     _closed, _users = False, 0
@@ -138,10 +141,10 @@ class RankGroup:
                 return made._add_user()
 
     @staticmethod
-    def raise_before(group: dist.ProcessGroup, error: Exception) -> None:
-        """Publish that this rank raises `error` instead of the group's first call, as `raise_instead` does."""
+    def publish_error_before_first_call(group: dist.ProcessGroup, error: Exception) -> None:
+        """Publish that this rank raises `error` instead of the group's first call, as `publish_error_instead` does."""
         if group.size() > 1 and dist.get_backend(group) != "fake" and not isinstance(error, WeftError):
-            handshake.raise_instead(group, kind_and_words(error, _ERROR_BYTES))
+            handshake.publish_error_instead(group, kind_and_words(error, _ERROR_BYTES))
 
     def _add_user(self) -> RankGroup:
         """Count one more user, and return this object."""
@@ -323,14 +326,14 @@ class RankGroup:
             "capture a call on every rank, or on none, because replays are not compared with calls"
         )
 
-    def raise_instead(self, error: Exception) -> None:
+    def publish_error_instead(self, error: Exception) -> None:
         """Publish that this rank raises `error` instead of its next call. It does not wait, and the group stays usable.
 
         Peers that have entered that call give up soon, unless they raise as many errors, or this rank makes the call after all.
         """
         if self.broken is None and not self.forked:
             self._errors += 1
-            self._control[self.rank].raise_instead(self._errors, kind_and_words(error, _ERROR_BYTES))
+            self._control[self.rank].publish_error_instead(self._errors, kind_and_words(error, _ERROR_BYTES))
             self._publish()
 
     def _make_look(self, peer: int, call: int) -> Callable[[], None]:
@@ -343,7 +346,7 @@ class RankGroup:
                 since = 0.0
             elif not since:
                 since = time.monotonic()
-            elif time.monotonic() > since + _CAUGHT_S:
+            elif time.monotonic() > since + _RETRY_GRACE_S:
                 text = f"rank {peer} raised an error and did not come to call {call}: {control.failure}"
                 raise self.fail(PeerLost(text))
 
@@ -462,7 +465,7 @@ class RankGroup:
         left = [p for p in states if states[p] == CLOSED and (may_leave or self._control[p].entered >= self.calls)]
         dead = [p for p in dead if p not in left]
         gone = [p for p in states if states[p] and p not in left]
-        silent = [] if gone else [p for p in self._peers if self._silent_s(p) > min(_SILENT_S, self.timeout_s)]
+        silent = [] if gone else [p for p in self._peers if self._silent_s(p) > min(_LOST_AFTER_S, self.timeout_s)]
         if not (dead or gone or silent) or ready():
             return
         # A dead rank is the reason for what other ranks report: name it first.
@@ -638,6 +641,6 @@ class RankGroup:
                 f"seen {getattr(control, what)}; rank {peer} did not arrive{self._compare_captures(peer)}"
             ),
             within_s,
-            grace_s=_SAYS_S,
+            grace_s=_GRACE_S,
             look=self._make_look(peer, value) if what == "entered" else lambda: None,
         )

@@ -1,7 +1,7 @@
 """Schedule: the steps of every rank, their order and their dependencies. Planner, checker, executors and simulator share it.
 
 A schedule lists the lanes of every rank. A lane runs its steps in order, and lanes run concurrently. Every dependency between
-lanes or ranks is a flag. Two methods of overlapping differ in this value alone.
+lanes or ranks is a flag. Two methods of overlapping are two Schedules, and nothing else differs.
 
 Time, within one call on one rank:
 
@@ -9,18 +9,19 @@ Time, within one call on one rank:
 
 and the next call on that rank starts after that. Only flags and collectives order two ranks.
 
-Flags. A flag is stored on `flag.rank`; only that rank's steps wait for it. One step of one lane of one rank advances it, once a
-call: a Signal, or the `count` of a part. Each step that waits for a flag has its own copy of it, which the signal raises and
-the step lowers after its wait; so no value grows, and a CUDA graph may replay a call. `Wait(flag)` waits for the signal of its
-own call. `Wait(flag, at_least=0)` waits for the signal of the previous call, and for nothing in the first call; a writer uses
-it to learn that a buffer may be written again. A Wait lowers its flag when it has passed. A kernel waits for all its gates on
-the previous call where it starts, and lowers them there; it lowers its gates on this call where it ends. No flag may be
-signalled again before every step that waits for it has lowered it, and a flag that a kernel counts tile by tile has one waiting
-step. `weft.schedule.check` proves both.
+Flags. A flag is stored on `flag.rank`; only that rank's steps wait for it. One step of one lane of one rank signals it, once a
+call: a Signal, or a part whose `count` is the flag. Each step that waits for a flag has its own copy of it. The signal raises
+the copy, and the step lowers it after its wait. So no value grows, and a CUDA graph may replay a call.
+
+`Wait(flag)` waits for the signal of its own call. `Wait(flag, at_least=0)` waits for the signal of the previous call, and for
+nothing in the first call; a writer uses it to learn that a buffer may be written again. A Wait lowers its flag when it has
+passed. A gate is a Wait of one part of a kernel. A kernel waits for all its gates on the previous call where it starts, and
+lowers them there; it lowers its gates on this call where it ends. No flag may be signalled again before every step that waits
+for it has lowered it. A flag that a kernel counts tile by tile has one waiting step. `weft.schedule.check` proves both.
 
 Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers; "local"
-is scratch memory of its rank. Peers may only access symmetric buffers, and during a call the output of a CollectiveProblem that
-is `reachable`.
+is scratch memory of its rank. Peers may only access symmetric buffers. There is one exception: during a call, the output of a
+CollectiveProblem that is `reachable`.
 
 Nodes. Memory and flags of a rank on another node cannot be accessed; there is only SendReceive, on a lane of kind network. A
 received message implies that the sender's step had begun; a sender learns nothing about its receiver.
@@ -99,7 +100,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Advance `flag` by one, after all earlier steps of this lane are done and visible."""
+    """Signal `flag`, after all earlier steps of this lane are done and visible."""
 
     TAGGED: ClassVar[bool] = True
     flag: Flag
@@ -122,7 +123,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """One copy of a Push: dst = src, same shape. count: advanced on dst's rank once all of it has arrived there."""
+    """One copy of a Push: dst = src, same shape. count: the flag that is signalled once all of it has arrived at dst's rank."""
 
     src: Region
     dst: Region
@@ -542,9 +543,8 @@ class Buffer:
     buffer may.
 
     operand: "a" or "b" if the buffer holds FP8 elements of that operand and their scales, as the problem's scaling defines
-        them. The
-    scales are a separate matrix. A region of such a buffer includes the scales of its elements: a step that accesses a region
-    accesses both, and a flag covers both.
+        them. The scales are a separate matrix. A region of such a buffer includes the scales of its elements: a step that
+        accesses a region accesses both, and a flag covers both.
     """
 
     name: str
@@ -563,7 +563,7 @@ class Schedule:
     """The steps of every rank for one problem. help(weft.core.schedule) explains them.
 
     name: the family, as `weft schedules` lists it. chunks: pieces a shard is cut into. ranks: per rank, its lanes.
-    A Schedule may be wrong; `weft.schedule.check` proves one right.
+    A Schedule is not checked when it is constructed; `weft.schedule.check` proves it right.
 
     Raises ValueError for chunks below 1, and for lanes with priority or ctas in a schedule that does not use them.
     """

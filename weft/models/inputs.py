@@ -43,7 +43,7 @@ class Announce:
         reader = "" if self.adapted else self._reader(module)
         if reader and not torch.compiler.is_compiling():
             warn_once(f"{self.name}: {reader} may read its input, which is therefore gathered before the matmuls")
-        change = self.shared.gather if reader or self.adapted else self.shared.announce
+        change = self.shared.gather if reader or self.adapted else self.shared.multiply_all
         return with_input_changed(module, args, kwargs, self.argument, lambda x: change(self.taken(x) if self.taken else x))
 
     def _reader(self, module: nn.Module) -> str:

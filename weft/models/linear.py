@@ -1,26 +1,26 @@
-"""Linears that call weft's operators: torch's own, of another class, with sharded weights.
+"""Sharded linears: torch.nn.Linear modules whose class is replaced, so that they call weft's operators.
 
-A module becomes one by its class alone, so that names, hooks, parameters and checkpoints stay what they are. torchao's
-Float8Linear becomes one of a class that derives from one of these, and multiplies in FP8 (weft/models/float8.py).
+Only the `__class__` of a module changes, so names, hooks, parameters and checkpoints stay the same. torchao's Float8Linear
+gets a subclass of these classes, which multiplies in FP8 (weft/models/float8.py).
 
     ColumnLinear         weight Shard(0), bias Shard(0)      outputs are this rank's columns, of all tokens
     RowLinear            weight Shard(1), bias Replicate     inputs are this rank's columns of all tokens
     SharedInputLinears   column linears that read one tensor: it is gathered once for all of them
 
-What a SharedInputLinears' parent is given, and when:
+A SharedInputLinears computes the products of all its members before the forward of their parent module runs:
 
-    parent's pre-hook     x [B, s, H], this rank's tokens --> announce(x): products of all members, saved
-    parent's forward      gets what stands for the gathered tensor: its shape, and NaN for values, since nobody may read them
-    member's forward      is given the same tensor --> its product, once
-    parent's hook         what was not taken is dropped
+    parent's pre-hook     x [B, s, H], this rank's tokens --> multiply_all(x) computes and saves the products of all members
+    parent's forward      receives a placeholder of the gathered shape, filled with NaN, because no code may read the values
+    member's forward      receives the placeholder --> returns its saved product, once
+    parent's hook         products that no member has taken are dropped
 
-A member that is called with any other tensor, of this rank's tokens, multiplies by itself; one that is called with the gathered
-one again is refused, since that has no values.
+A member that is called with another tensor of this rank's tokens multiplies it. A second call with the placeholder raises
+ValueError, because the placeholder has no data.
 
-Where somebody else may read the parent's input, a hook or an adapter, it is gathered first, and nothing is announced:
+If a hook or an adapter may read the parent's input, the tokens are gathered first, and nothing is computed in advance:
 
-    parent's pre-hook     x [B, s, H] --> gather(x) [B, S, H], the values themselves
-    member's forward      is given all tokens --> its product with them
+    parent's pre-hook     x [B, s, H] --> gather(x) [B, S, H], with its values
+    member's forward      receives all tokens --> returns its product with them
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ Tensor = torch.Tensor
 
 @dataclass(kw_only=True)
 class Tokens:
-    """Tokens has the layout of a module's input tokens on ranks, along `dim`. total: of all ranks, where each has its part, as
-    torch.chunk cuts it; None where every rank has all. Whoever knows sets it before the module runs."""
+    """Tokens has the layout of a module's input tokens over the ranks, along `dim`.
+
+    total: the number of tokens of all ranks, if each rank has its part of them, as torch.chunk cuts it; None if every rank has
+        all tokens. A pre-hook of the module's style sets it before the module runs.
+    """
 
     dim: int = 1
     total: int | None = None
@@ -60,13 +63,18 @@ class Tokens:
         return self.total is not None
 
     def check(self) -> None:
-        """Raise ValueError where nobody knows."""
+        """Raise ValueError if the layout is unknown. A hook for subclasses: here it is always known."""
 
 
 @dataclass(kw_only=True)
 class SharedInputLinears:
-    """Column linears that read one tensor. ran: what they have run. _outs: what was announced and not yet taken, by member;
-    _stand_in: for what. _gathered: whether members are called with all tokens instead."""
+    """A SharedInputLinears holds the column linears that read one tensor.
+
+    ran: the operator calls that they have made.
+    _outs: the products that were computed in advance and not yet taken, by member.
+    _stand_in: the placeholder with which members take them.
+    _gathered: whether members are called with all tokens instead.
+    """
 
     members: Sequence[ColumnLinear]
     tokens: Tokens
@@ -76,8 +84,8 @@ class SharedInputLinears:
     _stand_in: Tensor | None = None
     _gathered: bool = False
 
-    def announce(self, x: Tensor) -> Tensor:
-        """Multiply x by all members' weights; what the members are to be called with."""
+    def multiply_all(self, x: Tensor) -> Tensor:
+        """Multiply x by all members' weights. Return the placeholder with which the members are to be called."""
         total, dim = self.tokens.total, self.tokens.dim
         products = self._products(x, self.members, total)
         self._outs, self._gathered = dict(enumerate(products)), False
@@ -89,13 +97,16 @@ class SharedInputLinears:
         return self._stand_in
 
     def gather(self, x: Tensor) -> Tensor:
-        """All tokens of x, which anybody may read: each member multiplies by itself what it is called with, of all tokens."""
+        """Return x gathered over the ranks. Afterwards each member multiplies its own input, which has all tokens."""
         total, mesh = self.tokens.total, cast(DTensor, self.members[0].weight).device_mesh
         self._outs, self._stand_in, self._gathered = {}, None, True
         return x if total is None else gathered(x, mesh, self.tokens.dim, total)
 
     def take(self, member: ColumnLinear, x: Tensor) -> Tensor:
-        """A member's product: what was announced for it, or computed now. Raises ValueError for all tokens a second time."""
+        """Return a member's product, which was computed in advance or is computed now.
+
+        Raises ValueError if a member is called with the placeholder twice.
+        """
         if self._gathered:
             return self._products(x, [member], None)[0]
         at = next(i for i, each in enumerate(self.members) if each is member)
@@ -108,8 +119,8 @@ class SharedInputLinears:
         return out
 
     def forget(self, module: nn.Module, args: Any, out: Any) -> None:
-        """Drop the products that no member has taken, after the module. A compiled module would return them, and the
-        gradients of what it returns are zeros where there are none."""
+        """Drop the products that no member has taken, after the module has run. Otherwise a compiled module would return them
+        as outputs, and send zero gradients into them."""
         self._outs, self._stand_in, self._gathered = {}, None, False
 
     def _check_own(self, x: Tensor) -> None:
@@ -162,13 +173,14 @@ class RowLinear(nn.Linear):
 
 
 def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
-    """This rank's part as a DTensor of that shape, whose parts need not be even."""
+    """Return this rank's part as a DTensor of that shape, whose parts need not be even."""
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(mine, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 def gathered(x: Tensor, mesh: DeviceMesh, dim: int, total: int) -> Tensor:
-    """All tokens, of which x is this rank's part, along `dim`. Backward: cut; what is whole has a whole gradient."""
+    """Gather all tokens along `dim`; x is this rank's part. The backward returns this rank's slice of the gradient, without a
+    sum, because every rank has the whole gradient."""
     spread = as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], total, *x.shape[dim + 1 :]))
     # torch 2.11 gathers into a tensor with other strides, on which a model's own views fail.
     return spread.redistribute(mesh, [Replicate()]).to_local().contiguous()
@@ -182,18 +194,19 @@ def rows_of(x: Tensor, dim: int, total: int | None) -> int:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter."""
+    """Return this rank's part of a parameter."""
     return cast(DTensor, parameter).to_local()
 
 
 def operand(linear: nn.Linear) -> Tensor | QuantisedWeight:
-    """This rank's part of a sharded linear's weight, with its scales if it is of FP8."""
+    """Return this rank's part of a sharded linear's weight, with its scales if it is FP8."""
     weight, kind = local(linear.weight), linear.__dict__.get("_weft_kind")
     return weight if kind is None else QuantisedWeight(weight, local(linear.get_parameter(kind.scales)), kind.recipe)
 
 
 def group_of(parameter: Tensor) -> dist.ProcessGroup:
-    """The ranks that share a parameter. Raises ValueError if it is sharded otherwise, too, at the time of the call."""
+    """Return the process group that shares a parameter. Raises ValueError if its mesh has further dimensions during the
+    call."""
     mesh = cast(DTensor, parameter).device_mesh
     if mesh.ndim != 1:
         raise ValueError(
@@ -204,13 +217,16 @@ def group_of(parameter: Tensor) -> dist.ProcessGroup:
 
 
 def require_one_dimension(mesh: DeviceMesh) -> None:
-    """Raises ValueError for a mesh of several dimensions, of which no style could know the one that is meant."""
+    """Raise ValueError for a mesh of several dimensions, because a style cannot know which one is meant."""
     if mesh.ndim != 1:
         raise ValueError(f"device_mesh has {mesh.ndim} dimensions; slice one of them: mesh['name']")
 
 
 class Distributor:
-    """Spreads parameters over a mesh. One that modules share stays one. src_data_rank: as torch's parallelize_module."""
+    """A Distributor shards parameters over a mesh. A parameter that modules share is sharded once.
+
+    src_data_rank: as for torch's parallelize_module.
+    """
 
     def __init__(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         self.mesh, self.src_data_rank = mesh, src_data_rank

@@ -22,12 +22,23 @@ import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
-from weft.ops.common import FLOAT8, as_matrix, check_operands, check_own, define, group_of, heard, multiplied, shape_of, spec_of
+from weft.ops.common import (
+    FLOAT8,
+    as_matrix,
+    check_local_strided,
+    check_operands,
+    define,
+    group_of,
+    multiplied,
+    publish_errors,
+    shape_of,
+    spec_of,
+)
 from weft.ops.replicated import with_summed_double_gradient
 from weft.ops.scaled import ScaleOptions, quantised, refuse_gradients, scaled_matmul
 
 
-@heard
+@publish_errors
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -87,7 +98,7 @@ def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...],
         return
     if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape:
         raise ValueError(f"{name} is {shape_of(given)}; it must be {list(shape)}")
-    check_own(name, given)
+    check_local_strided(name, given)
     if given.dtype != dtype or given.device != a.device:
         raise ValueError(f"{name} is {given.dtype} on {given.device}; it must be {dtype} on {a.device}, as the result is")
 

@@ -38,10 +38,10 @@ from weft.ops.common import (
     backward_schedule,
     check_operands,
     define,
+    empty_operand_after,
     group_of,
-    heard,
     multiplied,
-    no_columns,
+    publish_errors,
     rows_per_entry,
     spec_of,
 )
@@ -75,7 +75,7 @@ def matmul_all_to_all(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@heard
+@publish_errors
 def matmul_all_to_all(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -244,7 +244,7 @@ def all_to_all_matmul(
 ) -> tuple[torch.Tensor, ...]: ...
 
 
-@heard
+@publish_errors
 def all_to_all_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -361,7 +361,7 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
     if ctx.needs_input_grad[1]:
         # Saving the received rows would cost as much memory as a from forward to backward, so they are exchanged again by
         # default.
-        received = saved[0] if saved else _receive_again(a, no_columns(b, grad if grad_a is None else grad_a), options)
+        received = saved[0] if saved else _receive_again(a, empty_operand_after(b, grad if grad_a is None else grad_a), options)
         grad_b = received.t() @ grad
     return grad_a, grad_b
 

@@ -28,9 +28,9 @@ from weft.ops.common import (
     backward_schedule,
     check_operands,
     define,
+    empty_operand_after,
     group_of,
     multiplied,
-    no_columns,
     spec_of,
 )
 
@@ -122,7 +122,7 @@ def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tupl
         grad_a = _matmul_all_to_all_columns(factors, columns.t(), group, world_size, spec)
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
-        nothing = no_columns(b, grad if grad_a is None else grad_a)
+        nothing = empty_operand_after(b, grad if grad_a is None else grad_a)
         received = saved[0] if saved else _all_to_all_columns_matmul(a, nothing, group, world_size, "sequential", True)[1]
         grad_b = received.t() @ grad
     return grad_a, grad_b

@@ -1,11 +1,11 @@
-"""What all operators share: how one is defined and called, what is checked of its arguments, and tensors as matrices.
+"""Shared code of the operators: how one is defined and called, which arguments are refused, and how tensors become matrices.
 
-The file of an operator has, from top to bottom: the public function; the options of its torch.library operator, which are all
-arguments that are no tensors; what computes it; the shapes that torch.compile asks for; what autograd keeps, and the backward;
-and its definition.
+The file of an operator has, from top to bottom: the public function; the options of its torch.library operator, which are its
+non-tensor arguments; the function that computes it; the shapes for torch.compile; what autograd saves, and the backward; and
+the definition.
 
-Operators are defined by torch.library.Library and not by the custom_op decorator, whose wrapper loads torch._dynamo at the
-first call. Where a process group exists by then, its threads outlive its destruction (docs/lab/log.md).
+Operators are defined by torch.library.Library and not by the custom_op decorator, because the wrapper of custom_op loads
+torch._dynamo at the first call. If a process group exists by then, its threads outlive its destruction (docs/lab/log.md).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ R = TypeVar("R")
 
 
 class _Library(torch.library.Library):
-    """Its operators refuse dual tensors in each of their kernels: where no tensor requires a gradient, torch's own autograd
-    kernel would drop their tangents."""
+    """A library whose kernels refuse dual tensors (forward-mode derivatives). If no tensor requires a gradient, torch's own
+    autograd kernel would drop their tangents."""
 
     def impl(self, op_name: Any, fn: Function, dispatch_key: str = "", **options: Any) -> None:
         super().impl(op_name, _without_tangents(fn, f"weft::{op_name}"), dispatch_key, **options)  # type: ignore[no-untyped-call]
@@ -74,17 +74,17 @@ def define(
 ) -> Function:
     """Define the operator weft::name, and return the function that calls it.
 
-    The annotations of `run` say what the operator takes and returns. Options are plain values, or NamedTuples of these. The
-    function that is returned takes each field of a NamedTuple as an argument, by position; those that are given here take the
-    NamedTuple as one value:
+    The annotations of `run` say what the operator takes and returns. An option is a plain value or a NamedTuple of plain
+    values. The returned function takes a NamedTuple as its fields, one positional argument each. The functions that are passed
+    here get it as one NamedTuple:
 
         run(*tensors, *options)                       computes the results
         fake(*tensors, *options)                      makes empty results of the same shapes
         save(ctx, (*tensors, *options), results)      keeps in ctx what the backward needs
         backward(ctx, *grads)                         returns the gradients of the tensors
 
-    save and backward are for torch.library.register_autograd. double_backward: whether autograd may differentiate what the
-    backward calls; if not, gradients of its gradients raise ValueError.
+    save and backward are for torch.library.register_autograd. double_backward: whether the backward is itself differentiable;
+    if not, gradients of its gradients raise ValueError.
     """
     schema, tensors, options, places = schema_of(name, run)
 
@@ -114,9 +114,9 @@ def define(
     dispatched = getattr(torch.ops.weft, name)
 
     def call(*flat: Any) -> Any:
-        if torch.compiler.is_compiling() or not outside_dispatcher(flat[:tensors]):
+        if torch.compiler.is_compiling() or not can_skip_dispatcher(flat[:tensors]):
             return dispatched(*flat)
-        given = list(flat)  # as `grouped`, without a function more in each call
+        given = list(flat)  # `grouped`, inlined to save a call
         for kind, place in places:
             given[place] = [kind._make(flat[place])]
         return run(*given)
@@ -124,10 +124,12 @@ def define(
     return call
 
 
-def outside_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor] | None]) -> bool:
-    """Whether torch's dispatcher has nothing to do for a call with these tensors, so that it can be skipped; it takes some 15
-    us of host time. It is needed for gradients, for whatever observes the call, for subclasses of Tensor, and for views that
-    torch has yet to negate or conjugate. (torch.compile, which traces calls, needs it, too; `define` looks for that.)"""
+def can_skip_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor] | None]) -> bool:
+    """Return whether a call with these tensors can skip torch's dispatcher, which takes some 15 us of host time.
+
+    The dispatcher is needed for gradients, for modes that observe the call, for subclasses of Tensor, and for views that torch
+    has yet to negate or conjugate. torch.compile also needs it, because it traces calls; `define` checks that.
+    """
     if observed():
         if in_functional_gradient():
             raise ValueError(
@@ -139,7 +141,8 @@ def outside_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor]
 
 
 def _plain(arguments: Iterable[Any], grad: bool) -> bool:
-    """Whether all of them are ordinary tensors without gradients, or lists of these. grad: whether gradients are recorded."""
+    """Return whether all arguments are ordinary tensors without gradients, or lists of these. grad: whether autograd
+    records."""
     for argument in arguments:
         if type(argument) in _PLAIN:
             if (grad and argument.requires_grad) or argument.is_neg() or argument.is_conj():
@@ -149,11 +152,12 @@ def _plain(arguments: Iterable[Any], grad: bool) -> bool:
     return True
 
 
-def no_columns(like: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """A factor as `like`, but without columns, made of `after`: a call with it comes behind what made `after`.
+def empty_operand_after(like: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Return an operand shaped like `like` but with zero columns, which depends on `after`.
 
-    An exchange of a backward that needs nothing of the gradients could be anywhere in a graph of torch.compile, which places
-    it by the sizes of tensors. Ranks whose sizes differ would then make their calls in different orders.
+    It orders a call behind the computation of `after` in a graph of torch.compile. Without it, an exchange that needs no
+    gradient could be anywhere in the graph, where the compiler places it by the sizes of tensors. Ranks whose sizes differ
+    would then make their calls in different orders.
     """
     return after.detach()[:0].reshape(*like.shape[:-1], 0)
 
@@ -253,12 +257,14 @@ class _NotDifferentiable(torch.autograd.Function):
         raise ValueError(f"{ctx.what} has first derivatives alone; for second ones, use torch's operators in its place")
 
 
-# What peers get of an error that is raised before a call begins.
+# Errors that are raised before a call begins are published to the peers.
 
 
-def heard(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that all ranks of its argument `group` call. What it raises on this rank, peers that wait for this rank get,
-    too, instead of waiting until the bound."""
+def publish_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that all ranks of its argument `group` call.
+
+    If it raises on this rank, peers that wait for this rank in the call get the error, and do not wait until the bound.
+    """
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -269,16 +275,17 @@ def heard(function: Callable[P, R]) -> Callable[P, R]:
             return function(*arguments, **options)
         except Exception as error:
             with suppress(TypeError):  # arguments that are none of the function's
-                raise_instead(signature.bind(*arguments, **options).arguments.get("group"), error)
+                publish_error_instead(signature.bind(*arguments, **options).arguments.get("group"), error)
             raise
 
     return call
 
 
-def raise_instead(group: dist.ProcessGroup | None, error: Exception) -> None:
-    """This rank raises an error in the place of a call. An error that ends all ranks' calls in any case changes nothing."""
+def publish_error_instead(group: dist.ProcessGroup | None, error: Exception) -> None:
+    """Publish that this rank raises an error and does not make the call. Errors that have already failed the group are
+    ignored."""
     with suppress(ValueError):  # a group that is none
-        GROUPS.raise_instead(group_of(group)[0], error)
+        GROUPS.publish_error_instead(group_of(group)[0], error)
 
 
 # What is checked of an operator's arguments.
@@ -296,7 +303,7 @@ def group_of(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
 
 
 def spec_of(schedule: str | Schedule, op: Op) -> str:
-    """A schedule as a string that the operator `op` takes. The runtime remembers Schedule values by their content."""
+    """Return a schedule as the string that the operator `op` takes. The runtime stores Schedule values under their digest."""
     if isinstance(schedule, Schedule):
         return GROUPS.keep(schedule)
     if not isinstance(schedule, str):
@@ -317,13 +324,16 @@ def _check_name(schedule: str, op: Op) -> None:
 
 
 def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 1, scaled: bool = False) -> None:
-    """What operators need of the matrices that they multiply. parts: how many ranks' columns of a are concatenated before they
-    are multiplied. scaled: whether they may be FP8. Raises ValueError."""
+    """Raise ValueError unless the operands can be multiplied.
+
+    parts: how many ranks' columns of a are concatenated before they are multiplied.
+    scaled: whether operands may be FP8.
+    """
     if not isinstance(a, torch.Tensor) or a.dim() < 2:
         raise ValueError(f"a is {shape_of(a)}; it must be a tensor of at least 2 dimensions")
     if not bs:
         raise ValueError("b is an empty list; pass one matrix or several")
-    check_own("a", a)
+    check_local_strided("a", a)
     if not (a.is_cuda or a.is_cpu):
         raise ValueError(f"a is on {a.device}; weft runs on cpu and cuda")
     is_float8 = scaled and a.dtype in FLOAT8
@@ -334,19 +344,18 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 
         name = f"b[{i}]" if len(bs) > 1 else "b"
         if not isinstance(b, torch.Tensor) or b.dim() != 2:
             raise ValueError(f"{name} is {shape_of(b)}; it must be a matrix")
-        check_own(name, b)
+        check_local_strided(name, b)
         if b.shape[0] != parts * a.shape[-1]:
             columns = f"{a.shape[-1]} columns" + (f" on each of {parts} ranks" if parts > 1 else "")
             raise ValueError(f"{name} has {b.shape[0]} rows, a has {columns} ({shape_of(a)} @ {shape_of(b)}); they must agree")
-        # get_device, which is fast, is -1 for a tensor without memory, too.
-        # An a of 16 or 32 bits is quantised for a b of FP8.
+        # An a of 16 or 32 bits is quantised for a b of FP8. get_device is fast, but -1 also for a meta tensor.
         same_dtype = b.dtype in FLOAT8 if is_float8 else a.dtype == b.dtype or (scaled and b.dtype in FLOAT8)
         if not same_dtype or b.get_device() != a.get_device() or b.is_cpu != a.is_cpu:
             raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
 
 
-def check_own(name: str, tensor: torch.Tensor) -> None:
-    """That a tensor is strided, and this rank's part itself. Raises ValueError."""
+def check_local_strided(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the tensor is strided, and no DTensor."""
     if tensor.is_nested:
         raise ValueError(f"{name} is a nested tensor; weft takes tensors with one shape: use {name}.to_padded_tensor(0.0)")
     # torch.compile refuses to read a layout in the backward of a torch.autograd.Function.
@@ -357,13 +366,13 @@ def check_own(name: str, tensor: torch.Tensor) -> None:
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor  # import weft does not load it
+    from torch.distributed.tensor import DTensor  # imported here: `import weft` must not load torch.distributed.tensor
 
     return isinstance(tensor, DTensor)
 
 
-def check_values(name: str, tensor: torch.Tensor) -> None:
-    """That its memory holds its values, for what is read or written there. Raises ValueError."""
+def check_own_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the tensor's own memory holds its values."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ValueError(
             f"{name} is a {type(tensor).__name__}, which holds its values in other tensors; use {name}.to_local() of a "
@@ -376,14 +385,14 @@ def check_values(name: str, tensor: torch.Tensor) -> None:
 
 
 def list_of(name: str, values: Iterable[torch.Tensor], use: str) -> list[torch.Tensor]:
-    """Several tensors as a list. Raises ValueError for what holds none; `use` says what would work."""
+    """Return several tensors as a list. Raises ValueError for another type; `use` says what would work."""
     if not isinstance(values, (list, tuple)):
         require(name, values, Iterable, use)
     return list(values)
 
 
 def shape_of(value: object) -> str:
-    """What an error says that an argument is."""
+    """Return how an error describes an argument."""
     if isinstance(value, torch.Tensor):
         return "a nested tensor" if value.is_nested else str(list(value.shape))
     return f"a {type(value).__name__}"
@@ -392,7 +401,7 @@ def shape_of(value: object) -> str:
 def multiplied(
     op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, schedule: str, *, rows: int, unit: int = 1, **more: Any
 ) -> list[torch.Tensor]:
-    """What a MatmulCall computes: its products, then the rows that were gathered, and their scales, if these are asked for."""
+    """Run a MatmulCall. Return its products, then the gathered rows and their scales, if these were requested."""
     call = MatmulCall(op=op, a=a, bs=bs, rows=rows, row_multiple=unit, schedule=schedule, **more)
     outputs = GROUPS.run(group, call)
     return outputs["out"] + outputs.get("gathered", []) + outputs.get(_GATHERED_SCALES, [])
@@ -402,8 +411,8 @@ def multiplied(
 
 
 def rows_per_entry(a: torch.Tensor) -> int:
-    """Rows for one entry of the first dimension. It is 0 for an empty batch; ranks call with such a one, too, as a matrix
-    without rows."""
+    """Return the number of rows for each entry of the first dimension. It may be 0: a rank without tokens still takes part in
+    the call, with a matrix without rows."""
     rows = 1
     for extent in a.shape[1:-1]:
         rows *= extent
@@ -411,12 +420,13 @@ def rows_per_entry(a: torch.Tensor) -> int:
 
 
 def as_matrix(a: torch.Tensor) -> torch.Tensor:
-    """The matrix of a tensor's rows."""
+    """Return the matrix of a tensor's rows."""
     return a.reshape(a.shape[0] * rows_per_entry(a), a.shape[-1]) if a.dim() > 2 else a
 
 
 def as_tensor(rows: torch.Tensor, entries: int, like: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """A matrix as a tensor of so many entries, with the middle dimensions of `like`. The entries become its dimension `dim`."""
+    """Return a matrix as a tensor [entries, ...] with the middle dimensions of `like`. The entries become its dimension
+    `dim`."""
     if like.dim() == 2:
         return rows
     out = rows.view(entries, *like.shape[1:-1], rows.shape[1])

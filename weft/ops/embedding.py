@@ -29,7 +29,7 @@ import torch.distributed as dist
 from weft.compat.dispatch import writes_to
 from weft.core.problem import DType, LookupProblem, split
 from weft.core.schedule import Schedule
-from weft.ops.common import define, group_of, heard, list_of, spec_of
+from weft.ops.common import define, group_of, list_of, publish_errors, spec_of
 from weft.ops.embedding_arguments import (
     batch_of,
     check_disjoint,
@@ -54,7 +54,7 @@ with torch.inference_mode(False):  # this module may first be loaded in there
 that is made within it is none of those."""
 
 
-@heard
+@publish_errors
 def embedding_bag_all_to_all(
     indices: torch.Tensor,
     offsets: torch.Tensor | None,

@@ -10,7 +10,7 @@ from operator import index
 import torch
 
 from weft.core.errors import require
-from weft.ops.common import DTYPES, check_own, shape_of
+from weft.ops.common import DTYPES, check_local_strided, shape_of
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 
@@ -41,7 +41,7 @@ def dtype_of_tables(tables: Sequence[torch.Tensor], device: torch.device, dtype:
         )
     for at, table in enumerate(tables):
         require(f"tables[{at}]", table, torch.Tensor, "it must be a matrix [rows, dim]")
-        check_own(f"tables[{at}]", table)
+        check_local_strided(f"tables[{at}]", table)
     kind = tables[0].dtype if tables else dtype
     if kind not in DTYPES or dtype not in (None, kind):
         raise ValueError(f"tables[0] is {kind}, dtype {dtype}; weft takes {', '.join(DTYPES.values())}, the same for both")

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from weft.compat.tensors import grouped_mm
 from weft.core.problem import Op, Scaling
 from weft.core.schedule import Schedule
-from weft.ops.common import FLOAT8, check_operands, define, group_of, no_columns, shape_of
+from weft.ops.common import FLOAT8, check_operands, define, empty_operand_after, group_of, shape_of
 from weft.ops.scaled import ScaleAndBias, quantised, quantised_here
 from weft.ops.schema import SymInt
 from weft.runtime.bindings import scales_name
@@ -227,7 +227,9 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
         # Saving the received rows would cost max_rows x K of memory from forward to backward, so they are exchanged again by
         # default.
         rows = (
-            received[0] if received else _receive_again(a, no_columns(b, grad if grad_a is None else grad_a), splits, options)
+            received[0]
+            if received
+            else _receive_again(a, empty_operand_after(b, grad if grad_a is None else grad_a), splits, options)
         )
         grad_b = grouped_outer(rows, grad, counts.sum(1))
     return grad_a, grad_b, None

@@ -33,11 +33,11 @@ from weft.ops.common import (
     backward_schedule,
     check_operands,
     define,
+    empty_operand_after,
     group_of,
-    heard,
     list_of,
     multiplied,
-    no_columns,
+    publish_errors,
     rows_per_entry,
     spec_of,
 )
@@ -116,7 +116,7 @@ def all_gather_matmul(
 ) -> Any: ...
 
 
-@heard
+@publish_errors
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor | Sequence[torch.Tensor],
@@ -238,7 +238,7 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
     if any(ctx.needs_input_grad[1]):
         given = [grad_a, *grads]
         after = next((each for each in given if each is not None), a)
-        gathered = _gather_again(a, no_columns(a.t(), after), options) if saved is None else saved
+        gathered = _gather_again(a, empty_operand_after(a.t(), after), options) if saved is None else saved
         wanted = zip(bs, grads, ctx.needs_input_grad[1], strict=False)
         grad_bs = [_gradient_of(b, gathered, grad) if needed and grad is not None else None for b, grad, needed in wanted]
     return grad_a, grad_bs
@@ -253,7 +253,7 @@ def _gather_again(a: torch.Tensor, nothing: torch.Tensor, options: _Gather) -> t
 _all_gather_matmul = define("all_gather_matmul", _gather, _gather_fake, save=_gather_save, backward=_gather_backward)
 
 
-@heard
+@publish_errors
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -1,5 +1,5 @@
-"""The shortlist has the few schedules of a ConcurrentProblem that are worth measuring. It is a pure function, so all ranks
-measure the same. For other problems the ranking chooses them (weft.perf.ranking)."""
+"""This module chooses the few schedules of a ConcurrentProblem that are worth measuring. `shortlist` is a pure function, so all
+ranks measure the same schedules. For other problems the ranking chooses them (weft.perf.ranking)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from weft.schedules import concurrent
 AT_MOST = 14
 """The largest number of candidates, including the sequential program."""
 WITHIN = 1.25
-"""Families that are predicted to take more than this factor of the fastest time are measured last."""
+"""The best schedule of each family within this factor of the fastest time is measured first."""
 
 
 def shortlist(found: Plan) -> tuple[str, ...]:
-    """Specs of a ConcurrentProblem: the sequential program, two plain streams, then the best of each family that is predicted
-    near the fastest, then the others, as predicted: of a computation that weft does not know a prediction says less than of its
-    own kernels. Where nothing is communicated, or nothing computed, there is only the sequential program."""
+    """Return the specs to measure: the sequential program, two plain streams, the best of each family that is predicted near
+    the fastest, and then all others in predicted order.
+
+    Every family near the fastest comes early, because a prediction for unknown user code is less reliable than one for weft's
+    kernels. If nothing is communicated, or nothing is computed, only the sequential program is left.
+    """
     base, plain = str(concurrent.SEQUENTIAL), str(concurrent.PLAIN)
     if not min(found.computation_us, found.communication_us) > 0:
         return (base,)

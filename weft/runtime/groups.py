@@ -270,13 +270,14 @@ class Groups:
         """Return a context in which other ranks may wait for this one. An error that is raised in it ends their waits."""
         return known.rank_group.failing() if (known := self.known(name)) else nullcontext()
 
-    def raise_instead(self, name: str, error: Exception) -> None:
-        """Publish an error as RankGroup.raise_instead does, or as RankGroup.raise_before if the group has made no call."""
+    def publish_error_instead(self, name: str, error: Exception) -> None:
+        """Publish an error as RankGroup.publish_error_instead does, or as RankGroup.publish_error_before_first_call if the
+        group has made no call."""
         group, known = _resolve_living(name), self.known(name)
         if known is not None:
-            known.rank_group.raise_instead(error)
+            known.rank_group.publish_error_instead(error)
         elif group is not None:
-            RankGroup.raise_before(group, error)
+            RankGroup.publish_error_before_first_call(group, error)
 
     def reach(self, name: str, tensor: torch.Tensor) -> SymmetricPlace | None:
         """Return where a tensor is stored in a group's symmetric memory. Return None if it is stored elsewhere."""

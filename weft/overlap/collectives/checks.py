@@ -11,7 +11,7 @@ from weft.core.errors import require
 from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Schedule
 from weft.ops.collective import default_sms
-from weft.ops.common import check_values, group_of, shape_of, spec_of
+from weft.ops.common import check_own_memory, group_of, shape_of, spec_of
 from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_from_environment
 from weft.runtime.groups import GROUPS
 
@@ -96,7 +96,7 @@ def check_tensor(name: str, tensor: torch.Tensor, *, contiguous: bool = False) -
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} is {shape_of(tensor)} with strides {tensor.stride()}; it must be contiguous")
     if contiguous:
-        check_values(name, tensor)
+        check_own_memory(name, tensor)
 
 
 def _check_sizes(op: str, output: torch.Tensor, input: torch.Tensor, world_size: int) -> None:

@@ -21,7 +21,7 @@ from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
 from weft.ops.collective import collective
-from weft.ops.common import group_of, heard, shape_of, spec_of
+from weft.ops.common import group_of, publish_errors, shape_of, spec_of
 from weft.overlap.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
 from weft.runtime.collective_calls import check_summed
 from weft.runtime.groups import GROUPS
@@ -36,7 +36,7 @@ class _Options:
     sms: int | None = None
 
 
-@heard
+@publish_errors
 def all_gather(
     x: torch.Tensor,
     group: dist.ProcessGroup | None = None,
@@ -50,7 +50,7 @@ def all_gather(
     return _apply("all_gather", x, options)
 
 
-@heard
+@publish_errors
 def reduce_scatter(
     x: torch.Tensor,
     op: Reduction = "sum",
@@ -65,7 +65,7 @@ def reduce_scatter(
     return _apply("reduce_scatter", x, options)
 
 
-@heard
+@publish_errors
 def all_to_all(
     x: torch.Tensor,
     group: dist.ProcessGroup | None = None,
@@ -79,7 +79,7 @@ def all_to_all(
     return _apply("all_to_all", x, options)
 
 
-@heard
+@publish_errors
 def all_reduced(
     x: torch.Tensor,
     op: Reduction = "sum",
@@ -94,7 +94,7 @@ def all_reduced(
     return _apply("all_reduce", x, options)
 
 
-@heard
+@publish_errors
 def empty(
     *shape: int,
     dtype: torch.dtype = torch.float32,

@@ -16,7 +16,7 @@ from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.core.errors import require
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Schedule
-from weft.ops.common import group_of, raise_instead
+from weft.ops.common import group_of, publish_error_instead
 from weft.overlap.concurrent.calls import Calls, calls_of
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
@@ -107,7 +107,7 @@ def concurrent(
         context, run = _chosen(compute, collectives, key, repeatable, compute_us, method, kernels, residents, group)
     except Exception as error:
         for ranks in _groups(collectives, group):
-            raise_instead(ranks, error)
+            publish_error_instead(ranks, error)
         raise
     return context if run is None else context.run(run)
 
