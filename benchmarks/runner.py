@@ -1,8 +1,8 @@
-"""How a benchmark of several cases runs: one after the other, inside torchrun; what fails is left out, with its reason.
+"""This module runs benchmarks under torchrun, one case after another. A case that fails is left out, and its reason is printed.
 
-`run` measures a Bench, which is a list of Comparisons: cases, each of which makes the methods that take turns. It has the
-options that all of them share. A case whose rows are in the --json file already is left out, so that a run that was cut off
-can be started again. Benchmarks that are no Bench yet call `run_parts`, which has less.
+`run` measures a Bench, which is a list of cases (Comparison). Each case makes the methods that are timed in turns. A case
+whose rows are already in the --json file is left out, so that a run that was cut off can be started again. Benchmarks that are
+no Bench call `run_parts`, which has fewer options.
 """
 
 from __future__ import annotations
@@ -47,21 +47,26 @@ from weft.core.problem import Op
 T = TypeVar("T")
 NEEDED = ("sequential/default", "communication/default", "computation/cublas")
 APART = (*ALONE, "quantised/", "float8/")
-"""Methods whose results are not compared: those that do not give one, and those that round to FP8 by themselves."""
+"""Methods whose results are not compared, because they give none, or because they round to FP8."""
 
 
 def by_sequential(works: Mapping[str, Work]) -> Check:
-    """A check against the result of `sequential/default`."""
+    """Return a check that compares with the result of `sequential/default`."""
     expected: Any = together("sequential/default", works["sequential/default"])
     return check_of(expected.float(), apart=APART)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One case. methods: makes everything that is timed by name (rows.py), by NCCL's transports and by schedules.
-    specs: the schedules that are usually tried; "auto" is always the last. repeat: calls of a sample. windows: bytes of a shard
-    and of a whole, which NCCL's registered buffers hold. needed: methods without which the case is left out. checked: makes the
-    check, by calling what it compares with."""
+    """A Comparison is one case of a benchmark.
+
+    methods: from NCCL's transports and the specs of schedules, makes what is timed, by the names of rows.py.
+    specs: the schedules that are tried by default; "auto" is always tried, and is the last.
+    repeat: the number of calls in a sample.
+    windows: the bytes of a shard and of the whole, for which NCCL's registered buffers must have room.
+    needed: the methods without which the case is left out.
+    checked: makes the check of the results, by calling the method that it compares with.
+    """
 
     bench: str
     op: Op
@@ -82,8 +87,13 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """One question. cases: of a world size and a dtype. nccl: NCCL's other transports than the default. dtypes: that --dtype
-    takes, the usual one first. environment: variables of which weft takes notice, unless the user has set them."""
+    """A Bench answers one question.
+
+    cases: from a world size and a dtype, makes the cases.
+    nccl: the transports of NCCL that are tried in addition to the default one.
+    dtypes: what --dtype takes; the first one is the default.
+    environment: variables that are set before weft starts, unless the user has set them.
+    """
 
     name: str
     question: str

@@ -111,7 +111,7 @@ RANGE = ("least", "most")
 
 
 class LedgerError(ValueError):
-    """What is wrong with one figure."""
+    """An error about one figure. It is yielded as well as raised."""
 
 
 @dataclass(frozen=True, kw_only=True)

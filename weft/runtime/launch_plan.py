@@ -1,6 +1,8 @@
-"""A launch plan is the list of launches that a call of a program enqueues on each lane of one rank. It is prepared once.
+"""A launch plan is the list of launches that a call of a program enqueues on each lane of one rank.
 
-A call only inserts the addresses of its tensors. Walking the steps of the schedule in Python took 0.5 to 0.7 ms per call.
+It is built once for each program, because walking the schedule's steps in Python took 0.5 to 0.7 ms per call. A call only
+inserts the addresses of its tensors. In the table, a gate is a Wait of one part of a step, `count` is the flag that a part
+signals, and `lower` resets the waiter's copy of a flag.
 
     schedule step            launches
     wait                     FlagOperations: write the lane's progress, wait, lower
@@ -9,10 +11,11 @@ A call only inserts the addresses of its tensors. Walking the steps of the sched
     any step as a kernel     FlagOperations: the gates that the kernel does not wait for itself, and the lane's progress;
                              KernelLaunch; FlagOperations: lower the gates that the kernel has waited for. A kernel with
                              flags of its own is a KernelLaunch alone
-    gemm part by part        for each group of parts, FlagOperations: its gates; TorchLaunch; FlagOperations: its count. A part
-                             with inner gates has FlagOperations and a TorchLaunch for each slice
+    gemm part by part        for each group of parts, FlagOperations: wait for its gates; TorchLaunch: the matmul;
+                             FlagOperations: signal its count. A part with inner gates has FlagOperations and a TorchLaunch
+                             for each slice of K
     sum, lookup, segments    likewise, for each part
-    push                     for each part, CopyLaunch; FlagOperations: its count
+    push                     for each part, CopyLaunch; FlagOperations: signal its count
     collective               TorchLaunch
     sends and receives       FlagOperations: write the lane's progress; TorchLaunch
     shared row counts        TorchLaunch: write them at the peers; FlagOperations: raise, wait; TorchLaunch: read them
@@ -20,10 +23,14 @@ A call only inserts the addresses of its tensors. Walking the steps of the sched
 If the compute lane signals and has more work to do, the signal is enqueued on a separate stream (weft.runtime.lane_streams).
 Copy lanes signal on their own stream: the copies between the signals are slower otherwise (docs/lab/log.md).
 
-Neighbouring FlagOperations become one submission. On a GPU these are stream memory operations on copy lanes and network lanes,
-for signals that go aside, and on every lane of a CollectiveProblem, which is a collective without a matmul that the user may
-run concurrently with other kernels. Memory operations need no SM, and waiting blocks may hold all SMs. On other lanes a
-submission is a kernel of one warp (weft.kernels.flag_operations), which does the operations of a phase at once.
+Neighbouring FlagOperations become one submission. On a GPU there are two kinds:
+
+- Stream memory operations need no SM, and waiting blocks may hold all SMs. They are used on copy lanes and network lanes, for
+signals
+  on the separate stream, and on every lane of a CollectiveProblem, which may run concurrently with any kernel of the user.
+- On all other lanes a submission is a kernel of one warp (weft.kernels.flag_operations). It does all operations at once that
+may be
+  done in any order.
 """
 
 from __future__ import annotations

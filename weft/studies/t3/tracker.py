@@ -1,21 +1,21 @@
-"""Tracker: counts the updates of each wavefront's tile, and says which tiles have had all of theirs.
+"""This module models T3's tracker, which counts the updates of each wavefront's tile and reports the tiles that are complete.
 
-An entry lives from a tile's first update to its last. It counts elements: a wavefront's tile of E elements that each get u
-updates is ready at E * u. The hardware has a fixed number of entries.
+An entry lives from a tile's first update to its last. It counts updated elements: a wavefront's tile of E elements that each
+get u updates is complete at E * u. The hardware has a fixed number of entries.
 
-A tile whose first update finds no entry is counted in memory until it is ready (it is spilled): its count is written there, is
-read at its next update, and is written again unless that was the last one. The accesses go through the memory controller and
-take memory's time; an update waits until its count has been read, so its store, or the command that it triggers, is late by the
-memory's latency. Older tiles keep their entries, since tiles are completed in the order in which they are first updated.
+If the first update of a tile finds no free entry, the tile is counted in memory (it is spilled). Its count is written there,
+is read at its next update, and is written again unless that was the last one. These accesses go through the memory controller
+and take memory time. An update waits until its count has been read. So its store, or the command that it triggers, is late by
+the memory's latency. Older tiles keep their entries, because tiles are completed in the order in which they are first updated.
 
-The other choice is to stall the update until an entry is free. It deadlocks: in a ring, the peer's first chunk is updated here
-before this GPU's second chunk, so all of its tiles need entries before the GEMM, whose own stores wait behind stalled ones on
-the same links, completes the first of them. Each of the 16 sub-layers that most figures are of has more wavefront tiles in a
-chunk, 532 to 1,536, than the tracker has entries.
+The alternative would be to stall the update until an entry is free, but that deadlocks. In a ring, the peer's first chunk is
+updated here before this GPU's second chunk, so all tiles of the peer's chunk need entries first. This GPU's GEMM would
+complete them, but its stores wait behind the stalled ones on the same links. In each of the 16 sub-layers that most figures
+show, a chunk has more wavefront tiles (532 to 1,536) than the tracker has entries.
 
 Source: T3, arXiv 2401.16677, section 4.2.1: 256 entries, about 19 KB, next to the memory controller, off the critical path. The
-paper says nothing of a full tracker: the spill is assumed. 19 KB are 76 bytes for an entry, so an entry may well hold counts of
-several wavefronts of a workgroup; with four of them the tracker is one of 1,024 entries here.
+paper says nothing about a full tracker, so the spill is assumed. 19 KB are 76 bytes for an entry, so an entry may hold the
+counts of several wavefronts. If an entry holds four, set the number of entries to 1,024 here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ from weft.studies.t3.system import T3System
 
 
 class Counted(NamedTuple):
-    """What one update did. ready: ranges of tiles that are complete now; ready_in_memory: those that are once their counts have
-    been read from memory. reads, writes: of counts in memory."""
+    """The result of one update.
+
+    ready: ranges of tiles that are complete now.
+    ready_in_memory: ranges of tiles that are complete after their counts have been read from memory.
+    reads, writes: the numbers of counts that are read from memory, and written there.
+    """
 
     ready: list[tuple[int, int]]
     ready_in_memory: list[tuple[int, int]]
@@ -40,10 +44,12 @@ class Counted(NamedTuple):
 
 @dataclass
 class Tracker:
-    """Of one GPU. elements: of a wavefront's tile. Counts are by (position of the chunk, tile of it); wavefronts of a tile
-    store together, so one count serves all of them, and `live` counts entries of single wavefronts.
+    """The tracker of one GPU. It keeps one count for each (position of the chunk, tile of it), because the wavefronts of a tile
+    store together.
 
-    spilled: wavefronts' tiles that were counted in memory so far; most: that lived at a time, with and without an entry.
+    live: wavefront tiles that are being counted, including spilled ones.
+    most: the largest value of `live` so far.
+    spilled: wavefront tiles that were counted in memory so far.
     """
 
     system: T3System
@@ -60,11 +66,11 @@ class Tracker:
         return tile.rows * tile.cols // tile.wavefronts
 
     def threshold(self, position: int) -> int:
-        """Elements that a wavefront's tile of this chunk must see updated."""
+        """Return the number of element updates after which a wavefront's tile of this chunk is complete."""
         return self.elements * self.mapping.routes[position].updates
 
     def update(self, position: int, low: int, high: int) -> Counted:
-        """Tiles low .. high - 1 of a chunk have been updated, each element once."""
+        """Count one update of each element of the tiles low .. high - 1 of a chunk."""
         threshold, wavefronts, elements = self.threshold(position), self.system.tile.wavefronts, self.elements
         ready: tuple[list[int], list[int]] = ([], [])
         reads = writes = 0

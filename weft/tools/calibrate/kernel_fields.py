@@ -1,7 +1,7 @@
-"""What samples of weft's own kernels say: fields of the machine, one group after the other, each from those before it.
+"""This module computes fields of a machine profile from timings of weft's own kernels, in the order of their dependencies.
 
-Each function takes the machine so far and all samples, and gives values by path. All invert the cost terms of weft.perf: with
-what they give, the terms predict the samples. Raises ValueError where a sample is missing.
+Each function takes the partly calibrated Machine and all samples, and returns values by field path. The functions invert the
+cost terms of weft.perf: with the returned values, the terms predict the samples. They raise ValueError if a sample is missing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ _BAG = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """A derivation of profile fields. paths: the fields. values: computes them by path. samples: names of its samples. method:
-    for their sources."""
+    """A Derived describes how some fields of the profile are computed.
+
+    paths: the fields.
+    values: the function that computes them, by path.
+    samples: the names of the samples that it needs.
+    method: how the fields were measured, as the profile's `sources` say it.
+    """
 
     paths: tuple[str, ...]
     values: Callable[[Machine, Samples], dict[str, Any]]
@@ -37,7 +42,7 @@ class Derived:
 
 
 def _kernel_tiles(machine: Machine, samples: Samples) -> dict[str, Any]:
-    """The largest tile's rate over cuBLAS's of its area is flag_efficiency, which all tiles have in common."""
+    """flag_efficiency is the rate of the largest tile over that of cuBLAS's tile of the same area. It applies to all tiles."""
     reached = _reached(machine, of(samples, "counted tiles"))
     largest = max(reached, key=math.prod)
     bare = dataclasses.replace(machine.gpu, kernel_tiles=(), stored_tiles=())
@@ -51,7 +56,7 @@ def _stored_tiles(machine: Machine, samples: Samples) -> dict[str, Any]:
 
 
 def _reached(machine: Machine, samples: Samples) -> dict[tuple[int, int], float]:
-    """By tile: of the matrix peak, without its prologue and epilogue."""
+    """Return for each tile the fraction of the matrix peak that its main loop reaches."""
     found = {}
     for sample in samples:
         rows, cols, *_, inner = sample.key
@@ -65,7 +70,7 @@ def _listed(reached: dict[tuple[int, int], float], share: float) -> list[dict[st
 
 
 def _tile_us(machine: Machine, sample: ProbeSample) -> float:
-    """Of a kernel that is whole waves."""
+    """Return the time of one wave. The sample has only whole waves."""
     return (sample.median_us - machine.launch_us) / _waves(machine, sample)
 
 
@@ -86,7 +91,8 @@ def _half_tile(machine: Machine, samples: Samples) -> dict[str, Any]:
 
 
 def _far_tiles(machine: Machine, samples: Samples) -> dict[str, Any]:
-    """With few steps over K the links bind, and show the rate; with many the SMs do, and show what stores cost a tile."""
+    """With small K the links limit the kernel and give their rate. With large K the SMs do, and give what stores cost a
+    tile."""
     near, far = (sorted(of(samples, what), key=lambda sample: sample.key) for what in ("near tiles", "far tiles"))
     rows, cols, m, n, _ = far[0].key
     rate, tile_bytes = machine.stores.rate(machine.gpu.sms), 2 * rows * cols
@@ -119,7 +125,7 @@ def _rate_of_an_sm(machine: Machine, sample: ProbeSample) -> float:
 
 
 def _streamed(machine: Machine, samples: Samples) -> dict[str, Any]:
-    """What a row of b takes in the kernel that multiplies and exchanges: of few rows its loads, of many its products."""
+    """A row of b costs its loads if there are few rows, and its multiplications if there are many."""
     few_us, many_us = (_row_us(machine, pair) for pair in _pairs(samples))
     *_, rows, cols = _pairs(samples)[1][0].key
     full_us = 2 * rows * cols / _sm_flop_per_us(machine)
@@ -133,13 +139,13 @@ def _pairs(samples: Samples) -> tuple[tuple[ProbeSample, ProbeSample], tuple[Pro
 
 
 def _row_us(machine: Machine, pair: tuple[ProbeSample, ProbeSample]) -> float:
-    """All ranks' parts of K are equal."""
+    """Return the time for each row of b. All ranks' parts of K are equal."""
     low, high = pair
     return (high.median_us - low.median_us) / (high.key[2] - low.key[2]) * machine.world_size
 
 
 def _exchange_us(machine: Machine, samples: Samples) -> dict[str, Any]:
-    """What the simulator leaves of the time of few rows, without it."""
+    """Return the measured time minus the time that is simulated without an exchange."""
     sample = _pairs(samples)[0][0]
     m, n, k, *_ = sample.key
     free = dataclasses.replace(machine, kernels=dataclasses.replace(machine.kernels, exchange_us=_FREE_US))
@@ -199,11 +205,11 @@ DERIVED = (
     ),
     _derived(_l2_gbps, ("cached",), "a matrix that the cache holds, multiplied again and again", "gpu.l2_gbps"),
 )
-"""In this order."""
+"""They are applied in this order, because later ones use fields that earlier ones set."""
 
 
 def staging_check(machine: Machine, samples: Samples) -> str:
-    """What torch does around a matmul, as measured and as weft.perf.terms.staged_us has it; empty without samples."""
+    """Return a line that compares the measured time of torch's copies around a matmul with weft.perf.terms.staged_us, or ""."""
     if not any(sample.what == "two runs" for sample in samples):
         return ""
     one, two = of(samples, "one run")[0], of(samples, "two runs")[0]
