@@ -149,7 +149,8 @@ def _refused() -> list[str]:
 def test_sizes_that_ranks_cannot_share_are_named(ranks: RankFixture) -> None:
     columns, inner, _ = ranks(2).run(_refused)[0]
     assert re.match(r"model\.layers\.0\.self_attn\.k_proj is a FP8Linear of 256 inputs and 128 outputs, whose outputs", columns)
-    assert "cut into [64, 64] on 2 ranks; with blockwise scales each part must be a multiple of 128" in columns
+    assert "cut into [64, 64] on 2 ranks" in columns
+    assert "must be a multiple of 128" in columns
     assert "mlp.gate_proj is a CompressedTensorsFP8Linear of 256 inputs and 520 outputs" in inner
 
 

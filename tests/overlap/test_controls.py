@@ -218,7 +218,7 @@ def test_lane_priorities_nest_and_are_restored(blas: Blas) -> None:
         assert current_lane_priority() == -3
     assert current_lane_priority() == -1
     for priority in ("normal", 0):
-        with pytest.raises(ValueError, match="need one above"):
+        with pytest.raises(ValueError, match="need a priority above"):
             lane_priority(priority).__enter__()
 
 

@@ -51,7 +51,7 @@ def test_a_clock_runs_at_the_speed_that_is_left() -> None:
 def test_a_tile_takes_the_longer_of_its_halves() -> None:
     """Copies at 500 of 1000 GB/s of memory double what traffic takes, and at half of their full rate stretch multiplying by
     half of what c adds."""
-    machine = slowed(gemm_beside_copy=1.4)
+    machine = slowed(gemm_during_copy=1.4)
     machine = dataclasses.replace(
         machine,
         gpu=dataclasses.replace(machine.gpu, hbm_gbps=1000.0),
@@ -71,26 +71,26 @@ def test_a_tile_takes_the_longer_of_its_halves() -> None:
             assert clock.now - before == 100
 
 
-def test_a_gemm_beside_a_copy_by_hand() -> None:
-    """7.5 of its 8.5 us go by beside the copy, at half speed: 3.75 us of work; the other 4.75 us alone."""
-    spans = run(build(ONE_TILE, "shard_p2p"), slowed(gemm_beside_copy=2.0)).spans
+def test_a_gemm_during_a_copy_by_hand() -> None:
+    """7.5 of its 8.5 us pass while the copy runs, at half speed: 3.75 us of work; the other 4.75 us alone."""
+    spans = run(build(ONE_TILE, "shard_p2p"), slowed(gemm_during_copy=2.0)).spans
     assert first(spans, "copy") == (0.5, 10.5)
     assert first(spans, "gemm") == (0.0, 15.25)
 
 
-def test_a_copy_beside_a_gemm_by_hand() -> None:
+def test_a_copy_during_a_gemm_by_hand() -> None:
     """0.5 us at 64 bytes a us, 8.5 us at half of that while the GEMM runs, and the other 208 bytes alone."""
-    spans = run(build(ONE_TILE, "shard_p2p"), slowed(copy_beside_gemm=2.0)).spans
+    spans = run(build(ONE_TILE, "shard_p2p"), slowed(copy_during_gemm=2.0)).spans
     assert first(spans, "gemm") == (0.0, 11.5)
     assert first(spans, "copy") == (0.5, 11.5 + 208 / 64)
 
 
 def test_work_is_told_as_it_took() -> None:
     """What kernels worked grows by what they lost, what copies took as well: the two losses of contention."""
-    plain, both = slowed(), slowed(gemm_beside_copy=1.5, copy_beside_gemm=1.5)
-    alone, beside = (run(build(ONE_TILE, "shard_p2p"), machine) for machine in (plain, both))
-    assert beside.kernel_us[0] > 1.1 * alone.kernel_us[0]
-    assert beside.transfer_us[0] > 1.1 * alone.transfer_us[0]
+    plain, both = slowed(), slowed(gemm_during_copy=1.5, copy_during_gemm=1.5)
+    alone, both_run = (run(build(ONE_TILE, "shard_p2p"), machine) for machine in (plain, both))
+    assert both_run.kernel_us[0] > 1.1 * alone.kernel_us[0]
+    assert both_run.transfer_us[0] > 1.1 * alone.transfer_us[0]
 
 
 def test_one_copy_at_a_time_on_a_mesh_slows_little() -> None:
@@ -113,7 +113,7 @@ def test_one_copy_at_a_time_on_a_mesh_slows_little() -> None:
 def test_factors_of_one_change_nothing(name: str) -> None:
     """Clocks that run at full speed tell the time that the simulation has, in every family, gates and counts included."""
     problem = Problem(op="all_gather_matmul", m=64, n=32, k=128, world_size=2)
-    plain, ones = (run(build(problem, name), machine) for machine in (slowed(), slowed(gemm_beside_copy=1.0)))
+    plain, ones = (run(build(problem, name), machine) for machine in (slowed(), slowed(gemm_during_copy=1.0)))
     assert ones.spans == plain.spans
     assert ones.kernel_us == plain.kernel_us
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import weft
 from weft.comm.shared_memory import reap_stale
 from weft.runtime.groups import GROUPS
-from weft.runtime.ranks import Ranks, _whole
+from weft.runtime.ranks import Ranks, _delay_signals
 
 ENDS = """
 import atexit, os, pathlib, sys, tempfile, time
@@ -143,7 +143,7 @@ def test_a_rank_that_is_being_started_ends_in_silence(number: str) -> None:
 
 
 def _cut_short(told: list[int]) -> None:
-    with _whole():
+    with _delay_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert not told

@@ -47,7 +47,7 @@ def test_a_profile_of_another_device_is_used_with_a_warning(monkeypatch: pytest.
     with logged() as seen:
         assert choose.profile_for(CPU).links.gbps == 5.0
     (text,) = seen
-    assert "mine.json, measured on NVIDIA H200; this is cpu" in text
+    assert "mine.json, which was measured on NVIDIA H200, but this is cpu" in text
     assert choose.planned(PROBLEM, CPU) == plan(PROBLEM, machine.load(file)).chosen.spec
     profile(file, "cpu", 6.0)
     with logged() as seen:

@@ -99,7 +99,7 @@ def test_a_profile_of_another_device_is_said(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WEFT_MACHINE", "h200x8")
     with logged() as said:
         check_environment()
-    assert any("h200x8, measured on NVIDIA H200; this is cpu" in text for text in said)
+    assert any("h200x8, which was measured on NVIDIA H200, but this is cpu" in text for text in said)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
     with logged() as said:

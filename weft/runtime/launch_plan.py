@@ -26,11 +26,9 @@ Copy lanes signal on their own stream: the copies between the signals are slower
 Neighbouring FlagOperations become one submission. On a GPU there are two kinds:
 
 - Stream memory operations need no SM, and waiting blocks may hold all SMs. They are used on copy lanes and network lanes, for
-signals
-  on the separate stream, and on every lane of a CollectiveProblem, which may run concurrently with any kernel of the user.
-- On all other lanes a submission is a kernel of one warp (weft.kernels.flag_operations). It does all operations at once that
-may be
-  done in any order.
+  signals on the separate stream, and on every lane of a CollectiveProblem, which may run concurrently with any kernel.
+- On all other lanes a submission is a kernel of one warp (weft.kernels.flag_operations), which does the operations of a phase
+  at once.
 """
 
 from __future__ import annotations
