@@ -256,7 +256,7 @@ def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: N
         (["run"], ["MODEL", "weft run --help"]),
         (
             ["plan", "meta-llama/Llama-3-8B"],
-            ["huggingface-cli download meta-llama/Llama-3-8B config.json", "Llama-3-8B/config.json"],
+            ["hf download meta-llama/Llama-3-8B config.json", "Llama-3-8B/config.json"],
         ),
         (["run", "./nowhere/at/all"], ["nowhere/at/all"]),
         (["calibrate", "--from", "h200x8"], ["--from needs --ranks"]),

@@ -117,7 +117,7 @@ class Choices(list[Choice]):
     """Choices is a list that prints a line for each choice."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or 'no call has used schedule="auto"'
+        return "\n".join(map(str, self)) or 'nothing was chosen: no call has used schedule="auto", or WEFT_SCHEDULE is set'
 
 
 def _time_ratios(measurement: Measurement, other: Measurement) -> tuple[float, ...]:

@@ -88,7 +88,7 @@ def load_model(name_or_path: str) -> Model:
         folder = name_or_path.partition("/")[2]
         raise ValueError(
             f"model is {name_or_path!r}, which is no local folder; weft does not download models. If it is on the Hugging Face "
-            f"Hub, run huggingface-cli download {name_or_path} config.json --local-dir {folder}, then pass {folder}/config.json"
+            f"Hub, run hf download {name_or_path} config.json --local-dir {folder}, then pass {folder}/config.json"
         )
     if len(path.parts) > 1:
         return read_config(path)
