@@ -169,9 +169,15 @@ def _compared(left: Values, right: Values, spread: float) -> tuple[str, str]:
 
 
 def sources(machine: Machine) -> str:
-    """Where a machine's numbers are from, the most frequent first, each without its remark."""
-    counted = Counter(text.split(":")[0].split(", ")[0].strip() for text in machine.sources.values())
-    return ", ".join(f"{source} ({count})" for source, count in counted.most_common())
+    """Return how many of a machine's numbers are from which kind of source, the most frequent kind first."""
+    counted = Counter(_kind_of_source(text) for text in machine.sources.values())
+    return ", ".join(f"{count} {kind}" for kind, count in counted.most_common())
+
+
+def _kind_of_source(text: str) -> str:
+    if (kind := text.split()[0].rstrip(":,")) in ("assumed", "measured", "fitted", "derived"):
+        return {"fitted": "fitted to measurements"}.get(kind, kind)
+    return "from data sheets" if "data sheet" in text else "from papers and other documents"
 
 
 def _row(machine: Machine) -> tuple[str, ...]:
