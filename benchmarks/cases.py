@@ -334,7 +334,7 @@ lookup kernel, then NCCL. ideal = the larger of weft's lookup alone (`computatio
 The GPUs of one host are cut into nodes of WEFT_RANKS_PER_NODE ranks (2), which reach each other by NCCL's messages alone.
 Sequential is weft's: cuBLAS, or weft's lookup, and NCCL over all ranks. Traps: here the "network" is NVLink. So this says
 whether slices leave while the rest is computed, and what a slice costs; it does not say what an adapter of 50 GB/s gives,
-behind which there is far more to hide. NCCL's sequential program knows of no nodes, and uses all links alike.""",
+behind which there is far more to hide. NCCL's sequential program knows of no nodes, and uses all links in the same way.""",
         cases=between_nodes,
         rounds=7,
         environment={"WEFT_RANKS_PER_NODE": "2"},

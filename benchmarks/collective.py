@@ -155,7 +155,9 @@ def main() -> None:
     options = parser(__doc__, rounds=ROUNDS, modes="graph")
     options.add_argument("--sizes", default="", help="only these bytes, with commas")
     options.add_argument("--ops", default=",".join(OPS), help="only these collectives (%(default)s)")
-    options.add_argument("--nccl", default=",".join(REGISTERED), help="NCCL's transports beside the default (%(default)s)")
+    options.add_argument(
+        "--nccl", default=",".join(REGISTERED), help="NCCL's transports in addition to the default (%(default)s)"
+    )
     arguments = options.parse_args()
     sizes = [int(text) for text in arguments.sizes.split(",") if text] or list(SIZES)
     asked = arguments.ops.split(",")

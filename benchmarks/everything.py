@@ -159,10 +159,14 @@ def measures(run: Run) -> bool:
 def begun(run: Run, part: Part, log: Path, lines: Path, commit: str) -> subprocess.Popen[bytes]:
     """In a session of its own, so that all that it starts can be ended."""
     environment = os.environ | part.environment | ({"CUDA_VISIBLE_DEVICES": run.visible} if run.visible else {})
-    told = ("--json", str(lines), "--commit", commit) if measures(run) else ()
+    options = ("--json", str(lines), "--commit", commit) if measures(run) else ()
     with log.open("ab") as file:
         return subprocess.Popen(
-            [sys.executable, *run.words, *told], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            [sys.executable, *run.words, *options],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
 
 
@@ -207,8 +211,8 @@ def run(name: str, part: Part, folder: Path, commit: str) -> tuple[bool, str]:
     how = ", ".join(f"{'ended at its limit' if status is None else f'status {status}'}" for status in dict.fromkeys(found))
     made = len(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else 0
     last = next((text for text in reversed(log.read_text(errors="replace").splitlines()) if text.strip()), "")
-    told = f"{name}: {how}, {time.monotonic() - start:.0f} s, {made} lines; {last[:160]}"
-    return not any(found) and None not in found, told
+    ending = f"{name}: {how}, {time.monotonic() - start:.0f} s, {made} lines; {last[:160]}"
+    return not any(found) and None not in found, ending
 
 
 def main() -> None:
@@ -250,9 +254,9 @@ def campaign(parts: dict[str, Part], folder: Path, budget_s: float, commit: str)
         if part.limit_s > left_s:
             print(f"{name}: not begun, {left_s:.0f} s are left", flush=True)
             continue
-        good, told = run(name, part, folder, commit)
+        good, ending = run(name, part, folder, commit)
         failed += [name] * (not good)
-        print(f"[{time.monotonic() - start:4.0f} s] {told}", flush=True)
+        print(f"[{time.monotonic() - start:4.0f} s] {ending}", flush=True)
     return failed
 
 

@@ -8,7 +8,7 @@ The first simulates all of them on profiles, with as many ranks as those have. -
 there are (bytes that all candidates hold at once, and time of a call), in graphs, as benchmarks/planner.py does; it goes on
 where the file ends. Columns: the best of FiCCO's four schedules (world_size chunks a shard), the best of the full space that
 was tried; the gain of each over the sequential program, and of what the heuristic picks among them; the share of the ideal,
-which is the longer half's time over the schedule's. Beside them the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes
+which is the longer half's time over the schedule's. Next to them is the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes
 are read as global, with N sharded (weft.planner.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
 """
 
@@ -28,7 +28,7 @@ from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
 from weft.schedules import build, parse, programs
 
 OTHERS = ("sequential_stores", "shard_p2p", "flag_gated:1", "flag_gated:2", "track_and_trigger:1", "direct_store:1")
-"""What is tried beside FiCCO's."""
+"""Schedules that are tried in addition to FiCCO's."""
 PAPER = "paper, 8 x MI300X: up to 1.6x over sequential, of an ideal of up to 1.7x"
 MOST_BYTES, MOST_FLOPS = 100e9, 4e13
 """Of one GPU, for all candidates at once; of one rank's call, some 60 ms on an H200."""
@@ -94,7 +94,7 @@ def rows(lines: Sequence[Line], machine: Machine, known: Sequence[Mapping[str, f
 
 
 def most(lines: Sequence[Line]) -> str:
-    """The largest gain, beside the paper's."""
+    """The largest gain, and the paper's."""
     best = max(line.us["sequential"] / line.among(ficco_specs(line.problem)).best_us for line in lines)
     return f"at most {best:.2f}x by FiCCO's; {PAPER}"
 

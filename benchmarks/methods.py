@@ -40,7 +40,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """What an operator does beside the product. collective: a method of Transport. first: rows travel before the product, not
+    """What an operator does besides the product. collective: a method of Transport. first: rows travel before the product, not
     after it. weft: the operator."""
 
     collective: str
@@ -263,7 +263,7 @@ def torch_all_reduce(m: Matmul, kind: str) -> Work:
 
 
 def in_float8(m: Matmul, works: Mapping[str, Work]) -> dict[str, Work]:
-    """What is timed only in FP8, and of matmul_all_reduce in FP8 beside bfloat16."""
+    """What is timed only in FP8, and of matmul_all_reduce in FP8 in rows of bfloat16."""
     if m.problem.op == "matmul_all_reduce":
         return {f"float8/{spec}": _all_reduce_in_float8(m, spec) for spec in FLOAT8_SPECS}
     if not m.float8:

@@ -6,7 +6,7 @@ that of weft's "auto", each in a CUDA graph. Ranges as in the paper: batch and t
 GEMV whose K is cut between ranks, tokens of a GEMM. Ours, where it names none: 70 rows a bag (which its DLRM has), 20,000 rows
 a table, tables a GPU, tokens of each rank, and a GEMM of 4096 x 4096.
 
-Traps: the paper's GPUs are MI210 in a full mesh. Its lookups were alike with and without fusing, ours gather faster than
+Traps: the paper's GPUs are MI210 in a full mesh. Its lookups were the same with and without fusing, ours gather faster than
 torch's: so there is a line, too, for weft's own lookup kernel followed by NCCL.
 
 Cases are in cases.py.
@@ -36,7 +36,7 @@ def reductions(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[float], int
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Reductions of the time in percent, beside the paper's."""
+    """Reductions of the time in percent, and the paper's."""
     return "\n".join(
         f"{op} against {against}, {len(less)} cases: mean {statistics.fmean(less):.0f}%, max {max(less):.0f}%, min "
         f"{min(less):.0f}%; the paper: mean {mean}%, max {largest}%"

@@ -211,7 +211,7 @@ def measured(case: Comparison, found: Sequence[Transport], given: argparse.Names
 
 
 def auto_is(case: Comparison) -> str | None:
-    """What weft/auto stood for: the newest choice for operands like the case's own. Beside it there may be choices for
+    """What weft/auto stood for: the newest choice for operands like the case's own. There may also be choices for
     operands in FP8, or for an `a` that weft quantises."""
     float8 = case.dtype.startswith("float8")
     scalings = [(choice.problem.scaling, choice.spec) for choice in weft.choices()[::-1]]

@@ -5,8 +5,8 @@ was by more than 5% (NEAR). Medians of repeated runs of one schedule differ by s
 it is luck which one is exact. Candidates that are one program under several names, as some are on 2 ranks
 (weft.schedules.same_program), are one: its name is the simplest, its time the mean of theirs.
 
-Problems are split once, by a hash of what they are (`half`): whoever changes a constant looks at the first half, `fit`, and
-says how it does on the second, `test`. The methods, among all that a line has:
+Problems are split once, by a hash of what they are (`half`): a person who changes a constant looks at the first half, `fit`,
+and says how it does on the second, `test`. The methods, among all that a line has:
 
     ranking       the least estimate (weft.perf.ranking)
     plan          the best few of the ranking, simulated: the least (weft.plan)

@@ -53,7 +53,7 @@ GOAL = (0.08, 0.20)
 """Median and 95th percentile."""
 WORST = 12
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#f0e442", "#000000")
-"""As in the report: told apart by people who do not see all colours."""
+"""As in the report: which people who do not see all colours can distinguish."""
 
 
 @dataclass(frozen=True, kw_only=True)

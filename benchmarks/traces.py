@@ -1,6 +1,6 @@
 """What a call does on this GPU, kernel by kernel: a trace for ui.perfetto.dev, times by kind, and a chart of the streams.
 
-`taken` is for benchmarks, inside torchrun; from the command line, traces that lie in files are told of again:
+`taken` is for benchmarks, inside torchrun; from the command line, traces that lie in files are described again:
 
     python -m benchmarks.traces docs/traces/torch.json.gz docs/traces/weft.json.gz
 
@@ -85,7 +85,7 @@ def profiled(works: Mapping[str, Callable[[], object]], part: str, folder: Path 
             work()
         found = taken(f"{part} {name}", work, folder)
         if folder is not None:
-            print(*told(name, found, top=12), sep="\n", flush=True)
+            print(*describe(name, found, top=12), sep="\n", flush=True)
         yield {"method": name, **figures(found)}
 
 
@@ -204,7 +204,7 @@ def chart(found: Sequence[Part], *, width: int, length_us: float) -> Iterator[st
     yield " " * 12 + "   ".join(f"{marks[kind]} {kind}" for kind in by_kind(found))
 
 
-def told(name: str, found: Sequence[Part], *, top: int = 0) -> Iterator[str]:
+def describe(name: str, found: Sequence[Part], *, top: int = 0) -> Iterator[str]:
     """Lines: the whole, by kind, and the kernels that take longest."""
     figures = shares(found)
     yield f"{name}: {figures['whole']:.0f} us, exposed {figures['exposed']:.0f}, idle {figures['idle']:.0f}"
@@ -228,7 +228,7 @@ def main() -> None:
     found = {path.name.partition(".")[0]: parts(read(path)) for path in arguments.traces}
     longest = max((each[-1].end_us for each in found.values() if each), default=1.0)
     for name, each in found.items():
-        print(*told(name, each, top=arguments.top), *chart(each, width=arguments.width, length_us=longest), sep="\n")
+        print(*describe(name, each, top=arguments.top), *chart(each, width=arguments.width, length_us=longest), sep="\n")
 
 
 if __name__ == "__main__":

@@ -72,8 +72,10 @@ def traces(part: str) -> str:
         name: tracing.parts(tracing.read(ROOT / "docs" / "traces" / f"{part}_{name}.json.gz")) for name in ("torch", "weft")
     }
     longest = max(each[-1].end_us for each in found.values())
-    told = ([*tracing.told(name, each), *tracing.chart(each, width=WIDTH, length_us=longest)] for name, each in found.items())
-    return "\n\n".join("\n".join(each) for each in told)
+    charts = (
+        [*tracing.describe(name, each), *tracing.chart(each, width=WIDTH, length_us=longest)] for name, each in found.items()
+    )
+    return "\n\n".join("\n".join(each) for each in charts)
 
 
 MAKERS: dict[str, Callable[..., str]] = {"models": models, "layers": layers, "traces": traces}

@@ -116,7 +116,7 @@ def _concurrent(world: World, sizes: Sizes, own: torch.Tensor, whole: torch.Tens
         return weft.concurrent(multiply, [weft.AllReduce(gradient)], method=spec)
 
     for spec in ("sequential", "nccl", "copy_engine") if world.on.type == "cuda" else ("sequential", "nccl"):
-        yield method("concurrent", f"mm beside all_reduce, {spec}", concurrent, spec)
+        yield method("concurrent", f"mm during all_reduce, {spec}", concurrent, spec)
     size = f"{gradient.nbytes >> 10} KiB"
     yield method("collectives.all_reduce", f"{size} copy_engine", weft.collectives.all_reduce, gradient)
     yield method("torch", "mm", multiply)

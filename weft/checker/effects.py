@@ -232,7 +232,8 @@ class Effects:
         return [(rows, ("AB", problem.shards[rank][0], 0, every_k, divide_by))]
 
     def _expected_arrivals(self, name: str, src_rank: int, rank: int) -> tuple[Span1D, Content]:
-        """The rows of an all-to-all that `rank` has from `src_rank`: in `out`, multiplied by the b of whoever multiplies."""
+        """The rows of an all-to-all that `rank` has from `src_rank`: in `out`, multiplied by the b of the rank that
+        multiplies."""
         problem = self.problem
         rows = problem.arrivals(src_rank, rank)
         first = src_rank * problem.m + problem.shards[rank][0]

@@ -11,7 +11,7 @@ _MAP_FIXED = 0x10
 
 
 def mapped(descriptor: int, nbytes: int) -> mmap.mmap:
-    """The bytes of an open file, shared with whoever else maps it. The mapping keeps no file descriptor.
+    """The bytes of an open file, shared with every other process that maps it. The mapping keeps no file descriptor.
 
     Python's own mapping of a file keeps one, and a group of 8 ranks that keeps 128 problems has more mappings than a process
     may open files (1024, usually). So Python maps as much anonymous memory, and the file takes its place.

@@ -291,7 +291,8 @@ def layout_kernel(
     counts_ptr = counts.local + slot
     place = tl.arange(0, S.Q)
     # If counts are missing, or a wait has given up (note LATE), rows could overwrite memory that a late peer still reads, so no
-    # rows are moved. `late` is read after the wait, because whoever releases the wait after a failure writes the note first.
+    # rows are moved. `late` is read after the wait, because the rank that releases the wait after a failure writes the note
+    # first.
     late = tl.load(notes_ptr)
     # A block is not combined with a scalar mask, since Triton 3.9's interpreter turns that into 32-bit integers.
     expert, other, known = place // W, place % W, place < tl.where((all_notified > 0) & (late == 0), W * E, 0)

@@ -83,7 +83,7 @@ def estimated(name: str, found: Any) -> Machine:
 
 
 def _nearest(arch: str) -> str:
-    """The shipped profile of the newest architecture that is no newer, of the same vendor; else of the oldest."""
+    """The shipped profile of the newest architecture that is no newer, of the same manufacturer; else of the oldest."""
     ours = {name: theirs for name, theirs in _NEAREST.items() if theirs[:2] == arch[:2]}
     older = {name: theirs for name, theirs in ours.items() if (len(theirs), theirs) <= (len(arch), arch)}
     return max(older, key=lambda name: (len(ours[name]), ours[name])) if older else min(ours, key=lambda name: ours[name])

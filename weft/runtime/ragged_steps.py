@@ -1,8 +1,8 @@
 """RankOrders translates the schedule of a call with splits for its kernels: the order of parts, and a word for each flag.
 
-A flag that ShareCounts advances is a word of `told` on its rank, at the number of the rank that advances it. A flag that a part
-advances is a word of `arrived`: the n-th such flag of a rank, by name and index, is its n-th word. weft.kernels.exchange takes
-a `RankOrders` for each rank.
+A flag that ShareCounts advances is a word of `notified` on its rank, at the number of the rank that advances it. A flag that a
+part advances is a word of `arrived`: the n-th such flag of a rank, by name and index, is its n-th word. weft.kernels.exchange
+takes a `RankOrders` for each rank.
 
 The kernels run checked schedules within these limits. Other schedules are refused with an error that names the step.
 

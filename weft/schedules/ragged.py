@@ -11,7 +11,7 @@ Where a is FP8, a, landing and received hold rows and their scales, which travel
 Flags of rank r (who advances ~> who waits)
     counted[s]@r   s ~> r: the counts of s are here, and s has ended the call before
     arrived[i]@r   who pushes ~> r's grouped GEMM: a segment is in `landing` (i: its place in received_order)
-    made[i]@r      who multiplies ~> whoever of r pulls: a segment is in a peer's `product`
+    made[i]@r      who multiplies ~> the rank of r that pulls: a segment is in a peer's `product`
 
     dispatch, fused                                       combine, fused
     rank r                       rank p                   rank r                        rank p

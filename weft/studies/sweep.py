@@ -49,8 +49,8 @@ class Spread:
 @dataclass(frozen=True, kw_only=True)
 class JointSweep:
     """All numbers that no source gives, moved together. draws: systems that were simulated; refused: systems that were drawn
-    beside these, and cannot be. within: draws in which all figures are accepted; predicted: those in which all predicted ones
-    are (None: no figure is predicted)."""
+    in addition to these, and cannot be. within: draws in which all figures are accepted; predicted: those in which all
+    predicted ones are (None: no figure is predicted)."""
 
     paths: tuple[str, ...]
     reach: float

@@ -114,8 +114,8 @@ def reduce_add(dst_ptr, offsets, value, mask=None):
 
 @triton.jit
 def signal(flag_ptr, by=1):
-    """Add `by` to a flag, here or at a peer. Everything that this block has stored before is visible to whoever sees the new
-    value.
+    """Add `by` to a flag, here or at a peer. Everything that this block has stored before is visible to a rank that sees the
+    new value.
 
     All threads of the block must call it, once for one tile or for many. Any number of blocks and ranks may signal one flag;
     then only its full count implies that all of them have signalled.
