@@ -102,7 +102,7 @@ def _probed() -> list[ProbeSample]:
     found += common.gemms("cuda", [(2048, 2048, 2048)], "bfloat16")
     for op in common.COLLECTIVES:
         found += common.collectives("cuda", op, (1 << 14, 1 << 20))
-    found += gpu_probes.beside("cuda")
+    found += gpu_probes.concurrent("cuda")
     dist.barrier()
     return found
 
