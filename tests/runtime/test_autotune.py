@@ -182,12 +182,15 @@ def test_what_loses_where_the_host_is_ahead_is_not_chosen() -> None:
         assert any(text.startswith("final of sequential") for text in ring.exchanges)
 
 
-@pytest.mark.parametrize(("queued_us", "winner"), [(301.0, "shard_p2p"), (299.0, "sequential")])
-def test_calls_that_are_long_by_both_clocks_are_timed_by_one(queued_us: float, winner: str) -> None:
-    """A host may take far longer than its GPU: what Python makes slowly may be short in a graph, and is timed both ways."""
-    ring = Ring({"sequential": 600.0, "shard_p2p": 250.0})
-    ring.queued = {"sequential": queued_us, "shard_p2p": 310.0}
-    assert ring.fastest(SPECS[:2])[0] == winner
+@pytest.mark.parametrize(
+    ("eager_us", "queued_us", "timed_both_ways"),
+    [(310.0, 301.0, False), (310.0, 299.0, True), (540.0, 387.0, True), (2000.0, 1900.0, True), (2000.0, 1910.0, False)],
+)
+def test_a_call_is_timed_both_ways_unless_the_gpu_bounds_it(eager_us: float, queued_us: float, timed_both_ways: bool) -> None:
+    """shard_p2p is faster than sequential when Python makes the calls, and slower when the host is ahead of the GPU."""
+    ring = Ring({"sequential": eager_us, "shard_p2p": 0.8 * eager_us})
+    ring.queued = {"sequential": queued_us, "shard_p2p": 1.1 * queued_us}
+    assert ring.fastest(SPECS[:2])[0] == ("sequential" if timed_both_ways else "shard_p2p")
 
 
 def test_sequential_wins_a_close_final() -> None:

@@ -7,7 +7,7 @@ The candidates are measured with calls like those that follow. Every rank goes t
     2 calls            the first prepares the call, the second captures a graph
     2 calls            the second is timed                     its time; the slowest sets the calls of a run
     3 runs             one call, then 3 to 20 timed calls      after each run: its time; the slowest counts
-    3 runs, queued     the same, but the GPU starts when       the same; only if sequential takes less than 0.3 ms
+    3 runs, queued     the same, but the GPU starts when       the same; only if the host may bound a call (see below)
                        all calls are enqueued
     keep the fastest candidate so far, drop the other
 
@@ -19,9 +19,9 @@ by their runs in the final. The final is needed because a GPU warms up during th
 Measured one after the other, close candidates are then ordered by chance: on 4 x H200, shard_p2p was chosen over flag_gated:1,
 which is 6% faster when the two are interleaved.
 
-A call of about 0.1 ms is bound by the host when Python makes it, and by the GPU when a CUDA graph does, so one schedule may be
-faster in a graph and slower outside it. Such calls are timed both eagerly and queued. An overlapping schedule is then chosen
-only if it is slower than sequential in neither.
+A short call is bound by the host when Python makes it, and by the GPU when a CUDA graph does, so one schedule may be faster in a
+graph and slower outside it. Calls are timed both eagerly and queued if sequential takes less than 0.3 ms, or more than 5% longer
+eagerly than queued. An overlapping schedule is then chosen only if it is slower than sequential in neither.
 
 A run measures sequential and `weft.runtime.choose.MEASURED` more candidates. Each takes at most 67 calls (16 if a call takes
 1.7 ms or more), and in the final 107 more (22). Calls that are timed both eagerly and queued are made about twice as often.
@@ -57,8 +57,9 @@ _FIRST_CALLS = 2
 _RUNS, _FINAL_RUNS = 3, 5
 _FINALISTS, _CLOSE = 4, 0.1
 _TARGET_RUN_NS = 5_000_000
-_HOST_BOUND_US = 300.0
-"""The host enqueues a call in about 0.1 ms. A call that takes longer than this on the GPU takes as long in a CUDA graph."""
+_HOST_BOUND_US, _HOST_BOUND_RATIO = 300.0, 1.05
+"""The host enqueues a call in about 0.1 ms, but on a busy host in up to 0.6 ms. A call that takes longer than 0.3 ms on the GPU,
+and as long eagerly as when it is queued, is bound by the GPU."""
 _DELAY_FACTOR, _MAX_DELAY_NS, _CYCLES_PER_NS = 1.5, 20_000_000, 2
 """A queued run delays the GPU by 1.5 times what the host needs to enqueue it, but at most 20 ms; GPUs run at 2 GHz at most."""
 _MIN_CALLS, _MAX_CALLS = 3, 20
@@ -78,9 +79,10 @@ class Measurement:
     queued_us: float | None = None
 
     @property
-    def least_us(self) -> float:
-        """The smaller of the measured times."""
-        return self.us if self.queued_us is None else min(self.us, self.queued_us)
+    def may_be_host_bound(self) -> bool:
+        """Whether the host, and not the GPU, may bound eager calls of this length."""
+        queued_us = self.us if self.queued_us is None else self.queued_us
+        return min(self.us, queued_us) < _HOST_BOUND_US or self.us > _HOST_BOUND_RATIO * queued_us
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +240,9 @@ class AutotuningRun(Generic[P]):
     def _timers_for(self, base: Measurement | None) -> tuple[Timer, ...]:
         """Return the timers for a candidate. base: what sequential took, or None while sequential itself is measured.
 
-        Sequential is always timed by both, because an eager time above 0.3 ms may be all the host's.
+        Sequential is always timed by both, because its eager time may be all the host's.
         """
-        if self.queued is None or (base is not None and base.least_us >= _HOST_BOUND_US):
+        if self.queued is None or (base is not None and not base.may_be_host_bound):
             return (self.timer,)
         return self.timer, self.queued
 
