@@ -22,7 +22,7 @@ import torch
 
 BOUND_S = 400.0
 """Of one file."""
-SLOWEST = ("fp8_cuda", "fp8_layers", "failures", "all_to_all", "launch", "every_operator", "nn", "mixed", "lifetimes", "all_reduce", "ops", "styles")
+SLOWEST = ("fp8", "failures", "all_to_all", "launch", "every_operator", "nn", "mixed", "lifetimes", "all_reduce", "ops")
 """Files that take a minute or more, by a part of their name."""
 
 

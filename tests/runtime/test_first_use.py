@@ -62,7 +62,7 @@ class Program:
             setattr(program, name, value)
         self.program = program
 
-    def _submitted(self, bindings: Any, outputs: Any, *, allocates: int) -> None:
+    def _submitted(self, bindings: Any, outputs: Any, *, allocates: int = 0) -> None:
         self.allocates = allocates
         self._enqueued(bindings)
 

@@ -28,7 +28,7 @@ ENDED_BADLY = (FAILED, NOTIFIED)
 AGREED = (0, 1)
 """Numbers of calls on which the ranks agreed as they entered them, by the slot of their text."""
 _WORDS = 8
-_OFFERED = 4
+_ENTERED, _STATE, _OFFERED = 0, 3, 4
 _FAILURE_AT, _NAME_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5))
 LOGGED = 4096
 """Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
@@ -58,13 +58,15 @@ class ControlSegment:
     def __init__(self, segment: SharedSegment) -> None:
         self.segment = segment
         self.words, self._log = segment.words(0, _WORDS), segment.words(_LOG_AT, LOGGED)
+        self.load_state = self.words.loader(_STATE)
+        """Returns `state`. Every call asks for that of all peers."""
 
     @classmethod
     def private(cls) -> ControlSegment:
         """One that no other process has."""
         return cls(SharedSegment("private", mmap.mmap(-1, CONTROL_BYTES)))
 
-    entered, created, mapped, state = _Word(0), _Word(1), _Word(2), _Word(3)
+    entered, created, mapped, state = _Word(_ENTERED), _Word(1), _Word(2), _Word(_STATE)
     raised = _Word(6)
     """Errors that the rank has raised since its last call, each in the place of a call."""
     captured = _Word(7)
@@ -101,7 +103,7 @@ class ControlSegment:
         if after_errors:
             self.raised = 0
         self._log.store(call % LOGGED, call * NUMBERS + number)
-        self.entered = call
+        self.words.store(_ENTERED, call)
 
     def number_of(self, call: int) -> int | None:
         """What a call was; None if that is no longer there."""

@@ -101,9 +101,13 @@ def gpu_number(device: torch.device) -> int:
     return int(hashlib.sha256(str(torch.cuda.get_device_properties(device).uuid).encode()).hexdigest()[:12], 16)
 
 
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Returns the index of the thread's current GPU, once CUDA is initialised. torch's own function asks for that each time."""
+
+
 def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Within, this GPU is the thread's current one, as it is after torch.cuda.set_device."""
     begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if device.type != "cuda" or not begun or torch.cuda.current_device() == device.index:
+    if device.type != "cuda" or not begun or current_device() == device.index:
         return _HERE
     return torch.cuda.device(device)  # type: ignore[return-value, unused-ignore]

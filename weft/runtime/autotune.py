@@ -19,9 +19,9 @@ by their runs in the final. The final is needed because a GPU warms up during th
 Measured one after the other, close candidates are then ordered by chance: on 4 x H200, shard_p2p was chosen over flag_gated:1,
 which is 6% faster when the two are interleaved.
 
-A short call is bound by the host when Python makes it, and by the GPU when a CUDA graph does, so one schedule may be faster in a
-graph and slower outside it. Calls are timed both eagerly and queued if sequential takes less than 0.3 ms, or more than 5% longer
-eagerly than queued. An overlapping schedule is then chosen only if it is slower than sequential in neither.
+A short call is bound by the host when Python makes it, and by the GPU when a CUDA graph does, so one schedule may be faster
+in a graph and slower outside it. Calls are timed both eagerly and queued if sequential takes less than 0.3 ms, or takes more
+than 5% longer eagerly than queued. An overlapping schedule is then chosen only if it is slower than sequential in neither.
 
 A run measures sequential and `weft.runtime.choose.MEASURED` more candidates. Each takes at most 67 calls (16 if a call takes
 1.7 ms or more), and in the final 107 more (22). Calls that are timed both eagerly and queued are made about twice as often.
@@ -58,8 +58,8 @@ _RUNS, _FINAL_RUNS = 3, 5
 _FINALISTS, _CLOSE = 4, 0.1
 _TARGET_RUN_NS = 5_000_000
 _HOST_BOUND_US, _HOST_BOUND_RATIO = 300.0, 1.05
-"""The host enqueues a call in about 0.1 ms, but on a busy host in up to 0.6 ms. A call that takes longer than 0.3 ms on the GPU,
-and as long eagerly as when it is queued, is bound by the GPU."""
+"""The host enqueues a call in about 0.1 ms, but on a busy host in up to 0.6 ms. A call that takes longer than 0.3 ms on the
+GPU, and as long eagerly as when it is queued, is bound by the GPU."""
 _DELAY_FACTOR, _MAX_DELAY_NS, _CYCLES_PER_NS = 1.5, 20_000_000, 2
 """A queued run delays the GPU by 1.5 times what the host needs to enqueue it, but at most 20 ms; GPUs run at 2 GHz at most."""
 _MIN_CALLS, _MAX_CALLS = 3, 20

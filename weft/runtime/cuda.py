@@ -336,10 +336,11 @@ class CudaProgram(BoundProgram):
             self.resources.watchdog.captured()
             self._capture(bindings)
             return
-        if self.streams:
-            self._load(bindings, self._layout_of(inputs, outputs))
-        else:
-            self._plan(bindings)  # which lookups load for
+        if not self.streams:  # one lane waits for nothing that is enqueued later, so it may allocate and load meanwhile
+            self._plan(bindings)
+            self._enqueue(bindings, self._invalid(outputs))
+            return
+        self._load(bindings, self._layout_of(inputs, outputs))
         self._enqueue(bindings, self._invalid(outputs), allocates=self._allocates)
 
     def _capture(self, bindings: Bindings) -> None:

@@ -27,6 +27,7 @@ import torch
 
 from weft.compat.cublas import matmul_settings, needs_torch
 from weft.compat.cublaslt import ALIGN_BYTES, Algorithm, CublasProduct, Library, library, supports
+from weft.compat.device import current_device
 from weft.compat.streams import raw_stream
 from weft.core.logs import warn_once
 from weft.core.machine import Machine
@@ -121,7 +122,7 @@ class Products:
         if self._library is None or needs_torch(a.dtype):
             by_torch(a, b, out, accumulate=accumulate)
             return
-        if a.is_cuda and torch.cuda.current_device() != self._index:  # of a thread that has set none
+        if a.is_cuda and current_device() != self._index:  # of a thread that has set none
             with torch.cuda.device(self._index):
                 self.multiply(a, b, out, accumulate=accumulate, times=times)
             return
