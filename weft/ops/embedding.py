@@ -255,7 +255,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    with GROUPS.failing(ctx.lookup.group):  # a table may have changed meanwhile, and the others wait for this rank's part
+    with GROUPS.fail_group_on_error(
+        ctx.lookup.group
+    ):  # a table may have changed meanwhile, and the others wait for this rank's part
         indices, offsets, *rest = ctx.saved_tensors
         weights = rest.pop(0) if ctx.weighted else None
         found = _gradients_of if ctx.updated is None else _updated
