@@ -228,7 +228,7 @@ def embedding(cases: Sequence[LookupCase], specs: Sequence[str], world_size: int
             dtype="float32",
             problem=case.problem(world_size),
             needed=lookups.NEEDED,
-            checked=lookups.checked,
+            make_check=lookups.checked,
         )
         for case in cases
     ]

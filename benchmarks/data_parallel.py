@@ -139,7 +139,7 @@ def silenced(wrap: Wrap, model: Gpt) -> nn.Module:
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """wraps: methods with a model of their own, by name. wrap: what weft's hook goes on. hook: (model, method, key) -> an
-    object with `method`. tried: methods. switched: whether these take turns on one model, by `Averaging.take`."""
+    object with `method`. tried: methods. switched: whether these take turns on one model, by `Averaging.use_method`."""
 
     wraps: dict[str, Wrap]
     wrap: Wrap
@@ -285,7 +285,7 @@ def methods_of(kind: Kind, arguments: Namespace, key: str, methods: Sequence[str
 
 
 def _taking(training: Training, method: str) -> Training:
-    training.hook.take(method)
+    training.hook.use_method(method)
     return training
 
 

@@ -32,7 +32,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 import weft
 from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
 from benchmarks.rows import Row
-from benchmarks.runner import chosen, run_parts
+from benchmarks.runner import parse_only, run_parts
 from weft.planner.models import load_model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -197,7 +197,7 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=1_000_000, help="of each table (%(default)s)")
     options.add_argument("--schedule", default="auto", help="weft's (%(default)s)")
     arguments = options.parse_args()
-    run_parts(chosen(arguments.only, PARTS), measured, arguments, alarm_s=ALARM_S)
+    run_parts(parse_only(arguments.only, PARTS), measured, arguments, alarm_s=ALARM_S)
 
 
 if __name__ == "__main__":

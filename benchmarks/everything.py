@@ -1,16 +1,16 @@
-"""What does all of it measure on this machine, in the time that there is?
+"""Runs all other benchmarks and the tests for GPUs, within a budget of time.
 
-Runs the other benchmarks and the tests for GPUs, each part in processes of its own that may take so long and no longer: a part
-that hangs costs its limit, and what it has written stays. A line tells how each ended; logs and JSON lines go to a folder.
+Each part runs in separate processes, and has a time limit. A part that hangs is stopped at its limit, and what it has written
+is kept. A printed line says how each part ended; logs and JSON lines go to a folder.
 
     python -m benchmarks.everything --out out/h200x4                            every part, as many GPUs as there are
     python -m benchmarks.everything --out out/h200x4 --only tp,planner --budget-s 600
     python -m benchmarks.everything --list
 
-Protocol: parts run one after the other, alone on the machine; only the runs of one part that are meant to share the GPUs do.
-None is begun that its limit would carry past the budget. Limits are what the parts took on 4 x H200, and half as much again.
-The status is 0 where every part that was begun ended with it.
-Traps: lines are those of the tree as it is, so give --commit; the first run of a machine compiles.
+Protocol: parts run one after the other, and nothing else should run on the machine. Runs of one part may share the GPUs. A part
+whose limit exceeds the rest of the budget is skipped. A limit is 1.5 times what the part took on 4 x H200. The exit status is 0
+if every part that was started ended with 0.
+Traps: the JSON lines do not record uncommitted changes, so pass --commit. The first run on a machine compiles kernels.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CAMPAIGNS = ROOT / "tests" / "campaigns"
-LONGEST_S = 600
-"""Of a hundred faults."""
-_ENDS_S = 5.0
-"""What a part has from being asked to end until it is killed."""
+FAULTS_LIMIT_S = 600
+"""The limit of the part with a hundred faults."""
+_STOP_GRACE_S = 5.0
+"""The time between two signals, the last of which is SIGKILL, to a process that is to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One process. words: after `python`. visible: the GPUs that it sees; default all."""
+    """One process. words: the arguments of `python`. visible: the GPUs that it sees. By default, all."""
 
     words: tuple[str, ...]
     visible: str | None = None
@@ -43,21 +43,21 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """runs: begun together. limit_s: for all of them."""
+    """A Part is a set of runs that start at the same time. limit_s: the limit of all of them together."""
 
     runs: tuple[Run, ...]
     limit_s: float
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def spread(gpus: int, name: str, *options: str) -> Run:
-    """A benchmark on all GPUs."""
+def make_distributed_run(gpus: int, name: str, *options: str) -> Run:
+    """Make the run of a benchmark on all GPUs."""
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
     return Run(words=(*start, "-m", f"benchmarks.{name}", *options))
 
 
-def checked(limit_s: float, *names: str) -> Part:
-    """Tests of tests/gpu."""
+def make_test_part(limit_s: float, *names: str) -> Part:
+    """Make the part that runs these tests of tests/gpu."""
     files = [str(ROOT / "tests" / "gpu" / f"test_{name}_cuda.py") for name in names]
     return Part(
         runs=(Run(words=("-m", "pytest", "-q", "--tb=short", "--durations=5", "-p", "no:cacheprovider", *files)),),
@@ -65,14 +65,14 @@ def checked(limit_s: float, *names: str) -> Part:
     )
 
 
-def faults(seed: int) -> Run:
-    """25 faults of two ranks or more."""
+def make_faults_run(seed: int) -> Run:
+    """Make the run of 25 faults of two ranks or more."""
     return Run(words=(str(CAMPAIGNS / "faults.py"), "--device", "cuda", "--trials", "25", "--seed", str(seed)))
 
 
-def campaigns(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
-    """18 runs of random calls at the same time: six of all GPUs (at most 4), twelve of two each."""
-    visible = visible_gpus(gpus)
+def make_fuzz_runs(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
+    """Make 18 concurrent runs of random calls: six with all GPUs (at most 4), twelve with two each."""
+    visible = list_visible_gpus(gpus)
     pairs = [f"{visible[at]},{visible[at + 1]}" for at in range(0, len(visible) - 1, 2)] or [None]
     sizes = [(min(4, gpus), None)] * 6 + [(2, pairs[number % len(pairs)]) for number in range(12)]
     return tuple(
@@ -84,36 +84,36 @@ def campaigns(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
     )
 
 
-def visible_gpus(gpus: int) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls the GPUs that this program may use."""
+def list_visible_gpus(gpus: int) -> list[str]:
+    """Return the names in CUDA_VISIBLE_DEVICES of the GPUs that this program may use."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return named.split(",")[:gpus] if named else [str(number) for number in range(gpus)]
 
 
-def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
-    """All of them by name, in the order in which they are begun. minutes, seed: of the random calls."""
+def make_parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
+    """Make all parts, by name, in the order in which they run. minutes, seed: options of the random calls."""
 
     def one(name: str, limit_s: float, *options: str, **environment: str) -> Part:
-        return Part(runs=(spread(gpus, name, *options),), limit_s=limit_s, environment=environment)
+        return Part(runs=(make_distributed_run(gpus, name, *options),), limit_s=limit_s, environment=environment)
 
     def alone(part: str, limit_s: float) -> Part:
-        return Part(runs=(Run(words=("-m", "benchmarks.kernels", part), visible=visible_gpus(gpus)[0]),), limit_s=limit_s)
+        return Part(runs=(Run(words=("-m", "benchmarks.kernels", part), visible=list_visible_gpus(gpus)[0]),), limit_s=limit_s)
 
     cache = {"WEFT_CACHE_DIR": str(Path("out/plans").resolve())}
     fresh = Path("out", "first_call", str(os.getpid())).resolve()
     caches = {"WEFT_CACHE_DIR": str(fresh / "plans"), "TRITON_CACHE_DIR": str(fresh / "triton")}
     return {
-        "lifetimes": checked(80, "lifetimes"),
-        "failures": checked(200, "failures", "handshake", "launch"),
-        "operators": checked(300, "ops", "every_operator"),
-        "exchanges": checked(240, "all_reduce", "all_to_all", "scatter", "embedding"),
-        "trials": checked(150, "autotune", "buckets"),
-        "modules": checked(240, "concurrent", "controls", "nn", "styles", "planner", "doctor"),
-        "collectives": checked(120, "collectives"),
-        "across_nodes": checked(150, "nodes"),
-        "kernels": checked(240, "triton", "kernels", "products"),
-        "mixed": checked(240, "mixed"),
-        "fp8": checked(400, "fp8", "fp8_layers"),
+        "lifetimes": make_test_part(80, "lifetimes"),
+        "failures": make_test_part(200, "failures", "handshake", "launch"),
+        "operators": make_test_part(300, "ops", "every_operator"),
+        "exchanges": make_test_part(240, "all_reduce", "all_to_all", "scatter", "embedding"),
+        "trials": make_test_part(150, "autotune", "buckets"),
+        "modules": make_test_part(240, "concurrent", "controls", "nn", "styles", "planner", "doctor"),
+        "collectives": make_test_part(120, "collectives"),
+        "across_nodes": make_test_part(150, "nodes"),
+        "kernels": make_test_part(240, "triton", "kernels", "products"),
+        "mixed": make_test_part(240, "mixed"),
+        "fp8": make_test_part(400, "fp8", "fp8_layers"),
         "products": alone("products", 90),
         "gemm": alone("gemm", 90),
         "gemm_fp8": alone("fp8", 120),
@@ -146,20 +146,20 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "dma": one("collective", 90),
         "nodes": one("run", 90, "nodes", WEFT_RANKS_PER_NODE=str(max(1, gpus // 2))),
         "soak": Part(runs=(Run(words=(str(CAMPAIGNS / "soak.py"), "--device", "cuda", "--calls", "1000000")),), limit_s=120),
-        "faults": Part(runs=tuple(faults(seed + at) for at in range(4)), limit_s=LONGEST_S),
-        "fuzz": Part(runs=campaigns(gpus, minutes, seed), limit_s=60 * minutes + 60, environment={"OMP_NUM_THREADS": "1"}),
+        "faults": Part(runs=tuple(make_faults_run(seed + at) for at in range(4)), limit_s=FAULTS_LIMIT_S),
+        "fuzz": Part(runs=make_fuzz_runs(gpus, minutes, seed), limit_s=60 * minutes + 60, environment={"OMP_NUM_THREADS": "1"}),
     }
 
 
-def measures(run: Run) -> bool:
-    """Whether it writes JSON lines."""
+def writes_rows(run: Run) -> bool:
+    """Return whether a run writes JSON lines."""
     return "pytest" not in run.words
 
 
-def begun(run: Run, part: Part, log: Path, lines: Path, commit: str) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that all that it starts can be ended."""
+def start_run(run: Run, part: Part, log: Path, lines: Path, commit: str) -> subprocess.Popen[bytes]:
+    """Start a run in a new session, so that all processes that it starts can be stopped with it."""
     environment = os.environ | part.environment | ({"CUDA_VISIBLE_DEVICES": run.visible} if run.visible else {})
-    options = ("--json", str(lines), "--commit", commit) if measures(run) else ()
+    options = ("--json", str(lines), "--commit", commit) if writes_rows(run) else ()
     with log.open("ab") as file:
         return subprocess.Popen(
             [sys.executable, *run.words, *options],
@@ -170,8 +170,8 @@ def begun(run: Run, part: Part, log: Path, lines: Path, commit: str) -> subproce
         )
 
 
-def ended(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
-    """Each one's status; None where it was ended here."""
+def wait_for_runs(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
+    """Wait until all processes have ended. Return their statuses, with None for those that were stopped at the limit."""
     deadline = time.monotonic() + limit_s
     found: list[int | None] = []
     for process in processes:
@@ -184,31 +184,34 @@ def ended(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does at first, at which pytest says what has failed until then."""
+    """Stop a process and its children. The first signal is that of Ctrl-C, after which pytest reports its failures so far."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
-            process.wait(_ENDS_S)
+            process.wait(_STOP_GRACE_S)
         except ProcessLookupError:
             return
         except subprocess.TimeoutExpired:
             continue
 
 
-def run(name: str, part: Part, folder: Path, commit: str) -> tuple[bool, str]:
-    """Runs a part: (whether all of it ended by itself, with status 0; how it ended). What ends the caller ends it, too."""
+def run_part(name: str, part: Part, folder: Path, commit: str) -> tuple[bool, str]:
+    """Run a part. Return whether all its runs ended with status 0, and a line that says how they ended.
+
+    If this process is stopped, it stops the part.
+    """
     log, lines = folder / f"{name}.log", folder / f"{name}.jsonl"
     start = time.monotonic()
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for one in part.runs:
-            processes.append(begun(one, part, log, lines, commit))
-        found = ended(processes, part.limit_s)
+            processes.append(start_run(one, part, log, lines, commit))
+        found = wait_for_runs(processes, part.limit_s)
     finally:
         for process in processes:
             if process.poll() is None:
                 stop(process)
-    how = ", ".join(f"{'ended at its limit' if status is None else f'status {status}'}" for status in dict.fromkeys(found))
+    how = ", ".join(f"{'stopped at its limit' if status is None else f'status {status}'}" for status in dict.fromkeys(found))
     made = len(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else 0
     last = next((text for text in reversed(log.read_text(errors="replace").splitlines()) if text.strip()), "")
     ending = f"{name}: {how}, {time.monotonic() - start:.0f} s, {made} lines; {last[:160]}"
@@ -219,15 +222,15 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path("out/everything"), help="folder of logs and lines (%(default)s)")
     options.add_argument("--only", default="", help="parts, with commas")
-    options.add_argument("--budget-s", type=float, default=float("inf"), help="no part is begun that could end later")
+    options.add_argument("--budget-s", type=float, default=float("inf"), help="skip parts that could end later")
     options.add_argument("--gpus", type=int, default=0, help="default: all")
     options.add_argument("--minutes", type=float, default=3.4, help="of each of the 18 runs of random calls (%(default)s)")
     options.add_argument("--seed", type=int, default=1, help="of random calls and faults (%(default)s)")
-    options.add_argument("--commit", default="", help="what the tree is, for the lines")
+    options.add_argument("--commit", default="", help="the commit of the tree, for the JSON lines")
     options.add_argument("--list", action="store_true", help="the parts and their limits")
     given = options.parse_args()
     gpus = given.gpus or _gpus()
-    known = parts(gpus, minutes=given.minutes, seed=given.seed)
+    known = make_parts(gpus, minutes=given.minutes, seed=given.seed)
     wanted = given.only.split(",") if given.only else list(known)
     if unknown := set(wanted) - set(known):
         options.error(f"--only: no part {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -239,22 +242,22 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     try:
-        failed = campaign({name: known[name] for name in wanted}, given.out, given.budget_s, given.commit)
+        failed = run_parts({name: known[name] for name in wanted}, given.out, given.budget_s, given.commit)
     finally:
         signal.signal(signal.SIGTERM, before)
     if failed:
-        sys.exit(f"not right: {', '.join(failed)}")
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
-def campaign(parts: dict[str, Part], folder: Path, budget_s: float, commit: str) -> list[str]:
-    """Runs the parts that the budget allows; those that failed."""
+def run_parts(parts: dict[str, Part], folder: Path, budget_s: float, commit: str) -> list[str]:
+    """Run the parts for which the budget has time, and return the names of those that failed."""
     start, failed = time.monotonic(), []
     for name, part in parts.items():
         left_s = budget_s - (time.monotonic() - start)
         if part.limit_s > left_s:
-            print(f"{name}: not begun, {left_s:.0f} s are left", flush=True)
+            print(f"{name}: skipped, {left_s:.0f} s are left", flush=True)
             continue
-        good, ending = run(name, part, folder, commit)
+        good, ending = run_part(name, part, folder, commit)
         failed += [name] * (not good)
         print(f"[{time.monotonic() - start:4.0f} s] {ending}", flush=True)
     return failed

@@ -34,7 +34,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 import weft
 from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
 from benchmarks.rows import Row
-from benchmarks.runner import chosen, run_parts
+from benchmarks.runner import parse_only, run_parts
 from weft.planner.models import Model, load_model
 
 MODEL = "llama3-70b"
@@ -201,7 +201,7 @@ def main() -> None:
     options = parser(__doc__, rounds=ROUNDS)
     options.add_argument("--tokens", default=",".join(TOKENS), help="prompt lengths, with commas (%(default)s)")
     arguments = options.parse_args()
-    run_parts(chosen(arguments.tokens, TOKENS), measured, arguments, alarm_s=ALARM_S)
+    run_parts(parse_only(arguments.tokens, TOKENS), measured, arguments, alarm_s=ALARM_S)
 
 
 if __name__ == "__main__":

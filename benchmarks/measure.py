@@ -287,12 +287,12 @@ ALONE = ("computation/", "communication/")
 """Methods that do not give the result."""
 
 
-def check_of(expected: torch.Tensor, *, apart: tuple[str, ...] = ALONE) -> Check:
-    """A trial's check: `close_to` what is expected, but for methods whose names begin with one of `apart`."""
+def check_of(expected: torch.Tensor, *, uncompared: tuple[str, ...] = ALONE) -> Check:
+    """A trial's check: `close_to` what is expected, but for methods whose names begin with one of `uncompared`."""
     compare = close_to(expected)
 
     def check(name: str, result: object) -> None:
-        if not name.startswith(apart):
+        if not name.startswith(uncompared):
             compare(name, result)  # type: ignore[arg-type]
 
     return check

@@ -42,7 +42,7 @@ from benchmarks import measure, traces
 from benchmarks.decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
 from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
 from benchmarks.rows import Row
-from benchmarks.runner import folder_of, profiles, run_parts
+from benchmarks.runner import add_profile_option, get_profile_folder, run_parts
 
 Tensor = torch.Tensor
 ROUNDS, REPEAT = 9, 1
@@ -219,7 +219,7 @@ def measured(case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[R
             check(method, together(method, works[METHODS[method]]))
         bench.annotate(arguments.methods)
         chosen = {method: works[METHODS[method]] for method in arguments.methods} | {"computation": works["computation/torch"]}
-        for found in traces.profiled(chosen, part, folder_of(arguments)):
+        for found in traces.profiled(chosen, part, get_profile_folder(arguments)):
             yield made(bench="traces", mode="eager", extra=found)
         return
     modes = arguments.modes.split(",") if arguments.modes else ["graph"] if part in ("prefill", "decode") else ["eager"]
@@ -241,7 +241,7 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--cases", type=int, nargs="*", help="of the part's cases, by number from 0; default: all")
     options.add_argument("--methods", default=",".join(METHODS), help="with commas (%(default)s); torch is always there")
-    profiles(options)
+    add_profile_option(options)
     arguments = options.parse_args()
     wanted = {"torch", *arguments.methods.split(",")}
     if wanted - set(METHODS):

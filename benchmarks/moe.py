@@ -31,7 +31,7 @@ import torch.distributed as dist
 from benchmarks import traces
 from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
 from benchmarks.rows import Row
-from benchmarks.runner import chosen, folder_of, profiles, run_parts
+from benchmarks.runner import add_profile_option, get_profile_folder, parse_only, run_parts
 from weft.models.experts import ExpertLimits, Routing, run_experts_on_ranks, swiglu
 from weft.ops import all_to_all_matmul, matmul_all_to_all
 from weft.ops.ragged_all_to_all import ragged_gated
@@ -243,7 +243,7 @@ def measured(part: str, arguments: argparse.Namespace) -> Iterator[Row]:
     if arguments.profile:
         names = {"torch, own kernels": "weft/sequential", "weft": "weft/splits", "computation": "computation/torch"}
         wanted = {title: works[name] for title, name in names.items() if name in works}
-        for found in traces.profiled(wanted, part, folder_of(arguments)):
+        for found in traces.profiled(wanted, part, get_profile_folder(arguments)):
             yield made(bench="traces", mode="eager", extra=found)
         return
     check = checks(together("torch known", works["sequential/torch known"])) if whole else lambda name, result: None
@@ -259,9 +259,9 @@ def main() -> None:
     options.add_argument("--only", default="forward,step", help="parts, with commas (%(default)s)")
     options.add_argument("--tokens", type=int, default=8192, help="of all ranks (%(default)s)")
     options.add_argument("--capacity", type=float, default=1.25, help="rows that fit, over those sent (%(default)s)")
-    profiles(options)
+    add_profile_option(options)
     arguments = options.parse_args()
-    run_parts(chosen(arguments.only, PARTS), measured, arguments, alarm_s=ALARM_S)
+    run_parts(parse_only(arguments.only, PARTS), measured, arguments, alarm_s=ALARM_S)
 
 
 if __name__ == "__main__":

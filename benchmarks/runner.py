@@ -46,14 +46,14 @@ from weft.core.problem import Op
 
 T = TypeVar("T")
 NEEDED = ("sequential/default", "communication/default", "computation/cublas")
-APART = (*ALONE, "quantised/", "float8/")
+UNCOMPARED = (*ALONE, "quantised/", "float8/")
 """Methods whose results are not compared, because they give none, or because they round to FP8."""
 
 
-def by_sequential(works: Mapping[str, Work]) -> Check:
+def make_sequential_check(works: Mapping[str, Work]) -> Check:
     """Return a check that compares with the result of `sequential/default`."""
     expected: Any = together("sequential/default", works["sequential/default"])
-    return check_of(expected.float(), apart=APART)
+    return check_of(expected.float(), uncompared=UNCOMPARED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Comparison:
     repeat: the number of calls in a sample.
     windows: the bytes of a shard and of the whole, for which NCCL's registered buffers must have room.
     needed: the methods without which the case is left out.
-    checked: makes the check of the results, by calling the method that it compares with.
+    make_check: makes the check of the results. It calls the method that it compares with.
     """
 
     bench: str
@@ -78,7 +78,7 @@ class Comparison:
     problem: AnyProblem | None = None
     windows: tuple[int, int] = (0, 0)
     needed: Sequence[str] = NEEDED
-    checked: Callable[[Mapping[str, Work]], Check] = by_sequential
+    make_check: Callable[[Mapping[str, Work]], Check] = make_sequential_check
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -107,19 +107,20 @@ class Bench:
 
 
 def run(bench: Bench, argv: Sequence[str] | None = None) -> None:
-    """Join the world, measure a benchmark's cases, say each row and append it to --json, and leave the world."""
-    given = options(bench).parse_args(argv)
+    """Measure the cases of a benchmark. Print each row, and append it to --json. Runs on every rank of torchrun."""
+    given = make_parser(bench).parse_args(argv)
     for name, value in bench.environment.items():
         os.environ.setdefault(name, value)
-    cases = chosen_cases(bench, given)
+    cases = select_cases(bench, given)
     measure.ALARM_S = bench.alarm_s
     start()
-    if there := sum(map(is_there(given), cases)):
-        say(f"{there} of {len(cases)} cases are in {given.json}")
-    left = [case for case in cases if not is_there(given)(case)]
+    is_present = make_presence_check(given)
+    left = [case for case in cases if not is_present(case)]
+    if present := len(cases) - len(left):
+        say(f"{present} of {len(cases)} cases are in {given.json}")
     shard_bytes, whole_bytes = (max((case.windows[at] for case in left), default=0) for at in range(2))
     found, missing = transports(given.nccl if left else "", shard_bytes, whole_bytes)
-    jobs = [Job(name=str(case), run=partial(measured, case, found, given)) for case in left]
+    jobs = [Job(name=str(case), run=partial(measure_case, case, found, given)) for case in left]
     lines, left_out = run_jobs(jobs, given, missing=missing)
     say(f"{bench.name}:\n{bench.summary(lines)}" if lines else f"{bench.name}: nothing was measured")
     for transport in found:
@@ -127,12 +128,15 @@ def run(bench: Bench, argv: Sequence[str] | None = None) -> None:
     stop(left_out)
 
 
-def options(bench: Bench) -> argparse.ArgumentParser:
+def make_parser(bench: Bench) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark's options."""
     made = parser(bench.question, rounds=bench.rounds)
     made.prog = f"benchmarks.run {bench.name}"
     made.add_argument("--cases", default="", help="only cases whose operator and name contain one of these, with commas")
     made.add_argument("--ops", default="", help="only these operators, with commas")
-    made.add_argument("--specs", type=specs_of, default=[], help="schedules to try with auto, each where its operator has it")
+    made.add_argument(
+        "--specs", type=parse_specs, default=[], help="schedules to try with auto, each where its operator has it"
+    )
     made.set_defaults(nccl="", dtype=bench.dtypes[0])
     if bench.nccl:
         made.add_argument("--nccl", default=",".join(bench.nccl), help="NCCL's other transports (%(default)s)")
@@ -141,8 +145,8 @@ def options(bench: Bench) -> argparse.ArgumentParser:
     return made
 
 
-def specs_of(text: str) -> list[str]:
-    """--specs, without "auto", which is always tried."""
+def parse_specs(text: str) -> list[str]:
+    """Return the schedules of --specs without "auto", which is always tried."""
     found = [spec for spec in text.split(",") if spec not in ("", "auto")]
     try:
         for spec in found:
@@ -152,8 +156,8 @@ def specs_of(text: str) -> list[str]:
     return found
 
 
-def chosen_cases(bench: Bench, given: argparse.Namespace) -> list[Comparison]:
-    """The cases that are asked for. Raises ValueError where there is none."""
+def select_cases(bench: Bench, given: argparse.Namespace) -> list[Comparison]:
+    """Return the cases that --cases and --ops select. Raises ValueError if there is none."""
     known = bench.cases(int(os.environ["WORLD_SIZE"]), given.dtype)
     words, ops = given.cases.split(","), given.ops.split(",") if given.ops else [case.op for case in known]
     found = [case for case in known if case.op in ops and any(word in str(case) for word in words)]
@@ -163,35 +167,36 @@ def chosen_cases(bench: Bench, given: argparse.Namespace) -> list[Comparison]:
     return found
 
 
-def is_there(given: argparse.Namespace) -> Callable[[Comparison], bool]:
-    """Whether --json has a case's rows of this commit in all modes that are asked for."""
+def make_presence_check(given: argparse.Namespace) -> Callable[[Comparison], bool]:
+    """Return a function that says whether --json has a case's rows of this commit in all modes of --modes."""
     world_size = int(os.environ["WORLD_SIZE"])
     known = rows.read(given.json) if given.json else []
-    there = {(row.bench, row.op, row.case, row.dtype, row.mode) for row in known if of_this(row, world_size, given.commit)}
+    there = {(row.bench, row.op, row.case, row.dtype, row.mode) for row in known if is_of_commit(row, world_size, given.commit)}
     modes = given.modes.split(",")
     return lambda case: all((case.bench, case.op, case.name, case.dtype, mode) in there for mode in modes)
 
 
-def of_this(row: Row, world_size: int, commit: str) -> bool:
+def is_of_commit(row: Row, world_size: int, commit: str) -> bool:
+    """Return whether a row has times of this commit with this number of ranks."""
     return (row.world_size, row.commit) == (world_size, commit) and bool(row.us)
 
 
-def specs_for(case: Comparison, asked: Sequence[str]) -> list[str]:
-    """The schedules to try: those that are asked for, or the usual ones, of those that the operator has; and auto."""
+def select_specs(case: Comparison, asked: Sequence[str]) -> list[str]:
+    """Return the schedules to try: those of --specs, or else the case's own, that the operator has; and "auto"."""
     names = set(schedules.names(case.op))
     if case.dtype.startswith("float8"):
         names -= set(schedules.CUT_COLUMNS)
     return [*(spec for spec in asked or case.specs if spec.partition(":")[0] in names), "auto"]
 
 
-def measured(case: Comparison, found: Sequence[Transport], given: argparse.Namespace) -> list[Row]:
-    """One case in every mode. Raises Failed."""
+def measure_case(case: Comparison, found: Sequence[Transport], given: argparse.Namespace) -> list[Row]:
+    """Measure one case in every mode. Raises Failed."""
     torch.manual_seed(dist.get_rank())
-    works = case.methods(found, specs_for(case, given.specs))
+    works = case.methods(found, select_specs(case, given.specs))
     times, missing = trial(
         works,
         given.modes.split(","),
-        check=case.checked(works),
+        check=case.make_check(works),
         needed=case.needed,
         rounds=given.rounds,
         repeat=case.repeat,
@@ -203,16 +208,18 @@ def measured(case: Comparison, found: Sequence[Transport], given: argparse.Names
         case=case.name,
         problem=case.problem,
         dtype=case.dtype,
-        chosen=auto_is(case) if AUTO in works and AUTO not in missing else None,
+        chosen=find_auto_choice(case) if AUTO in works and AUTO not in missing else None,
         missing=missing,
         extra=case.extra,
         arguments=given,
     )
 
 
-def auto_is(case: Comparison) -> str | None:
-    """What weft/auto stood for: the newest choice for operands like the case's own. There may also be choices for
-    operands in FP8, or for an `a` that weft quantises."""
+def find_auto_choice(case: Comparison) -> str | None:
+    """Return the schedule that weft/auto ran: the newest choice for operands like those of the case.
+
+    There may also be choices for operands in FP8, or for an `a` that weft quantises.
+    """
     float8 = case.dtype.startswith("float8")
     scalings = [(choice.problem.scaling, choice.spec) for choice in weft.choices()[::-1]]
     return next((spec for s, spec in scalings if bool(s) == float8 and not (s and s.quantises)), None)
@@ -220,17 +227,19 @@ def auto_is(case: Comparison) -> str | None:
 
 def run_parts(
     parts: Sequence[T],
-    measured: Callable[[T, argparse.Namespace], Iterable[Row]],
+    measure_part: Callable[[T, argparse.Namespace], Iterable[Row]],
     arguments: argparse.Namespace,
     *,
     alarm_s: int = measure.ALARM_S,
     after: Callable[[], None] = lambda: None,
 ) -> None:
-    """Join the world, measure each part, say each row and append it to --json, and leave the world. after: each part, before
-    memory is given back."""
+    """Measure each part. Print each row, and append it to --json. Runs on every rank of torchrun.
+
+    after: a function that is called after each part, before its memory is freed.
+    """
     measure.ALARM_S = alarm_s
     start()
-    jobs = [Job(name=str(part), run=partial(measured, part, arguments)) for part in parts]
+    jobs = [Job(name=str(part), run=partial(measure_part, part, arguments)) for part in parts]
     found, left_out = run_jobs(jobs, arguments, after=after)
     say(summary(found))
     stop(left_out)
@@ -243,8 +252,10 @@ def run_jobs(
     missing: Mapping[str, str] | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> tuple[list[Row], list[str]]:
-    """As run_parts, in a world that has been joined: (all rows, the jobs that were left out, for `stop`). missing: why methods
-    are, in addition to each row's own."""
+    """Run jobs as run_parts does, after `start`. Return all rows, and the names of the jobs that were left out.
+
+    missing: reasons why methods are missing, which are added to those of each row.
+    """
     found, left_out = [], []
     for job in jobs:
         try:
@@ -261,8 +272,8 @@ def run_jobs(
     return found, left_out
 
 
-def chosen(names: str, known: Sequence[str]) -> list[str]:
-    """--only's parts, with commas. Raises ValueError for others than the known ones."""
+def parse_only(names: str, known: Sequence[str]) -> list[str]:
+    """Return the names in --only, which are separated by commas. Raises ValueError for an unknown one."""
     found = names.split(",")
     for name in found:
         if name not in known:
@@ -270,11 +281,11 @@ def chosen(names: str, known: Sequence[str]) -> list[str]:
     return found
 
 
-def profiles(options: argparse.ArgumentParser) -> None:
+def add_profile_option(options: argparse.ArgumentParser) -> None:
     options.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces of rank 0 there, and time nothing")
 
 
-def folder_of(arguments: argparse.Namespace) -> Path | None:
-    """--profile's folder on the rank that writes, None on the others."""
+def get_profile_folder(arguments: argparse.Namespace) -> Path | None:
+    """Return the folder of --profile on rank 0, which writes the traces, and None on other ranks."""
     folder: Path | None = arguments.profile
     return folder if dist.get_rank() == 0 else None

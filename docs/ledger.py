@@ -1,25 +1,23 @@
-"""Prints the ledger: where each published figure is from, and how much of the code behind it has changed since.
+"""Checks the ledger: from which results each published figure comes, and how much the code behind it has changed since.
 
-    python docs/ledger.py        all entries, or what is wrong with them; `make ledger` runs it
-    python docs/ledger.py --short    what is wrong alone
+    python docs/ledger.py            print the sources of all figures, and the errors; `make ledger` runs it
+    python docs/ledger.py --short    print the errors only
 
 Published figures are of two kinds. Generated tables (docs/generate.py) are made from result files, and
-tests/project/test_docs.py makes them again; the ledger says of which commits and machines the lines of these files are. Figures
-in running text stand in docs/ledger.toml, an entry for each passage: a [[measured]] entry names the result lines that the
-figure is computed from, or the generated table that it repeats, and the ledger computes it again; a [[stated]] entry says what
-else the number is, such as a setting or a paper's figure.
+tests/project/test_docs.py makes them again; the ledger prints the commits and machines of the lines of these files. Each figure
+in running text has an entry in docs/ledger.toml. A [[measured]] entry names the result lines that the figure is computed from,
+and the ledger computes it again. A [[stated]] entry says what else the number is, such as a setting or a figure of a paper.
 
-It covers README.md and docs/, but not the notes of single days in docs/lab, and not the text of simulated studies (SIMULATED).
-CHANGELOG.md and docstrings are not covered, nor is code within a text.
+The ledger covers README.md and docs/. It does not cover docs/lab, the text of simulated studies (SIMULATED), CHANGELOG.md,
+docstrings, and code in a text.
 
 It is an error if
-    a number with a unit of time, rate, share or ratio is in no entry, nor "twice as fast" and the like;
-    an entry has other keys than it may have, its words are not in its document or are there twice, or its figures are not what
-    the lines give;
-    a line's commit is not in the history;
-    the code behind a line has changed in more commits since than the document allows (OLDEST), where the line is of a machine
-    that we can use (MEASURABLE);
-    a line is of another machine, and the document does not say on which day it was measured.
+    a number with a unit of time, rate, share or ratio, or a phrase like "twice as fast", has no entry;
+    an entry has wrong keys, its text occurs in its document never or twice, or its figures differ from what the lines give;
+    the commit of a line is not in the history;
+    the line is of a machine that we can use (MEASURABLE), and the code behind it has changed in more commits than the document
+    allows (OLDEST);
+    the line is of another machine, and the document does not give the day of the measurement.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from benchmarks.rows import Row, gain
 
 ENTRIES = Path(__file__).with_name("ledger.toml")
 OLDEST = {"README.md": 80, "docs/fp8.md": 80, "docs/peers.md": 80}
-"""By document: commits that may have changed the code behind a line since it was measured."""
+"""By document, how many commits may have changed the code behind a line since it was measured."""
 OLDEST_ELSEWHERE = 340
 MEASURABLE = re.compile(r"([1248] x )?NVIDIA (H100|H200)\b|2 cores")
 """Machines that we can use at present, as result lines name them."""
@@ -53,7 +51,7 @@ SIMULATED = re.compile(r"^## (T3|FiCCO|DLRM|ISO)\n.*?(?=^## |\Z)", re.MULTILINE 
 tests/project/test_docs.py makes again."""
 
 CHOOSING = ("weft/perf", "weft/planner")
-"""What says which schedules `auto` tries."""
+"""The code that decides which schedules `auto` tries."""
 OPERATORS = ("weft/kernels", "weft/ops", "weft/runtime", "weft/schedules", "weft/comm", *CHOOSING)
 CONCURRENT = ("weft/overlap", "weft/runtime", "weft/comm")
 MODELS = (*OPERATORS, "weft/models")
@@ -99,25 +97,28 @@ FIGURE = re.compile(
     r"(?!\w|\s\d|(?<=x)\s(?:NVIDIA|H100|H200|A100|B200|MI\d)\d?)"
     rf"|(?:{_WORDS}) as (?:fast|slow|long)\b|factor of {NUMBER}|speed-up of {NUMBER})"
 )
-"""A number with a unit of time, rate, share or ratio, or such words. `8192 x 4096` and `2 x H200` are none."""
+"""A number with a unit of time, rate, share or ratio, or such a phrase. `8192 x 4096` and `2 x H200` do not match."""
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
     "geomean": statistics.geometric_mean,
     "mean": statistics.fmean,
     "least": min,
     "most": max,
-    "only": lambda values: values[0] if len(values) == 1 else _not_one(values),
+    "only": lambda values: values[0] if len(values) == 1 else _raise_not_one(values),
 }
 RANGE = ("least", "most")
 
 
 class LedgerError(ValueError):
-    """An error about one figure. It is yielded as well as raised."""
+    """A wrong figure or entry. Some functions raise it, others yield it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Result lines of one file, commit and machine that a document's figure is made of. touched: commits that have changed the
-    code behind them since. date: of the commit."""
+    """The result lines of one file, commit and machine from which a figure of a document is computed.
+
+    date: the day of the commit.
+    changes: the number of later commits that have changed the code behind the lines.
+    """
 
     document: str
     figure: str
@@ -126,42 +127,43 @@ class Source:
     date: str
     machine: str
     baseline: str
-    touched: int
+    changes: int
 
     def __str__(self) -> str:
         where = f"{self.bench}.jsonl, {self.commit} of {self.date}, {self.machine}"
         against = f", against {self.baseline}" if self.baseline else ""
-        return f"{self.document}: {self.figure}: {where}{against}; code changed in {self.touched} commits since"
+        return f"{self.document}: {self.figure}: {where}{against}; code changed in {self.changes} commits since"
 
 
-def files_of(kind: str, words: Sequence[str]) -> list[str]:
-    """The result files that a generated table is made of, without `.jsonl`; none for a table of other things."""
+def list_files(kind: str, words: Sequence[str]) -> list[str]:
+    """Return the result files that a generated table is made from, without `.jsonl`. Other tables have none."""
     if kind == "gains":
         names = [*words, *(folder.name for folder in measured_tables.OTHERS.values())]
-        return [f"{name}/{bench}" for name in names for bench in GAINS if is_file(f"{name}/{bench}")]
+        return [f"{name}/{bench}" for name in names for bench in GAINS if has_file(f"{name}/{bench}")]
     if kind == "simulated":
         return sorted(benchmark("simulated").FILES)
-    return [word for word in words if is_file(word)]
+    return [word for word in words if has_file(word)]
 
 
-def is_file(bench: str) -> bool:
+def has_file(bench: str) -> bool:
+    """Return whether a benchmark has a result file."""
     return (RESULTS / f"{bench}.jsonl").is_file()
 
 
-def _not_one(values: Sequence[float]) -> float:
+def _raise_not_one(values: Sequence[float]) -> float:
     raise LedgerError(f"{len(values)} lines match; name one, or a reduction")
 
 
 @functools.cache
-def touched(commit: str, bench: str) -> int:
-    """In how many commits the code behind a line has changed since; 0 where there is no history to ask."""
+def count_changes(commit: str, bench: str) -> int:
+    """Return in how many commits the code behind a line has changed since, or 0 if the history is not here."""
     if not text_tables.whole_history():
         return 0
     code = CODE.get(bench.rpartition("/")[2], OPERATORS)
     return int(text_tables.git("rev-list", "--count", f"{commit}..HEAD", "--", *code))
 
 
-def sources(document: str, figure: str, bench: str, rows: Sequence[Row], baseline: str = "") -> Iterator[Source]:
+def make_sources(document: str, figure: str, bench: str, rows: Sequence[Row], baseline: str = "") -> Iterator[Source]:
     for commit, machine in dict.fromkeys((row.commit, row.machine) for row in rows):
         yield Source(
             document=document,
@@ -171,45 +173,45 @@ def sources(document: str, figure: str, bench: str, rows: Sequence[Row], baselin
             date=date_of(commit),
             machine=machine,
             baseline=baseline,
-            touched=touched(commit, bench),
+            changes=count_changes(commit, bench),
         )
 
 
-def fault_of(source: Source, text: str) -> LedgerError | None:
-    """What is wrong with a line that is too old, or of a machine that we cannot use and of no day that the text names."""
+def find_fault(source: Source, text: str) -> LedgerError | None:
+    """Return the error of a line that is too old, or of a machine that we cannot use if the text does not name its day."""
     if not MEASURABLE.match(source.machine):
         undated = f"{source}; nobody can measure there now, so the text has to say {source.date}"
         return LedgerError(undated) if source.date not in text else None
     oldest = OLDEST.get(source.document, OLDEST_ELSEWHERE)
-    return LedgerError(f"{source}; {source.document} allows {oldest}") if source.touched > oldest else None
+    return LedgerError(f"{source}; {source.document} allows {oldest}") if source.changes > oldest else None
 
 
-def of_tables(document: str, text: str) -> Iterator[Source | LedgerError]:
-    """The lines behind a document's generated tables."""
+def check_tables(document: str, text: str) -> Iterator[Source | LedgerError]:
+    """Yield the sources of a document's generated tables, and their errors."""
     for match in BLOCK.finditer(text):
         kind, words, _ = match.groups()
-        for bench in files_of(kind, words.split()):
-            yield from checked(partial(_of_bench, document, f"`{kind} {words}`", bench), match[0])
+        for bench in list_files(kind, words.split()):
+            yield from check_sources(partial(_find_sources_of_bench, document, f"`{kind} {words}`", bench), match[0])
 
 
-def _of_bench(document: str, figure: str, bench: str) -> Iterator[Source]:
-    return sources(document, figure, bench, lines(bench))
+def _find_sources_of_bench(document: str, figure: str, bench: str) -> Iterator[Source]:
+    return make_sources(document, figure, bench, lines(bench))
 
 
-def checked(find: Callable[[], Iterator[Source]], text: str) -> Iterator[Source | LedgerError]:
-    """What `find` gives, or what is wrong with it. text: where the figure stands."""
+def check_sources(find: Callable[[], Iterator[Source]], text: str) -> Iterator[Source | LedgerError]:
+    """Yield the sources that `find` yields, or their errors. text: the text that contains the figure."""
     try:
         found = list(find())
     except ValueError as error:
         yield LedgerError(str(error))
         return
     for source in found:
-        fault = fault_of(source, text)
+        fault = find_fault(source, text)
         yield source if fault is None else fault
 
 
 @functools.cache
-def entries() -> Mapping[str, list[dict[str, Any]]]:
+def read_entries() -> Mapping[str, list[dict[str, Any]]]:
     return tomllib.loads(ENTRIES.read_text(encoding="utf-8"))
 
 
@@ -217,28 +219,28 @@ KEYS = {
     "measured": ({"document", "text", "bench", "where", "value", "baseline"}, {"over", "scale", "reduce"}),
     "stated": ({"document", "text", "because"}, set()),
 }
-"""By kind of entry, the keys that it must have, and may have."""
+"""By kind of entry, the keys that it must have, and those that it may have."""
 
 
-def malformed() -> Iterator[LedgerError]:
-    """Entries that are of no kind, or have other keys than those of their kind."""
-    for kind, some in entries().items():
+def find_malformed_entries() -> Iterator[LedgerError]:
+    """Yield an error for each entry of an unknown kind, or with wrong keys."""
+    for kind, some in read_entries().items():
         needed, more = KEYS.get(kind, (set(), set()))
         for entry in some:
             if kind not in KEYS or not needed <= entry.keys() <= needed | more or "" in entry.values():
                 yield LedgerError(f"an entry [[{kind}]] is not as {ENTRIES.name} says: {entry}")
 
 
-def prose(text: str) -> str:
-    """A document without its fenced blocks and code, on as many lines, and with single spaces."""
+def extract_prose(text: str) -> str:
+    """Return a document on one line, without fenced blocks, and with `code` for inline code."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return " ".join(re.sub(r"`[^`\n]*`", "`code`", text).split())
 
 
-def of_prose(document: str, text: str) -> Iterator[Source | LedgerError]:
-    """The lines behind a document's running text. Numbers that are in no entry are errors."""
-    left = prose(SIMULATED.sub("", text))
-    for kind, some in entries().items():
+def check_prose(document: str, text: str) -> Iterator[Source | LedgerError]:
+    """Yield the sources of a document's running text, and the errors. A number without an entry is an error."""
+    left = extract_prose(SIMULATED.sub("", text))
+    for kind, some in read_entries().items():
         for entry in some:
             if entry["document"] != document:
                 continue
@@ -248,35 +250,39 @@ def of_prose(document: str, text: str) -> Iterator[Source | LedgerError]:
                 continue
             left = left.replace(words, "")
             if kind == "measured":
-                yield from checked(partial(measured, entry), text)
+                yield from check_sources(partial(check_measured_entry, entry), text)
     for match in FIGURE.finditer(left):
         near = left[max(0, match.start() - 60) : match.end() + 40]
         yield LedgerError(f"{document}: {match[0]!r} is in no entry of docs/ledger.toml: ... {near} ...")
 
 
-def measured(entry: Mapping[str, Any]) -> Iterator[Source]:
-    """The lines of an entry. Raises LedgerError where they give another figure than its words have."""
+def check_measured_entry(entry: Mapping[str, Any]) -> Iterator[Source]:
+    """Yield the sources of a [[measured]] entry. Raises LedgerError if they give other figures than its text."""
     document, words = entry["document"], entry["text"]
-    found = [row for row in lines(entry["bench"]) if all(_holds(row, path, wanted) for path, wanted in entry["where"].items())]
+    found = [
+        row for row in lines(entry["bench"]) if all(_matches(row, path, wanted) for path, wanted in entry["where"].items())
+    ]
     if not found:
         raise LedgerError(f"{document}: no line of {entry['bench']}.jsonl is as {words!r} says")
-    values = [_value(row, entry["value"]) / (_value(row, entry["over"]) if "over" in entry else 1) for row in found]
+    values = [_get_value(row, entry["value"]) / (_get_value(row, entry["over"]) if "over" in entry else 1) for row in found]
     reductions = RANGE if entry.get("reduce") == "range" else (entry.get("reduce", "only"),)
     given = [REDUCTIONS[reduction](values) * entry.get("scale", 1) for reduction in reductions]
     figures = re.findall(rf"(?<![\w.]){NUMBER}", words)
     if len(figures) != len(given) or not all(map(_rounds_to, given, figures)):
         raise LedgerError(f"{document}: the lines of {words!r} give {' and '.join(f'{value:g}' for value in given)}")
-    yield from sources(document, words, entry["bench"], found, entry["baseline"])
+    yield from make_sources(document, words, entry["bench"], found, entry["baseline"])
 
 
-def _holds(row: Row, path: str, wanted: object) -> bool:
-    value = _value(row, path, number=False)
+def _matches(row: Row, path: str, wanted: object) -> bool:
+    value = _get_value(row, path, number=False)
     return re.fullmatch(wanted, value) is not None if isinstance(wanted, str) and isinstance(value, str) else value == wanted
 
 
-def _value(row: Row, path: str, *, number: bool = True) -> Any:
-    """A field of a line, by its path with dots. A path that ends with `.*` is the sum of all below it; `gain` is how many times
-    as fast as the fastest alternative weft's default is."""
+def _get_value(row: Row, path: str, *, number: bool = True) -> Any:
+    """Return a field of a line by its dotted path. A path that ends with `.*` is the sum of all fields below it.
+
+    The path `gain` is the time of the fastest alternative divided by that of weft's default.
+    """
     if path == "gain":
         return gain(row)
     keys = path.removesuffix(".*").split(".")
@@ -292,32 +298,32 @@ def _value(row: Row, path: str, *, number: bool = True) -> Any:
 
 
 def _rounds_to(value: float, figure: str) -> bool:
-    """Whether a number is what the text says, in as many decimals as that has."""
+    """Return whether a number rounds to a figure in the text, with its number of decimals."""
     decimals = len(figure.partition(".")[2])
     return abs(value - float(figure.replace(",", ""))) <= 0.5 * 10**-decimals * (1 + 1e-9)
 
 
 @functools.cache
-def documents() -> dict[str, str]:
+def read_documents() -> dict[str, str]:
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
 
-def ledger() -> Iterator[Source | LedgerError]:
-    """Every published figure's lines, or what is wrong."""
-    if wrong := list(malformed()):
+def check_figures() -> Iterator[Source | LedgerError]:
+    """Yield the sources of every published figure, and all errors."""
+    if wrong := list(find_malformed_entries()):
         yield from wrong
         return
-    for name, text in documents().items():
-        yield from of_tables(name, text)
-        yield from of_prose(name, text)
-    for entry in (entry for some in entries().values() for entry in some):
-        if entry["document"] not in documents():
-            yield LedgerError(f"there is no document {entry['document']}, which an entry is about")
+    for name, text in read_documents().items():
+        yield from check_tables(name, text)
+        yield from check_prose(name, text)
+    for entry in (entry for some in read_entries().values() for entry in some):
+        if entry["document"] not in read_documents():
+            yield LedgerError(f"there is no document {entry['document']}, but an entry names it")
 
 
 def main() -> None:
-    found = list(ledger())
+    found = list(check_figures())
     wrong = [one for one in found if isinstance(one, LedgerError)]
     if "--short" not in sys.argv[1:]:
         for one in sorted({str(one) for one in found if isinstance(one, Source)}):

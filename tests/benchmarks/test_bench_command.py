@@ -40,7 +40,7 @@ class Fake:
     def case(self, name: str, windows: tuple[int, int]) -> Comparison:
         return Comparison(
             bench="fake", op=OP, name=name, methods=partial(self.methods, name), specs=("shard_p2p", "flag_gated_2d:4"),
-            repeat=1, windows=windows, needed=(), checked=lambda works: lambda method, result: None,
+            repeat=1, windows=windows, needed=(), make_check=lambda works: lambda method, result: None,
         )  # fmt: skip
 
     def methods(self, name: str, found: Sequence[Transport], specs: Sequence[str]) -> Mapping[str, Work]:
@@ -67,7 +67,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.setattr(runner, "start", lambda: None)
     monkeypatch.setattr(runner, "stop", made.stopped.extend)
     monkeypatch.setattr(runner, "release", lambda: None)
-    monkeypatch.setattr(runner, "auto_is", lambda case: "shard_p2p")
+    monkeypatch.setattr(runner, "find_auto_choice", lambda case: "shard_p2p")
     monkeypatch.setattr(measure, "ALARM_S", 90)
     monkeypatch.setattr(measure, "versions", lambda device: {})
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -169,9 +169,9 @@ def test_the_command_knows_its_benchmarks(monkeypatch: pytest.MonkeyPatch, capsy
     run.main(["tp", "--rounds", "3"])
     assert asked == [("tp", ["--rounds", "3"])]
     run.main(["--list"])
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == list(cases.BENCHES)
-    assert all(line.endswith("?") for line in told)
+    questions = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in questions] == list(cases.BENCHES)
+    assert all(line.endswith("?") for line in questions)
     for words in ([], ["tq"]):
         with pytest.raises(SystemExit):
             run.main(words)
@@ -190,7 +190,7 @@ def test_chosen_is_of_operands_like_the_cases(monkeypatch: pytest.MonkeyPatch) -
     choices = [SimpleNamespace(spec=name, problem=SimpleNamespace(scaling=scaling)) for name, scaling in scalings.items()]
     monkeypatch.setattr(weft, "choices", lambda: choices)
     case = Fake().case("one", (0, 0))
-    assert runner.auto_is(case) == "plain"
-    assert runner.auto_is(replace(case, dtype="float8_e4m3fn")) == "scaled"
+    assert runner.find_auto_choice(case) == "plain"
+    assert runner.find_auto_choice(replace(case, dtype="float8_e4m3fn")) == "scaled"
     monkeypatch.setattr(weft, "choices", list)
-    assert runner.auto_is(case) is None
+    assert runner.find_auto_choice(case) is None

@@ -20,11 +20,11 @@ RUN = "benchmarks.run"
 
 
 def test_every_part_starts_files_that_there_are() -> None:
-    found = everything.parts(8, minutes=1, seed=5)
+    found = everything.make_parts(8, minutes=1, seed=5)
     words = [word for part in found.values() for run in part.runs for word in run.words]
     assert all(find_spec(word) for word in words if word.startswith("benchmarks."))
-    asked = [run.words[run.words.index(RUN) + 1] for part in found.values() for run in part.runs if RUN in run.words]
-    assert set(asked) == set(cases.BENCHES)
+    benches = [run.words[run.words.index(RUN) + 1] for part in found.values() for run in part.runs if RUN in run.words]
+    assert set(benches) == set(cases.BENCHES)
     files = [word for word in words if word.endswith(".py")]
     assert all(Path(file).is_file() for file in files)
     started = {Path(file) for file in files if Path(file).name.startswith("test_")}
@@ -46,10 +46,10 @@ open(sys.argv[2], "a").write("{}\\n{}\\n")
 print(sys.argv[4], os.environ["OF_THE_PART"], os.environ["CUDA_VISIBLE_DEVICES"])
 sys.exit(3)
 """
-    good, told = everything.run("one", _part(source, limit_s=60), tmp_path, "abc")
+    good, line = everything.run_part("one", _part(source, limit_s=60), tmp_path, "abc")
     assert not good
-    assert told.startswith("one: status 3, ")
-    assert told.endswith(" s, 2 lines; abc 7 0")
+    assert line.startswith("one: status 3, ")
+    assert line.endswith(" s, 2 lines; abc 7 0")
     assert (tmp_path / "one.jsonl").read_text() == "{}\n{}\n"
 
 
@@ -62,7 +62,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child, begun = tmp_path / "child", everything.begun
+    child, start_run = tmp_path / "child", everything.start_run
     hangs = f"""
 import subprocess, sys, time
 open({str(child)!r}, "w").write(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid))
@@ -72,15 +72,15 @@ time.sleep(600)
 
     def under_way(run: Any, part: Any, log: Path, *rest: Any) -> subprocess.Popen[bytes]:
         """The limit begins when one of them has ended, and the other hangs."""
-        process: subprocess.Popen[bytes] = begun(run, part, log, *rest)
+        process: subprocess.Popen[bytes] = start_run(run, part, log, *rest)
         assert wait_for(lambda: "begun" in log.read_text() if hangs in run.words else process.poll() is not None, 60)
         return process
 
-    monkeypatch.setattr(everything, "begun", under_way)
+    monkeypatch.setattr(everything, "start_run", under_way)
     start = time.monotonic()
-    good, told = everything.run("two", _part("print('short')", hangs, limit_s=0.5), tmp_path, "")
+    good, line = everything.run_part("two", _part("print('short')", hangs, limit_s=0.5), tmp_path, "")
     assert not good
-    assert told.startswith("two: status 0, ended at its limit, ")
+    assert line.startswith("two: status 0, stopped at its limit, ")
     assert time.monotonic() - start < 60
     assert wait_for(lambda: not _runs(int(child.read_text())), 30), "what a part had started runs on"
 
@@ -95,9 +95,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in wha
 sys.path.insert(0, {str(ROOT)!r})
 from benchmarks import everything
 part = everything.Part(runs=(everything.Run(words=("-c", {hangs!r})),), limit_s=600)
-everything.parts = lambda gpus, **_: {{"hangs": part}}
-ended = everything.ended
-everything.ended = lambda *given: open({str(waits)!r}, "w").close() or ended(*given)
+everything.make_parts = lambda gpus, **_: {{"hangs": part}}
+wait_for_runs = everything.wait_for_runs
+everything.wait_for_runs = lambda *given: open({str(waits)!r}, "w").close() or wait_for_runs(*given)
 sys.argv[1:] = ["--gpus", "2", "--out", {str(tmp_path)!r}]
 everything.main()
 """
@@ -115,22 +115,22 @@ def test_a_part_that_fails_is_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = {"bad": _part("1 / 0", limit_s=60), "good": _part("print('here')", limit_s=60)}
-    monkeypatch.setattr(everything, "parts", lambda gpus, **_: known)
+    monkeypatch.setattr(everything, "make_parts", lambda gpus, **_: known)
     monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"^not right: bad$"):
+    with pytest.raises(SystemExit, match=r"^failed: bad$"):
         everything.main()
     assert "good: status 0, " in capsys.readouterr().out
 
 
-def test_a_part_that_could_end_too_late_is_not_begun(
+def test_a_part_that_could_end_too_late_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     known = {"long": _part("1 / 0", limit_s=600), "short": _part("print('here')", limit_s=100)}
-    monkeypatch.setattr(everything, "parts", lambda gpus, **_: known)
+    monkeypatch.setattr(everything, "make_parts", lambda gpus, **_: known)
     monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--budget-s", "300", "--out", str(tmp_path)])
     everything.main()
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "long: not begun, 300 s are left"
+    assert first == "long: skipped, 300 s are left"
     assert "short: status 0, " in second
     monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--only", "short,none"])
     with pytest.raises(SystemExit):

@@ -72,9 +72,9 @@ def test_what_a_part_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     single_gpu.run(Part(**about, baseline="computation/cublas", cases=lambda given: made), given)
     (row,) = rows.read(given.json)
     assert (row.us["weft/auto"], row.extra, row.samples, row.machine) == (2.0, {"shape": [1, 2, 3]}, 3, "1 x GPU")
-    told = capsys.readouterr().out
-    assert "rows weft/auto: 2.000 of computation/cublas" in told
-    assert "all computation/cublas a: 0.500" in told
+    output = capsys.readouterr().out
+    assert "rows weft/auto: 2.000 of computation/cublas" in output
+    assert "all computation/cublas a: 0.500" in output
 
 
 def _grouped() -> None:

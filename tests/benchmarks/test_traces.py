@@ -40,18 +40,18 @@ def events() -> list[dict[str, Any]]:
 
 def test_the_gpus_side_is_kept_and_short(events: list[dict[str, Any]], tmp_path: Path) -> None:
     traces.written(traces.trimmed(events), tmp_path / "one.json.gz")
-    kept = traces.read(tmp_path / "one.json.gz")
-    assert [event["name"][:12] for event in kept] == [
+    stored = traces.read(tmp_path / "one.json.gz")
+    assert [event["name"][:12] for event in stored] == [
         "process_name",
         "weft forward",
         "nvjet_xxxxxx",
         "Memcpy PtoP ",
         "CatArrayBatc",
     ]
-    assert [event["ts"] for event in kept[1:]] == [-10, 0, 20, 150]
-    assert kept[2]["args"] == {"stream": 7}
-    assert kept[3]["args"] == {"stream": 9, "bytes": 64}
-    assert len(kept[2]["name"]) == traces.NAME_LETTERS
+    assert [event["ts"] for event in stored[1:]] == [-10, 0, 20, 150]
+    assert stored[2]["args"] == {"stream": 7}
+    assert stored[3]["args"] == {"stream": 9, "bytes": 64}
+    assert len(stored[2]["name"]) == traces.NAME_LETTERS
 
 
 def test_times_by_kind_and_what_is_exposed(events: list[dict[str, Any]]) -> None:

@@ -70,7 +70,7 @@ def _trial(works: Mapping[str, Any], modes: Any, *, needed: Any, **options: Any)
 
 
 def _made(transport: nccl.Transport, case: Comparison) -> list[Row]:
-    found = runner.measured(case, [transport], GIVEN)
+    found = runner.measure_case(case, [transport], GIVEN)
     assert [row.mode for row in found] == ["graph", "eager"]
     assert all(row.missing == {"peer/lost": "why"} for row in found)
     assert (found[0].host_us, set(found[1].host_us)) == ({}, set(found[1].us))

@@ -112,7 +112,7 @@ class Recorder:
             value = program._barriers + 1
             recorder._here(Event("store", recorder._call, flag=("meet", program.rank, 0), value=value))
             kept["_barrier"](program, where)
-            for rank in program.rank_group.near:
+            for rank in program.rank_group.ranks_on_node:
                 recorder._here(Event("seen", recorder._call, flag=("meet", rank, 0), value=value))
 
         patched = mock.patch.multiple(HostProgram, play=play, bind=bind, wait=wait, signal=signal, _barrier=barrier)
@@ -156,7 +156,7 @@ class Recorder:
             return places(reads), places(writes)
         # Sources are staged in shared memory, where all ranks read them.
         source = self._bindings.view(step.src)
-        staged = [program._stage(step, rank, source) for rank in program.rank_group.near]
+        staged = [program._stage(step, rank, source) for rank in program.rank_group.ranks_on_node]
         stages = [place for tensor in staged if tensor.numel() and (place := self.place(tensor))]
         return (*places(reads), *stages), (*places(writes), *stages)
 

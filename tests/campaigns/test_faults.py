@@ -35,7 +35,7 @@ def _suffers(trial: FaultTrial, folder: str) -> Outcome:
         if fault != "late":
             strike(fault)
         else:
-            wait_for(lambda: waits.broken or waits.peer_failed(), PATIENT_S)
+            wait_for(lambda: waits.broken or waits.has_failed_peer(), PATIENT_S)
 
     def followed(*arguments: Any) -> Work:
         if trial.fault in ("stop", "late"):

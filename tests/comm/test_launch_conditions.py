@@ -18,9 +18,9 @@ class Group:
     """The ranks of one node, of which this is rank 0. others: what the other ranks give, call by call."""
 
     others: list[tuple[int, ...]]
-    near: range = range(2)
+    ranks_on_node: range = range(2)
 
-    def enter(self, text: str, mine: int) -> tuple[int, ...]:
+    def agree_on_call(self, text: str, mine: int) -> tuple[int, ...]:
         return (mine, *self.others.pop(0))
 
 

@@ -22,16 +22,16 @@ BEFORE_SLEEP = 51
 
 def _alike(rank_group: RankGroup) -> int:
     """Many more calls than are kept in the log, one rank far ahead of the other."""
-    first = rank_group.remember("op: gather") if rank_group.enter("op: gather") else 0
-    rank_group.enter("op: scatter")
-    second = rank_group.remember("op: scatter")
+    first = rank_group.number_agreed_text("op: gather") if rank_group.agree_on_call("op: gather") else 0
+    rank_group.agree_on_call("op: scatter")
+    second = rank_group.number_agreed_text("op: scatter")
     assert first != second
     for call in range(3000):
-        rank_group.repeat((first, second)[call % 2])
+        rank_group.begin_agreed_call((first, second)[call % 2])
         if rank_group.rank and call % 500 == 0:
             time.sleep(0.01)
     rank_group.check_peers()
-    rank_group.enter("op: barrier")
+    rank_group.agree_on_call("op: barrier")
     rank_group.check_peers(may_leave=True)
     return rank_group.calls
 
@@ -41,7 +41,7 @@ def _noticed(rank_group: RankGroup, *calls: Callable[[], object]) -> str:
     try:
         for call in calls:
             call()
-        rank_group.until(lambda: False, lambda: "nothing")
+        rank_group.wait_until(lambda: False, lambda: "nothing")
     except (RankMismatch, PeerLost) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing noticed"
@@ -50,43 +50,48 @@ def _noticed(rank_group: RankGroup, *calls: Callable[[], object]) -> str:
 def _different(rank_group: RankGroup) -> str:
     numbers = []
     for text in ("op: gather\nM: 64", "op: scatter\nM: 64"):
-        rank_group.enter(text)
-        numbers.append(rank_group.remember(text))
-    rank_group.repeat(numbers[0])
-    return _noticed(rank_group, partial(rank_group.repeat, numbers[rank_group.rank % 2]))
+        rank_group.agree_on_call(text)
+        numbers.append(rank_group.number_agreed_text(text))
+    rank_group.begin_agreed_call(numbers[0])
+    return _noticed(rank_group, partial(rank_group.begin_agreed_call, numbers[rank_group.rank % 2]))
 
 
 def _known_and_new(rank_group: RankGroup) -> str:
     """One rank repeats what all know, the other meets for something new."""
-    rank_group.enter("op: gather\nM: 64")
-    number = rank_group.remember("op: gather\nM: 64")
+    rank_group.agree_on_call("op: gather\nM: 64")
+    number = rank_group.number_agreed_text("op: gather\nM: 64")
     return _noticed(
-        rank_group, partial(rank_group.repeat, number) if rank_group.rank else partial(rank_group.enter, "op: gather\nM: 128")
+        rank_group,
+        partial(rank_group.begin_agreed_call, number)
+        if rank_group.rank
+        else partial(rank_group.agree_on_call, "op: gather\nM: 128"),
     )
 
 
 def _late_to_look(rank_group: RankGroup) -> str:
     """What the other rank repeated is noticed when it has repeated others."""
-    rank_group.enter("op: gather\nM: 64")
-    numbers = [rank_group.remember(f"op: gather\nM: {m}") for m in (0, 1, 2, 8)]
+    rank_group.agree_on_call("op: gather\nM: 64")
+    numbers = [rank_group.number_agreed_text(f"op: gather\nM: {m}") for m in (0, 1, 2, 8)]
     others = [numbers[0], numbers[3 if rank_group.rank else 1], numbers[2]]
     return _noticed(
-        rank_group, *(partial(rank_group.repeat, number) for number in others), partial(rank_group.enter, "op: barrier")
+        rank_group,
+        *(partial(rank_group.begin_agreed_call, number) for number in others),
+        partial(rank_group.agree_on_call, "op: barrier"),
     )
 
 
 def _last_call(rank_group: RankGroup) -> str:
     """Rank 2 ends its last call, and leaves, while rank 1 still waits for rank 0 in it. Then rank 1 calls once more."""
-    rank_group.enter("op: last")
+    rank_group.agree_on_call("op: last")
     if rank_group.rank == 0:
         while rank_group._control[2].state != CLOSED:
             time.sleep(1e-3)
         time.sleep(10 * _PEER_CHECK_S)
     if rank_group.rank != 1:
         return ""
-    rank_group.until(lambda: rank_group._control[0].state == CLOSED, lambda: "rank 0 leaves")
+    rank_group.wait_until(lambda: rank_group._control[0].state == CLOSED, lambda: "rank 0 leaves")
     try:
-        rank_group.enter("op: one more")
+        rank_group.agree_on_call("op: one more")
     except PeerLost as error:
         return str(error)
     return "nothing noticed"
@@ -95,18 +100,18 @@ def _last_call(rank_group: RankGroup) -> str:
 def _told(rank_group: RankGroup) -> float:
     """Rank 0 fails, and waits in vain. Then rank 1 tells its calls, and rank 2 not before it closes, which is later. When they
     did, by the host's clock, and when rank 0 knew."""
-    rank_group.enter("op: last")
+    rank_group.agree_on_call("op: last")
     if rank_group.rank == 0:
-        assert not rank_group.peer_failed()
+        assert not rank_group.has_failed_peer()
         began = time.monotonic()
         rank_group.fail(PeerLost("planted"))
         rank_group.await_notified(0.2)
         assert time.monotonic() - began >= 0.2
         dist.barrier()
         rank_group.await_notified(60.0)
-        assert rank_group.peer_failed()
+        assert rank_group.has_failed_peer()
         return time.monotonic()
-    assert wait_for(rank_group.peer_failed)
+    assert wait_for(rank_group.has_failed_peer)
     dist.barrier()
     time.sleep(0.5 * rank_group.rank)
     before = time.monotonic()
@@ -166,7 +171,7 @@ def test_texts_that_differ_where_there_is_no_room_differ_in_what_is_compared() -
 
 def _long_and_alike(rank_group: RankGroup) -> int:
     for cut in range(4):  # wherever a character's bytes are cut
-        rank_group.enter("key: " + "x" * cut + "\N{GREEK SMALL LETTER MU}\N{SNOWMAN}" * TEXT_BYTES)
+        rank_group.agree_on_call("key: " + "x" * cut + "\N{GREEK SMALL LETTER MU}\N{SNOWMAN}" * TEXT_BYTES)
     return rank_group.calls
 
 
@@ -221,14 +226,14 @@ def test_what_has_come_while_a_rank_was_stopped_is_no_timeout() -> None:
         looks += 1
         return looks > BEFORE_SLEEP
 
-    group.until(ready, lambda: "nothing")
+    group.wait_until(ready, lambda: "nothing")
     with pytest.raises(WaitTimeout):
-        group.until(lambda: False, lambda: "nothing")
+        group.wait_until(lambda: False, lambda: "nothing")
 
 
 def test_a_failed_group_runs_nothing_again() -> None:
     group = rank_groups()[0]
     group.fail(MemoryError("no memory"))
-    for call in (lambda: group.repeat(1), lambda: group.enter("op: gather")):
+    for call in (lambda: group.begin_agreed_call(1), lambda: group.agree_on_call("op: gather")):
         with pytest.raises(WeftError, match="no memory"):
             call()

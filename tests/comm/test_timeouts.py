@@ -33,6 +33,6 @@ def test_what_came_while_this_process_was_stopped_has_come(monkeypatch: pytest.M
         came.append(seconds)
 
     monkeypatch.setattr(time, "sleep", stopped)
-    rank_group.until(lambda: bool(came), lambda: "nothing")
+    rank_group.wait_until(lambda: bool(came), lambda: "nothing")
     with pytest.raises(WaitTimeout, match="nothing after"):
-        rank_group.until(lambda: False, lambda: "nothing")
+        rank_group.wait_until(lambda: False, lambda: "nothing")

@@ -102,7 +102,7 @@ def _reach() -> int:
     check_every_operator(512, 256, 384, torch.bfloat16, "node_slices:1", 0)
     group = dist.group.WORLD
     assert group is not None
-    heap = GROUPS.state(group.group_name).rank_group.heap(here())
+    heap = GROUPS.state(group.group_name).rank_group.get_heap(here())
     piece = heap.allocate(256)
     ranks = len(piece.addresses)
     heap.free(piece)

@@ -33,10 +33,10 @@ def rank_groups(world_size: int = 2, *, timeout_s: float = 20.0) -> list[RankGro
         rank_group = RankGroup.__new__(RankGroup)
         rank_group.timeout_s, rank_group.rank, rank_group.world_size = timeout_s, rank, world_size
         rank_group.calls = rank_group._agreements = rank_group._compared = rank_group._rounds = 0
-        rank_group._known, rank_group.unraised, rank_group._raised = {}, None, False
+        rank_group._agreed_texts, rank_group.unraised, rank_group._raised = {}, None, False
         rank_group.broken, rank_group._relay = None, None
         rank_group.lock, rank_group._failure_lock = threading.RLock(), threading.Lock()
-        rank_group.nodes, rank_group.one_host, rank_group.near = (), True, range(world_size)
+        rank_group.nodes, rank_group.one_host, rank_group.ranks_on_node = (), True, range(world_size)
         rank_group.pids = [os.getpid()] * world_size
         rank_group._starts = [process_start(os.getpid()) or 0] * world_size
         rank_group._control = controls

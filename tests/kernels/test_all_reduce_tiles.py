@@ -62,7 +62,7 @@ def _memory(layout: Any, blocks: int) -> Iterator[Any]:
     from weft.kernels.all_reduce import mailbox
 
     rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
-    piece = rank_group.heap(torch.device("cpu")).allocate(layout.mailbox_bytes)
+    piece = rank_group.get_heap(torch.device("cpu")).allocate(layout.mailbox_bytes)
     try:
         yield mailbox(piece.addresses, layout.blocks(blocks), torch.device("cpu"))
     finally:

@@ -210,7 +210,7 @@ class _Exchange:
         self.rank, self.size = self.rank_group.rank, self.rank_group.world_size
         self.rows, self.cols, self.lead = rows, cols, cols + gap
         place = rows * self.lead * 2
-        piece = self.rank_group.heap(CPU).allocate(_WORDS_BYTES + self.size * place)
+        piece = self.rank_group.get_heap(CPU).allocate(_WORDS_BYTES + self.size * place)
         assert isinstance(piece, HostAllocation)
         self.words, self.addresses = piece.words(self.rank, self.size * CHUNKS), piece.addresses
         self.src = torch.zeros(rows, cols, dtype=torch.float16)
@@ -251,7 +251,7 @@ class _Exchange:
             for sender in (peer for peer in range(self.size) if peer != self.rank):
                 region, slot = self.landing(sender, self.rank, index), sender * CHUNKS + index
                 need = (call + 1) * tiles_of_copy(region, itemsize=2, device=CPU)
-                self.rank_group.until(lambda s=slot, n=need: self.words.load(s) >= n, lambda r=region: f"no {r}")  # type: ignore[misc]
+                self.rank_group.wait_until(lambda s=slot, n=need: self.words.load(s) >= n, lambda r=region: f"no {r}")  # type: ignore[misc]
                 want = _random(self.rows, self.cols, torch.float16, 100 * call + sender)[slice(*rows)]
                 assert torch.equal(self.bindings.view(region).view(torch.int16), want.view(torch.int16)), (call, region)
                 assert self.words.load(slot) == need, (call, region)
@@ -264,16 +264,16 @@ def _exchange(rows: int, cols: int, gap: int) -> None:
     exchange = _Exchange(rows, cols, gap)
     try:
         plan = exchange.plan()
-        exchange.rank_group.enter("rehearsal")
+        exchange.rank_group.agree_on_call("rehearsal")
         push(plan, sms=2, silent=True)
         for call in range(5):
             exchange.src.copy_(_random(rows, cols, torch.float16, 100 * call + exchange.rank))
-            exchange.rank_group.enter(f"call {call}")
+            exchange.rank_group.agree_on_call(f"call {call}")
             time.sleep(0.2 * (call == 1 and exchange.rank == 0))
             push(plan, sms=2)
             time.sleep(0.2 * (call == 3 and exchange.rank == 1))
             exchange.check_arrivals(call)
-        exchange.rank_group.enter("end")
+        exchange.rank_group.agree_on_call("end")
     finally:
         exchange.rank_group.close()
 

@@ -74,7 +74,7 @@ def _ahead() -> None:
     layout = kernel.plan(problem, rank, problem.shards, hops="scatter", multiply=True, device=torch.device("cpu"), sms=1)
     rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
     device = torch.device("cpu")
-    memory = kernel.mailbox(rank_group.heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
+    memory = kernel.mailbox(rank_group.get_heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
     received = kernel.received
 
     def late(*arguments: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from weft.models.linear import OnInput, why_not_linear
+from weft.models.linear import InputHook, why_not_linear
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -26,7 +26,7 @@ def test_weights_that_are_no_floats_are_left_alone() -> None:
 
 
 def test_the_input_is_found_by_name_or_comes_first() -> None:
-    doubled = OnInput("x", lambda x: 2 * x)
+    doubled = InputHook("x", lambda x: 2 * x)
     one, module = torch.ones(1), nn.Identity()
     assert doubled(module, (one, 3), {}) == ((2 * one, 3), {})
     assert doubled(module, (3,), {"x": one}) == ((3,), {"x": 2 * one})

@@ -98,7 +98,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def alike(got: Any, expected: Any) -> None:
+def assert_close(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -113,9 +113,9 @@ def _a_block() -> str:
         model, part = parallelize_module(block(), mesh(), plan), mine(x)
         got = model(part)
         got.square().sum().backward()
-        alike(got, mine(out))
-        alike(part.grad, mine(leaf.grad))
-        alike(gradients(model), {name: p.grad for name, p in alone.named_parameters()})
+        assert_close(got, mine(out))
+        assert_close(part.grad, mine(leaf.grad))
+        assert_close(gradients(model), {name: p.grad for name, p in alone.named_parameters()})
         assert all(isinstance(p, DTensor) for p in model.parameters())
     return str(weft.overlap_report(model))
 
@@ -159,10 +159,10 @@ def _every_layout() -> list[str]:
             local.square().sum().backward()
             found.append((local.detach(), part.grad, gradients(linear)))
         if found[0][0].numel():
-            alike(found[1], found[0])
+            assert_close(found[1], found[0])
         place, *others = weft.overlap_report(linear).places
-        told = "".join(f" and {other.layer.reason}" for other in others)
-        ran.append(f"{style.__name__} {given} {wanted}: {', '.join(place.layer.operators) or place.layer.reason}{told}")
+        more_reasons = "".join(f" and {other.layer.reason}" for other in others)
+        ran.append(f"{style.__name__} {given} {wanted}: {', '.join(place.layer.operators) or place.layer.reason}{more_reasons}")
     return ran
 
 
@@ -197,7 +197,7 @@ def _uneven() -> None:
             assert out.shape == (2, tokens, 6)
             out.full_tensor().square().sum().backward()
             found.append((out.full_tensor().detach(), x.grad.full_tensor(), gradients(model)))
-        alike(found[1], found[0])
+        assert_close(found[1], found[0])
 
 
 @pytest.mark.skipif(
@@ -232,9 +232,9 @@ def _left_alone() -> list[str]:
     plan = {"wrapped": weft.ColwiseParallel(output_layouts=Replicate()), "wide": weft.RowwiseParallel()}
     parallelize_module(model, mesh(), {**plan, "lookup": weft.RowwiseParallel(input_layouts=Replicate())})
     x = drawn(2, 3, 4, seed=1)
-    alike(model["wrapped"](x), before["wrapped"](x))
-    alike(model["wide"](mine(x.double(), -1)), before["wide"](x.double()))
-    alike(model["lookup"](torch.tensor([1, 7])), before["lookup"](torch.tensor([1, 7])))
+    assert_close(model["wrapped"](x), before["wrapped"](x))
+    assert_close(model["wide"](mine(x.double(), -1)), before["wide"](x.double()))
+    assert_close(model["lookup"](torch.tensor([1, 7])), before["lookup"](torch.tensor([1, 7])))
     return str(weft.overlap_report(model)).splitlines()
 
 
@@ -256,7 +256,7 @@ def _checkpoints(folder: str) -> None:
         empty = Block()
     new = parallelize_module(empty, mesh(), wefts()).to_empty(device="cpu")
     new.load_state_dict(old.state_dict())
-    alike(new(x), old(x))
+    assert_close(new(x), old(x))
     assert {n: (p.placements, p.shape) for n, p in new.state_dict().items()} == {
         n: (p.placements, p.shape) for n, p in old.state_dict().items()
     }
@@ -267,7 +267,7 @@ def _checkpoints(folder: str) -> None:
     state = get_model_state_dict(old)
     checkpoint.load(state, checkpoint_id=folder)
     set_model_state_dict(old, state)
-    alike(new(x), old(x))
+    assert_close(new(x), old(x))
 
 
 def test_checkpoints_are_torchs(ranks: RankFixture, tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def _in_other_ways() -> list[float]:
         part = mine(x)
         call(part).square().sum().backward()
         found.append({**gradients(owner), "x": part.grad})
-        alike(found[-1], found[0])
+        assert_close(found[-1], found[0])
     with torch.autocast("cpu", torch.bfloat16):
         out = model(mine(x))
     return [float((out - model(mine(x))).abs().max())]
@@ -304,7 +304,7 @@ def _gradients_of_gradients() -> None:
     expected = _twice(alone, x.clone())
     column, row = weft.ColwiseParallel(schedule=SCHEDULE), weft.RowwiseParallel(schedule=SCHEDULE)
     for plan, part in ((wefts(), mine(x)), ({"inner.gate": column, "inner.up": column, "inner.down": row}, x.clone())):
-        alike(_twice(parallelize_module(block(), mesh(), plan), part), expected)
+        assert_close(_twice(parallelize_module(block(), mesh(), plan), part), expected)
 
 
 def _twice(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -327,7 +327,7 @@ def _on_one_rank() -> None:
         torch.manual_seed(0)
         alone: Any = make()
         model = parallelize_module(copy.deepcopy(alone), mesh(), {"": weft.SharedInput(["gate", "up"])})
-        alike(model(drawn(3, 12, 6, seed=1)), alone(drawn(3, 12, 6, seed=1)))
+        assert_close(model(drawn(3, 12, 6, seed=1)), alone(drawn(3, 12, 6, seed=1)))
 
 
 def test_on_one_rank(ranks: RankFixture) -> None:
@@ -370,7 +370,7 @@ def test_gradients_accumulate_and_frozen_weights_have_none(ranks: RankFixture) -
 
 
 def _misuse() -> list[str]:
-    told = []
+    messages = []
     here = mesh()
     for attempt in (
         lambda: weft.SharedInput("gate"),
@@ -388,15 +388,15 @@ def _misuse() -> list[str]:
     ):
         try:
             attempt()
-            told.append("")
+            messages.append("")
         except ValueError as error:
-            told.append(str(error))
+            messages.append(str(error))
     outside = parallelize_module(Peeking(), here, {"": weft.SharedInput(["gate"])})
     x = mine(drawn(3, 12, 6, seed=1)).detach()
     assert outside.gate(x).isfinite().all(), "called directly, it has its own gather"
     assert outside(x).isnan().all(), "what is computed from the stand-in shows"
     assert outside.gate(input=x).equal(outside.gate(x)), "the argument has the name that nn.Linear gives it"
-    return told
+    return messages
 
 
 def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
@@ -412,8 +412,8 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "a linear that shares a gathered input is called with all 4 tokens of it, not as the module was given them, or",
         "a linear is sharded by weft already",
     ]
-    for told in ranks(2).run(_misuse):
-        assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected, told
+    for messages in ranks(2).run(_misuse):
+        assert [text[: len(start)] for text, start in zip(messages, expected, strict=True)] == expected, messages
 
 
 def _two_dimensions() -> None:
@@ -435,7 +435,7 @@ def _two_dimensions() -> None:
             torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
             step.step()
             step.zero_grad()
-    alike({n: whole(p) for n, p in model.named_parameters()}, dict(alone.named_parameters()))
+    assert_close({n: whole(p) for n, p in model.named_parameters()}, dict(alone.named_parameters()))
 
 
 @pytest.mark.slow

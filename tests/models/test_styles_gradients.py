@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from conftest import RankFixture
-from test_styles import SCHEDULE, TORCH, Inner, Tensor, alike, block, drawn, gradients, mesh, mine, wefts
+from test_styles import SCHEDULE, TORCH, Inner, Tensor, assert_close, block, drawn, gradients, mesh, mine, wefts
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -42,9 +42,9 @@ def _without_a_use() -> int:
             for call in (model, compiled):
                 model.zero_grad()
                 call(x.clone().requires_grad_() if whole_input else mine(x)).square().sum().backward()
-                alike(gradients(model), {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
+                assert_close(gradients(model), {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
                 assert model[0].up.weight.grad is None
-                assert not model[0].up._weft_shared._outs, "nor is its product kept"
+                assert not model[0].up._weft_shared._saved_products, "nor is its product kept"
         computed.clear()
         model = parallelize_module(block(), mesh(), wefts())
         model.inner.gate.weight.requires_grad_(False)
@@ -71,7 +71,7 @@ def _one_token() -> None:
         out.square().sum().backward()
         found.append((out.detach(), x.grad, gradients(model)))
     assert found[1][0].shape == (6,)
-    alike(found[1], found[0])
+    assert_close(found[1], found[0])
 
 
 def test_a_token_without_a_dimension_for_it(ranks: RankFixture) -> None:

@@ -195,7 +195,7 @@ def _without_meeting(one_hop: bool) -> None:
     device = torch.device("cpu")
     layout = kernel.plan(problem, rank, split(8, size), hops="one" if one_hop else "two", multiply=True, device=device, sms=1)
     rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
-    memory = kernel.mailbox(rank_group.heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
+    memory = kernel.mailbox(rank_group.get_heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
 
     def late(*arguments: Any) -> Any:
         time.sleep(0.01 * (rank == 1))

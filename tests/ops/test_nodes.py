@@ -154,8 +154,8 @@ def _out_of_reach() -> tuple[tuple[int, ...], bool, list[int]]:
     assert group is not None
     rank_group = RankGroup(group)
     try:
-        piece = rank_group.heap(torch.device("cpu")).allocate(64)
-        assert len(piece.addresses) == len(rank_group.near)
+        piece = rank_group.get_heap(torch.device("cpu")).allocate(64)
+        assert len(piece.addresses) == len(rank_group.ranks_on_node)
         return rank_group.nodes, rank_group.one_host, list(piece.ranks)
     finally:
         rank_group.close()

@@ -164,7 +164,7 @@ def _unmet(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor) -> tuple[torc
     """A call of the one program that there is, without the meeting that CPU ranks hold before each: as on GPUs."""
     (program,) = _programs()
     program.rank_group.check_usable()
-    with program.rank_group.failing():
+    with program.rank_group.fail_group_on_error():
         found = program.run({"a": (a,), "b": (b[None],), "splits": (splits[:, None],)})
     return found["out"][0], found["counts"][0]
 

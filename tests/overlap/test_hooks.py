@@ -129,7 +129,7 @@ def _left_free(ends: tuple[bool, ...]) -> list[str]:
     calls: Any = SimpleNamespace(program=_program, executor=lambda device: executor)
     choice = ConcurrentChoice(key="k", method="nccl+ctas=3+left=4")
     steps = data_parallel.Averaging(calls, choice, torch.device("cpu"), cast(dist.ProcessGroup, dist.group.WORLD))
-    steps.take(choice.method)
+    steps.use_method(choice.method)
     for whole in ends:
         for at in range(1 + whole):
             bucket = SimpleNamespace(index=lambda at=at: at, is_last=lambda at=at: at == 1, buffer=lambda: torch.zeros(2))  # type: ignore[misc]

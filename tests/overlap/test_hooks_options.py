@@ -298,7 +298,7 @@ def _gathered_ahead() -> list[list[list[int]]]:
     root(torch.randn(4, 8)).sum().backward()
     states = [first._get_fsdp_state() for first in firsts]
     for method in ("nccl", "nccl+ahead=1", "nccl+ahead=2", "nccl"):
-        gathered.take(parse(method))
+        gathered.use_method(parse(method))
         found.append([[states.index(ahead) for ahead in state._states_to_forward_prefetch] for state in states])
     return found
 

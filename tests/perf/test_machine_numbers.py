@@ -88,7 +88,7 @@ def _agree(paths: list[str]) -> str:
 
     os.environ["WEFT_MACHINE"] = paths[dist.get_rank()]
     assert dist.group.WORLD is not None
-    group = RankGroup.of(dist.group.WORLD)
+    group = RankGroup.acquire(dist.group.WORLD)
     try:
         return agreed_profile(group, torch.device("cpu")).name
     except RankMismatch as error:

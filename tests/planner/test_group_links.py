@@ -56,13 +56,13 @@ class RankGroupOf:
     """Rank 0 of two, on these GPUs."""
 
     def __init__(self, *indices: int) -> None:
-        self.rank, self.world_size, self.nodes, self.near = 0, len(indices), (), range(len(indices))
+        self.rank, self.world_size, self.nodes, self.ranks_on_node = 0, len(indices), (), range(len(indices))
         self._numbers = tuple(numbers(*indices))
 
-    def enter(self, text: str, mine: int) -> tuple[int, ...]:
+    def agree_on_call(self, text: str, mine: int) -> tuple[int, ...]:
         return self._numbers if text == "GPUs of the group" else (mine,) * self.world_size
 
-    def failing(self) -> AbstractContextManager[None]:
+    def fail_group_on_error(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 

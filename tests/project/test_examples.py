@@ -103,14 +103,14 @@ def test_training_with_and_without_weft(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_llama_in_training(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-    kept, page = tmp_path / "weights", tmp_path / "report.html"
-    options = ("--steps", "6", "--checkpoint", str(kept), "--report", str(page))
+    checkpoint, page = tmp_path / "weights", tmp_path / "report.html"
+    options = ("--steps", "6", "--checkpoint", str(checkpoint), "--report", str(page))
     text = ranks_of("train_llama_tp.py", *options, folder=tmp_path)
     ((first, last),) = re.findall(r"^2 cpu ranks, dp 1: loss (\S+) to (\S+)$", text, re.MULTILINE)
     assert float(last) < float(first)
     assert re.search(r"^LlamaForCausalLM: overlapped \d of 13 places that communicate$", text, re.MULTILINE)
     assert "model.layers.*.mlp: down_proj" in page.read_text(encoding="utf-8")
-    assert (kept / ".metadata").is_file()
+    assert (checkpoint / ".metadata").is_file()
 
 
 @pytest.mark.slow

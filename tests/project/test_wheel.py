@@ -67,11 +67,15 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         info = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        told = message_from_string(archive.read(info).decode())
+        metadata = message_from_string(archive.read(info).decode())
         points = archive.read(info.replace("METADATA", "entry_points.txt")).decode()
-    assert (told["Name"], told["Version"], told["Requires-Python"]) == ("weft", PROJECT["project"]["version"], ">=3.11")
-    assert told["License-Expression"] == "Apache-2.0"
-    assert told.get_all("Classifier") == PROJECT["project"]["classifiers"]
+    assert (metadata["Name"], metadata["Version"], metadata["Requires-Python"]) == (
+        "weft",
+        PROJECT["project"]["version"],
+        ">=3.11",
+    )
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_all("Classifier") == PROJECT["project"]["classifiers"]
     assert "weft = weft.cli:main" in points
 
 
@@ -139,9 +143,9 @@ def test_a_source_distribution_has_all_that_a_wheel_needs(wheel: Path, from_sour
         assert sorted(direct.namelist()) == sorted(other.namelist())
 
 
-def _told(newcomer: Path, script: str, *words: str, folder: Path) -> str:
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment = {**kept, "CUDA_VISIBLE_DEVICES": "", "WEFT_CACHE_DIR": "", "COLUMNS": "150"}
+def _run_command(newcomer: Path, script: str, *words: str, folder: Path) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**inherited, "CUDA_VISIBLE_DEVICES": "", "WEFT_CACHE_DIR": "", "COLUMNS": "150"}
     command = [str(newcomer / script), *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -150,10 +154,10 @@ def _told(newcomer: Path, script: str, *words: str, folder: Path) -> str:
 
 @pytest.mark.ranks
 def test_a_newcomer_asks_the_doctor_and_runs_a_model(newcomer: Path, tmp_path: Path) -> None:
-    where = _told(newcomer, "python", "-c", "import weft; print(weft.__file__)", folder=tmp_path)
+    where = _run_command(newcomer, "python", "-c", "import weft; print(weft.__file__)", folder=tmp_path)
     assert Path(where.strip()).is_relative_to(newcomer.parent)
-    assert "Nothing is missing" in _told(newcomer, "weft", "doctor", folder=tmp_path)
+    assert "Nothing is missing" in _run_command(newcomer, "weft", "doctor", folder=tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    text = _told(newcomer, "weft", "run", "config.json", "--ranks", "2", "--tokens", "16", folder=tmp_path)
+    text = _run_command(newcomer, "weft", "run", "config.json", "--ranks", "2", "--tokens", "16", folder=tmp_path)
     assert "4 communicating layers" in text
     assert "All results are right." in text

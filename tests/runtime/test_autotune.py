@@ -301,10 +301,10 @@ def _measured(fault: str = "") -> Found:
         tuner.auto_candidates = auto_candidates
     group = dist.group.WORLD
     assert group is not None
-    kept = [spec(s.name, s.chunks) for s in groups.GROUPS.state(group.group_name).programs.schedules()]
+    specs = [spec(s.name, s.chunks) for s in groups.GROUPS.state(group.group_name).programs.schedules()]
     found = [(choice.spec, choice.us) for choice in weft.choices()]
     weft.close()
-    return found, kept, len(made), seen
+    return found, specs, len(made), seen
 
 
 @pytest.mark.ranks
@@ -312,10 +312,10 @@ def _measured(fault: str = "") -> Found:
 def test_all_ranks_choose_alike_and_are_right(ranks: RankFixture, world_size: int) -> None:
     answers = ranks(world_size).run(_measured)
     assert all(answer == answers[0] for answer in answers)
-    choices, kept, made, seen = answers[0]
+    choices, specs, made, seen = answers[0]
     assert seen == []
-    assert [text for text, _ in choices] == kept
-    assert [parse(text)[0] for text in kept] == ["flag_gated"] * len(TP_OPS)
+    assert [text for text, _ in choices] == specs
+    assert [parse(text)[0] for text in specs] == ["flag_gated"] * len(TP_OPS)
     assert made == len(TP_OPS) * len(LISTED)
     for _, us in choices:
         assert us == dict.fromkeys(LISTED, 6000.0) | {"flag_gated:1": 4000.0}
@@ -325,8 +325,8 @@ def test_all_ranks_choose_alike_and_are_right(ranks: RankFixture, world_size: in
 def test_what_one_rank_cannot_bind_all_leave_out(ranks: RankFixture) -> None:
     answers = ranks(2).run(_measured, "flag_gated")
     assert answers[0][:2] == answers[1][:2]
-    choices, kept, _, _ = answers[0]
-    assert kept == ["sequential"] * len(TP_OPS)
+    choices, specs, _, _ = answers[0]
+    assert specs == ["sequential"] * len(TP_OPS)
     assert all(parse(text)[0] != "flag_gated" for _, us in choices for text in us)
     for (_, _, _, seen), reason in zip(answers, ["another rank could not bind it", "this rank has no room"], strict=True):
         (text,) = seen
@@ -396,16 +396,16 @@ def test_planned_is_the_prediction_and_so_is_auto_on_cpus(ranks: RankFixture) ->
 
 
 def test_mistakes_name_planned() -> None:
-    from weft.ops.common import spec_of
+    from weft.ops.common import schedule_to_spec
 
-    assert spec_of("planned", "all_gather_matmul") == "planned"
+    assert schedule_to_spec("planned", "all_gather_matmul") == "planned"
     with pytest.raises(ValueError, match=r"schedule is 'plan'; all_gather_matmul takes .*planned"):
-        spec_of("plan", "all_gather_matmul")
+        schedule_to_spec("plan", "all_gather_matmul")
     with pytest.raises(ValueError, match="schedule is 'ring'") as refused:
-        spec_of("ring", "embedding_bag_all_to_all")
+        schedule_to_spec("ring", "embedding_bag_all_to_all")
     assert "flag_gated" not in str(refused.value), "lookups have no such family"
     with pytest.raises(ValueError, match=r"families that have chunks$"):
-        spec_of("flag_gated:0", "all_gather_matmul")
-    assert spec_of("flag_gated_2d:4", "all_gather_matmul") == "flag_gated_2d:4"
+        schedule_to_spec("flag_gated:0", "all_gather_matmul")
+    assert schedule_to_spec("flag_gated_2d:4", "all_gather_matmul") == "flag_gated_2d:4"
     with pytest.raises(ValueError, match=r"is for all_gather_matmul alone; matmul_reduce_scatter has .*, node_slices$"):
-        spec_of("flag_gated_2d:4", "matmul_reduce_scatter")
+        schedule_to_spec("flag_gated_2d:4", "matmul_reduce_scatter")

@@ -19,7 +19,7 @@ import weft
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(weft.__file__).parent
-WAITS = ("RankGroup.until", "RankGroup._await_count", "HostProgram._steps")
+WAITS = ("RankGroup.wait_until", "RankGroup._await_count", "HostProgram._steps")
 """Functions that wait for peers, or are called where a lane has to wait. What they call depends on when the peers come."""
 MOST_CALLS = 120
 

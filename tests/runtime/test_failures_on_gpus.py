@@ -210,7 +210,7 @@ def test_a_call_that_is_enqueued_after_the_watch_has_looked_raises_by_itself(ran
     """Also where no peer says that it has failed: it may be dead, or merely late."""
     ranks.rank_group.pids[1] = 0
     assert ranks.failed()
-    assert not ranks.rank_group.peer_failed()
+    assert not ranks.rank_group.has_failed_peer()
     with pytest.raises(PeerLost, match="died"):
         ranks.call()
 
@@ -231,7 +231,7 @@ def test_a_rehearsal_has_a_bound_too(ranks: Ranks, monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_settle_within_a_bound_and_watch_each_other(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = threading.Thread(target=lambda: ranks.peer.enter("call: settle"))
+    other = threading.Thread(target=lambda: ranks.peer.agree_on_call("call: settle"))
     other.start()
     ranks.resources.settle()
     other.join()
@@ -451,7 +451,7 @@ def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call
     def raises() -> None:
         raise MemoryError("planted")
 
-    with pytest.raises(MemoryError), ranks.rank_group.failing():
+    with pytest.raises(MemoryError), ranks.rank_group.fail_group_on_error():
         program._enqueue(SimpleNamespace(replay=raises), {})
     program.close()
     assert ended == [True, True]
@@ -604,7 +604,7 @@ def test_a_group_that_closes_raises_what_no_call_has(ranks: Ranks, raised_before
     closed: list[Any] = []
     ranks.call()
     if raised_before == "by the call":
-        with pytest.raises(MemoryError), ranks.rank_group.failing():
+        with pytest.raises(MemoryError), ranks.rank_group.fail_group_on_error():
             raise MemoryError("planted")
     ranks.peer_fails()
     assert ranks.failed()
@@ -635,7 +635,7 @@ def test_nothing_is_captured_in_a_group_that_has_failed(ranks: Ranks, monkeypatc
 def test_a_rank_of_another_node_is_waited_for_too() -> None:
     """What is sent to it counts as much. Its process cannot be looked at: the same number is another one here."""
     mine, far = rank_groups()
-    mine.near, mine._starts[1], heard = range(1), 0, []
+    mine.ranks_on_node, mine._starts[1], heard = range(1), 0, []
     mine._relay = cast(Any, SimpleNamespace(publish=lambda: None, refresh=lambda: heard.append(1), silent_s=lambda peer: 0.0))
     mine.fail(MemoryError("planted"))
     began = time.monotonic()

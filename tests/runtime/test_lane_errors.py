@@ -33,7 +33,7 @@ def _fails() -> None:
 @pytest.mark.parametrize("failing", [COMPUTE, COPY])
 def test_the_reason_is_raised_and_not_what_another_lane_makes_of_it(program: Any, failing: Lane) -> None:
     def waits() -> None:
-        program.rank_group.until(lambda: False, lambda: "a flag")
+        program.rank_group.wait_until(lambda: False, lambda: "a flag")
 
     works: list[tuple[Lane, Callable[[], None]]] = [(one, _fails if one is failing else waits) for one in (COMPUTE, COPY)]
     with pytest.raises(MemoryError, match="planted"):

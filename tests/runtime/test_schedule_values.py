@@ -13,7 +13,7 @@ from instructions import instructions
 import weft
 from weft.core.problem import Problem
 from weft.core.schedule import Copy, Gemm, Schedule, Step
-from weft.ops.common import spec_of
+from weft.ops.common import schedule_to_spec
 from weft.runtime.groups import GROUPS, Groups
 from weft.schedules import build
 
@@ -22,12 +22,12 @@ PROBLEM = Problem(op="all_gather_matmul", m=64, n=16, k=8, world_size=2, dtype="
 
 def _instructions(schedule: str | Schedule) -> int:
     """What a call does with its schedule before it looks for the program."""
-    return instructions(lambda: spec_of(schedule, "all_gather_matmul"))
+    return instructions(lambda: schedule_to_spec(schedule, "all_gather_matmul"))
 
 
 def test_a_value_costs_what_a_name_costs() -> None:
     value = build(dataclasses.replace(PROBLEM, m=4096, world_size=8), "flag_gated", 8)
-    spec_of(value, "all_gather_matmul")
+    schedule_to_spec(value, "all_gather_matmul")
     assert _instructions(value) < _instructions("flag_gated:8") + 100
 
 

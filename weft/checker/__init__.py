@@ -34,7 +34,7 @@ from weft.checker.fused_collective import check_room, check_shapes
 from weft.checker.program import ScheduleError
 from weft.checker.ragged import RaggedCompiler, RaggedEffects
 from weft.checker.shapes import check_buffers
-from weft.checker.starvation import check_starvation, crowded_ranks
+from weft.checker.starvation import check_starvation, find_crowded_ranks
 from weft.checker.structure import Compiler, compile_schedule
 from weft.checker.walk import Walk
 from weft.core.concurrent import ConcurrentProblem
@@ -57,9 +57,9 @@ def check(schedule: Schedule) -> None:
     spelled = spelled_out(schedule)
     ragged = isinstance(schedule.problem, RaggedProblem)
     program = compile_schedule(RaggedCompiler(spelled) if ragged else Compiler(spelled))
-    crowded = crowded_ranks(program)
+    crowded = find_crowded_ranks(program)
     walk = Walk(program, RaggedEffects(program) if ragged else Effects(program), crowded)
     walk.run()
     if crowded:
-        check_starvation(program, walk.occupied)
+        check_starvation(program, walk.sm_steps)
     check_room(program, spelled)

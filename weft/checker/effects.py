@@ -1,12 +1,13 @@
-"""The effects of a schedule's steps on memory, in the order of the walk: detects races and tracks contents.
+"""Effects applies the steps of a schedule to memory, in the order of the walk. It detects races and tracks contents.
 
-Contract: actions come in an order that fits happens-before, each with the set of its ancestors (an int, a bit a node).
-The first access that is not ordered after one that it conflicts with, the first read of what nobody wrote, or the first
-wrong element of a result raises: `Conflict`, which `refusal` turns into a message, or `ScheduleError`.
+The walk passes actions in an order that is consistent with happens-before, each with the set of its ancestors (an int with one
+bit for each node). Three errors are raised: an access that is not ordered after one that it conflicts with, a read of elements
+that were never written (both as `Conflict`, which `explain` turns into a message), and a wrong element of a result (as
+`ScheduleError`).
 
-Contents are followed in the first call only. Where no read of the first call finds unwritten memory and no two calls race,
-every later call does the same one call on: a read that finds something stale in a later call would find nothing in the
-first. Buffers that are not symmetric need no second look either: a call begins after all lanes of its rank have ended.
+Contents are tracked in the first call only. If no read of the first call finds unwritten memory and no two calls race, every
+later call behaves like the first: a read that finds stale data in a later call would find no data in the first. Buffers that
+are not symmetric need no check in later calls, because a call begins after all lanes of its rank have ended.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ At = tuple[int, int, int, int, int]
 
 
 class Effects:
-    """All memories of all ranks. CALLS: so many calls in a row show whatever can go wrong in any number of calls."""
+    """Effects holds the memories of all ranks. CALLS: this many calls in a row show every error that any call can show."""
 
     CALLS = 2
     UNIT = "elements"
@@ -84,26 +85,30 @@ class Effects:
             return 0
         return sum(self.problem.columns(r) for r in range(rank))
 
-    def node(self, at: At) -> int:
+    def add_node(self, at: At) -> int:
+        """Add a node to the happens-before relation, and return its number."""
         self.nodes.append(at)
         return len(self.nodes) - 1
 
     def act(self, action: Action, at: At, ancestors: int, started: int, behind: Sequence[int] = ()) -> int:
-        """Do the action; its ancestors with the action itself among them. started: the ancestors of its kernel's start. behind:
-        by inner gate, what it adds to them."""
+        """Apply an action to memory. Return its ancestors with the nodes of the action added.
+
+        started: the ancestors of the start of its kernel.
+        behind: the ancestors that each inner gate adds.
+        """
         if action.write is None and not action.reads and not action.adds:
             return reduce(or_, behind, ancestors)
-        node = self.node(at)
+        node = self.add_node(at)
         cells = self._read(action.reads, node, started if action.late else ancestors)
         for number, more in enumerate(behind):
             # Reads after an inner gate are a separate access, after all reads before it.
             ancestors |= 1 << node | more
-            node = self.node(at)
+            node = self.add_node(at)
             cells += self._read(action.slices[number : number + 1], node, ancestors)
         if action.late:
             # Late gates: a and b have been read before they open, so that is an access of its own.
             ancestors |= 1 << node
-            node = self.node(at)
+            node = self.add_node(at)
             cells += self._read(action.adds, node, ancestors)
         if action.write is not None:
             memory, rect = action.write
@@ -133,7 +138,7 @@ class Effects:
 
     def collect(self, actions: list[Action], ats: list[At], ancestors: list[int]) -> list[int]:
         """A collective, once all ranks have started it: by rank, the action and what that rank had behind it."""
-        nodes = [self.node(at) for at in ats]
+        nodes = [self.add_node(at) for at in ats]
         accesses = zip(actions, nodes, ancestors, strict=True)
         found = [list(chain(*self._read(action.reads, node, before))) for action, node, before in accesses]
         for rank, (action, node) in enumerate(zip(actions, nodes, strict=True)):
@@ -144,12 +149,12 @@ class Effects:
 
     def post(self, action: Action, at: At, ancestors: int) -> tuple[Cells, int]:
         """Read what is sent, if anything is followed: the cells, and the ancestors with the reading among them."""
-        node = self.node(at)
+        node = self.add_node(at)
         return list(chain(*self._read(action.reads, node, ancestors))), ancestors | 1 << node
 
     def deliver(self, action: Action, at: At, ancestors: int, sent: Action, cells: Cells) -> int:
         """Write what is received, which `sent` has read; the ancestors with the writing among them."""
-        node = self.node(at)
+        node = self.add_node(at)
         if action.write is not None:
             landed = None if at[4] else moved(cells, sent.reads[0][1], action.write[1])
             self._write(action, landed, node, ancestors)
@@ -190,12 +195,15 @@ class Effects:
         first, last = self.problem.arrivals(src_rank, rank)
         return dst[0] + first, dst[0] + last, dst[2], dst[3]
 
-    def left_to_caller(self, rank: int, call: int, ancestors: int) -> int:
-        """Between two calls the caller reads and writes results that peers can reach. ancestors: with that among them."""
+    def pass_to_caller(self, rank: int, call: int, ancestors: int) -> int:
+        """Record that the caller accesses the results between two calls, if peers can reach them.
+
+        Return the ancestors with that node added.
+        """
         if not reachable_outputs(self.program.schedule):
             return ancestors
         at = (rank, *CALLER, 0, call)
-        node = self.node(at)
+        node = self.add_node(at)
         memory = self.memories[self._result_of(rank)]
         assert isinstance(memory, Memory)
         memory.give_back(node, ancestors)
@@ -265,7 +273,8 @@ class Effects:
     def _result(self, action: Action, cells: list[Cells], old: Cells | None) -> Cells:
         return _result(action, cells, old)
 
-    def refusal(self, conflict: Conflict) -> ScheduleError:
+    def explain(self, conflict: Conflict) -> ScheduleError:
+        """Return the error that describes a conflict."""
         at = self.nodes[conflict.node]
         where, region = self.program.where(*at[:4]), self.program.describe(conflict.access)
         if conflict.other is None:

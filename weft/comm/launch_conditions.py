@@ -32,23 +32,23 @@ _NO_POOLS = (
 
 
 def agree_on_launch(group: RankGroup, device: torch.device) -> str:
-    """The reason why overlapping schedules cannot run on these GPUs, or an empty string. Collective.
+    """Return the reason why overlapping schedules cannot run on these GPUs, or an empty string. Collective.
 
     Where each rank sees its own GPU alone, every rank calls it cuda:0, and torch's symmetric memory would take them for one
     GPU. So this sets OVERLAPPING for the process. Raises ValueError on all ranks if two ranks of a node do share a GPU, unless
     the user has set OVERLAPPING on all ranks.
     """
-    near = group.near
-    numbers = group.enter("call: GPUs", gpu_number(device))
+    on_node = group.ranks_on_node
+    numbers = group.agree_on_call("call: GPUs", gpu_number(device))
     blocks = os.environ.get(BLOCKING, "") not in ("", "0")
     pools = torch.cuda.get_allocator_backend() == "native"
     overlaps = os.environ.get(OVERLAPPING) == "1" and OVERLAPPING not in _SET_HERE
     # The bits: launches block, no pools, the user lets ranks share GPUs; then the device's index.
     mine = blocks + 2 * (not pools) + 4 * overlaps + 8 * (device.index or 0)
-    facts = group.enter("call: how ranks were started", mine)
+    facts = group.agree_on_call("call: how ranks were started", mine)
     if not all(fact & 4 for fact in facts):
-        refuse_shared_gpus(near, [numbers[rank] for rank in near])
-    if len({facts[rank] >> 3 for rank in near}) < len(near):
+        refuse_shared_gpus(on_node, [numbers[rank] for rank in on_node])
+    if len({facts[rank] >> 3 for rank in on_node}) < len(on_node):
         _SET_HERE.add(OVERLAPPING)
         os.environ[OVERLAPPING] = "1"
     if any(fact & 1 for fact in facts):
@@ -57,7 +57,7 @@ def agree_on_launch(group: RankGroup, device: torch.device) -> str:
 
 
 def refuse_shared_gpus(ranks: Sequence[int], numbers: Sequence[int]) -> None:
-    """Raises ValueError where two of a node's ranks have one GPU. numbers: of their GPUs, no matter by which index."""
+    """Raise ValueError if two ranks of a node use the same GPU. numbers: what identifies the GPU of each rank."""
     for at, number in enumerate(numbers):
         if (first := numbers.index(number)) < at:
             raise ValueError(

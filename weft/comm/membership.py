@@ -83,7 +83,7 @@ class Members:
 
     nodes: the number of ranks of each node, or () for one node.
     one_host: whether all ranks are on one host.
-    near: the ranks of this rank's node.
+    ranks_on_node: the ranks of this rank's node.
     pids: the process id of each rank.
     starts: the start time of each rank's process.
     names: the name of each rank's control segment.
@@ -93,7 +93,7 @@ class Members:
 
     nodes: tuple[int, ...]
     one_host: bool
-    near: range
+    ranks_on_node: range
     pids: list[int]
     starts: list[int | None]
     names: list[str]
@@ -128,7 +128,7 @@ def join(group: dist.ProcessGroup, timeout_s: float | None) -> Members:
             if isinstance(one, str):
                 raise PeerLost(f"rank {rank} failed: {one}")
         members = _make_members(everyone, group.rank(), own, bound_s)
-        for rank in members.near:
+        for rank in members.ranks_on_node:
             _processes()[dist.get_global_rank(group, rank)] = members.pids[rank], members.starts[rank]
         return members
     except BaseException:
@@ -159,7 +159,7 @@ def _make_members(everyone: list[Any], rank: int, own: SharedSegment, timeout_s:
     return Members(
         nodes=nodes_of(labels),
         one_host=len({host for host, *_ in everyone}) == 1,
-        near=range(first, first + labels.count(labels[rank])),
+        ranks_on_node=range(first, first + labels.count(labels[rank])),
         pids=[pid for *_, pid, _, _ in everyone],
         starts=[start for *_, start, _ in everyone],
         names=[name for *_, name in everyone],

@@ -4,15 +4,15 @@ Each rank publishes what it calls, and whether it has failed, in its control seg
 
 Each text that the ranks have agreed on is identified by a number, which is a digest of the text.
 
-    first call           enter: publish what is about to run, and wait until all ranks have published the same
-    later call, GPUs     repeat: log its number without waiting for the other ranks
-    later call, CPUs     repeat; await_same_call: wait until all ranks have logged a number. If the numbers differ, all
-                         ranks call enter
-    captured call        capture: count it, and log nothing
+    first call           agree_on_call: publish what is about to run, and wait until all ranks have published the same
+    later call, GPUs     begin_agreed_call: log its number without waiting for the other ranks
+    later call, CPUs     begin_agreed_call; await_same_call: wait until all ranks have logged a number. If the numbers
+                         differ, all ranks call agree_on_call
+    captured call        count_captured_call: count it, and log nothing
 
 `check_peers` compares the numbers that ranks have logged, call by call.
 
-In `enter` each rank does this, for call c and the n-th agreement (one execution of `_offer`):
+In `agree_on_call` each rank does this, for call c and the n-th agreement (one execution of `_offer`):
 
     slot[n % 2] = text; ENTERED = c; wait until ENTERED >= c on every peer; compare their slots
 
@@ -59,7 +59,7 @@ from weft.comm.membership import join
 from weft.comm.processes import died
 from weft.comm.relay import Relay
 from weft.comm.shared_memory import PREFIX, SharedSegment, reap_stale, unlink
-from weft.comm.symmetric_heap import SymmetricHeap, heap_of
+from weft.comm.symmetric_heap import SymmetricHeap, make_heap
 from weft.comm.texts import Remembered, clipped, difference, kind_and_words, reason
 from weft.compat.c10d import store_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
@@ -69,10 +69,10 @@ _REMEDIES = (
     "this group was closed, and with it everything that was made for it, such as a hook; make that again on every rank",
 )
 """The errors of a call after a failure, and after the group was closed."""
-_IN_USE = "this process group has failed ({}); on every rank close its Peers and call weft.close(group), then go on"
-_REFUSES = "refused: "
+_FAILED_IN_USE = "this process group has failed ({}); on every rank close its Peers and call weft.close(group), then go on"
+_REFUSAL_PREFIX = "refused: "
 """A rank that raises an error enters this text instead of the call that the ranks had agreed on."""
-_REFUSAL = TEXT_BYTES // 4
+_REFUSAL_CHARS = TEXT_BYTES // 4
 """The most characters of that text. A character has at most 4 bytes."""
 _ERROR_BYTES = 800
 """The most bytes of an error that a rank raises instead of a call. The errors of other ranks repeat it."""
@@ -87,32 +87,33 @@ _LOST_AFTER_S = 30.0
 """A rank of another node that publishes nothing for 30 s is lost. A process publishes four times a second."""
 
 
-_SHARED: dict[dist.ProcessGroup, RankGroup] = {}
+_GROUPS: dict[dist.ProcessGroup, RankGroup] = {}
 """The RankGroup of each process group that is in use."""
-_SHARED_LOCK = threading.Lock()
-"""Protects _SHARED and the numbers of users."""
-_MAKING: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = WeakKeyDictionary()
-"""Held while a group's object is made. There is one for each group, because ranks may use two groups in different orders."""
+_GROUPS_LOCK = threading.Lock()
+"""Protects _GROUPS and the user counts of its groups."""
+_CONSTRUCTION_LOCKS: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = WeakKeyDictionary()
+"""The lock of each process group that is held while its RankGroup is constructed. There is one for each group, because ranks
+may use two groups in different orders."""
 
 
 @atexit.register
 def _close_all() -> None:
     """Close all groups at exit, because the threads of a process group must not run when the interpreter ends."""
-    for shared in list(_SHARED.values()):
-        if not shared.forked:
-            shared.close()
+    for rank_group in list(_GROUPS.values()):
+        if not rank_group.forked:
+            rank_group.close()
 
 
 class RankGroup:
     """A RankGroup coordinates the ranks of `group`. Collective: every rank of the group constructs it.
 
-    A process has one RankGroup for each process group. Its users get it by `of`, and end their use with `release`. Raises
+    A process has one RankGroup for each process group. Users get it by `acquire`, and end their use with `release`. Raises
     ValueError if the ranks of a host are not consecutive.
 
     timeout_s: the bound of every wait.
     nodes: the number of ranks of each node, as in a Problem.
     one_host: whether all ranks are on one host.
-    near: the ranks of this rank's node, including itself.
+    ranks_on_node: the ranks of this rank's node, including itself.
     name: torch's name of the process group.
     topic: a name that no other process group has.
     lock: a thread holds it from the beginning of a call until the call has published everything for other ranks.
@@ -127,18 +128,21 @@ class RankGroup:
     """The reason why schedules that overlap cannot run on the ranks' GPUs. It is "" if they can."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> RankGroup:
-        """Return the group's object. Collective at its first use. Raises WeftError if it has failed and is still in use."""
-        with _SHARED_LOCK:
-            making = _MAKING.setdefault(group, threading.Lock())
-        with making:
-            with _SHARED_LOCK:
-                if (known := _SHARED.get(group)) is not None:
-                    return known._add_user()
-            made = cls(group)
-            with _SHARED_LOCK:
-                _SHARED[group] = made
-                return made._add_user()
+    def acquire(cls, group: dist.ProcessGroup) -> RankGroup:
+        """Return the RankGroup of a process group, and count one more user. The first use constructs it, and is collective.
+
+        Raises WeftError if the group has failed and is still in use.
+        """
+        with _GROUPS_LOCK:
+            construction = _CONSTRUCTION_LOCKS.setdefault(group, threading.Lock())
+        with construction:
+            with _GROUPS_LOCK:
+                if (existing := _GROUPS.get(group)) is not None:
+                    return existing._add_user()
+            new = cls(group)
+            with _GROUPS_LOCK:
+                _GROUPS[group] = new
+                return new._add_user()
 
     @staticmethod
     def publish_error_before_first_call(group: dist.ProcessGroup, error: Exception) -> None:
@@ -148,25 +152,25 @@ class RankGroup:
 
     def _add_user(self) -> RankGroup:
         """Count one more user, and return this object."""
-        self.check_usable((_IN_USE, _REMEDIES[1]))
+        self.check_usable((_FAILED_IN_USE, _REMEDIES[1]))
         self._users += 1
         return self
 
     def release(self) -> None:
-        """End one use of the group's object. The last use closes it, but not in a fork of the rank's process."""
-        with _SHARED_LOCK:
+        """Count one user less. The last user closes the group, except in a fork of the rank's process."""
+        with _GROUPS_LOCK:
             self._users -= 1
             last = self._users <= 0 and not self.forked
             if last:
-                self._forget()
+                self._unregister()
         if last:
             self.close()
 
-    def _forget(self) -> None:
-        """Remove this object from the table, so that the next use of the process group makes a new one."""
+    def _unregister(self) -> None:
+        """Remove this object from _GROUPS, so that the next `acquire` constructs a new one."""
         group = self.__dict__.get("group")
-        if group is not None and _SHARED.get(group) is self:
-            del _SHARED[group]
+        if group is not None and _GROUPS.get(group) is self:
+            del _GROUPS[group]
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float | None = None) -> None:
         if dist.get_backend(group) == "fake":
@@ -177,7 +181,7 @@ class RankGroup:
         self.group, self.name = group, group.group_name
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.calls = self._agreements = self._compared = 0
-        self._known = Remembered(2, NUMBERS)
+        self._agreed_texts = Remembered(2, NUMBERS)
         self.broken: BaseException | None = None
         self.unraised: WeftError | None = None
         self._raised = False
@@ -189,88 +193,88 @@ class RankGroup:
         members = join(group, timeout_s)
         control, self.timeout_s = members.control, members.timeout_s
         try:
-            self.nodes, self.one_host, self.near = members.nodes, members.one_host, members.near
+            self.nodes, self.one_host, self.ranks_on_node = members.nodes, members.one_host, members.ranks_on_node
             self.pids, self._starts = members.pids, members.starts
-            self._control = [self._control_of(rank, name, control) for rank, name in enumerate(members.names)]
+            self._control = [self._open_control(rank, name, control) for rank, name in enumerate(members.names)]
             self.topic = members.names[0].removeprefix(PREFIX)
             self.await_mapped()
             self._relay = self._start_relay() if self.nodes else None
         finally:
             unlink(control.name)
 
-    def _control_of(self, rank: int, name: str, own: SharedSegment) -> ControlSegment:
-        """Return a rank's control segment. For a rank of another node it is a local copy."""
-        if rank not in self.near:
+    def _open_control(self, rank: int, name: str, own: SharedSegment) -> ControlSegment:
+        """Map a rank's control segment. For a rank of another node, return an empty copy that the relay fills."""
+        if rank not in self.ranks_on_node:
             return ControlSegment.private()
         try:
             return ControlSegment(own if rank == self.rank else SharedSegment.open(name))
         except FileNotFoundError:
             raise PeerLost(f"rank {rank} failed in the group's first call; see its error") from None
 
-    def store(self, name: str) -> Any:
-        """Return a store that only this group uses, on a separate connection."""
+    def open_store(self, name: str) -> Any:
+        """Open a store that only this group uses, on a separate connection."""
         return store_of(self.group, f"weft/{self.topic}/{name}")
 
     def _start_relay(self) -> Relay:
         """Start the relay that exchanges control segments with other nodes."""
-        near = [peer for peer in self._peers if peer in self.near]
+        on_node = [peer for peer in self._peers if peer in self.ranks_on_node]
         return Relay(
-            self.store("relay"),
+            self.open_store("relay"),
             rank=self.rank,
             own=self._control[self.rank],
-            copies={far: self._control[far] for far in self._peers if far not in self.near},
-            neighbours={peer: partial(self._obituary, peer) for peer in near},
+            copies={peer: self._control[peer] for peer in self._peers if peer not in self.ranks_on_node},
+            death_notices={peer: partial(self._make_death_notice, peer) for peer in on_node},
             timeout_s=self.timeout_s,
         )
 
-    def _obituary(self, peer: int) -> ControlSegment | None:
-        """Return the control segment to publish for a dead rank of this node.
+    def _make_death_notice(self, peer: int) -> ControlSegment | None:
+        """Return a copy of a dead peer's control segment that says that the peer has died.
 
-        Return None while the rank lives, or if it has published its own reason.
+        The relay shows it to other nodes. Return None while the peer lives, or if the peer has published its own reason.
         """
         if not died(self.pids[peer], self._starts[peer]) or self._control[peer].state:
             return None
-        last = ControlSegment.private()
-        last.restore(self._control[peer].snapshot())
-        last.fail(f"process {self.pids[peer]} died")
-        return last
+        notice = ControlSegment.private()
+        notice.restore(self._control[peer].snapshot())
+        notice.fail(f"process {self.pids[peer]} died")
+        return notice
 
-    def enter(
-        self, text: str, mine: int = 0, *, within_s: float | None = None, peers_may_know: bool = False
+    def agree_on_call(
+        self, text: str, value: int = 0, *, within_s: float | None = None, peers_may_repeat: bool = False
     ) -> tuple[int, ...]:
-        """Begin a call that every rank describes by the same `text`. Return the `mine` of every rank, by rank.
+        """Begin a call that every rank describes by the same `text`. Return the `value` of every rank, by rank.
 
-        It counts as one call in the log, even if it is no operator call. Raises RankMismatch with the lines that differ.
+        The log counts it as one call, even if it runs no operator. Raises RankMismatch with the lines that differ.
 
         within_s: the bound of the wait for the others, if they may take longer than in calls.
-        peers_may_know: on CPUs a peer may know this call, and be in `await_same_call`. Then both detect the difference, and
-            every rank enters again.
+        peers_may_repeat: on CPUs, a peer may have agreed on this text before, and wait in `await_same_call`. Then both ranks
+            see that their numbers differ, and all ranks agree once more.
         """
         self.check_usable()
         text = clipped(text, TEXT_BYTES)
-        with self.failing():
-            offered = self._offer(text, mine, within_s, awaits_peers=peers_may_know)
-            if peers_may_know and any(self._control[peer].number_of(self.calls) not in AGREED for peer in self._peers):
-                offered = self._offer(text, mine, within_s)
+        with self.fail_group_on_error():
+            offered = self._offer(text, value, within_s, awaits_peers=peers_may_repeat)
+            if peers_may_repeat and any(self._control[peer].number_of(self.calls) not in AGREED for peer in self._peers):
+                offered = self._offer(text, value, within_s)
             for peer, theirs in offered.items():
-                if theirs.startswith(_REFUSES):
-                    raise PeerLost(f"rank {peer} failed: {theirs.removeprefix(_REFUSES)}")
+                if theirs.startswith(_REFUSAL_PREFIX):
+                    raise PeerLost(f"rank {peer} failed: {theirs.removeprefix(_REFUSAL_PREFIX)}")
                 if theirs != text:
-                    raise self._mismatch(self.calls, text, peer, theirs)
+                    raise self._make_mismatch(self.calls, text, peer, theirs)
         return tuple(control.offered(self._agreements % 2) for control in self._control)
 
-    def _offer(self, text: str, mine: int, within_s: float | None = None, *, awaits_peers: bool = False) -> dict[int, str]:
+    def _offer(self, text: str, value: int, within_s: float | None = None, *, awaits_peers: bool = False) -> dict[int, str]:
         """Publish this rank's call, wait until every rank has entered a call, and return the texts of the other ranks."""
         self._agreements += 1
         parity = self._agreements % 2
-        self._control[self.rank].offer(parity, text, mine)
+        self._control[self.rank].offer(parity, text, value)
         self._log_call(AGREED[parity], awaits_peers=awaits_peers)
-        with self.failing():  # for peers this call has begun
+        with self.fail_group_on_error():  # for peers this call has begun
             self._publish()
             others = self._peers
             for peer in others:
                 self._await_count(peer, "entered", self.calls, within_s)
-            return {peer: self._text_of(peer, self.calls) for peer in others}
+            return {peer: self._read_text(peer, self.calls) for peer in others}
 
     def _refuse(self, error: ValueError) -> None:
         """Publish that this rank raises `error` instead of the call that the ranks have agreed on.
@@ -279,15 +283,15 @@ class RankGroup:
         text at once.
         """
         with suppress(WeftError):
-            others = self._offer((_REFUSES + reason(error))[:_REFUSAL], 0)
-            if not all(theirs.startswith(_REFUSES) for theirs in others.values()):
+            others = self._offer((_REFUSAL_PREFIX + reason(error))[:_REFUSAL_CHARS], 0)
+            if not all(theirs.startswith(_REFUSAL_PREFIX) for theirs in others.values()):
                 self.fail(error)
 
-    def remember(self, text: str) -> int:
+    def number_agreed_text(self, text: str) -> int:
         """Return the number of a text that all ranks have agreed on, for `repeat`. It is the same on every rank."""
-        return self._known.number(text)
+        return self._agreed_texts.number(text)
 
-    def repeat(self, number: int, *, awaits_peers: bool = False) -> None:
+    def begin_agreed_call(self, number: int, *, awaits_peers: bool = False) -> None:
         """Begin a call that all ranks have agreed on before. It does not wait. awaits_peers: `await_same_call` comes next."""
         self.check_usable()
         self._log_call(number, awaits_peers=awaits_peers)
@@ -295,7 +299,7 @@ class RankGroup:
     def await_same_call(self, number: int) -> bool:
         """Wait until every rank has begun a call. Return whether all of them have this number.
 
-        If it is False it is False on every rank, and an `enter` comes next.
+        If the result is False, it is False on every rank, and every rank then calls `agree_on_call`.
         """
         if self._relay:
             self._publish()
@@ -305,10 +309,10 @@ class RankGroup:
                 self._await_count(peer, "entered", self.calls)
                 same = same and self._control[peer].number_of(self.calls) == number
         if not same:
-            self._agreements += 1  # ranks that did not know the call have entered it
+            self._agreements += 1  # ranks that had not agreed on this text before are in `_offer`
         return same
 
-    def capture(self) -> None:
+    def count_captured_call(self) -> None:
         """Count a call that is captured in a CUDA graph. It does not wait.
 
         The call is not logged, because it runs in replays, any number of times, and this rank does not know when.
@@ -316,8 +320,11 @@ class RankGroup:
         self.check_usable()
         self._control[self.rank].captured += 1
 
-    def _compare_captures(self, peer: int) -> str:
-        """Return a text if a peer has captured another number of calls, which may be why the logs of calls differ."""
+    def _explain_captures(self, peer: int) -> str:
+        """Return a sentence for an error message if a peer has captured another number of calls, else "".
+
+        Captured calls are not logged, so such a difference may be why the logs of calls differ.
+        """
         mine, theirs = (self._control[rank].captured for rank in (self.rank, peer))
         if mine == theirs:
             return ""
@@ -336,11 +343,11 @@ class RankGroup:
             self._control[self.rank].publish_error_instead(self._errors, kind_and_words(error, _ERROR_BYTES))
             self._publish()
 
-    def _make_look(self, peer: int, call: int) -> Callable[[], None]:
+    def _make_retry_check(self, peer: int, call: int) -> Callable[[], None]:
         """Return a function that raises PeerLost if a peer has raised an error instead of a call and does not arrive soon."""
         control, since = self._control[peer], 0.0
 
-        def look() -> None:
+        def check() -> None:
             nonlocal since
             if control.entered != call - 1 or control.raised <= self._errors_before:
                 since = 0.0
@@ -350,12 +357,12 @@ class RankGroup:
                 text = f"rank {peer} raised an error and did not come to call {call}: {control.failure}"
                 raise self.fail(PeerLost(text))
 
-        return look
+        return check
 
     def _log_call(self, number: int, *, awaits_peers: bool = False) -> None:
         """Log a call.
 
-        awaits_peers: ranks compare this call while they wait for each other, so `_compare` skips it.
+        awaits_peers: ranks compare this call while they wait for each other, so `_compare_calls` skips it.
         """
         self.calls += 1
         if awaits_peers:
@@ -363,14 +370,14 @@ class RankGroup:
         self._errors_before, self._errors = self._errors, 0
         self._control[self.rank].log(self.calls, number, after_errors=self._errors_before > 0)
 
-    def _text_of(self, rank: int, call: int) -> str:
+    def _read_text(self, rank: int, call: int) -> str:
         control = self._control[rank]
         number = control.number_of(call)
         if number in AGREED:
             return control.slot(AGREED.index(number))
-        return self._known.text(number)
+        return self._agreed_texts.text(number)
 
-    def _compare(self) -> None:
+    def _compare_calls(self) -> None:
         """Raise RankMismatch if calls that all ranks have entered differ."""
         entered = min(control.entered for control in self._control)
         for call in range(max(self._compared + 1, entered - LOGGED), entered + 1):
@@ -379,14 +386,16 @@ class RankGroup:
                 theirs = self._control[peer].number_of(call)
                 # For calls that ranks agreed on when they entered them, each rank has compared the texts itself.
                 if None not in (mine, theirs) and mine != theirs:
-                    raise self.fail(self._mismatch(call, self._text_of(self.rank, call), peer, self._text_of(peer, call)))
+                    raise self.fail(
+                        self._make_mismatch(call, self._read_text(self.rank, call), peer, self._read_text(peer, call))
+                    )
         self._compared = max(self._compared, entered)
 
-    def _mismatch(self, call: int, mine: str, peer: int, theirs: str) -> RankMismatch:
+    def _make_mismatch(self, call: int, mine: str, peer: int, theirs: str) -> RankMismatch:
         lines = difference(self.rank, mine, peer, theirs)
-        return RankMismatch(f"ranks disagree in call {call}:\n{lines}{self._compare_captures(peer)}")
+        return RankMismatch(f"ranks disagree in call {call}:\n{lines}{self._explain_captures(peer)}")
 
-    def heap(self, device: torch.device) -> SymmetricHeap:
+    def get_heap(self, device: torch.device) -> SymmetricHeap:
         """Return the heap that the ranks of this node share on a device. It is closed with the group.
 
         Collective at its first use on a GPU. Raises ValueError if the ranks' GPUs cannot share memory.
@@ -394,37 +403,37 @@ class RankGroup:
         if device not in self._heaps:
             if device.type == "cuda":
                 self.cannot_overlap = agree_on_launch(self, device)
-            self._heaps[device] = heap_of(self, device)
+            self._heaps[device] = make_heap(self, device)
         return self._heaps[device]
 
     def exchange_names(self, mine: str) -> dict[int, str]:
         """Return the segment that each rank of this node has created last. Collective. `await_mapped` comes next."""
         self._rounds += 1
         self._control[self.rank].create(mine, self._rounds)
-        for peer in self.near:
+        for peer in self.ranks_on_node:
             self._await_count(peer, "created", self._rounds)
-        return {peer: self._control[peer].newest for peer in self.near}
+        return {peer: self._control[peer].newest for peer in self.ranks_on_node}
 
     def await_mapped(self) -> None:
         """Wait until every rank of this node has mapped the segments that were created last."""
         self._control[self.rank].mapped = self._rounds + 1
-        for peer in (peer for peer in self._peers if peer in self.near):
+        for peer in (peer for peer in self._peers if peer in self.ranks_on_node):
             self._await_count(peer, "mapped", self._rounds + 1)
 
-    def until(
+    def wait_until(
         self,
         ready: Callable[[], bool],
         explain: Callable[[], str],
         within_s: float | None = None,
         *,
         grace_s: float = 0.0,
-        look: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until `ready()`. Raises PeerLost, or WaitTimeout with `explain()` at the bound.
 
         within_s: the bound. By default it is timeout_s.
         grace_s: added to the bound if a peer may report first what it waits for itself.
-        look: a function that is called every 20 ms and may raise an error.
+        check: a function that is called every 20 ms and may raise an error.
         """
         bound_s = self.timeout_s if within_s is None else within_s
         for _ in range(50):
@@ -440,7 +449,7 @@ class RankGroup:
             if now >= next_check:
                 self.check_peers(ready)
                 if not ready():
-                    look()
+                    check()
                 next_check = now + _PEER_CHECK_S
             if now >= deadline and not ready():  # it may have become ready while this process was stopped
                 raise self.fail(WaitTimeout(f"{explain()} after {bound_s:g} s"))
@@ -457,19 +466,19 @@ class RankGroup:
         if self.broken:
             raise self._repeat_failure(reason(self.broken))
         self._refresh()
-        self._compare()
-        dead = [p for p in self._peers if p in self.near and died(self.pids[p], self._starts[p])]
+        self._compare_calls()
+        dead = [p for p in self._peers if p in self.ranks_on_node and died(self.pids[p], self._starts[p])]
         # The order matters: a rank closes before its process ends. Each state is read once, because a rank may close at any
         # time.
         states = {p: self._control[p].state for p in self._peers}
         left = [p for p in states if states[p] == CLOSED and (may_leave or self._control[p].entered >= self.calls)]
         dead = [p for p in dead if p not in left]
         gone = [p for p in states if states[p] and p not in left]
-        silent = [] if gone else [p for p in self._peers if self._silent_s(p) > min(_LOST_AFTER_S, self.timeout_s)]
+        silent = [] if gone else [p for p in self._peers if self._measure_silence_s(p) > min(_LOST_AFTER_S, self.timeout_s)]
         if not (dead or gone or silent) or ready():
             return
         # A dead rank is the reason for what other ranks report: name it first.
-        raise self.fail(PeerLost(self._describe_end((dead + gone + silent)[0])))
+        raise self.fail(PeerLost(self._describe_loss((dead + gone + silent)[0])))
 
     def _refresh(self) -> None:
         """Fetch what ranks of other nodes have published."""
@@ -481,18 +490,19 @@ class RankGroup:
                     PeerLost(f"the store of the group is lost, and with it the host that runs it ({error})")
                 ) from None
 
-    def _silent_s(self, peer: int) -> float:
-        """Return for how many seconds a rank of another node has published nothing. It is 0 for a rank that has left."""
-        closed = peer in self.near or self._control[peer].state == CLOSED
+    def _measure_silence_s(self, peer: int) -> float:
+        """Return for how many seconds a rank of another node has published nothing. It is 0 for a rank of this node, and for a
+        rank that has left."""
+        closed = peer in self.ranks_on_node or self._control[peer].state == CLOSED
         return 0.0 if closed or self._relay is None else self._relay.silent_s(peer)
 
-    def _describe_end(self, peer: int) -> str:
-        """Return how a peer has ended."""
+    def _describe_loss(self, peer: int) -> str:
+        """Return a clause that says how a peer was lost: it failed, left, died, or is silent."""
         state = self._control[peer].state
         if state in ENDED_BADLY:
             return f"rank {peer} failed: {self._control[peer].failure}"
-        if state != CLOSED and peer not in self.near:
-            return f"rank {peer}, on another node, has been silent for {self._silent_s(peer):.0f} s"
+        if state != CLOSED and peer not in self.ranks_on_node:
+            return f"rank {peer}, on another node, has been silent for {self._measure_silence_s(peer):.0f} s"
         return f"rank {peer} has left the group" if state == CLOSED else f"rank {peer} (process {self.pids[peer]}) died"
 
     @property
@@ -511,25 +521,25 @@ class RankGroup:
         return error
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Return a context in which peers may wait for this rank. Any error, also Ctrl-C, fails the group and ends their
-        waits."""
+    def fail_group_on_error(self) -> Iterator[None]:
+        """Return a context in which any error, also Ctrl-C, fails the group. Peers that wait for it then get an error."""
         try:
             yield
         except BaseException as error:
-            self._note_raised()
+            self._mark_raised()
             self.fail(error)
             raise
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Return a context in which every rank uses agreed values, so that all ranks should raise the same ValueErrors.
+    def agree_on_value_errors(self) -> Iterator[None]:
+        """Return a context at whose end the ranks compare whether each has raised a ValueError.
 
-        If every rank raises one, the group stays usable. If only some do, or for any other exception, the group has failed as
-        in `failing`.
+        Inside, every rank uses values that all ranks have agreed on, so all of them should raise the same ValueErrors. If every
+        rank raises one, the group stays usable. If only some ranks do, or for any other exception, the group has failed as in
+        `fail_group_on_error`.
         """
         refused: ValueError | None = None
-        with self.failing():
+        with self.fail_group_on_error():
             try:
                 yield
             except ValueError as error:
@@ -540,8 +550,8 @@ class RankGroup:
             self._refuse(refused)
             raise refused
 
-    def _note_raised(self) -> None:
-        """Note that a call raises the failure of the group, so that `weft.close` need not."""
+    def _mark_raised(self) -> None:
+        """Record that a call raises the failure of the group, so that `weft.close` does not raise it again."""
         with self._failure_lock:
             self._raised, self.unraised = True, None
 
@@ -559,7 +569,7 @@ class RankGroup:
         """Return an error of the type of this group's failure with another text."""
         return (type(self.broken) if isinstance(self.broken, WeftError) else WeftError)(text)
 
-    def peer_failed(self) -> bool:
+    def has_failed_peer(self) -> bool:
         """Return whether a peer has failed. Data that it sends after that may be invalid."""
         return any(self._control[peer].state in ENDED_BADLY for peer in self._peers)
 
@@ -581,7 +591,7 @@ class RankGroup:
 
     def _was_notified(self, peer: int) -> bool:
         """Return whether no call of a peer can return an invalid result without an error."""
-        dead = peer in self.near and died(self.pids[peer], self._starts[peer])
+        dead = peer in self.ranks_on_node and died(self.pids[peer], self._starts[peer])
         return dead or self._control[peer].state in (CLOSED, NOTIFIED)
 
     def _publish(self) -> None:
@@ -604,8 +614,8 @@ class RankGroup:
         self.broken = self.broken or WeftError("the process group is closed")
         for heap in self._heaps.values():
             heap.close()
-        with _SHARED_LOCK:
-            self._forget()
+        with _GROUPS_LOCK:
+            self._unregister()
         self.__dict__.pop("group", None)
 
     def check_usable(self, remedies: tuple[str, str] = _REMEDIES) -> None:
@@ -621,7 +631,7 @@ class RankGroup:
         if self._closed:
             raise WeftError(remedies[1])
         if self.broken:
-            self._note_raised()
+            self._mark_raised()
             raise self._repeat_failure(remedies[0].format(reason(self.broken)))
 
     @cached_property
@@ -634,13 +644,13 @@ class RankGroup:
     ) -> None:
         """Wait until a count of a peer, such as the calls that it has entered, reaches a value."""
         control = self._control[peer]
-        self.until(
+        self.wait_until(
             lambda: getattr(control, what) >= value,
             lambda: (
                 f"rank {self.rank}, lane host, step 0 (wait {what}[{peer}]@{peer}): expected {value}, "
-                f"seen {getattr(control, what)}; rank {peer} did not arrive{self._compare_captures(peer)}"
+                f"seen {getattr(control, what)}; rank {peer} did not arrive{self._explain_captures(peer)}"
             ),
             within_s,
             grace_s=_GRACE_S,
-            look=self._make_look(peer, value) if what == "entered" else lambda: None,
+            check=self._make_retry_check(peer, value) if what == "entered" else lambda: None,
         )

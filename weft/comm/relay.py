@@ -1,17 +1,17 @@
-"""Relay: what ranks of other nodes see of this rank's control segment, carried by the process group's store.
+"""A Relay exchanges control segments between nodes through the process group's store.
 
-Ranks of one node map each other's control segments (weft.comm.rank_group). Of a rank on another node there is a copy, in memory
-of this process alone: `publish` puts what this rank's segment says into the store, `refresh` brings the copies up to date. So
-whoever looks at a control segment need not know where its rank is.
+Ranks of one node map each other's control segments (weft.comm.rank_group). For each rank of another node, this process has a
+private copy of its segment: `publish` puts this rank's segment into the store, and `refresh` updates the copies. So code that
+reads a control segment need not know on which node its rank runs.
 
     rank 0, node 0                    store                 rank 2, node 1
     own segment --publish-->          "0": snapshot         --refresh--> copy of rank 0's
     copy of rank 2's <--refresh--     "2": snapshot         <--publish-- own segment
 
-A thread publishes four times a second, whatever its rank does: a rank of which nothing new is read for so long as `silent_s` is
-lost. And it says so of a rank of its own node whose process has died, in that one's name.
+A thread publishes four times a second, whatever its rank does. So a rank that publishes nothing new for many seconds
+(`silent_s`) is lost. If a rank of this node dies, the thread publishes that in its place.
 
-The store is only asked for keys that are there, so that nothing waits for long, on a connection of its own.
+The relay has its own connection to the store, and only reads keys that exist, so no request waits for long.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from weft.comm.control import ControlSegment
 
 _BEAT_S = 0.25
 _LEAST_S = 1e-3
-"""Between two looks at the store."""
+"""The shortest time between two reads of the store."""
 _BEAT_BYTES = 8
 _LAST_BEAT = 2**63
-"""What stands in the last snapshot of a rank that died."""
+"""The beat count in the snapshot that is published for a dead rank."""
 
 
 class Relay:
-    """The copies of one rank. Collective.
+    """A Relay publishes one rank's control segment and reads those of other nodes. Collective.
 
-    store: the group's own part of it, and connection. own: this rank's segment. copies: by rank of another node, where its
-    segment is copied to. neighbours: by rank of this node, what gives a segment that says so once its process has died.
-    timeout_s: bound of the start, and of any question to the store.
+    store: a store that only this relay uses.
+    own: this rank's segment.
+    copies: for each rank of another node, the copy of its segment.
+    death_notices: for each other rank of this node, a function that returns the segment to publish once its process has died.
+    timeout_s: the bound of the start, and of each request to the store.
     """
 
     def __init__(
@@ -47,11 +49,11 @@ class Relay:
         rank: int,
         own: ControlSegment,
         copies: Mapping[int, ControlSegment],
-        neighbours: Mapping[int, Callable[[], ControlSegment | None]],
+        death_notices: Mapping[int, Callable[[], ControlSegment | None]],
         timeout_s: float,
     ) -> None:
         self._rank, self._own = rank, own
-        self._copies, self._neighbours = copies, dict(neighbours)
+        self._copies, self._death_notices = copies, dict(death_notices)
         self._store = store
         self._store.set_timeout(timedelta(seconds=timeout_s))
         self._beat = 0
@@ -93,7 +95,7 @@ class Relay:
         return [self._store.get(key) for key in keys]
 
     def silent_s(self, far: int) -> float:
-        """For how long nothing new has been read of a rank."""
+        """Return for how many seconds a rank has published nothing new, as of the last read."""
         return self._looked - self._seen[far][1]
 
     def _keep_publishing(self) -> None:
@@ -102,18 +104,18 @@ class Relay:
                 self.publish()
                 self._publish_deaths()
             except RuntimeError:
-                # Without its store the group is at its end; whoever waits for a peer finds out by `refresh`.
+                # A group whose store is lost cannot continue. A rank that waits for a peer gets the error from `refresh`.
                 return
 
     def _publish_deaths(self) -> None:
-        for rank, obituary in list(self._neighbours.items()):
-            last = obituary()
-            if last is not None:
-                self._put(rank, _LAST_BEAT, last)
-                del self._neighbours[rank]
+        for rank, make_notice in list(self._death_notices.items()):
+            notice = make_notice()
+            if notice is not None:
+                self._put(rank, _LAST_BEAT, notice)
+                del self._death_notices[rank]
 
     def close(self) -> None:
-        """Publish once more, and end."""
+        """End the thread, and publish for the last time."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

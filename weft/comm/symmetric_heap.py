@@ -1,6 +1,6 @@
 """The symmetric heap allocates the same number of bytes on every rank of a node, and every rank can address all of them.
 
-    heap = group.heap(device)                one for each group and device; closed with the group
+    heap = group.get_heap(device)                one for each group and device; closed with the group
     piece = heap.allocate(nbytes)            collective: zeroed bytes on every rank
     piece.local                              this rank's bytes
     piece.addresses                          the address of each rank's bytes, for this rank's device
@@ -210,7 +210,7 @@ class HostHeap(SymmetricHeap):
         """Allocate as SymmetricHeap.allocate does. Raises ValueError if shared memory is too small."""
         group = self.group
         group.check_usable()
-        with group.failing():
+        with group.fail_group_on_error():
             mine = SharedSegment.create("data", nbytes)
             try:
                 names = group.exchange_names(mine.name)
@@ -218,7 +218,7 @@ class HostHeap(SymmetricHeap):
                 group.await_mapped()
             finally:
                 unlink(mine.name)
-            piece = HostAllocation(self._next_number(), group.near, group.rank, segments)
+            piece = HostAllocation(self._next_number(), group.ranks_on_node, group.rank, segments)
         self._live[piece.number] = piece
         return piece
 
@@ -228,7 +228,7 @@ class HostHeap(SymmetricHeap):
         except (
             FileNotFoundError
         ):  # the peer has removed its segment, for example because it has lost another rank, which it reports next
-            self.group.until(
+            self.group.wait_until(
                 lambda: False, lambda: f"rank {peer} has removed a segment of shared memory, and has not reported an error"
             )
             raise
@@ -253,7 +253,7 @@ class DeviceHeap(SymmetricHeap):
         Raises torch.OutOfMemoryError, ValueError if the memory of a peer cannot be reached, and what HandleExchange.exchange
         raises.
         """
-        with self.group.failing():
+        with self.group.fail_group_on_error():
             size = reusable_size(nbytes) if reusable else max(_LEAST_BYTES, nbytes)
             cached = self._cached.get(size) if reusable else None
             piece = self._clear(cached.pop()) if cached else self._allocate_new(size, reusable=reusable)
@@ -279,7 +279,7 @@ class DeviceHeap(SymmetricHeap):
         collective of the process group would not do.
         """
         bound_s = max(self.group.timeout_s, _SETTLE_S)
-        self.group.until(
+        self.group.wait_until(
             enqueued(self.device),
             lambda: (
                 f"rank {self.group.rank}: the work on torch's current stream before this call has not ended; if it waits for a "
@@ -287,7 +287,7 @@ class DeviceHeap(SymmetricHeap):
             ),
             bound_s,
         )
-        self.group.enter("call: settle", within_s=bound_s)
+        self.group.agree_on_call("call: settle", within_s=bound_s)
 
     def _allocate_new(self, nbytes: int, *, reusable: bool) -> DeviceAllocation:
         """Allocate memory and map that of the peers.
@@ -299,7 +299,7 @@ class DeviceHeap(SymmetricHeap):
         handle = self._rendezvous.exchange(area)
         area.zero_()
         group, memory = self.group, held(area, handle)
-        piece = DeviceAllocation(self._next_number(), group.near, group.rank, memory, handle, reusable=reusable)
+        piece = DeviceAllocation(self._next_number(), group.ranks_on_node, group.rank, memory, handle, reusable=reusable)
         self.settle()
         if not self._peer_access_checked:
             self._check_peer_access(memory, handle)
@@ -316,7 +316,7 @@ class DeviceHeap(SymmetricHeap):
 
     def _check_peer_access(self, memory: torch.Tensor, handle: Any) -> None:
         """Write a word into the memory of every peer, and read one from it. Raises ValueError if a value is wrong."""
-        names = self.group.near
+        names = self.group.ranks_on_node
         rank, size = names.index(self.group.rank), len(names)
         words = [handle.get_buffer(peer, (2 * size,), torch.int32, 0) for peer in range(size)]
         words[rank][size + rank] = _PROOF + rank
@@ -342,10 +342,10 @@ def reusable_size(nbytes: int) -> int:
 
 def rendezvous_of(group: RankGroup) -> HandleExchange:
     """Return the exchange of memory handles between the ranks of this node."""
-    store = group.store(f"symmetric memory {group.near.start}")
-    return HandleExchange(store, rank=group.near.index(group.rank), size=len(group.near))
+    store = group.open_store(f"symmetric memory {group.ranks_on_node.start}")
+    return HandleExchange(store, rank=group.ranks_on_node.index(group.rank), size=len(group.ranks_on_node))
 
 
-def heap_of(group: RankGroup, device: torch.device) -> SymmetricHeap:
+def make_heap(group: RankGroup, device: torch.device) -> SymmetricHeap:
     """Return a new heap of a group's ranks on a kind of device."""
     return HostHeap(group) if device.type == "cpu" else DeviceHeap(group, device)

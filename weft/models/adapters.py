@@ -23,7 +23,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.models.linear import ColumnLinear, Distributor, RowLinear, Tokens, to_columns, to_row, why_not_linear
+from weft.models.linear import (
+    ColumnLinear,
+    Distributor,
+    RowLinear,
+    Tokens,
+    make_column_linears,
+    make_row_linear,
+    why_not_linear,
+)
 from weft.models.products import ProductSettings
 from weft.models.quantised import kind_of, why_not_quantised
 from weft.models.replicas import derived, never, replicate
@@ -70,7 +78,7 @@ def wanted(module: nn.Module, *, row: bool) -> Iterator[tuple[nn.Module, str, Pl
 def shard_columns(module: nn.Module, settings: ProductSettings, distribute: Distributor) -> None:
     """Shard the matrices of a LoRA layer around a column linear."""
     for up in _ups(module):
-        to_columns([up], Tokens(), settings, distribute)
+        make_column_linears([up], Tokens(), settings, distribute)
     for down in _downs(module):
         replicate(down, distribute, never)
 
@@ -78,7 +86,7 @@ def shard_columns(module: nn.Module, settings: ProductSettings, distribute: Dist
 def shard_row(module: nn.Module, tokens: Tokens, settings: ProductSettings, distribute: Distributor) -> None:
     """Shard the matrices of a LoRA layer around a row linear."""
     for down in _downs(module):
-        to_row(down, tokens, settings, distribute)
+        make_row_linear(down, tokens, settings, distribute)
     for up in _ups(module):
         replicate(up, distribute, tokens.sharded)
 

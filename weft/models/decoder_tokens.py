@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.compat.dispatch import NO_BACKWARD, backward_pass
-from weft.models.linear import Tokens, gathered
+from weft.models.linear import Tokens, gather_tokens
 from weft.ops.replicated import with_summed_gradient
 from weft.runtime.groups import GROUPS
 
@@ -79,7 +79,7 @@ class DecoderTokens(Tokens):
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Gather this rank's [B, s, H] to whole hidden states if tokens are sharded."""
-        return x if self.total in (None, x.shape[1]) else gathered(x, self.mesh, 1, self.total)
+        return x if self.total in (None, x.shape[1]) else gather_tokens(x, self.mesh, 1, self.total)
 
     def gathered_for_heads(self, x: torch.Tensor) -> torch.Tensor:
         """The same for a block that computes this rank's heads from all tokens: the gradient is the sum of all ranks'."""
@@ -90,7 +90,7 @@ class DecoderTokens(Tokens):
         total, self.open = self.open, None
         if total is None and recomputes():
             total = self.of_part(x)
-        return gathered(x, self.mesh, 1, total) if total else x
+        return gather_tokens(x, self.mesh, 1, total) if total else x
 
     def many(self, batch: int, length: int) -> bool:
         """Return whether a call with so many tokens is cut."""

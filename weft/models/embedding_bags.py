@@ -19,7 +19,7 @@ from torch import nn
 
 from weft.models.communicating import CommunicatingLayer, LayerCalls, record_layer
 from weft.ops import RowwiseAdagrad, embedding_bag_all_to_all
-from weft.ops.common import group_of
+from weft.ops.common import resolve_group
 from weft.ops.optimizers import Optimizer
 
 _OPERATORS = ("embedding_bag_all_to_all",)
@@ -134,7 +134,7 @@ class ShardedEmbeddingBags(nn.Module):
             reason=f"tables {[len(own) for own in self.ranges]} by rank",
             n=sum(map(sum, self.dims)),
             k=self.pooling,
-            group=group_of(self.group)[0],
+            group=resolve_group(self.group)[0],
             schedule=self.schedule if isinstance(self.schedule, str) else "",
             ran=self.ran,
         )

@@ -43,7 +43,7 @@ from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 from weft.core.problem import FLOAT8_UNIT, split
 from weft.models.products import ProductSettings, in_one_dtype
 from weft.ops.all_reduce import matmul_all_reduce
-from weft.ops.common import FLOAT8, empty_operand_after
+from weft.ops.common import FLOAT8, make_empty_operand_after
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 
 Tensor = torch.Tensor
@@ -237,7 +237,7 @@ class _Call(NamedTuple):
         # FP8 elements travel as bfloat16, two in one.
         data = one if not isinstance(one, Float8TrainingTensor) else one._data.view(torch.bfloat16)
         rows = data.view(*like.shape[:-1], data.shape[1])
-        nothing = empty_operand_after(data.t(), after.to(data.dtype))
+        nothing = make_empty_operand_after(data.t(), after.to(data.dtype))
         options: dict[str, Any] = {"schedule": "sequential", "gather_dim": self.dim, "rows": self.total}
         _, found = all_gather_matmul(rows, nothing, self.group, return_gathered=True, **options)
         found = found.reshape(-1, data.shape[1])

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from weft.core.logs import warn_once
-from weft.models.linear import SharedInputLinears, with_input_changed
+from weft.models.linear import SharedInputLinears, change_input
 
 _READ_NO_INPUTS = ("weft.", "torch.distributed.", "transformers.")
 """Packages whose hooks leave a module's input alone: weft's, FSDP's, and those that record what a decoder's blocks return."""
@@ -26,7 +26,7 @@ _READ_NO_INPUTS = ("weft.", "torch.distributed.", "transformers.")
 
 @dataclass(frozen=True)
 class Announce:
-    """A block's pre-hook: its column linears multiply what it is called with. argument: as OnInput's. linears: their names in
+    """A block's pre-hook: its column linears multiply what it is called with. argument: as InputHook's. linears: their names in
     the block, name: the block's in the model. taken: makes the input a plain tensor; None if it is one. adapted: whether one of
     the linears is inside an adapter."""
 
@@ -44,7 +44,7 @@ class Announce:
         if reader and not torch.compiler.is_compiling():
             warn_once(f"{self.name}: {reader} may read its input, which is therefore gathered before the matmuls")
         change = self.shared.gather if reader or self.adapted else self.shared.multiply_all
-        return with_input_changed(module, args, kwargs, self.argument, lambda x: change(self.taken(x) if self.taken else x))
+        return change_input(module, args, kwargs, self.argument, lambda x: change(self.taken(x) if self.taken else x))
 
     def _reader(self, module: nn.Module) -> str:
         """Who may read the values of the block's input, besides its linears; empty if nobody does."""

@@ -12,7 +12,7 @@ A SharedInputLinears computes the products of all its members before the forward
     parent's pre-hook     x [B, s, H], this rank's tokens --> multiply_all(x) computes and saves the products of all members
     parent's forward      receives a placeholder of the gathered shape, filled with NaN, because no code may read the values
     member's forward      receives the placeholder --> returns its saved product, once
-    parent's hook         products that no member has taken are dropped
+    parent's hook         saved products that no member has returned are dropped
 
 A member that is called with another tensor of this rank's tokens multiplies it. A second call with the placeholder raises
 ValueError, because the placeholder has no data.
@@ -71,63 +71,66 @@ class SharedInputLinears:
     """A SharedInputLinears holds the column linears that read one tensor.
 
     ran: the operator calls that they have made.
-    _outs: the products that were computed in advance and not yet taken, by member.
-    _stand_in: the placeholder with which members take them.
-    _gathered: whether members are called with all tokens instead.
+    _saved_products: by member, the products that were computed in advance and that the member has not returned yet.
+    _placeholder: the tensor that the module gets as its input. A member that is called with it returns its saved product.
+    _input_is_gathered: whether members are called with all tokens instead.
     """
 
     members: Sequence[ColumnLinear]
     tokens: Tokens
     settings: ProductSettings
     ran: LayerCalls = field(default_factory=LayerCalls)
-    _outs: dict[int, Tensor] = field(default_factory=dict)
-    _stand_in: Tensor | None = None
-    _gathered: bool = False
+    _saved_products: dict[int, Tensor] = field(default_factory=dict)
+    _placeholder: Tensor | None = None
+    _input_is_gathered: bool = False
 
     def multiply_all(self, x: Tensor) -> Tensor:
-        """Multiply x by all members' weights. Return the placeholder with which the members are to be called."""
+        """Multiply x by all members' weights, and save the products. Return the placeholder to call the members with."""
         total, dim = self.tokens.total, self.tokens.dim
-        products = self._products(x, self.members, total)
-        self._outs, self._gathered = dict(enumerate(products)), False
-        if total is None or group_of(self.members[0].weight).size() == 1:
-            self._stand_in = x
+        products = self._multiply(x, self.members, total)
+        self._saved_products, self._input_is_gathered = dict(enumerate(products)), False
+        if total is None or get_process_group(self.members[0].weight).size() == 1:
+            self._placeholder = x
         else:
             shape = [*x.shape[:dim], total, *x.shape[dim + 1 :]]
-            self._stand_in = x.new_full((), torch.nan).expand(shape)
-        return self._stand_in
+            self._placeholder = x.new_full((), torch.nan).expand(shape)
+        return self._placeholder
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return x gathered over the ranks. Afterwards each member multiplies its own input, which has all tokens."""
+        """Gather x over the ranks. Each member then multiplies the input that it is called with, which has all tokens."""
         total, mesh = self.tokens.total, cast(DTensor, self.members[0].weight).device_mesh
-        self._outs, self._stand_in, self._gathered = {}, None, True
-        return x if total is None else gathered(x, mesh, self.tokens.dim, total)
+        self._saved_products, self._placeholder, self._input_is_gathered = {}, None, True
+        return x if total is None else gather_tokens(x, mesh, self.tokens.dim, total)
 
-    def take(self, member: ColumnLinear, x: Tensor) -> Tensor:
-        """Return a member's product, which was computed in advance or is computed now.
+    def get_product(self, member: ColumnLinear, x: Tensor) -> Tensor:
+        """Return a member's product with x. If x is the placeholder, it was computed in advance; otherwise compute it now.
 
         Raises ValueError if a member is called with the placeholder twice.
         """
-        if self._gathered:
-            return self._products(x, [member], None)[0]
+        if self._input_is_gathered:
+            return self._multiply(x, [member], None)[0]
         at = next(i for i, each in enumerate(self.members) if each is member)
-        if x is not self._stand_in or at not in self._outs:
-            self._check_own(x)
-            return self._products(x, [member], self.tokens.total)[0]
-        out = self._outs.pop(at)
-        if not self._outs:
-            self._stand_in = None
+        if x is not self._placeholder or at not in self._saved_products:
+            self._check_not_all_tokens(x)
+            return self._multiply(x, [member], self.tokens.total)[0]
+        out = self._saved_products.pop(at)
+        if not self._saved_products:
+            self._placeholder = None
         return out
 
-    def forget(self, module: nn.Module, args: Any, out: Any) -> None:
-        """Drop the products that no member has taken, after the module has run. Otherwise a compiled module would return them
-        as outputs, and send zero gradients into them."""
-        self._outs, self._stand_in, self._gathered = {}, None, False
+    def drop_products(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Drop the saved products that no member has returned. This is a forward hook of the module.
 
-    def _check_own(self, x: Tensor) -> None:
+        Otherwise a compiled module would return them as outputs, and pass zero gradients to them.
+        """
+        self._saved_products, self._placeholder, self._input_is_gathered = {}, None, False
+
+    def _check_not_all_tokens(self, x: Tensor) -> None:
+        """Raise ValueError if x has all ranks' tokens, unless this rank's part is all of them."""
         total = self.tokens.total
         if total is None or total != x.shape[self.tokens.dim]:
             return
-        group = group_of(self.members[0].weight)
+        group = get_process_group(self.members[0].weight)
         low, high = split(total, group.size())[group.rank()]
         if total != high - low:
             raise ValueError(
@@ -135,39 +138,39 @@ class SharedInputLinears:
                 "them, or a second time: call it once with the module's own input, or give it weft.ColwiseParallel instead"
             )
 
-    def _products(self, x: Tensor, members: Sequence[ColumnLinear], total: int | None) -> list[Tensor]:
-        weights: list[Any] = [operand(member) for member in members]
-        biases = [None if member.bias is None else local(member.bias) for member in members]
+    def _multiply(self, x: Tensor, members: Sequence[ColumnLinear], total: int | None) -> list[Tensor]:
+        weights: list[Any] = [get_weight(member) for member in members]
+        biases = [None if member.bias is None else get_local_part(member.bias) for member in members]
         self.tokens.check()
-        group = group_of(members[0].weight)
-        self.ran.record(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
+        group = get_process_group(members[0].weight)
+        self.ran.record(ops_of_columns(x, total), count_rows(x, self.tokens.dim, total))
         multiply = quantised.columns if isinstance(weights[0], QuantisedWeight) else columns
         return multiply(x, weights, biases, group, self.settings, dim=self.tokens.dim, total=total)
 
 
 class ColumnLinear(nn.Linear):
-    """A linear whose outputs are sharded. input: as its SharedInputLinears' tokens say."""
+    """A linear whose outputs are sharded. The tokens of its SharedInputLinears say how its input is sharded."""
 
     _weft_shared: SharedInputLinears
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._weft_shared.take(self, input)
+        return self._weft_shared.get_product(self, input)
 
 
 class RowLinear(nn.Linear):
-    """A linear whose inputs are sharded. input [.., M, .., k]; what comes out is as its tokens say."""
+    """A linear whose inputs are sharded. input [.., M, .., k]. Its tokens say how its output is sharded."""
 
     _weft_tokens: Tokens
     _weft_settings: ProductSettings
     _weft_ran: LayerCalls
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else local(self.bias)
-        tokens, group = self._weft_tokens, group_of(self.weight)
+        bias = None if self.bias is None else get_local_part(self.bias)
+        tokens, group = self._weft_tokens, get_process_group(self.weight)
         tokens.check()
         scatter = tokens.total is not None
-        self._weft_ran.record(ops_of_rows(scatter), rows_of(input, 0, None))
-        weight: Any = operand(self)
+        self._weft_ran.record(ops_of_rows(scatter), count_rows(input, 0, None))
+        weight: Any = get_weight(self)
         multiply = quantised.rows if isinstance(weight, QuantisedWeight) else rows
         return multiply(input, weight, bias, group, self._weft_settings, dim=tokens.dim, scatter=scatter)
 
@@ -178,33 +181,35 @@ def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[i
     return DTensor.from_local(mine, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=strides)
 
 
-def gathered(x: Tensor, mesh: DeviceMesh, dim: int, total: int) -> Tensor:
-    """Gather all tokens along `dim`; x is this rank's part. The backward returns this rank's slice of the gradient, without a
-    sum, because every rank has the whole gradient."""
-    spread = as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], total, *x.shape[dim + 1 :]))
+def gather_tokens(x: Tensor, mesh: DeviceMesh, dim: int, total: int) -> Tensor:
+    """Gather all tokens along `dim`. x is this rank's part.
+
+    The backward returns this rank's slice of the gradient. It sums nothing, because every rank has the whole gradient.
+    """
+    distributed = as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], total, *x.shape[dim + 1 :]))
     # torch 2.11 gathers into a tensor with other strides, on which a model's own views fail.
-    return spread.redistribute(mesh, [Replicate()]).to_local().contiguous()
+    return distributed.redistribute(mesh, [Replicate()]).to_local().contiguous()
 
 
-def rows_of(x: Tensor, dim: int, total: int | None) -> int:
-    """Return the number of rows of all ranks' tokens. x has all of them, or its part of `total` along `dim`."""
+def count_rows(x: Tensor, dim: int, total: int | None) -> int:
+    """Return the number of rows of all ranks' tokens. x has all of them, or this rank's part of `total` tokens along `dim`."""
     if total is None:
         return prod(x.shape[:-1])
     return total * prod(x.shape[:dim]) * prod(x.shape[dim + 1 : -1])
 
 
-def local(parameter: Tensor) -> Tensor:
+def get_local_part(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter."""
     return cast(DTensor, parameter).to_local()
 
 
-def operand(linear: nn.Linear) -> Tensor | QuantisedWeight:
+def get_weight(linear: nn.Linear) -> Tensor | QuantisedWeight:
     """Return this rank's part of a sharded linear's weight, with its scales if it is FP8."""
-    weight, kind = local(linear.weight), linear.__dict__.get("_weft_kind")
-    return weight if kind is None else QuantisedWeight(weight, local(linear.get_parameter(kind.scales)), kind.recipe)
+    weight, kind = get_local_part(linear.weight), linear.__dict__.get("_weft_kind")
+    return weight if kind is None else QuantisedWeight(weight, get_local_part(linear.get_parameter(kind.scales)), kind.recipe)
 
 
-def group_of(parameter: Tensor) -> dist.ProcessGroup:
+def get_process_group(parameter: Tensor) -> dist.ProcessGroup:
     """Return the process group that shares a parameter. Raises ValueError if its mesh has further dimensions during the
     call."""
     mesh = cast(DTensor, parameter).device_mesh
@@ -230,16 +235,16 @@ class Distributor:
 
     def __init__(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         self.mesh, self.src_data_rank = mesh, src_data_rank
-        self._done: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        self._distributed: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def __call__(self, parameter: Tensor, placement: Placement) -> nn.Parameter:
         """Raise ValueError for a DTensor, which already has a layout, and for a shared parameter that needs two layouts."""
         if isinstance(parameter, DTensor):
             raise ValueError("a parameter is a DTensor already; apply weft's styles once, and before fully_shard")
-        if id(parameter) not in self._done:
-            spread = self._distributed(parameter.detach(), placement)
-            self.adopt(parameter, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-        known = self._done[id(parameter)][1]
+        if id(parameter) not in self._distributed:
+            distributed = self._distribute_tensor(parameter.detach(), placement)
+            self.record_distributed(parameter, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+        known = self._distributed[id(parameter)][1]
         if cast(DTensor, known).placements != (placement,):
             raise ValueError(
                 f"a parameter {tuple(parameter.shape)} is shared by modules of which one wants it as {placement!r}, another as "
@@ -247,26 +252,26 @@ class Distributor:
             )
         return known
 
-    def _distributed(self, whole: Tensor, placement: Placement) -> DTensor:
-        # Not all backends of torch.distributed move FP8: it goes as bytes.
+    def _distribute_tensor(self, whole: Tensor, placement: Placement) -> DTensor:
+        # Not all backends of torch.distributed support FP8, so it is sent as bytes.
         moved = whole.view(torch.uint8) if whole.is_floating_point() and whole.itemsize == 1 else whole
-        spread = distribute_tensor(moved, self.mesh, [placement], src_data_rank=self.src_data_rank)
+        distributed = distribute_tensor(moved, self.mesh, [placement], src_data_rank=self.src_data_rank)
         if moved is whole:
-            return spread
-        return as_dtensor(spread.to_local().view(whole.dtype), self.mesh, placement, tuple(whole.shape))
+            return distributed
+        return as_dtensor(distributed.to_local().view(whole.dtype), self.mesh, placement, tuple(whole.shape))
 
-    def adopt(self, parameter: Tensor, spread: nn.Parameter) -> None:
-        """Somebody else has spread this one."""
-        self._done[id(parameter)] = parameter, spread
+    def record_distributed(self, parameter: Tensor, distributed: nn.Parameter) -> None:
+        """Record a parameter that other code has distributed."""
+        self._distributed[id(parameter)] = parameter, distributed
 
 
-def to_columns(
+def make_column_linears(
     linears: Sequence[nn.Linear], tokens: Tokens, settings: ProductSettings, distribute: Distributor
 ) -> SharedInputLinears:
     """Make these linears ColumnLinears that share their input. Raises ValueError if only some of them are Float8Linears."""
-    settings, kind = _of_float8(linears, settings, ColumnLinear)
+    settings, kind = _choose_class(linears, settings, ColumnLinear)
     for linear in linears:
-        _spread(linear, distribute, Shard(0), Shard(0))
+        _shard_parameters(linear, distribute, Shard(0), Shard(0))
         linear.__class__ = kind
     shared = SharedInputLinears(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, settings=settings)
     for member in shared.members:
@@ -274,20 +279,20 @@ def to_columns(
     return shared
 
 
-def to_row(linear: nn.Linear, tokens: Tokens, settings: ProductSettings, distribute: Distributor) -> LayerCalls:
+def make_row_linear(linear: nn.Linear, tokens: Tokens, settings: ProductSettings, distribute: Distributor) -> LayerCalls:
     """Make a linear a RowLinear, and return the record of its calls."""
-    settings, kind = _of_float8([linear], settings, RowLinear)
-    _spread(linear, distribute, Shard(1), Replicate())
+    settings, kind = _choose_class([linear], settings, RowLinear)
+    _shard_parameters(linear, distribute, Shard(1), Replicate())
     linear.__class__ = kind
     row = cast(RowLinear, linear)
     row._weft_tokens, row._weft_settings, row._weft_ran = tokens, settings, LayerCalls()
     return row._weft_ran
 
 
-def _of_float8(
+def _choose_class(
     linears: Sequence[nn.Linear], settings: ProductSettings, kind: type[nn.Linear]
 ) -> tuple[ProductSettings, type[nn.Linear]]:
-    """Return the settings of these linears' products, and their new class."""
+    """Return the settings of these linears' products, and the class that they get: a subclass of `kind` for Float8Linears."""
     converted = [is_float8(linear) for linear in linears]
     if not any(converted):
         return replace(settings, float8=None), kind
@@ -307,7 +312,7 @@ def is_float8(module: nn.Module) -> bool:
     return torchao is not None and type(module) is torchao.Float8Linear
 
 
-def _spread(linear: nn.Linear, distribute: Distributor, weight: Placement, bias: Placement) -> None:
+def _shard_parameters(linear: nn.Linear, distribute: Distributor, weight: Placement, bias: Placement) -> None:
     kind = kind_of(linear)
     if kind is not None:
         scales = linear.get_parameter(kind.scales)
@@ -319,8 +324,13 @@ def _spread(linear: nn.Linear, distribute: Distributor, weight: Placement, bias:
 
 
 def why_not_linear(module: nn.Module, *, row: bool = False, ranks: int = 1) -> str:
-    """Why weft cannot take a module for a linear; empty if it can. row: as a row linear. Raises ValueError for one that it has
-    taken already, and for a Float8Linear with options or sizes that weft's FP8 products do not have."""
+    """Return why weft cannot shard a module as a linear, or "" if it can.
+
+    Raises ValueError for a linear that weft has sharded already, and for a Float8Linear with options or sizes that weft's FP8
+    products do not support.
+
+    row: whether it is to be a RowLinear.
+    """
     if isinstance(module, ColumnLinear | RowLinear):
         raise ValueError("a linear is sharded by weft already; name it once, in SharedInput or with a style of its own")
     converted = is_float8(module)
@@ -345,9 +355,12 @@ def why_not_linear(module: nn.Module, *, row: bool = False, ranks: int = 1) -> s
 
 
 @dataclass(frozen=True)
-class OnInput:
-    """A pre-hook that changes a module's input: the keyword argument of that name, or else the first positional one. A value,
-    so that a copy of the module changes it by copies of what this one uses."""
+class InputHook:
+    """An InputHook is a forward pre-hook that changes a module's input.
+
+    It changes the keyword argument `argument`, or else the first positional argument. It is a dataclass, so that copying the
+    module also copies the objects that `change` uses.
+    """
 
     argument: str
     change: Callable[[Tensor], Tensor]
@@ -355,13 +368,16 @@ class OnInput:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return with_input_changed(module, args, kwargs, self.argument, self.change)
+        return change_input(module, args, kwargs, self.argument, self.change)
 
 
-def with_input_changed(
+def change_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], argument: str, change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of a call, as OnInput has them. By itself where a hook is traced: torch 2.11 makes no dataclass there."""
+    """Return (args, kwargs) of a call with the input changed, as InputHook does.
+
+    Hooks that torch.compile traces call this function, because torch 2.11 cannot create a dataclass in traced code.
+    """
     if argument in kwargs:
         return args, {**kwargs, argument: change(kwargs[argument])}
     if not args:

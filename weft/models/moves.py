@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weft.models.decoder_tokens import DecoderTokens, cut, first_of
-from weft.models.linear import gathered, with_input_changed
+from weft.models.linear import change_input, gather_tokens
 
 Tensor = torch.Tensor
 
@@ -65,7 +65,7 @@ class CutIfMany:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         total = length_of_positions(args, kwargs, self.position)
-        return with_input_changed(module, args, kwargs, "hidden_states", lambda x: self.tokens.cut_if_many(x, total))
+        return change_input(module, args, kwargs, "hidden_states", lambda x: self.tokens.cut_if_many(x, total))
 
 
 @cache
@@ -82,7 +82,7 @@ def evenly(cls: type[Any]) -> type[Any]:
         rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
         count = mesh.size() * -(-rows.shape[1] // mesh.size())
         out = cls.forward(self, cut(_filled(rows, count), mesh))
-        return first_of(out, lambda y: gathered(y, mesh, 1, count)[:, : rows.shape[1]].view(hidden_states.shape))
+        return first_of(out, lambda y: gather_tokens(y, mesh, 1, count)[:, : rows.shape[1]].view(hidden_states.shape))
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 

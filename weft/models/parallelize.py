@@ -45,7 +45,7 @@ from weft.models.decoder_tokens import DecoderTokens
 from weft.models.expert_parallel import ExpertParallel
 from weft.models.inputs import Announce
 from weft.models.layouts import ColumnsIn, ColumnsOut
-from weft.models.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
+from weft.models.linear import Distributor, InputHook, Tokens, make_column_linears, make_row_linear, why_not_linear
 from weft.models.moves import CutIfMany, evenly, noting_tokens, placed
 from weft.models.products import ProductSettings
 from weft.models.quantised import check_sizes, kind_of
@@ -255,7 +255,7 @@ class _Within:
                 child.__class__ = placed(class_of(child))
                 child.__dict__["_weft_tokens"] = self.tokens
                 continue
-            child.register_forward_pre_hook(OnInput("hidden_states", self.tokens.placed), with_kwargs=True)
+            child.register_forward_pre_hook(InputHook("hidden_states", self.tokens.placed), with_kwargs=True)
             if self.experts is not None and self._takes(child):
                 self._experts(child, self.experts)
             elif child in whole:
@@ -297,16 +297,16 @@ class _Within:
         if block.columns:
             self._columns(child, block)
         else:
-            child.register_forward_pre_hook(OnInput("hidden_states", self.tokens.gathered_for_heads), with_kwargs=True)
+            child.register_forward_pre_hook(InputHook("hidden_states", self.tokens.gathered_for_heads), with_kwargs=True)
             record_layer(
                 child, CommunicatingLayer(reason=f"its input is gathered: what comes before {', '.join(heads)} is whole")
             )
         last = cast(nn.Linear, base_of(row))
-        ran = to_row(last, self.tokens, self.settings, self.distribute)
+        ran = make_row_linear(last, self.tokens, self.settings, self.distribute)
         shard_row(row, self.tokens, self.settings, self.distribute)
         record_layer(child, describe_row(last, Shard(1), self.settings, ran, parts=(block.row,), also=("matmul_all_reduce",)))
         if block.fused:
-            row.register_forward_pre_hook(OnInput("input", ColumnsIn(self.mesh)), with_kwargs=True)
+            row.register_forward_pre_hook(InputHook("input", ColumnsIn(self.mesh)), with_kwargs=True)
             fused = ", ".join(block.columns)
             record_layer(
                 child, CommunicatingLayer(reason=f"the output of {fused} is gathered, since {type(child).__name__} splits it")
@@ -322,7 +322,9 @@ class _Within:
     def _columns(self, child: nn.Module, block: Block) -> None:
         """Shard the linears that read a block's input."""
         columns = [child.get_submodule(name) for name in block.columns]
-        shared = to_columns([cast(nn.Linear, base_of(each)) for each in columns], self.tokens, self.settings, self.distribute)
+        shared = make_column_linears(
+            [cast(nn.Linear, base_of(each)) for each in columns], self.tokens, self.settings, self.distribute
+        )
         for each in columns:
             shard_columns(each, self.settings, self.distribute)
             if block.fused:
@@ -335,7 +337,7 @@ class _Within:
             )
         announce = Announce("hidden_states", shared, block.columns, self.names[child], adapted=adapted)
         child.register_forward_pre_hook(announce, with_kwargs=True)
-        child.register_forward_hook(shared.forget)
+        child.register_forward_hook(shared.drop_products)
 
     def _experts(self, child: nn.Module, style: ParallelStyle) -> None:
         """A block of experts on equal parts of the tokens, its router whole on every rank."""
@@ -352,7 +354,7 @@ class _Within:
     def _whole(self, child: nn.Module, why: str) -> None:
         record_layer(child, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
         replicate(child, self.distribute, never, self.region)
-        child.register_forward_pre_hook(OnInput("hidden_states", self.tokens.gathered), with_kwargs=True)
+        child.register_forward_pre_hook(InputHook("hidden_states", self.tokens.gathered), with_kwargs=True)
         child.register_forward_hook(self.tokens.cut_output)
 
     def ends(self, decoder: Any) -> None:
@@ -362,7 +364,7 @@ class _Within:
         decoder.register_forward_pre_hook(self.tokens.begin)
         cut = CutIfMany(self.tokens, _place_of_positions(first))
         first.register_forward_pre_hook(cut, with_kwargs=True)
-        norm.register_forward_pre_hook(OnInput("hidden_states", self.tokens.gathered_at_end), with_kwargs=True)
+        norm.register_forward_pre_hook(InputHook("hidden_states", self.tokens.gathered_at_end), with_kwargs=True)
         record_layer(
             first, CommunicatingLayer(reason="its input is cut to this rank's tokens: the gradient of that is gathered")
         )
@@ -378,7 +380,7 @@ class _Within:
             style = RowwiseParallel(input_layouts=Replicate())
             style.src_data_rank = self.distribute.src_data_rank
             style._apply(embedding, self.mesh)
-            self.distribute.adopt(weight, embedding.get_parameter("weight"))
+            self.distribute.record_distributed(weight, embedding.get_parameter("weight"))
             gathered_for_others(embedding, self.region)
             record_layer(
                 embedding,
@@ -393,7 +395,7 @@ class _Within:
             replicate(head, self.distribute, never, self.region)
             return
         linear = cast(nn.Linear, head)
-        shared = to_columns([linear], Tokens(), self.settings, self.distribute)
+        shared = make_column_linears([linear], Tokens(), self.settings, self.distribute)
         record_layer(linear, describe_columns(shared, Replicate()))
         record_layer(linear, CommunicatingLayer(reason="its logits are gathered, so that every rank has all"))
         linear.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))

@@ -24,7 +24,7 @@ from weft import schedules
 from weft.core.problem import Op
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.column_parallel import column_parallel_linears
-from weft.ops.common import backward_schedule
+from weft.ops.common import choose_backward_schedule
 from weft.ops.replicated import with_summed_gradient
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from weft.runtime.choose import MODES
@@ -55,7 +55,7 @@ class ProductSettings:
 
     def of(self, op: Op) -> str:
         """Return the schedule for an operator."""
-        return backward_schedule(self.schedule, op)
+        return choose_backward_schedule(self.schedule, op)
 
 
 def columns(

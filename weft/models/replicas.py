@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.models.linear import Distributor, group_of, local
+from weft.models.linear import Distributor, get_local_part, get_process_group
 from weft.ops.replicated import with_summed_gradient
 
 Part = Callable[[], bool]
@@ -192,7 +192,7 @@ def _local_parameter(name: str) -> property:
         parameter: torch.Tensor = module._parameters[name]
         if not module._weft_region.running() or not isinstance(parameter, DTensor):
             return parameter
-        mine = local(parameter)
-        return with_summed_gradient(mine, group_of(parameter).group_name) if module._weft_part() else mine
+        mine = get_local_part(parameter)
+        return with_summed_gradient(mine, get_process_group(parameter).group_name) if module._weft_part() else mine
 
     return property(read)

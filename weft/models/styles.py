@@ -42,13 +42,13 @@ from weft.models.inputs import Announce
 from weft.models.layouts import ColumnsOut, RowsIn, Taken, TokensOut
 from weft.models.linear import (
     Distributor,
-    OnInput,
+    InputHook,
     SharedInputLinears,
     Tokens,
-    group_of,
+    get_process_group,
+    make_column_linears,
+    make_row_linear,
     require_one_dimension,
-    to_columns,
-    to_row,
     why_not_linear,
 )
 from weft.models.products import ProductSettings
@@ -82,10 +82,12 @@ class ColwiseParallel(style.ColwiseParallel):
             record_layer(module, CommunicatingLayer(reason=f"torch's ColwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
         linear, tokens = cast(nn.Linear, module), Tokens()
-        shared = to_columns([linear], tokens, self.settings, Distributor(device_mesh, self.src_data_rank))
+        shared = make_column_linears([linear], tokens, self.settings, Distributor(device_mesh, self.src_data_rank))
         record_layer(linear, describe_columns(shared, self.input_layouts[0]))
         _note_moved(linear, "output", self.output_layouts[0], "after")
-        linear.register_forward_pre_hook(OnInput("input", Taken(device_mesh, self.input_layouts[0], tokens)), with_kwargs=True)
+        linear.register_forward_pre_hook(
+            InputHook("input", Taken(device_mesh, self.input_layouts[0], tokens)), with_kwargs=True
+        )
         linear.register_forward_hook(ColumnsOut(device_mesh, self.output_layouts[0], self.use_local_output))
         return linear
 
@@ -116,11 +118,11 @@ class RowwiseParallel(style.RowwiseParallel):
             record_layer(module, CommunicatingLayer(reason=f"torch's RowwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
         linear, tokens, output = cast(nn.Linear, module), Tokens(), self.output_layouts[0]
-        ran = to_row(linear, tokens, self.settings, Distributor(device_mesh, self.src_data_rank))
+        ran = make_row_linear(linear, tokens, self.settings, Distributor(device_mesh, self.src_data_rank))
         record_layer(linear, describe_row(linear, output, self.settings, ran))
         _note_moved(linear, "input", self.input_layouts[0], "before")
         taken = RowsIn(device_mesh, self.input_layouts[0], output, tokens)
-        linear.register_forward_pre_hook(OnInput("input", taken), with_kwargs=True)
+        linear.register_forward_pre_hook(InputHook("input", taken), with_kwargs=True)
         if not self.use_local_output:
             linear.register_forward_hook(TokensOut(device_mesh, output, tokens))
         return linear
@@ -186,7 +188,7 @@ class SequenceParallel(style.SequenceParallel):
         require_one_dimension(device_mesh)
         replicate(module, Distributor(device_mesh, self.src_data_rank), always)
         tokens, layout = Tokens(), self.sequence_sharding[0]
-        module.register_forward_pre_hook(OnInput("input", Taken(device_mesh, layout, tokens)), with_kwargs=True)
+        module.register_forward_pre_hook(InputHook("input", Taken(device_mesh, layout, tokens)), with_kwargs=True)
         if not self.use_local_output:
             module.register_forward_hook(TokensOut(device_mesh, layout, tokens))
         return module
@@ -197,9 +199,9 @@ def share_input(
 ) -> SharedInputLinears:
     """Let these children share a gather of the module's input, which `taken` makes plain."""
     linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
-    shared = to_columns(linears, taken.tokens, settings, distribute)
+    shared = make_column_linears(linears, taken.tokens, settings, distribute)
     module.register_forward_pre_hook(Announce(argument, shared, tuple(names), type(module).__name__, taken), with_kwargs=True)
-    module.register_forward_hook(shared.forget)
+    module.register_forward_hook(shared.drop_products)
     return shared
 
 
@@ -214,7 +216,7 @@ def describe_columns(shared: SharedInputLinears, layout: Placement, *, parts: Se
         reason="for the gradient of the input; the matmul itself has nothing to wait for" if whole else "",
         n=k if whole else n,
         k=n if whole else k,
-        group=group_of(linears[0].weight).group_name,
+        group=get_process_group(linears[0].weight).group_name,
         schedule=shared.settings.schedule,
         ran=shared.ran,
     )
@@ -231,7 +233,7 @@ def describe_row(
 ) -> CommunicatingLayer:
     """Describe a row-sharded linear. ran: its calls so far. also: operators that some of its calls run."""
     operator = "matmul_all_reduce" if output.is_replicate() else "matmul_reduce_scatter"
-    n, k, name = linear.out_features, linear.in_features, group_of(linear.weight).group_name
+    n, k, name = linear.out_features, linear.in_features, get_process_group(linear.weight).group_name
     return CommunicatingLayer(
         parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name, schedule=settings.schedule, ran=ran
     )

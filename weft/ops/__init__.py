@@ -26,7 +26,7 @@ import torch.distributed as dist
 from weft.ops import collective, column_parallel, experts, quantised_linears  # noqa: F401 - saved graphs find these operators, too
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
-from weft.ops.common import group_of
+from weft.ops.common import resolve_group
 from weft.ops.embedding import embedding_bag_all_to_all
 from weft.ops.optimizers import SGD, RowwiseAdagrad
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
@@ -56,7 +56,7 @@ def close(group: dist.ProcessGroup | None = None) -> None:
     is given back, if a call that was still under way on a GPU could not end, and no call has raised that: what it returned is
     invalid.
     """
-    name = group_of(group)[0]
+    name = resolve_group(group)[0]
     if group is None:
         GROUPS.close_all()
     else:
@@ -73,7 +73,7 @@ def synchronize(group: dist.ProcessGroup | None = None) -> None:
 
     Raises PeerLost, WaitTimeout or RankMismatch. Where the group has made no call, there is nothing to wait for.
     """
-    GROUPS.synchronize(group_of(group)[0])
+    GROUPS.synchronize(resolve_group(group)[0])
 
 
 def choices(group: dist.ProcessGroup | None = None) -> Choices:
@@ -81,4 +81,4 @@ def choices(group: dist.ProcessGroup | None = None) -> Choices:
     A choice has a spec, and on GPUs the measured times in us by spec. The same on every rank. Empty where no call was made.
     Not collective.
     """
-    return Choices(GROUPS.choices(group_of(group)[0]))
+    return Choices(GROUPS.choices(resolve_group(group)[0]))

@@ -28,11 +28,11 @@ from weft.ops.common import (
     check_local_strided,
     check_operands,
     define,
-    group_of,
-    multiplied,
+    describe,
     publish_errors,
-    shape_of,
-    spec_of,
+    resolve_group,
+    run_matmul,
+    schedule_to_spec,
 )
 from weft.ops.replicated import with_summed_double_gradient
 from weft.ops.scaled import ScaleOptions, quantised, refuse_gradients, scaled_matmul
@@ -83,7 +83,7 @@ def matmul_all_reduce(
     dtype = a.dtype if scaled is None else scaled.output_dtype
     _check_addend("bias", bias, (b.shape[1],), a, dtype)
     _check_addend("residual", residual, shape, a, dtype)
-    of_group, spec = group_of(group), spec_of(schedule, "matmul_all_reduce")
+    of_group, spec = resolve_group(group), schedule_to_spec(schedule, "matmul_all_reduce")
     flat, flat_residual = as_matrix(a), None if residual is None else as_matrix(residual)
     if scaled is None:
         out: torch.Tensor = flat_matmul_all_reduce(flat, b, bias, flat_residual, of_group[0], spec)
@@ -97,7 +97,7 @@ def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...],
     if given is None:
         return
     if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape:
-        raise ValueError(f"{name} is {shape_of(given)}; it must be {list(shape)}")
+        raise ValueError(f"{name} is {describe(given)}; it must be {list(shape)}")
     check_local_strided(name, given)
     if given.dtype != dtype or given.device != a.device:
         raise ValueError(f"{name} is {given.dtype} on {given.device}; it must be {dtype} on {a.device}, as the result is")
@@ -108,7 +108,7 @@ def _run(
 ) -> torch.Tensor:
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
-    return multiplied("matmul_all_reduce", a, [b], group, schedule, rows=a.shape[0], extras=extras)[0]
+    return run_matmul("matmul_all_reduce", a, [b], group, schedule, rows=a.shape[0], extras=extras)[0]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

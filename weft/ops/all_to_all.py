@@ -35,15 +35,15 @@ from weft.ops.common import (
     FLOAT8,
     as_matrix,
     as_tensor,
-    backward_schedule,
     check_operands,
+    choose_backward_schedule,
+    count_rows_per_entry,
     define,
-    empty_operand_after,
-    group_of,
-    multiplied,
+    make_empty_operand_after,
     publish_errors,
-    rows_per_entry,
-    spec_of,
+    resolve_group,
+    run_matmul,
+    schedule_to_spec,
 )
 from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows
 from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_scales, scaled_matmul
@@ -143,9 +143,9 @@ def matmul_all_to_all(
         return columns_to_ranks(a, b, group, schedule)
     check_operands(a, [b], scaled=True)
     scaled = quantised("matmul_all_to_all", a, [b], scales) if scales or a.dtype in FLOAT8 else None
-    name, rank, world_size = group_of(group)
-    unit, flat = max(1, rows_per_entry(a)), as_matrix(a)
-    spec = spec_of(schedule, "matmul_all_to_all")
+    name, rank, world_size = resolve_group(group)
+    unit, flat = max(1, count_rows_per_entry(a)), as_matrix(a)
+    spec = schedule_to_spec(schedule, "matmul_all_to_all")
     if scaled is None:
         out = _matmul_all_to_all(flat, b, name, rank, world_size, unit, spec)
     else:
@@ -169,7 +169,7 @@ class _Shares(NamedTuple):
 
 def _combine(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor:
     group, _, _, unit, schedule = options
-    return multiplied("matmul_all_to_all", a, [b], group, schedule, rows=a.shape[0], unit=unit)[0]
+    return run_matmul("matmul_all_to_all", a, [b], group, schedule, rows=a.shape[0], unit=unit)[0]
 
 
 def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor:
@@ -183,7 +183,7 @@ def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), options = ctx.saved_tensors, ctx.options
-    rows, spec = a.shape[0], backward_schedule(options.schedule, "all_to_all_matmul")
+    rows, spec = a.shape[0], choose_backward_schedule(options.schedule, "all_to_all_matmul")
     home = options._replace(schedule=spec)
     grad_a, back = _all_to_all_matmul(_pad_gradient(grad, rows, options), b.t(), *home, True)
     return grad_a[:rows], a.t() @ back[:rows]
@@ -315,9 +315,9 @@ def all_to_all_matmul(
         return columns_from_ranks(a, b, group, schedule, return_received=return_received)
     check_operands(a, [b], scaled=True)
     scaled = quantised("all_to_all_matmul", a, [b], scales) if scales or a.dtype in FLOAT8 else None
-    name, rank, world_size = group_of(group)
-    unit, flat = max(1, rows_per_entry(a)), as_matrix(a)
-    spec = spec_of(schedule, "all_to_all_matmul")
+    name, rank, world_size = resolve_group(group)
+    unit, flat = max(1, count_rows_per_entry(a)), as_matrix(a)
+    spec = schedule_to_spec(schedule, "all_to_all_matmul")
     if scaled is None:
         results = _all_to_all_matmul(flat, b, name, rank, world_size, unit, spec, return_received)
     else:
@@ -329,7 +329,7 @@ def all_to_all_matmul(
 
 def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> list[torch.Tensor]:
     (group, _, _, unit, schedule), rows = options, a.shape[0]
-    return multiplied("all_to_all_matmul", a, [b], group, schedule, rows=rows, unit=unit, return_gathered=return_received)
+    return run_matmul("all_to_all_matmul", a, [b], group, schedule, rows=rows, unit=unit, return_gathered=return_received)
 
 
 def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> list[torch.Tensor]:
@@ -355,13 +355,15 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
             # The gradient of the received rows goes back with the rest, as a product with 1.
             factors = torch.cat([grad, grads[-1]], 1)
             columns = torch.cat([b, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)], 1)
-        spec = backward_schedule(options.schedule, "matmul_all_to_all")
+        spec = choose_backward_schedule(options.schedule, "matmul_all_to_all")
         home = options._replace(schedule=spec)
         grad_a = _matmul_all_to_all(_pad_gradient(factors, rows, options), columns.t(), *home)[:rows]
     if ctx.needs_input_grad[1]:
         # Saving the received rows would cost as much memory as a from forward to backward, so they are exchanged again by
         # default.
-        received = saved[0] if saved else _receive_again(a, empty_operand_after(b, grad if grad_a is None else grad_a), options)
+        received = (
+            saved[0] if saved else _receive_again(a, make_empty_operand_after(b, grad if grad_a is None else grad_a), options)
+        )
         grad_b = received.t() @ grad
     return grad_a, grad_b
 
@@ -409,7 +411,7 @@ def _pad_gradient(grad: torch.Tensor, rows: int, options: _Shares) -> torch.Tens
 
 def _restore_shape(out: torch.Tensor, a: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """Return the rows that this rank has from every rank, with the middle dimensions of a."""
-    rows = rows_per_entry(a)
+    rows = count_rows_per_entry(a)
     if rows:
         return as_tensor(out, out.shape[0] // rows, a)
     low, high = split(a.shape[0], world_size)[rank]

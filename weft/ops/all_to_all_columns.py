@@ -25,13 +25,13 @@ from weft.core.schedule import Schedule
 from weft.ops.common import (
     as_matrix,
     as_tensor,
-    backward_schedule,
     check_operands,
+    choose_backward_schedule,
     define,
-    empty_operand_after,
-    group_of,
-    multiplied,
-    spec_of,
+    make_empty_operand_after,
+    resolve_group,
+    run_matmul,
+    schedule_to_spec,
 )
 
 
@@ -40,15 +40,15 @@ def columns_to_ranks(
 ) -> torch.Tensor:
     """matmul_all_to_all(a, b, split_dim=-1)."""
     check_operands(a, [b])
-    name, _, world_size = group_of(group)
+    name, _, world_size = resolve_group(group)
     if b.shape[1] % world_size:
         raise ValueError(f"b has {b.shape[1]} columns; with split_dim=-1 they must be a multiple of {world_size}, the ranks")
-    spec = spec_of(schedule, "matmul_all_to_all_columns")
+    spec = schedule_to_spec(schedule, "matmul_all_to_all_columns")
     return as_tensor(_matmul_all_to_all_columns(as_matrix(a), b, name, world_size, spec), world_size * a.shape[0], a)
 
 
 def _to_ranks(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> torch.Tensor:
-    return multiplied("matmul_all_to_all_columns", a, [b], group, schedule, rows=a.shape[0])[0]
+    return run_matmul("matmul_all_to_all_columns", a, [b], group, schedule, rows=a.shape[0])[0]
 
 
 def _to_ranks_fake(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> torch.Tensor:
@@ -62,7 +62,7 @@ def _to_ranks_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _to_ranks_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), (group, world_size, schedule) = ctx.saved_tensors, ctx.options
-    spec = backward_schedule(schedule, "all_to_all_columns_matmul")
+    spec = choose_backward_schedule(schedule, "all_to_all_columns_matmul")
     grad_a, received = _all_to_all_columns_matmul(grad.contiguous(), b.t(), group, world_size, spec, True)
     return grad_a, a.t() @ received
 
@@ -76,11 +76,11 @@ def columns_from_ranks(
     a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule, *, return_received: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """all_to_all_matmul(a, b, gather_dim=-1)."""
-    name, _, world_size = group_of(group)
+    name, _, world_size = resolve_group(group)
     check_operands(a, [b], parts=world_size)
     if a.shape[0] % world_size:
         raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
-    spec = spec_of(schedule, "all_to_all_columns_matmul")
+    spec = schedule_to_spec(schedule, "all_to_all_columns_matmul")
     results = _all_to_all_columns_matmul(as_matrix(a), b, name, world_size, spec, return_received)
     entries = a.shape[0] // world_size
     out = as_tensor(results[0], entries, a)
@@ -91,7 +91,7 @@ def _from_ranks(
     a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str, return_received: bool
 ) -> list[torch.Tensor]:
     rows = a.shape[0]
-    return multiplied("all_to_all_columns_matmul", a, [b], group, schedule, rows=rows, return_gathered=return_received)
+    return run_matmul("all_to_all_columns_matmul", a, [b], group, schedule, rows=rows, return_gathered=return_received)
 
 
 def _from_ranks_fake(
@@ -118,11 +118,11 @@ def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tupl
             # The gradient of the received rows goes back with the rest, as a product with 1.
             factors = torch.cat([grad, grads[-1]], 1)
             columns = torch.cat([b, torch.eye(b.shape[0], dtype=b.dtype, device=b.device)], 1)
-        spec = backward_schedule(schedule, "matmul_all_to_all_columns")
+        spec = choose_backward_schedule(schedule, "matmul_all_to_all_columns")
         grad_a = _matmul_all_to_all_columns(factors, columns.t(), group, world_size, spec)
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
-        nothing = empty_operand_after(b, grad if grad_a is None else grad_a)
+        nothing = make_empty_operand_after(b, grad if grad_a is None else grad_a)
         received = saved[0] if saved else _all_to_all_columns_matmul(a, nothing, group, world_size, "sequential", True)[1]
         grad_b = received.t() @ grad
     return grad_a, grad_b

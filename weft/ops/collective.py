@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 from weft.core.problem import Op
-from weft.ops.common import backward_schedule, define
+from weft.ops.common import choose_backward_schedule, define
 from weft.runtime.choose import readable_profile
 from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_from_environment
 from weft.runtime.groups import GROUPS
@@ -77,7 +77,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor]:
         check_summed(op, f"the gradient of {options.op}", grad)
     if options.op == "reduce_scatter" and options.reduce_op == "avg":
         grad = grad / options.world_size
-    schedule = options.schedule if op == options.op else backward_schedule(options.schedule, op)
+    schedule = options.schedule if op == options.op else choose_backward_schedule(options.schedule, op)
     reduce_op = options.reduce_op if op == "all_reduce" else "sum"
     return (collective(grad, *options._replace(op=op, reduce_op=reduce_op, schedule=schedule)),)
 

@@ -49,7 +49,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# How an operator is defined and called.
+# Definitions and calls of operators.
 
 
 class _Library(torch.library.Library):
@@ -57,7 +57,7 @@ class _Library(torch.library.Library):
     autograd kernel would drop their tangents."""
 
     def impl(self, op_name: Any, fn: Function, dispatch_key: str = "", **options: Any) -> None:
-        super().impl(op_name, _without_tangents(fn, f"weft::{op_name}"), dispatch_key, **options)  # type: ignore[no-untyped-call]
+        super().impl(op_name, _refuse_tangents(fn, f"weft::{op_name}"), dispatch_key, **options)  # type: ignore[no-untyped-call]
 
 
 _LIBRARY = _Library("weft", "DEF")  # type: ignore[no-untyped-call]
@@ -88,35 +88,35 @@ def define(
     """
     schema, tensors, options, places = schema_of(name, run)
 
-    def grouped(flat: Sequence[Any]) -> list[Any]:
+    def group_options(flat: Sequence[Any]) -> list[Any]:
         found = list(flat)
         for kind, place in places:
             found[place] = [kind._make(flat[place])]
         return found
 
     def kernel(*flat: Any) -> Any:
-        return run(*grouped(flat))
+        return run(*group_options(flat))
 
-    def shapes(*flat: Any) -> Any:
-        return fake(*grouped(flat))
+    def make_fake(*flat: Any) -> Any:
+        return fake(*group_options(flat))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if save is not None:
-            save(ctx, grouped(inputs), output)
+            save(ctx, group_options(inputs), output)
 
     _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"weft::{name}", shapes, lib=_LIBRARY)
+    torch.library.register_fake(f"weft::{name}", make_fake, lib=_LIBRARY)
     if backward is not None:
-        once = backward if double_backward else _first_derivative_alone(backward, f"weft::{name}")
-        whole = _outside_autocast(_one_gradient_at_a_time(once, f"weft::{name}"), options)
+        checked = backward if double_backward else _refuse_second_derivatives(backward, f"weft::{name}")
+        whole = _disable_autocast(_refuse_batched_gradients(checked, f"weft::{name}"), options)
         torch.library.register_autograd(f"weft::{name}", whole, setup_context=setup, lib=_LIBRARY)
     dispatched = getattr(torch.ops.weft, name)
 
     def call(*flat: Any) -> Any:
         if torch.compiler.is_compiling() or not can_skip_dispatcher(flat[:tensors]):
             return dispatched(*flat)
-        given = list(flat)  # `grouped`, inlined to save a call
+        given = list(flat)  # `group_options`, inlined to save a call
         for kind, place in places:
             given[place] = [kind._make(flat[place])]
         return run(*given)
@@ -137,22 +137,21 @@ def can_skip_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor
                 " use torch.autograd.grad, or backward"
             )
         return False
-    return _plain(arguments, torch.is_grad_enabled())
+    return _are_plain(arguments, torch.is_grad_enabled())
 
 
-def _plain(arguments: Iterable[Any], grad: bool) -> bool:
-    """Return whether all arguments are ordinary tensors without gradients, or lists of these. grad: whether autograd
-    records."""
+def _are_plain(arguments: Iterable[Any], grad: bool) -> bool:
+    """Return whether all arguments are ordinary tensors without gradients, or lists of these. grad: whether autograd is on."""
     for argument in arguments:
         if type(argument) in _PLAIN:
             if (grad and argument.requires_grad) or argument.is_neg() or argument.is_conj():
                 return False
-        elif argument is not None and not (isinstance(argument, (list, tuple)) and _plain(argument, grad)):
+        elif argument is not None and not (isinstance(argument, (list, tuple)) and _are_plain(argument, grad)):
             return False
     return True
 
 
-def empty_operand_after(like: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+def make_empty_operand_after(like: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """Return an operand shaped like `like` but with zero columns, which depends on `after`.
 
     It orders a call behind the computation of `after` in a graph of torch.compile. Without it, an exchange that needs no
@@ -162,15 +161,18 @@ def empty_operand_after(like: torch.Tensor, after: torch.Tensor) -> torch.Tensor
     return after.detach()[:0].reshape(*like.shape[:-1], 0)
 
 
-def backward_schedule(schedule: str, op: Op) -> str:
-    """The schedule of a backward that calls the operator `op`: the forward's family if `op` has it. Otherwise, and for a
-    Schedule value, which fits the forward's problem alone, it is "auto"."""
+def choose_backward_schedule(schedule: str, op: Op) -> str:
+    """Return the schedule of a backward that calls the operator `op`.
+
+    It is the forward's schedule if `op` has its family. Otherwise it is "auto", also for a Schedule value, because such a value
+    fits only the forward's problem.
+    """
     family = schedule.partition(":")[0]
     missing = family in schedules.NAMES and family not in schedules.names(op)
     return "auto" if missing or schedule.startswith("value:") else schedule
 
 
-def _without_tangents(kernel: Function, what: str) -> Function:
+def _refuse_tangents(kernel: Function, what: str) -> Function:
     @wraps(kernel)
     def checked(*given: Any, **named: Any) -> Any:
         if forward_mode() and any(map(has_tangent, tree_leaves((given, named)))):
@@ -183,9 +185,11 @@ def _without_tangents(kernel: Function, what: str) -> Function:
     return checked
 
 
-def _outside_autocast(backward: Function, options: int) -> Function:
-    """A backward whose matmuls keep to their dtypes, as its operator did, also where it is called under autocast. It returns no
-    gradients for the options, of which there are so many."""
+def _disable_autocast(backward: Function, options: int) -> Function:
+    """Return a backward that runs without autocast, so that its matmuls use the dtypes of its operands, as the operator does.
+
+    options: the number of options. The returned backward appends None as the gradient of each.
+    """
 
     @wraps(backward)
     def complete(*given: Any) -> tuple[Any, ...]:
@@ -197,8 +201,8 @@ def _outside_autocast(backward: Function, options: int) -> Function:
     return complete
 
 
-def _one_gradient_at_a_time(backward: Function, what: str) -> Function:
-    """A backward that refuses batches of gradients before it calls an operator, in which the other ranks would wait."""
+def _refuse_batched_gradients(backward: Function, what: str) -> Function:
+    """Return a backward that raises ValueError for a batch of gradients, before it calls an operator in which ranks wait."""
 
     @wraps(backward)
     def checked(ctx: Any, *flow: Any) -> Any:
@@ -212,15 +216,17 @@ def _one_gradient_at_a_time(backward: Function, what: str) -> Function:
     return checked
 
 
-def _first_derivative_alone(backward: Function, what: str) -> Function:
-    """A backward whose results raise ValueError if they are differentiated. create_graph=True alone raises nothing: it may be
-    there for the sake of other operators."""
+def _refuse_second_derivatives(backward: Function, what: str) -> Function:
+    """Return a backward whose results raise ValueError if they are differentiated.
+
+    create_graph=True alone raises nothing, because other operators of the graph may need it.
+    """
 
     @wraps(backward)
     def guarded(ctx: Any, *flow: Any) -> Any:
         if not torch.is_grad_enabled():
             return backward(ctx, *flow)
-        once = _SavedOnce(ctx)
+        once = _UnpackedContext(ctx)
         with torch.no_grad():
             leaves, structure = tree_flatten(backward(once, *flow))
         grads = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -233,8 +239,8 @@ def _first_derivative_alone(backward: Function, what: str) -> Function:
     return guarded
 
 
-class _SavedOnce:
-    """A context whose saved tensors are unpacked once: a checkpoint does not give them a second time."""
+class _UnpackedContext:
+    """An autograd context whose saved tensors are unpacked once, because torch.utils.checkpoint allows no second unpacking."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -244,8 +250,10 @@ class _SavedOnce:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """The identity of `count` gradients; the tensors behind them are those that the gradients were computed from. Its backward
-    raises ValueError, which names the operator `what`."""
+    """The identity of `count` gradients, whose backward raises ValueError. The error names the operator `what`.
+
+    The tensors after the gradients are those that the gradients were computed from.
+    """
 
     @staticmethod
     def forward(ctx: Any, what: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -274,7 +282,7 @@ def publish_errors(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*arguments, **options)
         except Exception as error:
-            with suppress(TypeError):  # arguments that are none of the function's
+            with suppress(TypeError):  # the arguments do not fit the function
                 publish_error_instead(signature.bind(*arguments, **options).arguments.get("group"), error)
             raise
 
@@ -284,15 +292,15 @@ def publish_errors(function: Callable[P, R]) -> Callable[P, R]:
 def publish_error_instead(group: dist.ProcessGroup | None, error: Exception) -> None:
     """Publish that this rank raises an error and does not make the call. Errors that have already failed the group are
     ignored."""
-    with suppress(ValueError):  # a group that is none
-        GROUPS.publish_error_instead(group_of(group)[0], error)
+    with suppress(ValueError):  # `group` is no process group of this rank
+        GROUPS.publish_error_instead(resolve_group(group)[0], error)
 
 
-# What is checked of an operator's arguments.
+# Checks of an operator's arguments.
 
 
-def group_of(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
-    """(name, this rank, world_size) of a group. Raises ValueError if there is none, or this rank is not in it."""
+def resolve_group(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
+    """Return (name, this rank, world_size) of a group. Raises ValueError if there is none, or this rank is not in it."""
     if not dist.is_initialized():
         raise ValueError("group: torch.distributed is not initialised; call dist.init_process_group, or start with torchrun")
     group = dist.group.WORLD if group is None else group
@@ -302,8 +310,11 @@ def group_of(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
     return group.group_name, group.rank(), group.size()
 
 
-def spec_of(schedule: str | Schedule, op: Op) -> str:
-    """Return a schedule as the string that the operator `op` takes. The runtime stores Schedule values under their digest."""
+def schedule_to_spec(schedule: str | Schedule, op: Op) -> str:
+    """Return a schedule as the string that the operator `op` takes. A Schedule is stored, and its string has its digest.
+
+    Raises ValueError if `op` does not have the schedule.
+    """
     if isinstance(schedule, Schedule):
         return GROUPS.keep(schedule)
     if not isinstance(schedule, str):
@@ -330,7 +341,7 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 
     scaled: whether operands may be FP8.
     """
     if not isinstance(a, torch.Tensor) or a.dim() < 2:
-        raise ValueError(f"a is {shape_of(a)}; it must be a tensor of at least 2 dimensions")
+        raise ValueError(f"a is {describe(a)}; it must be a tensor of at least 2 dimensions")
     if not bs:
         raise ValueError("b is an empty list; pass one matrix or several")
     check_local_strided("a", a)
@@ -343,11 +354,11 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 
     for i, b in enumerate(bs):
         name = f"b[{i}]" if len(bs) > 1 else "b"
         if not isinstance(b, torch.Tensor) or b.dim() != 2:
-            raise ValueError(f"{name} is {shape_of(b)}; it must be a matrix")
+            raise ValueError(f"{name} is {describe(b)}; it must be a matrix")
         check_local_strided(name, b)
         if b.shape[0] != parts * a.shape[-1]:
             columns = f"{a.shape[-1]} columns" + (f" on each of {parts} ranks" if parts > 1 else "")
-            raise ValueError(f"{name} has {b.shape[0]} rows, a has {columns} ({shape_of(a)} @ {shape_of(b)}); they must agree")
+            raise ValueError(f"{name} has {b.shape[0]} rows, a has {columns} ({describe(a)} @ {describe(b)}); they must agree")
         # An a of 16 or 32 bits is quantised for a b of FP8. get_device is fast, but -1 also for a meta tensor.
         same_dtype = b.dtype in FLOAT8 if is_float8 else a.dtype == b.dtype or (scaled and b.dtype in FLOAT8)
         if not same_dtype or b.get_device() != a.get_device() or b.is_cpu != a.is_cpu:
@@ -355,7 +366,7 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 
 
 
 def check_local_strided(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the tensor is strided, and no DTensor."""
+    """Raise ValueError unless the tensor is strided and is not a DTensor."""
     if tensor.is_nested:
         raise ValueError(f"{name} is a nested tensor; weft takes tensors with one shape: use {name}.to_padded_tensor(0.0)")
     # torch.compile refuses to read a layout in the backward of a torch.autograd.Function.
@@ -384,21 +395,21 @@ def check_own_memory(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def list_of(name: str, values: Iterable[torch.Tensor], use: str) -> list[torch.Tensor]:
+def to_list(name: str, values: Iterable[torch.Tensor], use: str) -> list[torch.Tensor]:
     """Return several tensors as a list. Raises ValueError for another type; `use` says what would work."""
     if not isinstance(values, (list, tuple)):
         require(name, values, Iterable, use)
     return list(values)
 
 
-def shape_of(value: object) -> str:
-    """Return how an error describes an argument."""
+def describe(value: object) -> str:
+    """Return the description of an argument in an error: the shape of a tensor, or the type of another value."""
     if isinstance(value, torch.Tensor):
         return "a nested tensor" if value.is_nested else str(list(value.shape))
     return f"a {type(value).__name__}"
 
 
-def multiplied(
+def run_matmul(
     op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, schedule: str, *, rows: int, unit: int = 1, **more: Any
 ) -> list[torch.Tensor]:
     """Run a MatmulCall. Return its products, then the gathered rows and their scales, if these were requested."""
@@ -410,9 +421,11 @@ def multiplied(
 # Tensors as matrices: [entries, ..., K] has a row for each entry and each index of its middle dimensions.
 
 
-def rows_per_entry(a: torch.Tensor) -> int:
-    """Return the number of rows for each entry of the first dimension. It may be 0: a rank without tokens still takes part in
-    the call, with a matrix without rows."""
+def count_rows_per_entry(a: torch.Tensor) -> int:
+    """Return the number of rows for each entry of the first dimension.
+
+    It may be 0: a rank without tokens still takes part in the call, with a matrix without rows.
+    """
     rows = 1
     for extent in a.shape[1:-1]:
         rows *= extent
@@ -421,7 +434,7 @@ def rows_per_entry(a: torch.Tensor) -> int:
 
 def as_matrix(a: torch.Tensor) -> torch.Tensor:
     """Return the matrix of a tensor's rows."""
-    return a.reshape(a.shape[0] * rows_per_entry(a), a.shape[-1]) if a.dim() > 2 else a
+    return a.reshape(a.shape[0] * count_rows_per_entry(a), a.shape[-1]) if a.dim() > 2 else a
 
 
 def as_tensor(rows: torch.Tensor, entries: int, like: torch.Tensor, dim: int = 0) -> torch.Tensor:

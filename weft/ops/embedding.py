@@ -29,7 +29,7 @@ import torch.distributed as dist
 from weft.compat.dispatch import writes_to
 from weft.core.problem import DType, LookupProblem, split
 from weft.core.schedule import Schedule
-from weft.ops.common import define, group_of, list_of, publish_errors, spec_of
+from weft.ops.common import define, publish_errors, resolve_group, schedule_to_spec, to_list
 from weft.ops.embedding_arguments import (
     batch_of,
     check_disjoint,
@@ -110,8 +110,8 @@ def embedding_bag_all_to_all(
     ranks call different things; PeerLost and WaitTimeout if a rank is lost.
     Source: fused computation-collectives (arXiv 2305.06942).
     """
-    name, rank, world_size = group_of(group)
-    tables = list_of("tables", tables, "pass this rank's tables, matrices [rows, dim], in a list")
+    name, rank, world_size = resolve_group(group)
+    tables = to_list("tables", tables, "pass this rank's tables, matrices [rows, dim], in a list")
     check_indices(indices, per_sample_weights, mode)
     kind = dtype_of_tables(tables, indices.device, dtype)
     by_rank = dims_by_rank(tables, dims, rank, world_size)
@@ -122,7 +122,7 @@ def embedding_bag_all_to_all(
     states = _states(optimizer, tables, sparse)
     counts, flat_dims = [len(own) for own in by_rank], [dim for own in by_rank for dim in own]
     update = (optimizer.KIND, optimizer.lr, optimizer.eps) if optimizer else ("", 0.0, 0.0)
-    spec = spec_of(schedule, "embedding_bag_all_to_all")
+    spec = schedule_to_spec(schedule, "embedding_bag_all_to_all")
     out: torch.Tensor = _embedding_bag_all_to_all(
         tables,
         indices.contiguous(),
@@ -255,7 +255,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    with GROUPS.failing(ctx.lookup.group):  # a table may have changed meanwhile, and the others wait for this rank's part
+    with GROUPS.fail_group_on_error(
+        ctx.lookup.group
+    ):  # a table may have changed meanwhile, and the others wait for this rank's part
         indices, offsets, *rest = ctx.saved_tensors
         weights = rest.pop(0) if ctx.weighted else None
         found = _gradients_of if ctx.updated is None else _updated

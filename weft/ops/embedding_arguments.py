@@ -10,7 +10,7 @@ from operator import index
 import torch
 
 from weft.core.errors import require
-from weft.ops.common import DTYPES, check_local_strided, shape_of
+from weft.ops.common import DTYPES, check_local_strided, describe
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 
@@ -47,7 +47,7 @@ def dtype_of_tables(tables: Sequence[torch.Tensor], device: torch.device, dtype:
         raise ValueError(f"tables[0] is {kind}, dtype {dtype}; weft takes {', '.join(DTYPES.values())}, the same for both")
     for at, table in enumerate(tables):
         if table.dim() != 2 or table.shape[1] < 1 or table.stride(1) != 1 or table.stride(0) < table.shape[1]:
-            raise ValueError(f"tables[{at}] is {shape_of(table)}; it must be a matrix [rows, dim] of contiguous rows")
+            raise ValueError(f"tables[{at}] is {describe(table)}; it must be a matrix [rows, dim] of contiguous rows")
         if table.dtype != kind or table.device != device:
             have, need = f"{table.dtype} on {table.device}", f"{kind} on {device}"
             raise ValueError(f"tables[{at}] is {have}; tables and indices must agree: {need}")
@@ -138,4 +138,4 @@ def check_values_of(tables: Sequence[torch.Tensor], indices: torch.Tensor, offse
 
 
 def _kind_of(value: object) -> str:
-    return f"{shape_of(value)} of {value.dtype}" if isinstance(value, torch.Tensor) else shape_of(value)
+    return f"{describe(value)} of {value.dtype}" if isinstance(value, torch.Tensor) else describe(value)

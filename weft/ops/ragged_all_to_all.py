@@ -35,7 +35,7 @@ import torch.distributed as dist
 from weft.compat.tensors import grouped_mm
 from weft.core.problem import Op, Scaling
 from weft.core.schedule import Schedule
-from weft.ops.common import FLOAT8, check_operands, define, empty_operand_after, group_of, shape_of
+from weft.ops.common import FLOAT8, check_operands, define, describe, make_empty_operand_after, resolve_group
 from weft.ops.scaled import ScaleAndBias, quantised, quantised_here
 from weft.ops.schema import SymInt
 from weft.runtime.bindings import scales_name
@@ -118,7 +118,7 @@ def ragged_combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run matmul_all_to_all with splits. a_rows, limit: as for _Ragged. scales: the scales of FP8 operands."""
     spec = _spec(schedule)
-    name, _, world_size = group_of(group)
+    name, _, world_size = resolve_group(group)
     experts = _check(a, b, splits, world_size, by_expert=True)
     by_expert, rows = splits.reshape(experts, world_size), _capacity(max_rows)
     options = (name, world_size, rows, a_rows, limit, spec)
@@ -176,7 +176,7 @@ def ragged_dispatch(
 ) -> tuple[torch.Tensor, ...]:
     """Run all_to_all_matmul with splits. a_rows, limit: as for _Ragged. scales: the scales of FP8 operands."""
     spec = _spec(schedule)
-    name, _, world_size = group_of(group)
+    name, _, world_size = resolve_group(group)
     experts = _check(a, b, splits, world_size, by_expert=False)
     by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
     options = (name, world_size, rows, a_rows, limit, spec)
@@ -229,7 +229,7 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
         rows = (
             received[0]
             if received
-            else _receive_again(a, empty_operand_after(b, grad if grad_a is None else grad_a), splits, options)
+            else _receive_again(a, make_empty_operand_after(b, grad if grad_a is None else grad_a), splits, options)
         )
         grad_b = grouped_outer(rows, grad, counts.sum(1))
     return grad_a, grad_b, None
@@ -265,10 +265,10 @@ def ragged_gated(
     a_rows, limit: as for _Ragged.
     scales: the scales of FP8 operands. With blockwise scales F is a multiple of 128.
     """
-    name, _, world_size = group_of(group)
+    name, _, world_size = resolve_group(group)
     experts = _check(a, b, splits, world_size, by_expert=False)
     if b.dim() != 3 or b.shape[2] % 2:
-        raise ValueError(f"b is {shape_of(b)}; for a gated product it must be [experts, K, 2 F]")
+        raise ValueError(f"b is {describe(b)}; for a gated product it must be [experts, K, 2 F]")
     by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
     options = (name, world_size, rows, a_rows, limit, "auto")
     if scales or a.dtype in FLOAT8:
@@ -433,15 +433,15 @@ def _capacity(max_rows: int | None) -> int:
 def _check(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, world_size: int, *, by_expert: bool) -> int:
     """Check the operands and splits, and return the number of experts."""
     if not isinstance(b, torch.Tensor) or b.dim() not in (2, 3) or (b.dim() == 3 and not b.shape[0]):
-        raise ValueError(f"b is {shape_of(b)}; with splits it must be a matrix, or [experts, K, N] with at least one expert")
+        raise ValueError(f"b is {describe(b)}; with splits it must be a matrix, or [experts, K, N] with at least one expert")
     check_operands(a, [_grouped(b)[0]], scaled=True)
     if a.dim() != 2:
-        raise ValueError(f"a is {shape_of(a)}; with splits it must be a matrix")
+        raise ValueError(f"a is {describe(a)}; with splits it must be a matrix")
     experts = b.shape[0] if b.dim() == 3 else 1
     extents = (experts, world_size) if by_expert else (world_size, experts)
     shapes = [extents] + ([(world_size,)] if experts == 1 else []) + ([] if by_expert else [(world_size * experts,)])
     if not isinstance(splits, torch.Tensor) or tuple(splits.shape) not in shapes:
-        raise ValueError(f"splits is {shape_of(splits)}; for this b and group it must be {' or '.join(map(str, shapes))}")
+        raise ValueError(f"splits is {describe(splits)}; for this b and group it must be {' or '.join(map(str, shapes))}")
     if splits.dtype not in (torch.int32, torch.int64) or splits.device != a.device:
         raise ValueError(f"splits is {splits.dtype} on {splits.device}; it must be int32 or int64 on {a.device}, as a is")
     return experts

@@ -16,7 +16,7 @@ import torch
 from weft.compat.device import capabilities
 from weft.core.logs import warn_once
 from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, ROWWISE_OPS, SCALE_BLOCK, Op, Recipe, Scaling, split
-from weft.ops.common import DTYPES, FLOAT8, as_matrix, define, multiplied, shape_of
+from weft.ops.common import DTYPES, FLOAT8, as_matrix, define, describe, run_matmul
 from weft.ops.schema import SymInt
 from weft.runtime.calls import ScaledOperands
 from weft.runtime.scaled_products import quantise
@@ -188,7 +188,7 @@ def _check_bias(bias: Any, bs: Sequence[torch.Tensor], output_dtype: torch.dtype
     if len(bs) > 1:
         raise ValueError("bias is given with several b; add it to their results, or pass one b")
     if not isinstance(bias, torch.Tensor) or tuple(bias.shape) != (bs[0].shape[1],):
-        raise ValueError(f"bias is {shape_of(bias)}; it must be [{bs[0].shape[1]}]")
+        raise ValueError(f"bias is {describe(bias)}; it must be [{bs[0].shape[1]}]")
     if bias.dtype != output_dtype or bias.device != bs[0].device:
         raise ValueError(f"bias is {bias.dtype} on {bias.device}; it must be {output_dtype} on {bs[0].device}")
 
@@ -224,7 +224,7 @@ def _run(
     scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=options.use_fast_accum, quantises=scale_a is None)
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
-    return multiplied(
+    return run_matmul(
         op,
         a,
         bs,

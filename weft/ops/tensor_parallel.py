@@ -30,16 +30,16 @@ from weft.ops.common import (
     FLOAT8,
     as_matrix,
     as_tensor,
-    backward_schedule,
     check_operands,
+    choose_backward_schedule,
+    count_rows_per_entry,
     define,
-    empty_operand_after,
-    group_of,
-    list_of,
-    multiplied,
+    make_empty_operand_after,
     publish_errors,
-    rows_per_entry,
-    spec_of,
+    resolve_group,
+    run_matmul,
+    schedule_to_spec,
+    to_list,
 )
 from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, scaled_matmul
 from weft.ops.schema import SymInt
@@ -166,17 +166,17 @@ def all_gather_matmul(
     Raises ValueError for wrong shapes, dtypes or names; RankMismatch if ranks call different things; PeerLost and
     WaitTimeout if a rank is lost. Sources: FiCCO (arXiv 2512.10236), T3 (arXiv 2401.16677); see docs/schedules.md.
     """
-    bs = [b] if isinstance(b, torch.Tensor) else list_of("b", b, "pass a matrix, or several in a list")
+    bs = [b] if isinstance(b, torch.Tensor) else to_list("b", b, "pass a matrix, or several in a list")
     check_operands(a, bs, scaled=True)
     scaled = quantised("all_gather_matmul", a, bs, scales) if scales or a.dtype in FLOAT8 else None
-    name, rank, world_size = group_of(group)
+    name, rank, world_size = resolve_group(group)
     dim = _dimension("gather_dim", gather_dim, a)
     moved = a.movedim(dim, 0) if dim else a
     _check_rows(rows, moved.shape[0], rank, world_size)
     total = world_size * moved.shape[0] if rows is None else rows
-    unit = rows_per_entry(moved)
+    unit = count_rows_per_entry(moved)
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
-    spec, gathered = spec_of(schedule, "all_gather_matmul"), return_gathered or keep
+    spec, gathered = schedule_to_spec(schedule, "all_gather_matmul"), return_gathered or keep
     if scaled is None:
         flat = _all_gather_matmul(as_matrix(moved), bs, name, total * unit, max(unit, 1), spec, gathered, keep)
     else:
@@ -202,7 +202,7 @@ class _Gather(NamedTuple):
 
 def _gather(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> list[torch.Tensor]:
     group, rows, unit, schedule, gathered, _ = options
-    return multiplied("all_gather_matmul", a, bs, group, schedule, rows=rows, unit=unit, return_gathered=gathered)
+    return run_matmul("all_gather_matmul", a, bs, group, schedule, rows=rows, unit=unit, return_gathered=gathered)
 
 
 def _gather_fake(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> list[torch.Tensor]:
@@ -232,13 +232,13 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
             factors.append(grads[-1])
             columns.append(torch.eye(a.shape[1], dtype=a.dtype, device=a.device))
         group = group_named(options.group)
-        spec = backward_schedule(options.schedule, "matmul_reduce_scatter")
+        spec = choose_backward_schedule(options.schedule, "matmul_reduce_scatter")
         back = (options.group, group.rank(), group.size(), options.unit, spec, "sum")
         grad_a = _matmul_reduce_scatter(_concatenate(factors), _concatenate_transposed(columns), *back)
     if any(ctx.needs_input_grad[1]):
         given = [grad_a, *grads]
         after = next((each for each in given if each is not None), a)
-        gathered = _gather_again(a, empty_operand_after(a.t(), after), options) if saved is None else saved
+        gathered = _gather_again(a, make_empty_operand_after(a.t(), after), options) if saved is None else saved
         wanted = zip(bs, grads, ctx.needs_input_grad[1], strict=False)
         grad_bs = [_gradient_of(b, gathered, grad) if needed and grad is not None else None for b, grad, needed in wanted]
     return grad_a, grad_bs
@@ -290,10 +290,10 @@ def matmul_reduce_scatter(
     scaled = quantised("matmul_reduce_scatter", a, [b], scales) if scales or a.dtype in FLOAT8 else None
     if op not in ("sum", "avg"):
         raise ValueError(f"op is {op!r}; use 'sum' or 'avg'")
-    name, rank, world_size = group_of(group)
+    name, rank, world_size = resolve_group(group)
     dim = _dimension("scatter_dim", scatter_dim, a)
     moved = a.movedim(dim, 0) if dim else a
-    unit, spec = max(rows_per_entry(moved), 1), spec_of(schedule, "matmul_reduce_scatter")
+    unit, spec = max(count_rows_per_entry(moved), 1), schedule_to_spec(schedule, "matmul_reduce_scatter")
     flat = as_matrix(moved)
     if scaled is None:
         out: torch.Tensor = _matmul_reduce_scatter(flat, b, name, rank, world_size, unit, spec, op)
@@ -318,7 +318,7 @@ class _Scatter(NamedTuple):
 
 def _scatter(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.Tensor:
     group, _, _, unit, schedule, op = options
-    return multiplied("matmul_reduce_scatter", a, [b], group, schedule, rows=a.shape[0], unit=unit, reduce_op=op)[0]
+    return run_matmul("matmul_reduce_scatter", a, [b], group, schedule, rows=a.shape[0], unit=unit, reduce_op=op)[0]
 
 
 def _scatter_fake(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.Tensor:
@@ -334,7 +334,7 @@ def _scatter_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), options = ctx.saved_tensors, ctx.options
     scaled = grad / options.world_size if options.op == "avg" else grad
-    spec = backward_schedule(options.schedule, "all_gather_matmul")
+    spec = choose_backward_schedule(options.schedule, "all_gather_matmul")
     back = (options.group, a.shape[0], options.unit, spec, True, False)
     grad_a, gathered = _all_gather_matmul(scaled.contiguous(), [b.t()], *back)
     return grad_a, _gradient_of(b, a, gathered) if ctx.needs_input_grad[1] else None

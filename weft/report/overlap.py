@@ -22,7 +22,7 @@ from weft import schedules
 from weft.core.errors import require
 from weft.core.problem import REDUCTIONS, Op, Problem
 from weft.models.communicating import CommunicatingLayer, LayerCalls, communicating_layers
-from weft.ops.common import backward_schedule
+from weft.ops.common import choose_backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.overlap_page import page
 from weft.report.places import Called, ReportedPlace, describe_place
@@ -146,7 +146,7 @@ def _find_calls_by_splits(layer: CommunicatingLayer, device: torch.device) -> It
 
 def _was_asked(asked: str, spec: str, problem: Problem, layer: CommunicatingLayer, choice: Choice | None) -> bool:
     """Whether a schedule, which runs what was asked for so, is what the layer has asked for, as far as that is known."""
-    wanted = backward_schedule(layer.schedule, problem.op)
+    wanted = choose_backward_schedule(layer.schedule, problem.op)
     wanted = automatic() if wanted == "auto" else wanted
     if wanted == "auto" == asked:
         return choice is None or choice.spec == spec

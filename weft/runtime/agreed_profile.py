@@ -21,7 +21,7 @@ def agreed_profile(group: RankGroup, device: torch.device) -> Machine:
     """The profile that all ranks of a group have for their devices. Collective. Where WEFT_MACHINE cannot be read, the nearest
     shipped one, with a warning. Raises RankMismatch on every rank if two ranks have different profiles."""
     mine = readable_profile(device, group.world_size)
-    digests = group.enter("call: machine profile", int(mine.digest, 16) >> (64 - _BITS))
+    digests = group.agree_on_call("call: machine profile", int(mine.digest, 16) >> (64 - _BITS))
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise RankMismatch(

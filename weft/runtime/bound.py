@@ -364,7 +364,7 @@ class BoundProgram(ABC):
                     shape = self.scales_shape(buffer.name, self.rank)
                     bindings.scales[buffer.name, self.rank] = [self.scratch(scales_name(buffer.name), *shape, torch.float32)]
             elif shared:
-                for rank in self.rank_group.near:
+                for rank in self.rank_group.ranks_on_node:
                     offset, rows, cols = self.layout.offsets[buffer.name, rank], buffer.rows[rank], buffer.cols[rank]
                     bindings.bind(buffer.name, rank, self.symmetric(rank, offset, rows, cols, dtype))
                     if buffer.operand:

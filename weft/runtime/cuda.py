@@ -228,7 +228,7 @@ class CudaProgram(BoundProgram):
 
     def _address_on(self, rank: int) -> int:
         """Return the address of the words of a rank of this node."""
-        return self._addresses[rank - self.rank_group.near.start]
+        return self._addresses[rank - self.rank_group.ranks_on_node.start]
 
     def gate_address(self, flag: Flag, where: Where) -> int:
         return self._address_on(self.rank) + 4 * self.flags.slot[flag, where.lane, where.position]
@@ -491,7 +491,7 @@ class CudaProgram(BoundProgram):
 
     def _read_spans(self, timer: CallTimer, ticket: int) -> None:
         """Wait until the call has ended, and read when each step ran."""
-        self.rank_group.until(lambda: self.resources.tickets.done(ticket), self._describe_waits)
+        self.rank_group.wait_until(lambda: self.resources.tickets.done(ticket), self._describe_waits)
         assert self.spans is not None
         self.spans += timer.spans(self.schedule)
 

@@ -64,7 +64,7 @@ class CudaResources:
         self.rank_group, self.device = rank_group, device
         _warn_of_few_queues()
         self.driver = Driver()
-        heap = rank_group.heap(device)
+        heap = rank_group.get_heap(device)
         assert isinstance(heap, DeviceHeap)
         self.heap = heap
         self.wire = CudaWire(rank_group, device) if rank_group.nodes else None

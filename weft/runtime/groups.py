@@ -51,7 +51,7 @@ class GroupState:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         warn_of_untested_versions()
-        self.rank_group = RankGroup.of(group)
+        self.rank_group = RankGroup.acquire(group)
         self._resources_by_device: dict[torch.device, HostResources | CudaResources] = {}
         self.lock = self.rank_group.lock
         self.programs = Programs(self.rank_group, lambda device: self._resources_of(device))
@@ -87,7 +87,7 @@ class GroupState:
                 "use torch.empty, or pass a group within one node"
             )
         with self.lock, PLAIN, on_device(device):
-            self.rank_group.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
+            self.rank_group.agree_on_call(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             resources = self._resources_of(device)
             if isinstance(resources, CudaResources):
                 resources.watchdog.raise_if_failed()
@@ -101,7 +101,7 @@ class GroupState:
     def exchange_numbers(self, what: str, mine: int) -> tuple[int, ...]:
         """Return the number that each rank passes, by rank. Collective: hosts wait for each other."""
         with self.lock:
-            return self.rank_group.enter(what, mine)
+            return self.rank_group.agree_on_call(what, mine)
 
     def watched(self, what: str, common: str, device: torch.device, work: Callable[[], T]) -> T:
         """Run work as weft.runtime.unscheduled.watched does."""
@@ -120,7 +120,7 @@ class GroupState:
     def await_work(self, what: str, work: dist.Work | None) -> None:
         """Wait for a gloo collective on CPUs. Bounded. Raises PeerLost or WaitTimeout."""
         if work is not None:
-            with self.rank_group.failing():
+            with self.rank_group.fail_group_on_error():
                 bounded(
                     self.rank_group, lambda: f"rank {self.rank_group.rank}: {what}: not all ranks have taken part", work.wait
                 )
@@ -133,7 +133,7 @@ class GroupState:
 
     def synchronize(self) -> None:
         """Wait until all calls of this rank have ended, and raise the error of a failure. Bounded, and not collective."""
-        with self.rank_group.failing():
+        with self.rank_group.fail_group_on_error():
             try:
                 for resources in list(self._resources_by_device.values()):
                     if isinstance(resources, CudaResources):
@@ -180,7 +180,7 @@ class GroupState:
     def _free_handed_out(self) -> None:
         while self._handed_out:
             piece = self._handed_out.pop()
-            self.rank_group.heap(piece.local.device).free(piece)
+            self.rank_group.get_heap(piece.local.device).free(piece)
 
     def _leave(self) -> None:
         """Leave the rank group. After a failure close it for all users, also Peers, so that the group can be used again."""
@@ -220,7 +220,7 @@ class Groups:
             try:
                 call.schedule = automatic()
             except ValueError:
-                with state.lock, state.rank_group.refusing():
+                with state.lock, state.rank_group.agree_on_value_errors():
                     raise
         return state.run(call, self._values)
 
@@ -266,9 +266,9 @@ class Groups:
         if known := self.known(name):
             known.synchronize()
 
-    def failing(self, name: str) -> AbstractContextManager[None]:
+    def fail_group_on_error(self, name: str) -> AbstractContextManager[None]:
         """Return a context in which other ranks may wait for this one. An error that is raised in it ends their waits."""
-        return known.rank_group.failing() if (known := self.known(name)) else nullcontext()
+        return known.rank_group.fail_group_on_error() if (known := self.known(name)) else nullcontext()
 
     def publish_error_instead(self, name: str, error: Exception) -> None:
         """Publish an error as RankGroup.publish_error_instead does, or as RankGroup.publish_error_before_first_call if the

@@ -16,8 +16,8 @@ On several nodes, ranks share memory with those of their own node. Messages and 
 
 All schedules of a process group share one piece of memory for data (weft.comm.symmetric_heap), which grows when one of them
 needs more. Each schedule has words of its own. The data can be shared because on CPUs every call waits until all ranks have
-begun it (`RankGroup.enter` in a first call, `RankGroup.await_same_call` in a later one). A rank that has begun it has ended the
-call before, and reads nothing any more that another schedule put there.
+begun it (`RankGroup.agree_on_call` in a first call, `RankGroup.await_same_call` in a later one). A rank that has begun a call
+has ended the previous one, and no longer reads what another schedule put there.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class HostProgram(BoundProgram):
 
         self._waiting[lane] = missing
         try:
-            self.rank_group.until(lambda: words.load(slot) >= value, explain)
+            self.rank_group.wait_until(lambda: words.load(slot) >= value, explain)
         finally:
             del self._waiting[lane]
 
@@ -378,7 +378,7 @@ class HostProgram(BoundProgram):
         last = self.words[self.rank].count - 1
         self.words[self.rank].store(last, self._barriers)
         for rank, words in self.words.items():
-            self.rank_group.until(
+            self.rank_group.wait_until(
                 lambda w=words: w.load(last) >= self._barriers,  # type: ignore[misc]
                 lambda r=rank, w=words: (  # type: ignore[misc]
                     f"{where}: barrier[0]@{r}: expected {self._barriers}, seen {w.load(last)}; rank {r} raises it"

@@ -63,7 +63,7 @@ class HostResources:
 
     def __init__(self, rank_group: RankGroup) -> None:
         self.rank_group, self.machine = rank_group, nearest_profile(self.device, rank_group.world_size)
-        heap = rank_group.heap(self.device)
+        heap = rank_group.get_heap(self.device)
         assert isinstance(heap, HostHeap)
         self.heap = heap
         self.data: HostAllocation | None = None

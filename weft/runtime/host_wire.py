@@ -33,7 +33,7 @@ class HostWire:
 
     def __init__(self, rank_group: RankGroup) -> None:
         self.rank_group = rank_group
-        self._backend: Any = _connect(rank_group, rank_group.store("wire"))
+        self._backend: Any = _connect(rank_group, rank_group.open_store("wire"))
 
     def begin(self, sends: Messages, receives: Messages, what: object) -> Callable[[], None]:
         """Send and receive all of these. Returns a function that waits until that is done, and raises PeerLost or WaitTimeout.
@@ -82,7 +82,7 @@ class HostWire:
     def group(self) -> dist.ProcessGroup:
         """The ranks of the group, for gloo's collectives on connections that are abandoned with the group. Collective at its
         first use. torch knows it by no name."""
-        store = self.rank_group.store("collectives")
+        store = self.rank_group.open_store("collectives")
         return nameless_group(store, self.rank_group.rank, self.rank_group.world_size, _connect(self.rank_group, store))
 
     def close(self) -> None:

@@ -40,9 +40,9 @@ class CudaWire:
     """Messages between the ranks of a group. Collective."""
 
     def __init__(self, rank_group: RankGroup, device: torch.device) -> None:
-        rank_group.enter("messages between nodes: nccl")
+        rank_group.agree_on_call("messages between nodes: nccl")
         self._backend: Any = nccl_connections(
-            rank_group.store("wire"),
+            rank_group.open_store("wire"),
             rank_group.rank,
             dist.get_process_group_ranks(rank_group.group),
             name=f"weft-{rank_group.topic}",

@@ -46,7 +46,7 @@ def bounded(rank_group: RankGroup, explain: Callable[[], str], work: Callable[[]
         done.set()
 
     threading.Thread(target=run, name=f"weft-waits-{rank_group.rank}", daemon=True).start()
-    rank_group.until(done.is_set, lambda: explain() + suspended(rank_group), grace_s=_GRACE_S)
+    rank_group.wait_until(done.is_set, lambda: explain() + suspended(rank_group), grace_s=_GRACE_S)
     with named(rank_group, explain):
         if raised:
             raise raised[0]
@@ -72,7 +72,7 @@ def named(rank_group: RankGroup, explain: Callable[[], str]) -> Iterator[None]:
 def suspended(rank_group: RankGroup) -> str:
     """Which ranks of this host are stopped, as by SIGSTOP or a debugger, in words; nothing if none is."""
     stopped = []
-    for peer in rank_group.near:
+    for peer in rank_group.ranks_on_node:
         with suppress(OSError):
             if Path(f"/proc/{rank_group.pids[peer]}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t"):
                 stopped.append(f"rank {peer} (process {rank_group.pids[peer]}) is suspended")

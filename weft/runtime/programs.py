@@ -42,7 +42,7 @@ from weft.runtime.tuner import Key, Tuner
 
 Resources = HostResources | CudaResources
 KNOWN_CALLS = 2048
-"""A group remembers this many calls, which need no `enter`. It remembers more texts than calls, so every call can be
+"""A group remembers this many calls, which need no `agree_on_call`. It remembers more texts than calls, so every call can be
 compared."""
 OVERHEAD_BYTES = 8 << 20
 """The memory of a program besides its buffers: launch tables, CUDA graphs, Python objects. It also bounds the number of
@@ -127,13 +127,13 @@ class Programs:
                 with outside_graph_trees(device) if on_gpu else nullcontext():
                     known = self._agree(call, values)
             elif capturing:
-                self._rank_group.capture()
+                self._rank_group.count_captured_call()
             else:
-                self._rank_group.repeat(known.number, awaits_peers=not on_gpu)
+                self._rank_group.begin_agreed_call(known.number, awaits_peers=not on_gpu)
                 if not on_gpu:
                     known = self._agree_on_cpu(call, values, known)
                 if refusal := call.refusal((call.share,)):
-                    with self._rank_group.failing():
+                    with self._rank_group.fail_group_on_error():
                         raise ValueError(refusal)
             changed = known.empty or known.rows
             given = self._pad_or_fill(call, empty=known.empty, rows=known.rows) if changed else call
@@ -141,7 +141,7 @@ class Programs:
                 # Captures do not count as uses, because ranks may capture a call different numbers of times, and the order must
                 # be equal.
                 self._programs.move_to_end(known.program)
-            with self._rank_group.failing():
+            with self._rank_group.fail_group_on_error():
                 if known.program.ragged is not None:
                     self._raise_of_earlier_calls()
                 found = known.program.run(
@@ -158,7 +158,7 @@ class Programs:
         They wait for each other, because all programs share their buffers (weft.runtime.host). A call that is known on this
         rank may have another shard size on a peer. Then the ranks agree again.
         """
-        with self._rank_group.failing():
+        with self._rank_group.fail_group_on_error():
             same = self._rank_group.await_same_call(known.number)
         return known if same else self._agree(call, values)
 
@@ -167,7 +167,7 @@ class Programs:
 
         An error fails the group, because peers may already run this call.
         """
-        with self._rank_group.failing():
+        with self._rank_group.fail_group_on_error():
             call = call.filled(self._rank_group.world_size) if empty else call
             if not rows:
                 return call
@@ -188,9 +188,9 @@ class Programs:
         on_gpu = call.device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
-        sizes = self._rank_group.enter(call.describe(), call.share, peers_may_know=not on_gpu)
+        sizes = self._rank_group.agree_on_call(call.describe(), call.share, peers_may_repeat=not on_gpu)
         # From here on all ranks use the same values. Only their environments and their memory may differ.
-        with self._rank_group.refusing():
+        with self._rank_group.agree_on_value_errors():
             _raise_if(call.refusal(sizes))
             empty = call.sums_nothing(sizes)
             problem = (call.filled(len(sizes)) if empty else call).problem(sizes)
@@ -201,7 +201,7 @@ class Programs:
             program = self._find((runs, call.schedule, call.device))
             program = program or self._bind_for(call, runs, values, empty=empty, rows=rows)
             program.refuse_several_results(call.results)
-        number = self._rank_group.remember(call.describe_with_shares(sizes))
+        number = self._rank_group.number_agreed_text(call.describe_with_shares(sizes))
         known = KnownCall(number=number, program=program, empty=empty, rows=rows)
         self._known.pop(call.key, None)
         self._known[call.key] = known
@@ -225,11 +225,11 @@ class Programs:
         schedule = _choose_and_check(problem, specs[0], call.device, values)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._resources_of(call.device).blocks
         lanes = "one for each peer" if fans_out(call.device) else "one"
-        self._rank_group.enter(
+        self._rank_group.agree_on_call(
             f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}"
         )
         measurements: tuple[Measurement, ...] = ()
-        with self._rank_group.failing():
+        with self._rank_group.fail_group_on_error():
             if len(specs) == 1:
                 program = self._bind_and_register(schedule, key)
                 program.times_products = self.tuner.measures(problem, call)
@@ -328,7 +328,7 @@ class Programs:
             mine = memory_from_environment()
             if mine is None:
                 mine = torch.cuda.mem_get_info(device)[1] // _SHARE if device.type == "cuda" else _CPU_BYTES
-            self._limits[device] = min(self._rank_group.enter("bytes for programs (WEFT_PROGRAM_MEMORY_GB)", mine))
+            self._limits[device] = min(self._rank_group.agree_on_call("bytes for programs (WEFT_PROGRAM_MEMORY_GB)", mine))
         return self._limits[device]
 
     def in_graphs(self, programs: Sequence[BoundProgram]) -> set[BoundProgram]:
@@ -337,7 +337,7 @@ class Programs:
         for first in range(0, len(programs), _AT_ONCE):
             some = programs[first : first + _AT_ONCE]
             mine = sum(1 << at for at, program in enumerate(some) if program.captured)
-            captured = self._rank_group.enter(f"programs in graphs, of {len(programs)}, from {first} on", mine)
+            captured = self._rank_group.agree_on_call(f"programs in graphs, of {len(programs)}, from {first} on", mine)
             held |= {program for at, program in enumerate(some) if any(number >> at & 1 for number in captured)}
         return held
 

@@ -90,7 +90,7 @@ class Tuner:
             call=lambda program: program.run(call.inputs),
             timer=timer,
             queued=queued_timer_for(call.device),
-            exchange=self._rank_group.enter,
+            exchange=self._rank_group.agree_on_call,
         )
 
     def record_choice(self, program: BoundProgram, key: Key, measurements: tuple[Measurement, ...]) -> None:
@@ -129,7 +129,7 @@ def agree(rank_group: RankGroup, device: torch.device) -> None:
         mine = 2 if profile_for(device, rank_group.world_size).fans_out else 1
     except ValueError as error:
         wrong = error
-    found = rank_group.enter("the machine profile can be read", mine)
+    found = rank_group.agree_on_call("the machine profile can be read", mine)
     if wrong is not None:
         raise wrong
     if 0 in found:
@@ -153,12 +153,12 @@ class GroupPlanCache:
     def find(self, problem: Problem, device: torch.device) -> Choice | None:
         """Return what an earlier process measured and chose. Return None if the problem must be measured. Collective."""
         if device.type == "cuda":
-            numbers = self._rank_group.enter("GPUs of the group", gpu_number(device))
-            self._links[device] = links_between([numbers[rank] for rank in self._rank_group.near])
-        with self._rank_group.failing():
+            numbers = self._rank_group.agree_on_call("GPUs of the group", gpu_number(device))
+            self._links[device] = links_between([numbers[rank] for rank in self._rank_group.ranks_on_node])
+        with self._rank_group.fail_group_on_error():
             entry = self._cache.read(self._key(problem, device)) if self._cache else None
         mine = plans.encode(entry.spec) if entry else 0
-        chosen = plans.decode(self._rank_group.enter(f"cached plan of {problem}", mine)[0])
+        chosen = plans.decode(self._rank_group.agree_on_call(f"cached plan of {problem}", mine)[0])
         if chosen is None:
             return None
         us = entry.us if entry and entry.spec == chosen else {}
@@ -169,7 +169,7 @@ class GroupPlanCache:
     def keep(self, choice: Choice, device: torch.device) -> None:
         """On rank 0, write a choice for later processes."""
         if self._cache and self._rank_group.rank == 0:
-            with self._rank_group.failing():
+            with self._rank_group.fail_group_on_error():
                 self._cache.write(plans.Entry(key=self._key(choice.problem, device), spec=choice.spec, us=choice.us))
 
     def _key(self, problem: Problem, device: torch.device) -> plans.Key:

@@ -161,7 +161,7 @@ class Turn:
         # The lock is not held here, because calls in flight may need calls that other threads still must enqueue, also on a
         # peer.
         while True:
-            rank_group.until(
+            rank_group.wait_until(
                 self._idle,
                 lambda: f"rank {rank_group.rank}, before kernels are loaded: {', '.join(self._in_flight())} has not ended",
                 max(0.0, deadline - time.monotonic()),

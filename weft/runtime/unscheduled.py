@@ -29,10 +29,10 @@ def watched(rank_group: RankGroup, resources: Any, what: str, common: str, work:
     common: what must be equal on all ranks, one line each.
     work: the function to run.
     """
-    with rank_group.failing():
+    with rank_group.fail_group_on_error():
         if isinstance(resources, CudaResources):
             return resources.watchdog.watch(what, resources.current_stream(), work)
-        rank_group.enter(f"op: {what}\n{common}")
+        rank_group.agree_on_call(f"op: {what}\n{common}")
         return work()
 
 

@@ -121,7 +121,7 @@ class Watchdog:
         ticket = self.tickets.newest + 1
         if not self.tickets.is_free(ticket):
             # The watchdog bounds each call. All of them together, with other work on the stream, may take longer.
-            self.rank_group.until(lambda: self.tickets.is_free(ticket), describe, max(self.rank_group.timeout_s, FIRST_S))
+            self.rank_group.wait_until(lambda: self.tickets.is_free(ticket), describe, max(self.rank_group.timeout_s, FIRST_S))
 
     def captured(self) -> None:
         """Note that a graph captures a call, and may replay it later. Raises as raise_if_failed does."""
@@ -130,7 +130,7 @@ class Watchdog:
 
     def raise_if_failed(self) -> None:
         """Raise if this rank or a peer has failed by now, which the watchdog may not have seen yet."""
-        if self.rank_group.broken is not None or self.rank_group.peer_failed():
+        if self.rank_group.broken is not None or self.rank_group.has_failed_peer():
             self.rank_group.check_peers()
 
     def synchronize(self) -> None:
@@ -140,7 +140,7 @@ class Watchdog:
         """
         last = self.tickets.newest
         pending = f"rank {self.rank_group.rank}: calls are under way"
-        self.rank_group.until(lambda: self.tickets.done(last), lambda: pending, max(self.rank_group.timeout_s, FIRST_S))
+        self.rank_group.wait_until(lambda: self.tickets.done(last), lambda: pending, max(self.rank_group.timeout_s, FIRST_S))
         self.raise_if_failed()
 
     def watch(self, what: str, stream: int, work: Callable[[], T]) -> T:
@@ -241,7 +241,7 @@ class Watchdog:
         longer than that.
         """
         looked, self._looked = self._looked, time.monotonic()
-        return tuple(self.tickets.pending) if self._looked - looked > _NOTIFIED_S and self.rank_group.peer_failed() else ()
+        return tuple(self.tickets.pending) if self._looked - looked > _NOTIFIED_S and self.rank_group.has_failed_peer() else ()
 
     def _hold_to_bound(self, call: PendingCall) -> None:
         bound_s = max(self.rank_group.timeout_s, FIRST_S) if call.rehearses else self.rank_group.timeout_s

@@ -40,88 +40,98 @@ from weft.schedules.builder import Builder, Piece, Request, aligned_slices
 
 
 class _Gather(Builder):
-    """Buffers, flags and repeated idioms of this operator. staged: a_full is laid out by step, not by row, with the rank's own
-    pieces ("all") or without them ("peers"), so that the rows that a step multiplies are contiguous."""
+    """The buffers and flags of this operator, and steps that several schedules share.
 
-    def __init__(self, asked: Request, *, staged: Literal["all", "peers"] | None = None) -> None:
-        super().__init__(asked)
+    staged: a_full is laid out by step, not by row, so that the rows that a step multiplies are contiguous. It holds the rank's
+        own pieces ("all"), or only those of peers ("peers").
+    """
+
+    def __init__(self, request: Request, *, staged: Literal["all", "peers"] | None = None) -> None:
+        super().__init__(request)
         self.staged = staged
         m, k = self.problem.m, self.problem.k
-        self.columns = [self.problem.columns(r) for r in self.each]
-        self.buffer("a", "input", self.owned, k, operand="a")
-        self.buffer("b", "input", k, self.columns, operand="b")
-        self.buffer("a_full", "symmetric", m, k, operand="a")
-        self.buffer("out", "output", m, self.columns)
+        self.columns = [self.problem.columns(r) for r in self.ranks]
+        self.add_buffer("a", "input", self.shard_rows, k, operand="a")
+        self.add_buffer("b", "input", k, self.columns, operand="b")
+        self.add_buffer("a_full", "symmetric", m, k, operand="a")
+        self.add_buffer("out", "output", m, self.columns)
         if self.quantises:
-            self.buffer("quantised", "local", self.owned, k, operand="a")
+            self.add_buffer("quantised", "local", self.shard_rows, k, operand="a")
         if self.problem.return_gathered:
-            self.buffer("gathered", "output", m, k, operand="a")
+            self.add_buffer("gathered", "output", m, k, operand="a")
 
     def arrived(self, rank: int, piece: Piece) -> Flag:
         return self.flag("arrived", rank, piece.shard, piece.index)
 
-    def landing(self, rank: int, piece: Piece) -> Region:
+    def landing_region(self, rank: int, piece: Piece) -> Region:
         if not self.staged:
             return self.region("a_full", rank, piece.rows)
-        before = self._own_before(rank, piece) if self.staged == "peers" else 0
+        before = self._count_own_rows_before(rank, piece) if self.staged == "peers" else 0
         return self.region("a_full", rank, (piece.staged[0] - before, piece.staged[1] - before))
 
-    def _own_before(self, rank: int, piece: Piece) -> int:
-        """The number of own rows before a peer's piece, step by step."""
+    def _count_own_rows_before(self, rank: int, piece: Piece) -> int:
+        """Return the number of the rank's own rows that precede a peer's piece in the order of steps."""
         (low, high), own = self.problem.shards[rank], self.pieces[rank]
         steps = piece.index + (rank < piece.shard)
         return own[steps].rows[0] - low if steps < len(own) else high - low
 
-    def own(self, piece: Piece) -> Region:
-        """The piece in its owner's input."""
+    def input_region(self, piece: Piece) -> Region:
+        """Return the region of a piece in its owner's input."""
         base = self.problem.shards[piece.shard][0]
         return self.region("a", piece.shard, (piece.rows[0] - base, piece.rows[1] - base))
 
     def part(self, rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
         reads_input = piece.shard == rank and not (self.staged or self.quantises)
-        src = self.own(piece) if reads_input else self.landing(rank, piece)
+        src = self.input_region(piece) if reads_input else self.landing_region(rank, piece)
         return Part(src, self.region("out", rank, piece.rows), gates)
 
     def own_shard(self, rank: int) -> list[Part]:
-        """The whole local shard as one part; nothing if it is empty."""
+        """Return the whole local shard as one part, or no part if it is empty."""
         rows = self.problem.shards[rank]
         return [Part(self.region("a", rank), self.region("out", rank, rows))] if rows[1] > rows[0] else []
 
-    def gated(self, rank: int, pieces: Iterable[Piece]) -> None:
-        """Add one GEMM of the own shard and of these pieces, each of which waits until it has arrived. Own rows that are
-        quantised also arrive in a_full."""
+    def add_gated_gemm(self, rank: int, pieces: Iterable[Piece]) -> None:
+        """Add one GEMM of the own shard and of these pieces. The tiles of a piece wait until it has arrived.
+
+        Own rows that are quantised also arrive in a_full.
+        """
         awaited, own = [*pieces], self.own_shard(rank)
         if self.quantises:
             awaited, own = [*self.pieces[rank], *awaited], []
-        self.gemm(rank, own + [self.part(rank, p, (Wait(self.arrived(rank, p)),)) for p in awaited])
+        self.add_gemm(rank, own + [self.part(rank, p, (Wait(self.arrived(rank, p)),)) for p in awaited])
 
-    def gemm_of(self, rank: int, pieces: Sequence[Piece]) -> None:
-        """Wait for pieces in the order of their arrival; then multiply them in the order of their rows, in as few contiguous
-        runs as possible."""
+    def wait_and_add_gemm(self, rank: int, pieces: Sequence[Piece]) -> None:
+        """Add waits for pieces in the order of their arrival, then one GEMM of them.
+
+        The GEMM has them in the order of their rows, so that torch multiplies as few contiguous blocks as possible.
+        """
         for piece in pieces:
-            self.add(rank, "compute", Wait(self.arrived(rank, piece)))
-        self.gemm(rank, [self.part(rank, piece) for piece in sorted(pieces, key=lambda piece: piece.rows)])
+            self.add_steps(rank, "compute", Wait(self.arrived(rank, piece)))
+        self.add_gemm(rank, [self.part(rank, piece) for piece in sorted(pieces, key=lambda piece: piece.rows)])
 
     def push_all(self, *, lane: str | None = None, stage_own: bool = False) -> None:
-        """Let every rank send its pieces to all peers, chunk by chunk; at any time ranks send to different peers.
+        """Add copies of every rank's pieces to all peers, chunk by chunk. At any time, ranks send to different peers.
 
-        lane: as for `send`. stage_own: its pieces also go to their places in its own a_full.
+        lane: as for `copy_to_peers`.
+        stage_own: a rank also copies its pieces to their places in its own a_full.
         """
-        for rank in self.each:
+        for rank in self.ranks:
             peers = self.peers(rank, step=-1)
             order = [*peers, rank] if lane and stage_own else [rank] * stage_own + peers
-            self.wait_free(rank, peers if self.pieces[rank] else [], lane)
-            pushed = ((self.own(piece), peer, piece) for piece in self.pieces[rank] for peer in order)
-            self.send(rank, (Store(own, self.landing(to, one), self.arrived(to, one)) for own, to, one in pushed), lane)
+            self.wait_for_free(rank, peers if self.pieces[rank] else [], lane)
+            pushed = ((self.input_region(piece), peer, piece) for piece in self.pieces[rank] for peer in order)
+            self.copy_to_peers(
+                rank, (Store(own, self.landing_region(to, one), self.arrived(to, one)) for own, to, one in pushed), lane
+            )
 
-    def slice_arrived(self, rank: int, shard: int, index: int) -> Wait:
+    def make_slice_wait(self, rank: int, shard: int, index: int) -> Wait:
         """Return the wait until slice `index` of a peer's columns is in rank's a_full."""
         return Wait(self.flag("arrived", rank, shard, index))
 
     def push_columns(self, rank: int, slices: Sequence[Span1D], *, lane: str | None = None) -> None:
-        """Send the rank's shard to all peers, slice by slice of its columns. lane: as for `send`."""
+        """Add copies of the rank's shard to all peers, slice by slice of its columns. lane: as for `copy_to_peers`."""
         peers, rows = self.peers(rank, step=-1) if self.pieces[rank] else [], self.problem.shards[rank]
-        self.wait_free(rank, peers, lane)
+        self.wait_for_free(rank, peers, lane)
         pushed = ((index, cols, peer) for index, cols in enumerate(slices) for peer in peers)
         stores = (
             Store(
@@ -129,15 +139,15 @@ class _Gather(Builder):
             )
             for index, cols, to in pushed
         )
-        self.send(rank, stores, lane)
+        self.copy_to_peers(rank, stores, lane)
 
     def finish(self, *, senders: Callable[[int], Iterable[int]] | None = None) -> Schedule:
-        """Return the gathered rows if requested, signal the senders that a_full is free, and freeze."""
-        for rank in self.each:
+        """Copy the gathered rows to the caller if requested, signal the senders that a_full is free, and build the schedule."""
+        for rank in self.ranks:
             if self.problem.return_gathered:
                 self._copy_gathered(rank)
-            self.release(rank, senders(rank) if senders else [p for p in self.peers(rank) if self.pieces[p]])
-        return self.done()
+            self.signal_free(rank, senders(rank) if senders else [p for p in self.peers(rank) if self.pieces[p]])
+        return self.build_schedule()
 
     def _copy_gathered(self, rank: int) -> None:
         for shard, pieces in enumerate(self.pieces):
@@ -146,165 +156,167 @@ class _Gather(Builder):
             src = self.region("a", rank) if reads_input else self.region("a_full", rank, rows)
             found = [(src, rows)] if pieces else []
             if self.staged and not reads_input:
-                found = [(self.landing(rank, piece), piece.rows) for piece in pieces]
+                found = [(self.landing_region(rank, piece), piece.rows) for piece in pieces]
             for src, rows in found:
-                self.add(rank, "compute", Copy(src, self.region("gathered", rank, rows)))
+                self.add_steps(rank, "compute", Copy(src, self.region("gathered", rank, rows)))
 
 
-def sequential(asked: Request) -> Schedule:
+def sequential(request: Request) -> Schedule:
     """NCCL all-gather, then one GEMM."""
-    s = _Gather(asked)
-    for rank in s.each:
-        s.add(rank, "compute", Collective("all_gather", s.quantised(rank), s.region("a_full", rank)))
+    s = _Gather(request)
+    for rank in s.ranks:
+        s.add_steps(rank, "compute", Collective("all_gather", s.quantise_rows(rank), s.region("a_full", rank)))
         if s.problem.return_gathered:
-            s.add(rank, "compute", Copy(s.region("a_full", rank), s.region("gathered", rank)))
-        s.gemm(rank, [Part(s.region("a_full", rank), s.region("out", rank))])
-    return s.done()
+            s.add_steps(rank, "compute", Copy(s.region("a_full", rank), s.region("gathered", rank)))
+        s.add_gemm(rank, [Part(s.region("a_full", rank), s.region("out", rank))])
+    return s.build_schedule()
 
 
-def sequential_stores(asked: Request) -> Schedule:
-    """All shards are stored at every rank, the own one too; then one cuBLAS GEMM."""
-    s = _Gather(asked, staged="all")
+def sequential_stores(request: Request) -> Schedule:
+    """All shards, including the own one, are stored at every rank; then one cuBLAS GEMM."""
+    s = _Gather(request, staged="all")
     s.push_all(lane="compute", stage_own=True)
-    for rank in s.each:
-        s.gemm_of(rank, [piece for shard in (*s.peers(rank), rank) for piece in s.pieces[shard]])
+    for rank in s.ranks:
+        s.wait_and_add_gemm(rank, [piece for shard in (*s.peers(rank), rank) for piece in s.pieces[shard]])
     return s.finish()
 
 
-def unfused(asked: Request) -> Schedule:
+def unfused(request: Request) -> Schedule:
     """The local shard as one GEMM, then a GEMM for each piece in order of arrival. chunks=1: shard by shard."""
-    s = _Gather(asked)
+    s = _Gather(request)
     s.push_all()
-    for rank in s.each:
-        s.gemm(rank, s.own_shard(rank))
-        for piece in s.by_chunk(s.peers(rank)):
-            s.gemm_of(rank, [piece])
+    for rank in s.ranks:
+        s.add_gemm(rank, s.own_shard(rank))
+        for piece in s.sort_by_chunk(s.peers(rank)):
+            s.wait_and_add_gemm(rank, [piece])
     return s.finish()
 
 
-def fused(asked: Request, *, uniform: bool) -> Schedule:
+def fused(request: Request, *, uniform: bool) -> Schedule:
     """All pieces of a step as one GEMM. uniform: the local shard is cut like the others and joins each step."""
-    s = _Gather(asked, staged="all" if uniform else "peers")
+    s = _Gather(request, staged="all" if uniform else "peers")
     s.push_all(stage_own=uniform)
-    for rank in s.each:
+    for rank in s.ranks:
         if not uniform:
-            s.gemm(rank, s.own_shard(rank))
+            s.add_gemm(rank, s.own_shard(rank))
         for index in range(s.chunks):
-            s.gemm_of(rank, s.chunk(index, [rank] * uniform + s.peers(rank)))
+            s.wait_and_add_gemm(rank, s.select_chunk(index, [rank] * uniform + s.peers(rank)))
     return s.finish()
 
 
-def fused_2d(asked: Request) -> Schedule:
+def fused_2d(request: Request) -> Schedule:
     """Chunks of columns: every step multiplies all rows by a slice of K and adds to float32 sums, rounded at the end."""
-    s = _Gather(asked)
-    s.buffer("sums", "local", s.problem.m, s.columns, float32=True)
+    s = _Gather(request)
+    s.add_buffer("sums", "local", s.problem.m, s.columns, float32=True)
     slices = [c for c in split(s.problem.k, s.chunks) if c[1] > c[0]]
-    for rank in s.each:
+    for rank in s.ranks:
         s.push_columns(rank, slices)
         for index, cols in enumerate(slices):
-            s.add(rank, "compute", *(s.slice_arrived(rank, peer, index) for peer in s.peers(rank) if s.pieces[peer]))
+            s.add_steps(rank, "compute", *(s.make_slice_wait(rank, peer, index) for peer in s.peers(rank) if s.pieces[peer]))
             parts = []
-            for shard in (shard for shard in s.each if s.pieces[shard]):
+            for shard in (shard for shard in s.ranks if s.pieces[shard]):
                 rows = s.problem.shards[shard]
                 a = s.region("a", rank, cols=cols) if shard == rank else s.region("a_full", rank, rows, cols)
                 parts.append(Part(a, s.region("sums", rank, rows)))
-            s.gemm(rank, parts, (cols, None), accumulate=index > 0)
-        s.add(rank, "compute", Reduce((Sum((s.region("sums", rank),), s.region("out", rank)),)))
+            s.add_gemm(rank, parts, (cols, None), accumulate=index > 0)
+        s.add_steps(rank, "compute", Reduce((Sum((s.region("sums", rank),), s.region("out", rank)),)))
     return s.finish()
 
 
-def gated(asked: Request, *, blocks: bool) -> Schedule:
+def gated(request: Request, *, blocks: bool) -> Schedule:
     """One GEMM whose tiles wait for their chunk, in order of arrival, own shard first.
 
     blocks: communication blocks bring the chunks, not copy engines.
     """
-    s = _Gather(asked)
+    s = _Gather(request)
     s.push_all(lane="blocks" if blocks else None, stage_own=s.quantises)
-    for rank in s.each:
-        s.gated(rank, s.by_chunk(s.peers(rank)))
+    for rank in s.ranks:
+        s.add_gated_gemm(rank, s.sort_by_chunk(s.peers(rank)))
     return s.finish()
 
 
-def gated_2d(asked: Request) -> Schedule:
+def gated_2d(request: Request) -> Schedule:
     """One GEMM whose tiles wait for the columns of their rows, slice by slice of K, own shard first and without waiting.
 
     Every tile can start with the first slice. Slices are stored from SMs: rectangles of many short rows, too small for copy
     engines.
     """
-    s = _Gather(asked)
+    s = _Gather(request)
     slices = aligned_slices(s.problem.k, s.chunks)
-    for rank in s.each:
+    for rank in s.ranks:
         s.push_columns(rank, slices, lane="blocks")
         parts = s.own_shard(rank)
         for peer in (p for p in s.peers(rank) if s.pieces[p]):
-            first, *later = (s.slice_arrived(rank, peer, index) for index in range(len(slices)))
+            first, *later = (s.make_slice_wait(rank, peer, index) for index in range(len(slices)))
             inner = tuple((low, wait) for (low, _), wait in zip(slices[1:], later, strict=True))
             rows = s.problem.shards[peer]
             parts.append(Part(s.region("a_full", rank, rows), s.region("out", rank, rows), (first,), inner=inner))
-        s.gemm(rank, parts)
+        s.add_gemm(rank, parts)
     return s.finish()
 
 
-def ring(asked: Request) -> Schedule:
+def ring(request: Request) -> Schedule:
     """Arrivals trigger copies: a chunk that lands is forwarded to the next rank, and gates the one GEMM's tiles.
 
     T3's all-gather mapping (T3, tracker threshold 1): each rank sends only to its successor.
     """
-    s = _Gather(asked)
+    s = _Gather(request)
     size = s.world_size
-    for rank in s.each:
+    for rank in s.ranks:
         successor = (rank + 1) % size
         order = [p for hop in range(size) for p in s.pieces[(rank - hop) % size]]
         sent = [p for p in order if p.shard != successor]
         for piece in sent:
             if piece.shard != rank:
-                s.add(rank, "copy", Wait(s.arrived(rank, piece)))
+                s.add_steps(rank, "copy", Wait(s.arrived(rank, piece)))
             if piece is sent[0]:
-                s.add(rank, "copy", s.free(rank, successor))
-            src = s.own(piece) if piece.shard == rank else s.landing(rank, piece)
-            s.add(rank, "copy", Copy(src, s.landing(successor, piece)), Signal(s.arrived(successor, piece)))
-        s.gated(rank, [p for p in order if p.shard != rank])
+                s.add_steps(rank, "copy", s.make_free_wait(rank, successor))
+            src = s.input_region(piece) if piece.shard == rank else s.landing_region(rank, piece)
+            s.add_steps(rank, "copy", Copy(src, s.landing_region(successor, piece)), Signal(s.arrived(successor, piece)))
+        s.add_gated_gemm(rank, [p for p in order if p.shard != rank])
         if any(p.shard != rank for p in sent):
-            s.add(rank, "copy", Signal(Flag("sent", rank)))
-            s.add(rank, "compute", Wait(Flag("sent", rank)))
+            s.add_steps(rank, "copy", Signal(Flag("sent", rank)))
+            s.add_steps(rank, "compute", Wait(Flag("sent", rank)))
     # The predecessor waits for `free` if it has anything to send.
-    return s.finish(senders=lambda rank: [(rank - 1) % size] if any(s.pieces[p] for p in s.each if p != rank) else [])
+    return s.finish(senders=lambda rank: [(rank - 1) % size] if any(s.pieces[p] for p in s.ranks if p != rank) else [])
 
 
-def sliced(asked: Request) -> Schedule:
-    """As `gated` within a node. Each chunk goes to one rank of every other node, which forwards it within its own; a GEMM for
-    all chunks that come so in one step.
+def sliced(request: Request) -> Schedule:
+    """Within a node, as `gated`. Between nodes, each chunk goes to one rank of every other node, which forwards it within its
+    node. One GEMM multiplies all chunks of other nodes that arrive in one step.
 
-    Those are no gates of the one GEMM: its waiting tiles would hold the SMs that NCCL's receiving needs.
+    The tiles of the gated GEMM must not wait for other nodes: waiting tiles would hold the SMs that NCCL needs to receive.
     """
-    if not asked.problem.nodes:
-        return gated(asked, blocks=False)
-    s = _Gather(asked)
+    if not request.problem.nodes:
+        return gated(request, blocks=False)
+    s = _Gather(request)
     s.push_all()
-    for rank in s.each:
-        s.gated(rank, s.by_chunk(s.peers(rank)))
+    for rank in s.ranks:
+        s.add_gated_gemm(rank, s.sort_by_chunk(s.peers(rank)))
         for index in range(s.chunks):
-            taken, pieces = s.chunk(index, s.carried(rank)), s.chunk(index, s.far(rank))
-            _cross(s, rank, index, taken)
+            taken, pieces = s.select_chunk(index, s.carried(rank)), s.select_chunk(index, s.ranks_on_other_nodes(rank))
+            _exchange_between_nodes(s, rank, index, taken)
             if taken:
-                s.add(rank, "compute", Wait(Flag("landed", rank, index)))
-            s.add(rank, "compute", *(Wait(s.arrived(rank, p)) for p in pieces if p not in taken))
-            s.gemm(rank, [s.part(rank, p) for p in pieces])
-    sends = [any(s.pieces[shard] for shard in (rank, *s.carried(rank))) for rank in s.each]
+                s.add_steps(rank, "compute", Wait(Flag("landed", rank, index)))
+            s.add_steps(rank, "compute", *(Wait(s.arrived(rank, p)) for p in pieces if p not in taken))
+            s.add_gemm(rank, [s.part(rank, p) for p in pieces])
+    sends = [any(s.pieces[shard] for shard in (rank, *s.carried(rank))) for rank in s.ranks]
     return s.finish(senders=lambda rank: [peer for peer in s.peers(rank) if sends[peer]])
 
 
-def _cross(s: _Gather, rank: int, index: int, taken: Sequence[Piece]) -> None:
-    """Chunk `index` of the own shard to the other nodes; what comes from there is forwarded."""
-    sends = [Send(s.own(p), s.carrier(node, rank)) for p in s.chunk(index, [rank]) for node in s.other_nodes(rank)]
-    receives = [Receive(s.landing(rank, piece), piece.shard) for piece in taken]
+def _exchange_between_nodes(s: _Gather, rank: int, index: int, taken: Sequence[Piece]) -> None:
+    """Send chunk `index` of the own shard to the other nodes, and forward within the node what they send."""
+    sends = [
+        Send(s.input_region(p), s.carrier(node, rank)) for p in s.select_chunk(index, [rank]) for node in s.other_nodes(rank)
+    ]
+    receives = [Receive(s.landing_region(rank, piece), piece.shard) for piece in taken]
     landed = Flag("landed", rank, index)
-    s.send_receive(rank, sends, receives, after=[], then=landed)
+    s.add_send_receive(rank, sends, receives, after=[], then=landed)
     for lane in dict.fromkeys(s.copy_lane(peer) for peer in s.peers(rank) if taken):
-        s.add(rank, lane, Wait(landed))
+        s.add_steps(rank, lane, Wait(landed))
     first = next((s.pieces[shard][0] for shard in s.carried(rank) if s.pieces[shard]), None)
     for piece in taken:
         for peer in s.peers(rank, step=-1):
-            s.wait_free(rank, [peer] if piece == first and not s.pieces[rank] else [])
-            here = s.landing(rank, piece)
-            s.send(rank, [Store(here, s.landing(peer, piece), s.arrived(peer, piece))])
+            s.wait_for_free(rank, [peer] if piece == first and not s.pieces[rank] else [])
+            here = s.landing_region(rank, piece)
+            s.copy_to_peers(rank, [Store(here, s.landing_region(peer, piece), s.arrived(peer, piece))])

@@ -29,52 +29,52 @@ from weft.schedules.builder import Piece, Request
 
 
 class _Builder(Dispatch):
-    """As of all_to_all_matmul, with columns side by side."""
+    """The builder of all_to_all_matmul, but the columns of the ranks arrive side by side."""
 
     def arrival(self, buffer: str, src_rank: int, piece: Piece) -> Region:
         return self.region(buffer, piece.shard, super().arrival(buffer, src_rank, piece).rows, self.problem.blocks[src_rank])
 
-    def chunk_of(self, rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
-        """A chunk of rows, of the columns of all ranks."""
+    def part_of_chunk(self, rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
+        """Return the part that multiplies a chunk of rows with the columns of all ranks."""
         low = self.problem.shards[rank][0]
         rows = piece.rows[0] - low, piece.rows[1] - low
         return Part(self.region("recv", rank, rows), self.region("out", rank, rows), gates)
 
-    def arrivals(self, piece: Piece) -> tuple[Wait, ...]:
-        """Until all peers' columns of a chunk are there."""
+    def make_arrival_waits(self, piece: Piece) -> tuple[Wait, ...]:
+        """Return the waits until all peers' columns of a chunk have arrived."""
         return tuple(Wait(self.arrived(peer, piece)) for peer in self.peers(piece.shard))
 
     def push_and_place_own(self, rank: int, lane: str | None = None) -> None:
         self.push(rank, lane=lane)
         if self.pieces[rank]:
             own = self.region("recv", rank, cols=self.problem.blocks[rank])
-            self.add(rank, "compute", Copy(self.region("a", rank, self.problem.shards[rank]), own))
+            self.add_steps(rank, "compute", Copy(self.region("a", rank, self.problem.shards[rank]), own))
 
     def copy_gathered(self, rank: int) -> None:
-        self.add(rank, "compute", Copy(self.region("recv", rank), self.region("gathered", rank)))
+        self.add_steps(rank, "compute", Copy(self.region("recv", rank), self.region("gathered", rank)))
 
 
-def sequential(asked: Request) -> Schedule:
+def sequential(request: Request) -> Schedule:
     """NCCL's all-to-all, columns laid side by side, then one GEMM."""
-    return _Builder(asked).by_nccl("all_to_all_columns")
+    return _Builder(request).build_with_nccl("all_to_all_columns")
 
 
-def fused(asked: Request) -> Schedule:
+def fused(request: Request) -> Schedule:
     """A GEMM for each chunk of rows, once all ranks' columns of it are there."""
-    s = _Builder(asked)
-    for rank in s.each:
+    s = _Builder(request)
+    for rank in s.ranks:
         s.push_and_place_own(rank)
         for piece in s.pieces[rank]:
-            s.add(rank, "compute", *s.arrivals(piece))
-            s.gemm(rank, [s.chunk_of(rank, piece)])
+            s.add_steps(rank, "compute", *s.make_arrival_waits(piece))
+            s.add_gemm(rank, [s.part_of_chunk(rank, piece)])
     return s.finish()
 
 
-def gated(asked: Request, *, blocks: bool) -> Schedule:
+def gated(request: Request, *, blocks: bool) -> Schedule:
     """One GEMM whose tiles wait for all ranks' columns of their chunk. blocks: communication blocks bring them, not copy
     engines."""
-    s = _Builder(asked)
-    for rank in s.each:
+    s = _Builder(request)
+    for rank in s.ranks:
         s.push_and_place_own(rank, "blocks" if blocks else None)
-        s.gemm(rank, [s.chunk_of(rank, piece, s.arrivals(piece)) for piece in s.pieces[rank]])
+        s.add_gemm(rank, [s.part_of_chunk(rank, piece, s.make_arrival_waits(piece)) for piece in s.pieces[rank]])
     return s.finish()

@@ -1,4 +1,4 @@
-"""The base of the builders: lanes that grow step by step, and the cutting of rows into pieces."""
+"""A Builder collects the buffers and steps of a schedule. `cut` divides the rows of shards into pieces."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SLICE_UNIT = 64
 class Request:
     """The request to a builder: a schedule of this name for a problem, with this many pieces of a shard.
 
-    fan_out: a copy lane for each peer, so that all links of a mesh carry chunks at once; else one lane for all peers, which
-    is faster behind a switch, where one copy already fills the port.
+    fan_out: whether each peer has its own copy lane, so that all links of a mesh carry chunks at once. One lane for all peers
+        is faster behind a switch, where one copy already fills the port.
     """
 
     problem: Problem
@@ -53,8 +53,11 @@ Build = Callable[[Request], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece: chunk `index` of the shard of rank `shard`, rows [low, high) of the global matrix, and their rows when
-    staged."""
+    """A Piece is chunk `index` of the shard of rank `shard`.
+
+    rows: its rows [low, high) of the global matrix.
+    staged: its rows in a buffer that is laid out by step, as `cut` describes.
+    """
 
     shard: int
     index: int
@@ -97,24 +100,24 @@ def aligned_slices(extent: int, parts: int) -> list[Span1D]:
 class Builder:
     """Collects buffers and steps, then freezes them into a Schedule."""
 
-    def __init__(self, asked: Request) -> None:
-        self.problem, self.name, self.chunks, self.fan_out = asked.problem, asked.name, asked.chunks, asked.fan_out
+    def __init__(self, request: Request) -> None:
+        self.problem, self.name, self.chunks, self.fan_out = request.problem, request.name, request.chunks, request.fan_out
         self.world_size = self.problem.world_size
         self._buffers: dict[str, Buffer] = {}
-        self._lanes: list[dict[str, list[Step]]] = [{} for _ in self.each]
+        self._lanes: list[dict[str, list[Step]]] = [{} for _ in self.ranks]
 
     @property
     def quantises(self) -> bool:
-        """Whether a is quantised to FP8 before it is sent, so that own rows are also multiplied from the landing buffer."""
+        """Whether a is quantised to FP8 before it is sent. A rank then also multiplies its own rows from the landing buffer."""
         return self.problem.scaling is not None and self.problem.scaling.quantises
 
     @property
-    def each(self) -> range:
+    def ranks(self) -> range:
         """All ranks."""
         return range(self.world_size)
 
     @property
-    def working(self) -> range:
+    def ranks_with_work(self) -> range:
         """All ranks, or none if the result has no elements."""
         return range(self.world_size if self.problem.m and self.problem.n else 0)
 
@@ -124,19 +127,19 @@ class Builder:
         return cut(self.problem, self.chunks)
 
     @cached_property
-    def owned(self) -> list[int]:
-        """Rows of each rank's shard."""
+    def shard_rows(self) -> list[int]:
+        """The number of rows of each rank's shard."""
         return [high - low for low, high in self.problem.shards]
 
-    def by_chunk(self, shards: Iterable[int]) -> list[Piece]:
+    def sort_by_chunk(self, shards: Iterable[int]) -> list[Piece]:
         """Return the pieces of these shards, chunk by chunk."""
         return sorted((piece for shard in shards for piece in self.pieces[shard]), key=lambda piece: piece.index)
 
-    def chunk(self, index: int, shards: Iterable[int]) -> list[Piece]:
+    def select_chunk(self, index: int, shards: Iterable[int]) -> list[Piece]:
         """Return chunk `index` of each of these shards that has one."""
         return [piece for shard in shards for piece in self.pieces[shard] if piece.index == index]
 
-    def buffer(
+    def add_buffer(
         self,
         name: str,
         kind: Literal["input", "output", "symmetric", "local"],
@@ -146,8 +149,11 @@ class Builder:
         float32: bool = False,
         operand: Literal["", "a", "b"] = "",
     ) -> None:
-        """Declare a buffer. rows, cols: by rank, or one number for all ranks. operand: the operand whose rows it holds, which
-        are FP8 if the problem's operands are."""
+        """Add a buffer.
+
+        rows, cols: by rank, or one number for all ranks.
+        operand: the operand whose rows it holds. They are FP8 if the problem's operands are.
+        """
         height, width = ([size] * self.world_size if isinstance(size, int) else size for size in (rows, cols))
         scaled = operand if self.problem.scaling is not None and not (name == "a" and self.quantises) else ""
         self._buffers[name] = Buffer(name, kind, tuple(height), tuple(width), float32, scaled)
@@ -161,14 +167,15 @@ class Builder:
         """Return a flag of `rank` for chunk `index` that comes from, or goes to, another rank."""
         return Flag(name, rank, src * self.chunks + index)
 
-    def free(self, rank: int, peer: int) -> Wait:
+    def make_free_wait(self, rank: int, peer: int) -> Wait:
         """Return the wait until the peer has read the data that `rank` sent it in the previous call."""
         return Wait(Flag("free", rank, peer), 0)
 
-    def add(self, rank: int, lane: str, *steps: Step) -> None:
+    def add_steps(self, rank: int, lane: str, *steps: Step) -> None:
+        """Append steps to a lane."""
         self._lanes[rank].setdefault(lane, []).extend(steps)
 
-    def gemm(
+    def add_gemm(
         self,
         rank: int,
         parts: Iterable[Part],
@@ -177,51 +184,64 @@ class Builder:
         accumulate: bool = False,
         divide_by: int = 1,
     ) -> None:
-        """Add one Gemm of these parts to the compute lane, if there are any. b: its rows and columns; default, all.
-        It runs as weft's kernel if a part waits, counts, adds or stores at a peer; else as matmuls by torch."""
+        """Add one Gemm of these parts to the compute lane, if there are any.
+
+        It runs as weft's kernel if a part waits, counts, adds or stores at a peer. Otherwise torch multiplies each part.
+
+        b: the rows and columns of b. By default, all.
+        """
         if parts := tuple(parts):
-            self.add(rank, "compute", Gemm(self.region("b", rank, *b), parts, accumulate, divide_by))
+            self.add_steps(rank, "compute", Gemm(self.region("b", rank, *b), parts, accumulate, divide_by))
 
-    def wait_free(self, rank: int, peers: Iterable[int], lane: str | None = None) -> None:
-        """Wait for `free` of these peers before `rank` sends to them. lane: as for `send`."""
+    def wait_for_free(self, rank: int, peers: Iterable[int], lane: str | None = None) -> None:
+        """Add waits for `free` of these peers, before `rank` sends to them. lane: as for `copy_to_peers`."""
         for peer in peers:
-            self.add(rank, lane or self.copy_lane(peer), self.free(rank, peer))
+            self.add_steps(rank, lane or self.copy_lane(peer), self.make_free_wait(rank, peer))
 
-    def release(self, rank: int, peers: Iterable[int], lane: str = "compute") -> None:
-        """Signal peers that their data on `rank` has been read for the last time in this call."""
+    def signal_free(self, rank: int, peers: Iterable[int], lane: str = "compute") -> None:
+        """Add signals to peers that `rank` has read their data for the last time in this call."""
         for peer in peers:
-            self.add(rank, lane, Signal(Flag("free", peer, rank)))
+            self.add_steps(rank, lane, Signal(Flag("free", peer, rank)))
 
-    def send(self, rank: int, stores: Iterable[Store], lane: str | None = None) -> None:
-        """Add copies to other ranks, each with the flag that it raises there. With a lane, which runs on SMs, they are one
-        unordered Push. Else each is a Copy and a Signal on the copy lane of its destination: sequential on one lane, and
-        concurrent on the lanes of different peers if `fan_out`."""
+    def copy_to_peers(self, rank: int, stores: Iterable[Store], lane: str | None = None) -> None:
+        """Add copies to other ranks, each with the flag that it raises there.
+
+        By default each store is a Copy and a Signal on the copy lane of its destination. Copies on one lane are sequential.
+        With `fan_out`, copies to different peers are concurrent.
+
+        lane: a lane that runs on SMs. There the stores are one unordered Push.
+        """
         stores = tuple(stores)
         if lane and stores:
-            self.add(rank, lane, Push(stores))
+            self.add_steps(rank, lane, Push(stores))
         for store in () if lane else stores:
-            self.add(rank, self.copy_lane(store.dst.rank), Copy(store.src, store.dst), Signal(store.count))
+            self.add_steps(rank, self.copy_lane(store.dst.rank), Copy(store.src, store.dst), Signal(store.count))
 
     def copy_lane(self, peer: int) -> str:
         """Return the name of the lane that sends to `peer`."""
         return f"copy.{peer}" if self.fan_out else "copy"
 
     def peers(self, rank: int, *, step: int = 1) -> list[int]:
-        """Return the other ranks of the node, nearest first upwards (step=1) or downwards (-1), so that no two ranks favour the
-        same peer."""
+        """Return the other ranks of the node, in ascending (step=1) or descending (-1) order from the rank's neighbour on.
+
+        Each rank begins with another peer, so that no two ranks send to the same peer at once.
+        """
         node = self.problem.node_ranks[self.problem.node_of[rank]]
         return [node[(rank - node.start + step * i) % len(node)] for i in range(1, len(node))]
 
-    def node(self, rank: int) -> list[int]:
-        """Return all ranks of the node, in their order."""
+    def ranks_on_node(self, rank: int) -> list[int]:
+        """Return all ranks of the rank's node, in ascending order."""
         return list(self.problem.node_ranks[self.problem.node_of[rank]])
 
     def other_nodes(self, rank: int) -> list[int]:
+        """Return the numbers of all other nodes."""
         return [node for node in range(len(self.problem.node_ranks)) if node != self.problem.node_of[rank]]
 
-    def far(self, rank: int) -> list[int]:
-        """Return the ranks of other nodes, from the next node upwards and in each from the rank's own place upwards, so that no
-        two ranks favour the same."""
+    def ranks_on_other_nodes(self, rank: int) -> list[int]:
+        """Return the ranks of other nodes, starting with the next node, and in each node with the rank at this rank's position.
+
+        Each rank begins with another one, so that no two ranks send to the same rank at once.
+        """
         own, nodes = self.problem.node_of[rank], self.problem.node_ranks
         others = (nodes[(own + step) % len(nodes)] for step in range(1, len(nodes)))
         return [ranks[(rank - nodes[own].start + step) % len(ranks)] for ranks in others for step in range(len(ranks))]
@@ -235,30 +255,39 @@ class Builder:
 
     def carried(self, rank: int) -> list[int]:
         """Return the ranks of other nodes that `rank` represents."""
-        return [other for other in self.far(rank) if self.carrier(self.problem.node_of[rank], other) == rank]
+        return [other for other in self.ranks_on_other_nodes(rank) if self.carrier(self.problem.node_of[rank], other) == rank]
 
-    def quantised(self, rank: int) -> Region:
-        """Quantise all rows of a on the compute lane and return their region; a itself if the problem quantises nothing."""
+    def quantise_rows(self, rank: int) -> Region:
+        """Add the quantisation of all rows of a to the compute lane, and return the region of the result.
+
+        If the problem does not quantise, add nothing, and return the region of a.
+        """
         a = self.region("a", rank)
         if not self.quantises:
             return a
         quantised, done = self.region("quantised", rank), Flag("quantised", rank)
         if a.size:
-            self.add(rank, "compute", Push((Store(a, quantised, done),)), Wait(done))
+            self.add_steps(rank, "compute", Push((Store(a, quantised, done),)), Wait(done))
         return quantised
 
-    def send_receive(
+    def add_send_receive(
         self, rank: int, sends: list[Send], receives: list[Receive], *, after: list[Flag], then: Flag | None
     ) -> None:
-        """Add a step of the network lane after these flags, if there is anything to send or receive; then raise `then`.
-        Messages without elements are omitted at both ends; flags are not."""
+        """Add messages to the network lane, if there are any.
+
+        Messages without elements are omitted at both ends. Their flags are not.
+
+        after: the flags that the lane waits for first.
+        then: the flag that it raises when the messages have been received.
+        """
         full = SendReceive(tuple(s for s in sends if s.src.size), tuple(r for r in receives if r.dst.size))
         if sends or receives:
-            self.add(rank, "network", *map(Wait, after), *([full] if full.peers else []))
+            self.add_steps(rank, "network", *map(Wait, after), *([full] if full.peers else []))
         if receives and then is not None:
-            self.add(rank, "network", Signal(then))
+            self.add_steps(rank, "network", Signal(then))
 
-    def done(self) -> Schedule:
+    def build_schedule(self) -> Schedule:
+        """Return the Schedule of the buffers and steps that were added."""
         return Schedule(
             problem=self.problem,
             name=self.name,

@@ -80,7 +80,7 @@ OFFERED = Channel("staged", "ready", "read", per_peer=False, across=False)
 
 
 class SlotTurns(NamedTuple):
-    """The slots of a part, which its pieces use in turn. length: of a piece, and a slot, in elements."""
+    """The slots of a part, which its pieces use in turn. length: the elements of a piece, and of a slot."""
 
     length: int
     slots: int
@@ -122,51 +122,54 @@ def turns(problem: CollectiveProblem, chunks: int, parts: int) -> SlotTurns:
 
 
 def _most_pieces(problem: CollectiveProblem) -> int:
-    """Of a part, which goes to each peer, and of an all_reduce comes back. At least what `candidates` asks for."""
+    """Return the most pieces of a part. A part goes to each peer, and in an all_reduce also comes back.
+
+    It is at least the largest number that `candidates` uses.
+    """
     pairs = problem.world_size * (problem.world_size - 1) * (2 if problem.op == "all_reduce" else 1)
     return max(2 * problem.world_size, MOST_PUSHES // max(1, pairs))
 
 
-def _collective(asked: Request) -> CollectiveProblem:
-    assert isinstance(asked.problem, CollectiveProblem), f"{asked.problem} is no collective"
-    return asked.problem
+def _collective(request: Request) -> CollectiveProblem:
+    assert isinstance(request.problem, CollectiveProblem), f"{request.problem} is no collective"
+    return request.problem
 
 
 class _Collective(Builder):
-    """The caller's buffers, and the repeated idioms. parts: the number of parts with slots on a rank."""
+    """The caller's buffers, and steps that several schedules share. parts: the number of parts with slots on a rank."""
 
-    def __init__(self, asked: Request, *, parts: int | None = None) -> None:
-        super().__init__(asked)
-        self.of = _collective(asked)
-        self.buffer("a", "input", [self.of.a_rows(r) for r in self.each], 1)
-        self.buffer("out", "output", [self.of.out_rows(r) for r in self.each], 1)
-        self.turns = SlotTurns(1, 1) if parts is None else turns(self.of, self.chunks, parts)
-        self.count = self.turns.pieces(max(self.owned))
+    def __init__(self, request: Request, *, parts: int | None = None) -> None:
+        super().__init__(request)
+        self.collective = _collective(request)
+        self.add_buffer("a", "input", [self.collective.a_rows(r) for r in self.ranks], 1)
+        self.add_buffer("out", "output", [self.collective.out_rows(r) for r in self.ranks], 1)
+        self.turns = SlotTurns(1, 1) if parts is None else turns(self.collective, self.chunks, parts)
+        self.count = self.turns.pieces(max(self.shard_rows))
 
-    def room(self, channel: Channel) -> None:
+    def add_slots(self, channel: Channel) -> None:
         rows = (self.world_size - 1 if channel.per_peer else 1) * self.turns.slots * self.turns.length
-        self.buffer(channel.buffer, "symmetric", rows, 1)
+        self.add_buffer(channel.buffer, "symmetric", rows, 1)
 
     def pieces_of(self, part: int) -> range:
-        return range(self.turns.pieces(self.owned[part]))
+        return range(self.turns.pieces(self.shard_rows[part]))
 
-    def shard(self, buffer: str, rank: int, part: int, piece: int) -> Region:
+    def region_of_part(self, buffer: str, rank: int, part: int, piece: int) -> Region:
         """Return a piece of part `part` of a buffer that has all parts."""
         return self.region(buffer, rank, self.turns.piece(self.problem.shards[part], piece))
 
-    def own(self, buffer: str, rank: int, part: int, piece: int) -> Region:
+    def region_of_own_part(self, buffer: str, rank: int, part: int, piece: int) -> Region:
         """Return a piece of a buffer that has only part `part`."""
-        return self.region(buffer, rank, self.turns.piece((0, self.owned[part]), piece))
+        return self.region(buffer, rank, self.turns.piece((0, self.shard_rows[part]), piece))
 
-    def sent(self, rank: int, peer: int, piece: int) -> Region:
+    def region_to_send(self, rank: int, peer: int, piece: int) -> Region:
         """Return the elements of a that go to a peer."""
         gathers = self.problem.op == "all_gather"
-        return self.own("a", rank, rank, piece) if gathers else self.shard("a", rank, peer, piece)
+        return self.region_of_own_part("a", rank, rank, piece) if gathers else self.region_of_part("a", rank, peer, piece)
 
-    def result(self, src: int, rank: int, piece: int) -> Region:
-        """Return its region of out on `rank`."""
+    def result_region(self, src: int, rank: int, piece: int) -> Region:
+        """Return the region of out on `rank` that gets a piece of `src`."""
         if self.problem.op != "all_to_all":
-            return self.shard("out", rank, src, piece)
+            return self.region_of_part("out", rank, src, piece)
         return self.region("out", rank, self.turns.piece(self.problem.arrivals(src, rank), piece))
 
     def slot(self, channel: Channel, src: int, rank: int, like: Region, piece: int) -> Region:
@@ -179,205 +182,210 @@ class _Collective(Builder):
         """Return the flag of a rank that a peer advances."""
         return Flag(name, rank, src * self.count + index)
 
-    def before(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Wait, ...]:
-        """Return the wait until the peer has read the previous piece in the slot of this piece of `rank`. last: of these
-        pieces."""
+    def make_slot_waits(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Wait, ...]:
+        """Return the wait until the peer has read the previous piece in the slot of this piece, or () if none is needed.
+
+        last: the index of the last piece.
+        """
         if piece >= self.turns.slots:
             return (Wait(self.flag(channel.free, rank, peer, piece - self.turns.slots)),)
         first = piece == 0 and channel.across
         return (Wait(self.flag(channel.free, rank, peer, last), 0),) if first else ()
 
-    def after(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Signal, ...]:
-        """Let `rank` signal a peer that it has read the peer's piece, if the peer waits for that."""
-        asked = piece + self.turns.slots <= last or (piece == last and channel.across)
-        return (Signal(self.flag(channel.free, peer, rank, piece)),) if asked else ()
+    def make_read_signals(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Signal, ...]:
+        """Return the signal to a peer that `rank` has read its piece, or () if the peer does not wait for that."""
+        awaited = piece + self.turns.slots <= last or (piece == last and channel.across)
+        return (Signal(self.flag(channel.free, peer, rank, piece)),) if awaited else ()
 
     def push(self, channel: Channel, rank: int, peer: int, src: Region, piece: int, last: int) -> None:
         there = self.slot(channel, rank, peer, src, piece)
         lane, signal = self.copy_lane(peer), Signal(self.flag(channel.arrived, peer, rank, piece))
-        self.add(rank, lane, *self.before(channel, rank, peer, piece, last), Copy(src, there), signal)
+        self.add_steps(rank, lane, *self.make_slot_waits(channel, rank, peer, piece, last), Copy(src, there), signal)
 
-    def hand_out(self, channel: Channel, rank: int, src: int, piece: int, last: int) -> None:
-        """Copy a piece that a peer has pushed to the result."""
-        out = self.result(src, rank, piece)
+    def copy_to_result(self, channel: Channel, rank: int, src: int, piece: int, last: int) -> None:
+        """Add the copy of a piece that a peer has pushed to the result."""
+        out = self.result_region(src, rank, piece)
         here = Copy(self.slot(channel, src, rank, out, piece), out)
         came = Wait(self.flag(channel.arrived, rank, src, piece))
-        self.add(rank, "compute", came, here, *self.after(channel, rank, src, piece, last))
+        self.add_steps(rank, "compute", came, here, *self.make_read_signals(channel, rank, src, piece, last))
 
     def pull(self, channel: Channel, rank: int, src: int, piece: int, last: int) -> None:
-        """Pull a piece from a peer's slots to the result."""
-        out = self.result(src, rank, piece)
+        """Add the copy of a piece from a peer's slots to the result."""
+        out = self.result_region(src, rank, piece)
         here = Copy(self.slot(channel, rank, src, out, piece), out)
         came = Wait(self.flag(channel.arrived, rank, src, piece))
-        self.add(rank, self.copy_lane(src), came, here, *self.after(channel, rank, src, piece, last))
+        self.add_steps(rank, self.copy_lane(src), came, here, *self.make_read_signals(channel, rank, src, piece, last))
 
-    def take(self, rank: int, owner: int, piece: int) -> None:
-        """A piece of the sum from its owner: out of `summed`, or in the result already, with the last one."""
+    def receive_sum(self, rank: int, owner: int, piece: int) -> None:
+        """Add the steps that receive a piece of the sum from its owner.
+
+        They copy it from `summed`. If the owner writes to the result itself, they wait for the last piece only.
+        """
         last = self.pieces_of(owner).stop - 1
-        if not self.of.reachable:
-            self.hand_out(SUMS, rank, owner, piece, last)
+        if not self.collective.reachable:
+            self.copy_to_result(SUMS, rank, owner, piece, last)
         elif piece == last:
-            self.add(rank, "compute", Wait(self.flag(SUMS.arrived, rank, owner, piece)))
+            self.add_steps(rank, "compute", Wait(self.flag(SUMS.arrived, rank, owner, piece)))
 
-    def offer(self, rank: int, piece: int) -> None:
-        """A piece of the own sum, where the peers pull it; from there to the own result."""
-        last, out = self.pieces_of(rank).stop - 1, self.shard("out", rank, rank, piece)
+    def publish_sum(self, rank: int, piece: int) -> None:
+        """Add the sum of a piece of the own part into the slots from which peers pull it, and its copy to the own result."""
+        last, out = self.pieces_of(rank).stop - 1, self.region_of_part("out", rank, rank, piece)
         here = self.slot(OFFERED, rank, rank, out, piece)
         for peer in self.peers(rank):
-            self.add(rank, "blocks", *self.before(OFFERED, rank, peer, piece, last))
-        self.total(PARTS, rank, piece, here)
-        self.add(rank, "blocks", *(Signal(self.flag(OFFERED.arrived, peer, rank, piece)) for peer in self.peers(rank)))
-        self.add(rank, "blocks", Copy(here, out))
+            self.add_steps(rank, "blocks", *self.make_slot_waits(OFFERED, rank, peer, piece, last))
+        self.add_sum(PARTS, rank, piece, here)
+        self.add_steps(rank, "blocks", *(Signal(self.flag(OFFERED.arrived, peer, rank, piece)) for peer in self.peers(rank)))
+        self.add_steps(rank, "blocks", Copy(here, out))
 
-    def give(self, rank: int, peer: int, piece: int) -> None:
-        """A piece of the own sum to a peer."""
-        src, last = self.shard("out", rank, rank, piece), self.pieces_of(rank).stop - 1
-        if not self.of.reachable:
+    def send_sum(self, rank: int, peer: int, piece: int) -> None:
+        """Add the copy of a piece of the own sum to a peer."""
+        src, last = self.region_of_part("out", rank, rank, piece), self.pieces_of(rank).stop - 1
+        if not self.collective.reachable:
             self.push(SUMS, rank, peer, src, piece, last)
             return
-        self.add(rank, self.copy_lane(peer), Copy(src, self.shard("out", peer, rank, piece)))
+        self.add_steps(rank, self.copy_lane(peer), Copy(src, self.region_of_part("out", peer, rank, piece)))
         if piece == last:
-            self.add(rank, self.copy_lane(peer), Signal(self.flag(SUMS.arrived, peer, rank, piece)))
+            self.add_steps(rank, self.copy_lane(peer), Signal(self.flag(SUMS.arrived, peer, rank, piece)))
 
-    def keep(self, rank: int) -> None:
-        """The part that stays with its rank, straight to the result."""
+    def copy_own_part(self, rank: int) -> None:
+        """Add the copy of the part that stays on its rank to the result."""
         low, high = self.problem.shards[rank]
         part = (0, high - low) if self.problem.op == "all_gather" else (low, high)
         out = self.problem.arrivals(rank, rank) if self.problem.op == "all_to_all" else (low, high)
         if high > low:
-            self.add(rank, "compute", Copy(self.region("a", rank, part), self.region("out", rank, out)))
+            self.add_steps(rank, "compute", Copy(self.region("a", rank, part), self.region("out", rank, out)))
 
-    def total(self, channel: Channel, rank: int, piece: int, out: Region) -> None:
-        """The sum over ranks, in their order, of a piece of the own part."""
-        last, mine = self.pieces_of(rank).stop - 1, self.shard("a", rank, rank, piece)
-        srcs = [mine if src == rank else self.slot(channel, src, rank, mine, piece) for src in self.each]
-        self.add(rank, "blocks", *(Wait(self.flag(channel.arrived, rank, peer, piece)) for peer in self.peers(rank)))
-        self.add(rank, "blocks", Reduce((Sum(tuple(srcs), out),), self.of.divide_by))
+    def add_sum(self, channel: Channel, rank: int, piece: int, out: Region) -> None:
+        """Add the sum over ranks, in their order, of a piece of the own part."""
+        last, mine = self.pieces_of(rank).stop - 1, self.region_of_part("a", rank, rank, piece)
+        srcs = [mine if src == rank else self.slot(channel, src, rank, mine, piece) for src in self.ranks]
+        self.add_steps(rank, "blocks", *(Wait(self.flag(channel.arrived, rank, peer, piece)) for peer in self.peers(rank)))
+        self.add_steps(rank, "blocks", Reduce((Sum(tuple(srcs), out),), self.collective.divide_by))
         for peer in self.peers(rank):
-            self.add(rank, "blocks", *self.after(channel, rank, peer, piece, last))
+            self.add_steps(rank, "blocks", *self.make_read_signals(channel, rank, peer, piece, last))
 
 
-def sequential(asked: Request) -> Schedule:
+def sequential(request: Request) -> Schedule:
     """NCCL's collective."""
-    s = _Collective(asked)
-    for rank in s.each:
+    s = _Collective(request)
+    for rank in s.ranks:
         a, out = s.region("a", rank), s.region("out", rank)
-        s.add(rank, "compute", Collective(s.problem.op, a, out, s.of.divide_by))  # type: ignore[arg-type]
-    return s.done()
+        s.add_steps(rank, "compute", Collective(s.problem.op, a, out, s.collective.divide_by))  # type: ignore[arg-type]
+    return s.build_schedule()
 
 
-def pushed(asked: Request) -> Schedule:
+def pushed(request: Request) -> Schedule:
     """all_gather, all_to_all: copy engines push pieces into the peers' slots; copies there bring them to the result."""
-    if _collective(asked).reachable:
-        return _straight(asked)
-    s = _Collective(asked, parts=asked.problem.world_size - 1)
-    s.room(LANDING)
-    for rank in s.each:
-        s.keep(rank)
+    if _collective(request).reachable:
+        return _straight(request)
+    s = _Collective(request, parts=request.problem.world_size - 1)
+    s.add_slots(LANDING)
+    for rank in s.ranks:
+        s.copy_own_part(rank)
         for piece in s.pieces_of(rank):
             for peer in s.peers(rank):
-                s.push(LANDING, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
+                s.push(LANDING, rank, peer, s.region_to_send(rank, peer, piece), piece, s.count - 1)
             for src in s.peers(rank, step=-1):
-                s.hand_out(LANDING, rank, src, piece, s.count - 1)
-    return s.done()
+                s.copy_to_result(LANDING, rank, src, piece, s.count - 1)
+    return s.build_schedule()
 
 
-def _straight(asked: Request) -> Schedule:
+def _straight(request: Request) -> Schedule:
     """`pushed` where peers can write the result: one copy for each peer."""
-    s = _Collective(replace(asked, chunks=1), parts=0)
-    for rank in s.working:
-        s.add(rank, "compute", *(Signal(Flag("open", peer, rank)) for peer in s.peers(rank)))
-        s.keep(rank)
+    s = _Collective(replace(request, chunks=1), parts=0)
+    for rank in s.ranks_with_work:
+        s.add_steps(rank, "compute", *(Signal(Flag("open", peer, rank)) for peer in s.peers(rank)))
+        s.copy_own_part(rank)
         for peer in s.peers(rank):
-            there = Copy(s.sent(rank, peer, 0), s.result(rank, peer, 0))
-            s.add(rank, s.copy_lane(peer), Wait(Flag("open", rank, peer)), there, Signal(Flag("arrived", peer, rank)))
-        s.add(rank, "compute", *(Wait(Flag("arrived", rank, src)) for src in s.peers(rank, step=-1)))
-    return s.done()
+            there = Copy(s.region_to_send(rank, peer, 0), s.result_region(rank, peer, 0))
+            s.add_steps(rank, s.copy_lane(peer), Wait(Flag("open", rank, peer)), there, Signal(Flag("arrived", peer, rank)))
+        s.add_steps(rank, "compute", *(Wait(Flag("arrived", rank, src)) for src in s.peers(rank, step=-1)))
+    return s.build_schedule()
 
 
-def pulled(asked: Request) -> Schedule:
+def pulled(request: Request) -> Schedule:
     """all_gather: a rank puts its pieces into slots of its own; copy engines of the peers pull them to the result."""
-    s = _Collective(asked, parts=1)
-    s.room(STAGED)
-    for rank in s.each if s.world_size > 1 else ():
+    s = _Collective(request, parts=1)
+    s.add_slots(STAGED)
+    for rank in s.ranks if s.world_size > 1 else ():
         for piece in s.pieces_of(rank):
-            src = s.own("a", rank, rank, piece)
+            src = s.region_of_own_part("a", rank, rank, piece)
             for peer in s.peers(rank):
-                s.add(rank, "compute", *s.before(STAGED, rank, peer, piece, s.count - 1))
-            s.add(rank, "compute", Copy(src, s.slot(STAGED, rank, rank, src, piece)))
-            s.add(rank, "compute", *(Signal(s.flag(STAGED.arrived, peer, rank, piece)) for peer in s.peers(rank)))
+                s.add_steps(rank, "compute", *s.make_slot_waits(STAGED, rank, peer, piece, s.count - 1))
+            s.add_steps(rank, "compute", Copy(src, s.slot(STAGED, rank, rank, src, piece)))
+            s.add_steps(rank, "compute", *(Signal(s.flag(STAGED.arrived, peer, rank, piece)) for peer in s.peers(rank)))
             for owner in s.peers(rank, step=-1):
                 s.pull(STAGED, rank, owner, piece, s.count - 1)
-    for rank in s.each:
-        s.keep(rank)
-    return s.done()
+    for rank in s.ranks:
+        s.copy_own_part(rank)
+    return s.build_schedule()
 
 
-def reduced(asked: Request) -> Schedule:
+def reduced(request: Request) -> Schedule:
     """reduce_scatter: copy engines push pieces into their owners' slots; some SMs of each owner sum them as they arrive."""
-    s = _Collective(asked, parts=asked.problem.world_size - 1)
-    s.room(LANDING)
-    for rank in s.each:
+    s = _Collective(request, parts=request.problem.world_size - 1)
+    s.add_slots(LANDING)
+    for rank in s.ranks:
         for piece in s.pieces_of(rank):
             for peer in s.peers(rank):
-                s.push(LANDING, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
-            s.total(LANDING, rank, piece, s.own("out", rank, rank, piece))
-    return s.done()
+                s.push(LANDING, rank, peer, s.region_to_send(rank, peer, piece), piece, s.count - 1)
+            s.add_sum(LANDING, rank, piece, s.region_of_own_part("out", rank, rank, piece))
+    return s.build_schedule()
 
 
-def all_reduced(asked: Request) -> Schedule:
+def all_reduced(request: Request) -> Schedule:
     """all_reduce: as `reduced`, and each sum goes to all peers, one piece behind the pieces that are sent to be summed."""
-    straight = _collective(asked).reachable
-    s = _Collective(asked, parts=(1 if straight else 2) * (asked.problem.world_size - 1))
-    s.room(PARTS)
+    straight = _collective(request).reachable
+    s = _Collective(request, parts=(1 if straight else 2) * (request.problem.world_size - 1))
+    s.add_slots(PARTS)
     if not straight:
-        s.room(SUMS)
-    for rank in s.each:
+        s.add_slots(SUMS)
+    for rank in s.ranks:
         for piece in range(s.count + 1):
-            _spread(s, rank, piece)
+            _push_parts(s, rank, piece)
             if piece in s.pieces_of(rank):
-                s.total(PARTS, rank, piece, s.shard("out", rank, rank, piece))
-                s.add(rank, "blocks", Signal(Flag("made", rank, piece)))
-            _publish(s, rank, piece - 1)
+                s.add_sum(PARTS, rank, piece, s.region_of_part("out", rank, rank, piece))
+                s.add_steps(rank, "blocks", Signal(Flag("made", rank, piece)))
+            _send_sum_to_peers(s, rank, piece - 1)
             for owner in s.peers(rank, step=-1):
                 if piece in s.pieces_of(owner):
-                    s.take(rank, owner, piece)
-    return s.done()
+                    s.receive_sum(rank, owner, piece)
+    return s.build_schedule()
 
 
-def all_reduced_pulled(asked: Request) -> Schedule:
+def all_reduced_pulled(request: Request) -> Schedule:
     """all_reduce: as `reduced`, and copy engines of the peers pull each sum to their results, one piece behind the pieces that
     are sent to be summed. On this GPU only the own part is copied, where `all_reduced` copies all others'."""
-    s = _Collective(asked, parts=asked.problem.world_size)
-    s.room(PARTS)
-    s.room(OFFERED)
-    for rank in s.each:
+    s = _Collective(request, parts=request.problem.world_size)
+    s.add_slots(PARTS)
+    s.add_slots(OFFERED)
+    for rank in s.ranks:
         for piece in range(s.count + 1):
-            _spread(s, rank, piece)
+            _push_parts(s, rank, piece)
             if piece in s.pieces_of(rank):
-                s.offer(rank, piece)
+                s.publish_sum(rank, piece)
             for owner in s.peers(rank, step=-1):
                 if piece - 1 in s.pieces_of(owner):
                     s.pull(OFFERED, rank, owner, piece - 1, s.pieces_of(owner).stop - 1)
-    return s.done()
+    return s.build_schedule()
 
 
-def _spread(s: _Collective, rank: int, piece: int) -> None:
+def _push_parts(s: _Collective, rank: int, piece: int) -> None:
     """A piece of each peer's part to that peer, to be summed."""
     for owner in s.peers(rank):
         if piece in s.pieces_of(owner):
             last = s.pieces_of(owner).stop - 1
-            s.push(PARTS, rank, owner, s.shard("a", rank, owner, piece), piece, last)
+            s.push(PARTS, rank, owner, s.region_of_part("a", rank, owner, piece), piece, last)
 
 
-def _publish(s: _Collective, rank: int, piece: int) -> None:
-    """A piece of the own part, once it is summed, to all peers."""
+def _send_sum_to_peers(s: _Collective, rank: int, piece: int) -> None:
+    """Add the copies of a piece of the own part to all peers, after it is summed."""
     if piece < 0 or piece not in s.pieces_of(rank):
         return
     for lane in dict.fromkeys(s.copy_lane(peer) for peer in s.peers(rank)):
-        s.add(rank, lane, Wait(Flag("made", rank, piece)))
+        s.add_steps(rank, lane, Wait(Flag("made", rank, piece)))
     for peer in s.peers(rank):
-        s.give(rank, peer, piece)
+        s.send_sum(rank, peer, piece)
 
 
 PUSHED: dict[Op, Build] = {"all_gather": pushed, "reduce_scatter": reduced, "all_reduce": all_reduced, "all_to_all": pushed}

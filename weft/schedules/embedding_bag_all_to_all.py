@@ -37,147 +37,158 @@ from weft.schedules.builder import Builder, Piece, Request
 
 
 class _Exchange(Builder):
-    """Buffers, flags and repeated idioms of this operator."""
+    """The buffers and flags of this operator, and steps that several schedules share."""
 
-    def __init__(self, asked: Request, *, pooled: bool = True, landing: bool = True) -> None:
-        assert isinstance(asked.problem, LookupProblem), f"{asked.problem} is no lookup"
-        super().__init__(asked)
-        self.columns = [self.problem.columns(r) for r in self.each]
-        self.buffer("bags", "input", self.problem.m, self.columns)
+    def __init__(self, request: Request, *, pooled: bool = True, landing: bool = True) -> None:
+        assert isinstance(request.problem, LookupProblem), f"{request.problem} is no lookup"
+        super().__init__(request)
+        self.columns = [self.problem.columns(r) for r in self.ranks]
+        self.add_buffer("bags", "input", self.problem.m, self.columns)
         if pooled:
-            self.buffer("pooled", "local", self.problem.m, self.columns)
+            self.add_buffer("pooled", "local", self.problem.m, self.columns)
         if landing:
-            self.buffer("landing", "symmetric", self.owned, self.problem.n)
-        self.buffer("out", "output", self.owned, self.problem.n)
+            self.add_buffer("landing", "symmetric", self.shard_rows, self.problem.n)
+        self.add_buffer("out", "output", self.shard_rows, self.problem.n)
 
     def place(self, name: str, owner: int, src: int, rows: Span1D) -> Region:
-        """Columns of rank `src`, these rows of the whole batch, in a buffer of `owner`."""
+        """Return the region, in a buffer of `owner`, of these rows of the whole batch and the columns of rank `src`."""
         low = self.problem.shards[owner][0]
         return self.region(name, owner, (rows[0] - low, rows[1] - low), self.problem.b_shards[src])
 
-    def bags(self, rank: int, rows: Span1D, out: Region, count: Flag | None = None) -> Bags:
+    def make_bags(self, rank: int, rows: Span1D, out: Region, count: Flag | None = None) -> Bags:
         return Bags(self.region("bags", rank, rows), out, count)
 
-    def own(self, rank: int, rows: Span1D | None = None) -> list[Bags]:
-        """The rank's own samples, or these of them, straight into the result."""
+    def own_bags(self, rank: int, rows: Span1D | None = None) -> list[Bags]:
+        """Return the bags of the rank's own samples, or of these rows of them. They are written to the result."""
         rows = rows or self.problem.shards[rank]
-        return [self.bags(rank, rows, self.place("out", rank, rank, rows))] if self.gives(rank, rank) else []
+        return [self.make_bags(rank, rows, self.place("out", rank, rank, rows))] if self.sends_data(rank, rank) else []
 
-    def sent(self, rank: int) -> list[Piece]:
-        """What `rank` gives to its peers, in order."""
-        return [piece for peer in self.peers(rank) if self.gives(rank, peer) for piece in self.pieces[peer]]
+    def pieces_to_send(self, rank: int) -> list[Piece]:
+        """Return the pieces that `rank` sends to its peers, in order."""
+        return [piece for peer in self.peers(rank) if self.sends_data(rank, peer) for piece in self.pieces[peer]]
 
-    def stored(self, rank: int, piece: Piece) -> Bags:
-        """What the lookup stores at a peer."""
+    def bags_stored_at_peer(self, rank: int, piece: Piece) -> Bags:
+        """Return the bags of a piece that the lookup stores at a peer."""
         there = self.place("landing", piece.shard, rank, piece.rows)
-        return self.bags(rank, piece.rows, there, self.arrived(rank, piece))
+        return self.make_bags(rank, piece.rows, there, self.arrived(rank, piece))
 
     def wait_for_receivers(self, rank: int) -> None:
-        self.wait_free(rank, dict.fromkeys(piece.shard for piece in self.sent(rank)), "compute")
+        self.wait_for_free(rank, dict.fromkeys(piece.shard for piece in self.pieces_to_send(rank)), "compute")
 
     def arrived(self, src: int, piece: Piece) -> Flag:
         return self.flag("arrived", piece.shard, src, piece.index)
 
-    def hand_out(self, rank: int, lane: str) -> None:
-        """What peers have sent becomes the caller's, piece by piece, in the order in which it arrives."""
-        for src in (src for src in self.peers(rank, step=-1) if self.gives(src, rank)):
+    def copy_to_result(self, rank: int, lane: str) -> None:
+        """Add copies of what peers have sent to the caller's buffer, piece by piece, in the order in which it arrives."""
+        for src in (src for src in self.peers(rank, step=-1) if self.sends_data(src, rank)):
             for piece in self.pieces[rank]:
                 copy = Copy(*(self.place(name, rank, src, piece.rows) for name in ("landing", "out")))
-                self.add(rank, lane, Wait(self.arrived(src, piece)), copy)
-            self.release(rank, [src], lane)
+                self.add_steps(rank, lane, Wait(self.arrived(src, piece)), copy)
+            self.signal_free(rank, [src], lane)
 
-    def look_up(self, rank: int, parts: list[Bags]) -> None:
+    def add_lookup(self, rank: int, parts: list[Bags]) -> None:
         if parts:
-            self.add(rank, "compute", Lookup(tuple(parts)))
+            self.add_steps(rank, "compute", Lookup(tuple(parts)))
 
-    def takes(self, rank: int, index: int) -> list[tuple[int, Piece]]:
-        """(sender, piece) of slice `index` of what `rank` has from ranks of other nodes."""
-        return [(src, piece) for src in self.far(rank) if self.gives(src, rank) for piece in self.chunk(index, [rank])]
+    def pieces_to_receive(self, rank: int, index: int) -> list[tuple[int, Piece]]:
+        """Return (sender, piece) for slice `index` of what `rank` receives from ranks of other nodes."""
+        return [
+            (src, piece)
+            for src in self.ranks_on_other_nodes(rank)
+            if self.sends_data(src, rank)
+            for piece in self.select_chunk(index, [rank])
+        ]
 
     def send_slice(self, rank: int, index: int) -> None:
-        """Look slice `index` up, and exchange it for those of other nodes."""
-        pieces = self.chunk(index, [peer for peer in self.far(rank) if self.gives(rank, peer)])
+        """Add the lookup of slice `index` for other nodes, and the messages that exchange it with theirs."""
+        pieces = self.select_chunk(index, [peer for peer in self.ranks_on_other_nodes(rank) if self.sends_data(rank, peer)])
         made = [self.flag("sliced", rank, piece.shard, index) for piece in pieces]
         pooled = [self.region("pooled", rank, piece.rows) for piece in pieces]
         parts = zip(pieces, pooled, made, strict=True)
-        self.look_up(rank, [self.bags(rank, piece.rows, out, count) for piece, out, count in parts])
+        self.add_lookup(rank, [self.make_bags(rank, piece.rows, out, count) for piece, out, count in parts])
         sends = [Send(region, piece.shard) for region, piece in zip(pooled, pieces, strict=True)]
-        receives = [Receive(self.landed_from(src, piece), src) for src, piece in self.takes(rank, index)]
-        self.send_receive(rank, sends, receives, after=made, then=Flag("landed", rank, index))
+        receives = [Receive(self.landed_from(src, piece), src) for src, piece in self.pieces_to_receive(rank, index)]
+        self.add_send_receive(rank, sends, receives, after=made, then=Flag("landed", rank, index))
 
     def landed_from(self, src: int, piece: Piece) -> Region:
         low = self.problem.shards[piece.shard][0]
         return self.region(f"from{src}", piece.shard, (piece.rows[0] - low, piece.rows[1] - low))
 
-    def far_buffers(self) -> None:
-        """A buffer for each rank's columns: messages are whole rows."""
-        for src in self.each:
-            rows = [0 if r in self.node(src) else self.owned[r] for r in self.each]
-            self.buffer(f"from{src}", "local", rows, self.columns[src])
+    def add_buffers_of_other_nodes(self) -> None:
+        """Add a buffer for the columns of each rank of other nodes, because messages are whole rows."""
+        for src in self.ranks:
+            rows = [0 if r in self.ranks_on_node(src) else self.shard_rows[r] for r in self.ranks]
+            self.add_buffer(f"from{src}", "local", rows, self.columns[src])
 
-    def gives(self, src: int, owner: int) -> bool:
-        return self.owned[owner] > 0 and self.columns[src] > 0
+    def sends_data(self, src: int, owner: int) -> bool:
+        return self.shard_rows[owner] > 0 and self.columns[src] > 0
 
 
-def sequential(asked: Request) -> Schedule:
+def sequential(request: Request) -> Schedule:
     """One lookup of all bags, then NCCL's all-to-all."""
-    s = _Exchange(asked, landing=False)
-    for rank in s.each:
+    s = _Exchange(request, landing=False)
+    for rank in s.ranks:
         pooled = s.region("pooled", rank)
         exchange = Collective("all_to_all_columns", pooled, s.region("out", rank))
-        s.add(rank, "compute", Lookup((Bags(s.region("bags", rank), pooled),)), exchange)
-    return s.done()
+        s.add_steps(rank, "compute", Lookup((Bags(s.region("bags", rank), pooled),)), exchange)
+    return s.build_schedule()
 
 
-def stored(asked: Request) -> Schedule:
-    """One kernel that stores what it looks up where it belongs, remote bags first; the owner hands out what has arrived."""
-    s = _Exchange(asked, pooled=False)
-    for rank in s.each:
+def stored(request: Request) -> Schedule:
+    """One kernel looks bags up and stores them at their owners, remote bags first. Owners copy what arrives to the result."""
+    s = _Exchange(request, pooled=False)
+    for rank in s.ranks:
         s.wait_for_receivers(rank)
-        s.add(rank, "compute", Lookup((*(s.stored(rank, piece) for piece in s.sent(rank)), *s.own(rank))))
-        s.hand_out(rank, "copy")
-    return s.done()
+        s.add_steps(
+            rank,
+            "compute",
+            Lookup((*(s.bags_stored_at_peer(rank, piece) for piece in s.pieces_to_send(rank)), *s.own_bags(rank))),
+        )
+        s.copy_to_result(rank, "copy")
+    return s.build_schedule()
 
 
-def counted(asked: Request) -> Schedule:
-    """One lookup that counts; each full count triggers the copy that sends the piece."""
-    s = _Exchange(asked)
-    for rank in s.each:
+def counted(request: Request) -> Schedule:
+    """One lookup counts finished pieces; each full count triggers the copy that sends the piece."""
+    s = _Exchange(request)
+    for rank in s.ranks:
         parts = []
-        for piece in s.sent(rank):
+        for piece in s.pieces_to_send(rank):
             made, here = s.flag("made", rank, piece.shard, piece.index), s.region("pooled", rank, piece.rows)
-            parts.append(s.bags(rank, piece.rows, here, made))
+            parts.append(s.make_bags(rank, piece.rows, here, made))
             first = piece is s.pieces[piece.shard][0]
-            s.add(rank, "copy", Wait(made), *([s.free(rank, piece.shard)] if first else []))
+            s.add_steps(rank, "copy", Wait(made), *([s.make_free_wait(rank, piece.shard)] if first else []))
             there = s.place("landing", piece.shard, rank, piece.rows)
-            s.add(rank, "copy", Copy(here, there), Signal(s.arrived(rank, piece)))
-        s.add(rank, "compute", Lookup((*parts, *s.own(rank))))
-        s.hand_out(rank, "compute")
-    return s.done()
+            s.add_steps(rank, "copy", Copy(here, there), Signal(s.arrived(rank, piece)))
+        s.add_steps(rank, "compute", Lookup((*parts, *s.own_bags(rank))))
+        s.copy_to_result(rank, "compute")
+    return s.build_schedule()
 
 
-def sliced(asked: Request) -> Schedule:
-    """As `stored` within a node. The bags for other nodes come first, and leave slice by slice.
+def sliced(request: Request) -> Schedule:
+    """Within a node, as `stored`. The bags for other nodes come first, and are sent slice by slice.
 
-    A slice is a kernel of its own, and so is each piece of what stays: blocks of a lookup fill every SM to its end, and the
-    NCCL's sending gets SMs between two.
+    Each slice is a separate kernel, and so is each chunk of the bags that stay in the node. A lookup occupies every SM until it
+    ends, so NCCL can only start to send between two kernels.
     """
-    if not asked.problem.nodes:
-        return stored(asked)
-    s = _Exchange(asked)
-    s.far_buffers()
-    for rank in s.each:
+    if not request.problem.nodes:
+        return stored(request)
+    s = _Exchange(request)
+    s.add_buffers_of_other_nodes()
+    for rank in s.ranks:
         for index in range(s.chunks):
             s.send_slice(rank, index)
         s.wait_for_receivers(rank)
         for index in range(s.chunks):
-            near = [s.stored(rank, piece) for piece in s.sent(rank) if piece.index == index]
-            s.look_up(rank, near + [bags for piece in s.chunk(index, [rank]) for bags in s.own(rank, piece.rows)])
-        s.hand_out(rank, "copy")
+            near = [s.bags_stored_at_peer(rank, piece) for piece in s.pieces_to_send(rank) if piece.index == index]
+            s.add_lookup(
+                rank, near + [bags for piece in s.select_chunk(index, [rank]) for bags in s.own_bags(rank, piece.rows)]
+            )
+        s.copy_to_result(rank, "copy")
         for index in range(s.chunks):
-            takes = s.takes(rank, index)
+            takes = s.pieces_to_receive(rank, index)
             if takes:
-                s.add(rank, "copy", Wait(Flag("landed", rank, index)))
+                s.add_steps(rank, "copy", Wait(Flag("landed", rank, index)))
             for src, piece in takes:
-                s.add(rank, "copy", Copy(s.landed_from(src, piece), s.place("out", rank, src, piece.rows)))
-    return s.done()
+                s.add_steps(rank, "copy", Copy(s.landed_from(src, piece), s.place("out", rank, src, piece.rows)))
+    return s.build_schedule()

@@ -59,165 +59,178 @@ from weft.core.schedule import (
 from weft.schedules.builder import Builder, Request
 
 ONE_HOP_BYTES = 3 << 20
-"""sequential_stores sends partial results to everyone if that is up to so many bytes a rank, else to their owners. On 4 x
-H200 one hop is 0.3 us faster at 3 MiB, and both take the same time at 6 MiB."""
+"""sequential_stores sends partial results to all ranks if these are at most so many bytes for each rank, and otherwise to their
+owners. On 4 x H200 one hop is 0.3 us faster at 3 MiB, and both take the same time at 6 MiB."""
 
 
 class _Everywhere(Builder):
-    """Buffers and repeated idioms of this operator."""
+    """The buffers of this operator, and steps that several schedules share."""
 
-    def __init__(self, asked: Request, *, partial: bool = False) -> None:
-        super().__init__(asked)
+    def __init__(self, request: Request, *, partial: bool = False) -> None:
+        super().__init__(request)
         m, n = self.problem.m, self.problem.n
-        inner = [self.problem.inner(r) for r in self.each]
-        self.buffer("a", "input", m, inner, operand="a")
-        self.buffer("b", "input", inner, n, operand="b")
+        inner = [self.problem.inner(r) for r in self.ranks]
+        self.add_buffer("a", "input", m, inner, operand="a")
+        self.add_buffer("b", "input", inner, n, operand="b")
         for addend in self.problem.addends:
-            self.buffer(addend, "input", m if addend == "residual" else 1, n)
-        self.buffer("out", "output", m, n)
+            self.add_buffer(addend, "input", m if addend == "residual" else 1, n)
+        self.add_buffer("out", "output", m, n)
         if partial:
-            self.buffer("partial", "local", m, n)
+            self.add_buffer("partial", "local", m, n)
 
     def multiply(self, rank: int, into: str, rows: Span1D | None = None) -> None:
-        self.gemm(rank, [Part(self.region("a", rank, rows), self.region(into, rank, rows))])
+        self.add_gemm(rank, [Part(self.region("a", rank, rows), self.region(into, rank, rows))])
 
     def addends(self, rank: int, rows: Span1D | None = None, cols: Span1D | None = None) -> tuple[Region, ...]:
         names = self.problem.addends
         return tuple(self.region(name, rank, rows if name == "residual" else None, cols) for name in names)
 
-    def exchange(self, rank: int, factors: tuple[str, ...], *, hops: int) -> None:
-        """The kernel that sums what all ranks have: it makes the product of two factors as well, or finds that in one."""
+    def add_fused_collective(self, rank: int, factors: tuple[str, ...], *, hops: int) -> None:
+        """Add the kernel that sums over ranks. factors: the two factors of the product, or a buffer that has the product."""
         found = tuple(self.region(factor, rank) for factor in factors)
-        self.add(rank, "compute", FusedCollective("all_reduce", found, self.region("out", rank), hops, self.addends(rank)))
+        self.add_steps(
+            rank, "compute", FusedCollective("all_reduce", found, self.region("out", rank), hops, self.addends(rank))
+        )
 
 
-def sequential(asked: Request) -> Schedule:
+def sequential(request: Request) -> Schedule:
     """One GEMM, then NCCL's all-reduce, in place; addends come after it, by a sum that rounds once more."""
-    s = _Everywhere(asked, partial=bool(asked.problem.addends))
+    s = _Everywhere(request, partial=bool(request.problem.addends))
     into = "partial" if s.problem.addends else "out"
-    for rank in s.each:
-        if rank in s.working:
+    for rank in s.ranks:
+        if rank in s.ranks_with_work:
             s.multiply(rank, into)
-        s.add(rank, "compute", Collective("all_reduce", s.region(into, rank), s.region(into, rank)))
-        if s.problem.addends and rank in s.working:
+        s.add_steps(rank, "compute", Collective("all_reduce", s.region(into, rank), s.region(into, rank)))
+        if s.problem.addends and rank in s.ranks_with_work:
             srcs = (s.region("partial", rank), *s.addends(rank))
-            s.add(rank, "compute", Reduce((Sum(srcs, s.region("out", rank)),)))
-    return s.done()
+            s.add_steps(rank, "compute", Reduce((Sum(srcs, s.region("out", rank)),)))
+    return s.build_schedule()
 
 
-def one_shot(asked: Request) -> Schedule:
+def one_shot(request: Request) -> Schedule:
     """Every rank stores its partial result at every peer, and sums all."""
-    return _one_kernel(asked, hops=1)
+    return _one_kernel(request, hops=1)
 
 
-def two_shot(asked: Request) -> Schedule:
-    """Columns have owners: each sums the partial results of its own, and stores the sums at every peer."""
-    return _one_kernel(asked, hops=2)
+def two_shot(request: Request) -> Schedule:
+    """Each rank owns some columns: it sums their partial results, and stores the sums at every peer."""
+    return _one_kernel(request, hops=2)
 
 
-def _one_kernel(asked: Request, *, hops: int) -> Schedule:
+def _one_kernel(request: Request, *, hops: int) -> Schedule:
     """One kernel multiplies, exchanges and sums."""
-    s = _Everywhere(asked)
-    for rank in s.working:
-        s.exchange(rank, ("a", "b"), hops=hops)
-    return s.done()
+    s = _Everywhere(request)
+    for rank in s.ranks_with_work:
+        s.add_fused_collective(rank, ("a", "b"), hops=hops)
+    return s.build_schedule()
 
 
-def sequential_stores(asked: Request) -> Schedule:
-    """One cuBLAS GEMM; then the exchange as one kernel: in one hop where that is few bytes, else in two."""
-    few = asked.problem.m * asked.problem.n * asked.problem.itemsize * (asked.problem.world_size - 1) <= ONE_HOP_BYTES
-    s = _Everywhere(asked, partial=True)
-    for rank in s.working:
+def sequential_stores(request: Request) -> Schedule:
+    """One cuBLAS GEMM; then one kernel exchanges the products: in one hop if these are few bytes, otherwise in two."""
+    few = request.problem.m * request.problem.n * request.problem.itemsize * (request.problem.world_size - 1) <= ONE_HOP_BYTES
+    s = _Everywhere(request, partial=True)
+    for rank in s.ranks_with_work:
         s.multiply(rank, "partial")
-        s.exchange(rank, ("partial",), hops=1 if few else 2)
-    return s.done()
+        s.add_fused_collective(rank, ("partial",), hops=1 if few else 2)
+    return s.build_schedule()
 
 
 class _Slices(_Everywhere):
-    """node_slices: columns have an owner on each node, who sums the node's partial results of them; owners of the same columns
-    exchange these sums, slice by slice of rows, and each hands the whole sum to its node. For nodes of one size."""
+    """node_slices: on each node, every rank owns some columns, and sums the node's partial results of them. Owners of the same
+    columns exchange these sums, slice by slice of rows, and each stores the whole sum at its node's ranks. All nodes have the
+    same number of ranks."""
 
-    def __init__(self, asked: Request) -> None:
-        super().__init__(asked, partial=True)
+    def __init__(self, request: Request) -> None:
+        super().__init__(request, partial=True)
         m, in_node = self.problem.m, self.problem.nodes[0]
         self.slices = [rows for rows in split(m, self.chunks) if rows[1] > rows[0]]
         self.cols = split(self.problem.n, in_node) * len(self.problem.nodes)
         widths = [high - low for low, high in self.cols]
-        self.owners = [rank for rank in self.each if widths[rank]]
-        self.buffer("recv", "symmetric", (in_node - 1) * m, widths)
-        self.buffer("mine", "local", m, widths)
-        self.buffer("theirs", "local", (len(self.problem.nodes) - 1) * m, widths)
-        self.buffer("summed", "symmetric", m, self.problem.n)
+        self.owners = [rank for rank in self.ranks if widths[rank]]
+        self.add_buffer("recv", "symmetric", (in_node - 1) * m, widths)
+        self.add_buffer("mine", "local", m, widths)
+        self.add_buffer("theirs", "local", (len(self.problem.nodes) - 1) * m, widths)
+        self.add_buffer("summed", "symmetric", m, self.problem.n)
 
-    def below(self, name: str, rank: int, place: int, rows: Span1D) -> Region:
-        """Rows of the part number `place` of a buffer that has several, each of M rows."""
+    def region_in_part(self, name: str, rank: int, place: int, rows: Span1D) -> Region:
+        """Return rows of part `place` of a buffer that has several parts of M rows each."""
         return self.region(name, rank, (place * self.problem.m + rows[0], place * self.problem.m + rows[1]))
 
-    def of_nodes(self, rank: int, rows: Span1D) -> list[Region]:
-        """Rows of what each node has summed of the own columns."""
-        found = [self.below("theirs", rank, place, rows) for place in range(len(self.problem.nodes) - 1)]
+    def regions_of_nodes(self, rank: int, rows: Span1D) -> list[Region]:
+        """Return, for each node, the region of its sum of these rows of the own columns."""
+        found = [self.region_in_part("theirs", rank, place, rows) for place in range(len(self.problem.nodes) - 1)]
         found.insert(self.problem.node_of[rank], self.region("mine", rank, rows))
         return found
 
     def scatter(self, rank: int) -> None:
-        """Multiply, slice by slice of rows, and give each owner its columns."""
+        """Add the product, slice by slice of rows, and the stores of its columns at their owners."""
         for index, rows in enumerate(self.slices):
             self.multiply(rank, "partial", rows)
             stores = []
             for owner in (peer for peer in self.peers(rank) if peer in self.owners):
                 here, place = self.region("partial", rank, rows, self.cols[owner]), sorted(self.peers(owner)).index(rank)
-                stores.append(Store(here, self.below("recv", owner, place, rows), self.flag("arrived", owner, rank, index)))
-            self.give(rank, stores, "free" if index == 0 else "")
+                stores.append(
+                    Store(here, self.region_in_part("recv", owner, place, rows), self.flag("arrived", owner, rank, index))
+                )
+            self.store_at_peers(rank, stores, "free" if index == 0 else "")
 
-    def give(self, rank: int, stores: list[Store], before: str) -> None:
-        """Store to each peer. before: the flag to wait for, of each peer in turn; else one kernel does it all."""
+    def store_at_peers(self, rank: int, stores: list[Store], before: str) -> None:
+        """Add stores at peers.
+
+        before: the flag of each peer to wait for before its store. Without one, a single Push has all stores.
+        """
         for store in stores if before else ():
-            self.add(rank, "compute", Wait(Flag(before, rank, store.dst.rank), 0), Push((store,)))
-        self.send(rank, () if before else stores, "compute")
+            self.add_steps(rank, "compute", Wait(Flag(before, rank, store.dst.rank), 0), Push((store,)))
+        self.copy_to_peers(rank, () if before else stores, "compute")
 
-    def sum_node(self, rank: int) -> None:
-        """Sum the node's partial results of the own columns, and exchange the sums with the other nodes."""
+    def sum_within_node(self, rank: int) -> None:
+        """Add the sums of the node's partial results of the own columns, and their exchange with the other nodes."""
         for index, rows in enumerate(self.slices):
-            self.add(rank, "compute", *(Wait(self.flag("arrived", rank, peer, index)) for peer in self.peers(rank)))
-            srcs = [self.below("recv", rank, place, rows) for place in range(len(self.peers(rank)))]
-            srcs.insert(self.node(rank).index(rank), self.region("partial", rank, rows, self.cols[rank]))
+            self.add_steps(rank, "compute", *(Wait(self.flag("arrived", rank, peer, index)) for peer in self.peers(rank)))
+            srcs = [self.region_in_part("recv", rank, place, rows) for place in range(len(self.peers(rank)))]
+            srcs.insert(self.ranks_on_node(rank).index(rank), self.region("partial", rank, rows, self.cols[rank]))
             made, mine = Flag("made", rank, index), self.region("mine", rank, rows)
-            self.add(rank, "compute", Reduce((Sum(tuple(srcs), mine),)), Signal(made))
+            self.add_steps(rank, "compute", Reduce((Sum(tuple(srcs), mine),)), Signal(made))
             twins = self.carried(rank)
             sends = [Send(mine, twin) for twin in twins]
-            theirs = self.of_nodes(rank, rows)
+            theirs = self.regions_of_nodes(rank, rows)
             receives = [Receive(theirs[self.problem.node_of[twin]], twin) for twin in twins]
-            self.send_receive(rank, sends, receives, after=[made], then=Flag("landed", rank, index))
-        self.release(rank, self.peers(rank))
+            self.add_send_receive(rank, sends, receives, after=[made], then=Flag("landed", rank, index))
+        self.signal_free(rank, self.peers(rank))
 
     def publish_sums(self, rank: int) -> None:
-        """Add what the nodes have summed, in the order of nodes, and hand it to the own one."""
+        """Add the sums over nodes, in the order of nodes, and the stores of the results at the node's other ranks."""
         cols = self.cols[rank]
         for index, rows in enumerate(self.slices):
-            out, srcs = self.region("out", rank, rows, cols), (*self.of_nodes(rank, rows), *self.addends(rank, rows, cols))
-            self.add(rank, "compute", Wait(Flag("landed", rank, index)), Reduce((Sum(srcs, out),)))
+            out, srcs = (
+                self.region("out", rank, rows, cols),
+                (*self.regions_of_nodes(rank, rows), *self.addends(rank, rows, cols)),
+            )
+            self.add_steps(rank, "compute", Wait(Flag("landed", rank, index)), Reduce((Sum(srcs, out),)))
             there = [(self.region("summed", p, rows, cols), self.flag("ready", p, rank, index)) for p in self.peers(rank)]
-            self.give(rank, [Store(out, dst, ready) for dst, ready in there], "read" if index == 0 else "")
+            self.store_at_peers(rank, [Store(out, dst, ready) for dst, ready in there], "read" if index == 0 else "")
 
     def collect(self, rank: int) -> None:
-        """Take what the node's other owners have published."""
+        """Add copies of what the node's other owners have published to the result."""
         for index, rows in enumerate(self.slices):
             for owner in (peer for peer in self.peers(rank) if peer in self.owners):
-                self.add(rank, "compute", Wait(self.flag("ready", rank, owner, index)))
-                self.add(rank, "compute", Copy(*(self.region(b, rank, rows, self.cols[owner]) for b in ("summed", "out"))))
+                self.add_steps(rank, "compute", Wait(self.flag("ready", rank, owner, index)))
+                self.add_steps(
+                    rank, "compute", Copy(*(self.region(b, rank, rows, self.cols[owner]) for b in ("summed", "out")))
+                )
                 if index == len(self.slices) - 1:
-                    self.add(rank, "compute", Signal(Flag("read", owner, rank)))
+                    self.add_steps(rank, "compute", Signal(Flag("read", owner, rank)))
 
 
-def sliced(asked: Request) -> Schedule:
-    """Each node sums up by columns; nodes exchange their sums slice by slice of rows; each owner publishes within its node."""
-    if not asked.problem.nodes:
-        return two_shot(replace(asked, chunks=1))
-    s = _Slices(asked)
-    for rank in s.working:
+def sliced(request: Request) -> Schedule:
+    """The ranks of a node sum its products by columns; nodes exchange the sums slice by slice of rows; owners publish them."""
+    if not request.problem.nodes:
+        return two_shot(replace(request, chunks=1))
+    s = _Slices(request)
+    for rank in s.ranks_with_work:
         s.scatter(rank)
         if rank in s.owners:
-            s.sum_node(rank)
+            s.sum_within_node(rank)
             s.publish_sums(rank)
         s.collect(rank)
-    return s.done()
+    return s.build_schedule()

@@ -46,126 +46,138 @@ from weft.schedules.exchange import AllToAllBuilder
 
 
 class _Combine(AllToAllBuilder):
-    """Flags and repeated idioms of this operator. staging: the symmetric buffer that rows pass through."""
+    """The flags of this operator, and steps that several schedules share. staging: the symmetric buffer for rows."""
 
-    def __init__(self, asked: Request, *, staging: Literal["product", "recv"] = "product") -> None:
-        super().__init__(asked)
+    def __init__(self, request: Request, *, staging: Literal["product", "recv"] = "product") -> None:
+        super().__init__(request)
         self.pulled = staging == "product"
-        self.buffer(staging, "symmetric", sum(self.owned) if self.pulled else self.arriving, self.problem.columns(0))
+        self.add_buffer(staging, "symmetric", sum(self.shard_rows) if self.pulled else self.arriving, self.problem.columns(0))
 
     def ready(self, src_rank: int, piece: Piece) -> Flag:
-        """The owner's flag for a peer's piece."""
+        """Return the owner's flag for a peer's piece."""
         return self.flag("made" if self.pulled else "arrived", piece.shard, src_rank, piece.index)
 
     def by_step(self, rank: int) -> list[Piece]:
-        """Peers' pieces in order of production: chunk by chunk, peers rotated by rank; peer by peer if each has a kernel."""
-        peers = self.peers(rank)
-        return [p for peer in peers for p in self.pieces[peer]] if self.sends_columns else self.by_chunk(peers)
+        """Return the peers' pieces in order of production: chunk by chunk, with peers rotated by rank.
 
-    def product(self, rank: int, dst_rank: int, rows: Span1D) -> Part:
-        """These rows of what goes to a rank, into `product`."""
+        If each peer has its own kernel, the order is peer by peer.
+        """
+        peers = self.peers(rank)
+        return [p for peer in peers for p in self.pieces[peer]] if self.sends_columns else self.sort_by_chunk(peers)
+
+    def part_of_product(self, rank: int, dst_rank: int, rows: Span1D) -> Part:
+        """Return the part that writes these rows of what goes to a rank into `product`."""
         return Part(self.source(rank, dst_rank, rows), self.region("product", rank, rows))
 
-    def counted(self, rank: int, piece: Piece) -> tuple[int, Part]:
-        """A piece of a GEMM that counts on the owner; it is written once the owner has taken the last call's."""
+    def part_counted_by_owner(self, rank: int, piece: Piece) -> tuple[int, Part]:
+        """Return (owner, part) of a piece whose finished tiles are counted in the owner's flag.
+
+        The tiles wait until the owner has read the piece of the previous call.
+        """
         out = self.region("product", rank, piece.rows) if self.pulled else self.arrival("recv", rank, piece)
-        gates, a = (self.free(rank, piece.shard),), self.source(rank, piece.shard, piece.rows)
+        gates, a = (self.make_free_wait(rank, piece.shard),), self.source(rank, piece.shard, piece.rows)
         return piece.shard, Part(a, out, gates, self.ready(rank, piece))
 
-    def bring(self, rank: int) -> None:
-        """The owner's copy lanes: every piece in order of production, into its result; then the peers may write anew, in their
-        next call: they are signalled at the end, so that no copy waits for that."""
+    def pull_pieces(self, rank: int) -> None:
+        """Add the owner's copies of every piece into its result, in order of production.
+
+        The signals that let the peers write again, in their next call, come last, so that no copy is delayed by them.
+        """
         pieces, peers = self.pieces[rank], self.peers(rank, step=-1)
         by_peer, by_chunk = product(peers, pieces), ((peer, piece) for piece in pieces for peer in peers)
         for peer, piece in by_peer if self.sends_columns else by_chunk:
             src = self.region("product", peer, piece.rows) if self.pulled else self.arrival("recv", peer, piece)
             copy = Copy(src, self.arrival("out", peer, piece))
-            self.add(rank, self.copy_lane(peer), Wait(self.ready(peer, piece)), copy)
+            self.add_steps(rank, self.copy_lane(peer), Wait(self.ready(peer, piece)), copy)
         for peer in peers if pieces else []:
-            self.release(rank, [peer], self.copy_lane(peer))
+            self.signal_free(rank, [peer], self.copy_lane(peer))
 
-    def whole(self, rank: int) -> list[tuple[int, Part]]:
-        """All of the product, by destination where each has a kernel."""
+    def parts_of_product(self, rank: int) -> list[tuple[int, Part]]:
+        """Return (destination, part) for the whole product: one part, or one for each destination that has its own kernel."""
         if not self.sends_columns:
             return [(rank, Part(self.region("a", rank), self.region("product", rank)))]
         shards = ((dst, rows) for dst, rows in enumerate(self.problem.shards) if rows[1] > rows[0])
-        return [(dst, self.product(rank, dst, rows)) for dst, rows in shards]
+        return [(dst, self.part_of_product(rank, dst, rows)) for dst, rows in shards]
 
-    def own(self, rank: int) -> list[tuple[int, Part]]:
+    def parts_of_own_shard(self, rank: int) -> list[tuple[int, Part]]:
         return [(rank, part) for part in self.own_shard(rank)]
 
-    def loaded(self, rank: int, src_rank: int) -> Sum:
-        """A rank's rows from another, once they are made: a sum of one."""
+    def make_load(self, rank: int, src_rank: int) -> Sum:
+        """Return the load of a rank's rows from another rank, after they are made: a sum of one addend."""
         (piece,) = self.pieces[rank]
         gates = (Wait(self.ready(src_rank, piece)),) if src_rank != rank else ()
         return Sum((self.region("product", src_rank, piece.rows),), self.arrival("out", src_rank, piece), gates)
 
 
-def sequential(asked: Request) -> Schedule:
+def sequential(request: Request) -> Schedule:
     """One GEMM, then NCCL's all-to-all."""
-    s = _Combine(asked)
-    for rank in s.each:
-        s.multiply(rank, s.whole(rank))
-        s.add(rank, "compute", Collective("all_to_all", s.region("product", rank), s.region("out", rank)))
-    return s.done()
+    s = _Combine(request)
+    for rank in s.ranks:
+        s.multiply(rank, s.parts_of_product(rank))
+        s.add_steps(rank, "compute", Collective("all_to_all", s.region("product", rank), s.region("out", rank)))
+    return s.build_schedule()
 
 
-def sequential_stores(asked: Request) -> Schedule:
-    """One cuBLAS GEMM; then one kernel on each rank loads its rows from all, stores them, and lets the peers go on."""
-    s = _Combine(asked)
-    for rank in s.each:
+def sequential_stores(request: Request) -> Schedule:
+    """One cuBLAS GEMM; then one kernel on each rank loads its rows from all ranks into the result."""
+    s = _Combine(request)
+    for rank in s.ranks:
         peers = [peer for peer in s.peers(rank) if s.pieces[peer]]
-        s.add(rank, "compute", *(s.free(rank, peer) for peer in peers))
-        s.multiply(rank, s.whole(rank) if s.problem.m else [])
-        s.add(rank, "compute", *(Signal(s.ready(rank, s.pieces[peer][0])) for peer in peers))
+        s.add_steps(rank, "compute", *(s.make_free_wait(rank, peer) for peer in peers))
+        s.multiply(rank, s.parts_of_product(rank) if s.problem.m else [])
+        s.add_steps(rank, "compute", *(Signal(s.ready(rank, s.pieces[peer][0])) for peer in peers))
         if s.pieces[rank]:
-            s.add(rank, "compute", Reduce(tuple(s.loaded(rank, src_rank) for src_rank in (rank, *s.peers(rank)))))
-            s.release(rank, s.peers(rank))
-    return s.done()
+            s.add_steps(rank, "compute", Reduce(tuple(s.make_load(rank, src_rank) for src_rank in (rank, *s.peers(rank)))))
+            s.signal_free(rank, s.peers(rank))
+    return s.build_schedule()
 
 
-def unfused(asked: Request) -> Schedule:
+def unfused(request: Request) -> Schedule:
     """A GEMM for each piece, pulled by its owner when done; the own shard last, as one GEMM. chunks=1: shard by shard."""
-    s = _Combine(asked)
-    for rank in s.each:
-        s.add(rank, "compute", *(s.free(rank, peer) for peer in s.peers(rank) if s.pieces[peer]))
+    s = _Combine(request)
+    for rank in s.ranks:
+        s.add_steps(rank, "compute", *(s.make_free_wait(rank, peer) for peer in s.peers(rank) if s.pieces[peer]))
         for piece in s.by_step(rank):
-            s.multiply(rank, [(piece.shard, s.product(rank, piece.shard, piece.rows))])
-            s.add(rank, "compute", Signal(s.ready(rank, piece)))
-        s.multiply(rank, s.own(rank))
-        s.bring(rank)
-    return s.done()
+            s.multiply(rank, [(piece.shard, s.part_of_product(rank, piece.shard, piece.rows))])
+            s.add_steps(rank, "compute", Signal(s.ready(rank, piece)))
+        s.multiply(rank, s.parts_of_own_shard(rank))
+        s.pull_pieces(rank)
+    return s.build_schedule()
 
 
-def counted(asked: Request, *, stored: bool = False) -> Schedule:
+def counted(request: Request, *, stored: bool = False) -> Schedule:
     """One GEMM that counts finished tiles by piece on the owner, remote pieces first; a full count starts the owner's copy.
 
     stored: its tiles are stored straight to the owner, whose copies only bring them to its result.
     """
-    s = _Combine(asked, staging="recv" if stored else "product")
-    for rank in s.each:
-        s.multiply(rank, [s.counted(rank, piece) for piece in s.by_step(rank)] + s.own(rank))
-        s.bring(rank)
-    return s.done()
+    s = _Combine(request, staging="recv" if stored else "product")
+    for rank in s.ranks:
+        s.multiply(rank, [s.part_counted_by_owner(rank, piece) for piece in s.by_step(rank)] + s.parts_of_own_shard(rank))
+        s.pull_pieces(rank)
+    return s.build_schedule()
 
 
-def sliced(asked: Request) -> Schedule:
-    """As `counted` within a node. The rows for other nodes come first, and leave slice by slice; nothing needs to be free
-    there, since nothing arrives before the receiver asks for it."""
-    if not asked.problem.nodes:
-        return counted(asked)
-    s = _Combine(asked)
-    for rank in s.each:
+def sliced(request: Request) -> Schedule:
+    """Within a node, as `counted`. The rows for other nodes come first, and are sent slice by slice.
+
+    No flag `free` is needed between nodes, because a message arrives only when the receiver has posted its receive.
+    """
+    if not request.problem.nodes:
+        return counted(request)
+    s = _Combine(request)
+    for rank in s.ranks:
         parts = []
         for index in range(s.chunks):
-            leaving, takes = s.with_far(rank, index)
+            leaving, takes = s.pieces_between_nodes(rank, index)
             made = [s.flag("sliced", rank, p.shard, p.index) for p in leaving]
-            found = [replace(s.product(rank, p.shard, p.rows), count=flag) for p, flag in zip(leaving, made, strict=True)]
+            found = [
+                replace(s.part_of_product(rank, p.shard, p.rows), count=flag) for p, flag in zip(leaving, made, strict=True)
+            ]
             receives = [Receive(s.arrival("out", peer, p), peer) for peer, p in takes]
             sends = [Send(part.out, p.shard) for part, p in zip(found, leaving, strict=True)]
-            s.send_receive(rank, sends, receives, after=made, then=None)
+            s.add_send_receive(rank, sends, receives, after=made, then=None)
             parts += found
-        near = [part for _, part in (s.counted(rank, piece) for piece in s.by_step(rank))]
-        s.gemm(rank, parts + near + s.own_shard(rank))
-        s.bring(rank)
-    return s.done()
+        near = [part for _, part in (s.part_counted_by_owner(rank, piece) for piece in s.by_step(rank))]
+        s.add_gemm(rank, parts + near + s.own_shard(rank))
+        s.pull_pieces(rank)
+    return s.build_schedule()

@@ -76,13 +76,13 @@ class Peers:
         self.device = _device()
         timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
         self.status = torch.zeros(3, dtype=torch.int64, device=self.device)
-        self._rank_group = RankGroup.of(_process_group(group))
+        self._rank_group = RankGroup.acquire(_process_group(group))
         if nodes := self._rank_group.nodes:
             self._rank_group.release()
             raise ValueError(
                 f"group is on nodes of {nodes} ranks; kernels reach the memory of one node: pass a group within one"
             )
-        self._heap = self._rank_group.heap(self.device)
+        self._heap = self._rank_group.get_heap(self.device)
         self.rank, self.world_size = self._rank_group.rank, self._rank_group.world_size
         self.tries = min(2**31 - 1, math.ceil(timeout_s * _LOOKS_PER_S[self.device.type]))
         self._host_timeout_s = 4 * timeout_s
@@ -136,7 +136,7 @@ class Peers:
             raise WeftError(_CLOSED)
         self._rank_group.check_usable(_REMEDIES)
         with self._rank_group.lock:
-            self._rank_group.enter(text, within_s=self._host_timeout_s)
+            self._rank_group.agree_on_call(text, within_s=self._host_timeout_s)
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         nbytes = math.prod(shape) * dtype.itemsize

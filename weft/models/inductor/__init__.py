@@ -33,7 +33,7 @@ from weft.models.communicating import CommunicatingLayer
 from weft.models.inductor import gathers, scatters
 from weft.models.inductor.graph import Refused, place_in, shape, share_waits
 from weft.models.inductor.places import file_and_line, module_name
-from weft.ops.common import spec_of
+from weft.ops.common import schedule_to_spec
 
 _OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _COLLECTIVES = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
@@ -81,7 +81,7 @@ class CompilePass(CustomGraphPass):
                 raise ValueError(
                     f"schedule has {name!r}: {spec!r}; use a schedule's name for each of {', '.join(self.operators)}"
                 )
-            spec_of(spec, name)  # type: ignore[arg-type]
+            schedule_to_spec(spec, name)  # type: ignore[arg-type]
         self.schedules = {name: named.get(name, "auto") for name in self.operators}
         self.layers: list[CommunicatingLayer] = []
         self.graphs = 0

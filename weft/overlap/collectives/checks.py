@@ -11,7 +11,7 @@ from weft.core.errors import require
 from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Schedule
 from weft.ops.collective import default_sms
-from weft.ops.common import check_own_memory, group_of, shape_of, spec_of
+from weft.ops.common import check_own_memory, describe, resolve_group, schedule_to_spec
 from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_from_environment
 from weft.runtime.groups import GROUPS
 
@@ -43,7 +43,7 @@ def call_of(
 ) -> tuple[str, CollectiveCall]:
     """(the group's name, the call). What a Schedule value's problem says of memory and SMs is what the call takes. Raises
     ValueError for what no rank could do."""
-    group_name, rank, world_size = group_of(group)
+    group_name, rank, world_size = resolve_group(group)
     check_pair(op, output, input, rank, world_size, names=names)
     if op in ("reduce_scatter", "all_reduce"):
         check_summed(op, names[0], output)
@@ -54,7 +54,7 @@ def call_of(
         unit = unit if given.sums else getattr(torch, given.dtype)
     call = CollectiveCall(
         op=op,
-        schedule=spec_of(schedule, op),
+        schedule=schedule_to_spec(schedule, op),
         a=input,
         out=output,
         reduce_op=reduction(reduce_op),
@@ -88,13 +88,13 @@ def check_pair(
 def check_tensor(name: str, tensor: torch.Tensor, *, contiguous: bool = False) -> None:
     """What a tensor that is given to a collective must be. Raises ValueError."""
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} is {shape_of(tensor)}; it must be a tensor")
+        raise ValueError(f"{name} is {describe(tensor)}; it must be a tensor")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {tensor.device}; weft runs on cpu and cuda")
     if tensor.layout != torch.strided:
         raise ValueError(f"{name} is {tensor.layout}; it must be strided")
     if contiguous and not tensor.is_contiguous():
-        raise ValueError(f"{name} is {shape_of(tensor)} with strides {tensor.stride()}; it must be contiguous")
+        raise ValueError(f"{name} is {describe(tensor)} with strides {tensor.stride()}; it must be contiguous")
     if contiguous:
         check_own_memory(name, tensor)
 
@@ -116,7 +116,7 @@ def check_splits(name: str, sizes: list[int] | None, tensor: torch.Tensor, group
     if sizes is None:
         return
     require(name, sizes, (list, tuple), "it must be a list of numbers of rows, by rank, or None")
-    world_size, rows = group_of(group)[2], tensor.shape[0] if tensor.dim() else 1
+    world_size, rows = resolve_group(group)[2], tensor.shape[0] if tensor.dim() else 1
     if sizes and list(sizes) != [rows / world_size] * world_size:
         even = f"{world_size} times {rows // world_size}" if rows % world_size == 0 else f"a multiple of {world_size} rows"
         raise ValueError(f"{name} is {sizes}; weft exchanges equal parts, here {even}: pad them, or use torch.distributed")

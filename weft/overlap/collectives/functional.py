@@ -21,7 +21,7 @@ from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
 from weft.ops.collective import collective
-from weft.ops.common import group_of, publish_errors, shape_of, spec_of
+from weft.ops.common import describe, publish_errors, resolve_group, schedule_to_spec
 from weft.overlap.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
 from weft.runtime.collective_calls import check_summed
 from weft.runtime.groups import GROUPS
@@ -116,7 +116,7 @@ def empty(
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     count = math.prod(shape)
-    found = GROUPS.state(group_of(group)[0]).symmetric(count * dtype.itemsize, where)
+    found = GROUPS.state(resolve_group(group)[0]).symmetric(count * dtype.itemsize, where)
     return found[: count * dtype.itemsize].view(dtype).view(shape)
 
 
@@ -133,15 +133,15 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 def _apply(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or x.dim() < 1:
-        raise ValueError(f"x is {shape_of(x)}; it must be a tensor of at least one dimension")
-    group_name, _, world_size = group_of(options.group)
+        raise ValueError(f"x is {describe(x)}; it must be a tensor of at least one dimension")
+    group_name, _, world_size = resolve_group(options.group)
     if op in ("reduce_scatter", "all_to_all") and x.shape[0] % world_size:
-        raise ValueError(f"x is {shape_of(x)}; its first dimension must be a multiple of world_size, {world_size}")
+        raise ValueError(f"x is {describe(x)}; its first dimension must be a multiple of world_size, {world_size}")
     check_tensor("x", x)
     if op in ("reduce_scatter", "all_reduce"):
         check_summed(op, "x", x)
     staging_bytes, sms = check_staging(options.staging_bytes), check_sms(options.sms)
-    spec = spec_of(options.schedule, op)
+    spec = schedule_to_spec(options.schedule, op)
     reduce_op = reduction(options.reduce_op)
     found: torch.Tensor = collective(x, op, reduce_op, group_name, world_size, spec, staging_bytes or 0, sms or 0)
     return found

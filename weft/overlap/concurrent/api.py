@@ -16,7 +16,7 @@ from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.core.errors import require
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Schedule
-from weft.ops.common import group_of, publish_error_instead
+from weft.ops.common import publish_error_instead, resolve_group
 from weft.overlap.concurrent.calls import Calls, calls_of
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
@@ -148,7 +148,7 @@ def _chosen(
 def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[ConcurrentChoice]:
     """Return what `concurrent` has chosen, and what the hooks run, in a process group: for each key its method, the reason, and
     the measured times in us if it was measured. The list is the same on every rank. The call is not collective."""
-    name = group_of(group)[0]
+    name = resolve_group(group)[0]
     state = GROUPS.known(name)
     return calls_of(state).choices() if state else []
 
@@ -265,7 +265,7 @@ def _calls(collectives: Sequence[ConcurrentCollective], group: dist.ProcessGroup
     groups = {collective.ranks for collective in collectives}
     if group is None and len(groups) == 1:
         group = next(iter(groups))
-    return calls_of(GROUPS.state(group_of(group)[0]))
+    return calls_of(GROUPS.state(resolve_group(group)[0]))
 
 
 def _groups(collectives: object, group: object) -> set[dist.ProcessGroup]:

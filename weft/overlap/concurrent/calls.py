@@ -74,7 +74,7 @@ class Calls:
         all."""
         self.exchange(_text(key, collectives), 0)
         executor = self.executor(collectives[0].device)
-        with self.rank_group.failing(), rehearsed(collectives) as again:
+        with self.rank_group.fail_group_on_error(), rehearsed(collectives) as again:
             compute(*kernels.of(0))  # how many blocks of a kernel fit is known once it has run
             chooser = self._chooser(key, collectives, residents=kernels.residents(), fixed=fixed)
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.core.problem import CollectiveProblem
-from weft.ops.common import DTYPES, group_of
+from weft.ops.common import DTYPES, resolve_group
 from weft.overlap.concurrent.calls import Calls, calls_of
 from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
 from weft.overlap.concurrent.collectives import AllReduce
@@ -124,7 +124,7 @@ def ddp(model: DistributedDataParallel, *, method: str = "auto", key: str = "ddp
             "use nccl"
         )
     group = model.process_group
-    calls, device = calls_of(GROUPS.state(group_of(group)[0])), next(model.parameters()).device
+    calls, device = calls_of(GROUPS.state(resolve_group(group)[0])), next(model.parameters()).device
     probe = AllReduce(torch.zeros(1, device=device), group)
     if method == "auto":
         problem = ConcurrentProblem(
@@ -135,7 +135,7 @@ def ddp(model: DistributedDataParallel, *, method: str = "auto", key: str = "ddp
     else:
         choice = ConcurrentChoice(key=key, method=method, note="the caller chose it")
     averaging = Averaging(calls, choice, device, group)
-    averaging.take(choice.method)
+    averaging.use_method(choice.method)
     calls.add_hook(choice)
     model.register_comm_hook(averaging, _average_bucket)
     return averaging
@@ -164,49 +164,51 @@ class Averaging:
 
     A step begins with bucket 0, whose gradients are ready first. With +left=N, the backward pass leaves N SMs free from its
     first bucket to its last. That limit belongs to autograd's thread, which calls the hook for both buckets. If a backward pass
-    raises an error in between, the next one removes the limit. No computation runs concurrently with the last bucket, so +ctas
-    does not limit it.
+    raises an error in between, the next one removes the limit. No computation runs concurrently with the last bucket, so that
+    bucket uses `_last_bucket_method`, which is the method without +ctas.
     """
 
     def __init__(self, calls: Calls, choice: ConcurrentChoice, device: torch.device, group: dist.ProcessGroup) -> None:
         self.choice, self.group = choice, group
         self._calls, self._executor = calls, calls.executor(device)
-        self._spec = self._last_spec = str(PLAIN)
-        self._limits = self._program(self._spec)
+        self._bucket_method = self._last_bucket_method = str(PLAIN)
+        self._limits = self._program(self._bucket_method)
         self._steps = 0
         self._sm_limit = ExitStack()
         self._buckets: dict[int, tuple[str, str]] = {}
 
-    def _program(self, spec: str) -> Program:
-        """Return a schedule's program, which holds its limits on the backward pass."""
-        return self._calls.program(spec, (AllReduce(torch.zeros(1, device=self._executor.device), self.group),))
+    def _program(self, method: str) -> Program:
+        """Return the program of a method. It has the method's limits on the backward pass."""
+        return self._calls.program(method, (AllReduce(torch.zeros(1, device=self._executor.device), self.group),))
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the average of one bucket, and return a future of its gradients."""
         if bucket.index() == 0:
             self._begin_step()
-        gradients, spec = bucket.buffer(), self._spec if self._steps > 1 else str(PLAIN)
+        gradients, method = bucket.buffer(), self._bucket_method if self._steps > 1 else str(PLAIN)
         if bucket.is_last():
             self._sm_limit.close()
-            spec = self._last_spec if self._steps > 1 else spec
+            method = self._last_bucket_method if self._steps > 1 else method
         if gradients.layout != torch.strided:
             self._buckets[bucket.index()] = f"{gradients.numel()} elements, sparse", str(PLAIN)
             return _average_sparse(gradients, self.group, self._executor)
         mean = AllReduce(gradients, self.group, reduction="avg")
-        self._buckets[bucket.index()] = mean.describe(), spec
-        return self._executor.future(self._calls.program(spec, (mean,)), mean, gradients)
+        self._buckets[bucket.index()] = mean.describe(), method
+        return self._executor.future(self._calls.program(method, (mean,)), mean, gradients)
 
     @property
     def method(self) -> str:
         """The name of the schedule that steps run."""
         return self.choice.method
 
-    def take(self, method: str) -> None:
-        """Use another schedule from the next step on. Collective. Raises ValueError if the device does not support it."""
+    def use_method(self, method: str) -> None:
+        """Average by another method from the next step on. Collective. Raises ValueError if the device does not support it."""
         program = self._program(method)
         self._executor.prepare(program, (AllReduce(torch.zeros(1, device=self._executor.device), self.group),))
-        self._spec, self._last_spec, self._limits = method, str(replace(parse(method), ctas=0)), program
+        self._bucket_method, self._last_bucket_method, self._limits = method, str(replace(parse(method), ctas=0)), program
 
     def _begin_step(self) -> None:
+        """Count a step, and set the limits of its backward pass."""
         self._steps += 1
         if self._steps < 3:  # DistributedDataParallel rebuilds its buckets after the first step
             self._buckets.clear()
@@ -216,14 +218,14 @@ class Averaging:
 
     def __str__(self) -> str:
         title = f"weft.hooks.ddp averages gradients bucket by bucket among {self.group.size()} ranks. {self.choice}"
-        lines = (f"bucket {i}: {what}, {spec}" for i, (what, spec) in sorted(self._buckets.items()))
+        lines = (f"bucket {i}: {what}, {method}" for i, (what, method) in sorted(self._buckets.items()))
         return "\n  ".join([title, *lines])
 
 
 def _average_sparse(
     gradients: torch.Tensor, group: dist.ProcessGroup, executor: Executor
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average sparse gradients by the process group, whatever the schedule, because each rank has other rows.
+    """Average sparse gradients by torch.distributed, whatever the method, because each rank has different rows.
 
     On CPUs the wait has a timeout.
     """

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.compat.dispatch import NO_BACKWARD, backward_pass
 from weft.compat.fsdp import before_registered_methods, forward_has_begun
-from weft.ops.common import group_of
+from weft.ops.common import resolve_group
 from weft.overlap.concurrent.calls import calls_of
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.hooks.gathered import GatherOrder
@@ -74,7 +74,7 @@ def fsdp(
         fits = nbytes <= spare_bytes
         why = f"all parameters take {nbytes} bytes, and spare_bytes is {spare_bytes}"
         choice = ConcurrentChoice(key=key, method=UNSHARDED if fits else str(PLAIN), note=why)
-    calls_of(GROUPS.state(group_of(group)[0])).add_hook(choice)
+    calls_of(GROUPS.state(resolve_group(group)[0])).add_hook(choice)
     chosen = parse(choice.method)
     if chosen != PLAIN:
         steps = _ForwardHooks(chosen, GatherOrder(sharded))
@@ -96,12 +96,12 @@ class _ForwardHooks:
         self._method, self._gathered = method, gathered
 
     def forward(self, module: nn.Module, args: Any) -> None:
-        self._gathered.take(self._method if torch.is_grad_enabled() else PLAIN)
+        self._gathered.use_method(self._method if torch.is_grad_enabled() else PLAIN)
 
     def enter(self, module: Any) -> None:
-        """Runs before a registered method of a module, but does nothing where a backward pass recomputes activations."""
+        """Prepare a forward pass before a registered method of a module. Do nothing while a backward pass recomputes it."""
         if backward_pass() != NO_BACKWARD:
             return
         if not forward_has_begun(module):
             self.forward(module, ())
-        self._gathered.note(module)
+        self._gathered.record_module(module)

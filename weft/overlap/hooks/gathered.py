@@ -1,10 +1,10 @@
-"""Sets when fully_shard gathers the parameters of a group, and how long they stay gathered, as a method says.
+"""Sets when fully_shard gathers the parameters of a group, and how long they stay gathered.
 
-    ahead=0    gather 0 | compute 0 | gather 1 is enqueued when the host comes to group 1, so waits for a host that is late
+    ahead=0    gather 0 | compute 0 | gather 1 is enqueued when the host reaches group 1, so it is late if the host is late
     ahead=1    gather 0, gather 1 | compute 0 | gather 2 | compute 1 ...
 
-Each group ahead takes room for its parameters, gathered. unsharded: a group's parameters are gathered once a step instead
-of twice, and take that room from its forward pass to its backward pass.
+Each group that is gathered ahead needs memory for its gathered parameters. With unsharded, a group's parameters are gathered
+once a step instead of twice, and need that memory from its forward pass to its backward pass.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from weft.schedules.concurrent import Method
 
 
 class GatherOrder:
-    """The sharded modules of one model. The first forward pass shows in which order they come."""
+    """A GatherOrder has the sharded modules of one model, in the order in which the first forward pass runs them."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
-        self._came: dict[Any, None] = {}
-        self._notes = [module.register_forward_pre_hook(self._before) for module in modules]
-        self._freed: tuple[Any, ...] = ()
-        self._users: dict[Any, list[Any]] = {}
-        """What each group gathers ahead as the caller has it, groups in order."""
-        self._taken: tuple[int, bool] = (0, False)
+        self._order: dict[Any, None] = {}
+        self._recording_hooks = [module.register_forward_pre_hook(self._before) for module in modules]
+        self._resharding: tuple[Any, ...] = ()
+        self._prefetched: dict[Any, list[Any]] = {}
+        """The groups that each group prefetches by the caller's own settings, in the order of the forward pass."""
+        self._applied: tuple[int, bool] = (0, False)
 
     def _before(self, module: Any, args: Any) -> None:
-        self.note(module)
+        self.record_module(module)
 
-    def note(self, module: Any) -> None:
-        """A module's turn has come. Of several, the first in the first pass counts."""
-        if self._notes:
-            self._came.setdefault(module)
+    def record_module(self, module: Any) -> None:
+        """Record that a module runs, in the first forward pass. Its later runs in that pass are ignored."""
+        if self._recording_hooks:
+            self._order.setdefault(module)
 
-    def take(self, method: Method) -> None:
-        """Follow a method from this forward pass on. Before the first pass the order of groups is not known."""
-        if self._came and self._notes:
-            self._know()
-        if not self._notes and self._taken != (method.ahead, method.unsharded):
-            self._set(method)
+    def use_method(self, method: Method) -> None:
+        """Use a method from this forward pass on. The first pass changes nothing, because the order is not known yet."""
+        if self._order and self._recording_hooks:
+            self._end_recording()
+        if not self._recording_hooks and self._applied != (method.ahead, method.unsharded):
+            self._apply(method)
 
-    def _know(self) -> None:
-        for note in self._notes:
-            note.remove()
-        self._notes = []
-        self._freed = tuple(module for module in self._came if _freed_after_forward(module))
-        states = dict.fromkeys(state_of(module) for module in self._came)  # a unit's modules share one
-        self._users = {state: prefetched(state) for state in states}
+    def _end_recording(self) -> None:
+        for hook in self._recording_hooks:
+            hook.remove()
+        self._recording_hooks = []
+        self._resharding = tuple(module for module in self._order if _reshards_after_forward(module))
+        states = dict.fromkeys(state_of(module) for module in self._order)  # a unit's modules share one
+        self._prefetched = {state: prefetched(state) for state in states}
 
-    def _set(self, method: Method) -> None:
-        order = list(self._users)
-        if method.ahead != self._taken[0]:
+    def _apply(self, method: Method) -> None:
+        order = list(self._prefetched)
+        if method.ahead != self._applied[0]:
             for at, state in enumerate(order):
                 ahead = order[at + 1 : at + 1 + method.ahead]
-                set_prefetched(state, ahead if method.ahead else self._users[state])
-        for module in self._freed:
+                set_prefetched(state, ahead if method.ahead else self._prefetched[state])
+        for module in self._resharding:
             module.set_reshard_after_forward(not method.unsharded, recurse=False)
-        self._taken = method.ahead, method.unsharded
+        self._applied = method.ahead, method.unsharded
 
 
-def _freed_after_forward(module: FSDPModule) -> bool:
-    """Whether a module's parameters go back to the shards that they had. Other meshes, and roots, are left as they are."""
+def _reshards_after_forward(module: FSDPModule) -> bool:
+    """Return whether a module's parameters are resharded after its forward pass, to the shards that they had before."""
     groups = param_groups(module)
     return bool(groups) and all(map(reshards_after_forward, groups))

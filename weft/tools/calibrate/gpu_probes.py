@@ -35,9 +35,9 @@ def peers(clock: Clock, nbytes: int) -> Allocation:
     """Zeroed symmetric memory of the world. Collective."""
     group = dist.group.WORLD
     assert group is not None
-    rank_group = RankGroup.of(group)
+    rank_group = RankGroup.acquire(group)
     try:
-        return rank_group.heap(clock.device).allocate(nbytes)
+        return rank_group.get_heap(clock.device).allocate(nbytes)
     finally:
         clock.barrier()
         rank_group.release()

@@ -38,7 +38,7 @@ def gathers(device: str, rows: int, columns: int) -> list[ProbeSample]:
 def _with_rank_group(probe: Callable[[Clock, RankGroup], list[ProbeSample]], device: str) -> list[ProbeSample]:
     group = dist.group.WORLD
     assert group is not None
-    rank_group = RankGroup.of(group)
+    rank_group = RankGroup.acquire(group)
     try:
         return probe(Clock(device), rank_group)
     finally:
@@ -47,7 +47,7 @@ def _with_rank_group(probe: Callable[[Clock, RankGroup], list[ProbeSample]], dev
 
 
 def _allocated(rank_group: RankGroup, nbytes: int) -> HostAllocation:
-    piece = rank_group.heap(torch.device("cpu")).allocate(nbytes)
+    piece = rank_group.get_heap(torch.device("cpu")).allocate(nbytes)
     assert isinstance(piece, HostAllocation)
     return piece
 
@@ -80,7 +80,7 @@ def hops(device: str) -> list[ProbeSample]:
             for _ in range(_MANY):
                 rounds[0] += 1
                 theirs.store(0, rounds[0])
-                rank_group.until(lambda: mine.load(0) >= rounds[0], lambda: f"round {rounds[0]} of the probe hop")
+                rank_group.wait_until(lambda: mine.load(0) >= rounds[0], lambda: f"round {rounds[0]} of the probe hop")
 
         return [clock.sample("hop", (_MANY,), work, per=_MANY)]
 

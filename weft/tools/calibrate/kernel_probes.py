@@ -51,9 +51,9 @@ def _shared(clock: Clock, nbytes: int) -> Iterator[Allocation]:
     """Symmetric memory of the world, until all ranks have done with it. Collective."""
     group = dist.group.WORLD
     assert group is not None
-    rank_group = RankGroup.of(group)
+    rank_group = RankGroup.acquire(group)
     try:
-        yield rank_group.heap(clock.device).allocate(nbytes)
+        yield rank_group.get_heap(clock.device).allocate(nbytes)
         clock.barrier()
     finally:
         rank_group.release()
