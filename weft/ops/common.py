@@ -301,9 +301,10 @@ def publish_error_instead(group: dist.ProcessGroup | None, error: Exception) -> 
 
 def resolve_group(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
     """Return (name, this rank, world_size) of a group. Raises ValueError if there is none, or this rank is not in it."""
-    if not dist.is_initialized():
-        raise ValueError("group: torch.distributed is not initialised; call dist.init_process_group, or start with torchrun")
-    group = dist.group.WORLD if group is None else group
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("group: torch.distributed is not initialised; call init_process_group, or start with torchrun")
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(no_group(group, "call the operator"))
     # The group's own methods: torch.distributed's functions of these names take ten times as long.
