@@ -236,11 +236,11 @@ class Drawn:
             expected = torch.cat([(x.double() @ y.double())[:, cols] for x, y in pairs])
             return lambda: weft.matmul_all_to_all(mine, right, self.group, schedule=case.schedule, split_dim=-1), expected
         rows, inner = slice(*split(case.m, self.size)[self.rank]), [slice(*cut) for cut in split(case.k, self.size)]
-        beside = torch.cat([x[rows, inner[source]] for source, (x, _) in enumerate(pairs)], 1)
+        gathered_a = torch.cat([x[rows, inner[source]] for source, (x, _) in enumerate(pairs)], 1)
         mine = laid(a[:, inner[self.rank]], case.a)
         self.linear = [mine]
         options = {"schedule": case.schedule, "gather_dim": -1}
-        return lambda: weft.all_to_all_matmul(mine, right, self.group, **options), beside.double() @ b.double()
+        return lambda: weft.all_to_all_matmul(mine, right, self.group, **options), gathered_a.double() @ b.double()
 
     def _collective(self) -> Work:
         case = self.case

@@ -248,14 +248,14 @@ def _guided(name: str, target: Target, seconds: float) -> None:
     def one(data: bytes) -> None:
         text = text_of(data, target.seeds)
         if wrong := tried(target, text):
-            print(f"{name}: {wrong}: {kept(name, text)}", flush=True)
+            print(f"{name}: {wrong}: {save_input(name, text)}", flush=True)
             raise AssertionError(wrong)
 
     atheris.Setup([sys.argv[0], f"-max_total_time={seconds:.0f}", "-max_len=64", "-verbosity=0", "-print_final_stats=1"], one)
     atheris.Fuzz()
 
 
-def kept(name: str, text: str, folder: Path = Path("out/fuzz")) -> Path:
+def save_input(name: str, text: str, folder: Path = Path("out/fuzz")) -> Path:
     """Where an input is kept."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}.json"
@@ -282,7 +282,7 @@ def main() -> None:
             wrong |= bool(found)
             print(f"{name}: {inputs} inputs, {len(found)} findings", flush=True)
             for what, text in found.items():
-                print(f"  {what}: {kept(name, text)}")
+                print(f"  {what}: {save_input(name, text)}")
         else:
             _guided(name, target, given.seconds)
     raise SystemExit(wrong)

@@ -228,8 +228,8 @@ def all_runs(
         found[name], reports[name] = learned(name, mesh, setup)
         first, last, seconds = found[name][0], found[name][-1], time.monotonic() - begun
         ended(name, found[name], f"{name:5} {first:.4f} to {last:.4f} in {seconds:.0f} s {reports[name]}")
-    told = compared(found, Text(setup.words).entropy)
-    return found, told | {"report": reports["weft"]}
+    comparison = compared(found, Text(setup.words).entropy)
+    return found, comparison | {"report": reports["weft"]}
 
 
 def start() -> DeviceMesh:
@@ -266,10 +266,10 @@ def main() -> None:
         if first:
             print(line, flush=True)
 
-    runs, told = all_runs(mesh, setup, ended)
-    write({"run": "compared", **told, "setup": vars(setup)})
+    runs, comparison = all_runs(mesh, setup, ended)
+    write({"run": "compared", **comparison, "setup": vars(setup)})
     if first:
-        print(json.dumps(told))
+        print(json.dumps(comparison))
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
     if not all(math.isfinite(loss) for losses in runs.values() for loss in losses):

@@ -79,15 +79,15 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         recorder = self
-        kept = {name: getattr(HostProgram, name) for name in ("play", "bind", "wait", "signal", "_barrier")}
+        originals = {name: getattr(HostProgram, name) for name in ("play", "bind", "wait", "signal", "_barrier")}
 
         def play(program: HostProgram, *arguments: Any) -> None:
             recorder._begin(program)
-            kept["play"](program, *arguments)
+            originals["play"](program, *arguments)
             recorder._tell(CALLER, Event("end", recorder._call))
 
         def bind(program: HostProgram, *arguments: Any) -> Bindings:
-            recorder._bindings = kept["bind"](program, *arguments)
+            recorder._bindings = originals["bind"](program, *arguments)
             return recorder._bindings
 
         def issuing(issue: Callable[..., None]) -> Callable[..., None]:
@@ -97,7 +97,7 @@ class Recorder:
             return issued
 
         def wait(program: HostProgram, slot: int, value: int) -> None:
-            kept["wait"](program, slot, value)
+            originals["wait"](program, slot, value)
             flag, lane, position = program._waiter[slot]
             at_least = max(one.at_least for one in waits(program._steps(lane)[position]) if one.flag == flag)
             if recorder._call + at_least:
@@ -106,12 +106,12 @@ class Recorder:
         def signal(program: HostProgram, rank: int, slot: int, value: int) -> None:
             (flag,) = (flag for flag, slots in program.flags.slots.items() if flag.rank == rank and slot in slots)
             recorder._here(Event("store", recorder._call, flag=_key(flag), value=recorder._call + 1))
-            kept["signal"](program, rank, slot, value)
+            originals["signal"](program, rank, slot, value)
 
         def barrier(program: HostProgram, where: Where) -> None:
             value = program._barriers + 1
             recorder._here(Event("store", recorder._call, flag=("meet", program.rank, 0), value=value))
-            kept["_barrier"](program, where)
+            originals["_barrier"](program, where)
             for rank in program.rank_group.ranks_on_node:
                 recorder._here(Event("seen", recorder._call, flag=("meet", rank, 0), value=value))
 

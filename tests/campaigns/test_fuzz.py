@@ -77,11 +77,11 @@ def _stale(given: fuzz.Fuzz) -> fuzz.FuzzReport:
 
     def remembering(self: Drawn) -> calls.Work:
         call, expected = work(self)
-        kept: list[torch.Tensor] = []
+        results: list[torch.Tensor] = []
 
         def again() -> torch.Tensor:
-            kept.append(call().clone())
-            return kept[0]
+            results.append(call().clone())
+            return results[0]
 
         return again, expected
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fuzz_parsers import Choices, Target, at_random, edited, kept, targets, text_of, tried
+from fuzz_parsers import Choices, Target, at_random, edited, save_input, targets, text_of, tried
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,7 @@ def test_a_parser_that_breaks_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     _, found = at_random(Target(breaks, ('{"a": 1}',)), seconds=10, inputs=400)
     assert "KeyError: 'planted'" in found
     shown = found["KeyError: 'planted'"]
-    assert kept("test", shown, tmp_path).read_text() == shown
+    assert save_input("test", shown, tmp_path).read_text() == shown
     monkeypatch.setattr("fuzz_parsers.SLOW_S", 0.0)
     assert tried(Target(lambda text: sum(range(100_000)), ()), "").startswith("it took")
 

@@ -27,15 +27,15 @@ def _runs(dtype: str) -> tuple[dict[str, Losses], dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_same_curve_in_float32(ranks: RankFixture) -> None:
-    for runs, told in ranks(2).run(_runs, "float32"):
+    for runs, comparison in ranks(2).run(_runs, "float32"):
         assert runs["weft"][-1] < runs["weft"][0] - 0.5
-        assert max(told["farthest"].values()) < 2e-4, told["farthest"]
+        assert max(comparison["farthest"].values()) < 2e-4, comparison["farthest"]
 
 
 def test_distances() -> None:
-    told = compared({"alone": [3.0, 2.0], "torch": [3.0, 1.5], "weft": [2.75, 1.5]}, floor=1.0)
-    assert told["distance"] == {"torch from alone": 0.25, "weft from torch": 0.125, "weft from alone": 0.375}
-    assert told["farthest"]["weft from alone"] == 0.5
+    comparison = compared({"alone": [3.0, 2.0], "torch": [3.0, 1.5], "weft": [2.75, 1.5]}, floor=1.0)
+    assert comparison["distance"] == {"torch from alone": 0.25, "weft from torch": 0.125, "weft from alone": 0.375}
+    assert comparison["farthest"]["weft from alone"] == 0.5
 
 
 def test_text_follows_its_chain() -> None:

@@ -172,8 +172,8 @@ def test_the_caller_is_named_where_a_lane_of_no_steps_ends_last() -> None:
     schedule = build(ALONE, "copy_engine")
 
     def without(lane: Lane, *names: str) -> Lane:
-        kept = (step for step in lane.steps if not (isinstance(step, Wait) and step.flag.name in names))
-        return dataclasses.replace(lane, steps=tuple(kept))
+        remaining = (step for step in lane.steps if not (isinstance(step, Wait) and step.flag.name in names))
+        return dataclasses.replace(lane, steps=tuple(remaining))
 
     idle = Lane("idle", "copy", ())
     ranks = (

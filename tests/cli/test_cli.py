@@ -306,11 +306,11 @@ def test_auto_falls_back_to_the_cpu_for_more_ranks_than_gpus(monkeypatch: pytest
 
 
 def test_outputs_are_tried_before_the_work_and_left_as_they_were(weft: Weft, runner: Runner, tmp_path: Path) -> None:
-    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
-    kept.write_text("mine")
-    is_one_error(weft("run", "llama3-8b", "--json", kept, "--trace", tmp_path / "no" / "trace.json"), "--trace")
+    existing, new = tmp_path / "kept.json", tmp_path / "new.json"
+    existing.write_text("mine")
+    is_one_error(weft("run", "llama3-8b", "--json", existing, "--trace", tmp_path / "no" / "trace.json"), "--trace")
     is_one_error(weft("run", "llama3-8b", "--json", new, "--trace", tmp_path / "no" / "trace.json"), "--trace")
-    assert kept.read_text() == "mine"
+    assert existing.read_text() == "mine"
     assert not new.exists()
 
 

@@ -62,8 +62,8 @@ def test_the_last_rank_of_a_chain_is_named(family: str) -> None:
     waits_at_its_first_gate(made, 1, passed=True)
     assert not any("waits for" in made.raiser(flag) for flag in mine), "rank 1 computes"
     waits_at_its_first_gate(made, 1)
-    told = [made.raiser(flag) for flag in raised_by(schedule, 1) if flag.rank == 0]
-    behind = [text for text in told if "which waits for" in text]
+    messages = [made.raiser(flag) for flag in raised_by(schedule, 1) if flag.rank == 0]
+    behind = [text for text in messages if "which waits for" in text]
     assert all(
         text.startswith("rank 1's lane ") and ("; rank 2's lane " in text or "; rank 0's lane " in text) for text in behind
     )

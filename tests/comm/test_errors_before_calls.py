@@ -68,9 +68,9 @@ def _alone(what: str, bound_s: float) -> tuple[str, float]:
 def test_peers_get_the_error_of_a_rank_that_has_not_entered_the_call(ranks: RankFixture, what: str) -> None:
     *others, (own, _) = ranks(2).run(_alone, what, 60.0)
     assert own.startswith(f"ValueError: {WORDS[what]}")
-    for told, share in others:
-        assert told.startswith("PeerLost: rank 1 raised an error and did not come to call ")
-        assert told.endswith(own)
+    for message, share in others:
+        assert message.startswith("PeerLost: rank 1 raised an error and did not come to call ")
+        assert message.endswith(own)
         assert share < 0.5
 
 
@@ -125,8 +125,8 @@ def _first(bound_s: float) -> tuple[str, float]:
 @pytest.mark.ranks
 def test_peers_get_the_error_of_a_rank_that_raises_in_a_first_call(ranks: RankFixture) -> None:
     *others, (own, _) = ranks(3).run(_first, 60.0)
-    for told, share in others:
-        assert told == f"PeerLost: rank 2 raised an error and did not come to the group's first call: {own}"
+    for message, share in others:
+        assert message == f"PeerLost: rank 2 raised an error and did not come to the group's first call: {own}"
         assert share < 0.5
 
 

@@ -154,9 +154,9 @@ def _lost(what: str, how: int, skip: int) -> tuple[str, float, float]:
                 call()
     except (PeerLost, WaitTimeout) as error:
         message = f"{type(error).__name__}: {error}"
-    told = time.monotonic()
+    raised_s = time.monotonic()
     weft.close()
-    return message, told - began, time.monotonic() - told
+    return message, raised_s - began, time.monotonic() - raised_s
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def _raises_between(what: str, skip: int) -> str:
 @pytest.mark.parametrize(("what", "skip"), [("dispatch", 5), ("backward", 0), ("concurrent", 0)])
 def test_an_error_between_exchanges_leaves_nothing_posted(what: str, skip: int) -> None:
     with Ranks(3, environment={"WEFT_TIMEOUT_S": "20"}) as pool:
-        told = pool.run(_raises_between, what, skip, timeout_s=60)
-    assert told.pop(VICTIM).startswith("KeyboardInterrupt")
+        messages = pool.run(_raises_between, what, skip, timeout_s=60)
+    assert messages.pop(VICTIM).startswith("KeyboardInterrupt")
     reason = rf"PeerLost: (rank \d failed: )?rank {VICTIM} failed: KeyboardInterrupt"
-    assert all(re.fullmatch(reason, one) for one in told), told
+    assert all(re.fullmatch(reason, one) for one in messages), messages

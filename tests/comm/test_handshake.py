@@ -89,8 +89,8 @@ def _all(call: Callable[[Any], Any], ranks: list[Any]) -> list[Any]:
 def test_all_get_what_all_say_by_rank_and_again(group: Callable[[int], list[Any]], size: int) -> None:
     ranks = group(size)
     for turn in range(3):
-        told = _all(lambda rank: _say(rank, [rank.rank(), "ü"]), ranks)
-        assert told == [[[rank, "ü"] for rank in range(size)]] * size, turn
+        answers = _all(lambda rank: _say(rank, [rank.rank(), "ü"]), ranks)
+        assert answers == [[[rank, "ü"] for rank in range(size)]] * size, turn
 
 
 def test_one_handshake_after_the_other(group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ def test_one_handshake_after_the_other(group: Callable[[int], list[Any]], monkey
         return read(self, keys)
 
     monkeypatch.setattr(module._Attempt, "_read", later)
-    told = _all(lambda rank: [_say(rank, [turn, rank.rank()]) for turn in range(10)], group(3))
-    assert told == [[[[turn, rank] for rank in range(3)] for turn in range(10)]] * 3
+    answers = _all(lambda rank: [_say(rank, [turn, rank.rank()]) for turn in range(10)], group(3))
+    assert answers == [[[[turn, rank] for rank in range(3)] for turn in range(10)]] * 3
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
@@ -116,8 +116,8 @@ def test_who_is_missing_is_named_and_all_can_come_later(group: Callable[[int], l
         assert time.monotonic() - began < LATE_S, turn
         assert all(error.startswith("WaitTimeout: within 0.6 s (WEFT_TIMEOUT_S), rank") for error in errors)
         assert sum(f"rank {missing} has not come" in error for error in errors) == 2, errors
-    told = _all(lambda rank: _say(rank, ["new", rank.rank()]), ranks)
-    assert told == [[["new", 0], ["new", 1], ["new", 2]]] * 3
+    answers = _all(lambda rank: _say(rank, ["new", rank.rank()]), ranks)
+    assert answers == [[["new", 0], ["new", 1], ["new", 2]]] * 3
 
 
 def test_a_late_rank_is_waited_for(
@@ -133,8 +133,8 @@ def test_a_late_rank_is_waited_for(
         return _say(rank, rank.rank(), 2 * LATE_S)
 
     with caplog.at_level(logging.WARNING, "weft"):
-        told = _all(come, group(3))
-    assert told == [[0, 1, 2]] * 3
+        answers = _all(come, group(3))
+    assert answers == [[0, 1, 2]] * 3
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert all("for 0.2 s rank 1 has not come" in text for text in said)

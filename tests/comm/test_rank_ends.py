@@ -275,8 +275,8 @@ def test_peers_of_a_rank_that_raises_while_it_plans_get_its_error_at_once(ranks:
 
 
 def test_a_group_whose_ranks_all_refuse_a_call_works_on(ranks: RankFixture) -> None:
-    told = ranks(2).run(_raises_while_it_plans, ValueError("planted"), (0, 1))
-    assert [said for said, _ in told] == ["ValueError: planted"] * 2
+    reports = ranks(2).run(_raises_while_it_plans, ValueError("planted"), (0, 1))
+    assert [said for said, _ in reports] == ["ValueError: planted"] * 2
 
 
 def _first_call_without_a_rank() -> tuple[str, float]:

@@ -20,8 +20,8 @@ BEFORE_SLEEP = 51
 """How often a wait looks before it sleeps."""
 
 
-def _alike(rank_group: RankGroup) -> int:
-    """Many more calls than are kept in the log, one rank far ahead of the other."""
+def _repeat_same_calls(rank_group: RankGroup) -> int:
+    """Make many more calls than the log holds, with one rank far ahead of the other. Return the number of calls."""
     first = rank_group.number_agreed_text("op: gather") if rank_group.agree_on_call("op: gather") else 0
     rank_group.agree_on_call("op: scatter")
     second = rank_group.number_agreed_text("op: scatter")
@@ -97,9 +97,9 @@ def _last_call(rank_group: RankGroup) -> str:
     return "nothing noticed"
 
 
-def _told(rank_group: RankGroup) -> float:
-    """Rank 0 fails, and waits in vain. Then rank 1 tells its calls, and rank 2 not before it closes, which is later. When they
-    did, by the host's clock, and when rank 0 knew."""
+def _when_notified(rank_group: RankGroup) -> float:
+    """Rank 0 fails, and waits until all ranks know. Rank 1 fails, too, and later rank 2 closes the group.
+    Return when each rank did so, by the host's clock, and when rank 0's wait ended."""
     rank_group.agree_on_call("op: last")
     if rank_group.rank == 0:
         assert not rank_group.has_failed_peer()
@@ -133,7 +133,7 @@ def _with_rank_group(function: str) -> object:
 
 
 def test_calls_alike(ranks: RankFixture) -> None:
-    assert ranks(2).run(_with_rank_group, "_alike") == [3003, 3003]
+    assert ranks(2).run(_with_rank_group, "_repeat_same_calls") == [3003, 3003]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_calls_that_differ_are_noticed(ranks: RankFixture, function: str, words:
 
 def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> None:
     """Those that have told their calls, and those that have left; for so long as it is told to."""
-    knew, first, last = ranks(3).run(_with_rank_group, "_told")
+    knew, first, last = ranks(3).run(_with_rank_group, "_when_notified")
     assert max(first, last) < knew < max(first, last) + 40
 
 
@@ -162,8 +162,8 @@ def test_a_rank_may_leave_while_others_end_their_last_call(ranks: RankFixture) -
 
 
 def test_texts_that_differ_where_there_is_no_room_differ_in_what_is_compared() -> None:
-    alike = "dims\n" * TEXT_BYTES
-    one, other = (clipped(f"{alike}schedule: {name}", TEXT_BYTES) for name in ("direct_store", "sequential"))
+    common_start = "dims\n" * TEXT_BYTES
+    one, other = (clipped(f"{common_start}schedule: {name}", TEXT_BYTES) for name in ("direct_store", "sequential"))
     assert one != other
     assert len(one.encode()) == TEXT_BYTES
     assert clipped("short", TEXT_BYTES) == "short"

@@ -93,9 +93,9 @@ def arriving(schedule: Schedule) -> Counter[int]:
             found[rank] += sum(region_bytes(schedule, receive.dst) for receive in step.receives)
         if isinstance(step, Collective):
             low, high = problem.shards[rank] if problem.shards else (0, 0)
-            kept = {"all_gather": step.src.size, "reduce_scatter": 0, "all_reduce": 0}
+            own_elements = {"all_gather": step.src.size, "reduce_scatter": 0, "all_reduce": 0}
             found[rank] += region_bytes(schedule, step.dst)
-            found[rank] -= kept.get(step.op, (high - low) * step.src.shape[1]) * problem.itemsize
+            found[rank] -= own_elements.get(step.op, (high - low) * step.src.shape[1]) * problem.itemsize
     return found
 
 
@@ -222,7 +222,7 @@ def _every_spec(op: Op, dtype: torch.dtype) -> None:
         _forward(op, spec, (7,), 0, dtype)
 
 
-def _beside(spec: str) -> None:
+def _run_concurrent(spec: str) -> None:
     for turn, op in enumerate(COLLECTIVE_OPS):
         exchange, products = Exchange(op, torch.device("cpu"), part=37), Products(torch.device("cpu"), size=8)
         if "pull" in spec and not exchange.collective.pulls:
@@ -240,4 +240,4 @@ CPU_METHODS = [
 @pytest.mark.ranks
 @pytest.mark.parametrize("spec", CPU_METHODS)
 def test_collectives_beside_a_computation_run_on_cpu_ranks(ranks: RankFixture, spec: str) -> None:
-    ranks(WORLD).run(_beside, spec)
+    ranks(WORLD).run(_run_concurrent, spec)

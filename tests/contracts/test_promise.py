@@ -165,13 +165,13 @@ def _schedules(
 ) -> dict[str, Schedule]:
     """By name, the schedule of the problem that calls of this file have."""
     if op == "concurrent":
-        return {spec: _built(_beside(spec), op, spec) for spec in names}
+        return {spec: _built(_make_concurrent_problem(spec), op, spec) for spec in names}
     (found, *_) = pool.run(named, op, names[:1], nodes[0] if nodes else 0, dtype, kernels)
     problem = found[names[0]].problem
     return {spec: _built(problem, op, spec) for spec in names}
 
 
-def _beside(spec: str) -> ConcurrentProblem:
+def _make_concurrent_problem(spec: str) -> ConcurrentProblem:
     ops = [op for op in COLLECTIVE_OPS if "pull" not in spec or op in ("all_gather", "all_reduce")]
     return ConcurrentProblem(
         collectives=tuple(

@@ -12,7 +12,7 @@ from ragged_work import PATTERNS, counts_of, round_trip
 from rank_pools import ranks_on_gpus
 from rank_work import bound, here
 from test_all_to_all import COMBINE, DISPATCH, check_both
-from test_columns import APART, BESIDE
+from test_columns import GATHER_SPECS, SPLIT_SPECS
 from test_columns import check_both as check_columns
 
 import weft
@@ -43,11 +43,11 @@ def test_every_schedule_is_right_and_skew_does_not_matter(pool: Ranks, dtype: to
 @alarm(90)
 def _columns(dtype: torch.dtype) -> None:
     for m, n, k in ((512, 256, 128), (253, 40, 72), (5, 3, 7), (40, 0, 64)):
-        for name in dict.fromkeys((*APART, *BESIDE)):
-            apart, beside = (name if name in names else "sequential" for names in (APART, BESIDE))
+        for name in dict.fromkeys((*SPLIT_SPECS, *GATHER_SPECS)):
+            split_spec, gather_spec = (name if name in names else "sequential" for names in (SPLIT_SPECS, GATHER_SPECS))
             for call in range(6):
                 late(call)
-                check_columns(m, n, k, dtype, apart, beside, call)
+                check_columns(m, n, k, dtype, split_spec, gather_spec, call)
     weft.close()
 
 
@@ -96,8 +96,8 @@ def _graph() -> None:
         if call % 50 == 0:
             late(call // 50)
         graph.replay()
-        kept = int(counts.sum())
-        wrong += (home[:kept] != a[:kept]).sum() + home[kept:].count_nonzero()
+        rows = int(counts.sum())
+        wrong += (home[:rows] != a[:rows]).sum() + home[rows:].count_nonzero()
     assert int(wrong) == 0
     weft.close()
 

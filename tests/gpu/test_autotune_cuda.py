@@ -62,10 +62,10 @@ def _auto() -> tuple[list[tuple[str, dict[str, float]]], list[str], int, int]:
 def test_auto_is_measured(pool: Ranks) -> None:
     answers = pool.run(_auto)
     assert all(answer == answers[0] for answer in answers)
-    choices, kept, bound, closed = answers[0]
+    choices, specs, bound, closed = answers[0]
     assert len(choices) == 2 * len(SHAPES)
-    assert sorted(kept) == sorted(text for text, _ in choices)
-    assert bound - closed == len(kept)
+    assert sorted(specs) == sorted(text for text, _ in choices)
+    assert bound - closed == len(specs)
     assert bound >= sum(len(us) for _, us in choices)
     assert any(us for _, us in choices)
     for text, us in choices:
@@ -114,15 +114,15 @@ def test_a_graph_of_what_was_measured(pool: Ranks) -> None:
 def _planned() -> list[str]:
     check_gather(512, 256, 384, torch.bfloat16, "planned", 0)
     assert weft.choices() == []
-    kept = _schedules()
+    specs = _schedules()
     weft.close()
-    return kept
+    return specs
 
 
 def test_planned_measures_nothing(pool: Ranks) -> None:
     pool.run(weft.close)
-    for kept in pool.run(_planned):
-        assert len(kept) == 1
+    for specs in pool.run(_planned):
+        assert len(specs) == 1
 
 
 @alarm(300)

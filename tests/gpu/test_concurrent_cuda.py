@@ -86,15 +86,15 @@ def test_every_way_is_right(pool: Ranks, op: str) -> None:
     assert min(pool.run(_every_method, op, timeout_s=120)) > 8
 
 
-Told = list[tuple[str, str, dict[str, float]]]
+ChoiceRows = list[tuple[str, str, dict[str, float]]]
 
 
-def _told() -> Told:
+def _get_choices() -> ChoiceRows:
     return [(choice.key, choice.method, choice.us) for choice in weft.concurrent_choices()]
 
 
 @alarm(40)
-def _contest() -> Told:
+def _contest() -> ChoiceRows:
     weft.close()
     for op in OPS:
         exchange, products = Exchange(op, _device(), part=4 * PART), Products(_device(), size=2048)
@@ -114,7 +114,7 @@ def _contest() -> Told:
             products.check(out)
         torch.cuda.synchronize()
         dist.barrier()
-    return _told()
+    return _get_choices()
 
 
 def test_a_trial_agrees_and_a_graph_keeps_its_method(pool: Ranks) -> None:
@@ -128,7 +128,7 @@ def test_a_trial_agrees_and_a_graph_keeps_its_method(pool: Ranks) -> None:
 
 
 @alarm(40)
-def _planned() -> Told:
+def _planned() -> ChoiceRows:
     """A context takes the planner's choice from the first use on, eagerly and in a graph."""
     weft.close()
     exchange, products = Exchange("all_reduce", _device(), part=4 * PART), Products(_device(), size=2048)
@@ -157,7 +157,7 @@ def _planned() -> Told:
     dist.barrier()
     assert products.calls == 7
     assert len(seen) == 1
-    return _told()
+    return _get_choices()
 
 
 def test_a_context_takes_the_planners_choice(pool: Ranks) -> None:
@@ -225,7 +225,7 @@ def test_uses_nest_over_two_groups(pool: Ranks, method: str, other: str) -> None
 
 
 @alarm(40)
-def _graph_as_computation() -> Told:
+def _graph_as_computation() -> ChoiceRows:
     weft.close()
     exchange, products = Exchange("all_to_all", _device(), part=PART), Products(_device(), size=1024)
     products()
@@ -238,7 +238,7 @@ def _graph_as_computation() -> Told:
         weft.concurrent(graph, exchange.collective, key="graph", repeatable=True)
         exchange.check(turn)
         products.check(out)
-    return _told()
+    return _get_choices()
 
 
 def test_a_graph_is_a_computation(pool: Ranks) -> None:
@@ -260,7 +260,7 @@ def _repeated_kernel(x_ptr, out_ptr, count, TURNS: tl.constexpr, BLOCK: tl.const
 
 
 @alarm(40)
-def _named_kernels() -> Told:
+def _named_kernels() -> ChoiceRows:
     weft.close()
     exchange = Exchange("all_reduce", _device(), part=PART)
     x = torch.zeros(1 << 22, device="cuda")
@@ -279,7 +279,7 @@ def _named_kernels() -> Told:
         method = "nccl+priority+resident=2"
         out = weft.concurrent(compute, exchange.collective, method=method, kernels=[_repeated_kernel])
         assert torch.equal(out, x + 64)
-    return _told()
+    return _get_choices()
 
 
 def test_named_kernels_are_capped(pool: Ranks) -> None:
@@ -347,7 +347,7 @@ def test_offloaded_parameters_train_as_pytorch_does(pool: Ranks) -> None:
     pool.run(_all_offloaded, timeout_s=90)
 
 
-def _trained(kind: str, methods: list[str]) -> Told:
+def _trained(kind: str, methods: list[str]) -> ChoiceRows:
     _alarm()
     weft.close()
     plain, _ = _losses(kind, None)
@@ -359,7 +359,7 @@ def _trained(kind: str, methods: list[str]) -> Told:
     torch.cuda.synchronize()
     dist.barrier()
     faulthandler.cancel_dump_traceback_later()
-    return _told()
+    return _get_choices()
 
 
 @pytest.mark.parametrize(

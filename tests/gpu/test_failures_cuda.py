@@ -193,17 +193,17 @@ def test_a_rank_that_does_not_come_to_nccls_collective(how: str, tmp_path: Path)
     with Ranks(2, device=gpus(), environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
         ranks.start(_nccl_waits_for, 1, how, str(tmp_path / "again"))
         if how == "late":
-            told = ranks.finish(timeout_s=60)
+            reports = ranks.finish(timeout_s=60)
         else:
             with pytest.raises(RankFailed) as caught:
                 ranks.finish(timeout_s=60)
             assert [rank for rank, _ in caught.value.failures] == [1], caught.value.failures
-            told = caught.value.results
-    message, seconds = told[0]
+            reports = caught.value.results
+    message, seconds = reports[0]
     assert message.startswith("WaitTimeout: rank 0" if how == "late" else "PeerLost: rank 1 (process"), message
     assert seconds < BOUND_S + 3
     if how == "late":
-        assert "has failed (rank 0 failed: rank 0, lane compute" in told[1][0], told[1]
+        assert "has failed (rank 0 failed: rank 0, lane compute" in reports[1][0], reports[1]
 
 
 @alarm(60)
@@ -243,7 +243,7 @@ def _operands() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(64 * dist.get_world_size(), 64, device=here()).bfloat16(), torch.ones(64, 128, device=here()).bfloat16()
 
 
-def _told(work: Callable[[], object]) -> tuple[str, float]:
+def _time_to_error(work: Callable[[], object]) -> tuple[str, float]:
     """What some work, or waiting for the GPU behind it, raises, and after how many seconds."""
     began = time.monotonic()
     message = told_of(work)
@@ -280,16 +280,16 @@ def _queued() -> tuple[str, float]:
         assert group is not None
         raise GROUPS.state(group.group_name).rank_group.fail(MemoryError("planted"))
 
-    told = _told(fails if dist.get_rank() == 1 else queued)
+    reports = _time_to_error(fails if dist.get_rank() == 1 else queued)
     _all_go_on()
-    return told
+    return reports
 
 
 def test_a_call_that_is_queued_when_a_rank_fails_is_told(pool: Ranks) -> None:
     """It finds all flags raised when its turn comes."""
-    told = pool.run(_queued, timeout_s=90)
-    assert told.pop(1)[0] == "MemoryError: planted"
-    assert all(message.startswith("PeerLost: rank") and "failed: planted" in message for message, _ in told), told
+    reports = pool.run(_queued, timeout_s=90)
+    assert reports.pop(1)[0] == "MemoryError: planted"
+    assert all(message.startswith("PeerLost: rank") and "failed: planted" in message for message, _ in reports), reports
 
 
 def _raises_within(step: int, replays: bool) -> tuple[str, float]:
@@ -314,21 +314,21 @@ def _raises_within(step: int, replays: bool) -> tuple[str, float]:
         Replays.find = lambda *_: None  # type: ignore[method-assign, assignment]
     try:
         with before_launches(raise_at) if dist.get_rank() == 1 else nullcontext():
-            told = _told(lambda: weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2"))
+            reports = _time_to_error(lambda: weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2"))
     finally:
         Replays.find = find  # type: ignore[method-assign]
     _all_go_on()
-    return told
+    return reports
 
 
 @pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_rank_that_raises_while_it_enqueues(pool: Ranks, step: int, replays: bool) -> None:
     """What it has enqueued waits for what it has not; so it drains only once it is released."""
-    told = pool.run(_raises_within, step, replays, timeout_s=90)
-    assert told.pop(1)[0] == "MemoryError: planted"
-    assert all(message.startswith("PeerLost: rank") and "planted" in message for message, _ in told), told
-    assert all(seconds < BOUND_S for _, seconds in told), told
+    reports = pool.run(_raises_within, step, replays, timeout_s=90)
+    assert reports.pop(1)[0] == "MemoryError: planted"
+    assert all(message.startswith("PeerLost: rank") and "planted" in message for message, _ in reports), reports
+    assert all(seconds < BOUND_S for _, seconds in reports), reports
 
 
 def _comes_late(what: str) -> tuple[str, float]:
@@ -359,17 +359,17 @@ def _comes_late(what: str) -> tuple[str, float]:
         if what == "close":
             weft.close()
 
-    told = _told(work)
+    reports = _time_to_error(work)
     _all_go_on()
-    return told
+    return reports
 
 
 @pytest.mark.parametrize("what", ["backward", "close", "many calls"])
 def test_whoever_reads_what_a_late_rank_is_missing_from_is_told(pool: Ranks, what: str) -> None:
-    told = pool.run(_comes_late, what, timeout_s=130)
-    assert all(message != "right" for message, _ in told), told
-    assert any(message.startswith("WaitTimeout: rank") for message, _ in told), told
-    assert all(seconds < 6 * BOUND_S for _, seconds in told), told
+    reports = pool.run(_comes_late, what, timeout_s=130)
+    assert all(message != "right" for message, _ in reports), reports
+    assert any(message.startswith("WaitTimeout: rank") for message, _ in reports), reports
+    assert all(seconds < 6 * BOUND_S for _, seconds in reports), reports
 
 
 @alarm(60)

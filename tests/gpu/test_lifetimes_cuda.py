@@ -239,7 +239,7 @@ def test_symmetric_memory_is_freed_in_no_capture(pool: Ranks) -> None:
 @alarm(60)
 def _held_by_a_graph() -> list[float]:
     """A replay's result after many other problems have come and gone, and each of theirs, which use what was given back."""
-    kept = programs.OVERHEAD_BYTES
+    overhead_bytes = programs.OVERHEAD_BYTES
     programs.OVERHEAD_BYTES, os.environ["WEFT_PROGRAM_MEMORY_GB"] = 10**9, "2.5"  # two beside those in graphs
     size = dist.get_world_size()
 
@@ -262,7 +262,7 @@ def _held_by_a_graph() -> list[float]:
             wrong.append(float((others.float().view(size, rows, 64)[:, 0, 0] - expected[::32]).abs().max()))
         del graph
     finally:
-        programs.OVERHEAD_BYTES = kept
+        programs.OVERHEAD_BYTES = overhead_bytes
         del os.environ["WEFT_PROGRAM_MEMORY_GB"]
     weft.close()
     return wrong
@@ -398,10 +398,10 @@ def _full(spec: str) -> None:
     torch.cuda.empty_cache()
     result = torch.empty(m, n, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
-        kept = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        tensors = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
         free, _ = torch.cuda.mem_get_info()
         rest = torch.empty(free - 16 * MIB, dtype=torch.uint8, device="cuda")
-        kept.clear()
+        tensors.clear()
     del result
     dist.all_reduce(torch.zeros(1))  # gloo's: NCCL would need memory
     out = weft.all_gather_matmul(shards[2], b, schedule=spec)

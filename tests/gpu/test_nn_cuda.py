@@ -65,8 +65,8 @@ def _inductor() -> str:
 
 
 def test_pass_with_inductor(pool: Ranks) -> None:
-    for told in pool.run(_inductor, timeout_s=120):
-        assert told.startswith("overlapped 4 of 4 places in 2 graphs")
+    for report in pool.run(_inductor, timeout_s=120):
+        assert report.startswith("overlapped 4 of 4 places in 2 graphs")
 
 
 def _both(size: int) -> tuple[Experts, Experts]:
@@ -98,12 +98,12 @@ def _experts() -> None:
             torch.cuda._sleep(9_000_000)
         got = shared(x[rank], index[rank], weights[rank])
         wanted = [alone(*one) for one in zip(x, index, weights, strict=True)]
-        _alike(got, wanted[rank])
+        _assert_close(got, wanted[rank])
         for model, out in ((shared, got), (alone, torch.stack(wanted))):
             model.zero_grad()
             out.float().square().sum().backward()
         for name, parameter in shared.named_parameters():
-            _alike(parameter.grad.full_tensor(), alone.get_parameter(name).grad)  # type: ignore[union-attr, operator]
+            _assert_close(parameter.grad.full_tensor(), alone.get_parameter(name).grad)  # type: ignore[union-attr, operator]
     weft.close()
 
 
@@ -124,7 +124,7 @@ def _changing() -> list[float]:
             with torch.autocast("cuda", torch.bfloat16):
                 got, wanted = shared(x.float(), index, weights), alone(x.float(), index, weights)
             assert got.dtype == wanted.dtype == torch.bfloat16
-            _alike(got, wanted)
+            _assert_close(got, wanted)
             got.float().sum().backward()
         torch.cuda.synchronize()
         dist.barrier()
@@ -143,7 +143,7 @@ def test_numbers_of_tokens_that_change_take_no_more_memory(pool: Ranks) -> None:
         assert free[1] - free[-1] < 64, free
 
 
-def _alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
+def _assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     difference = (got.float() - wanted.float()).abs().max() / wanted.float().abs().max()
     assert difference < 0.03, difference
 
@@ -167,10 +167,10 @@ def _uneven() -> None:
             model.zero_grad()
             out.float().square().sum().backward()
         if tokens[rank % 2]:
-            _alike(got, wanted[rank])
+            _assert_close(got, wanted[rank])
         if any(tokens):
             for name, parameter in shared.named_parameters():
-                _alike(parameter.grad.full_tensor(), alone.get_parameter(name).grad)  # type: ignore[union-attr, operator]
+                _assert_close(parameter.grad.full_tensor(), alone.get_parameter(name).grad)  # type: ignore[union-attr, operator]
     index[:, 0, 0] = 2 * size
 
     def refused() -> None:
@@ -204,7 +204,7 @@ def _captured() -> None:
             for old, new in zip(given, fresh, strict=True):
                 old.copy_(new)
             graph.replay()
-            _alike(out, alone(*fresh))
+            _assert_close(out, alone(*fresh))
     torch.cuda.synchronize()
     del graph
     weft.close()

@@ -387,11 +387,11 @@ def _other_copy(schedule: Schedule, rng: random.Random) -> Schedule | None:
     pairs = [(f, g) for flags in found for f in flags for g in flags if f != g and f.rank == g.rank]
     if not pairs:
         return None
-    gone, kept = rng.choice(pairs)
+    gone, kept_flag = rng.choice(pairs)
     dropped = map_steps(schedule, lambda step: step if isinstance(step, (Signal, Push)) else _without(step, gone))
     if rng.random() < 0.7:
         return dropped
-    place = next((p for p in places(dropped, lambda step: isinstance(step, Wait) and step.flag == kept)), None)
+    place = next((p for p in places(dropped, lambda step: isinstance(step, Wait) and step.flag == kept_flag)), None)
     return with_step(dropped, place, step_at(dropped, place), Wait(gone)) if place else None
 
 

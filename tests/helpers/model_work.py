@@ -59,7 +59,7 @@ def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def alike(got: Any, expected: Any) -> None:
+def assert_close(got: Any, expected: Any) -> None:
     torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
 
 
@@ -92,7 +92,7 @@ def as_alone(kind: str, others: dict[str, Any]) -> str:
     time. The report."""
     alone = tiny(kind, **others)
     model = sharded(alone, few_tokens=0)
-    alike(trained(model, (8, 11)), trained(alone, (8, 11)))
+    assert_close(trained(model, (8, 11)), trained(alone, (8, 11)))
     for prompt in (text(1, 9), text(3, 2)):
         assert torch.equal(written(model, prompt, 5), written(alone, prompt, 5))
     return str(weft.overlap_report(model))

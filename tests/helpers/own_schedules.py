@@ -247,8 +247,8 @@ def tables_made() -> tuple[int, int]:
     weft.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused.FusedGemm, "_make_tables", watched)
-        kept = [weft.matmul_all_to_all(a, b, schedule=schedule) for _ in range(4)]
-    assert len({out.data_ptr() for out in kept}) == 4
+        outs = [weft.matmul_all_to_all(a, b, schedule=schedule) for _ in range(4)]
+    assert len({out.data_ptr() for out in outs}) == 4
     gc.collect()
     return len(made), sum(one() is not None for one in made)
 

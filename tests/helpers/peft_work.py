@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model_work import SCHEDULE, alike, mesh, text, tiny, whole
+from model_work import SCHEDULE, assert_close, mesh, text, tiny, whole
 from torch import nn
 
 import weft
@@ -74,14 +74,14 @@ def trains(kind: str, lora: dict[str, Any], others: dict[str, Any]) -> str:
     model = shard(alone)
     got, want = steps(model, (8, 11)), steps(alone, (8, 11))
     assert len(want[0]) > 1
-    alike(got, want)
+    assert_close(got, want)
     for few in (0, 128):
         model = shard(alone, few_tokens=few)
-        alike(gradients(model, text(2, 9)), gradients(alone, text(2, 9)))
+        assert_close(gradients(model, text(2, 9)), gradients(alone, text(2, 9)))
         options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
         assert torch.equal(model.generate(input_ids=text(2, 9), **options), alone.generate(input_ids=text(2, 9), **options))
         with model.disable_adapter(), alone.disable_adapter():
-            alike(logits(model, text(2, 9)), logits(alone, text(2, 9)))
+            assert_close(logits(model, text(2, 9)), logits(alone, text(2, 9)))
     return str(weft.overlap_report(model.get_base_model()))
 
 
@@ -93,24 +93,24 @@ def switches_and_merges(lora: dict[str, Any]) -> None:
     for name in ("second", "default"):
         for each in (model, alone):
             each.set_adapter(name)
-        alike(gradients(model, ids), gradients(alone, ids))
+        assert_close(gradients(model, ids), gradients(alone, ids))
     if not lora:
         names = {"adapter_names": ["second", "__base__"]}
-        alike(logits(model.eval(), ids, **names), logits(alone.eval(), ids, **names))
+        assert_close(logits(model.eval(), ids, **names), logits(alone.eval(), ids, **names))
     for each in (model, alone):
         each.merge_adapter()
-    alike(logits(model, ids), logits(alone, ids))
+    assert_close(logits(model, ids), logits(alone, ids))
     with model.disable_adapter(), alone.disable_adapter():
-        alike(logits(model, ids), logits(alone, ids))
+        assert_close(logits(model, ids), logits(alone, ids))
     for each in (model, alone):
         each.merge_adapter(["second"], safe_merge=True)
-    alike(logits(model, ids), logits(alone, ids))
+    assert_close(logits(model, ids), logits(alone, ids))
     for each in (model, alone):
         each.unmerge_adapter()
-    alike(logits(model, ids), logits(alone, ids))
+    assert_close(logits(model, ids), logits(alone, ids))
     merged = [each.merge_and_unload() for each in (model, alone)]
     for length in (9, 4):
-        alike(*(logits(each, text(2, length)) for each in merged))
+        assert_close(*(logits(each, text(2, length)) for each in merged))
 
 
 def saves(folder: str) -> None:
@@ -120,7 +120,7 @@ def saves(folder: str) -> None:
     alone = adapted(modules_to_save=["lm_head"])
     shard(alone).save_pretrained(folder)
     again = peft.PeftModel.from_pretrained(tiny("qwen2"), folder)
-    alike(logits(again, text(2, 9)), logits(alone, text(2, 9)))
+    assert_close(logits(again, text(2, 9)), logits(alone, text(2, 9)))
 
 
 def recomputed_and_compiled() -> None:
@@ -132,11 +132,11 @@ def recomputed_and_compiled() -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         model.enable_input_require_grads()
         for length in want:
-            alike(gradients(model, text(2, length)), want[length])
+            assert_close(gradients(model, text(2, length)), want[length])
     model = shard(alone)
     for layer in model.get_base_model().model.layers:
         layer.compile(backend="aot_eager")
-    alike(gradients(model, text(2, 9)), want[9])
+    assert_close(gradients(model, text(2, 9)), want[9])
 
 
 def draws_dropout() -> None:
@@ -147,14 +147,14 @@ def draws_dropout() -> None:
         mine = gradients(model, text(2, 9)), torch.rand(1)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, mine)
-        alike(everybody[0], everybody[1])
+        assert_close(everybody[0], everybody[1])
 
 
 def refused() -> list[str]:
     """PEFT's adapters that weft.parallelize does not take."""
     import peft
 
-    told = []
+    messages = []
     of_all = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     for kind, made in (
         ("llama", peft.IA3Config(task_type="CAUSAL_LM", **of_all)),
@@ -163,15 +163,15 @@ def refused() -> list[str]:
         try:
             weft.parallelize(peft.get_peft_model(tiny(kind), made).get_base_model(), mesh())
         except ValueError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def comes_late() -> list[str]:
     """Adapters that come after weft.parallelize, around sharded linears or into LoRA layers that are there."""
     import peft
 
-    told = []
+    messages = []
     late = weft.parallelize(tiny("qwen2"), mesh(), schedule=SCHEDULE)
     wrapped = peft.get_peft_model(late, config(target_modules=["up_proj"]))
     second = shard(adapted(target_modules=["o_proj"]))
@@ -180,5 +180,5 @@ def comes_late() -> list[str]:
         try:
             logits(model, text(2, 9))
         except ValueError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages

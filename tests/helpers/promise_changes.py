@@ -305,10 +305,10 @@ def lane(schedule: Schedule, rank: int) -> Iterator[Schedule]:
         alone = replace(one, name="other", kind=kind, steps=(step,))
         if less.steps or kind != one.kind:
             yield with_lanes(schedule, rank, [*lanes[:index], *[less] * bool(less.steps), *lanes[index + 1 :], alone])
-    beside = isinstance(schedule.problem, ConcurrentProblem)
+    is_concurrent = isinstance(schedule.problem, ConcurrentProblem)
     for index, one in enumerate(lanes):
         # Beside a computation, lanes of kind compute and network go by their kinds, whatever they are called.
-        if one.steps and not (beside and one.kind in ("compute", "network")):
+        if one.steps and not (is_concurrent and one.kind in ("compute", "network")):
             yield with_lanes(schedule, rank, [*lanes[:index], replace(one, name=f"other_{one.name}"), *lanes[index + 1 :]])
 
 
@@ -318,8 +318,8 @@ def _lanes_beside(schedule: Schedule, rank: int) -> Iterator[Schedule]:
     (compute,) = (one for one in lanes if one.kind == "compute")
     moved = tuple(step for step in compute.steps if isinstance(step, Collective))
     if moved:
-        kept = tuple(step for step in compute.steps if step not in moved)
-        yield with_lanes(schedule, rank, [Lane("network", "network", moved), replace(compute, steps=kept)])
+        remaining = tuple(step for step in compute.steps if step not in moved)
+        yield with_lanes(schedule, rank, [Lane("network", "network", moved), replace(compute, steps=remaining)])
     for network in (one for one in lanes if one.kind == "network"):
         yield with_lanes(schedule, rank, [replace(compute, steps=(*network.steps, *compute.steps))])
 

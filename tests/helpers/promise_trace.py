@@ -245,8 +245,8 @@ def promised(schedule: Schedule, rank: int, calls: int) -> Events:
                 for one in copies:
                     events += [f"at {one.dst}", f"at {one.src}"]
                 events += flags_of(step)
-    told = {lane: [one for one in events if one not in silent] for lane, events in found.items()}
-    return {lane: events for lane, events in told.items() if events}
+    visible = {lane: [one for one in events if one not in silent] for lane, events in found.items()}
+    return {lane: events for lane, events in visible.items() if events}
 
 
 def done(events: Events, promised_events: Events) -> Events:

@@ -25,8 +25,8 @@ NUMBERS = itertools.count()
 """Of the process, as torch's."""
 
 
-def told(area: torch.Tensor, group: Any) -> list[bytes]:
-    """What all ranks tell, and then a barrier: torch 2.11's stores have none, so that all tell once more."""
+def gather_numbers(area: torch.Tensor, group: Any) -> list[bytes]:
+    """Return the number of every rank, after a barrier. The stores of torch 2.11 have none, so there ranks exchange again."""
     group = _resolve_process_group(group) if isinstance(group, str) else group
     store = group.get_group_store()
     found = _all(store, group, bytes([int(area[0])]).decode())
@@ -56,7 +56,7 @@ def groups_that_overlap() -> list[list[int]]:
     some, everyone, others = ([rendezvous_of(rank_group)] if rank_group else [] for rank_group in rank_groups)
     found = list[list[int]]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric, "rendezvous", told)
+        patch.setattr(symmetric, "rendezvous", gather_numbers)
         for rendezvous in (*some, *some, *everyone, *others, *everyone):
             found.append(meet(rendezvous))
     for rank_group in filter(None, rank_groups):
@@ -73,7 +73,7 @@ def the_same_names_again() -> list[list[int]]:
     world: Any = dist.group.WORLD
     found = list[list[int]]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric, "rendezvous", told)
+        patch.setattr(symmetric, "rendezvous", gather_numbers)
         for turn in range(2):
             rank_group = RankGroup(world)
             patch.setattr(dist, "get_rank", lambda *_, turn=turn: world.rank() + 10 * turn)
@@ -96,7 +96,7 @@ def two_threads(rounds: int) -> list[int]:
         nonlocal inside, most, met
         inside += 1
         most = max(most, inside)
-        found = told(area, group)
+        found = gather_numbers(area, group)
         time.sleep(0.01)
         inside, met = inside - 1, met + 1
         return found
@@ -122,10 +122,10 @@ def as_torch_meets() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[__name__], "NUMBERS", itertools.count())
         if dist.get_rank() < 2:
-            told(torch.zeros(1), some)
+            gather_numbers(torch.zeros(1), some)
         store.set_timeout(timedelta(seconds=2))
         try:
-            told(torch.zeros(1), world)
+            gather_numbers(torch.zeros(1), world)
         except RuntimeError as error:
             return str(error)
         finally:
@@ -138,7 +138,7 @@ def one_stays_away() -> str:
     world: Any = dist.group.WORLD
     rendezvous = rendezvous_of(RankGroup(world))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric, "rendezvous", told)
+        patch.setattr(symmetric, "rendezvous", gather_numbers)
         patch.setattr(symmetric_memory, "BOUND_S", 1.0)
         if dist.get_rank() == 0:
             with pytest.raises(WaitTimeout) as caught:

@@ -29,8 +29,8 @@ def muted(rank: int) -> Iterator[None]:
     def mute(self: FlagOperations, call: object, stream: int) -> None:
         (program,) = issuing
         peers = [base for peer, base in enumerate(program._addresses) if peer != program.rank]
-        kept = [w for w in self.words if not any(base <= w.address < base + 4 * program.flags.words for base in peers)]
-        program.driver.words(kept)(stream)
+        remaining = [w for w in self.words if not any(base <= w.address < base + 4 * program.flags.words for base in peers)]
+        program.driver.words(remaining)(stream)
 
     plan, issue = CudaProgram._plan, FlagOperations.issue
     if dist.get_rank() == rank:

@@ -214,8 +214,8 @@ def mistakes() -> tuple[str, list[str], str]:
         wrong: list[tuple[Any, Any]] = [((True, 2), torch.int32), (1 << 61, torch.int32), (4, torch.quint8), (4, "int32")]
         named = partial(peers.tensor, 4, torch.int32, name=5)  # type: ignore[arg-type]
         drops = [partial(peers.drop, given) for given in ([dropped], [None], None)]
-        apart = partial(Peers, dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
-        for call in (*(partial(peers.tensor, *given) for given in wrong), named, *drops, apart):
+        outside = partial(Peers, dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+        for call in (*(partial(peers.tensor, *given) for given in wrong), named, *drops, outside):
             with pytest.raises(ValueError, match=r".") as caught:
                 call()
             bad.append(str(caught.value))
@@ -229,7 +229,7 @@ def used_when_over() -> list[str]:
     from weft.core.errors import WeftError
     from weft.triton import Peers
 
-    told, closed, failed = [], Peers(), Peers()
+    messages, closed, failed = [], Peers(), Peers()
     closed.close()
     closed.close()
     with pytest.raises(RuntimeError, match="planted"), failed:
@@ -238,8 +238,8 @@ def used_when_over() -> list[str]:
         for use in (peers.settle, partial(peers.tensor, 4, torch.int32)):
             with pytest.raises(WeftError) as caught:
                 use()
-            told.append(str(caught.value))
-    return told
+            messages.append(str(caught.value))
+    return messages
 
 
 def beside_operators() -> list[str]:

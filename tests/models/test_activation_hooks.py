@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RankFixture
-from model_work import SCHEDULE, alike, mesh, sharded, text, tiny, trained
+from model_work import SCHEDULE, assert_close, mesh, sharded, text, tiny, trained
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -52,14 +52,14 @@ def _collected() -> list[str]:
         for after in (False, True):
             got, want = _inputs(model, names, ids, after=after), _inputs(alone, names, ids, after=after)
             assert len(want) == 2 * len(names)
-            alike(got, want)
+            assert_close(got, want)
     rows, whole_rows = (_inputs(each, ("down_proj",), ids, after=False) for each in (model, alone))
     own = {name: x.chunk(2, -1)[torch.distributed.get_rank()] for name, x in whole_rows.items()}
-    alike(rows, own)
+    assert_close(rows, own)
     seen: list[torch.Tensor] = []
     everywhere = torch_module.register_module_forward_pre_hook(lambda module, args: seen.extend(args))
     with torch.no_grad():
-        alike(model(ids).logits, alone(ids).logits)
+        assert_close(model(ids).logits, alone(ids).logits)
     everywhere.remove()
     assert not any(each.isnan().any() for each in seen if each.is_floating_point())
     model = sharded(alone, few_tokens=0)
@@ -68,7 +68,7 @@ def _collected() -> list[str]:
     plain = str(weft.overlap_report(model))
     hook = model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, out: out * 2)
     alone.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, out: out * 2)
-    alike(trained(model, (8, 11)), trained(alone, (8, 11)))
+    assert_close(trained(model, (8, 11)), trained(alone, (8, 11)))
     hook.remove()
     return [plain]
 
@@ -87,7 +87,7 @@ def _changed() -> None:
         attention.v_proj.register_forward_pre_hook(lambda module, args: (args[0] * 0.5 + args[0].mean(1, keepdim=True),))
         forward = mlp.forward
         mlp.forward = lambda x, forward=forward: forward(x.tanh())
-    alike(trained(model, (9, 8)), trained(alone, (9, 8)))
+    assert_close(trained(model, (9, 8)), trained(alone, (9, 8)))
 
 
 def test_hooks_may_change_what_a_linear_is_called_with(ranks: RankFixture) -> None:
@@ -95,24 +95,24 @@ def test_hooks_may_change_what_a_linear_is_called_with(ranks: RankFixture) -> No
 
 
 def _warned() -> list[str]:
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("weft").addHandler(handler)
     model = sharded(tiny("mistral", num_hidden_layers=3), few_tokens=0)
     with torch.no_grad():
         model(text(2, 9))
-        assert told == []
+        assert messages == []
         model.model.layers[2].mlp.up_proj.register_forward_pre_hook(lambda module, args: None)
         model(text(2, 9))
     logging.getLogger("weft").removeHandler(handler)
-    return told
+    return messages
 
 
 def test_a_block_that_is_not_overlapped_because_of_a_hook_says_so(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_warned):
-        assert len(told) == 1
-        assert told[0].startswith("model.layers.2.mlp: a hook of up_proj")
+    for messages in ranks(2).run(_warned):
+        assert len(messages) == 1
+        assert messages[0].startswith("model.layers.2.mlp: a hook of up_proj")
 
 
 class Pair(nn.Module):
@@ -135,9 +135,9 @@ def _of_a_style() -> None:
     model.b.register_forward_hook(lambda module, args, out: seen.append(args[0]))
     rank = torch.distributed.get_rank()
     out = model(x.chunk(2)[rank])
-    alike(seen[0], x)
+    assert_close(seen[0], x)
     whole = alone.a(x), alone.b(x)
-    alike(out, torch.cat([each.chunk(2, -1)[rank] for each in whole], -1))
+    assert_close(out, torch.cat([each.chunk(2, -1)[rank] for each in whole], -1))
 
 
 def test_hooks_on_linears_of_shared_input_see_all_rows(ranks: RankFixture) -> None:

@@ -43,9 +43,9 @@ def _alone() -> list[tuple[str, str, list[str]]]:
 
 
 def test_what_is_left_alone_says_why(ranks: RankFixture) -> None:
-    told = ranks(2).run(_alone)
-    assert told[0] == told[1]
-    for name, wanted, reasons in told[0]:
+    reports = ranks(2).run(_alone)
+    assert reports[0] == reports[1]
+    for name, wanted, reasons in reports[0]:
         assert any(re.search(wanted, reason) for reason in reasons), (name, reasons)
 
 
@@ -106,22 +106,22 @@ def _model(dim: int, replicated: bool) -> list[str]:
 
 
 def test_a_model_that_torch_parallelized(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_model, 1, False):
-        assert told[0].startswith("overlapped 4 of 4 places in 2 graphs\n  test_compile_pass.py:")
-        assert [line.partition("; its bias is the mean")[0] for line in told[1:3]] == [
+    for reports in ranks(2).run(_model, 1, False):
+        assert reports[0].startswith("overlapped 4 of 4 places in 2 graphs\n  test_compile_pass.py:")
+        assert [line.partition("; its bias is the mean")[0] for line in reports[1:3]] == [
             "gate, up: all_gather_matmul",
             "down: matmul_reduce_scatter",
         ]
-        assert [line.partition(": ")[2].partition(";")[0] for line in told[3:]] == [
+        assert [line.partition(": ")[2].partition(";")[0] for line in reports[3:]] == [
             "all_gather_matmul",
             "matmul_reduce_scatter",
         ]
 
 
 def test_a_model_whose_activations_are_whole(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_model, 0, True):
-        assert told[0].startswith("overlapped 2 of 2 places in 2 graphs\n")
-        assert told[1] == "down: matmul_all_reduce; its bias is the mean of all ranks', a reduction more"
+    for reports in ranks(2).run(_model, 0, True):
+        assert reports[0].startswith("overlapped 2 of 2 places in 2 graphs\n")
+        assert reports[1] == "down: matmul_all_reduce; its bias is the mean of all ranks', a reduction more"
 
 
 def _inductor() -> None:
@@ -188,8 +188,8 @@ class Parallel(nn.Module):
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
         c10d = torch.ops._c10d_functional
-        kept = [c10d.reduce_scatter_tensor.default, c10d.all_reduce.default, torch.ops.aten.mm.default]
-        contexts = partial(create_selective_checkpoint_contexts, kept)
+        saved_ops = [c10d.reduce_scatter_tensor.default, c10d.all_reduce.default, torch.ops.aten.mm.default]
+        contexts = partial(create_selective_checkpoint_contexts, saved_ops)
         return checkpoint(self._inside, x, use_reentrant=False, context_fn=contexts)
 
 
@@ -212,8 +212,8 @@ def _saved() -> list[str]:
 
 
 def test_reductions_that_a_checkpoint_saves_stay_two(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_saved):
-        assert told == [
+    for reports in ranks(2).run(_saved):
+        assert reports == [
             "down1: matmul_all_reduce",
             "down2: matmul_all_reduce",
             "up2, up1: matmul_all_reduce; 2 reductions of which the sum is used are one",
@@ -223,7 +223,7 @@ def test_reductions_that_a_checkpoint_saves_stay_two(ranks: RankFixture) -> None
 def _marked() -> list[list[str]]:
     """What is said of places whose weights have one extent that is not known: columns, and rows that are summed over."""
     gathered, reduced = (lambda x, w: inductor_work.gather(x) @ w), (lambda x, w: inductor_work.reduced(x @ w))
-    told = []
+    reports = []
     for work, extents in ((gathered, (None, 1)), (reduced, (1, 0))):
         given = torch.randn(4, 8), torch.randn(8, 6)
         for one, extent in zip(given, extents, strict=True):
@@ -232,8 +232,8 @@ def _marked() -> list[list[str]]:
         torch._dynamo.reset()
         overlap = weft.CompilePass()
         torch.testing.assert_close(torch.compile(work, backend=inductor_work.eager(overlap))(*given), work(*given))
-        told.append([layer.reason.partition(";")[0] for layer in overlap.layers])
-    return told
+        reports.append([layer.reason.partition(";")[0] for layer in overlap.layers])
+    return reports
 
 
 def test_symbolic_extents_of_weights_are_left_alone(ranks: RankFixture) -> None:
@@ -263,8 +263,8 @@ def _asked() -> list[str]:
 
 
 def test_only_the_operators_asked_for(ranks: RankFixture) -> None:
-    told = ranks(2).run(_asked)[0]
-    assert told == [
+    reports = ranks(2).run(_asked)[0]
+    assert reports == [
         "all_gather_into_tensor: all_gather_matmul is not among the operators to put in",
         "reduce_scatter_tensor: matmul_reduce_scatter is not among the operators to put in",
     ]

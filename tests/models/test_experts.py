@@ -145,8 +145,8 @@ def _first(out: Any) -> torch.Tensor:
 def test_as_on_one_rank(ranks: RankFixture, kind: str) -> None:
     if kind == "transformers":
         pytest.importorskip("transformers", reason="transformers is not installed")
-    told = ranks(2).run(_compare, kind, torch.float32, None)
-    assert told == [["experts: all_to_all_matmul, matmul_all_to_all; 4 experts"]] * 2
+    reports = ranks(2).run(_compare, kind, torch.float32, None)
+    assert reports == [["experts: all_to_all_matmul, matmul_all_to_all; 4 experts"]] * 2
 
 
 def _empty() -> None:

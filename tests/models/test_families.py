@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RankFixture
-from model_work import SIZES, alike, mesh, sharded, text, trained, written
+from model_work import SIZES, assert_close, mesh, sharded, text, trained, written
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -50,8 +50,8 @@ def _as_alone(kind: str, others: dict[str, Any], experts: bool) -> str:
     alone = tiny(kind, **others)
     model = sharded(alone, few_tokens=18, experts=weft.ExpertParallel() if experts else None)
     with torch.no_grad():
-        alike(model(text(2, 11)).logits, alone(text(2, 11)).logits)
-    alike(trained(model, (11, 9)), trained(alone, (11, 9)))
+        assert_close(model(text(2, 11)).logits, alone(text(2, 11)).logits)
+    assert_close(trained(model, (11, 9)), trained(alone, (11, 9)))
     assert torch.equal(written(model, text(2, 11), 3), written(alone, text(2, 11), 3))
     return str(weft.overlap_report(model))
 

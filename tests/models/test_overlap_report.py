@@ -56,11 +56,11 @@ def test_a_place_whose_backward_alone_is_overlapped_is_not() -> None:
 
 
 def test_text_has_time_gain_and_share(report: OverlapReport) -> None:
-    told = str(report).splitlines()
-    assert "shard_p2p 1000 us, 1.25x sequential, 0.94 of the predicted ideal (fastest of 8 <b>)" in told[2]
-    assert told[3].endswith("flag_gated:1 42 us (fastest of 8 <b>)")
-    assert told[-1].strip() == "not called yet"
-    assert sum(line.strip() == "not called yet" for line in told) == 1
+    report_lines = str(report).splitlines()
+    assert "shard_p2p 1000 us, 1.25x sequential, 0.94 of the predicted ideal (fastest of 8 <b>)" in report_lines[2]
+    assert report_lines[3].endswith("flag_gated:1 42 us (fastest of 8 <b>)")
+    assert report_lines[-1].strip() == "not called yet"
+    assert sum(line.strip() == "not called yet" for line in report_lines) == 1
 
 
 def test_page_has_the_same_and_no_markup_of_names(report: OverlapReport) -> None:
@@ -87,7 +87,7 @@ def test_what_is_to_run_sequentially_is_not_overlapped() -> None:
     assert ReportedPlace(layer=layer, count=1, calls=(_called("shard_p2p", None),)).overlapped
 
 
-def _told(model: nn.Module) -> list[str]:
+def _get_report_lines(model: nn.Module) -> list[str]:
     """The report's lines without their columns of spaces."""
     return [" ".join(line.split()) for line in str(weft.overlap_report(model)).splitlines()]
 
@@ -102,20 +102,20 @@ def _pair(first: str, second: str) -> nn.Module:
 
 def _alike_in_size() -> list[list[str]]:
     """What is told of two linears of equal sizes: one was called; both were; of equal schedules; in compiled code."""
-    x, told = torch.randn(4, 8), []
+    x, report_lines = torch.randn(4, 8), []
     with torch.no_grad():
         model = _pair("sequential", "shard_p2p")
         for name in ("two", "one"):
             model[name](x)
-            told.append(_told(model))
+            report_lines.append(_get_report_lines(model))
         model = _pair("shard_p2p", "shard_p2p")
         model["two"](x)
         model["two"](torch.randn(2, 8))
-        told.append(_told(model))
+        report_lines.append(_get_report_lines(model))
         model = _pair("sequential", "shard_p2p")
         torch.compile(model["two"], backend="aot_eager", fullgraph=True)(x)
-        told.append(_told(model))
-    return told
+        report_lines.append(_get_report_lines(model))
+    return report_lines
 
 
 def test_places_of_equal_sizes_have_their_own_calls(ranks: RankFixture) -> None:
@@ -142,29 +142,32 @@ def _on_equal_meshes() -> list[str]:
         parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
         with torch.no_grad():
             model["down"](model["up"](torch.randn(4, 8)))
-    return _told(model)
+    return _get_report_lines(model)
 
 
 def test_places_on_a_mesh_like_another_have_their_calls(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_on_equal_meshes):
-        assert "not called yet" not in told[0]
-        assert [line.split()[:2] for line in told[2::2]] == [["all_gather_matmul", "M=8"], ["matmul_reduce_scatter", "M=8"]]
+    for report_lines in ranks(2).run(_on_equal_meshes):
+        assert "not called yet" not in report_lines[0]
+        assert [line.split()[:2] for line in report_lines[2::2]] == [
+            ["all_gather_matmul", "M=8"],
+            ["matmul_reduce_scatter", "M=8"],
+        ]
 
 
 def _chosen_by_sizes() -> list[list[str]]:
     """What is told of two linears that ask for other schedules of one problem; and of other rows by one schedule."""
-    told = []
+    report_lines = []
     with torch.no_grad():
         for asked in ("auto", "planned"):
             weft.close(dist.group.WORLD)
             model = _pair(asked, "flag_gated:2")
             model["one"](torch.randn(4, 8))
             model["two"](torch.randn(4, 8))
-            told.append(_told(model))
+            report_lines.append(_get_report_lines(model))
         model = _pair("sequential", "sequential")
         model["one"](torch.randn(500, 8))
         model["two"](torch.randn(512, 8))
-    return [*told, _told(model)]
+    return [*report_lines, _get_report_lines(model)]
 
 
 def test_a_call_is_of_the_place_that_asked_so(ranks: RankFixture) -> None:
@@ -172,14 +175,14 @@ def test_a_call_is_of_the_place_that_asked_so(ranks: RankFixture) -> None:
         return f"all_gather_matmul M={rows} {spec} not measured (asked for)"
 
     for *others, rows in ranks(2).run(_chosen_by_sizes):
-        for told in others:
+        for report_lines in others:
             one, two = (
-                next(at for at, line in enumerate(told) if line.startswith(f"1 x {name}: all_gather_matmul"))
+                next(at for at, line in enumerate(report_lines) if line.startswith(f"1 x {name}: all_gather_matmul"))
                 for name in ("one", "two")
             )
-            assert len(told[one + 1 : two]) == 1
-            assert "flag_gated" not in told[one + 1]
-            assert told[two + 1 :] == [ran("flag_gated:2", 8)]
+            assert len(report_lines[one + 1 : two]) == 1
+            assert "flag_gated" not in report_lines[one + 1]
+            assert report_lines[two + 1 :] == [ran("flag_gated:2", 8)]
         assert [line for line in rows if "M=" in line] == [ran("sequential", 1000), ran("sequential", 1024)]
 
 
@@ -191,14 +194,14 @@ def _up_and_down() -> list[list[str]]:
         "down": weft.RowwiseParallel(output_layouts=Shard(0), schedule="shard_p2p"),
     }
     parallelize_module(model, dist.init_device_mesh("cpu", (2,)), plan)
-    x, told = torch.randn(4, 8), []
+    x, report_lines = torch.randn(4, 8), []
     with torch.no_grad():
         model["up"](x)
-        told.append(_told(model))
+        report_lines.append(_get_report_lines(model))
         model["down"](model["up"](x))
-        told.append(_told(model))
+        report_lines.append(_get_report_lines(model))
     model["down"](model["up"](x.requires_grad_())).sum().backward()
-    return [*told, _told(model)]
+    return [*report_lines, _get_report_lines(model)]
 
 
 def test_a_forward_is_no_others_backward(ranks: RankFixture) -> None:
@@ -210,18 +213,18 @@ def test_a_forward_is_no_others_backward(ranks: RankFixture) -> None:
 
 
 def _tables_and_experts() -> list[list[str]]:
-    told = []
+    report_lines = []
     for schedule in ("sequential", "direct_store"):
         bags = ShardedEmbeddingBags([(10, 4)] * 4, schedule=schedule)
-        told.append(_told(bags))
+        report_lines.append(_get_report_lines(bags))
         with torch.no_grad():
             bags(torch.randint(10, (24,)), torch.full((12,), 2))
-        told.append(_told(bags))
+        report_lines.append(_get_report_lines(bags))
     experts = parallelize_module(MoE(8, 4, 2), dist.init_device_mesh("cpu", (2,)), weft.ExpertParallel())
-    told.append(_told(experts))
+    report_lines.append(_get_report_lines(experts))
     with torch.no_grad():
         experts(torch.randn(6, 8))
-    return [*told, _told(experts)]
+    return [*report_lines, _get_report_lines(experts)]
 
 
 def test_tables_and_experts_count_by_what_they_run(ranks: RankFixture) -> None:

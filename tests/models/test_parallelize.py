@@ -12,7 +12,7 @@ import model_work
 import pytest
 import torch
 from conftest import RankFixture
-from model_work import Adapter, alike, as_alone, mesh, sharded, text, tiny, trained, whole, written
+from model_work import Adapter, as_alone, assert_close, mesh, sharded, text, tiny, trained, whole, written
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
@@ -41,17 +41,17 @@ def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, kind:
     report, other = ranks(2).run(as_alone, kind, others)
     assert report == other
     assert report.startswith(f"{model_work.KINDS[kind]}ForCausalLM: overlapped 9 of 13 places that communicate\n")
-    told = places(report)
-    assert {name.partition(": ")[2]: said for name, said in told.items() if "_proj" in name} == dict(
+    layers = places(report)
+    assert {name.partition(": ")[2]: said for name, said in layers.items() if "_proj" in name} == dict(
         zip(BLOCKS, [f"{one}; overlapped" for one in ("all_gather_matmul", ROW)] * 2, strict=True)
     )
     whole_lookup = "whole on every rank: it has padding_idx or max_norm"
     lookup = whole_lookup if kind == "mistral" else "torch's RowwiseParallel: weft has no operator"
     cut = "its input is cut to this rank's tokens: the gradient of that is gathered"
-    assert told["model.layers.*"] == f"sequential; {cut}"
-    assert told["model.norm"] == "sequential; its input is gathered: no matmul follows in every call"
-    assert told["lm_head"] == "sequential; its logits are gathered, so that every rank has all"
-    assert told["model.embed_tokens"].startswith(f"sequential; {lookup}")
+    assert layers["model.layers.*"] == f"sequential; {cut}"
+    assert layers["model.norm"] == "sequential; its input is gathered: no matmul follows in every call"
+    assert layers["lm_head"] == "sequential; its logits are gathered, so that every rank has all"
+    assert layers["model.embed_tokens"].startswith(f"sequential; {lookup}")
     assert "all_gather_matmul M=22 shard_p2p not measured (asked for)" in report
 
 
@@ -65,22 +65,22 @@ def _own_forwards() -> str:
     linear = model.model.layers[0].mlp.up_proj
     linear.forward = linear.forward
     model = copy.deepcopy(weft.parallelize(model, mesh(), schedule=model_work.SCHEDULE, few_tokens=4))
-    alike(trained(model, (9, 2)), trained(alone, (9, 2)))
+    assert_close(trained(model, (9, 2)), trained(alone, (9, 2)))
     return str(weft.overlap_report(model))
 
 
 def test_forwards_that_were_put_on_modules_themselves_run(ranks: RankFixture) -> None:
-    told = places(ranks(2).run(_own_forwards)[0])
+    layers = places(ranks(2).run(_own_forwards)[0])
     why = "its forward was put on the module itself"
-    assert told["model.layers.*.mlp"] == f"sequential; runs whole on every rank: up_proj: {why}"
-    assert told["lm_head"] == f"sequential; runs whole on every rank: {why}"
+    assert layers["model.layers.*.mlp"] == f"sequential; runs whole on every rank: up_proj: {why}"
+    assert layers["lm_head"] == f"sequential; runs whole on every rank: {why}"
 
 
 def _some_calls_of_few_tokens() -> None:
     """Calls on both sides of few_tokens, in training too, give one process' results; so do other ways to generate."""
     alone = tiny("qwen3")
     model = sharded(alone, few_tokens=18)
-    alike(trained(model, (9, 10, 4)), trained(alone, (9, 10, 4)))
+    assert_close(trained(model, (9, 10, 4)), trained(alone, (9, 10, 4)))
     for options in ({"cache_implementation": "static"}, {"num_beams": 2}):
         assert torch.equal(written(model, text(2, 9), 3, **options), written(alone, text(2, 9), 3, **options))
     ran = str(weft.overlap_report(model))
@@ -98,7 +98,7 @@ def _whole_blocks() -> list[str]:
     alone = tiny("llama")
     alone.model.layers[1].mlp.up_proj = Adapter(alone.model.layers[1].mlp.up_proj)
     model = sharded(alone, few_tokens=0)
-    alike(trained(model, (8, 11)), trained(alone, (8, 11)))
+    assert_close(trained(model, (8, 11)), trained(alone, (8, 11)))
     return [*reports, str(weft.overlap_report(model))]
 
 
@@ -113,7 +113,7 @@ def _first_layers() -> None:
     for layers in (1, 2):
         for each in (alone, model):
             each.config.num_hidden_layers = layers
-        alike(trained(model, (8, 11)), trained(alone, (8, 11)))
+        assert_close(trained(model, (8, 11)), trained(alone, (8, 11)))
 
 
 def test_a_model_may_run_its_first_layers_alone(ranks: RankFixture) -> None:
@@ -130,18 +130,18 @@ def _norm_alone() -> None:
         return each.model.norm(each.model(text(2, 9), use_cache=False).last_hidden_state[:, -1:])
 
     with torch.no_grad():
-        alike(last_token(model), last_token(alone))
+        assert_close(last_token(model), last_token(alone))
     for each in (alone, model):
         each.config.num_hidden_layers = 0
     with torch.no_grad():
-        alike(model(text(2, 7)).logits, alone(text(2, 7)).logits)
+        assert_close(model(text(2, 7)).logits, alone(text(2, 7)).logits)
     for each in (alone, model):
         each.config.num_hidden_layers = 2
         each.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         each(input_ids=text(2, 9), labels=text(2, 9), use_cache=False).loss.backward()
     given = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        alike(model.model.norm(given), alone.model.norm(given))
+        assert_close(model.model.norm(given), alone.model.norm(given))
     broken = model.model.layers[1].register_forward_hook(_fail)
     with pytest.raises(KeyError):
         model(text(2, 9), use_cache=False)
@@ -149,7 +149,7 @@ def _norm_alone() -> None:
     for each in (alone, model):
         each.config.num_hidden_layers = 0
     with torch.no_grad():
-        alike(model(text(2, 7)).logits, alone(text(2, 7)).logits)
+        assert_close(model(text(2, 7)).logits, alone(text(2, 7)).logits)
 
 
 def _fail(*_: Any) -> None:
@@ -175,9 +175,9 @@ def _adapted() -> list[str]:
         loss.backward()
         found.append([loss.detach(), *[(n, whole(p.grad)) for n, p in model.named_parameters() if p.requires_grad]])
     assert len(found[0]) == 1 + 2 * 2 * 4
-    alike(dict(found[1][1:]), dict(found[0][1:]))
-    alike(found[1][0], found[0][0])
-    told = []
+    assert_close(dict(found[1][1:]), dict(found[0][1:]))
+    assert_close(found[1][0], found[0][0])
+    messages = []
     for block, name in (("self_attn", "q_proj"), ("mlp", "down_proj")):
         late = sharded(tiny("llama"), few_tokens=0)
         parent = late.model.layers[0].get_submodule(block)
@@ -186,13 +186,13 @@ def _adapted() -> list[str]:
             try:
                 late(input_ids=each)
             except ValueError as error:
-                told.append(str(error))
-    return told
+                messages.append(str(error))
+    return messages
 
 
 def test_adapters_are_put_in_before(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_adapted):
-        assert [one.partition(",")[0] for one in told] == [
+    for messages in ranks(2).run(_adapted):
+        assert [one.partition(",")[0] for one in messages] == [
             "model.layers.0.self_attn.q_proj is a Adapter",
             "model.layers.0.self_attn.q_proj is a Adapter",
             "model.layers.0.mlp.down_proj is a Adapter",
@@ -226,24 +226,24 @@ class Idle(ParallelStyle):
 
 def _equal_parts() -> list[str]:
     """Lengths that ranks divide and do not, sharded and whole; what cannot be right is refused."""
-    alone, told = tiny("mixtral"), []
+    alone, messages = tiny("mixtral"), []
     with torch.no_grad():
         for few_tokens, ids in product((0, 128), (text(2, 8), text(3, 9), text(1, 1), text(3, 1))):
             model = sharded(alone, few_tokens=few_tokens, experts=Idle())
-            alike(model(input_ids=ids).logits, alone(input_ids=ids).logits)
+            assert_close(model(input_ids=ids).logits, alone(input_ids=ids).logits)
         try:
             model(input_ids=ids, output_router_logits=True)
         except ValueError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def test_blocks_of_experts_take_equal_parts_of_the_tokens(ranks: RankFixture) -> None:
-    for (told,) in ranks(2).run(_equal_parts):
-        assert told.startswith("output_router_logits is True; with experts over ranks a router sees its rank's tokens")
+    for (messages,) in ranks(2).run(_equal_parts):
+        assert messages.startswith("output_router_logits is True; with experts over ranks a router sees its rank's tokens")
 
 
-def _kept(folder: str) -> None:
+def _save_and_load(folder: str) -> None:
     """Weights go to files from two ranks, and into one process' model, and back into one that began on meta."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -254,7 +254,7 @@ def _kept(folder: str) -> None:
     model = weft.parallelize(empty, mesh(), src_data_rank=None, few_tokens=0).to_empty(device="cpu")
     model.model.rotary_emb = alone.model.rotary_emb
     set_model_state_dict(model, sharded(alone).state_dict())
-    alike(model(text(2, 9)).logits, alone(text(2, 9)).logits)
+    assert_close(model(text(2, 9)).logits, alone(text(2, 9)).logits)
     checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
     again = tiny("qwen2", tie_word_embeddings=True)
     with torch.no_grad():
@@ -263,11 +263,11 @@ def _kept(folder: str) -> None:
     state = get_model_state_dict(again)
     checkpoint.load(state, checkpoint_id=folder)
     set_model_state_dict(again, state)
-    alike(dict(again.named_parameters()), dict(alone.named_parameters()))
+    assert_close(dict(again.named_parameters()), dict(alone.named_parameters()))
 
 
 def test_weights_go_through_files(ranks: RankFixture, tmp_path: Path) -> None:
-    ranks(2).run(_kept, str(tmp_path))
+    ranks(2).run(_save_and_load, str(tmp_path))
 
 
 def _reported() -> str:
@@ -311,17 +311,17 @@ def _checkpointed_and_compiled() -> None:
     losses = [[m(input_ids=ids, labels=ids, use_cache=False).loss for ids in (text(2, 8), text(2, 11))] for m in (model, alone)]
     for each in losses:
         sum(each).backward()
-    alike({n: whole(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in alone.named_parameters()})
+    assert_close({n: whole(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in alone.named_parameters()})
     for each in (model, alone):
         each.gradient_checkpointing_disable()
         each.zero_grad()
         hidden = checkpoint(each.model, text(2, 9), use_cache=False, use_reentrant=False).last_hidden_state
         hidden.square().sum().backward()
-    alike(whole(model.model.norm.weight.grad), alone.model.norm.weight.grad)
-    alike(whole(model.model.layers[0].mlp.up_proj.weight.grad), alone.model.layers[0].mlp.up_proj.weight.grad)
+    assert_close(whole(model.model.norm.weight.grad), alone.model.norm.weight.grad)
+    assert_close(whole(model.model.layers[0].mlp.up_proj.weight.grad), alone.model.layers[0].mlp.up_proj.weight.grad)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    alike(model(input_ids=text(2, 9)).logits, alone(input_ids=text(2, 9)).logits)
+    assert_close(model(input_ids=text(2, 9)).logits, alone(input_ids=text(2, 9)).logits)
 
 
 @pytest.mark.slow
@@ -349,7 +349,7 @@ def _two_dimensions() -> None:
             torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5)
             step.step()
             step.zero_grad()
-    alike({n: whole(p) for n, p in model.named_parameters()}, dict(alone.named_parameters()))
+    assert_close({n: whole(p) for n, p in model.named_parameters()}, dict(alone.named_parameters()))
 
 
 @pytest.mark.slow
@@ -377,7 +377,7 @@ def _layout(model: nn.Module) -> dict[str, Any]:
 
 def _refused_late() -> list[str]:
     """What is wrong with the last layer, or with an option, is found before the first layer is changed."""
-    told = []
+    messages = []
     for break_it, options in (
         (lambda last: last.mlp.experts.register_parameter("bias", nn.Parameter(torch.ones(1))), {}),
         (lambda last: setattr(last.mlp, "experts", nn.Linear(2, 2)), {}),
@@ -391,10 +391,10 @@ def _refused_late() -> list[str]:
         try:
             weft.parallelize(model, mesh(), **{"experts": style, "src_data_rank": None, **options})
         except ValueError as error:
-            told.append(str(error))
+            messages.append(str(error))
         assert _layout(model) == before
         assert style.src_data_rank == 0
-    return told
+    return messages
 
 
 def test_a_model_that_is_refused_stays_as_it_was(ranks: RankFixture) -> None:
@@ -405,8 +405,8 @@ def test_a_model_that_is_refused_stays_as_it_was(ranks: RankFixture) -> None:
         "experts is a ABCMeta; use an instance of a style, weft.ExpertParallel()",
         "src_data_rank is 2; use a rank of the mesh, 0 to 1, or None",
     ]
-    for told in ranks(2).run(_refused_late):
-        assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected, told
+    for messages in ranks(2).run(_refused_late):
+        assert [text[: len(start)] for text, start in zip(messages, expected, strict=True)] == expected, messages
 
 
 def _without_norm() -> Any:
@@ -427,7 +427,7 @@ def _refused() -> list[str]:
     grid = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     bert = transformers.BertModel(transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
     uneven = tiny("mixtral", num_key_value_heads=1)
-    told = []
+    messages = []
     for attempt in (
         lambda: weft.parallelize(nn.Linear(4, 4), mesh()),
         lambda: weft.parallelize(bert, mesh()),
@@ -443,10 +443,10 @@ def _refused() -> list[str]:
     ):
         try:
             attempt()
-            told.append("")
+            messages.append("")
         except ValueError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
@@ -463,5 +463,5 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "model has a LlamaModel without a norm after its layers, before which tokens become whole again; put an nn.Identity",
         "model has a LlamaModel whose norm is also one of its layers'; give it one of its own: copy.deepcopy(model.norm)",
     ]
-    for told in ranks(2).run(_refused):
-        assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected, told
+    for messages in ranks(2).run(_refused):
+        assert [text[: len(start)] for text, start in zip(messages, expected, strict=True)] == expected, messages

@@ -72,9 +72,9 @@ def test_ranks_draw_the_same_dropout(ranks: RankFixture) -> None:
 
 
 def test_adapters_of_other_kinds_are_refused_by_name(ranks: RankFixture) -> None:
-    for told in ranks(2).run(peft_work.refused):
-        assert "model.layers.0.self_attn runs whole on every rank: k_proj: peft.tuners.ia3.layer.Linear" in told[0]
-        assert told[1].startswith("model has model.layers.0.mlp.experts, a ParamWrapper")
+    for messages in ranks(2).run(peft_work.refused):
+        assert "model.layers.0.self_attn runs whole on every rank: k_proj: peft.tuners.ia3.layer.Linear" in messages[0]
+        assert messages[1].startswith("model has model.layers.0.mlp.experts, a ParamWrapper")
 
 
 def test_adapters_are_saved_by_peft(ranks: RankFixture, tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_adapters_are_saved_by_peft(ranks: RankFixture, tmp_path: Path) -> None:
 
 
 def test_adapters_that_come_after_parallelize_are_refused_by_name(ranks: RankFixture) -> None:
-    for told in ranks(2).run(peft_work.comes_late):
-        assert [text.partition(",")[0] for text in told] == [
+    for messages in ranks(2).run(peft_work.comes_late):
+        assert [text.partition(",")[0] for text in messages] == [
             "model.layers.0.mlp.up_proj has the adapter 'default'",
             "model.layers.0.self_attn.o_proj has the adapter 'second'",
         ]

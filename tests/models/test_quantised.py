@@ -98,12 +98,12 @@ def _as_dequantised(kind: str, recipe: Recipe, src_data_rank: int | None) -> str
         assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
     size = dist.get_world_size()
     for (_, _, linear), (_, _, before) in zip(_blocks(model), _blocks(whole_model), strict=True):
-        kept: Any = linear
-        assert isinstance(kept.weight, DTensor)
-        assert kept.weight.dtype == E4M3
-        assert kept.weight.to_local().numel() * size == before.weight.numel()  # type: ignore[union-attr, operator]
+        sharded_linear: Any = linear
+        assert isinstance(sharded_linear.weight, DTensor)
+        assert sharded_linear.weight.dtype == E4M3
+        assert sharded_linear.weight.to_local().numel() * size == before.weight.numel()  # type: ignore[union-attr, operator]
         name = "weight_scale_inv" if recipe == "blockwise" else "weight_scale"
-        assert torch.equal(whole(getattr(kept, name)), getattr(before, name))
+        assert torch.equal(whole(getattr(sharded_linear, name)), getattr(before, name))
     return str(weft.overlap_report(model))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RankFixture
-from model_work import alike, sharded, text, tiny, trained
+from model_work import assert_close, sharded, text, tiny, trained
 from torch import nn
 
 import weft
@@ -100,7 +100,7 @@ def _as_alone(change: str, kind: str, others: dict[str, Any]) -> str:
     alone = tiny(kind, **others)
     CHANGES[change](alone)
     model = sharded(alone, few_tokens=0)
-    alike(trained(model, (8, 11)), trained(alone, (8, 11)))
+    assert_close(trained(model, (8, 11)), trained(alone, (8, 11)))
     return str(weft.overlap_report(model))
 
 
@@ -120,15 +120,15 @@ def test_a_head_that_is_the_embedding_may_be_read(ranks: RankFixture) -> None:
 
 
 def _quantised_late() -> list[str]:
-    told = []
+    messages = []
     for change in _LATE:
         model = sharded(tiny("llama"), few_tokens=0)
         change(model)
         try:
             model(text(2, 9))
         except ValueError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def _replace_weight(model: Any) -> None:
@@ -145,8 +145,8 @@ _LATE: tuple[Callable[[Any], None], ...] = (_replace_weight, _replace_linear)
 
 
 def test_what_takes_a_sharded_linears_place_is_refused_by_name(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_quantised_late):
-        assert [text.partition(" is a ")[0] for text in told] == [
+    for messages in ranks(2).run(_quantised_late):
+        assert [text.partition(" is a ")[0] for text in messages] == [
             "model.layers.1.mlp.up_proj.weight",
             "model.layers.1.self_attn.o_proj",
         ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from model_work import alike, sharded, text, tiny, whole
+from model_work import assert_close, sharded, text, tiny, whole
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -50,7 +50,7 @@ def _as_alone(kind: str, parts: str, way: str) -> None:
     """Sequences that are cut, evenly or not, beside those that are not."""
     for lengths, looked_at in (((9,), 0), ((9, 2), 0), ((2, 11), 0), ((9,), 2), ((4,), 13), ((4, 14, 6), 0)):
         model = _checkpointed(kind, parts, CheckpointImpl[way])
-        alike(_gradients(model, lengths, looked_at), _gradients(tiny(kind), lengths, 0))
+        assert_close(_gradients(model, lengths, looked_at), _gradients(tiny(kind), lengths, 0))
 
 
 @pytest.mark.parametrize("way", ["NO_REENTRANT", pytest.param("REENTRANT", marks=pytest.mark.slow)])
@@ -71,15 +71,15 @@ def test_gradients_are_as_in_one_process(ranks: RankFixture, kind: str, parts: s
 
 def _not_known(parts: str) -> list[str]:
     """Twice 5 tokens are all tokens of a call, and a rank's part of another's; then the group goes on."""
-    told = []
+    outcomes = []
     for lengths, looked_at in (((5,), 0), ((5, 5 * dist.get_world_size()), 0), ((5,), 5 * dist.get_world_size()), ((9, 2), 0)):
         model = _checkpointed("llama", parts, CheckpointImpl.REENTRANT)
         try:
-            alike(_gradients(model, lengths, looked_at), _gradients(tiny("llama"), lengths, 0))
-            told.append("right")
+            assert_close(_gradients(model, lengths, looked_at), _gradients(tiny("llama"), lengths, 0))
+            outcomes.append("right")
         except ValueError as error:
-            told.append(str(error))
-    return told
+            outcomes.append(str(error))
+    return outcomes
 
 
 @pytest.mark.parametrize(

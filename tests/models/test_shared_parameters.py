@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RankFixture
-from model_work import Adapter, alike, mesh, sharded, text, tiny, trained, written
+from model_work import Adapter, assert_close, mesh, sharded, text, tiny, trained, written
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -128,16 +128,16 @@ CASES = {
 
 def _cases() -> list[dict[str, str]]:
     """Training and generation of each case are as in one process. What the report says of each place."""
-    told = []
+    reasons = []
     for change, others in CASES.items():
         alone = tiny("llama", **others)
         change(alone)
         model = sharded(alone, few_tokens=0)
-        alike(trained(model, (8, 11)), trained(alone, (8, 11)))
+        assert_close(trained(model, (8, 11)), trained(alone, (8, 11)))
         assert torch.equal(written(model, text(2, 9), 4), written(alone, text(2, 9), 4))
         places = weft.overlap_report(model).places
-        told.append({place.layer.name: str(place.layer).partition(": not overlapped; ")[2] for place in places})
-    return told
+        reasons.append({place.layer.name: str(place.layer).partition(": not overlapped; ")[2] for place in places})
+    return reasons
 
 
 @pytest.mark.ranks
@@ -173,7 +173,7 @@ def _repeated() -> None:
             model = sharded(alone, few_tokens=0)
             if recomputed:
                 model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            alike(trained(model, (11, 8, 9)), trained(copy.deepcopy(alone), (11, 8, 9)))
+            assert_close(trained(model, (11, 8, 9)), trained(copy.deepcopy(alone), (11, 8, 9)))
 
 
 @pytest.mark.ranks
@@ -184,28 +184,28 @@ def test_layers_may_come_again(ranks: RankFixture) -> None:
 
 def _experts() -> list[str]:
     """Wrapped norms are no experts, with a style for experts too; wrapped experts are refused, before anything is changed."""
-    alone, told = tiny("mixtral"), []
+    alone, reasons = tiny("mixtral"), []
     for layer in alone.model.layers:
         layer.input_layernorm = Wrapped(layer.input_layernorm)
     model = sharded(alone, few_tokens=0, experts=weft.ExpertParallel())
     ids = text(2, 9)
     with torch.no_grad():
-        alike(model(ids).logits, alone(ids).logits)
+        assert_close(model(ids).logits, alone(ids).logits)
     hidden = copy.deepcopy(alone)
     hidden.model.layers[1].mlp = Wrapped(hidden.model.layers[1].mlp)
     try:
         weft.parallelize(hidden, mesh(), experts=weft.ExpertParallel())
     except ValueError as error:
-        told.append(str(error))
+        reasons.append(str(error))
     assert not any(isinstance(module, ColumnLinear) for module in hidden.modules())
-    return told
+    return reasons
 
 
 @pytest.mark.ranks
 def test_wrapped_norms_are_no_experts(ranks: RankFixture) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
-    for (told,) in ranks(2).run(_experts):
-        assert told.startswith("experts refuses model.layers.1.mlp: Wrapped has parameters ")
+    for (reasons,) in ranks(2).run(_experts):
+        assert reasons.startswith("experts refuses model.layers.1.mlp: Wrapped has parameters ")
 
 
 def _two_ways() -> str:
@@ -220,7 +220,7 @@ def _two_ways() -> str:
 
 @pytest.mark.ranks
 def test_a_parameter_lies_in_one_way(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_two_ways):
-        assert told.startswith(
+    for reasons in ranks(2).run(_two_ways):
+        assert reasons.startswith(
             "a parameter (4, 6) is shared by modules of which one wants it as Replicate(), another as Shard("
         )

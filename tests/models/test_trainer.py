@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from model_work import SCHEDULE, alike, mesh, sharded, text, tiny, whole
+from model_work import SCHEDULE, assert_close, mesh, sharded, text, tiny, whole
 
 import weft
 
@@ -78,7 +78,7 @@ def _by_trainer(kind: str, folder: str, port: int, want: Any) -> None:
             save_steps=2,
             save_only_model=True,
         )
-    alike(got, want)
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
@@ -89,7 +89,7 @@ def test_trainer_trains_as_in_one_process(ranks: RankFixture, kind: str, tmp_pat
     from transformers import AutoModelForCausalLM
 
     again = AutoModelForCausalLM.from_pretrained(saved)
-    alike(dict(again.named_parameters()), want[1])
+    assert_close(dict(again.named_parameters()), want[1])
 
 
 def _with_peft(folder: str, port: int) -> None:
@@ -101,7 +101,7 @@ def _with_peft(folder: str, port: int) -> None:
         losses, weights = _train(model, folder, ddp_backend="gloo")
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, (losses, weights))
-    alike(everybody[0], everybody[1])
+    assert_close(everybody[0], everybody[1])
     assert losses[0] != losses[-1]
 
 
@@ -138,7 +138,7 @@ def _by_accelerate(port: int) -> None:
         accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=dist.get_world_size()))
         got = loop(weft.parallelize(tiny("mistral"), mesh(), schedule=SCHEDULE), accelerator)
     assert len(want) == 3
-    alike(got, want)
+    assert_close(got, want)
 
 
 def test_accelerate_trains_as_in_one_process(ranks: RankFixture) -> None:
@@ -151,7 +151,7 @@ def _saved(folder: str, shared: bool) -> None:
     alone = tiny("qwen2", tie_word_embeddings=shared)
     sharded(alone).save_pretrained(folder)
     again = AutoModelForCausalLM.from_pretrained(folder)
-    alike(dict(again.named_parameters()), dict(alone.named_parameters()))
+    assert_close(dict(again.named_parameters()), dict(alone.named_parameters()))
     assert not any(parameter.grad_fn for parameter in again.parameters())
 
 

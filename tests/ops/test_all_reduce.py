@@ -293,9 +293,9 @@ def _never_sent() -> str:
 
 @pytest.mark.ranks
 def test_a_tile_that_never_comes_is_named() -> None:
-    told, silent = interpreting(2).run(_never_sent)
-    assert told.startswith("WaitTimeout: rank 0, lane compute, step 0")
-    assert "of rank 1 has not arrived" in told
+    message, silent = interpreting(2).run(_never_sent)
+    assert message.startswith("WaitTimeout: rank 0, lane compute, step 0")
+    assert "of rank 1 has not arrived" in message
     assert silent.startswith("AssertionError")  # its own sum lacks everything
 
 

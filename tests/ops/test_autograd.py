@@ -171,18 +171,18 @@ def _second_derivatives() -> None:
     for name, (call, leaves) in calls.items():
         for loss in (torch.sum, lambda out: out.square().sum()):
             plain = torch.autograd.grad(loss(call()), leaves)
-            kept = torch.autograd.grad(loss(call()), leaves, create_graph=True)
-            assert all(map(torch.equal, plain, kept))
+            with_graph = torch.autograd.grad(loss(call()), leaves, create_graph=True)
+            assert all(map(torch.equal, plain, with_graph))
             for leaf in leaves:
                 with pytest.raises(ValueError, match=f"weft::{name} has first derivatives alone"):
-                    torch.autograd.grad(sum(one.square().sum() for one in kept), leaf, retain_graph=True)
+                    torch.autograd.grad(sum(one.square().sum() for one in with_graph), leaf, retain_graph=True)
     sparse = torch.autograd.grad(lookup(sparse=True).square().sum(), [table, weights], create_graph=True)
     with pytest.raises(ValueError, match="has first derivatives alone"):
         (sparse[0].to_dense().sum() + sparse[1].sum()).backward()
     lookup(optimizer=weft.SGD(lr=0.0)).sum().backward(create_graph=True, inputs=[table])
     checkpointed = torch.utils.checkpoint.checkpoint(calls["swiglu"][0], use_reentrant=False)
-    (kept,) = torch.autograd.grad(checkpointed.square().sum(), hidden, create_graph=True)
-    assert torch.equal(kept, torch.autograd.grad(calls["swiglu"][0]().square().sum(), hidden)[0])
+    (with_graph,) = torch.autograd.grad(checkpointed.square().sum(), hidden, create_graph=True)
+    assert torch.equal(with_graph, torch.autograd.grad(calls["swiglu"][0]().square().sum(), hidden)[0])
 
 
 def test_second_derivatives_are_refused_where_they_would_be_wrong(ranks: RankFixture) -> None:

@@ -22,7 +22,7 @@ from weft.perf.terms import gemm_us
 from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
 
-APART, BESIDE = map(names, COLUMN_OPS)
+SPLIT_SPECS, GATHER_SPECS = map(names, COLUMN_OPS)
 
 
 @st.composite
@@ -67,8 +67,8 @@ def _without(schedule: Schedule, kind: type, number: int) -> Schedule:
     lanes = []
     for lane in schedule.ranks[0]:
         steps = [step for step in lane.steps if isinstance(step, kind)] if lane.name == "copy" else []
-        kept = tuple(step for step in lane.steps if not steps or step is not steps[number])
-        lanes.append(Lane(lane.name, lane.kind, kept))
+        remaining = tuple(step for step in lane.steps if not steps or step is not steps[number])
+        lanes.append(Lane(lane.name, lane.kind, remaining))
     return Schedule(
         problem=schedule.problem,
         name=schedule.name,
@@ -115,19 +115,19 @@ def drawn(rows: int, cols: int, dtype: torch.dtype, seed: int) -> list[torch.Ten
     return [(torch.randn(rows, cols, generator=generator) * scale).to(here(), dtype) for _ in range(dist.get_world_size())]
 
 
-def check_both(m: int, n: int, k: int, dtype: torch.dtype, apart: str, beside: str, seed: int) -> None:
+def check_both(m: int, n: int, k: int, dtype: torch.dtype, split_spec: str, gather_spec: str, seed: int) -> None:
     """Both operators against float64 on one rank. m, n, k: for one rank, where they are cut."""
     rank, size = dist.get_rank(), dist.get_world_size()
     a, b = drawn(m, k, dtype, seed), drawn(k, n * size, dtype, seed + 1)
-    out = weft.matmul_all_to_all(a[rank], b[rank], schedule=apart, split_dim=-1)
+    out = weft.matmul_all_to_all(a[rank], b[rank], schedule=split_spec, split_dim=-1)
     columns = slice(rank * n, (rank + 1) * n)
-    _close(out, torch.cat([x.double() @ y[:, columns].double() for x, y in zip(a, b, strict=True)]), k, (apart, m, n, k))
+    _close(out, torch.cat([x.double() @ y[:, columns].double() for x, y in zip(a, b, strict=True)]), k, (split_spec, m, n, k))
     a, b = drawn(m * size, k, dtype, seed + 2), drawn(k * size, n, dtype, seed + 3)
-    out, received = weft.all_to_all_matmul(a[rank], b[rank], schedule=beside, gather_dim=-1, return_received=True)
+    out, received = weft.all_to_all_matmul(a[rank], b[rank], schedule=gather_spec, gather_dim=-1, return_received=True)
     rows = torch.cat([x[rank * m : (rank + 1) * m] for x in a], 1)
     assert torch.equal(received, rows)
-    _close(out, rows.double() @ b[rank].double(), k * size, (beside, m, n, k))
-    assert torch.equal(out, weft.all_to_all_matmul(a[rank], b[rank], schedule=beside, gather_dim=-1))
+    _close(out, rows.double() @ b[rank].double(), k * size, (gather_spec, m, n, k))
+    assert torch.equal(out, weft.all_to_all_matmul(a[rank], b[rank], schedule=gather_spec, gather_dim=-1))
 
 
 def _close(out: torch.Tensor, expected: torch.Tensor, k: int, what: object) -> None:
@@ -151,8 +151,10 @@ def _kernels() -> int:
 
     fused.FusedGemm.launch = counted  # type: ignore[method-assign]
     try:
-        for seed, (apart, beside) in enumerate((("track_and_trigger:2", "flag_gated:2"), ("direct_store:1", "direct_store:2"))):
-            check_both(37, 40, 48, torch.float16, apart, beside, seed)
+        for seed, (split_spec, gather_spec) in enumerate(
+            (("track_and_trigger:2", "flag_gated:2"), ("direct_store:1", "direct_store:2"))
+        ):
+            check_both(37, 40, 48, torch.float16, split_spec, gather_spec, seed)
     finally:
         fused.FusedGemm.launch = launch  # type: ignore[method-assign]
     return launches
@@ -171,11 +173,11 @@ def attention(qkv: torch.Tensor) -> torch.Tensor:
     return mixed.transpose(0, 1).flatten(1)
 
 
-def block(x: torch.Tensor, into: torch.Tensor, out: torch.Tensor, apart: str, beside: str) -> torch.Tensor:
+def block(x: torch.Tensor, into: torch.Tensor, out: torch.Tensor, split_spec: str, gather_spec: str) -> torch.Tensor:
     """Ulysses' attention: parts of the sequence, then heads, then parts of the sequence."""
-    qkv = weft.matmul_all_to_all(x, into, schedule=apart, split_dim=-1)
+    qkv = weft.matmul_all_to_all(x, into, schedule=split_spec, split_dim=-1)
     mixed = attention(qkv.view(qkv.shape[0], -1, 3, DIM))
-    return weft.all_to_all_matmul(mixed, out, schedule=beside, gather_dim=-1)
+    return weft.all_to_all_matmul(mixed, out, schedule=gather_spec, gather_dim=-1)
 
 
 DIM = 4
@@ -192,9 +194,13 @@ def _ulysses() -> None:
     whole = [t.clone().requires_grad_() for t in (x, into, out)]
     expected = attention((whole[0] @ whole[1]).view(tokens * size, heads, 3, DIM)) @ whole[2]
     expected.square().sum().backward()
-    for apart, beside in (("track_and_trigger:2", "flag_gated:2"), ("shard_p2p", "uniform_fused_1d:3"), ("sequential", "auto")):
+    for split_spec, gather_spec in (
+        ("track_and_trigger:2", "flag_gated:2"),
+        ("shard_p2p", "uniform_fused_1d:3"),
+        ("sequential", "auto"),
+    ):
         mine = [x[part].clone().requires_grad_(), into.clone().requires_grad_(), out.clone().requires_grad_()]
-        got = block(*mine, apart, beside)
+        got = block(*mine, split_spec, gather_spec)
         torch.testing.assert_close(got, expected[part].detach())
         got.square().sum().backward()
         torch.testing.assert_close(mine[0].grad, whole[0].grad[part])  # type: ignore[index]
@@ -220,8 +226,8 @@ def _details() -> None:
     assert group is not None
     # A middle dimension: sequence first, then batch.
     (x, *_), (w, *_) = drawn(12 * size, 5, torch.float32, 1), drawn(5, 4 * size, torch.float32, 2)
-    apart = weft.matmul_all_to_all(x.view(6 * size, 2, 5), w, split_dim=-1)
-    torch.testing.assert_close(apart, (x @ w)[:, 4 * rank : 4 * rank + 4].view(6 * size, 2, 4).repeat(size, 1, 1))
+    split = weft.matmul_all_to_all(x.view(6 * size, 2, 5), w, split_dim=-1)
+    torch.testing.assert_close(split, (x @ w)[:, 4 * rank : 4 * rank + 4].view(6 * size, 2, 4).repeat(size, 1, 1))
     eye = torch.eye(5 * size)
     home = weft.all_to_all_matmul(x.view(6 * size, 2, 5), eye, gather_dim=-1)
     torch.testing.assert_close(home, x.view(size, 6, 2, 5)[rank].repeat(1, 1, size))

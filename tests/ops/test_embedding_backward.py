@@ -238,7 +238,7 @@ def test_ranks_may_differ_in_whether_weights_need_gradients(ranks: RankFixture) 
 
 def _changed_since() -> list[str]:
     """Weights' gradients are of rows that an optimizer, or the caller, has changed since: by one lookup, or on one rank."""
-    told, options = [], {"dims": [[2], [2]], "batch": 4, "optimizer": weft.SGD(lr=1.0)}
+    outcomes, options = [], {"dims": [[2], [2]], "batch": 4, "optimizer": weft.SGD(lr=1.0)}
     for lookups, changed_on, retain in ((2, None, False), (1, 1, False), (1, None, True), (1, None, False)):
         weft.close()
         dist.barrier()
@@ -250,11 +250,11 @@ def _changed_since() -> list[str]:
                 table.mul_(2) if changed_on == dist.get_rank() else None
             for _ in range(1 + retain):
                 sum(out.sum() for out in outs).backward(retain_graph=retain)  # type: ignore[union-attr]
-            told.append(str(weights.grad.tolist()))  # type: ignore[union-attr]
+            outcomes.append(str(weights.grad.tolist()))  # type: ignore[union-attr]
         except (ValueError, weft.WeftError) as error:
-            told.append(f"{type(error).__name__}: {error}")
+            outcomes.append(f"{type(error).__name__}: {error}")
     weft.close()
-    return told
+    return outcomes
 
 
 def test_weights_have_no_gradients_of_rows_that_are_gone(ranks: RankFixture) -> None:
@@ -325,7 +325,7 @@ def _fails_alone(how: str) -> tuple[str, float]:
     case, rank = Case(dims=((8, 4), (92,))), dist.get_rank()
     drawn, optimizer = ready(case, 0), weft.RowwiseAdagrad(lr=0.1) if how == "within" else None
     out = weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, dims=case.dims, optimizer=optimizer)
-    begun, told = time.monotonic(), ""
+    begun, message = time.monotonic(), ""
     if rank and how == "before":
         drawn.tables[0].detach().zero_()  # what is saved for the backward is another table now
     elif rank:
@@ -334,18 +334,18 @@ def _fails_alone(how: str) -> tuple[str, float]:
         out.sum().backward()
         weft.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2))
     except (RuntimeError, IndexError) as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - begun
     weft.close()
     looked_up(case, 0, ready(case, 0))
-    return told, seconds
+    return message, seconds
 
 
 @pytest.mark.parametrize(("how", "culprit"), [("before", "modified by an inplace operation"), ("within", "IndexError")])
 def test_a_rank_that_fails_alone_is_named_soon(ranks: RankFixture, how: str, culprit: str) -> None:
     """It leaves no exchange of the process group half done, which would be the bound of that, and the end of it."""
-    for rank, (told, seconds) in enumerate(ranks(2).run(_fails_alone, how)):
-        assert (culprit if rank else "PeerLost: rank 1 failed: ") in told, told
+    for rank, (message, seconds) in enumerate(ranks(2).run(_fails_alone, how)):
+        assert (culprit if rank else "PeerLost: rank 1 failed: ") in message, message
         assert seconds < 15, "the group's own bound is 20 s"
 
 
@@ -366,5 +366,5 @@ def _in_another_order() -> str:
 
 
 def test_backwards_in_another_order_are_named(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_in_another_order):
-        assert "dims: rank " in told
+    for message in ranks(2).run(_in_another_order):
+        assert "dims: rank " in message

@@ -168,13 +168,13 @@ def test_memory_of_another_node_is_not_mapped(two_nodes: Ranks) -> None:
 
 def _near() -> list[list[int]]:
     """Twice, as after a close: whom ranks meet, that GPUs of a node share memory with."""
-    from rendezvous_work import meet, told
+    from rendezvous_work import gather_numbers, meet
 
     found = []
     group = dist.group.WORLD
     assert group is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric, "rendezvous", told)
+        patch.setattr(symmetric, "rendezvous", gather_numbers)
         for _ in range(2):
             rank_group = RankGroup(group)
             rendezvous = rendezvous_of(rank_group)
@@ -244,7 +244,7 @@ def test_collectives_alone_are_by_nccl(two_nodes: Ranks) -> None:
         assert shared.startswith("group is on nodes of (2, 2) ranks; peers can only write memory within one node")
 
 
-def _beside() -> list[bool]:
+def _find_copy_engines() -> list[bool]:
     """A sum beside a product; whether GPUs would try copy engines for it, among all ranks and among those of a node."""
     from weft.overlap.concurrent.cuda import CudaExecutor
 
@@ -263,7 +263,7 @@ def _beside() -> list[bool]:
 
 @pytest.mark.ranks
 def test_copy_engines_beside_a_computation_within_a_node_alone(two_nodes: Ranks) -> None:
-    assert two_nodes.run(_beside) == [[False, True]] * 4
+    assert two_nodes.run(_find_copy_engines) == [[False, True]] * 4
 
 
 def _different() -> str:
@@ -288,9 +288,15 @@ def _stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def _call_until_lost(victim: int, how: int, told: Path, bound_s: float) -> tuple[str, float]:
-    """told: another node's rank makes it when it knows. Until then the victim's neighbour calls nothing: what it sees, others
-    have to hear from it. Of one that stops, all have heard the last before they call. bound_s: of waits from when it does."""
+def _call_until_lost(victim: int, how: int, notice: Path, bound_s: float) -> tuple[str, float]:
+    """Call until the victim, which this function kills or stops, is noticed. Return the error, and how long it took.
+
+    The victim's neighbour calls nothing until a rank of another node has the error, so the others learn of the loss from what
+    the neighbour's relay publishes. If the victim is stopped, every rank reads its last state before it calls.
+
+    notice: a file that a rank creates when it has the error.
+    bound_s: the bound of waits after the first call.
+    """
     check_exchanges(16, 8, 4, torch.float32, "node_slices:2", "node_slices:2", 0)
     dist.barrier()
     rank = dist.get_rank()
@@ -303,11 +309,11 @@ def _call_until_lost(victim: int, how: int, told: Path, bound_s: float) -> tuple
         assert wait_for(lambda: _stopped(rank_group.pids[victim]))
         rank_group._refresh()
     if rank == victim - 1 and dist.get_world_size() > 2:
-        assert wait_for(told.exists)
+        assert wait_for(notice.exists)
     try:
         check_exchanges(16, 8, 4, torch.float32, "node_slices:2", "node_slices:2", 1)
     except (PeerLost, WaitTimeout) as error:
-        told.touch()
+        notice.touch()
         return f"{type(error).__name__}: {error}", time.monotonic() - struck
     raise AssertionError("a rank was lost and nobody noticed")
 

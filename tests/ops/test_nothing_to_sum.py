@@ -29,10 +29,10 @@ def _called(operator: str, options: dict[str, Any], spec: str, k: int, n: int) -
     """Results and gradients of a [6, k] @ b [k, n], with what was multiplied where an operator gives that."""
     rows = k * dist.get_world_size() if "gather_dim" in options else k
     a, b = torch.ones(6, k, requires_grad=True), torch.ones(rows, n, requires_grad=True)
-    told = {"all_gather_matmul": "return_gathered", "all_to_all_matmul": "return_received"}.get(operator)
-    given = {**options, **({told: True} if told else {})}
+    option = {"all_gather_matmul": "return_gathered", "all_to_all_matmul": "return_received"}.get(operator)
+    given = {**options, **({option: True} if option else {})}
     found = getattr(weft, operator)(a, b, schedule=spec, **given)
-    out, *moved = found if told else (found,)
+    out, *moved = found if option else (found,)
     (out.sum() + sum(each.sum() for each in moved[: int(k > 0)])).backward()
     return [out.detach(), a.grad, b.grad, *[each.detach() for each in moved]]
 
@@ -76,8 +76,8 @@ def _differ() -> str:
 
 
 def test_ranks_that_differ_in_it_are_named(ranks: RankFixture) -> None:
-    for told in ranks(2).run(_differ):
-        assert re.match(r"ranks disagree in call \d+:\n  K: rank", told)
+    for message in ranks(2).run(_differ):
+        assert re.match(r"ranks disagree in call \d+:\n  K: rank", message)
 
 
 def _on_some_ranks() -> None:

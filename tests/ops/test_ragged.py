@@ -169,14 +169,16 @@ def _unmet(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor) -> tuple[torc
     return found["out"][0], found["counts"][0]
 
 
-def _until_told(before: int, splits: torch.Tensor, most: int) -> list[str]:
-    """Calls until one raises, on this rank; what it said. Then all close, and go on. before: rank 1 comes too late to this
-    call, when rank 0 has waited for it in vain: looks at flags are counted, and take any time. They are few only from where a
-    rank does not come: before, each may be late."""
+def _run_until_lost(before: int, splits: torch.Tensor, most: int) -> list[str]:
+    """Call until a call raises an error on this rank, and return the outcome of each call. Then all ranks close the group.
+
+    before: rank 1 enters this call only after the wait of rank 0 for it has ended. Kernels bound a wait by a number of polls,
+        which take any time. The number is low only after the first call, in which each rank may be late.
+    """
     weft.close()
     size = dist.get_world_size()
     a, b = torch.ones(24, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)
-    told = []
+    outcomes = []
     for call in range(8):
         if call == 1:
             _exchange().tries = 500
@@ -188,7 +190,7 @@ def _until_told(before: int, splits: torch.Tensor, most: int) -> list[str]:
             else:
                 out, counts = _unmet((call + 1.0) * a, b, splits)
         except (ValueError, WeftError) as error:
-            told.append(f"{call}: {type(error).__name__}: {error}")
+            outcomes.append(f"{call}: {type(error).__name__}: {error}")
             break
         finally:
             if call == before and dist.get_rank() == 0:
@@ -196,14 +198,14 @@ def _until_told(before: int, splits: torch.Tensor, most: int) -> list[str]:
         arrived = int(counts.sum())
         mine = torch.equal(out[:arrived], torch.full((arrived, 8), call + 1.0, dtype=torch.float16))
         what = "NaN" if bool(out.isnan().any()) else "right" if mine else "wrong"
-        told.append(f"{call}: {what}, {arrived} rows")
+        outcomes.append(f"{call}: {what}, {arrived} rows")
     dist.barrier()
     weft.close()
     splits = torch.full((size,), 24 // size, dtype=torch.int32)
     again, counts = weft.all_to_all_matmul(a, b, splits=splits, max_rows=24)
     assert torch.equal(again, torch.ones(24, 8, dtype=torch.float16))
     weft.close()
-    return told
+    return outcomes
 
 
 pairs = pytest.mark.parametrize("interpreted", [2], indirect=True)
@@ -211,8 +213,8 @@ pairs = pytest.mark.parametrize("interpreted", [2], indirect=True)
 
 def _same_of_both(interpreted: Ranks, splits: list[int], most: int, rows: tuple[int, int], says: str) -> None:
     """Both ranks make one call, whose results have so many rows, and raise the same ValueError in the next one."""
-    told = interpreted.run(_until_told, -1, torch.tensor(splits, dtype=torch.int32), most)
-    for rank, (first, second) in enumerate(told):
+    outcomes = interpreted.run(_run_until_lost, -1, torch.tensor(splits, dtype=torch.int32), most)
+    for rank, (first, second) in enumerate(outcomes):
         assert first == f"0: right, {rows[rank]} rows"
         assert second == f"1: ValueError: {says}"
 
@@ -293,7 +295,7 @@ def _after_the_first() -> list[str]:
     a, b = torch.ones(24, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)
     splits = torch.tensor([16, 0], dtype=torch.int32)
     weft.all_to_all_matmul(a, b, splits=splits, max_rows=20)
-    told = []
+    outcomes = []
     for _ in range(2):
         if dist.get_rank():
             dist.barrier()
@@ -301,10 +303,10 @@ def _after_the_first() -> list[str]:
             _unmet(a, b, splits) if dist.get_rank() == 0 else weft.all_to_all_matmul(a, b, splits=splits, max_rows=20)
         if dist.get_rank() == 0:
             dist.barrier()
-        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        outcomes.append(f"{type(caught.value).__name__}: {caught.value}")
     dist.barrier()
     weft.close()
-    return told
+    return outcomes
 
 
 @pairs
@@ -362,14 +364,14 @@ def test_after_two_thousand_million_calls(interpreted: Ranks) -> None:
 @pairs
 def test_a_late_rank_gets_no_rows_of_another_call(interpreted: Ranks) -> None:
     """Who did not wait for its counts would send to places that it still reads, or by counts of another call."""
-    first, second = interpreted.run(_until_told, 2, torch.tensor([10, 10], dtype=torch.int32), 24)
-    for told in (first, second):
-        assert told[:2] == ["0: right, 20 rows", "1: right, 20 rows"]
+    first, second = interpreted.run(_run_until_lost, 2, torch.tensor([10, 10], dtype=torch.int32), 24)
+    for outcomes in (first, second):
+        assert outcomes[:2] == ["0: right, 20 rows", "1: right, 20 rows"]
         # What the call returns to which the peer did not come in time is no result; who comes next is told.
-        late = [text for text in told[2:-1] if "20 rows" not in text]
-        assert all("NaN" in text for text in late), told
-        assert not any("right" in text and "20 rows" in text for text in told[3:])
-        assert "WaitTimeout" in told[-1] or "PeerLost" in told[-1] or "broken" in told[-1]
+        late = [text for text in outcomes[2:-1] if "20 rows" not in text]
+        assert all("NaN" in text for text in late), outcomes
+        assert not any("right" in text and "20 rows" in text for text in outcomes[3:])
+        assert "WaitTimeout" in outcomes[-1] or "PeerLost" in outcomes[-1] or "broken" in outcomes[-1]
 
 
 def _without_end() -> list[list[int]]:
@@ -559,7 +561,7 @@ def _without_room(lacks: str) -> list[str]:
     place = (ragged_kernels, "RaggedExchange") if lacks == "own" else (shared_memory.SharedSegment, "create")
     a, b, splits = torch.ones(8, 16).half(), torch.ones(16, 16).half(), torch.full((dist.get_world_size(),), 2)
     weft.all_to_all_matmul(torch.ones(4, 4), torch.ones(4, 4))  # the group is there
-    told = []
+    outcomes = []
     for number in range(2):
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1 and not number:
@@ -567,18 +569,20 @@ def _without_room(lacks: str) -> list[str]:
             try:
                 weft.all_to_all_matmul(a, b, splits=splits, max_rows=16)
             except Exception as raised:
-                told.append(f"{type(raised).__name__}: {raised}")
+                outcomes.append(f"{type(raised).__name__}: {raised}")
     weft.close()
     out, counts = weft.all_to_all_matmul(a, b, splits=splits, max_rows=16)
     assert out[: int(counts.sum())].eq(16).all()
-    return told
+    return outcomes
 
 
 @pytest.mark.parametrize("lacks", ["own", "shared"])
 def test_a_rank_without_room_for_a_program_is_told_of(interpreted: Ranks, lacks: str) -> None:
-    told = interpreted.run(_without_room, lacks)
+    outcomes = interpreted.run(_without_room, lacks)
     kind = {"own": "OutOfMemoryError", "shared": "ValueError"}[lacks]
-    for rank, (first, second) in enumerate(told):
-        assert first == f"{kind}: no room" if rank == 1 else first.startswith("PeerLost: ") and first.endswith("no room"), told
+    for rank, (first, second) in enumerate(outcomes):
+        assert first == f"{kind}: no room" if rank == 1 else first.startswith("PeerLost: ") and first.endswith("no room"), (
+            outcomes
+        )
         assert "this process group has failed" in second
         assert "call weft.close(group) on every rank" in second

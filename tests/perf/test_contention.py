@@ -99,12 +99,12 @@ def test_one_copy_at_a_time_on_a_mesh_slows_little() -> None:
     machine = dataclasses.replace(machine, contention=dict.fromkeys(machine.contention, 1.2))
     problem = Problem(op="all_gather_matmul", m=65536, n=16384, k=16384, world_size=8)
     found = run(build(problem, "shard_p2p"), machine)
-    apart = dataclasses.replace(
+    separate = dataclasses.replace(
         machine,
         contention={},
         sources={path: source for path, source in machine.sources.items() if not path.startswith("contention.")},
     )
-    alone = run(build(problem, "shard_p2p"), apart)
+    alone = run(build(problem, "shard_p2p"), separate)
     assert found.transfer_us == alone.transfer_us
     assert alone.kernel_us[0] < found.kernel_us[0] < (1 + 0.2 / 7) * alone.kernel_us[0]
 

@@ -61,8 +61,8 @@ def others(size: int) -> Iterator[Schedule]:
             problem = RaggedProblem(op=op, m=rows, n=4096, k=4096, capacity=rows, experts=2, world_size=size)
             yield from (ragged.build(problem, name) for name in ragged.FAMILIES)
     for one in collectives(size):
-        beside = ConcurrentProblem(collectives=(one,), world_size=size, compute_us=100.0)
-        yield from (build(beside, spec) for spec in concurrent.candidates(beside)[::5])
+        overlapped = ConcurrentProblem(collectives=(one,), world_size=size, compute_us=100.0)
+        yield from (build(overlapped, spec) for spec in concurrent.candidates(overlapped)[::5])
     if size > 2:
         sizes = {"m": 256 * size, "n": 256, "k": 256 * size, "world_size": size, "nodes": (size // 2,) * 2}
         yield from (build(Problem(op=op, **sizes), "node_slices", 2) for op in OPS)  # type: ignore[arg-type]

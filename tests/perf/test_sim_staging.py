@@ -96,14 +96,14 @@ def test_copies_in_turns_take_longer() -> None:
     problem = Problem(op="all_gather_matmul", m=12, n=12, k=8, world_size=3)
     machine = tiny(world_size=3, link_gbps=0.064)
     copies = dataclasses.replace(machine.copies, gbps=0.064, several_gbps=0.064)
-    alike = dataclasses.replace(machine, copies=copies)
-    turning = with_numbers(alike, "copies.turning", copies=dataclasses.replace(copies, turning=1.0))
+    uniform = dataclasses.replace(machine, copies=copies)
+    turning = with_numbers(uniform, "copies.turning", copies=dataclasses.replace(copies, turning=1.0))
     for chunks, slower in ((1, 1.0), (2, 1.5)):
-        before, after = (spans(problem, "hetero_unfused_1d", on, "copy", chunks)[0].duration_us for on in (alike, turning))
+        before, after = (spans(problem, "hetero_unfused_1d", on, "copy", chunks)[0].duration_us for on in (uniform, turning))
         assert after - 2.0 == pytest.approx(slower * (before - 2.0), rel=1e-3)
     pair = dataclasses.replace(problem, world_size=2)
     assert (
-        run(build(pair, "hetero_unfused_1d", 2), turning).total_us == run(build(pair, "hetero_unfused_1d", 2), alike).total_us
+        run(build(pair, "hetero_unfused_1d", 2), turning).total_us == run(build(pair, "hetero_unfused_1d", 2), uniform).total_us
     )
 
 

@@ -100,11 +100,11 @@ def test_each_family_is_held_against_the_chosen_one() -> None:
         faster = H200.what_if({"links.gbps": H200.links.gbps * factor})
         us = {spec: us * missed.get(spec, 1.0) for spec, us in estimates(problem, faster, best.values()).items()}
         winner = min(us, key=us.__getitem__)
-        told = [text for text in found.changes if text.startswith(f"With links {factor:g} times as fast ")]
+        sentences = [text for text in found.changes if text.startswith(f"With links {factor:g} times as fast ")]
         if us[winner] < 0.99 * us[chosen]:
-            assert told == [f"With links {factor:g} times as fast {winner} would be faster."]
+            assert sentences == [f"With links {factor:g} times as fast {winner} would be faster."]
             break
-        assert not told
+        assert not sentences
 
 
 @pytest.mark.parametrize(

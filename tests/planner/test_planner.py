@@ -104,8 +104,8 @@ def test_fixed_costs_are_what_is_saved_without_them(problem: Problem, slow: str,
         us = run(schedule, H200).total_us
         saved.append(us - run(schedule, without_fixed_costs(H200)).total_us)
         # Neither its kernels nor its transfers are the reason.
-        alike = {"computation_us": 0.0, "communication_us": 0.0, "over_ideal_us": 0.0}
-        options.append(Option(schedule, Candidate(schedule=schedule.name, chunks=schedule.chunks, predicted_us=us, **alike)))
+        no_times = {"computation_us": 0.0, "communication_us": 0.0, "over_ideal_us": 0.0}
+        options.append(Option(schedule, Candidate(schedule=schedule.name, chunks=schedule.chunks, predicted_us=us, **no_times)))
     why = explain(problem, H200, options, options[0].predicted_us, asked=False)
     said = re.search(r"since (\d+) us of its time are fixed costs, not (\d+) \(a rank has (.*)\)\.", why)
     assert said is not None, why

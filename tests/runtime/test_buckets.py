@@ -303,8 +303,8 @@ def _other_counts() -> str:
 
 @pytest.mark.ranks
 def test_row_counts_that_differ_in_one_bucket_are_named(ranks: RankFixture) -> None:
-    told = ranks(2).run(_other_counts)
-    assert any("RankMismatch" in text and "rank 0 has 196, rank 1 has 198" in text for text in told), told
+    messages = ranks(2).run(_other_counts)
+    assert any("RankMismatch" in text and "rank 0 has 196, rank 1 has 198" in text for text in messages), messages
 
 
 def _bound_in(rounds: Iterable[Iterable[int]], gpu: bool) -> list[int]:

@@ -142,24 +142,24 @@ def test_a_rank_that_is_being_started_ends_in_silence(number: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted True\n", "")
 
 
-def _cut_short(told: list[int]) -> None:
+def _cut_short(signals: list[int]) -> None:
     with _delay_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
-        assert not told
+        assert not signals
         raise OSError("no descriptor is left")
 
 
 def test_a_signal_that_came_meanwhile_is_told_whatever_is_raised() -> None:
-    told: list[int] = []
-    before = [signal.signal(number, lambda number, _: told.append(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    signals: list[int] = []
+    before = [signal.signal(number, lambda number, _: signals.append(number)) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
         with pytest.raises(OSError, match="no descriptor is left"):
-            _cut_short(told)
+            _cut_short(signals)
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
-    assert sorted(told) == [signal.SIGINT, signal.SIGTERM]
+    assert sorted(signals) == [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.fixture
@@ -194,9 +194,9 @@ def test_sigterm_ends_a_command_and_its_ranks(
             time.sleep(0.02)
         time.sleep(later_s)
         run.send_signal(signal.SIGTERM)
-        _, told = run.communicate(timeout=300)
+        _, stderr = run.communicate(timeout=300)
     reap_stale()  # ranks that end while they make a group leave what the next group takes away: this stands for one
-    assert (run.returncode, told, list(folder.glob("weft-*"))) == (143, "weft: error: terminated\n", [])
+    assert (run.returncode, stderr, list(folder.glob("weft-*"))) == (143, "weft: error: terminated\n", [])
 
 
 KILLED = """

@@ -266,8 +266,8 @@ def test_a_bound_that_kernels_do_not_wait_for_is_refused(monkeypatch: pytest.Mon
 
 def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lanes write on, on a stream for which the allocator of the caller's does not wait."""
-    kept: list[tuple[str, object]] = []
-    a, out = (SimpleNamespace(record_stream=lambda stream, n=name: kept.append((n, stream))) for name in ("a", "out"))
+    recorded: list[tuple[str, object]] = []
+    a, out = (SimpleNamespace(record_stream=lambda stream, n=name: recorded.append((n, stream))) for name in ("a", "out"))
     stream = SimpleNamespace(wait_stream=lambda other: None)
 
     def run(group: str, call: object) -> None:
@@ -279,7 +279,7 @@ def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatc
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(PeerLost):
         work._begin_on("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
-    assert kept == [("a", stream), ("out", stream)]
+    assert recorded == [("a", stream), ("out", stream)]
 
 
 def test_what_waits_is_released_after_an_error_of_ones_own(ranks: Ranks) -> None:
@@ -541,14 +541,14 @@ def test_signals_aside_follow_what_came_before_and_are_joined(ranks: Ranks) -> N
     program = _program(ranks.resources)
     ranks.resources._aside = cast(Any, side)
     ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
-    told: list[tuple[bool, int]] = []
-    ranks.resources.words = lambda words, by_kernel: lambda stream: told.append((by_kernel, stream))  # type: ignore[method-assign]
+    issued: list[tuple[bool, int]] = []
+    ranks.resources.words = lambda words, by_kernel: lambda stream: issued.append((by_kernel, stream))  # type: ignore[method-assign]
     where: Any = SimpleNamespace(lane="compute")
     items = [FlagOperations(where=where, words=(), aside=aside, submitter=program.streams) for aside in (False, True)]
     runs = [(SimpleNamespace(name="compute", kind="compute"), items, False)]
     program._plan = lambda bindings: SimpleNamespace(batches=runs)
     program._issue(None)
-    assert told == [(True, STREAM), (False, side.cuda_stream)]
+    assert issued == [(True, STREAM), (False, side.cuda_stream)]
     assert ranks.resources.driver.log == [("after", side.cuda_stream, STREAM), ("after", STREAM, side.cuda_stream)]
     runs[0] = (runs[0][0], items[:1], False)
     program._issue(None)

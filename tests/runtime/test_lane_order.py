@@ -25,11 +25,11 @@ CALLS = 3
 class Rank:
     """A host, and the streams that it fills: of each lane, items that were given and have not ended. room: of a stream."""
 
-    def __init__(self, schedule: Schedule, rank: int, room: int, *, apart: bool) -> None:
+    def __init__(self, schedule: Schedule, rank: int, room: int, *, unmerged: bool) -> None:
         plan = LaunchPlan(FakeProgram(schedule, rank), frozenset())  # type: ignore[arg-type]
         self.given = list[tuple[str, Launch, tuple[str, int]]]()
         self.lengths: Counter[str] = Counter()
-        for lane, items, _ in plan.unmerged_batches if apart else plan.batches:
+        for lane, items, _ in plan.unmerged_batches if unmerged else plan.batches:
             for item in items:
                 aside = isinstance(item, FlagOperations) and item.aside
                 # Signals aside come after what their lane has been given before.
@@ -73,10 +73,10 @@ class Rank:
         return True
 
 
-def ends(schedule: Schedule, *, room: int, seed: int, apart: bool = False) -> bool:
+def ends(schedule: Schedule, *, room: int, seed: int, unmerged: bool = False) -> bool:
     """Whether all calls of all ranks end, in some order of hosts and streams."""
     chance = random.Random(seed)
-    ranks = [Rank(schedule, rank, room, apart=apart) for rank in range(len(schedule.ranks))]
+    ranks = [Rank(schedule, rank, room, unmerged=unmerged) for rank in range(len(schedule.ranks))]
     memory = dict(word for rank in range(len(ranks)) for word in FakeProgram(schedule, rank).left_over())
     actions: list[Any] = [rank.give for rank in ranks]
     actions += [lambda r=rank, n=name: r.run(n, memory) for rank in ranks for name in rank.streams]
@@ -92,8 +92,8 @@ def test_streams_of_one_launch_are_room_enough(op: Op, name: str, monkeypatch: p
     monkeypatch.setattr(launch_plan, "MOST_IN_SEQUENCE", 0)
     for m, n, k, world_size, chunks in ((64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (24, 8, 8, 2, 4)):
         schedule = build(Problem(op=op, m=m, n=n, k=k, world_size=world_size), name, chunks)
-        for seed, apart in ((0, False), (1, True)):
-            assert ends(schedule, room=1, seed=seed, apart=apart), (op, name, world_size)
+        for seed, unmerged in ((0, False), (1, True)):
+            assert ends(schedule, room=1, seed=seed, unmerged=unmerged), (op, name, world_size)
 
 
 @pytest.mark.parametrize(("op", "name"), FAMILIES)

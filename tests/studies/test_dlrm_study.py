@@ -144,8 +144,8 @@ def test_command_sets_numbers_and_writes(short: DlrmStudy, tmp_path: Path, capsy
 def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, up to the whole."""
     monkeypatch.setattr(studies, "SLICES", ())
-    told: list[tuple[str, int, int]] = []
+    progress: list[tuple[str, int, int]] = []
     system = changed(changed(load(), "nodes", 8), "topologies", "fat_tree,torus_2d")
-    studies.run(system, lambda *news: told.append(news))
+    studies.run(system, lambda *news: progress.append(news))
     steps = ["fat_tree of 8", "torus_2d of 8", "the published case", "two nodes", "slices", "done"]
-    assert told == [(step, done, 5) for done, step in enumerate(steps)]
+    assert progress == [(step, done, 5) for done, step in enumerate(steps)]

@@ -272,10 +272,10 @@ def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, study: FiccoStudy) ->
     monkeypatch.setattr(studies, "simulated", lambda machine, case, names=(): {})
     monkeypatch.setattr(studies, "_scenario", lambda machine, case, outcomes: study.mesh[0])
     monkeypatch.setattr(studies, "signatures", lambda machine, outcomes: ())
-    told: list[tuple[str, int, int]] = []
-    studies.run(load(), (QUICK,), unseen(1), lambda *news: told.append(news))
+    progress: list[tuple[str, int, int]] = []
+    studies.run(load(), (QUICK,), unseen(1), lambda *news: progress.append(news))
     names = ["mesh g14", "switch g14", "heuristic u1", "done"]
-    assert told == [(name, done, 3) for done, name in enumerate(names)]
+    assert progress == [(name, done, 3) for done, name in enumerate(names)]
 
 
 def test_stored_study_is_up_to_date(study: FiccoStudy, stored: FiccoStudy) -> None:

@@ -202,7 +202,7 @@ def test_command_sets_numbers_and_writes(short: T3Study, tmp_path: Path, capsys:
 
 def test_progress_is_told(study: T3Study) -> None:
     """In order, up to the whole."""
-    told: list[tuple[str, int, int]] = []
+    progress: list[tuple[str, int, int]] = []
     names = SUBLAYERS[:2]
-    list(run_sublayers(changed(load(), "tile.group_rows", 4), names, lambda text, done: told.append((text, done, 2))))
-    assert told == [(names[0].name, 0, 2), (names[1].name, 1, 2)]
+    list(run_sublayers(changed(load(), "tile.group_rows", 4), names, lambda text, done: progress.append((text, done, 2))))
+    assert progress == [(names[0].name, 0, 2), (names[1].name, 1, 2)]
