@@ -205,10 +205,10 @@ class BoundProgram(ABC):
 
     def _plan(self, bindings: Bindings) -> LaunchPlan:
         """Return the launch plan for a call. The strides and alignments of its tensors decide which steps run as kernels."""
-        running = frozenset([place for place, kernel in self.kernels.items() if kernel.runs(bindings)])
-        if running not in self._plans:
-            self._plans[running] = LaunchPlan(self, running)
-        return self._plans[running]
+        kernel_steps = frozenset([place for place, kernel in self.kernels.items() if kernel.runs(bindings)])
+        if kernel_steps not in self._plans:
+            self._plans[kernel_steps] = LaunchPlan(self, kernel_steps)
+        return self._plans[kernel_steps]
 
     def refuse_several_results(self, count: int) -> None:
         """Raise ValueError if `out` is several matrices, one for each b, and a step moves rows of it as if it were one."""
@@ -240,7 +240,7 @@ class BoundProgram(ABC):
         """Return the address of the word that a step of this rank waits for."""
 
     @abstractmethod
-    def here(self, where: Where) -> Word:
+    def progress_word(self, where: Where) -> Word:
         """Return the operation by which a lane records that it has reached a step, before the step waits."""
 
     @abstractmethod

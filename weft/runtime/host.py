@@ -151,8 +151,8 @@ class HostProgram(BoundProgram):
     def submitter(self) -> HostFlags:
         return HostFlags(self)
 
-    def here(self, where: Where) -> Word:
-        return Word("here", self._address(self.rank, self._progress[self.rank][where.lane]), where.position + 1)
+    def progress_word(self, where: Where) -> Word:
+        return Word("progress", self._address(self.rank, self._progress[self.rank][where.lane]), where.position + 1)
 
     def waiters(self, flag: Flag) -> list[int]:
         return [self._address(flag.rank, slot) for slot in self.flags.slots[flag]]
@@ -435,8 +435,10 @@ class HostFlags:
         """A function that does these operations."""
         todo = [self._operation(word) for word in operations.words]
         if any(word.kind == "lower" for word in operations.words):
-            comes = [word for word in operations.words if word.kind == "here"] or [self._program.here(operations.where)]
-            todo.append(self._operation(Word("here", comes[-1].address, comes[-1].value | WAIT_DONE)))
+            comes = [word for word in operations.words if word.kind == "progress"] or [
+                self._program.progress_word(operations.where)
+            ]
+            todo.append(self._operation(Word("progress", comes[-1].address, comes[-1].value | WAIT_DONE)))
 
         def run(stream: int) -> None:
             for call, target in todo:
