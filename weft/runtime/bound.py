@@ -29,10 +29,10 @@ from weft.core.schedule import (
     SendReceive,
     Step,
     Wait,
-    advances,
     quantises,
     regions,
     segments,
+    signalled_flags,
 )
 from weft.core.span import Span
 from weft.core.work import region_bytes
@@ -377,7 +377,7 @@ class BoundProgram(ABC):
         """Return the inputs with the strides that the device's copies and matmuls need."""
 
     def raiser(self, flag: Flag) -> str:
-        """Return a text that says which lane advances a flag."""
+        """Return a text that says which lane signals a flag."""
         return f"{self.writers.get(flag, 'nobody')} raises it"
 
     @abstractmethod
@@ -395,5 +395,5 @@ def with_fused_steps(resources: HostResources | CudaResources, schedule: Schedul
 
 
 def flag_writers(schedule: Schedule) -> dict[Flag, str]:
-    """Return the name of the lane that advances each flag."""
-    return {flag: f"rank {rank}'s lane {lane.name}" for rank, lane, _, step in schedule for flag in advances(step)}
+    """Return the name of the lane that signals each flag."""
+    return {flag: f"rank {rank}'s lane {lane.name}" for rank, lane, _, step in schedule for flag in signalled_flags(step)}

@@ -45,7 +45,7 @@ from weft.core.schedule import (
     Schedule,
     SendReceive,
     Step,
-    advances,
+    signalled_flags,
     waits,
 )
 from weft.core.work import span
@@ -210,7 +210,7 @@ class HostProgram(BoundProgram):
         """The flag that the lane which raises this one waits for now; None where it waits for nothing, or has not begun."""
         for rank, lanes in enumerate(self.schedule.ranks):
             for lane in lanes:
-                raises = any(flag in advances(step) for step in lane.steps)
+                raises = any(flag in signalled_flags(step) for step in lane.steps)
                 if not raises or rank not in self.words:
                     continue
                 come_to = self.words[rank].load(self._progress[rank][lane.name])

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
-from weft.core.schedule import Collective, Flag, Gemm, Lane, Schedule, SendReceive, Step, Wait, advances, waits
+from weft.core.schedule import Collective, Flag, Gemm, Lane, Schedule, SendReceive, Step, Wait, signalled_flags, waits
 
 Key = tuple[object, ...]
 Place = tuple[str, int, int]
@@ -46,7 +46,7 @@ def turns(step: Step) -> list[tuple[list[Wait], list[Flag]]]:
             slices = [list(part.gates), *([wait] for _, wait in part.inner)]
             found += [(waits, []) for waits in slices[:-1]] + [(slices[-1], [] if part.count is None else [part.count])]
         return found
-    return [(list(waits(step)), list(advances(step)))]
+    return [(list(waits(step)), list(signalled_flags(step)))]
 
 
 class _Run:
