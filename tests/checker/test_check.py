@@ -160,7 +160,7 @@ def test_structure_of_sums_and_counts() -> None:
     refused(change_part(schedule, Reduce, 0, srcs=()), "has no source; it needs at least one")
     refused(change_part(schedule, Reduce, 0, srcs=(region("recv", 0, (3, 4), (0, 4)),)), "has shape (1, 4), but it is summed")
     schedule = build(SCATTER, "track_and_trigger", 2)
-    refused(change_part(schedule, Gemm, 1, count=Flag("made", 0, 2)), "made[2]@0 is advanced by another step, or part, too")
+    refused(change_part(schedule, Gemm, 1, count=Flag("made", 0, 2)), "made[2]@0 is signalled by another step, or part, too")
     refused(change_part(schedule, Gemm, 2, adds=(region("recv", 0, (3, 4), (0, 4)),)), "has shape (1, 4), but it is added")
     refused(change_part(schedule, Gemm, 2, adds=(region("recv", 1, (0, 2), (0, 4)),)), "this operand must be local")
     refused(change_part(schedule, Gemm, 2, adds=(region("out", 0, (0, 2), (0, 4)),)), "while it writes out@0", "overlaps")

@@ -54,7 +54,7 @@ def test_a_kernel_passes_its_gates_on_the_call_before_where_it_starts() -> None:
 
 def test_a_flag_is_signalled_once_a_call() -> None:
     ready = Flag("ready", 1)
-    with pytest.raises(ScheduleError, match=r"ready\[0\]@1 is advanced by another step"):
+    with pytest.raises(ScheduleError, match=r"ready\[0\]@1 is signalled by another step"):
         check(pair((Signal(ready), Signal(ready)), (Wait(ready),)))
     with pytest.raises(ScheduleError, match="at_least is 2 for"):
         check(pair((Signal(ready),), (Wait(ready, 2),)))

@@ -9,7 +9,7 @@ import pytest
 
 import weft
 from weft.core.fused_collective import spelled_out
-from weft.core.schedule import Flag, Schedule, advances, waits
+from weft.core.schedule import Flag, Schedule, signalled_flags, waits
 from weft.runtime.bound import flag_writers
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.host import WAIT_DONE, HostProgram
@@ -45,7 +45,7 @@ def waits_at_its_first_gate(made: Any, rank: int, *, passed: bool = False) -> No
 
 
 def raised_by(schedule: Schedule, rank: int) -> list[Flag]:
-    return [flag for lane in schedule.ranks[rank] for step in lane.steps for flag in advances(step)]
+    return [flag for lane in schedule.ranks[rank] for step in lane.steps for flag in signalled_flags(step)]
 
 
 @pytest.mark.parametrize("family", ["two_shot", "track_and_trigger", "direct_store"])

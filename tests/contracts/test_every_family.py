@@ -48,7 +48,7 @@ def test_it_is_proved_and_comes_back_from_json(op: Op, spec: str, nodes: tuple[i
 
 @every_family
 def test_no_step_is_idle(op: Op, spec: str, nodes: tuple[int, ...]) -> None:
-    """Nothing empty is copied, and every flag that is advanced is waited for and the other way round."""
+    """Nothing empty is copied, and every flag that is signalled is waited for and the other way round."""
     schedule = made(op, spec, nodes)
     steps = [step for *_, step in schedule]
     assert not [step for step in steps if isinstance(step, Copy) and not step.src.size]

@@ -21,7 +21,7 @@ from weft.checker.structure import Compiler
 from weft.core import codec, machine, schedule
 from weft.core.problem import Op
 from weft.core.schedule import (
-    NAMED,
+    STEP_CONTENTS,
     Collective,
     Copy,
     FusedCollective,
@@ -38,9 +38,9 @@ from weft.core.schedule import (
     Step,
     UserCall,
     Wait,
-    advances,
     regions,
     segments,
+    signalled_flags,
     waits,
 )
 from weft.core.work import WORK, flops, label
@@ -101,7 +101,7 @@ SPELLED_OUT = {FusedCollective: "comes as the steps that it stands for"}
 BESIDE = {UserCall: "is a step of a ConcurrentProblem alone"}
 NO_KERNEL = "is launched by torch, NCCL or the stream"
 TABLES: dict[str, tuple[Mapping[Any, object], dict[type, str]]] = {
-    "core, what a step names": (NAMED, {}),
+    "core, what a step names": (STEP_CONTENTS, {}),
     "core, what it is called, and how much it is": (WORK, {}),
     "checker": (Compiler.STEPS, SPELLED_OUT),
     "checker, of row counts on devices": (RaggedCompiler.STEPS, SPELLED_OUT),
@@ -152,7 +152,7 @@ def test_a_kind_without_a_meaning_is_named() -> None:
     class Other:
         pass
 
-    for ask in (waits, advances, regions, segments, flops):
+    for ask in (waits, signalled_flags, regions, segments, flops):
         with pytest.raises(KeyError, match="Other"):
             ask(Other())  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="Other"):
@@ -195,7 +195,7 @@ def test_the_checker_refuses_one_that_is_there_twice_or_elsewhere(kind: type) ->
     """What only reads, or writes the same again, may be there twice: on a rank that is none it may not."""
     found = made(*EXAMPLES[kind])
     rank, lane, at, step = places(found, kind)[0]
-    if advances(step) or isinstance(step, (Collective, FusedCollective, SendReceive, UserCall)):
+    if signalled_flags(step) or isinstance(step, (Collective, FusedCollective, SendReceive, UserCall)):
         with pytest.raises(weft.schedule.ScheduleError):
             weft.schedule.check(with_steps(found, rank, lane, at, step, step))
     elsewhere = (
@@ -275,7 +275,7 @@ def test_the_runtime_launches_it(kind: type) -> None:
         words = [word for one in launched[lane, at] if isinstance(one, FlagOperations) for word in one.words]
         raised = {word.address for word in words if word.kind == "signal"}
         if kind not in IN_KERNELS:
-            assert raised == {address for flag in advances(step) for address in program.waiters(flag)}
+            assert raised == {address for flag in signalled_flags(step) for address in program.waiters(flag)}
 
 
 @every_kind
@@ -284,4 +284,4 @@ def test_what_it_touches_is_known(kind: type) -> None:
     for _, _, _, step in places(made(*EXAMPLES[kind]), kind):
         if kind in (UserCall, SegmentCopies, GroupedGemm):
             continue
-        assert regions(step) or advances(step) or waits(step)
+        assert regions(step) or signalled_flags(step) or waits(step)

@@ -96,7 +96,7 @@ def _through_one_descriptor() -> tuple[bool, bool]:
         launch(self, *arguments, **options)  # type: ignore[arg-type]
         assert self._plans._cached is not None
         _, plan = self._plans._cached
-        seen.append(plan.at_peers and plan.far is not None)
+        seen.append(plan.at_peers and plan.scattered is not None)
 
     FusedGemm.launch = watched  # type: ignore[method-assign]
     try:

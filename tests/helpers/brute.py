@@ -52,7 +52,7 @@ from weft.core.schedule import (
     Step,
     UserCall,
     Wait,
-    advances,
+    signalled_flags,
     waits,
 )
 
@@ -207,7 +207,7 @@ class Brute:
 
     def _check_waiters(self) -> None:
         """A step waits for a flag of this call or of the one before; what a kernel counts, one step waits for."""
-        counted = {flag for *_, step in self.schedule if not isinstance(step, Signal) for flag in advances(step)}
+        counted = {flag for *_, step in self.schedule if not isinstance(step, Signal) for flag in signalled_flags(step)}
         waiting: dict[Flag, set[object]] = {}
         for rank, lane, position, step in self.schedule:
             for wait in waits(step):

@@ -131,7 +131,7 @@ def gemm_variant(blocks: TileShape, variant: gemm_kernel.Variant, a: str = "bf16
         types[f"b{name}_desc"] = _tile(*shape, of=b)
         types[f"adds{name}_desc"] = _tile(blocks.m, width)
         stored = _tile(*([1] * variant.ADDRESSED), blocks.m, width) if variant.OUT_TMA else "*bf16"
-        types |= {f"out{name}_desc": stored, f"far{name}_desc": stored if variant.ADDRESSED else "*bf16"}
+        types |= {f"out{name}_desc": stored, f"scattered{name}_desc": stored if variant.ADDRESSED else "*bf16"}
     types["tables"] = gemm_kernel.Pointers(
         adds=_NUMBERS,
         rows=_NUMBERS,

@@ -36,7 +36,7 @@ from weft.core.schedule import (
     Span1D,
     Step,
     Wait,
-    advances,
+    signalled_flags,
 )
 
 Change = Callable[[Schedule, int], Iterator[Schedule]]
@@ -160,7 +160,7 @@ def gate(schedule: Schedule, rank: int) -> Iterator[Schedule]:
 def flag(schedule: Schedule, rank: int) -> Iterator[Schedule]:
     """A flag of the rank that goes by another name and another index, for those who signal it and for those who wait. Those
     that other ranks signal come first."""
-    own = {one for at, _, _, step in schedule if at == rank for one in advances(step)}
+    own = {one for at, _, _, step in schedule if at == rank for one in signalled_flags(step)}
     for old in sorted((one for one in schedule.flags if one.rank == rank), key=lambda one: one in own):
         new = Flag(f"other_{old.name}", rank, old.index + 7)
         yield everywhere(schedule, lambda value, old=old, new=new: new if value == old else value)  # type: ignore[misc]

@@ -14,7 +14,20 @@ import pytest
 import torch
 
 from weft.core.fused_collective import spelled_out
-from weft.core.schedule import Copy, Flag, Gemm, GroupedGemm, Push, Reduce, Schedule, SegmentCopies, Step, Wait, advances, waits
+from weft.core.schedule import (
+    Copy,
+    Flag,
+    Gemm,
+    GroupedGemm,
+    Push,
+    Reduce,
+    Schedule,
+    SegmentCopies,
+    Step,
+    Wait,
+    signalled_flags,
+    waits,
+)
 from weft.overlap.concurrent.collectives import ConcurrentCollective
 from weft.overlap.concurrent.executor import HostExecutor
 from weft.runtime import launch_plan
@@ -221,7 +234,7 @@ def flags_of(step: Step) -> Iterator[str]:
         return
     if isinstance(step, Wait):
         yield f"wait {step.flag}"
-    yield from (f"signal {flag}" for flag in advances(step))
+    yield from (f"signal {flag}" for flag in signalled_flags(step))
     for wait in getattr(step, "gates", ()):
         yield f"wait {wait.flag}"
 

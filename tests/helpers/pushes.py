@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from weft.core.schedule import Copy, Flag, Push, Region, Signal, Step, Store, advances
+from weft.core.schedule import Copy, Flag, Push, Region, Signal, Step, Store, signalled_flags
 
 
 def pushed(steps: Sequence[Step]) -> list[Step]:
     """The steps with neighbouring copies, each followed by a signal to its receiver, as one Push. A Push ends where its parts
-    would need an order: at another source, at a place that it has stored to, and at a flag that is advanced more than once."""
-    times = Counter(flag for step in steps for flag in advances(step))
+    would need an order: at another source, at a place that it has stored to, and at a flag that is signalled more than once."""
+    times = Counter(flag for step in steps for flag in signalled_flags(step))
     found: list[Step] = []
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         before = found[-1] if found else None

@@ -102,7 +102,7 @@ def _interpreted() -> tuple[int, int]:
         launch(self, *arguments, **options)  # type: ignore[arg-type]
         assert self._plans._cached is not None
         _, plan = self._plans._cached
-        through_one += plan.at_peers and plan.far is not None
+        through_one += plan.at_peers and plan.scattered is not None
 
     fused.FusedGemm.launch = counted  # type: ignore[method-assign]
     try:

@@ -16,28 +16,28 @@ from weft.core.schedule import Flag, Gemm, Part, Region
 from weft.schedules import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from weft.kernels.far import far_places
+from weft.kernels.scattered import index_tiles
 from weft.kernels.shapes import SHAPES, blocks_for
 
 
-def test_places_are_where_the_tiles_are() -> None:
+def test_slots_are_where_the_tiles_are() -> None:
     room = torch.arange(96 * 64, dtype=torch.float16).view(96, 64)
     tiles = [room[64:], room[16:], room[48:], room[16:]]
-    far, places = far_places(tiles)
-    assert far is not None
-    assert (far.pitch, far.places, places) == (16 * 64, 4, [3, 0, 2, 0])
-    for tile, place in zip(tiles, places, strict=True):
-        assert far.base.data_ptr() + 2 * far.pitch * place == tile.data_ptr()
-    descriptor = far.descriptor([16, 32])
+    scattered, slots = index_tiles(tiles)
+    assert scattered is not None
+    assert (scattered.pitch, scattered.slots, slots) == (16 * 64, 4, [3, 0, 2, 0])
+    for tile, slot in zip(tiles, slots, strict=True):
+        assert scattered.base.data_ptr() + 2 * scattered.pitch * slot == tile.data_ptr()
+    descriptor = scattered.descriptor([16, 32])
     assert (descriptor.shape, descriptor.strides, descriptor.block_shape) == ([4, 16, 64], [1024, 64, 1], [1, 16, 32])
 
 
 def test_one_tile_and_none() -> None:
     one = torch.zeros(8, 16, dtype=torch.float16)
-    assert far_places([]) == (None, [])
-    far, places = far_places([one])
-    assert far is not None
-    assert (far.places, places) == (1, [0])
+    assert index_tiles([]) == (None, [])
+    scattered, slots = index_tiles([one])
+    assert scattered is not None
+    assert (scattered.slots, slots) == (1, [0])
 
 
 def test_what_one_descriptor_cannot_have() -> None:
@@ -47,7 +47,7 @@ def test_what_one_descriptor_cannot_have() -> None:
     narrow = flat[:480].view(32, 15)
     unaligned = flat[: 32 * 32].view(32, 32), flat[16 : 16 + 32 * 32].view(32, 32)
     for tiles in ([odd], [narrow], list(unaligned)):
-        assert far_places(tiles) == (None, [-1] * len(tiles))
+        assert index_tiles(tiles) == (None, [-1] * len(tiles))
 
 
 def _launched() -> None:
@@ -77,7 +77,7 @@ def _launched() -> None:
         need=lambda _: 0,
         blocks=INTERPRETED,
     )
-    assert plan.far is not None
+    assert plan.scattered is not None
     for calls in (1, 2):
         for tensor in (out, room):
             tensor.fill_(7)
@@ -88,7 +88,7 @@ def _launched() -> None:
             torch.testing.assert_close(found[: high - low].float(), a[low:high].float() @ b.float(), rtol=2e-3, atol=2e-2)
             assert bool((found[high - low :] == 7).all()), f"rows below the tiles of {name} are not theirs"
             assert int(words[name]) == calls * tiles_of(part, INTERPRETED)
-        assert bool((room[80:90] == 7).all()), "nothing is between places"
+        assert bool((room[80:90] == 7).all()), "the memory between slots was written"
 
 
 @pytest.mark.ranks

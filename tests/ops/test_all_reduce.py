@@ -414,7 +414,7 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("two_shot", "a rank left out", lambda s: _reduce(s, lambda srcs: srcs[1:]), "leaves out@1"),
     ("one_shot", "no wait for the last call", lambda s: s.pop(_first(s, Wait)), "nothing orders the two"),
     ("two_shot", "sent too early", lambda s: s.insert(0, s.pop(_first(s, Copy))), "no write of all of it|nothing orders"),
-    ("two_shot", "never signalled", lambda s: s.pop(_first(s, Signal)), "nothing advances"),
+    ("two_shot", "never signalled", lambda s: s.pop(_first(s, Signal)), "nothing signals"),
 ]
 
 

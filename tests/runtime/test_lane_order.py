@@ -134,5 +134,5 @@ def test_every_moment_of_every_step_has_its_place() -> None:
         schedule = build(Problem(op=op, m=64, n=48, k=32, world_size=4), name, 2)
         for rank, lanes in enumerate(schedule.ranks):
             steps = [(lane.name, at, step) for lane in lanes for at, step in enumerate(lane.steps)]
-            wanted = {(name_, at, moment) for name_, at, step in steps for moment in range(2 * len(turns(step)))}
+            wanted = {(name_, at, stage) for name_, at, step in steps for stage in range(2 * len(turns(step)))}
             assert set(order(schedule, rank)) == wanted, (op, name)

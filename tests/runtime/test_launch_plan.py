@@ -22,7 +22,7 @@ from weft.core.schedule import Flag, Gemm, Push, Region, Schedule, waits
 from weft.kernels.flag_operations import split_into_phases
 from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
-from weft.runtime.launch_plan import LaunchPlan, merged
+from weft.runtime.launch_plan import LaunchPlan, merge_flag_operations
 from weft.runtime.launches import FlagOperations, Launch
 from weft.runtime.step_kernels import signal_values
 from weft.schedules import build
@@ -62,8 +62,8 @@ class FakeProgram:
 
     messages = collective
 
-    def here(self, where: Where) -> Word:
-        return Word("here", _PROGRESS + self.rank, where.position + 1)
+    def progress_word(self, where: Where) -> Word:
+        return Word("progress", _PROGRESS + self.rank, where.position + 1)
 
     def gate_address(self, flag: Flag, where: Where) -> int:
         return self.rank * _RANK_BYTES + 4 * self.flags.slot[flag, where.lane, where.position]
@@ -114,7 +114,7 @@ def streams_of(plan: LaunchPlan, rank: int) -> list[tuple[str, list[Launch]]]:
 
 def in_phases(batch: Sequence[Word]) -> list[Word]:
     """What the kernel does with a batch, one operation after the other."""
-    kinds: tuple[Literal["here", "wait", "lower", "signal"], ...] = ("here", "wait", "lower", "signal")
+    kinds: tuple[Literal["progress", "wait", "lower", "signal"], ...] = ("progress", "wait", "lower", "signal")
     return [
         Word(kind, *operation)
         for phase in split_into_phases(batch)
@@ -194,21 +194,23 @@ def test_neighbours_are_one_submission() -> None:
     where = Where(0, "compute", 0, None)  # type: ignore[arg-type]
     first = FlagOperations(where=where, words=(Word("signal", 0, 1),))
     second = FlagOperations(where=where, words=(Word("wait", 4, 1),))
-    assert merged([first, second]) == [FlagOperations(where=where, words=first.words + second.words)]
+    assert merge_flag_operations([first, second]) == [FlagOperations(where=where, words=first.words + second.words)]
 
 
 def test_a_lane_that_waits_on_says_once_where_it_is() -> None:
     where = Where(0, "copy", 0, None)  # type: ignore[arg-type]
-    here, wait, lower, signal = (lambda at, k=kind: Word(k, at, 1) for kind in ("here", "wait", "lower", "signal"))  # type: ignore[misc]
+    here, wait, lower, signal = (lambda at, k=kind: Word(k, at, 1) for kind in ("progress", "wait", "lower", "signal"))  # type: ignore[misc]
     first, second = (here(0), wait(4), lower(4)), (here(0), wait(8), lower(8))
-    (both,) = merged([FlagOperations(where=where, words=words) for words in (first, second, (signal(12),), second)])
+    (both,) = merge_flag_operations(
+        [FlagOperations(where=where, words=words) for words in (first, second, (signal(12),), second)]
+    )
     assert isinstance(both, FlagOperations)
     assert both.words == (*first, *second[1:], signal(12), *second)
 
 
 def test_phases() -> None:
     """Waits that follow each other are one phase; what comes after a signal is another; so is a step that says where it is."""
-    here, wait, lower, signal = (lambda at, k=kind: Word(k, at, at) for kind in ("here", "wait", "lower", "signal"))  # type: ignore[misc]
+    here, wait, lower, signal = (lambda at, k=kind: Word(k, at, at) for kind in ("progress", "wait", "lower", "signal"))  # type: ignore[misc]
     batch = [here(9), wait(1), lower(1), wait(2), lower(2), signal(3), wait(4), lower(4), here(7)]
     first, second, third = split_into_phases(batch)
     assert first.kinds == ([(9, 9)], [(1, 1), (2, 2)], [(1, 1), (2, 2)], [(3, 3)])

@@ -127,7 +127,7 @@ def test_what_is_wrong_is_refused() -> None:
         (changed(by_nccl, "network", (second, first)), "of collective 0, behind a step of 1"),
         (changed(by_nccl, "network", (first,)), "collective 1: "),
         (changed(by_nccl, "network", (first, replace(second, dst=half))), "collective 1: .* has shape"),
-        (changed(moved, "copy", copies[:signal] + copies[signal + 1 :]), "collective 0: .*nothing advances"),
+        (changed(moved, "copy", copies[:signal] + copies[signal + 1 :]), "collective 0: .*nothing signals"),
         (changed(moved, "copy", copies[1:]), "collective 0: "),
     ]
     for schedule, match in wrong:

@@ -35,8 +35,8 @@ from weft.core.schedule import (
     Step,
     Sum,
     Wait,
-    advances,
     regions,
+    signalled_flags,
 )
 from weft.planner import plan
 from weft.schedules import build, candidates, names, specs, unfit
@@ -136,7 +136,7 @@ def test_nothing_but_messages_leaves_a_node(op: Op) -> None:
     schedule = build(problem_of(op, (2, 2)), "node_slices", 2)
     node_of = schedule.problem.node_of
     for rank, _, _, step in schedule:
-        places = [region.rank for region in regions(step)] + [flag.rank for flag in advances(step)]
+        places = [region.rank for region in regions(step)] + [flag.rank for flag in signalled_flags(step)]
         assert {node_of[place] for place in places} <= {node_of[rank]}, step
     crossing = [(rank, send.to) for rank in range(4) for step in messages(schedule, rank) for send in step.sends]
     assert crossing

@@ -102,9 +102,9 @@ MOST, LAST = (step for step in _most_and_last(3, 2, ("last",)).ranks[0][1].steps
     ("parts", "message"),
     [
         ((), "it has no parts"),
-        ((MOST, dataclasses.replace(LAST, count=MOST.count)), "is advanced by another step, or part, too"),
+        ((MOST, dataclasses.replace(LAST, count=MOST.count)), "is signalled by another step, or part, too"),
         ((MOST, dataclasses.replace(LAST, count=Flag("last", 0))), r"last\[0\]@0 is not on rank 1"),
-        ((MOST, dataclasses.replace(LAST, count=Flag("free", 1))), r"free\[0\]@1 is advanced by"),
+        ((MOST, dataclasses.replace(LAST, count=Flag("free", 1))), r"free\[0\]@1 is signalled by"),
         ((MOST, dataclasses.replace(LAST, src=rows("b", 0, 0, 1, 2))), "two sources"),
         ((MOST, dataclasses.replace(LAST, src=rows("a", 0, 2, 2, 2), dst=rows("there", 1, 2, 2, 2))), "has no element"),
         ((MOST, dataclasses.replace(LAST, src=rows("a", 0, 1, 3, 2))), "a copy needs them equal"),

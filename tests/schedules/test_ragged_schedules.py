@@ -27,7 +27,7 @@ from weft.core.schedule import (
     Signal,
     Step,
     Wait,
-    advances,
+    signalled_flags,
 )
 from weft.core.span import total_us
 from weft.perf import simulate
@@ -440,7 +440,7 @@ def played(schedule: Schedule, counts: dict[tuple[int, int, int], int], seed: in
                 if left:
                     break
             else:
-                for flag in advances(step):
+                for flag in signalled_flags(step):
                     seen[flag] = seen.get(flag, 0) + 1
             lane[3] += 1
             if lane[3] == len(steps):

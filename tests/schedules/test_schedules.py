@@ -55,7 +55,7 @@ def test_small_schedules_compute_the_result_in_every_order(schedule: Schedule) -
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(schedules())
 def test_no_step_is_idle(schedule: Schedule) -> None:
-    """Nothing empty is copied, and flags are advanced if and only if a step waits for them."""
+    """Nothing empty is copied, and flags are signalled if and only if a step waits for them."""
     assert not [step for *_, step in schedule if isinstance(step, Copy) and not step.src.shape[0]]
     assert not [step for *_, step in schedule if isinstance(step, (Gemm, Reduce)) and not step.parts]
     awaited = {wait.flag for *_, step in schedule for wait in waits(step)}

@@ -4,7 +4,7 @@
 flag. What it proves, for any number of calls in a row and any speed of lanes, ranks and copies:
 
     structure     every step names what exists, in matching shapes; peers touch symmetric memory only; every flag is
-                  advanced by one lane; no wait is for more signals than a call has; collectives and messages agree between
+                  signalled by one lane; no wait is for more signals than a call has; collectives and messages agree between
                   ranks; nothing but messages goes from node to node
     no deadlock   every wait comes true, even if kernels with gates fill the SMs of their rank with waiting blocks
     no race       any two accesses to one element, of which one writes, are ordered by lanes, flags, collectives or calls

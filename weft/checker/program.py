@@ -101,7 +101,7 @@ class Op(NamedTuple):
 class CompiledSchedule(NamedTuple):
     """A schedule with numbers in place of names, which the walk runs.
 
-    ops: by rank, lane and position. owners: by flag, the lane that advances it. waiters: by flag, the steps that wait for it
+    ops: by rank, lane and position. owners: by flag, the lane that signals it. waiters: by flag, the steps that wait for it
     and their at_least. memories: (buffer, rank) by number. shared: the memories that peers may touch. describe: returns the
     text of an access as a schedule prints it.
     """

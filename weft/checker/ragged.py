@@ -3,7 +3,7 @@
 Steps name whole segments (src, dst, expert). In one buffer of one rank segments are contiguous, in an order that
 does not depend on the counts, so two of them never share a row, and one that is cut at the capacity ends there: whatever the
 counts are, two accesses conflict only if they name the same segment of the same buffer. So a buffer is taken to have one row of
-one element for each segment, in its order. An empty segment does nothing, and its flags are advanced all the same.
+one element for each segment, in its order. An empty segment does nothing, and its flags are signalled all the same.
 
 The counts are a memory of their own on each rank, with a row for each rank whose counts they are. Each part of a kernel reads
 all rows of its rank where the kernel starts, since where segments begin depends on them. The memory has two places, which calls

@@ -80,11 +80,11 @@ def compile_schedule(compiler: Compiler) -> CompiledSchedule:
 
 
 def _check_waits(program: CompiledSchedule, counted: set[int]) -> None:
-    """No wait is for a flag that nothing advances, and what a kernel counts tile by tile has one step that waits for it."""
+    """No wait is for a flag that nothing signals, and what a kernel counts tile by tile has one step that waits for it."""
     for number, (flag, owner, waiters) in enumerate(zip(program.flags, program.owners, program.waiters, strict=True)):
         missing = next((place for place, at_least in waiters.items() if at_least and owner is None), None)
         if missing is not None:
-            raise ScheduleError(f"{program.where(*missing)}: it waits for {flag}, which nothing advances")
+            raise ScheduleError(f"{program.where(*missing)}: it waits for {flag}, which nothing signals")
         if number in counted and len(waiters) > 1:
             others = " and ".join(program.where(*place) for place in waiters)
             raise ScheduleError(f"{flag} is counted by a kernel, but {others} wait for it; give each a flag of its own")
@@ -178,10 +178,10 @@ class Compiler:
             self.owners[number] = me
         elif owner != me:
             self.fail(
-                f"{flag} is advanced by rank {owner[0]} (its lane {owner[1]}) too; only one lane of one rank may advance it"
+                f"{flag} is signalled by rank {owner[0]} (its lane {owner[1]}) too; only one lane of one rank may signal it"
             )
         else:
-            self.fail(f"{flag} is advanced by another step, or part, too; a call advances a flag once: use a flag for each")
+            self.fail(f"{flag} is signalled by another step, or part, too; a call signals a flag once: use a flag for each")
         return number
 
     def access(self, region: Region, *, write: bool = False, remote: bool = True) -> Access:
@@ -255,7 +255,7 @@ class Compiler:
         read, write = self.access(src, remote=False), self.access(dst, write=True)
         self.check_same_shape(src, dst, pushed=True)
         if not src.size:
-            self.fail(f"{src} has no element, so that nothing would advance {part.count}; signal it by a step of its own")
+            self.fail(f"{src} has no element, so that nothing would signal {part.count}; signal it by a step of its own")
         if (src.buffer, src.rank) != source:
             self.fail(f"{src} and {source[0]}@{source[1]} are two sources; a push reads one buffer: make two pushes")
         if (dst.buffer, dst.rank) == source:

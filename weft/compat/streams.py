@@ -42,11 +42,13 @@ def raw_stream(index: int) -> int:
 class Word:
     """A memory operation on a 32-bit word.
 
-    here: say where the lane is. wait: until it holds at least the value. lower: set a word that has been waited for.
-    signal: set it, after all that the stream has done is visible to the whole machine.
+    progress: write which step the lane has reached.
+    wait: wait until the word holds at least the value.
+    lower: set a word that has been waited for.
+    signal: set the word, after all that the stream has done is visible to the whole machine.
     """
 
-    kind: Literal["here", "wait", "lower", "signal"]
+    kind: Literal["progress", "wait", "lower", "signal"]
     address: int
     value: int
 

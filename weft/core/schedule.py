@@ -83,7 +83,11 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until `flag` has been signalled in this call (at_least=1), or in the previous call (at_least=0)."""
+    """Wait until `flag` has been signalled in this call (at_least=1), or in the previous call (at_least=0).
+
+    at_least: the number of signals of this call that the wait needs. A call signals a flag once, so only 1 and 0 are valid.
+        With 0, the signal of the previous call is enough.
+    """
 
     TAGGED: ClassVar[bool] = True
     flag: Flag
@@ -91,7 +95,7 @@ class Wait:
 
     @property
     def on_previous_call(self) -> bool:
-        """Whether it waits for the signal of the previous call; else for that of its own call."""
+        """Whether it waits for the signal of the previous call, rather than that of its own call."""
         return self.at_least == 0
 
     def __str__(self) -> str:
@@ -111,7 +115,8 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """dst = src; same shape. One side may be on a peer: it pushes if dst is, and pulls if src is."""
+    """Copy src to dst, which has the same shape. One of them may be on a peer. The copy is a push if dst is, and a pull if src
+    is."""
 
     TAGGED: ClassVar[bool] = True
     src: Region
@@ -123,7 +128,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """One copy of a Push: dst = src, same shape. count: the flag that is signalled once all of it has arrived at dst's rank."""
+    """One copy of a Push from src to dst, which has the same shape.
+
+    count: the flag that is signalled once all of it has arrived at dst's rank.
+    """
 
     src: Region
     dst: Region
@@ -163,16 +171,16 @@ class Push:
 class Part:
     """Rows of a GEMM that are computed together: out = a @ b, for the Gemm's b.
 
-    gates: its tiles wait for these. count: raised once all its tiles are done. out may be on a peer: the kernel stores it
-    there.
-
-    adds: out = (a @ b + sum(adds)) / the Gemm's divide_by, summed in float32 in this order and rounded once. Tiles of a part
-    that adds wait for its gates late: after they have read a and b, and before they read the addends, so that the
-    multiplication hides the wait. a and b must be ready when the Gemm starts, since these gates do not protect them.
-
-    inner: (column, wait), columns ascending, counted from a's first and between its ends. Tiles wait after they have multiplied
-    the columns of a below `column`, and before they read those from `column` on. All of b must be ready once the gates are
-    open. Not allowed with adds, or with the Gemm's accumulate.
+    out: may be on a peer. The kernel then stores it there.
+    gates: the waits of its tiles.
+    count: the flag that is signalled once all its tiles are done. It is called `count` because each tile adds to it.
+    adds: regions that are added: out = (a @ b + sum(adds)) / the Gemm's divide_by. The sum is in float32, in this order, and is
+        rounded once. Tiles of a part that adds wait for its gates late: after they have read a and b, and before they read the
+        addends, so that the multiplication hides the wait. These gates do not protect a and b, which must be ready when the
+        Gemm starts.
+    inner: pairs (column, wait), with ascending columns of a between its first and its last. Tiles wait after they have
+        multiplied the columns below `column`, and before they read those from `column` on. All of b must be ready once the
+        gates are open. `inner` is not allowed with adds, or with the Gemm's accumulate.
     """
 
     a: Region
@@ -196,8 +204,10 @@ class Part:
 class Gemm:
     """One GEMM kernel: its parts share b and are produced in this order, but run concurrently.
 
-    A waiting part may delay those after it, never those before it. accumulate: add to out instead of overwriting it; then no
-    part has adds. divide_by: world_size for an average; it applies only to parts with adds, since the others are partial.
+    A waiting part may delay those after it, never those before it.
+
+    accumulate: add to out instead of overwriting it. Then no part has adds.
+    divide_by: world_size for an average. It applies only to parts with adds, because the results of other parts are partial.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -251,10 +261,11 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """Bags that are looked up together, of the rank that runs the step: out = their pooled rows.
+    """Bags of the tables of the rank that runs the step, which are looked up together: out = their pooled rows.
 
-    bags: rows are samples of the whole batch, columns those of the rank's tables, concatenated, whole tables only. out may be
-    on a peer: the kernel stores it there. count: raised once all bags are done.
+    bags: its rows are samples of the whole batch. Its columns are those of the rank's tables, concatenated; whole tables only.
+    out: may be on a peer. The kernel then stores it there.
+    count: the flag that is signalled once all bags are done.
     """
 
     bags: Region
@@ -284,9 +295,10 @@ class Collective:
 
     all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
     all_to_all: dst[arrivals from s] = this rank's shard of the src of rank s.
-    all_reduce: dst = the sum over ranks of src; dst may be src. divide_by: of the two that sum, 1 or world_size.
+    all_reduce: dst = the sum over ranks of src; dst may be src.
     all_to_all_columns: dst[:, columns of s] = this rank's shard (rows) of src of rank s; dst has those of all ranks,
         concatenated.
+    divide_by: what a reduce_scatter or an all_reduce divides its sum by: 1, or world_size for an average.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -389,10 +401,11 @@ class UserCall:
 
     On a compute lane it is the user's computation. On any lane, with `collective`, it is the communication of that number among
     the collectives of a ConcurrentProblem, whose tensors are not described (OpaqueCollective).
-    left: SMs that the computation's cuBLAS GEMMs leave free. resident: the limit of blocks on an SM for the kernels that the
-    user named; 0 for no limit. The others concern sharded parameters (fully_shard): ahead, the number of groups that are
-    gathered before the one that computes, 0 for fully_shard's default; unsharded, whether they are gathered once a step for
-    both passes.
+
+    left: the number of SMs that the computation's cuBLAS GEMMs leave free.
+    resident: the most blocks on an SM of the kernels that the user named; 0 for no limit.
+    ahead: for fully_shard, the number of groups that are gathered before the one that computes; 0 for its default.
+    unsharded: for fully_shard, whether parameters are gathered once a step for both passes.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -430,8 +443,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ShareCounts:
-    """Write this rank's row counts at each rank that has a flag here, and advance that flag; then wait for the gates, which are
-    for the counts of the other ranks.
+    """Write this rank's row counts at the rank of each of these flags, and signal that flag. Then wait for the gates, which
+    open when the counts of the other ranks have arrived.
 
     The counts are stored in the step's own memory. It has two slots for each rank, used by alternate calls: a peer may be one
     call behind, but not two.
@@ -447,7 +460,7 @@ class ShareCounts:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCopy:
-    """dst = src, the same segment, in a SegmentCopies or a GroupedGemm. It waits for its gates, and advances count at its end.
+    """dst = src, the same segment, in a SegmentCopies or a GroupedGemm. It waits for its gates, and signals `count` at its end.
     It pushes if dst is on a peer, and pulls if src is."""
 
     TAGGED: ClassVar[bool] = True
@@ -594,8 +607,8 @@ class Schedule:
 
     @cached_property
     def signals_per_call(self) -> Counter[Flag]:
-        """The number of advances of each flag in one call: one, in a correct schedule."""
-        return Counter(flag for _, _, _, step in self for flag in advances(step))
+        """How often each flag is signalled in one call: once, in a correct schedule."""
+        return Counter(flag for _, _, _, step in self for flag in signalled_flags(step))
 
     @cached_property
     def digest(self) -> str:
@@ -604,9 +617,9 @@ class Schedule:
 
     @cached_property
     def flags(self) -> tuple[Flag, ...]:
-        """Every flag that is advanced or waited for, in the order of (rank, name, index)."""
-        seen = set(self.signals_per_call) | {w.flag for _, _, _, step in self for w in waits(step)}
-        return tuple(sorted(seen, key=lambda f: (f.rank, f.name, f.index)))
+        """Every flag that is signalled or waited for, in the order of (rank, name, index)."""
+        used = set(self.signals_per_call) | {w.flag for _, _, _, step in self for w in waits(step)}
+        return tuple(sorted(used, key=lambda f: (f.rank, f.name, f.index)))
 
     def __iter__(self) -> Iterator[tuple[int, Lane, int, Step]]:
         """(rank, lane, position in the lane, step) for every step."""
@@ -629,67 +642,75 @@ def _of_parts(each: Callable[[Any], tuple[T, ...]]) -> Callable[[Any], tuple[T, 
     return lambda step: tuple(found for part in step.parts for found in each(part))
 
 
-def _counts(step: Any) -> tuple[Flag, ...]:
+def _flags_of_parts(step: Any) -> tuple[Flag, ...]:
     return tuple(part.count for part in step.parts if part.count is not None)
 
 
-class Named(NamedTuple):
-    """Functions that return the regions, segments, waits, flags and collectives of a step of one type."""
+class StepContents(NamedTuple):
+    """StepContents holds, for one type of step, the functions that return what such a step refers to.
+
+    regions, segments: what it reads or writes.
+    waits: its waits, including those of its parts.
+    signals: the flags that it signals.
+    collectives: the numbers of its collectives among those of a ConcurrentProblem.
+    """
 
     regions: Callable[[Any], tuple[Region, ...]] = _nothing
     segments: Callable[[Any], tuple[Segment, ...]] = _nothing
     waits: Callable[[Any], tuple[Wait, ...]] = _nothing
-    advances: Callable[[Any], tuple[Flag, ...]] = _nothing
+    signals: Callable[[Any], tuple[Flag, ...]] = _nothing
     collectives: Callable[[Any], tuple[int, ...]] = _nothing
 
 
-_SEGMENTS = Named(segments=_of_parts(attrgetter("ends")), waits=_of_parts(attrgetter("gates")), advances=_counts)
-NAMED: dict[type, Named] = {
-    Wait: Named(waits=lambda step: (step,)),
-    Signal: Named(advances=lambda step: (step.flag,)),
-    Copy: Named(attrgetter("src", "dst")),
-    Push: Named(_of_parts(attrgetter("src", "dst")), advances=_counts),
-    Gemm: Named(
+_SEGMENTS = StepContents(segments=_of_parts(attrgetter("ends")), waits=_of_parts(attrgetter("gates")), signals=_flags_of_parts)
+STEP_CONTENTS: dict[type, StepContents] = {
+    Wait: StepContents(waits=lambda step: (step,)),
+    Signal: StepContents(signals=lambda step: (step.flag,)),
+    Copy: StepContents(attrgetter("src", "dst")),
+    Push: StepContents(_of_parts(attrgetter("src", "dst")), signals=_flags_of_parts),
+    Gemm: StepContents(
         lambda step: (step.b, *(region for part in step.parts for region in (part.a, part.out, *part.adds))),
         waits=_of_parts(attrgetter("waits")),
-        advances=_counts,
+        signals=_flags_of_parts,
     ),
-    Reduce: Named(_of_parts(lambda part: (*part.srcs, part.out)), waits=_of_parts(attrgetter("waits")), advances=_counts),
-    Lookup: Named(_of_parts(attrgetter("bags", "out")), advances=_counts),
-    Collective: Named(attrgetter("src", "dst")),
-    FusedCollective: Named(lambda step: (*step.factors, *step.addends, step.out)),
-    SendReceive: Named(lambda step: (*(send.src for send in step.sends), *(receive.dst for receive in step.receives))),
-    UserCall: Named(collectives=lambda step: () if step.collective is None else (step.collective,)),
-    ShareCounts: Named(waits=attrgetter("gates"), advances=attrgetter("flags")),
+    Reduce: StepContents(
+        _of_parts(lambda part: (*part.srcs, part.out)), waits=_of_parts(attrgetter("waits")), signals=_flags_of_parts
+    ),
+    Lookup: StepContents(_of_parts(attrgetter("bags", "out")), signals=_flags_of_parts),
+    Collective: StepContents(attrgetter("src", "dst")),
+    FusedCollective: StepContents(lambda step: (*step.factors, *step.addends, step.out)),
+    SendReceive: StepContents(lambda step: (*(send.src for send in step.sends), *(receive.dst for receive in step.receives))),
+    UserCall: StepContents(collectives=lambda step: () if step.collective is None else (step.collective,)),
+    ShareCounts: StepContents(waits=attrgetter("gates"), signals=attrgetter("flags")),
     SegmentCopies: _SEGMENTS,
     GroupedGemm: _SEGMENTS,
 }
-"""Every type of step."""
+"""The contents of every type of step."""
 
 
 def waits(step: Step) -> tuple[Wait, ...]:
     """Return every wait of a step, gates and inner gates included, part by part."""
-    return NAMED[type(step)].waits(step)
+    return STEP_CONTENTS[type(step)].waits(step)
 
 
-def advances(step: Step) -> tuple[Flag, ...]:
-    """Return every flag that a step advances, in order."""
-    return NAMED[type(step)].advances(step)
+def signalled_flags(step: Step) -> tuple[Flag, ...]:
+    """Return every flag that a step signals, in order."""
+    return STEP_CONTENTS[type(step)].signals(step)
 
 
 def segments(step: Step) -> tuple[Segment, ...]:
     """Return every segment that a step reads or writes."""
-    return NAMED[type(step)].segments(step)
+    return STEP_CONTENTS[type(step)].segments(step)
 
 
 def regions(step: Step) -> tuple[Region, ...]:
     """Return every region that a step reads or writes."""
-    return NAMED[type(step)].regions(step)
+    return STEP_CONTENTS[type(step)].regions(step)
 
 
 def collective_numbers(step: Step) -> tuple[int, ...]:
     """Return the numbers of the ConcurrentProblem's collectives that a step names."""
-    return NAMED[type(step)].collectives(step)
+    return STEP_CONTENTS[type(step)].collectives(step)
 
 
 def places_of(kind: type[T], lanes: Iterable[Lane]) -> Iterator[tuple[Lane, int, T]]:

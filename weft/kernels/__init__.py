@@ -1,7 +1,7 @@
 """Triton kernels for communicating matmuls, lookups and collectives, and for the passes before and after them.
 
 gemm.py  gemm_kernel.py                      one GEMM whose tiles wait, add, count or are stored at peers: launcher, device code
-shapes.py  far.py  scaled.py                 its tile shapes; tiles at peers under one descriptor; scales of FP8 operands
+shapes.py  scattered.py  scaled.py           its tile shapes; tiles at peers under one descriptor; scales of FP8 operands
 all_reduce.py  mailbox.py                    multiply, exchange and sum few rows in one launch; tiles sent as 32-bit words
 exchange.py  segments.py                     grouped GEMMs with all-to-all rows: launchers, layout of segments
 ragged.py  ragged_rows.py                    their device code: GEMMs, row transfers

@@ -32,18 +32,20 @@ _KINDS, _LEAST = 4, 32
 class Phase:
     """Flag operations that run concurrently, kind by kind.
 
-    here: written first; where the lane is, for the watchdog. waits: each flag must reach at least its value. lowers: written
-    after all waits. signals: written last.
+    progress: written first; the step that the lane has reached, for the watchdog.
+    waits: each flag must reach at least its value.
+    lowers: written after all waits.
+    signals: written last.
     """
 
-    here: list[Operation] = field(default_factory=list)
+    progress: list[Operation] = field(default_factory=list)
     waits: list[Operation] = field(default_factory=list)
     lowers: list[Operation] = field(default_factory=list)
     signals: list[Operation] = field(default_factory=list)
 
     @property
     def kinds(self) -> tuple[list[Operation], ...]:
-        return self.here, self.waits, self.lowers, self.signals
+        return self.progress, self.waits, self.lowers, self.signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +90,14 @@ def split_into_phases(operations: Sequence[Word]) -> list[Phase]:
     found = [Phase()]
     closed = False
     for operation in operations:
-        if operation.kind in ("here", "wait") and (closed or (operation.kind == "here" and found[-1] != Phase())):
+        if operation.kind in ("progress", "wait") and (closed or (operation.kind == "progress" and found[-1] != Phase())):
             found.append(Phase())
             closed = False
         phase = found[-1]
         waited_for = {address for address, _ in phase.waits}
         if operation.kind == "signal" or (operation.kind == "lower" and operation.address not in waited_for):
             closed = True
-        lists = {"here": phase.here, "wait": phase.waits, "lower": phase.lowers, "signal": phase.signals}
+        lists = {"progress": phase.progress, "wait": phase.waits, "lower": phase.lowers, "signal": phase.signals}
         lists[operation.kind].append((operation.address, operation.value))
     return found
 
@@ -112,11 +114,11 @@ def _load(operations_ptr, row, SIZE: tl.constexpr):
 def _flag_kernel(operations_ptr, phases, tries, KINDS: tl.constexpr, SIZE: tl.constexpr):
     for phase in range(phases):
         # Load all four kinds first, so that their latencies overlap.
-        here, places, written = _load(operations_ptr, KINDS * phase, SIZE)
+        progress, positions, written = _load(operations_ptr, KINDS * phase, SIZE)
         flags, needs, waited = _load(operations_ptr, KINDS * phase + 1, SIZE)
         lowers, lows, lowered = _load(operations_ptr, KINDS * phase + 2, SIZE)
         signals, raised, signalled = _load(operations_ptr, KINDS * phase + 3, SIZE)
-        tl.store(here, places, mask=written)
+        tl.store(progress, positions, mask=written)
         looks = 0
         late = tl.max(waited.to(tl.int32), axis=0)
         while (late > 0) & (looks < tries):

@@ -50,10 +50,10 @@ from weft.core.capabilities import Capabilities
 from weft.core.machine import Machine
 from weft.core.problem import SCALE_BLOCK, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
-from weft.kernels.far import Far, far_places
 from weft.kernels.gemm_kernel import Pointers, Variant, gemm_kernel
 from weft.kernels.launch import Launcher
 from weft.kernels.scaled import FLOAT8_DTYPES, scales_of, specialised
+from weft.kernels.scattered import ScatteredTiles, index_tiles
 from weft.kernels.shapes import TileShape, blocks_for, promotes, whole_tiles
 from weft.triton.flags import asynchronous, table
 
@@ -72,13 +72,14 @@ class Tables:
     rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count; where parts have
         inner gates, slices [first, last) in place of gates.
     slices: for each slice: the step over K where it ends, and the gates [first, last) that it waits for.
-    outs: for each row tile: the address of its first element, or 0 for a tile of the launch's `out`; its place in `far`, or -1.
+    outs: for each row tile: the address of its first element, or 0 for a tile of the launch's `out`; its slot in `scattered`,
+        or -1.
     align_bytes: divides these addresses.
-    far: all results outside `out` as one TMA tensor; None if there are none or TMA cannot store them.
+    scattered: all results outside `out` as one TMA tensor; None if there are none or TMA cannot store them.
     at_peers: whether some results are on another GPU.
     adds: for each row tile that adds: gates [first, last), the number of sources, the first row of the first source, and the
         rows from one source to the next.
-    early: the number of row tiles before the first that adds.
+    first_adding: the first row tile that adds. All row tiles from it on add.
     gates, needs: addresses of flags, and the values to wait for.
     no_needs: zeros; a silent launch uses them, so that every gate is open.
     counts: addresses of the flags that tiles add to.
@@ -99,9 +100,9 @@ class Tables:
     addressed: bool
     adding: bool
     divide_by: int
-    early: int
+    first_adding: int
     align_bytes: int
-    far: Far | None
+    scattered: ScatteredTiles | None
     at_peers: bool
 
 
@@ -195,13 +196,13 @@ def tables(
             outs.append(stored_at(part, at) if stored_at else None)
             adds.append((*late, len(part.adds), added + at, distance))
 
-    far, places = far_places([out for out in outs if out is not None])
+    scattered, slots = index_tiles([out for out in outs if out is not None])
     addresses = [out.data_ptr() if out is not None else 0 for out in outs]
-    where = iter(places)
+    next_slot = iter(slots)
     return Tables(
         rows=table(rows, torch.int32, device),
         slices=table(slices, torch.int32, device),
-        outs=table([(address, next(where) if address else -1) for address in addresses], torch.int64, device),
+        outs=table([(address, next(next_slot) if address else -1) for address in addresses], torch.int64, device),
         adds=table(adds, torch.int32, device),
         gates=table(gates, torch.int64, device),
         needs=table(needs, torch.int32, device),
@@ -214,9 +215,9 @@ def tables(
         addressed=stored_at is not None,
         adding=any(part.adds for part in step.parts),
         divide_by=step.divide_by,
-        early=sum(not sources for _, _, sources, _, _ in adds),
+        first_adding=sum(not sources for _, _, sources, _, _ in adds),
         align_bytes=math.gcd(16, *addresses),
-        far=far,
+        scattered=scattered,
         at_peers=any(part.out.rank != step.b.rank for part in step.parts),
     )
 
@@ -275,26 +276,28 @@ def gemm(
     first = TensorDescriptor.from_tensor(sources[0], a_shape)
     out_stride, align = out.stride(0), math.gcd(16, out.data_ptr(), out.stride(0) * out.element_size())
     staged = blocks.shared_bytes(blocks.stages, tma=False) + blocks.m * blocks.n * out.element_size() <= gpu.shared_bytes
-    out_tma = align == 16 and staged and (not plan.addressed or plan.far is not None)
+    out_tma = align == 16 and staged and (not plan.addressed or plan.scattered is not None)
     row_tiles = plan.rows.shape[0]
     tiles = row_tiles * -(-b.shape[1] // blocks.n)
     # Interpreted blocks run one after the other: a waiting block would delay a block whose tile a peer waits for.
     at_once = min(sms, tiles) if out.is_cuda or not plan.adding else 1
-    whole = whole_tiles(tiles, at_once, blocks)
-    halves = whole < tiles
+    uncut = whole_tiles(tiles, at_once, blocks)
+    halves = uncut < tiles
     half = [blocks.m, blocks.n // 2]
-    needs, count_by = (plan.no_needs, 0) if silent else (plan.needs, 1 + blocks.halves)
+    needs, amount = (plan.no_needs, 0) if silent else (plan.needs, 1 + blocks.halves)
     arguments = (
         first,
         TensorDescriptor.from_tensor(sources[1], a_shape) if len(sources) > 1 else first,
-        *_both(b.t() if transposed else b, b_shape, [half[1], blocks.k] if transposed else [blocks.k, half[1]], halves),
-        *_stores(out, plan, half, halves, out_tma),
+        *_whole_and_half(
+            b.t() if transposed else b, b_shape, [half[1], blocks.k] if transposed else [blocks.k, half[1]], halves
+        ),
+        *_store_descriptors(out, plan, half, halves, out_tma),
         out,
-        *(_both(adds, [blocks.m, blocks.n], half, halves) if plan.adding and adds is not None else (out, out)),
+        *(_whole_and_half(adds, [blocks.m, blocks.n], half, halves) if plan.adding and adds is not None else (out, out)),
         Pointers(plan.adds, plan.rows, plan.slices, plan.outs, plan.gates, needs, plan.counts, status),
         scales_argument,
-        *(count_by, tries, _publish_at(plan, b.shape[0])),
-        *(whole, row_tiles, plan.early),
+        *(amount, tries, _publish_step(plan, b.shape[0])),
+        *(uncut, row_tiles, plan.first_adding),
         *(b.shape[1], b.shape[0], out_stride),
     )
     variant = Variant(
@@ -371,7 +374,7 @@ class PlainGemm:
         )  # fmt: skip
 
 
-def _publish_at(plan: Tables, inner: int) -> int:
+def _publish_step(plan: Tables, inner: int) -> int:
     """Return how many steps into the loop over K of tile i a block publishes tile i-1. Half of the loop if tiles are stored at
     a peer, since such stores take that long when all SMs store concurrently; else _PUBLISH_STEPS, or the last step."""
     steps = -(-inner // plan.blocks.k)
@@ -385,19 +388,21 @@ def _add_stages(blocks: TileShape, out_tma: bool, gpu: Capabilities, itemsize: i
     return 1 + min(_MOST_SOURCES, (gpu.shared_bytes - tile_bytes * out_tma) // tile_bytes)
 
 
-def _stores(out: torch.Tensor, plan: Tables, half: list[int], halves: bool, out_tma: bool) -> tuple[object, ...]:
+def _store_descriptors(out: torch.Tensor, plan: Tables, half: list[int], halves: bool, out_tma: bool) -> tuple[object, ...]:
     """Return the descriptors that store whole tiles and halves: in `out`, then at other addresses."""
     whole = [plan.blocks.m, plan.blocks.n]
     if not out_tma:
         return (out,) * 4
-    if plan.far is None:
-        return *_both(out, whole, half, halves), out, out
-    above = _both(out[None], [1, *whole], [1, *half], halves)
-    far = plan.far.descriptor(whole)
-    return *above, far, plan.far.descriptor(half) if halves else far
+    if plan.scattered is None:
+        return *_whole_and_half(out, whole, half, halves), out, out
+    in_out = _whole_and_half(out[None], [1, *whole], [1, *half], halves)
+    scattered = plan.scattered.descriptor(whole)
+    return *in_out, scattered, plan.scattered.descriptor(half) if halves else scattered
 
 
-def _both(matrix: torch.Tensor, shape: list[int], half: list[int], halves: bool) -> tuple[TensorDescriptor, TensorDescriptor]:
+def _whole_and_half(
+    matrix: torch.Tensor, shape: list[int], half: list[int], halves: bool
+) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return the descriptors of whole tiles and of halves of a matrix."""
     whole = TensorDescriptor.from_tensor(matrix, shape)
     return whole, TensorDescriptor.from_tensor(matrix, half) if halves else whole

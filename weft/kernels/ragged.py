@@ -42,7 +42,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from weft.kernels.gemm_kernel import before_next, factor_of, load_b, place_of, plus, promote
+from weft.kernels.gemm_kernel import (
+    add_product,
+    finish_before_next_product,
+    load_b,
+    load_factors,
+    locate_tile,
+    multiply_promoted,
+)
 from weft.kernels.ragged_rows import (
     await_rows,
     fill_below,
@@ -85,7 +92,7 @@ def _multiply(a_desc, b_desc, row, expert, col, N, K, scales, rows, P: tl.conste
     acc = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
     if P.PROMOTED:
         steps = tl.cdiv(K, P.BLOCK_K)
-        acc = promote(a_desc, b_desc, acc, row, expert, col, 0, steps, K, scales, rows, None, P.BLOCK_N, P)
+        acc = multiply_promoted(a_desc, b_desc, acc, row, expert, col, 0, steps, K, scales, rows, None, P.BLOCK_N, P)
     else:
         for step in range(tl.cdiv(K, P.BLOCK_K)):
             k = step * P.BLOCK_K
@@ -126,17 +133,17 @@ def _promote_gated(a_desc, b_desc, gate, up, row, expert, col, N, K, scales, row
     for step in range(steps):
         k = step * P.BLOCK_K
         a = operand(a_desc.load([row, k]))
-        factor = factor_of(scales, rows, step, steps, col, P)
+        factor = load_factors(scales, rows, step, steps, col, P)
         product = tl.dot(a, load_b(b_desc, expert, k, col, P), none)
         if P.PAIRS:
-            up = before_next(plus(up, late, late_factor, P), P)
-        late_factor = factor_of(scales, rows, step, steps, N + col, P)
+            up = finish_before_next_product(add_product(up, late, late_factor, P), P)
+        late_factor = load_factors(scales, rows, step, steps, N + col, P)
         late = tl.dot(a, load_b(b_desc, expert, k, N + col, P), none)
-        gate = plus(gate, product, factor, P)
+        gate = add_product(gate, product, factor, P)
         if not P.PAIRS:
-            up = plus(up, late, late_factor, P)
+            up = add_product(up, late, late_factor, P)
     if P.PAIRS:
-        up = plus(up, late, late_factor, P)
+        up = add_product(up, late, late_factor, P)
     return gate, up
 
 
@@ -168,7 +175,7 @@ def dispatch_kernel(
     while tile < tiles:
         times = tl.minimum(each, tl.cdiv(units - unit, blocks))
         unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill_of(came), M)
-        row_tile, col_tile = place_of(tile, row_tiles, col_tiles, P.GROUP)
+        row_tile, col_tile = locate_tile(tile, row_tiles, col_tiles, P.GROUP)
         expert, row, valid = tile_of(tables.tiles, row_tile, M.Q, M.TILE_ROWS, True)
         part = tables.parts + PART_FIELDS * (expert * M.W + rank)
         first = tl.load(part)
@@ -221,7 +228,7 @@ def combine_kernel(
         for tile in range(block, tiles, blocks):
             times = tl.minimum(each, tl.cdiv(units - unit, blocks))
             unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, M)
-            row_tile, col_tile = place_of(tile, row_tiles, col_tiles, P.GROUP)
+            row_tile, col_tile = locate_tile(tile, row_tiles, col_tiles, P.GROUP)
             expert, row, valid = tile_of(tables.tiles, row_tile, M.Q, M.TILE_ROWS, False)
             col, rows, its_scales = col_tile * P.BLOCK_N, None, None
             if P.RECIPE != "":

@@ -8,7 +8,7 @@ transfers.py  messages.py                    copies and collectives; sends and r
 network.py  fluid.py  contention.py          links that transfers share; kernels and copies that slow each other
 terms.py  shapes.py  concurrent.py           the time of a kernel or collective alone; tile shapes; a user's computation
                                              and concurrent collectives
-ranking.py  lanes.py                         a row for each family, three recurrences; the lanes that they use
+ranking/  lanes.py                           the properties of each family, three recurrences; the lanes that they use
 """
 
 from __future__ import annotations

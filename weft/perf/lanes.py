@@ -1,8 +1,11 @@
-"""Closed forms for the lanes of one rank: they compute when its matmuls and copies end. weft.perf.ranking is made of these.
+"""The lanes of one rank in closed form: when its matmuls and copies end. weft.perf.ranking builds its estimates from these.
 
-All numbers are of the rank with the most work, and its peers are assumed to do the same at the same time. Times are in us from
-the begin of the call, and rates are in GB/s. The cost of a single step comes from weft.perf.terms. A peer is named by its
-distance: 1 is the next rank.
+All numbers are of the rank with the most work, and its peers are assumed to do the same at the same time. A name that ends in
+`_at_us` is a point in time, in us from the begin of the call. Any other name that ends in `_us` is a duration. The cost of a
+single step comes from weft.perf.terms. A peer is identified by its distance: the next rank has distance 1.
+
+A lane executes its operations one after the other. A method `enqueue_...` appends an operation, and so advances the time at
+which the lane is free.
 """
 
 from __future__ import annotations
@@ -21,14 +24,21 @@ from weft.perf.terms import COPY_WITH_GEMM, GEMM_WITH_COPY, GemmCost, gemm_cost,
 
 
 class CopyLoad(NamedTuple):
-    """CopyLoad describes copies that run concurrently with kernels from `since` to `until` and move `gbps` through memory."""
+    """CopyLoad describes copies that run concurrently with kernels, and move `gbps` through memory while they run."""
 
-    until: float = 0.0
+    ends_at_us: float = 0.0
     gbps: float = 0.0
-    since: float = 0.0
+    begins_at_us: float = 0.0
 
 
-NOTHING = CopyLoad()
+NO_COPIES = CopyLoad()
+
+
+class LaneEnds(NamedTuple):
+    """LaneEnds holds when the compute lane of a rank ends, and when it has joined the copy lanes."""
+
+    compute_at_us: float
+    copies_at_us: float
 
 
 class Rank:
@@ -36,20 +46,20 @@ class Rank:
 
     def __init__(self, problem: Problem, machine: Machine) -> None:
         self.problem, self.machine = problem, machine
-        self.ranks = max(problem.nodes or (problem.world_size,))
+        self.node_ranks = max(problem.nodes or (problem.world_size,))
         """The number of ranks of the largest node."""
         most, reduces = max(problem.b_sizes, default=0), problem.op in REDUCTIONS
         self.inner = max(problem.inner(0), most if reduces else 0)
         self.columns = max(problem.columns(0), 0 if reduces else most)
         self.rows = problem.product_rows(0)
         shards = [high - low for low, high in problem.shards]
-        self.own, self.shard_bytes = max(shards), problem.shard_bytes
-        self.peers = range(1, min(self.ranks, max(2, sum(map(bool, shards)))))
-        """The distances to the peers that have rows."""
+        self.shard_rows, self.shard_bytes = max(shards), problem.shard_bytes
+        self.distances = range(1, min(self.node_ranks, max(2, sum(map(bool, shards)))))
+        """The distances to the peers of the node that have rows."""
         self.launch_us, self.flag_us = machine.launch_us, machine.flag_us
         self.fork_us, self.wake_us = machine.fork_us or 0.0, machine.wake_us or 0.0
         self._library_gemms: dict[tuple[int, int, int, int], GemmCost] = {}
-        self._kernels: dict[tuple[tuple[Arriving, ...], int | None, bool], GemmCost] = {}
+        self._weft_gemms: dict[tuple[tuple[Arriving, ...], int | None, bool], GemmCost] = {}
 
     # The costs of kernels
 
@@ -69,20 +79,24 @@ class Rank:
         return self._library_gemms[key]
 
     @cached_property
-    def whole_us(self) -> float:
-        """The time of the whole matmul."""
+    def matmul_us(self) -> float:
+        """The time of the rank's matmul as one cuBLAS matmul."""
         return self.library_gemm(self.rows).busy_us
 
-    def kernel(self, parts: Sequence[Arriving], sms: int | None = None, *, counts: bool = False) -> GemmCost:
-        """Return the cost of weft's own kernel with its best tile shape. counts: its tiles are counted, or added to."""
-        key, gpu = (tuple(parts), sms, counts), self.machine.gpu
-        if key not in self._kernels:
-            stored = not counts and not any(part.away for part in parts)
+    def weft_gemm(self, parts: Sequence[Arriving], sms: int | None = None, *, counts_tiles: bool = False) -> GemmCost:
+        """Return the cost of weft's own kernel with its best tile shape.
+
+        sms: the number of SMs that it uses; None is all of them.
+        counts_tiles: its tiles raise flags or add received data.
+        """
+        key, gpu = (tuple(parts), sms, counts_tiles), self.machine.gpu
+        if key not in self._weft_gemms:
+            stored = not counts_tiles and not any(part.away for part in parts)
             shape = None
             if gpu.kernel_tiles:
                 gpu_like, scaling = dataclasses.replace(H200, sms=gpu.sms), self.problem.scaling
                 shape = best_shape(key[0], gpu_like, self.machine, stored=stored, scaling=scaling)
-            self._kernels[key] = kernel_cost(
+            self._weft_gemms[key] = kernel_cost(
                 self.machine,
                 rows=tuple(part.rows for part in parts),
                 n=self.columns,
@@ -94,72 +108,80 @@ class Rank:
                 stored=stored,
                 late_bytes=tuple(part.rows * self.problem.row_bytes(self.inner) for part in parts if part.gated),
             )
-        return self._kernels[key]
+        return self._weft_gemms[key]
 
-    def pace(self, before_us: float, busy_us: float) -> float:
+    def power_slowdown(self, before_us: float, busy_us: float) -> float:
         """Return how many times as long a matmul takes because the power limit slows it after `before_us` of other matmuls."""
         paced_us = self.machine.gpu.paced_us
         return (paced_us(before_us + busy_us) - paced_us(before_us)) / busy_us if busy_us else 1.0
 
-    def slowed(self, cost: GemmCost, gbps: float) -> float:
+    def copy_slowdown(self, cost: GemmCost, gbps: float) -> float:
         """Return how many times as long a kernel takes while copies move `gbps` through the rank's memory."""
-        known = self.machine.contention.keys() & {GEMM_WITH_COPY, COPY_WITH_GEMM}
-        return slowed(self.machine, cost.shares, gbps) if gbps and known else 1.0
+        measured = self.machine.contention.keys() & {GEMM_WITH_COPY, COPY_WITH_GEMM}
+        return slowed(self.machine, cost.shares, gbps) if gbps and measured else 1.0
 
     # The links of the rank
 
-    def hops(self, ahead: int) -> int:
-        return max(1, min(ahead, self.ranks - ahead)) if self.machine.links.topology == "ring" else 1
+    def hops(self, distance: int) -> int:
+        """Return the number of links between the rank and a peer."""
+        return max(1, min(distance, self.node_ranks - distance)) if self.machine.links.topology == "ring" else 1
 
-    def latency_us(self, ahead: int = 1) -> float:
-        return self.hops(ahead) * self.machine.links.latency_us
+    def latency_us(self, distance: int = 1) -> float:
+        """Return the time until a peer sees data after they have left the rank."""
+        return self.hops(distance) * self.machine.links.latency_us
 
-    def link_gbps(self, ahead: int, at_once: int = 1) -> float:
+    def link_gbps(self, distance: int, at_once: int = 1) -> float:
         """Return the rate to a peer while every rank sends to `at_once` peers."""
         links = self.machine.links
         if links.topology == "mesh":
             return links.gbps
         if links.topology == "ring":
-            return links.gbps / (self.hops(ahead) if at_once == 1 else sum(map(self.hops, self.peers)) / 2)
-        shared = links.host_gbps / self.ranks if links.topology == "pcie" and links.host_gbps else math.inf
+            return links.gbps / (self.hops(distance) if at_once == 1 else sum(map(self.hops, self.distances)) / 2)
+        shared = links.host_gbps / self.node_ranks if links.topology == "pcie" and links.host_gbps else math.inf
         return min(links.gbps, shared) / at_once
 
-    def stores_us(self, size: float, *, at_once: bool = False) -> float:
-        """Return the time to store or load `size` bytes for each peer on all SMs: peer after peer, or for all peers at once."""
-        each = [
-            size / (min(self.machine.stores.rate(self.machine.gpu.sms), self.link_gbps(ahead)) * 1e3) for ahead in self.peers
+    def stores_us(self, piece_bytes: float, *, at_once: bool = False) -> float:
+        """Return the time to store or load a piece for each peer on all SMs. at_once: for all peers at the same time."""
+        each_us = [
+            piece_bytes / (min(self.machine.stores.rate(self.machine.gpu.sms), self.link_gbps(distance)) * 1e3)
+            for distance in self.distances
         ]
         if not at_once or self.machine.links.topology != "mesh":
-            return sum(each)
-        return max(max(each, default=0.0), len(each) * size / (self.machine.stores.rate(self.machine.gpu.sms) * 1e3))
+            return sum(each_us)
+        return max(
+            max(each_us, default=0.0), len(each_us) * piece_bytes / (self.machine.stores.rate(self.machine.gpu.sms) * 1e3)
+        )
 
 
 class ComputeLane:
-    """A ComputeLane tracks the time `now` at which the compute lane of a rank is free."""
+    """A ComputeLane tracks when the compute lane of a rank is free (`free_at_us`)."""
 
-    def __init__(self, rank: Rank, now: float = 0.0) -> None:
-        self.rank, self.now = rank, now
-        self.began = self.tile_us = 0.0
-        """When the last matmul began, and the time of one of its tiles."""
+    def __init__(self, rank: Rank, free_at_us: float = 0.0) -> None:
+        self.rank, self.free_at_us = rank, free_at_us
+        self.matmul_begins_at_us = self.matmul_tile_us = 0.0
+        """When the last matmul begins, and the time of one of its tiles."""
         self._multiplied_us = 0.0
 
-    def wait(self, *flags: float) -> None:
-        """Wait for several flags. The cost is one flag operation, because it checks all of them."""
-        if flags:
-            self.now = max(max(self.now, flags[0]) + self.rank.flag_us, *flags)
+    def enqueue_wait(self, *raised_at_us: float) -> None:
+        """Wait for flags that are raised at these times. One flag operation checks all of them."""
+        if raised_at_us:
+            self.free_at_us = max(max(self.free_at_us, raised_at_us[0]) + self.rank.flag_us, *raised_at_us)
 
-    def launch(self, us: float) -> None:
-        """Launch a kernel that takes `us`."""
-        self.now += self.rank.launch_us + us
+    def enqueue_kernel(self, kernel_us: float) -> None:
+        """Run a kernel that takes `kernel_us` after its launch."""
+        self.free_at_us += self.rank.launch_us + kernel_us
 
-    def multiply(self, cost: GemmCost, load: CopyLoad = NOTHING, staged_us: float = 0.0) -> None:
-        """Run a cuBLAS matmul, concurrently with the copies of `load`."""
+    def enqueue_matmul(self, cost: GemmCost, load: CopyLoad = NO_COPIES, staged_us: float = 0.0) -> None:
+        """Run a cuBLAS matmul, concurrently with the copies of `load`. staged_us: the time of copies that stage its data."""
         if not cost.busy_us:
             return
-        pace = self.rank.pace(self._multiplied_us, cost.busy_us)
+        slowdown = self.rank.power_slowdown(self._multiplied_us, cost.busy_us)
         self._multiplied_us += cost.busy_us
-        self.began, self.tile_us = self.now + self.rank.launch_us + staged_us, cost.tile_us * pace
-        self.now = end_under_load(self.began, cost.busy_us * pace, load, self.rank.slowed(cost, load.gbps))
+        self.matmul_begins_at_us = self.free_at_us + self.rank.launch_us + staged_us
+        self.matmul_tile_us = cost.tile_us * slowdown
+        self.free_at_us = work_ends_at_us(
+            self.matmul_begins_at_us, cost.busy_us * slowdown, load, self.rank.copy_slowdown(cost, load.gbps)
+        )
 
 
 class CopyLanes:
@@ -167,125 +189,143 @@ class CopyLanes:
 
     rounds: the number of copies to each peer.
     one: use a single lane, even if the machine profile says one for each peer.
-    work_us: the time of concurrent matmuls, which slow the copies down.
+    matmul_us: the time of concurrent matmuls, which slow the copies down.
     """
 
-    def __init__(self, rank: Rank, rounds: int, *, one: bool = False, work_us: float = math.inf) -> None:
+    def __init__(self, rank: Rank, rounds: int, *, one: bool = False, matmul_us: float = math.inf) -> None:
         self.rank, self._slowdown = rank, 1.0
         one = one or not rank.machine.fans_out
-        self._rounds = rounds if one and rank.ranks > 2 else 1
-        self._now = [rank.fork_us] * (1 if one else rank.ranks)
-        slower = max(1.0, rank.machine.contention.get(COPY_WITH_GEMM, 1.0))
+        self._rounds = rounds if one and rank.node_ranks > 2 else 1
+        self._free_at_us = [rank.fork_us] * (1 if one else rank.node_ranks)
+        slowdown = max(1.0, rank.machine.contention.get(COPY_WITH_GEMM, 1.0))
         alone_us = rank.machine.copies.copy_us * rounds + rank.shard_bytes / (self.gbps(1) * 1e3)
-        self._slowdown = 1 + (slower - 1) * min(1.0, work_us / (alone_us * max(1, rank.ranks - len(self._now))))
+        share = min(1.0, matmul_us / (alone_us * max(1, rank.node_ranks - len(self._free_at_us))))
+        self._slowdown = 1 + (slowdown - 1) * share
         self._full_gpu: list[tuple[float, float, float]] = []
+        """Matmuls that occupy all SMs: when each begins, the time of a tile, and when it ends."""
 
     @property
-    def last(self) -> float:
-        return max(self._now)
+    def _all_free_at_us(self) -> float:
+        return max(self._free_at_us)
 
     @property
-    def end(self) -> float:
+    def joined_at_us(self) -> float:
         """When the compute lane can go on after it has joined the copy lanes."""
-        return self.last + self.rank.fork_us
+        return self._all_free_at_us + self.rank.fork_us
 
-    def gbps(self, ahead: int) -> float:
-        """Return the rate of a copy while all lanes copy."""
+    def gbps(self, distance: int) -> float:
+        """Return the rate of a copy to or from a peer while all lanes copy."""
         copies = self.rank.machine.copies
-        at_once = 1 if len(self._now) == 1 else min(self.rank.ranks - 1, copies.engines)
-        together = max(copies.gbps, copies.several_gbps) if at_once == 1 else copies.several_gbps
-        rate = min(together / self._slowdown, copies.gbps * at_once) / at_once
+        at_once = 1 if len(self._free_at_us) == 1 else min(self.rank.node_ranks - 1, copies.engines)
+        total = max(copies.gbps, copies.several_gbps) if at_once == 1 else copies.several_gbps
+        rate = min(total / self._slowdown, copies.gbps * at_once) / at_once
         if copies.turning and self._rounds > 1:
             rate = min(rate, copies.turned_gbps(self._rounds))
-        return min(rate, self.rank.link_gbps(ahead, at_once))
+        return min(rate, self.rank.link_gbps(distance, at_once))
 
-    def load(self, size: float, until: float | None = None, since: float = 0.0) -> CopyLoad:
-        """Return the load of copies of `size` bytes that follow each other. It ends with the last copy, or at `until`."""
-        us = self.rank.machine.copies.copy_us + size / (self.gbps(1) * 1e3) + self.rank.flag_us
-        moved = 2e-3 * max(1, len(self._now) - 1) * size / us
-        return CopyLoad(self.last if until is None else until, moved, since)
+    def load(self, copy_bytes: float, ends_at_us: float | None = None, begins_at_us: float = 0.0) -> CopyLoad:
+        """Return the load of copies of `copy_bytes` each that follow each other.
 
-    def wait(self, ahead: int, until: float) -> None:
-        """Wait for a flag that is raised at `until`. A lane that really had to wait also needs `wake_us` to go on."""
-        at, rank = ahead % len(self._now), self.rank
-        late = until + rank.wake_us if until > self._now[at] else 0.0
-        self._now[at] = max(self._now[at], late) + rank.flag_us
-
-    def flags(self, count: int = 1, ahead: int | None = None) -> None:
-        """Add flag operations that do not make a lane wait: signals, or waits for flags that are already raised.
-
-        Without `ahead`, there are `count` in all: a single lane executes all of them, and each of several lanes executes one.
-        With it, the lane to that peer executes all of them.
+        ends_at_us: when the load ends; None is the end of the last copy so far.
         """
-        if ahead is None:
-            times = count if len(self._now) == 1 else 1
-            self._now = [now + times * self.rank.flag_us for now in self._now]
+        each_us = self.rank.machine.copies.copy_us + copy_bytes / (self.gbps(1) * 1e3) + self.rank.flag_us
+        gbps = 2e-3 * max(1, len(self._free_at_us) - 1) * copy_bytes / each_us
+        return CopyLoad(self._all_free_at_us if ends_at_us is None else ends_at_us, gbps, begins_at_us)
+
+    def enqueue_wait(self, distance: int, raised_at_us: float) -> None:
+        """Make the lane to a peer wait for a flag. A lane that is free before the flag is raised also needs `wake_us`."""
+        lane, rank = distance % len(self._free_at_us), self.rank
+        awake_at_us = raised_at_us + rank.wake_us if raised_at_us > self._free_at_us[lane] else 0.0
+        self._free_at_us[lane] = max(self._free_at_us[lane], awake_at_us) + rank.flag_us
+
+    def enqueue_flags(self, count: int = 1, distance: int | None = None) -> None:
+        """Execute flag operations that do not make a lane wait: signals, or waits for flags that are already raised.
+
+        With `distance`, the lane to that peer executes all of them. Without it, a single lane executes all of them, and each of
+        several lanes executes one.
+        """
+        if distance is None:
+            times = count if len(self._free_at_us) == 1 else 1
+            self._free_at_us = [free_at_us + times * self.rank.flag_us for free_at_us in self._free_at_us]
         else:
-            self._now[ahead % len(self._now)] += count * self.rank.flag_us
+            self._free_at_us[distance % len(self._free_at_us)] += count * self.rank.flag_us
 
-    def copy(self, ahead: int, size: float, *, signal: bool = True) -> float:
-        """Copy to or from a peer, and return when the peer sees it. signal: include the signal that follows the copy."""
-        at = ahead % len(self._now)
-        rank = self.rank
-        self._now[at] = self._wait_for_sms(self._now[at]) + rank.machine.copies.copy_us + size / (self.gbps(ahead) * 1e3)
-        self._now[at] += rank.flag_us * signal
-        return self._now[at] + rank.latency_us(ahead)
+    def enqueue_all_read(self) -> None:
+        """Signal to every peer that this rank has read everything."""
+        self.enqueue_flags(self.rank.node_ranks - 1)
 
-    def copy_here(self, size: float, *, after: float = 0.0, signal: bool = False) -> float:
-        """Copy within the rank's memory, not before `after`. signal: include the signal that follows the copy."""
+    def enqueue_copy(self, distance: int, copy_bytes: float, *, signal: bool = True) -> float:
+        """Copy to or from a peer, and return when the data have arrived. signal: a signal follows the copy."""
+        lane, rank = distance % len(self._free_at_us), self.rank
+        begins_at_us = self._sms_free_at_us(self._free_at_us[lane])
+        self._free_at_us[lane] = begins_at_us + rank.machine.copies.copy_us + copy_bytes / (self.gbps(distance) * 1e3)
+        self._free_at_us[lane] += rank.flag_us * signal
+        return self._free_at_us[lane] + rank.latency_us(distance)
+
+    def enqueue_local_copy(self, copy_bytes: float, *, ready_at_us: float = 0.0, signal: bool = False) -> float:
+        """Copy within the rank's memory, and return when the copy ends.
+
+        ready_at_us: when the data are there; the copy cannot begin before.
+        signal: a signal follows the copy.
+        """
         machine = self.rank.machine
         fixed_us = machine.launch_us if machine.copies.strided == "kernel" else machine.copies.copy_us
-        self._now[0] = max(self._now[0], after) + fixed_us + hbm_us(machine, 2 * size) + machine.flag_us * signal
-        return self._now[0]
+        begins_at_us = max(self._free_at_us[0], ready_at_us)
+        self._free_at_us[0] = begins_at_us + fixed_us + hbm_us(machine, 2 * copy_bytes) + machine.flag_us * signal
+        return self._free_at_us[0]
 
-    def share_sms(self, lane: ComputeLane) -> None:
+    def compete_for_sms(self, lane: ComputeLane) -> None:
         """Record that the last matmul of `lane` occupies all SMs, for copies that are made by kernels.
 
         A copy that would begin while the matmul runs then waits until the tiles that are running at that moment end.
         """
-        self._full_gpu.append((lane.began, lane.tile_us, lane.now))
+        self._full_gpu.append((lane.matmul_begins_at_us, lane.matmul_tile_us, lane.free_at_us))
 
-    def _wait_for_sms(self, now: float) -> float:
-        for began, tile_us, ended in self._full_gpu:
-            if began <= now < ended and tile_us:
-                now = min(ended, began + (math.floor((now - began) / tile_us) + 1) * tile_us)
-        return now
-
-
-def end_under_load(begin: float, work: float, load: CopyLoad, slower: float) -> float:
-    """Return when work ends that takes `slower` times as long while the copies in `load` run."""
-    before = min(work, max(0.0, load.since - begin))
-    begin, work = begin + before, work - before
-    slow = max(0.0, load.until - begin) / slower
-    return begin + work * slower if work <= slow else max(begin, load.until) + work - slow
+    def _sms_free_at_us(self, at_us: float) -> float:
+        """Return when SMs are free for a copy that could begin at `at_us`."""
+        for begins_at_us, tile_us, ends_at_us in self._full_gpu:
+            if begins_at_us <= at_us < ends_at_us and tile_us:
+                tiles_done = math.floor((at_us - begins_at_us) / tile_us) + 1
+                at_us = min(ends_at_us, begins_at_us + tiles_done * tile_us)
+        return at_us
 
 
-def waves(cost: GemmCost, last: int) -> float:
-    """Return the number of waves of the last `last` tiles of a kernel: the number of tiles that an SM computes in a row.
+def work_ends_at_us(begins_at_us: float, work_us: float, load: CopyLoad, slowdown: float) -> float:
+    """Return when work ends that takes `slowdown` times as long while the copies in `load` run."""
+    before_us = min(work_us, max(0.0, load.begins_at_us - begins_at_us))
+    begins_at_us, work_us = begins_at_us + before_us, work_us - before_us
+    under_load_us = max(0.0, load.ends_at_us - begins_at_us) / slowdown
+    if work_us <= under_load_us:
+        return begins_at_us + work_us * slowdown
+    return max(begins_at_us, load.ends_at_us) + work_us - under_load_us
+
+
+def waves_of_last(cost: GemmCost, tiles: int) -> float:
+    """Return the number of waves of the last `tiles` tiles of a kernel: the number of tiles that an SM computes in a row.
 
     A half tile counts as less than one wave. Half tiles run concurrently with the last whole tiles if SMs are free then.
     """
-    whole, halves = max(0, last - cost.halves), min(last, cost.halves)
-    count = -(-whole // cost.sms)
-    return count + (cost.half_tile if 2 * halves > count * cost.sms - whole else 0.0)
+    whole, halves = max(0, tiles - cost.halves), min(tiles, cost.halves)
+    full_waves = -(-whole // cost.sms)
+    return full_waves + (cost.half_tile if 2 * halves > full_waves * cost.sms - whole else 0.0)
 
 
-def waves_before(cost: GemmCost, first: int) -> float:
-    """Return the number of waves until the first `first` tiles of a kernel are done."""
+def waves_of_first(cost: GemmCost, tiles: int) -> float:
+    """Return the number of waves until the first `tiles` tiles of a kernel are done."""
     whole = sum(cost.tiles) - cost.halves
-    return -(-min(first, whole) // cost.sms) + (cost.half_tile if first > whole else 0.0)
+    return -(-min(tiles, whole) // cost.sms) + (cost.half_tile if tiles > whole else 0.0)
 
 
-def waves_behind(cost: GemmCost, last: int) -> float:
-    """Return the number of waves after the first wave of the last `last` tiles.
+def waves_after_first(cost: GemmCost, tiles: int) -> float:
+    """Return how many waves of the last `tiles` tiles follow the first of these waves.
 
     The tiles of that first wave occupy all SMs while they wait for their data.
     """
-    halves = min(last, cost.halves)
-    count = -(-(last + halves) // cost.sms) - 1
-    return max(0.0, count - (1 - cost.half_tile if halves else 0.0)) if count > 0 else 0.0
+    halves = min(tiles, cost.halves)
+    later_waves = -(-(tiles + halves) // cost.sms) - 1
+    return max(0.0, later_waves - (1 - cost.half_tile if halves else 0.0)) if later_waves > 0 else 0.0
 
 
-def lengths(extent: int, count: int) -> list[int]:
-    """Cut an extent into `count` parts, and return the lengths of those that are not empty."""
+def chunk_lengths(extent: int, count: int) -> list[int]:
+    """Cut an extent into `count` chunks, and return the lengths of those that are not empty."""
     return [high - low for low, high in split(extent, count) if high > low]

@@ -29,10 +29,10 @@ from weft.core.schedule import (
     SendReceive,
     Step,
     Wait,
-    advances,
     quantises,
     regions,
     segments,
+    signalled_flags,
 )
 from weft.core.span import Span
 from weft.core.work import region_bytes
@@ -205,10 +205,10 @@ class BoundProgram(ABC):
 
     def _plan(self, bindings: Bindings) -> LaunchPlan:
         """Return the launch plan for a call. The strides and alignments of its tensors decide which steps run as kernels."""
-        running = frozenset([place for place, kernel in self.kernels.items() if kernel.runs(bindings)])
-        if running not in self._plans:
-            self._plans[running] = LaunchPlan(self, running)
-        return self._plans[running]
+        kernel_steps = frozenset([place for place, kernel in self.kernels.items() if kernel.runs(bindings)])
+        if kernel_steps not in self._plans:
+            self._plans[kernel_steps] = LaunchPlan(self, kernel_steps)
+        return self._plans[kernel_steps]
 
     def refuse_several_results(self, count: int) -> None:
         """Raise ValueError if `out` is several matrices, one for each b, and a step moves rows of it as if it were one."""
@@ -240,7 +240,7 @@ class BoundProgram(ABC):
         """Return the address of the word that a step of this rank waits for."""
 
     @abstractmethod
-    def here(self, where: Where) -> Word:
+    def progress_word(self, where: Where) -> Word:
         """Return the operation by which a lane records that it has reached a step, before the step waits."""
 
     @abstractmethod
@@ -377,7 +377,7 @@ class BoundProgram(ABC):
         """Return the inputs with the strides that the device's copies and matmuls need."""
 
     def raiser(self, flag: Flag) -> str:
-        """Return a text that says which lane advances a flag."""
+        """Return a text that says which lane signals a flag."""
         return f"{self.writers.get(flag, 'nobody')} raises it"
 
     @abstractmethod
@@ -395,5 +395,5 @@ def with_fused_steps(resources: HostResources | CudaResources, schedule: Schedul
 
 
 def flag_writers(schedule: Schedule) -> dict[Flag, str]:
-    """Return the name of the lane that advances each flag."""
-    return {flag: f"rank {rank}'s lane {lane.name}" for rank, lane, _, step in schedule for flag in advances(step)}
+    """Return the name of the lane that signals each flag."""
+    return {flag: f"rank {rank}'s lane {lane.name}" for rank, lane, _, step in schedule for flag in signalled_flags(step)}

@@ -218,9 +218,9 @@ class CudaProgram(BoundProgram):
     def submitter(self) -> LaneStreams:
         return self.streams
 
-    def here(self, where: Where) -> Word:
+    def progress_word(self, where: Where) -> Word:
         """Return the operation by which a lane records that it has reached a step, before the step waits."""
-        return Word("here", self._progress_at[where.lane], where.position + 1)
+        return Word("progress", self._progress_at[where.lane], where.position + 1)
 
     def waiters(self, flag: Flag) -> list[int]:
         """Return the addresses of the words that a signal raises."""

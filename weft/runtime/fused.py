@@ -16,7 +16,7 @@ import torch
 
 from weft.core.machine import Machine
 from weft.core.problem import CollectiveProblem, Recipe, Scaling
-from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, advances
+from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, signalled_flags
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
 from weft.kernels.gemm import Tables, fits, gemm, in_order, loads, pitch, tables, whole_slices
@@ -59,7 +59,7 @@ def kernel_of_sum(program: BoundProgram, where: Where, step: Reduce) -> StepKern
     # may still use the table of an earlier call.
     given = program.buffers_of("input")
     moves = any(src.buffer in given for part in step.parts for src in part.srcs)
-    return FusedReduce(step, where, program.device) if step.parts and not advances(step) and not moves else None
+    return FusedReduce(step, where, program.device) if step.parts and not signalled_flags(step) and not moves else None
 
 
 def signal_values(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, int]:

@@ -45,7 +45,7 @@ from weft.core.schedule import (
     Schedule,
     SendReceive,
     Step,
-    advances,
+    signalled_flags,
     waits,
 )
 from weft.core.work import span
@@ -151,8 +151,8 @@ class HostProgram(BoundProgram):
     def submitter(self) -> HostFlags:
         return HostFlags(self)
 
-    def here(self, where: Where) -> Word:
-        return Word("here", self._address(self.rank, self._progress[self.rank][where.lane]), where.position + 1)
+    def progress_word(self, where: Where) -> Word:
+        return Word("progress", self._address(self.rank, self._progress[self.rank][where.lane]), where.position + 1)
 
     def waiters(self, flag: Flag) -> list[int]:
         return [self._address(flag.rank, slot) for slot in self.flags.slots[flag]]
@@ -210,7 +210,7 @@ class HostProgram(BoundProgram):
         """The flag that the lane which raises this one waits for now; None where it waits for nothing, or has not begun."""
         for rank, lanes in enumerate(self.schedule.ranks):
             for lane in lanes:
-                raises = any(flag in advances(step) for step in lane.steps)
+                raises = any(flag in signalled_flags(step) for step in lane.steps)
                 if not raises or rank not in self.words:
                     continue
                 come_to = self.words[rank].load(self._progress[rank][lane.name])
@@ -435,8 +435,10 @@ class HostFlags:
         """A function that does these operations."""
         todo = [self._operation(word) for word in operations.words]
         if any(word.kind == "lower" for word in operations.words):
-            comes = [word for word in operations.words if word.kind == "here"] or [self._program.here(operations.where)]
-            todo.append(self._operation(Word("here", comes[-1].address, comes[-1].value | WAIT_DONE)))
+            comes = [word for word in operations.words if word.kind == "progress"] or [
+                self._program.progress_word(operations.where)
+            ]
+            todo.append(self._operation(Word("progress", comes[-1].address, comes[-1].value | WAIT_DONE)))
 
         def run(stream: int) -> None:
             for call, target in todo:

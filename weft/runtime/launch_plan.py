@@ -1,12 +1,12 @@
 """A launch plan is the list of launches that a call of a program enqueues on each lane of one rank.
 
 It is built once for each program, because walking the schedule's steps in Python took 0.5 to 0.7 ms per call. A call only
-inserts the addresses of its tensors. In the table, a gate is a Wait of one part of a step, `count` is the flag that a part
-signals, and `lower` resets the waiter's copy of a flag.
+inserts the addresses of its tensors. In the table, a gate is a Wait of one part of a step, and `count` is the flag that a part
+signals. To lower a flag is to reset the waiter's copy of it.
 
     schedule step            launches
     wait                     FlagOperations: write the lane's progress, wait, lower
-    signal                   FlagOperations: raise, at each waiter
+    signal                   FlagOperations: signal each waiter
     copy                     CopyLaunch
     any step as a kernel     FlagOperations: the gates that the kernel does not wait for itself, and the lane's progress;
                              KernelLaunch; FlagOperations: lower the gates that the kernel has waited for. A kernel with
@@ -18,7 +18,7 @@ signals, and `lower` resets the waiter's copy of a flag.
     push                     for each part, CopyLaunch; FlagOperations: signal its count
     collective               TorchLaunch
     sends and receives       FlagOperations: write the lane's progress; TorchLaunch
-    shared row counts        TorchLaunch: write them at the peers; FlagOperations: raise, wait; TorchLaunch: read them
+    shared row counts        TorchLaunch: write them at the peers; FlagOperations: signal, wait; TorchLaunch: read them
 
 If the compute lane signals and has more work to do, the signal is enqueued on a separate stream (weft.runtime.lane_streams).
 Copy lanes signal on their own stream: the copies between the signals are slower otherwise (docs/lab/log.md).
@@ -65,7 +65,7 @@ from weft.runtime.arithmetic import Product, Sliced, add_up, groups
 from weft.runtime.bags import look_up
 from weft.runtime.bindings import Where
 from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, KernelLaunch, Launch, TorchLaunch
-from weft.runtime.order import before, behind, order, turns
+from weft.runtime.order import order, stage_after_waits, stage_before_waits, turns
 from weft.runtime.step_kernels import Place, StepKernel
 
 if TYPE_CHECKING:
@@ -76,14 +76,14 @@ MOST_IN_SEQUENCE = 256
 interleaved, in the order of weft.runtime.order. A stream takes about 1000 entries, and a launch is a few of them."""
 
 
-class Counts(Protocol):
-    """Counts is a part of a step that may signal a flag at its end."""
+class SignallingPart(Protocol):
+    """A SignallingPart is a part of a step that may signal a flag at its end."""
 
     @property
     def count(self) -> Flag | None: ...
 
 
-P = TypeVar("P", bound=Counts)
+P = TypeVar("P", bound=SignallingPart)
 
 
 class LaneLaunches(NamedTuple):
@@ -102,94 +102,102 @@ class LaneLaunches(NamedTuple):
 class LaunchPlan:
     """A LaunchPlan holds the launches of one rank.
 
-    running: the steps whose kernels can load the operands of the call.
+    kernel_steps: the steps that run as kernels, because these can load the operands of the call.
     lanes: the launches of each lane.
     merged: the same with adjacent FlagOperations merged, and with signals on separate streams.
     """
 
-    def __init__(self, program: BoundProgram, running: frozenset[Place]) -> None:
-        self._program, self._running = program, running
-        self._of: dict[type[Step], Callable[..., Iterator[Launch]]] = {
-            Wait: self._wait,
-            Signal: self._signal,
-            Copy: self._copy,
-            Push: self._push,
-            Gemm: self._matmuls,
-            Reduce: self._sums,
-            Lookup: self._lookups,
-            Collective: self._collective,
-            SendReceive: self._messages,
-            ShareCounts: self._counts,
-            SegmentCopies: self._segments,
-            GroupedGemm: self._segments,
+    def __init__(self, program: BoundProgram, kernel_steps: frozenset[Place]) -> None:
+        self._program, self._kernel_steps = program, kernel_steps
+        self._plan_by_type: dict[type[Step], Callable[..., Iterator[Launch]]] = {
+            Wait: self._plan_wait,
+            Signal: self._plan_signal,
+            Copy: self._plan_copy,
+            Push: self._plan_push,
+            Gemm: self._plan_matmuls,
+            Reduce: self._plan_sums,
+            Lookup: self._plan_lookups,
+            Collective: self._plan_collective,
+            SendReceive: self._plan_messages,
+            ShareCounts: self._plan_row_counts,
+            SegmentCopies: self._plan_segments,
+            GroupedGemm: self._plan_segments,
         }
         """The function that yields the launches of a step that does not run as a kernel, by type of step."""
-        self.lanes = [(lane, list(self._lane(lane))) for lane in program.schedule.ranks[program.rank]]
-        self.merged = [(lane, _with_asides(lane, merged(launches))) for lane, launches in self.lanes]
+        self.lanes = [(lane, list(self._plan_lane(lane))) for lane in program.schedule.ranks[program.rank]]
+        self.merged = [(lane, _move_signals_aside(lane, merge_flag_operations(launches))) for lane, launches in self.lanes]
 
     @cached_property
     def batches(self) -> list[LaneLaunches]:
         """The launches of a call, in the order in which they are enqueued."""
-        return self._in_order(self.merged)
+        return self._order_lanes(self.merged)
 
     @cached_property
     def unmerged_batches(self) -> list[LaneLaunches]:
         """The same launches, not merged, so that each can be timed."""
-        return self._in_order(self.lanes)
+        return self._order_lanes(self.lanes)
 
     @cached_property
     def by_lane(self) -> list[tuple[Lane, list[Launch]]]:
         """The same launches grouped by lane, for lanes that run on threads. The compute lane comes first."""
-        found: dict[str, tuple[Lane, list[Launch]]] = {}
+        by_name: dict[str, tuple[Lane, list[Launch]]] = {}
         for lane, launches, _ in self.batches:
-            found.setdefault(lane.name, (lane, []))[1].extend(launches)
-        return sorted(found.values(), key=lambda one: one[0].kind != "compute")
+            by_name.setdefault(lane.name, (lane, []))[1].extend(launches)
+        return sorted(by_name.values(), key=lambda lane_launches: lane_launches[0].kind != "compute")
 
-    def _in_order(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[LaneLaunches]:
+    def _order_lanes(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[LaneLaunches]:
         """Order the lanes one after the other, with the compute lane last. If a lane is long, interleave their launches."""
         if max((len(launches) for _, launches in lanes), default=0) <= MOST_IN_SEQUENCE:
-            found = sorted(lanes, key=lambda one: one[0].kind == "compute")
+            ordered = sorted(lanes, key=lambda lane_launches: lane_launches[0].kind == "compute")
         else:
-            found = self._in_turns(lanes)
-        return [LaneLaunches(lane, launches, any(one.by_torch for one in launches)) for lane, launches in found]
+            ordered = self._interleave(lanes)
+        return [LaneLaunches(lane, launches, any(launch.by_torch for launch in launches)) for lane, launches in ordered]
 
-    def _in_turns(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[tuple[Lane, list[Launch]]]:
-        places = order(self._program.schedule, self._program.rank)
-        # A launch may be of several steps, and is enqueued with the first of them.
-        placed = [(places[one.where.lane, one.where.position, one.moment], lane, one) for lane, some in lanes for one in some]
-        found: list[tuple[Lane, list[Launch]]] = []
-        for _, lane, one in sorted(placed, key=itemgetter(0)):
-            if not found or found[-1][0] is not lane:
-                found.append((lane, []))
-            found[-1][1].append(one)
-        return found
+    def _interleave(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[tuple[Lane, list[Launch]]]:
+        """Order all launches as weft.runtime.order says. Return them as runs of launches of one lane."""
+        numbers = order(self._program.schedule, self._program.rank)
+        # Merged flag operations may belong to several steps. They are enqueued with the first of these.
+        numbered = [
+            (numbers[launch.where.lane, launch.where.position, launch.stage], lane, launch)
+            for lane, launches in lanes
+            for launch in launches
+        ]
+        runs: list[tuple[Lane, list[Launch]]] = []
+        for _, lane, launch in sorted(numbered, key=itemgetter(0)):
+            if not runs or runs[-1][0] is not lane:
+                runs.append((lane, []))
+            runs[-1][1].append(launch)
+        return runs
 
-    def _lane(self, lane: Lane) -> Iterator[Launch]:
+    def _plan_lane(self, lane: Lane) -> Iterator[Launch]:
         for position, step in enumerate(lane.steps):
-            yield from self._step(step, Where(self._program.rank, lane.name, position, step))
+            yield from self._plan_step(step, Where(self._program.rank, lane.name, position, step))
 
-    def _step(self, step: Step, where: Where) -> Iterator[Launch]:
+    def _plan_step(self, step: Step, where: Where) -> Iterator[Launch]:
         place = where.lane, where.position
-        if place in self._running:
-            return self._kernel(self._program.kernels[place], where)
-        assert type(step) in self._of, f"{where} is no step of a bound program, or has no kernel here"
-        return self._of[type(step)](step, where)
+        if place in self._kernel_steps:
+            return self._plan_kernel(self._program.kernels[place], where)
+        assert type(step) in self._plan_by_type, f"{where} cannot run without a kernel, or not in a bound program"
+        return self._plan_by_type[type(step)](step, where)
 
-    def _wait(self, step: Wait, where: Where) -> Iterator[Launch]:
-        return self._pass([step], where)
+    def _plan_wait(self, step: Wait, where: Where) -> Iterator[Launch]:
+        return self._wait_and_lower([step], where)
 
-    def _signal(self, step: Signal, where: Where) -> Iterator[Launch]:
-        yield self._raise(step.flag, where)
+    def _plan_signal(self, step: Signal, where: Where) -> Iterator[Launch]:
+        yield self._signal_flag(step.flag, where)
 
-    def _collective(self, step: Collective, where: Where) -> Iterator[Launch]:
+    def _plan_collective(self, step: Collective, where: Where) -> Iterator[Launch]:
         yield TorchLaunch(where=where, work=self._program.collective(step, where))
 
-    def _messages(self, step: SendReceive, where: Where) -> Iterator[Launch]:
-        yield self._operations(where, (self._program.here(where),))
+    def _plan_messages(self, step: SendReceive, where: Where) -> Iterator[Launch]:
+        yield self._operations(where, (self._program.progress_word(where),))
         yield TorchLaunch(where=where, work=self._program.messages(step, where))
 
-    def _pass(self, gates: Sequence[Wait], where: Where, passed: set[Flag] | None = None) -> Iterator[FlagOperations]:
-        """Wait for gates and lower them, each once a step. passed: the gates of the step that have been waited for."""
+    def _wait_and_lower(self, gates: Sequence[Wait], where: Where, passed: set[Flag] | None = None) -> Iterator[FlagOperations]:
+        """Yield operations that wait for flags and then lower them.
+
+        passed: the flags for which the step has already waited. They are skipped, and new ones are added.
+        """
         passed = set() if passed is None else passed
         words = []
         for flag in dict.fromkeys(gate.flag for gate in gates if gate.flag not in passed and self._is_signalled(gate)):
@@ -197,72 +205,76 @@ class LaunchPlan:
             address = self._program.gate_address(flag, where)
             words += [Word("wait", address, self._program.signal_value(flag)), Word("lower", address, 0)]
         if words:
-            yield self._operations(where, (self._program.here(where), *words))
+            yield self._operations(where, (self._program.progress_word(where), *words))
 
     def _is_signalled(self, gate: Wait) -> bool:
-        """Whether any step signals the gate's flag. A gate on the previous call whose flag nobody signals is left out."""
+        """Return whether the gate has to be waited for. A gate on the previous call may have a flag that no step signals."""
         return not gate.on_previous_call or self._program.flags.raised(gate.flag)
 
-    def _raise(self, flag: Flag, where: Where) -> FlagOperations:
+    def _signal_flag(self, flag: Flag, where: Where) -> FlagOperations:
+        """Return the operations that signal a flag at all of its waiters."""
         value = self._program.signal_value(flag)
         return self._operations(where, tuple(Word("signal", address, value) for address in self._program.waiters(flag)))
 
-    def _push(self, step: Push, where: Where) -> Iterator[Launch]:
+    def _plan_push(self, step: Push, where: Where) -> Iterator[Launch]:
         for part in step.parts:
-            yield from self._copies(part.src, part.dst, where)
-            yield self._raise(part.count, where)
+            yield from self._plan_copies(part.src, part.dst, where)
+            yield self._signal_flag(part.count, where)
 
-    def _copy(self, step: Copy, where: Where) -> Iterator[CopyLaunch]:
-        return self._copies(step.src, step.dst, where)
+    def _plan_copy(self, step: Copy, where: Where) -> Iterator[CopyLaunch]:
+        return self._plan_copies(step.src, step.dst, where)
 
-    def _copies(self, src: Region, dst: Region, where: Where) -> Iterator[CopyLaunch]:
+    def _plan_copies(self, src: Region, dst: Region, where: Where) -> Iterator[CopyLaunch]:
         if src.size == 0:
             return
         to_output = self._program.schedule.buffer[dst.buffer].kind == "output"
         copy = self._program.copier(src, dst)
         yield CopyLaunch(where=where, src=src, dst=dst, copy=copy, to_output=to_output)
 
-    def _kernel(self, kernel: StepKernel, where: Where) -> Iterator[Launch]:
-        """A GEMM's tiles wait for the flags of this call inside the kernel. The lane waits for all other gates before it.
+    def _plan_kernel(self, kernel: StepKernel, where: Where) -> Iterator[Launch]:
+        """Yield the launches of a step that runs as a kernel.
 
-        For flags of the previous call, since those may be signalled again while the kernel runs. For the gates of other
-        kernels, since their blocks would fill all SMs while they wait, and copies of a few KiB, which are kernels, could never
-        run: this hung on 4 x H200.
+        A GEMM's tiles wait for the flags of this call inside the kernel. The lane waits for all other gates before the kernel
+        starts. It waits for flags of the previous call, because those may be signalled again while the kernel runs. It waits
+        for the gates of other kernels, because their blocks would fill all SMs while they wait. Copies of a few KiB, which are
+        kernels, could then never run. This hung on 4 x H200.
         """
         gates = () if kernel.manages_own_flags else waits(where.step)
-        inside = [gate for gate in gates if kernel.waits_in_kernel and not gate.on_previous_call]
-        yield from self._pass([gate for gate in gates if gate not in inside], where)
-        if inside:
-            yield self._operations(where, (self._program.here(where),))
-        sends = isinstance(where.step, Push)
+        gates_in_kernel = [gate for gate in gates if kernel.waits_in_kernel and not gate.on_previous_call]
+        yield from self._wait_and_lower([gate for gate in gates if gate not in gates_in_kernel], where)
+        if gates_in_kernel:
+            yield self._operations(where, (self._program.progress_word(where),))
         yield KernelLaunch(
             where=where,
-            moment=behind(0) if gates and not inside else 0,
+            stage=stage_after_waits(0) if gates and not gates_in_kernel else 0,
             kernel=kernel,
-            sms=self._program.sms_for_pushes if sends else self._program.sms_for_kernels,
+            sms=self._program.sms_for_pushes if isinstance(where.step, Push) else self._program.sms_for_kernels,
             tries=self._program.tries,
         )
-        if inside:
-            own = dict.fromkeys(self._program.gate_address(gate.flag, where) for gate in inside)
-            last = behind(len(turns(where.step)) - 1)
-            yield self._operations(where, tuple(Word("lower", address, 0) for address in own), last)
+        if gates_in_kernel:
+            addresses = dict.fromkeys(self._program.gate_address(gate.flag, where) for gate in gates_in_kernel)
+            last = stage_after_waits(len(turns(where.step)) - 1)
+            yield self._operations(where, tuple(Word("lower", address, 0) for address in addresses), last)
 
-    def _matmuls(self, step: Gemm, where: Where) -> Iterator[Launch]:
+    def _plan_matmuls(self, step: Gemm, where: Where) -> Iterator[Launch]:
         passed: set[Flag] = set()
         turn = 0
         for group in groups(step.parts):
-            yield from _set_moment(before(turn), self._pass(group[0].gates, where, passed))
+            yield from _set_stage(stage_before_waits(turn), self._wait_and_lower(group[0].gates, where, passed))
             if group[0].inner:
-                yield from self._slices(step, group[0], where, passed, turn)
+                yield from self._plan_slices(step, group[0], where, passed, turn)
             else:
                 work = partial(Product(step, group).multiply, where.lane)
-                yield TorchLaunch(where=where, moment=behind(turn), work=work)
+                yield TorchLaunch(where=where, stage=stage_after_waits(turn), work=work)
             turn += len(group) + len(group[0].inner)
             if group[-1].count is not None:
-                yield from _set_moment(behind(turn - 1), [self._raise(group[-1].count, where)])
+                yield from _set_stage(stage_after_waits(turn - 1), [self._signal_flag(group[-1].count, where)])
 
-    def _slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag], turn: int) -> Iterator[Launch]:
-        """A part whose gates have been waited for, each slice behind its inner gate. turn: that of the first slice."""
+    def _plan_slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag], turn: int) -> Iterator[Launch]:
+        """Yield the launches of a part whose gates have been waited for: each slice of K after its inner gate.
+
+        turn: the turn of the first slice (weft.runtime.order.turns).
+        """
         sliced = Sliced(step, part)
 
         def work(number: int, call: IssuedCall) -> None:
@@ -270,85 +282,90 @@ class LaunchPlan:
 
         gates: list[tuple[Wait, ...]] = [(), *((gate,) for _, gate in part.inner)]
         for number, inner in enumerate(gates):
-            yield from _set_moment(before(turn + number), self._pass(inner, where, passed))
-            yield TorchLaunch(where=where, moment=behind(turn + number), work=partial(work, number))
+            yield from _set_stage(stage_before_waits(turn + number), self._wait_and_lower(inner, where, passed))
+            yield TorchLaunch(where=where, stage=stage_after_waits(turn + number), work=partial(work, number))
 
-    def _sums(self, step: Reduce, where: Where) -> Iterator[Launch]:
-        yield from self._parts(step.parts, where, lambda part, call: add_up(call.bindings, part, step.divide_by))
+    def _plan_sums(self, step: Reduce, where: Where) -> Iterator[Launch]:
+        yield from self._plan_parts(step.parts, where, lambda part, call: add_up(call.bindings, part, step.divide_by))
 
-    def _lookups(self, step: Lookup, where: Where) -> Iterator[Launch]:
+    def _plan_lookups(self, step: Lookup, where: Where) -> Iterator[Launch]:
         problem = self._program.schedule.problem
         assert isinstance(problem, LookupProblem), f"{problem} has no tables"
-        yield from self._parts(step.parts, where, lambda part, call: look_up(call.bindings, part.bags, part.out, problem))
+        yield from self._plan_parts(step.parts, where, lambda part, call: look_up(call.bindings, part.bags, part.out, problem))
 
-    def _counts(self, step: ShareCounts, where: Where) -> Iterator[Launch]:
+    def _plan_row_counts(self, step: ShareCounts, where: Where) -> Iterator[Launch]:
         rows, ranks = self._program.row_counts, [flag.rank for flag in step.flags]
         yield TorchLaunch(where=where, work=lambda call: rows.share(call.bindings, ranks))
         for flag in step.flags:
-            yield self._raise(flag, where)
-        yield from _set_moment(behind(0), self._pass(step.gates, where))
-        yield TorchLaunch(where=where, moment=behind(0), work=lambda call: rows.lay_out(call.bindings))
+            yield self._signal_flag(flag, where)
+        yield from _set_stage(stage_after_waits(0), self._wait_and_lower(step.gates, where))
+        yield TorchLaunch(where=where, stage=stage_after_waits(0), work=lambda call: rows.lay_out(call.bindings))
 
-    def _segments(self, step: SegmentCopies | GroupedGemm, where: Where) -> Iterator[Launch]:
+    def _plan_segments(self, step: SegmentCopies | GroupedGemm, where: Where) -> Iterator[Launch]:
         rows = self._program.row_counts
-        yield from self._parts(step.parts, where, lambda part, call: rows.run(part, call.bindings, call.matmuls[where.lane]))
+        yield from self._plan_parts(
+            step.parts, where, lambda part, call: rows.run(part, call.bindings, call.matmuls[where.lane])
+        )
 
-    def _parts(self, parts: Sequence[P], where: Where, work: Callable[[P, IssuedCall], None]) -> Iterator[Launch]:
-        """Yield for one part after the other its gates, the work, and its count."""
+    def _plan_parts(self, parts: Sequence[P], where: Where, work: Callable[[P, IssuedCall], None]) -> Iterator[Launch]:
+        """Yield for each part in turn: the waits for its gates, its work, and the signal of its count."""
         passed: set[Flag] = set()
         for number, part in enumerate(parts):
             gates: Sequence[Wait] = getattr(part, "gates", ())
-            yield from _set_moment(behind(0) if number else before(0), self._pass(gates, where, passed))
-            yield TorchLaunch(where=where, moment=behind(0), work=partial(work, part))
+            yield from _set_stage(
+                stage_after_waits(0) if number else stage_before_waits(0), self._wait_and_lower(gates, where, passed)
+            )
+            yield TorchLaunch(where=where, stage=stage_after_waits(0), work=partial(work, part))
             if part.count is not None:
-                yield from _set_moment(behind(0), [self._raise(part.count, where)])
+                yield from _set_stage(stage_after_waits(0), [self._signal_flag(part.count, where)])
 
-    def _operations(self, where: Where, words: tuple[Word, ...], moment: int = 0) -> FlagOperations:
-        return FlagOperations(where=where, words=words, moment=moment, submitter=self._program.submitter)
+    def _operations(self, where: Where, words: tuple[Word, ...], stage: int = 0) -> FlagOperations:
+        return FlagOperations(where=where, words=words, stage=stage, submitter=self._program.submitter)
 
 
-def _with_asides(lane: Lane, launches: list[Launch]) -> list[Launch]:
+def _move_signals_aside(lane: Lane, launches: list[Launch]) -> list[Launch]:
     """Return the launches with signals of the caller's stream moved to a separate stream if work follows them."""
-    last = max((at for at, one in enumerate(launches) if not isinstance(one, FlagOperations)), default=0)
-    found: list[Launch] = []
-    for at, one in enumerate(launches):
-        if not isinstance(one, FlagOperations):
-            found.append(one)
+    last_work = max((at for at, launch in enumerate(launches) if not isinstance(launch, FlagOperations)), default=0)
+    result: list[Launch] = []
+    for at, launch in enumerate(launches):
+        if not isinstance(launch, FlagOperations):
+            result.append(launch)
             continue
-        first = _signals(one) if lane.kind == "compute" and at < last else 0
-        if first:
-            found.append(replace(one, words=one.words[:first], aside=True))
-        if one.words[first:]:
-            found.append(replace(one, words=one.words[first:]))
-    return found
+        signals = _count_leading_signals(launch) if lane.kind == "compute" and at < last_work else 0
+        if signals:
+            result.append(replace(launch, words=launch.words[:signals], aside=True))
+        if launch.words[signals:]:
+            result.append(replace(launch, words=launch.words[signals:]))
+    return result
 
 
-def _signals(operations: FlagOperations) -> int:
+def _count_leading_signals(operations: FlagOperations) -> int:
     """Return the number of signals at the begin of these operations."""
     return next((at for at, word in enumerate(operations.words) if word.kind != "signal"), len(operations.words))
 
 
-def _set_moment(moment: int, operations: Iterable[FlagOperations]) -> Iterator[FlagOperations]:
-    return (replace(one, moment=moment) for one in operations)
+def _set_stage(stage: int, launches: Iterable[FlagOperations]) -> Iterator[FlagOperations]:
+    return (replace(launch, stage=stage) for launch in launches)
 
 
-def merged(launches: Sequence[Launch]) -> list[Launch]:
+def merge_flag_operations(launches: Sequence[Launch]) -> list[Launch]:
     """Return the launches with adjacent FlagOperations merged."""
-    found: list[Launch] = []
-    for one in launches:
-        last = found[-1] if found else None
-        if isinstance(one, FlagOperations) and isinstance(last, FlagOperations):
-            found[-1] = replace(last, words=_join_words(last.words, one.words), aside=False)
+    merged: list[Launch] = []
+    for launch in launches:
+        last = merged[-1] if merged else None
+        if isinstance(launch, FlagOperations) and isinstance(last, FlagOperations):
+            merged[-1] = replace(last, words=_join_words(last.words, launch.words), aside=False)
         else:
-            found.append(one)
-    return found
+            merged.append(launch)
+    return merged
 
 
-def _join_words(before: tuple[Word, ...], words: tuple[Word, ...]) -> tuple[Word, ...]:
+def _join_words(first: tuple[Word, ...], second: tuple[Word, ...]) -> tuple[Word, ...]:
     """Return the operations of one lane in sequence.
 
-    If both wait, the progress of the second ones is omitted, because the first ones have already reported where the lane waits.
+    If the first ones end with waits and the second ones begin with waits, the progress of the second ones is omitted, because
+    the first ones have already reported where the lane waits.
     """
-    passing = any(word.kind == "wait" for word in before) and before[-1].kind == "lower"
-    waits_on = len(words) > 1 and words[0].kind == "here" and words[1].kind == "wait"
-    return before + words[1:] if passing and waits_on else before + words
+    first_waits = any(word.kind == "wait" for word in first) and first[-1].kind == "lower"
+    second_waits = len(second) > 1 and second[0].kind == "progress" and second[1].kind == "wait"
+    return first + second[1:] if first_waits and second_waits else first + second

@@ -62,13 +62,15 @@ class IssuedCall:
 
 @dataclass(kw_only=True, slots=True)
 class Launch:
-    """One thing to enqueue. moment: the position within the step, as `before` and `behind` of weft.runtime.order number it; by
-    it the launches of long lanes are interleaved. by_torch: torch's current stream must be the lane's while this is issued,
-    because torch, or the first launch of a kernel, uses that one.
+    """A Launch is one thing to enqueue.
+
+    stage: the stage of the step, as weft.runtime.order numbers them. The launches of long lanes are interleaved by it.
+    by_torch: torch's current stream must be the lane's while this is issued, because torch, or the first launch of a kernel,
+        uses that one.
     """
 
     where: Where
-    moment: int = 0
+    stage: int = 0
     by_torch: ClassVar[bool] = True
 
     def issue(self, call: IssuedCall, stream: int) -> None:

@@ -17,20 +17,20 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
-from weft.core.schedule import Collective, Flag, Gemm, Lane, Schedule, SendReceive, Step, Wait, advances, waits
+from weft.core.schedule import Collective, Flag, Gemm, Lane, Schedule, SendReceive, Step, Wait, signalled_flags, waits
 
 Key = tuple[object, ...]
 Place = tuple[str, int, int]
-"""A lane, a position in it, and a moment of that step (`before` or `behind`)."""
+"""A lane, a position in it, and a stage of that step: `stage_before_waits` or `stage_after_waits` of one of its turns."""
 
 
-def before(turn: int) -> int:
-    """Return the moment at which a step reaches the waits of a turn."""
+def stage_before_waits(turn: int) -> int:
+    """Return the stage in which a step has reached the waits of a turn."""
     return 2 * turn
 
 
-def behind(turn: int) -> int:
-    """Return the moment at which a step has passed the waits of a turn."""
+def stage_after_waits(turn: int) -> int:
+    """Return the stage in which a step has passed the waits of a turn."""
     return 2 * turn + 1
 
 
@@ -46,7 +46,7 @@ def turns(step: Step) -> list[tuple[list[Wait], list[Flag]]]:
             slices = [list(part.gates), *([wait] for _, wait in part.inner)]
             found += [(waits, []) for waits in slices[:-1]] + [(slices[-1], [] if part.count is None else [part.count])]
         return found
-    return [(list(waits(step)), list(advances(step)))]
+    return [(list(waits(step)), list(signalled_flags(step)))]
 
 
 class _Run:
@@ -75,12 +75,12 @@ class _Run:
         """Run a lane. Yield the key that it waits for, each time that it must wait."""
         for position, step in enumerate(lane.steps):
             for turn, (gates, raised) in enumerate(turns(step)):
-                self._reach(rank, (lane.name, position, before(turn)))
+                self._reach(rank, (lane.name, position, stage_before_waits(turn)))
                 needs: list[tuple[Key, int]] = [(("flag", wait.flag), wait.at_least) for wait in gates]
                 for key, least in needs + self._begin(rank, step):
                     while self._done[key] < least:
                         yield key
-                self._reach(rank, (lane.name, position, behind(turn)))
+                self._reach(rank, (lane.name, position, stage_after_waits(turn)))
                 for flag in raised:
                     self._count("flag", flag)
 
@@ -108,5 +108,5 @@ class _Run:
 
 
 def order(schedule: Schedule, rank: int) -> dict[Place, int]:
-    """Return the moments of all steps of a rank, numbered in one order of all events of all ranks."""
+    """Return the stages of all steps of a rank, numbered in one order of all events of all ranks."""
     return {place: number for number, place in enumerate(_Run(schedule, rank).passed)}

@@ -1,7 +1,7 @@
 """RankOrders translates the schedule of a call with splits for its kernels: the order of parts, and a word for each flag.
 
-A flag that ShareCounts advances is a word of `notified` on its rank, at the number of the rank that advances it. A flag that a
-part advances is a word of `arrived`: the n-th such flag of a rank, by name and index, is its n-th word. weft.kernels.exchange
+A flag that ShareCounts signals is a word of `notified` on its rank, at the number of the rank that signals it. A flag that a
+part signals is a word of `arrived`: the n-th such flag of a rank, by name and index, is its n-th word. weft.kernels.exchange
 takes a `RankOrders` for each rank.
 
 The kernels run checked schedules within these limits. Other schedules are refused with an error that names the step.
@@ -81,7 +81,7 @@ class RankOrders:
 
 
 def _words(schedule: Schedule) -> dict[Flag, int]:
-    """Return the number of the word of each flag that a part advances, among those of its rank."""
+    """Return the number of the word of each flag that a part signals, among those of its rank."""
     flags = sorted({part.count for part in _parts(schedule) if part.count}, key=lambda f: (f.rank, f.name, f.index))
     used: Counter[int] = Counter()
     words = dict[Flag, int]()

@@ -9,7 +9,7 @@ Buffers of rank r
     gathered  output     M x K      only with return_gathered
     sums      local      M x n_r    float32 partial sums; only for two-dimensional chunks
 
-Flags of rank r (who advances ~> who waits)
+Flags of rank r (who signals ~> who waits)
     arrived[i]@r   the lane that pushes chunk i ~> r's compute lane: the chunk is in r's a_full
     free[p]@r      p's compute lane ~> r's pushing lane: p has read its a_full for the last time in this call
     sent[0]@r      r's copy lane ~> r's compute lane (ring only): r has forwarded from its a_full for the last time

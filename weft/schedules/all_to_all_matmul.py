@@ -8,7 +8,7 @@ Buffers of rank r (m_r rows of each rank's a are r's)
     out   output     p*m_r x N
     gathered  output p*m_r x K   only with return_gathered
 
-Flags of rank r (who advances ~> who waits)
+Flags of rank r (who signals ~> who waits)
     arrived[i]@r   the lane of a peer that pushes piece i ~> r's compute lane: the piece is in r's recv
     free[p]@r      p's compute lane ~> r's pushing lane: p has read r's rows for the last time in this call
 

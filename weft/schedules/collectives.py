@@ -7,7 +7,7 @@ Buffers of rank r; all have one column, p = world_size
     summed  symmetric            all_reduce: pieces of the sum that each of the p - 1 owners has pushed, by owner, in slots
     out     output               the result
 
-Flags of rank r (who advances ~> who waits), one for each peer and piece
+Flags of rank r (who signals ~> who waits), one for each peer and piece
     arrived[p, i]@r   p ~> r: p's piece i is in recv         free[p, i]@r   p ~> r: p has read r's piece i out of its recv
     ready[p, i]@r     p ~> r: the same, in summed              read[p, i]@r   likewise
     made[i]@r         r's sums ~> r's copies: piece i of r's own part is summed (all_reduce)
@@ -179,7 +179,7 @@ class _Collective(Builder):
         return self.region(channel.buffer, rank, (low, low + like.shape[0]))
 
     def flag(self, name: str, rank: int, src: int, index: int = 0) -> Flag:
-        """Return the flag of a rank that a peer advances."""
+        """Return the flag of a rank that a peer signals."""
         return Flag(name, rank, src * self.count + index)
 
     def make_slot_waits(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Wait, ...]:

@@ -33,9 +33,9 @@ from weft.core.schedule import (
     Schedule,
     Step,
     UserCall,
-    advances,
     collective_numbers,
     regions,
+    signalled_flags,
     waits,
 )
 from weft.schedules import collectives
@@ -319,4 +319,4 @@ def numbers(step: Step) -> Iterator[int]:
     yield from collective_numbers(step)
     yield from (number_of(region.buffer) for region in regions(step))
     yield from (number_of(wait.flag.name) for wait in waits(step))
-    yield from (number_of(flag.name) for flag in advances(step))
+    yield from (number_of(flag.name) for flag in signalled_flags(step))

@@ -7,7 +7,7 @@ Buffers of rank r, which has C_r columns of tables, and m_r of the M samples
     out       output     m_r x N     all columns of r's samples
     from<s>   local      m_r x C_s   what rank s of another node sends of r's samples (node_slices)
 
-Flags of rank r (who advances ~> who waits)
+Flags of rank r (who signals ~> who waits)
     made[i]@r      r's lookup ~> r's copy lane: piece i is in `pooled`
     arrived[i]@r   a peer's lookup, or its copy lane ~> whatever of r hands out: the peer's piece i is in `landing`
     sliced[i]@r    r's lookup ~> r's network lane: a piece for another node is in `pooled` (node_slices)

@@ -13,7 +13,7 @@ Buffers of rank r
     theirs    local      q*M x n_r   node_slices: what each of the q other nodes has summed of these columns
     out       output     M x N       the sum over ranks, in the order of ranks, and the addends, in float32, rounded once
 
-Flags of rank r (who advances ~> who waits)
+Flags of rank r (who signals ~> who waits)
     arrived[p]@r   p ~> r: p's partial result is in recv        free[p]@r   p ~> r: p has read what r put into p's recv
     ready[p]@r     p ~> r: p's columns are in summed              read[p]@r   p ~> r: p has read what r put into p's summed
 

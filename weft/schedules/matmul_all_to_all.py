@@ -10,7 +10,7 @@ Buffers of rank r (m_r rows of each rank's product are r's)
     recv     symmetric  p*m_r x N   where peers' tiles are stored (direct_store only), in the order of ranks
     out      output     p*m_r x N   rows from every rank, in the order of ranks
 
-Flags of rank r (who advances ~> who waits)
+Flags of rank r (who signals ~> who waits)
     made[i]@r      a peer's compute lane, or its GEMM ~> r's pulling lane: the peer's piece i for r is in its `product`
     arrived[i]@r   a peer's GEMM ~> r's copy lane: the peer's piece i is in r's recv
     free[p]@r      p's pulling lane ~> r's compute lane: p has read what r wrote for it for the last time in this call

@@ -11,7 +11,7 @@ Buffers of rank r
     theirs   local      q*m_r x N   node_slices: what each of the q other nodes has summed of r's shard
     out      output     m_r x N     the sum over ranks, in the order of ranks, in float32, rounded once
 
-Flags of rank r (who advances ~> who waits)
+Flags of rank r (who signals ~> who waits)
     made[i]@r      r's compute lane ~> r's copy lane: piece i of the product is in `partial`
     arrived[i]@r   a peer's copy lane, or its GEMM ~> r's reduction: the peer's piece i is in recv (or in its partial)
     handed[i]@r, summed[i]@r, landed[i]@r   node_slices: as arrived, as made, and r's network lane ~> r's compute lane

@@ -8,7 +8,7 @@ Buffers of rank r: each holds segments (src, dst, expert) one after the other, w
     received  output     max_rows x K   the rows that were multiplied, by received_order (dispatch, if asked for)
 Where a is FP8, a, landing and received hold rows and their scales, which travel together.
 
-Flags of rank r (who advances ~> who waits)
+Flags of rank r (who signals ~> who waits)
     counted[s]@r   s ~> r: the counts of s are here, and s has ended the call before
     arrived[i]@r   who pushes ~> r's grouped GEMM: a segment is in `landing` (i: its place in received_order)
     made[i]@r      who multiplies ~> the rank of r that pulls: a segment is in a peer's `product`

@@ -37,7 +37,7 @@ from weft.core.schedule import (
     Sum,
     UserCall,
     Wait,
-    advances,
+    signalled_flags,
 )
 
 Column = tuple[int, str]
@@ -176,10 +176,10 @@ class Placer:
 
 
 def owners(schedule: Schedule) -> dict[Flag, Column]:
-    """Which lane advances each flag."""
+    """Which lane signals each flag."""
     found: dict[Flag, Column] = {}
     for rank, lane, _, step in schedule:
-        found.update(dict.fromkeys(advances(step), (rank, lane.name)))
+        found.update(dict.fromkeys(signalled_flags(step), (rank, lane.name)))
     return found
 
 

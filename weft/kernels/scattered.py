@@ -2,12 +2,12 @@
 
 TMA stores through descriptors, which a launch takes as arguments, one for each tensor. Results at several peers would need one
 descriptor each. But all of them have the same row width and stride, and a GPU maps its peers' memory into its own address
-space. So the row tiles are slices of one tensor [places, rows, N], whose first stride skips the memory between them.
+space. So the row tiles are slices of one tensor [slots, rows, N], whose first stride skips the memory between them.
 
     address   base            base + pitch              base + 2 pitch        ...
               row tile 0      (not ours, never touched)  row tile 1, at a peer
 
-Memory between places is never accessed: a store names a place and has at most a tile's rows.
+Memory between tiles is never accessed: a store names a slot and has at most a tile's rows.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from dataclasses import dataclass
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_MOST_PITCH_BYTES, _MOST_PLACES = 1 << 40, 1 << 31
+_MOST_PITCH_BYTES, _MOST_SLOTS = 1 << 40, 1 << 31
 """Bounds of TMA: a stride, and a coordinate."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Far:
-    """Tiles at several addresses, as one tensor. Place p begins `pitch` * p elements after `base`, the tile with the lowest
+class ScatteredTiles:
+    """Tiles at several addresses, as one tensor. Slot i begins i * `pitch` elements after `base`, the tile with the lowest
     address."""
 
     base: torch.Tensor
     pitch: int
-    places: int
+    slots: int
 
     def descriptor(self, block: list[int]) -> TensorDescriptor:
-        """block: rows and columns that are stored at once; a place has as many rows."""
+        """Return the TMA descriptor. block: the rows and columns that are stored at once; a slot has as many rows."""
         rows, cols = block
         width, stride = self.base.shape[1], self.base.stride(0)
-        return TensorDescriptor(self.base, [self.places, rows, width], [self.pitch, stride, 1], [1, rows, cols])
+        return TensorDescriptor(self.base, [self.slots, rows, width], [self.pitch, stride, 1], [1, rows, cols])
 
 
-def far_places(tiles: Sequence[torch.Tensor]) -> tuple[Far | None, list[int]]:
-    """Return one tensor for all tiles and the place of each; None, and -1 for each, where TMA cannot address them so.
+def index_tiles(tiles: Sequence[torch.Tensor]) -> tuple[ScatteredTiles | None, list[int]]:
+    """Return one tensor for all tiles, and the slot of each. Return None, and -1 for each, if TMA cannot address them so.
 
-    tiles: each from its first row on, all of one dtype, width and stride. A TMA tensor's strides must be multiples of 16 bytes
-    and of the stride of the next inner dimension.
+    tiles: each from its first row on. All have one dtype, width and stride.
+    A TMA tensor's strides must be multiples of 16 bytes and of the stride of the next inner dimension.
     """
     if not tiles:
         return None, []
@@ -51,8 +51,8 @@ def far_places(tiles: Sequence[torch.Tensor]) -> tuple[Far | None, list[int]]:
     gaps = [tile.data_ptr() - base.data_ptr() for tile in tiles]
     row_bytes = base.stride(0) * base.element_size()
     pitch_bytes = math.gcd(*gaps) or row_bytes
-    places = [gap // pitch_bytes for gap in gaps]
+    slots = [gap // pitch_bytes for gap in gaps]
     aligned = base.data_ptr() % 16 == row_bytes % 16 == pitch_bytes % row_bytes == 0
-    if not aligned or pitch_bytes >= _MOST_PITCH_BYTES or max(places) >= _MOST_PLACES:
+    if not aligned or pitch_bytes >= _MOST_PITCH_BYTES or max(slots) >= _MOST_SLOTS:
         return None, [-1] * len(tiles)
-    return Far(base=base, pitch=pitch_bytes // base.element_size(), places=max(places) + 1), places
+    return ScatteredTiles(base=base, pitch=pitch_bytes // base.element_size(), slots=max(slots) + 1), slots

@@ -1,0 +1,125 @@
+"""The ranking estimates the time of every schedule of a problem from closed forms. It takes milliseconds.
+
+Contract: `estimates` is a pure function of a problem, a machine and names of schedules. It builds no schedule and simulates
+nothing. It has no constants of its own: the costs of matmuls, copies and flags come from `weft.perf.terms`, as in the event
+engine (weft.perf.engine), which adds ordering and contention. A test compares the two over hundreds of problems.
+
+`FAMILIES` says for each family of schedules how it cuts the matmul and how it moves the data. Three recurrences cover the
+families that overlap a matmul with communication inside a node:
+
+    gather       t_i = max(t_{i-1}, start + i c + latency) + flags + kappa g_i          pieces arrive, and are multiplied
+    scatter      s_i = max(s_{i-1}, u_i + flag + wake) + c                              pieces are computed (u_i), and sent
+    one kernel   max(launch + ceil(sum T / S) tau, arrival_i + ceil(T_i.. / S) tau)     tiles wait for pieces
+
+    i            piece 1 .. n, in the order of arrival or computation; t_0 and s_0 are when the lane is ready
+    c, g_i       the time to transfer a piece, and the time of the work on it
+    kappa        how many times as long work takes concurrently with copies
+    flag, wake   the time of a flag operation; the time from raising a flag until a lane that waited for it goes on
+    T_i, S, tau  the tiles of a piece, the number of SMs, and the time of a tile
+
+A kernel that counts or stores its tiles is the reverse of the third: piece i is ready after the waves of its own tiles and of
+all tiles before them. The other families have short formulas of their own.
+
+families.py                                  the properties of each family
+gathers.py  incoming.py                      pieces arrive and are multiplied
+scatters.py  tile_kernels.py                 pieces are computed and sent; by weft's own GEMM kernel
+steps.py                                     the cuBLAS matmul of one step
+all_reduces.py  lookups.py  collectives.py   matmul_all_reduce; embedding lookups; collectives without a matmul
+nodes.py                                     several nodes
+
+All of them use the lanes of weft.perf.lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from weft.core.errors import require
+from weft.core.machine import Machine
+from weft.core.problem import COLLECTIVE_OPS, GATHERS, LOOKUP_OPS, Problem
+from weft.perf.lanes import Rank
+from weft.perf.ranking.all_reduces import estimate_all_reduce_us, estimate_exchanging_kernel_us
+from weft.perf.ranking.collectives import estimate_collective_us
+from weft.perf.ranking.families import FAMILIES, SAME_ON_ONE_NODE
+from weft.perf.ranking.gathers import estimate_gather_us
+from weft.perf.ranking.lookups import estimate_lookup_us
+from weft.perf.ranking.nodes import estimate_across_nodes_us
+from weft.perf.ranking.scatters import estimate_scatter_us
+from weft.schedules import parse, specs
+
+MARGIN = 0.01
+"""An overlapping schedule must be estimated to be faster than sequential by more than 1%, as in an autotuning run."""
+
+
+def ranked(problem: Problem, machine: Machine, only: str | None = None) -> dict[str, float]:
+    """Return the estimates of all candidates in us, by name, fastest first. only: candidates of this family.
+
+    On few ranks some families are the same program. Candidates with the same number of chunks and equal estimates are listed
+    once, by the simplest name.
+
+    Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
+    """
+    simplest: dict[tuple[float, int], str] = {}
+    for spec, estimate_us in estimates(problem, machine, specs(problem, only)).items():
+        simplest.setdefault((round(estimate_us, 6), parse(spec)[1] or 1), spec)
+    return {spec: estimate_us for (estimate_us, _), spec in sorted(simplest.items())}
+
+
+def best(problem: Problem, machine: Machine, count: int) -> tuple[str, ...]:
+    """Return "sequential" and the `count` fastest other schedules. Return only "sequential" if there is nothing to overlap."""
+    if problem.world_size == 1 or not problem.m or not problem.n:
+        return ("sequential",)
+    others = [spec for spec in ranked(problem, machine) if spec != "sequential"]
+    return ("sequential", *others[:count])
+
+
+def heuristic(problem: Problem, machine: Machine) -> str:
+    """Return the schedule that is ranked first, as `schedule=` takes it, without a simulation.
+
+    It is "sequential" if there is nothing to overlap, or if no other schedule is estimated to be more than 1% faster.
+
+    Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
+    """
+    require(
+        "machine", machine, Machine, "use a weft.Machine; weft.core.machine.load gives one by its name, once for many problems"
+    )
+    if problem.world_size == 1 or not problem.m or not problem.n:
+        estimates(problem, machine, ())
+        return "sequential"
+    return choice(ranked(problem, machine))
+
+
+def choice(times_us: Mapping[str, float]) -> str:
+    """Return the fastest schedule, or "sequential" if none is faster by more than MARGIN. times_us: the times, by schedule."""
+    fastest = min(times_us, key=times_us.__getitem__)
+    return fastest if times_us[fastest] < (1 - MARGIN) * times_us["sequential"] else "sequential"
+
+
+def estimates(problem: Problem, machine: Machine, schedules: Iterable[str]) -> dict[str, float]:
+    """Return the estimates in us of these schedules, named as `schedule=` takes them. Raises ValueError as `ranked` does."""
+    machine.require_for(problem)
+    if problem.op not in COLLECTIVE_OPS:
+        machine.tflops(problem.rate_name)
+    if not problem.m or not problem.n:
+        return dict.fromkeys(schedules, 0.0)
+    rank = Rank(problem, machine)
+    return {spec: _estimate_us(rank, spec) for spec in schedules}
+
+
+def _estimate_us(rank: Rank, spec: str) -> float:
+    """Return the estimate of one schedule."""
+    problem = rank.problem
+    (name, count), op = parse(spec), problem.op
+    chunks = 1 if name == "shard_p2p" else count or problem.world_size
+    if name == "node_slices" and problem.nodes:
+        return estimate_across_nodes_us(rank, chunks)
+    family = FAMILIES[SAME_ON_ONE_NODE.get(op, name) if name == "node_slices" else name]
+    if family.matmul == "exchanging":
+        return estimate_exchanging_kernel_us(rank, family.hops)
+    if op in COLLECTIVE_OPS:
+        return estimate_collective_us(rank, family, chunks)
+    if op in LOOKUP_OPS:
+        return estimate_lookup_us(rank, family, chunks)
+    if op == "matmul_all_reduce":
+        return estimate_all_reduce_us(rank, family, chunks)
+    return estimate_gather_us(rank, family, chunks) if op in GATHERS else estimate_scatter_us(rank, family, chunks)

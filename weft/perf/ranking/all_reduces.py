@@ -1,0 +1,51 @@
+"""Estimates for kernels that multiply and exchange at once, and for the other schedules of a matmul and an all-reduce."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from weft.perf.lanes import ComputeLane, Rank
+from weft.perf.ranking.families import FamilyTraits
+from weft.perf.ranking.scatters import overlapped_scatter_ends
+from weft.perf.terms import collective_us, hbm_us, padded_us, streamed_cost, whole_collective_us
+from weft.schedules.matmul_all_reduce import ONE_HOP_BYTES
+
+
+def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
+    """Return the time of one kernel that multiplies and exchanges."""
+    machine, gpu = rank.machine, rank.machine.gpu
+    if gpu.kernel_tiles:
+        cost, fixed_us = streamed_cost(machine, rank.problem, hops), machine.kernels.exchange_us
+    else:
+        cost, fixed_us = rank.library_gemm(rank.rows), 0.0
+    return rank.launch_us + fixed_us + gpu.paced_us(cost.busy_us) + _exchange_us(rank, hops)
+
+
+def estimate_all_reduce_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
+    """Return the time of a matmul and an all-reduce: after each other, or an overlapping reduce-scatter and an all-gather."""
+    problem, machine = rank.problem, rank.machine
+    product_bytes, lane = problem.m * problem.n * problem.itemsize, ComputeLane(rank)
+    if family.matmul == "whole":
+        lane.enqueue_matmul(rank.library_gemm(rank.rows))
+        if family.scatter == "store_kernel":
+            hops = 1 if product_bytes * (rank.node_ranks - 1) <= ONE_HOP_BYTES else 2
+            return lane.free_at_us + rank.launch_us + _exchange_us(rank, hops)
+        lane.free_at_us += whole_collective_us(machine, problem)
+        if problem.addends:
+            lane.enqueue_kernel(hbm_us(machine, (2 + len(problem.addends)) * product_bytes))
+        return lane.free_at_us
+    scattered = dataclasses.replace(problem, op="matmul_reduce_scatter", addends=())
+    ends = overlapped_scatter_ends(Rank(scattered, machine), family, chunks)
+    gather_us = collective_us(machine, "all_gather", scattered.shard_bytes, problem.world_size, problem.nodes)
+    padding_us = padded_us(machine, "all_gather", problem, product_bytes)
+    return max(ends.compute_at_us + rank.fork_us + gather_us + padding_us, ends.copies_at_us)
+
+
+def _exchange_us(rank: Rank, hops: int) -> float:
+    """Return the time to store the product at the peers and to add what arrives; with two hops, also to send the sums."""
+    machine, problem = rank.machine, rank.problem
+    product_bytes = problem.m * problem.n * problem.itemsize
+    piece_bytes = product_bytes if problem.op == "matmul_all_reduce" and hops == 1 else product_bytes / rank.node_ranks
+    stores_us = rank.stores_us(piece_bytes) + rank.latency_us()
+    adds_us = hbm_us(machine, (rank.node_ranks + 1 + len(problem.addends)) * piece_bytes)
+    return hops * stores_us + adds_us + (hops - 1) * hbm_us(machine, 2 * (rank.node_ranks - 1) * piece_bytes)
