@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from weft.models.inductor import CompilePass
     from weft.models.parallelize import parallelize
     from weft.models.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedInput
+    from weft.models.tp_plan import register_tp_plan
     from weft.ops import (
         SGD,
         RowwiseAdagrad,
@@ -99,6 +100,7 @@ _HOMES = {
     "overlap_report": "report.overlap",
     "parallelize": "models.parallelize",
     "plan": "planner",
+    "register_tp_plan": "models.tp_plan",
     "synchronize": "ops",
 }
 """The module in which each public name is defined; some names stand for a module itself."""
@@ -156,5 +158,6 @@ __all__ = [
     "overlap_report",
     "parallelize",
     "plan",
+    "register_tp_plan",
     "synchronize",
 ]

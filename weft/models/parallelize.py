@@ -103,9 +103,32 @@ def parallelize(
     another model or mesh, or if nothing can be sharded, a linear of FP8 would be cut within a block of scales, or `experts`
     refuses a block; the model is as it was then.
     """
+    shard(
+        model,
+        mesh,
+        schedule=schedule,
+        few_tokens=few_tokens,
+        keep_gathered=keep_gathered,
+        experts=experts,
+        src_data_rank=src_data_rank,
+    )
+    declare_tensor_parallel(model, mesh)
+    return model
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    schedule: str,
+    few_tokens: int,
+    keep_gathered: bool,
+    experts: ParallelStyle | None,
+    src_data_rank: int | None,
+) -> None:
+    """Do what `parallelize` does, but do not mark the model as one that transformers has sharded."""
     decoder = _checked_decoder(model, mesh)
-    if not isinstance(few_tokens, int) or isinstance(few_tokens, bool) or few_tokens < 0:
-        raise ValueError(f"few_tokens is {few_tokens!r}; use 0 or more")
+    check_few_tokens(few_tokens)
     settings = ProductSettings(schedule=schedule, keep_gathered=keep_gathered)
     _check_options(mesh, experts, src_data_rank)
     tokens = DecoderTokens(mesh=mesh, few_tokens=few_tokens)
@@ -122,8 +145,12 @@ def parallelize(
     within.embeddings(embedding, head, whole)
     within.rest(model, decoder)
     merge_whole_weights(model)
-    declare_tensor_parallel(model, mesh)
-    return model
+
+
+def check_few_tokens(few_tokens: object) -> None:
+    """Raise ValueError for anything but a number of tokens."""
+    if not isinstance(few_tokens, int) or isinstance(few_tokens, bool) or few_tokens < 0:
+        raise ValueError(f"few_tokens is {few_tokens!r}; use 0 or more")
 
 
 def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
@@ -199,7 +226,7 @@ class _Within:
             else why_not_block(child, blocks.get(name), self.config, self.mesh.size(), several)
             for child, name in rest.items()
         }
-        whole[embedding] = _why_not_embedding(embedding)
+        whole[embedding] = why_not_embedding(embedding)
         if head is not None:
             whole[head] = why_not_linear(head, ranks=self.mesh.size())
         asked = self._wanted({child: blocks.get(name) for child, name in rest.items()}, embedding, head, whole)
@@ -387,19 +414,7 @@ class _Within:
                 CommunicatingLayer(reason="torch's RowwiseParallel: weft has no operator for a lookup and an all-reduce"),
             )
         if head is not None:
-            self._head(head, whole.get(head, ""))
-
-    def _head(self, head: nn.Module, why: str) -> None:
-        if why:
-            record_layer(head, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
-            replicate(head, self.distribute, never, self.region)
-            return
-        linear = cast(nn.Linear, head)
-        shared = make_column_linears([linear], Tokens(), self.settings, self.distribute)
-        record_layer(linear, describe_columns(shared, Replicate()))
-        record_layer(linear, CommunicatingLayer(reason="its logits are gathered, so that every rank has all"))
-        linear.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
-        gathered_for_others(linear, self.region)
+            shard_head(head, whole.get(head, ""), self.settings, self.distribute, self.region)
 
     def rest(self, model: nn.Module, decoder: nn.Module) -> None:
         """Whatever is left is whole on every rank. The model and its decoder may read parameters of their children."""
@@ -408,6 +423,20 @@ class _Within:
                 replicate_alone(module, self.distribute, never, self.region)
         for module in (model, decoder):
             enter(module, self.region)
+
+
+def shard_head(head: nn.Module, why: str, settings: ProductSettings, distribute: Distributor, region: ParameterReaders) -> None:
+    """Shard a model's head by the vocabulary, and gather its logits. why: the reason to run it whole on every rank, or ""."""
+    if why:
+        record_layer(head, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
+        replicate(head, distribute, never, region)
+        return
+    linear = cast(nn.Linear, head)
+    shared = make_column_linears([linear], Tokens(), settings, distribute)
+    record_layer(linear, describe_columns(shared, Replicate()))
+    record_layer(linear, CommunicatingLayer(reason="its logits are gathered, so that every rank has all"))
+    linear.register_forward_hook(ColumnsOut(distribute.mesh, Replicate(), True))
+    gathered_for_others(linear, region)
 
 
 def _place_of_positions(layer: nn.Module) -> int:
@@ -431,7 +460,8 @@ def _no_router_logits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise ValueError("output_router_logits is True; with experts over ranks a router sees its rank's tokens: pass False")
 
 
-def _why_not_embedding(embedding: nn.Module) -> str:
+def why_not_embedding(embedding: nn.Module) -> str:
+    """Return why an embedding runs whole on every rank; empty if it can be sharded by the vocabulary."""
     if type(embedding) is not nn.Embedding:
         return f"{type(embedding).__name__} is no torch.nn.Embedding"
     if embedding.padding_idx is not None or embedding.max_norm is not None:
