@@ -145,7 +145,7 @@ def test_words() -> None:
 
     words = torch.tensor([5, 0, 0, 0, 0, 9], device=GPU, dtype=torch.int32)
     at = [words.data_ptr() + 4 * i for i in range(6)]
-    first = Phase(here=[(at[4], 3)], waits=[(at[0], 5)], lowers=[(at[0], 0)], signals=[(at[1], 7), (at[2], 8)])
+    first = Phase(progress=[(at[4], 3)], waits=[(at[0], 5)], lowers=[(at[0], 0)], signals=[(at[1], 7), (at[2], 8)])
     never = Phase(waits=[(at[1], 7), (at[3], 1)], lowers=[(at[5], 0)])  # it gives up, and goes on
     run_flag_operations(make_flag_table([first, never], GPU), tries=1000)
     assert words.tolist() == [0, 7, 8, 0, 3, 0]
