@@ -50,7 +50,7 @@ def lanes(rank: int, halves: tuple[Span1D, Span1D], buffers: tuple[Buffer, ...])
     """The compute and copy lanes of a rank. halves: rows of a shard."""
     a, b, a_full, out = buffers
     peer, shard = 1 - rank, a.rows[0]
-    push: list[Step] = [Wait(Flag("free", rank), at_least=0)]
+    push: list[Step] = [Wait(Flag("free", rank), on_previous_call=True)]
     parts = [Part(a.whole(rank), Region("out", rank, moved((0, shard), rank * shard), (0, out.cols[rank])))]
     for index, rows in enumerate(halves):
         there = Region("a_full", peer, moved(rows, rank * shard), (0, a_full.cols[peer]))

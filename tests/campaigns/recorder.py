@@ -99,9 +99,9 @@ class Recorder:
         def wait(program: HostProgram, slot: int, value: int) -> None:
             originals["wait"](program, slot, value)
             flag, lane, position = program._waiter[slot]
-            at_least = max(one.at_least for one in waits(program._steps(lane)[position]) if one.flag == flag)
-            if recorder._call + at_least:
-                recorder._here(Event("seen", recorder._call, flag=_key(flag), value=recorder._call + at_least))
+            in_this_call = any(not one.on_previous_call for one in waits(program._steps(lane)[position]) if one.flag == flag)
+            if recorder._call + in_this_call:
+                recorder._here(Event("seen", recorder._call, flag=_key(flag), value=recorder._call + in_this_call))
 
         def signal(program: HostProgram, rank: int, slot: int, value: int) -> None:
             (flag,) = (flag for flag, slots in program.flags.slots.items() if flag.rank == rank and slot in slots)

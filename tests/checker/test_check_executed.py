@@ -156,7 +156,7 @@ def _pulled(*, late: bool) -> Schedule:
         here, there = (region("out", r, (peer, peer + 1), (0, 1)) for r in (rank, peer))
         own = Copy(region("a", rank, (0, 1), (0, 1)), region("out", rank, (rank, rank + 1), (0, 1)))
         last = () if late else (Wait(Flag("read", rank)),)
-        compute = (Wait(Flag("read", rank), 0), own, Signal(Flag("ready", peer)), *last)
+        compute = (Wait(Flag("read", rank), on_previous_call=True), own, Signal(Flag("ready", peer)), *last)
         pull = (Wait(Flag("ready", rank)), Copy(there, here), Signal(Flag("read", peer)))
         ranks.append((Lane("compute", "compute", compute), Lane("copy", "copy", pull)))
     return dataclasses.replace(schedule, ranks=tuple(ranks))
@@ -226,7 +226,7 @@ def _other_sum(change: str, rank: int, steps: tuple[Step, ...]) -> tuple[Step, .
         rest.remove(signal)
         new: tuple[Step, ...] = (Reduce((dataclasses.replace(part, count=signal.flag),)),)
     elif change == "gates":
-        waits = [one for one in steps[:at] if isinstance(one, Wait) and one.at_least]
+        waits = [one for one in steps[:at] if isinstance(one, Wait) and not one.on_previous_call]
         gated = Reduce((dataclasses.replace(part, gates=tuple(waits)),))
         return (*(one for one in steps[:at] if one not in waits), gated, *rest)
     elif change == "two":

@@ -39,7 +39,7 @@ def waits_at_its_first_gate(made: Any, rank: int, *, passed: bool = False) -> No
     """Where every lane of a rank is: at its first step that waits for a flag of this call, which it has passed or not."""
     for lane in made.schedule.ranks[rank]:
         for position, step in enumerate(lane.steps):
-            if any(wait.at_least for wait in waits(step)):
+            if any(not wait.on_previous_call for wait in waits(step)):
                 made.words[rank].seen[made._progress[rank][lane.name]] = position + 1 | (WAIT_DONE if passed else 0)
                 break
 

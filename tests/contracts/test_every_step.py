@@ -176,7 +176,7 @@ def test_the_checker_misses_a_step_that_any_family_leaves_out(op: Op, spec: str,
     for lane in found.ranks[rank]:
         of_kind: dict[type, list[int]] = defaultdict(list)
         for at, step in enumerate(lane.steps):
-            if not isinstance(step, flags) and not (isinstance(step, Wait) and not step.at_least):
+            if not isinstance(step, flags) and not (isinstance(step, Wait) and step.on_previous_call):
                 of_kind[type(step)].append(at)
         left_out = {at: with_steps(found, rank, lane.name, at) for ats in of_kind.values() for at in (ats[0], ats[-1])}
         assert [str(lane.steps[at]) for at, without in left_out.items() if _is_proved(without)] == [], lane.name

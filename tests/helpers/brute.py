@@ -211,8 +211,8 @@ class Brute:
         waiting: dict[Flag, set[object]] = {}
         for rank, lane, position, step in self.schedule:
             for wait in waits(step):
-                both = {other.at_least for other in waits(step) if other.flag == wait.flag}
-                if not both < {0, 1}:
+                both = {other.on_previous_call for other in waits(step) if other.flag == wait.flag}
+                if len(both) > 1:
                     raise Wrong(f"{step} waits for {both} of {wait.flag}")
                 waiting.setdefault(wait.flag, set()).add((rank, lane.name, position))
         several = next((flag for flag, places in waiting.items() if flag in counted and len(places) > 1), None)

@@ -76,10 +76,10 @@ class Run:
         self.schedule, self.accesses, self.calls, self.full, self.in_order = schedule, accesses, calls, full, in_order
         self.size, self.per_call = schedule.problem.world_size, schedule.signals_per_call
         self.flags: dict[Flag, int] = {}
-        self.waiters: dict[Flag, list[tuple[object, int]]] = {}
+        self.waiters: dict[Flag, list[object]] = {}
         for rank, lane, position, step in schedule:
             for wait in waits(step):
-                self.waiters.setdefault(wait.flag, []).append(((rank, lane.name, position), wait.at_least))
+                self.waiters.setdefault(wait.flag, []).append((rank, lane.name, position))
         self.lowered: Counter[tuple[Flag, object]] = Counter()
         """How often each step that waits for a flag has lowered it, so that it may be raised again."""
         self.left = [[len(lanes) for lanes in self.schedule.ranks] for _ in range(calls)]
@@ -146,12 +146,12 @@ class Run:
                 self.values.end(rank, call)
 
     def _reached(self, call: int, wait: Wait) -> Callable[[], bool]:
-        number = call * self.per_call[wait.flag] + wait.at_least
+        number = call * self.per_call[wait.flag] + (not wait.on_previous_call)
         return lambda: self.flags.get(wait.flag, 0) >= number
 
     def _advance(self, call: int, flag: Flag, ordinals: dict[Flag, int]) -> None:
         """Raise a flag. What its waiters have not lowered since the last time is lost."""
-        for place, _ in self.waiters.get(flag, ()):
+        for place in self.waiters.get(flag, ()):
             if self.lowered[flag, place] < call:
                 raise Wrong(f"{flag} is raised again before {place} has lowered it")
         ordinals[flag] = ordinals.get(flag, 0) + 1
@@ -159,8 +159,8 @@ class Run:
 
     def _lower(self, call: int, wait: Wait, place: object) -> None:
         """A step has passed a wait; that for the call before passes nothing in the first call."""
-        if wait.at_least or call:
-            self.lowered[wait.flag, place] = call + bool(wait.at_least)
+        if call or not wait.on_previous_call:
+            self.lowered[wait.flag, place] = call + (not wait.on_previous_call)
 
     def _begin(self, rank: int, lane: Lane, step: Step) -> Iterator[tuple[object, Callable[[], bool]]]:
         if self.full and needs_sms(rank, lane, step):
@@ -171,7 +171,7 @@ class Run:
     def _work(
         self, rank: int, lane: Lane, step: Step, call: int, ordinals: dict[Flag, int], place: object
     ) -> Iterator[tuple[object, Callable[[], bool]]]:
-        previous = [wait for wait in waits(step) if not wait.at_least]
+        previous = [wait for wait in waits(step) if wait.on_previous_call]
         if previous:
             yield ("gates", id(step)), lambda: all(self._reached(call, wait)() for wait in previous)
         for wait in previous:
@@ -183,7 +183,7 @@ class Run:
             self._spawn(rank, self._part(self.accesses[id(step), i], part, call, ordinals, done))
         yield ("finish", id(step)), lambda: done[0] == len(parts)
         for wait in waits(step):
-            if wait.at_least:
+            if not wait.on_previous_call:
                 self._lower(call, wait, place)
         if self.holder.get(rank) is step:
             del self.holder[rank]

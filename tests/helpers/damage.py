@@ -125,9 +125,9 @@ def _drop_gate(part: Any, rng: random.Random) -> Any:
     return dataclasses.replace(part, gates=part.gates[:gone] + part.gates[gone + 1 :])
 
 
-def _gate_at_least(part: Any, rng: random.Random) -> Any:
+def _gate_on_previous_call(part: Any, rng: random.Random) -> Any:
     at = rng.randrange(len(part.gates))
-    gate = dataclasses.replace(part.gates[at], at_least=rng.choice((0, 1, 2)))
+    gate = dataclasses.replace(part.gates[at], on_previous_call=rng.random() < 0.5)
     return dataclasses.replace(part, gates=(*part.gates[:at], gate, *part.gates[at + 1 :]))
 
 
@@ -143,7 +143,7 @@ def _change_inner(part: Any, rng: random.Random) -> Any:
     if rng.random() < 0.7:
         column += rng.choice((-2, -1, 1, 2))
     else:
-        gate = dataclasses.replace(gate, at_least=rng.choice((0, 1, 2)))
+        gate = dataclasses.replace(gate, on_previous_call=rng.random() < 0.5)
     return dataclasses.replace(part, inner=(*part.inner[:at], (column, gate), *part.inner[at + 1 :]))
 
 
@@ -395,12 +395,12 @@ def _other_copy(schedule: Schedule, rng: random.Random) -> Schedule | None:
     return with_step(dropped, place, step_at(dropped, place), Wait(gone)) if place else None
 
 
-def _at_least(schedule: Schedule, rng: random.Random) -> Schedule | None:
+def _on_previous_call(schedule: Schedule, rng: random.Random) -> Schedule | None:
     found = places(schedule, lambda step: isinstance(step, Wait))
     if not found:
         return None
     place = rng.choice(found)
-    return with_step(schedule, place, dataclasses.replace(step_at(schedule, place), at_least=rng.choice((0, 1, 2))))
+    return with_step(schedule, place, dataclasses.replace(step_at(schedule, place), on_previous_call=rng.random() < 0.5))
 
 
 def _repeat(schedule: Schedule, rng: random.Random) -> Schedule | None:
@@ -473,8 +473,8 @@ DAMAGES: dict[str, Damage] = {
     "move a gate": _change_part(lambda part: hasattr(part, "inner") and bool(part.waits), _move_gate),
     "divide by another number": _divide,
     "reorder parts": _reorder_parts,
-    "change at_least": _at_least,
-    "change a gate's at_least": _change_part(lambda part: bool(part.gates), _gate_at_least),
+    "change on_previous_call": _on_previous_call,
+    "change a gate's on_previous_call": _change_part(lambda part: bool(part.gates), _gate_on_previous_call),
     "do a step twice": _repeat,
     "split a lane": _split_lane,
     "split a lane, in order": _split_in_order,

@@ -137,7 +137,7 @@ def _changed(value: Any, schedule: Schedule, rng: random.Random) -> Any:
     if isinstance(value, Flag):
         return rng.choice(schedule.flags)
     if isinstance(value, Wait):
-        return dataclasses.replace(value, at_least=1 - value.at_least)
+        return dataclasses.replace(value, on_previous_call=not value.on_previous_call)
     if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
         one, two = rng.randrange(len(value)), rng.randrange(len(value))
         parts = list(value)

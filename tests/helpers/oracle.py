@@ -336,14 +336,14 @@ class _Oracle:
             self.values.begin(rank, call + 1)
 
     def _seen(self, wait: Wait, call: int) -> int | None:
-        number = call - (not wait.at_least)
-        if number < 0 or (not wait.at_least and not self.schedule.signals_per_call[wait.flag]):
+        number = call - wait.on_previous_call
+        if number < 0 or (wait.on_previous_call and not self.schedule.signals_per_call[wait.flag]):
             return 0
         return self.signals.get((wait.flag, number))
 
     def _lower(self, wait: Wait, place: Place, call: int) -> int:
         event = self._event()
-        self.lowered[wait.flag, place, call - (not wait.at_least)] = event
+        self.lowered[wait.flag, place, call - wait.on_previous_call] = event
         return event
 
     def _signal(self, flag: Flag, call: int, mask: int) -> None:
@@ -361,11 +361,11 @@ class _Oracle:
 
     def _kernel(self, place: Place, step: Any, call: int, mask: int) -> Iterator[None]:
         """Parts are begun in their order; nothing else orders them. What is behind its end."""
-        for wait in (wait for wait in waits(step) if not wait.at_least):
+        for wait in (wait for wait in waits(step) if wait.on_previous_call):
             while (found := self._seen(wait, call)) is None:
                 yield
             mask |= found
-        for wait in dict.fromkeys(wait for wait in waits(step) if not wait.at_least):
+        for wait in dict.fromkeys(wait for wait in waits(step) if wait.on_previous_call):
             mask |= self._lower(wait, place, call)
         end = mask
         if isinstance(step, ShareCounts):
@@ -394,7 +394,7 @@ class _Oracle:
             end |= own
             if getattr(part, "count", None):
                 self._signal(part.count, call, own)
-        for wait in dict.fromkeys(wait for wait in waits(step) if wait.at_least):
+        for wait in dict.fromkeys(wait for wait in waits(step) if not wait.on_previous_call):
             end |= self._lower(wait, place, call)
         return end
 

@@ -76,7 +76,7 @@ def _sync_steps(rng: random.Random, rank: int, kind: str, mine: list[Flag], hear
     here = ("copy", "copy") if kind == "copy" else ("copy", "kernel", "kernel", "kernel")
     what = rng.choice(("wait", "signal", "signal", *here))
     if what == "wait" and heard:
-        return [Wait(rng.choice(heard), rng.choice((1, 1, 1, 0)))]
+        return [Wait(rng.choice(heard), on_previous_call=rng.random() < 0.25)]
     if what == "kernel" and kind != "copy":
         parts = []
         for count in rng.sample([*mine, None], rng.choice((1, 2))):
@@ -109,13 +109,13 @@ def _only_possible(schedule: Schedule) -> Schedule:
     """Without the waits for more signals than there are."""
 
     def part(old: Any) -> Any:
-        possible = {g for g in old.waits if schedule.signals_per_call[g.flag] >= g.at_least}
+        possible = {g for g in old.waits if g.on_previous_call or schedule.signals_per_call[g.flag]}
         inner = tuple(each for each in old.inner if each[1] in possible)
         return dataclasses.replace(old, gates=tuple(g for g in old.gates if g in possible), inner=inner)
 
     def step(old: Any) -> Any:
         if isinstance(old, Wait):
-            return old if schedule.signals_per_call[old.flag] >= old.at_least else None
+            return old if old.on_previous_call or schedule.signals_per_call[old.flag] else None
         return map_parts(old, part)
 
     return map_steps(schedule, step)

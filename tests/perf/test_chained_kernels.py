@@ -14,7 +14,7 @@ from weft.perf import simulate
 from weft.schedules import build
 
 A, B = Flag("a", 1), Flag("b", 2)
-OWN = Flag("own", 0)
+OWN, OTHER = Flag("own", 0), Flag("other", 0)
 ROWS = Region("x", 0, (0, 4), (0, 8))
 
 
@@ -32,10 +32,10 @@ GEMM = Gemm(ROWS, (Part(ROWS, ROWS),))
 @pytest.mark.parametrize(
     ("made", "along"),
     [
-        (lane(Wait(OWN), Wait(OWN, 2), push(A, B), Wait(OWN, 3)), {1}),
+        (lane(Wait(OWN), Wait(OTHER), push(A, B), Wait(OWN)), {1}),
         (lane(GEMM, Signal(A), Signal(B), GEMM, Signal(A)), {2}),
         (lane(Wait(OWN), Copy(ROWS, ROWS), Signal(A), Signal(B), kind="copy"), set()),
-        (lane(Wait(OWN), Wait(OWN, 2), kind="network"), set()),
+        (lane(Wait(OWN), Wait(OTHER), kind="network"), set()),
     ],
 )
 def test_which_steps_run_in_the_kernel_before_them(made: Lane, along: set[int]) -> None:

@@ -76,7 +76,7 @@ class FakeProgram:
         for lane in self.schedule.ranks[self.rank]:
             for position, step in enumerate(lane.steps):
                 for wait in waits(step):
-                    if wait.at_least == 0:
+                    if wait.on_previous_call:
                         where = Where(self.rank, lane.name, position, step)
                         yield self.gate_address(wait.flag, where), self.signal_value(wait.flag)
 

@@ -54,7 +54,7 @@ def _gather(m: int, k: int, pairs: dict[str, tuple[Region, Region]], waits: Sequ
             *(Wait(Flag(flag, rank)) for flag in pairs if flag not in waits),
             Signal(Flag("free", peer)),
         )
-        blocks = (Wait(Flag("free", rank), 0), *sends)
+        blocks = (Wait(Flag("free", rank), on_previous_call=True), *sends)
         ranks.append((Lane("compute", "compute", compute), Lane("blocks", kind, blocks)))
     problem = Problem(op="all_gather_matmul", m=2 * m, n=2 * COLS, k=k, world_size=2, dtype="float16")
     buffers = (

@@ -18,7 +18,7 @@ GATED = """\
 flag_gated, chunks=1: all_gather_matmul M=4 N=4 K=4 bfloat16 world_size=2
 
 rank 0, compute              rank 0, copy                    other ranks
-gemm 4x2x4 in 2 parts        wait free[1]>=0 <~~~~~~~~~~~~~~~~~ rank 1 free[1]>=0
+gemm 4x2x4 in 2 parts        wait prev free[1] <~~~~~~~~~~~~~~~ rank 1 prev free[1]
   a[0:2] -> out[0:2]         copy a[0:2] -> a_full@1[0:2]
                              signal arrived[0] ~~~~~~~~~~~~~~~> rank 1
   a_full[2:4] -> out[2:4] <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ rank 1 arrived[1]
@@ -27,14 +27,14 @@ signal free[0] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> rank 1"""
 TRIGGERED = """\
 track_and_trigger, chunks=1: matmul_reduce_scatter M=4 N=4 K=4 bfloat16 world_size=2
 
-rank 0, compute                            rank 0, copy                        other ranks
+rank 0, compute                           rank 0, copy                        other ranks
 gemm 4x4x2 in 2 parts
-  count made[1]: a[2:4] -> partial[2:4] -> wait made[1]
-                                           wait free[1]>=0 <~~~~~~~~~~~~~~~~~~~~~ rank 1 free[1]>=0
-                                           copy partial[2:4] -> recv@1[0:2]
-                                           signal arrived[0] ~~~~~~~~~~~~~~~~~~~> rank 1
-  a[0:2] + recv -> out[0:2] <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ rank 1 arrived[1]
-signal free[0] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> rank 1"""
+  count made[1]: a[2:4] -> partial[2.. -> wait made[1]
+                                          wait prev free[1] <~~~~~~~~~~~~~~~~~~~ rank 1 prev free[1]
+                                          copy partial[2:4] -> recv@1[0:2]
+                                          signal arrived[0] ~~~~~~~~~~~~~~~~~~~> rank 1
+  a[0:2] + recv -> out[0:2] <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ rank 1 arrived[1]
+signal free[0] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> rank 1"""
 
 
 def test_gated_gather_reads_as_drawn() -> None:

@@ -55,19 +55,19 @@ class Action(NamedTuple):
     """
 
     do: Do
-    gates: tuple[tuple[int, int], ...]
+    gates: tuple[tuple[int, bool], ...]
     counts: int
     reads: tuple[Access, ...]
     write: Access | None
     accumulate: bool
     divide_by: int
     adds: tuple[Access, ...] = ()
-    inner: tuple[tuple[int, int], ...] = ()
+    inner: tuple[tuple[int, bool], ...] = ()
     slices: tuple[Access, ...] = ()
     late: bool = False
 
     @property
-    def waits(self) -> tuple[tuple[int, int], ...]:
+    def waits(self) -> tuple[tuple[int, bool], ...]:
         """Every gate, inner ones included."""
         return self.gates + self.inner
 
@@ -84,13 +84,18 @@ class Action(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One step. flag, at_least: of a wait or signal. fills: its waiting blocks may fill the rank's SMs. messages: of each
-    action, whether it is sent, and the other end. previous: flags whose signal of the call before a kernel waits for, where it
-    starts."""
+    """An Op is one step.
+
+    flag: the flag of a wait or signal.
+    on_previous_call: whether a wait is for the signal of the previous call.
+    fills: whether the step's waiting blocks may fill the rank's SMs.
+    messages: for each action of an exchange, whether it is sent, and the rank at the other end.
+    previous: the flags whose signal of the previous call a kernel waits for where it starts.
+    """
 
     do: Do
     flag: int = -1
-    at_least: int = 0
+    on_previous_call: bool = False
     actions: tuple[Action, ...] = ()
     needs_sms: bool = False
     fills: bool = False
@@ -99,11 +104,14 @@ class Op(NamedTuple):
 
 
 class CompiledSchedule(NamedTuple):
-    """A schedule with numbers in place of names, which the walk runs.
+    """A CompiledSchedule is a schedule with numbers in place of names, which the walk runs.
 
-    ops: by rank, lane and position. owners: by flag, the lane that signals it. waiters: by flag, the steps that wait for it
-    and their at_least. memories: (buffer, rank) by number. shared: the memories that peers may touch. describe: returns the
-    text of an access as a schedule prints it.
+    ops: the steps by rank, lane and position.
+    owners: for each flag, the lane that signals it.
+    waiters: for each flag, the steps that wait for it, and whether each waits for the previous call.
+    memories: the number of each (buffer, rank).
+    shared: the memories that peers may touch.
+    describe: returns the text of an access as a schedule prints it.
     """
 
     spelled_out: SpelledOut

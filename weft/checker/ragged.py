@@ -78,9 +78,9 @@ class RaggedCompiler(Compiler):
     def no_such_step(self, step: Step) -> NoReturn:
         self.fail(f"{self.ragged.op} has no such step")
 
-    def gate(self, wait: Wait) -> tuple[int, int]:
-        if wait.at_least != 1:
-            self.fail(f"it waits for {wait.flag} of another call; with row counts on devices, use at_least=1")
+    def gate(self, wait: Wait) -> tuple[int, bool]:
+        if wait.on_previous_call:
+            self.fail(f"it waits for {wait.flag} of the previous call, which calls with row counts on devices cannot do")
         return super().gate(wait)
 
     def share(self, step: ShareCounts) -> tuple[Action, ...]:

@@ -82,7 +82,7 @@ def compile_schedule(compiler: Compiler) -> CompiledSchedule:
 def _check_waits(program: CompiledSchedule, counted: set[int]) -> None:
     """No wait is for a flag that nothing signals, and what a kernel counts tile by tile has one step that waits for it."""
     for number, (flag, owner, waiters) in enumerate(zip(program.flags, program.owners, program.waiters, strict=True)):
-        missing = next((place for place, at_least in waiters.items() if at_least and owner is None), None)
+        missing = next((place for place, on_previous_call in waiters.items() if owner is None and not on_previous_call), None)
         if missing is not None:
             raise ScheduleError(f"{program.where(*missing)}: it waits for {flag}, which nothing signals")
         if number in counted and len(waiters) > 1:
@@ -144,8 +144,8 @@ class Compiler:
     def kernel(self, step: Step, actions_of: Callable[[Any, Any], tuple[Action, ...]]) -> Op:
         self.off("network", "copy")
         on_sms, actions = self.lane.kind == "compute", actions_of(self, step)
-        previous = dict.fromkeys(flag for action in actions for flag, at_least in action.waits if not at_least)
-        return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.waits for a in actions), previous=tuple(previous))
+        previous = dict.fromkeys(flag for action in actions for flag, on_previous_call in action.waits if on_previous_call)
+        return Op(_WORK, -1, False, actions, on_sms, on_sms and any(a.waits for a in actions), previous=tuple(previous))
 
     def number(self, flag: Flag) -> int:
         known = self.numbers.get(flag)
@@ -158,16 +158,14 @@ class Compiler:
             self.waiters.append({})
         return known
 
-    def gate(self, wait: Wait) -> tuple[int, int]:
+    def gate(self, wait: Wait) -> tuple[int, bool]:
         if wait.flag.rank != self.rank:
             self.fail(f"{wait.flag} is waited for from rank {self.rank}; only rank {wait.flag.rank} may wait for it")
-        if wait.at_least not in (0, 1):
-            self.fail(f"at_least is {wait.at_least} for {wait.flag}; it must be 1, or 0 for the signal of the call before")
         flag = self.number(wait.flag)
         place = (self.rank, self.index, self.position)
-        if self.waiters[flag].setdefault(place, wait.at_least) != wait.at_least:
+        if self.waiters[flag].setdefault(place, wait.on_previous_call) != wait.on_previous_call:
             self.fail(f"it waits for {wait.flag} of this call and of the one before; use two steps, or two flags")
-        return flag, wait.at_least
+        return flag, wait.on_previous_call
 
     def advance(self, flag: Flag) -> int:
         number, me = self.number(flag), (self.rank, self.index)
@@ -228,7 +226,7 @@ class Compiler:
         if step.src.rank != self.rank and step.dst.rank != self.rank:
             self.fail(f"neither {step.src} nor {step.dst} is on rank {self.rank}, which runs the copy")
         is_kernel = step.src.rank == step.dst.rank and self.lane.kind != "blocks"
-        return Op(_WORK, -1, 0, (self.action(_COPY, (read,), write),), is_kernel)
+        return Op(_WORK, -1, False, (self.action(_COPY, (read,), write),), is_kernel)
 
     def check_same_shape(self, src: Region, dst: Region, *, pushed: bool = False) -> None:
         """Fail unless one region can be copied to the other. pushed: by a Push, which may quantise whole rows."""

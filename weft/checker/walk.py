@@ -116,12 +116,12 @@ class Walk:
             op = ops[lane.position]
             do = op.do
             if do is _WAIT:
-                before = self._get_signal_mask(lane, op.flag, op.at_least)
+                before = self._get_signal_mask(lane, op.flag, op.on_previous_call)
                 if before is None:
                     self.parked.setdefault(op.flag, []).append(lane)
                     return
                 lane.mask |= before
-                lane.mask |= self._record_lowering(lane, op.flag, previous=not op.at_least)
+                lane.mask |= self._record_lowering(lane, op.flag, previous=op.on_previous_call)
             elif do is _SIGNAL:
                 self._signal(op.flag, lane.mask)
             elif do is _MESSAGES:
@@ -135,12 +135,12 @@ class Walk:
             lane.position += 1
         self._end_call(lane)
 
-    def _get_signal_mask(self, lane: LaneState, flag: int, at_least: int) -> int | None:
-        """Return the mask that the signal of this call stored, or of the previous call if at_least is 0.
+    def _get_signal_mask(self, lane: LaneState, flag: int, on_previous_call: bool) -> int | None:
+        """Return the mask that the signal of this call stored, or that of the previous call if on_previous_call.
 
         Return None if the flag has not been signalled yet.
         """
-        call = lane.call - (not at_least)
+        call = lane.call - on_previous_call
         if call < 0 or self.program.owners[flag] is None:
             return 0
         masks = self.signals[flag]
@@ -184,7 +184,7 @@ class Walk:
 
         Return whether all of them have been signalled. If not, park the lane.
         """
-        masks = self._get_gate_masks(lane, tuple([(flag, 0) for flag in op.previous])) if op.previous else []
+        masks = self._get_gate_masks(lane, tuple([(flag, True) for flag in op.previous])) if op.previous else []
         if masks is None:
             return False
         lane.mask = reduce(or_, masks, lane.mask)
@@ -218,7 +218,7 @@ class Walk:
         at = (lane.rank, lane.index, lane.position, part, lane.call)
         before = reduce(or_, gates, lane.mask)
         if waits:
-            lane.gate_flags += [flag for flag, at_least in waits if at_least]
+            lane.gate_flags += [flag for flag, on_previous_call in waits if not on_previous_call]
         checked = action.within(self.program.shared) if lane.call else action  # `_restrict_accesses`, inlined for speed
         mask = self.effects.act(checked, at, before, lane.mask, inner)
         lane.parts_mask |= mask
@@ -233,12 +233,12 @@ class Walk:
         """
         return action.within(self.program.shared) if call else action
 
-    def _get_gate_masks(self, lane: LaneState, gates: tuple[tuple[int, int], ...]) -> list[int] | None:
+    def _get_gate_masks(self, lane: LaneState, gates: tuple[tuple[int, bool], ...]) -> list[int] | None:
         """Return, for each gate, the mask that its signal stored. If one has not been signalled, park the lane, and return
         None."""
         masks = []
-        for flag, at_least in gates:
-            before = self._get_signal_mask(lane, flag, at_least)
+        for flag, on_previous_call in gates:
+            before = self._get_signal_mask(lane, flag, on_previous_call)
             if before is None:
                 self.parked.setdefault(flag, []).append(lane)
                 return None

@@ -58,7 +58,8 @@ def schedules(
     others = [each for each in NAMES if each not in names(problem.op)]
     if others and name is None:
         out.print(f"Not for {problem.op}: {', '.join(others)}.")
-    out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank; >=0 waits for the calls before.")
+    out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank.")
+    out.print("`prev` is a signal of the previous call.")
     out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
     out.print("Use one with weft run --schedule NAME or NAME:CHUNKS.")
 

@@ -134,10 +134,10 @@ class _Scratch:
         peers = [(rank + i) % self.size for i in range(1, self.size)]
         summing = [peer for peer in peers if self._sums(peer)]
         if step.op == "reduce_scatter":
-            yield from (Wait(self._flag("free", rank, peer), 0) for peer in summing)
+            yield from (Wait(self._flag("free", rank, peer), on_previous_call=True) for peer in summing)
         for peer in summing:
             if step.op == "all_reduce":
-                yield Wait(self._flag("free", rank, peer), 0)
+                yield Wait(self._flag("free", rank, peer), on_previous_call=True)
             yield Copy(_within(partial, self.rows[peer], self.columns[peer]), self._slot(rank, peer))
             yield Signal(self._flag("arrived", peer, rank))
         if self._sums(rank):
@@ -174,7 +174,7 @@ class _Scratch:
         if self._sums(rank):
             mine = self.columns[rank]
             for peer in peers:
-                yield Wait(self._flag("read", rank, peer), 0)
+                yield Wait(self._flag("read", rank, peer), on_previous_call=True)
                 yield Copy(_within(step.out, (0, step.out.shape[0]), mine), self._region("summed", peer, cols=mine))
                 yield Signal(self._flag("ready", peer, rank))
         for owner in owners:

@@ -13,11 +13,12 @@ Flags. A flag is stored on `flag.rank`; only that rank's steps wait for it. One 
 call: a Signal, or a part whose `count` is the flag. Each step that waits for a flag has its own copy of it. The signal raises
 the copy, and the step lowers it after its wait. So no value grows, and a CUDA graph may replay a call.
 
-`Wait(flag)` waits for the signal of its own call. `Wait(flag, at_least=0)` waits for the signal of the previous call, and for
-nothing in the first call; a writer uses it to learn that a buffer may be written again. A Wait lowers its flag when it has
-passed. A gate is a Wait of one part of a kernel. A kernel waits for all its gates on the previous call where it starts, and
-lowers them there; it lowers its gates on this call where it ends. No flag may be signalled again before every step that waits
-for it has lowered it. A flag that a kernel counts tile by tile has one waiting step. `weft.schedule.check` proves both.
+`Wait(flag)` waits for the signal of its own call. `Wait(flag, on_previous_call=True)` waits for the signal of the previous
+call, and for nothing in the first call; a writer uses it to learn that a buffer may be written again. A Wait lowers its flag
+when it has passed. A gate is a Wait of one part of a kernel. A kernel waits for all its gates on the previous call where it
+starts, and lowers them there; it lowers its gates on this call where it ends. No flag may be signalled again before every step
+that waits for it has lowered it. A flag that a kernel counts tile by tile has one waiting step. `weft.schedule.check` proves
+both.
 
 Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers; "local"
 is scratch memory of its rank. Peers may only access symmetric buffers. There is one exception: during a call, the output of a
@@ -32,7 +33,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -83,23 +84,17 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until `flag` has been signalled in this call (at_least=1), or in the previous call (at_least=0).
+    """Wait until `flag` has been signalled in this call.
 
-    at_least: the number of signals of this call that the wait needs. A call signals a flag once, so only 1 and 0 are valid.
-        With 0, the signal of the previous call is enough.
+    on_previous_call: wait for the signal of the previous call instead. The first call does not wait then.
     """
 
     TAGGED: ClassVar[bool] = True
     flag: Flag
-    at_least: int = 1
-
-    @property
-    def on_previous_call(self) -> bool:
-        """Whether it waits for the signal of the previous call, rather than that of its own call."""
-        return self.at_least == 0
+    on_previous_call: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
-        return f"wait {self.flag}>={self.at_least}"
+        return f"wait {self.flag}{' of the previous call' if self.on_previous_call else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ def in_order(step: Gemm) -> bool:
     for late in (False, True):
         counting = False
         for part in (part for part in step.parts if bool(part.adds) is late):
-            if counting and any(gate.at_least for gate in part.waits):
+            if counting and any(not gate.on_previous_call for gate in part.waits):
                 return False
             counting |= part.count is not None
     return True

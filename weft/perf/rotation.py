@@ -176,7 +176,7 @@ class _View:
         return self._away[flag.rank], number
 
     def wait(self, wait: Wait) -> Seen:
-        return self._away[wait.flag.rank], self._own[wait.flag], wait.at_least
+        return self._away[wait.flag.rank], self._own[wait.flag], wait.on_previous_call
 
     def region(self, region: Region) -> Seen:
         (top, bottom), (left, right) = region.rows, region.cols

@@ -45,31 +45,26 @@ def _rounds(lane: Lane) -> int:
 
 
 class Flags:
-    """Flags has the values of all flags, and the events that wait for them."""
+    """Flags knows which flags have been signalled in the call, and the events that wait for the others."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._counts: dict[Flag, int] = {}
-        self._waiting: dict[Flag, list[tuple[int, simpy.Event]]] = {}
+        self._signalled: set[Flag] = set()
+        self._waiting: dict[Flag, list[simpy.Event]] = {}
 
     def reached(self, wait: Wait) -> simpy.Event | None:
-        """Return None if the flag has reached the value, else the event at which it does."""
-        if self._counts.get(wait.flag, 0) >= wait.at_least:
+        """Return None if the wait has ended, else the event at which it does."""
+        if wait.on_previous_call or wait.flag in self._signalled:
             return None
         event = self._env.event()
-        self._waiting.setdefault(wait.flag, []).append((wait.at_least, event))
+        self._waiting.setdefault(wait.flag, []).append(event)
         return event
 
-    def advance(self, flag: Flag) -> None:
-        """Add a signal to a flag, and trigger the waits that it ends."""
-        count = self._counts[flag] = self._counts.get(flag, 0) + 1
-        waiting = self._waiting.pop(flag, [])
-        for value, event in waiting:
-            if value <= count:
-                event.succeed()
-        still = [(value, event) for value, event in waiting if value > count]
-        if still:
-            self._waiting[flag] = still
+    def signal(self, flag: Flag) -> None:
+        """Signal a flag, and trigger the events that wait for it."""
+        self._signalled.add(flag)
+        for event in self._waiting.pop(flag, []):
+            event.succeed()
 
 
 @dataclass(slots=True)
@@ -220,11 +215,11 @@ class World:
         if seen is None:
             return
         if not delay:
-            self.flags.advance(seen)
+            self.flags.signal(seen)
             return
         timer = self.env.timeout(delay)
         assert timer.callbacks is not None
-        timer.callbacks.append(lambda _: self.flags.advance(seen))
+        timer.callbacks.append(lambda _: self.flags.signal(seen))
 
     def pair(self, src: int, dst: int) -> tuple[int, int]:
         """Return the simulated pair of ranks that represents this pair."""

@@ -76,7 +76,7 @@ class _Run:
         for position, step in enumerate(lane.steps):
             for turn, (gates, raised) in enumerate(turns(step)):
                 self._reach(rank, (lane.name, position, stage_before_waits(turn)))
-                needs: list[tuple[Key, int]] = [(("flag", wait.flag), wait.at_least) for wait in gates]
+                needs: list[tuple[Key, int]] = [(("flag", wait.flag), 1) for wait in gates if not wait.on_previous_call]
                 for key, least in needs + self._begin(rank, step):
                     while self._done[key] < least:
                         yield key

@@ -17,7 +17,7 @@ Flags of rank r (who signals ~> who waits)
     landed[i]@r    r's network lane ~> r's copy and compute lanes: chunk i of the shards of other nodes that r takes for its
                    node is in r's a_full (node_slices)
 
-`free` is waited for with at_least=0: before the first push of a call, the peer must be past its previous call.
+`free` is waited for with on_previous_call=True: before the first push of a call, the peer must be past its previous call.
 
     rank r, compute              rank r, copy                    rank p
     gemm own shard          wait free[p] >= 0

@@ -169,7 +169,7 @@ class Builder:
 
     def make_free_wait(self, rank: int, peer: int) -> Wait:
         """Return the wait until the peer has read the data that `rank` sent it in the previous call."""
-        return Wait(Flag("free", rank, peer), 0)
+        return Wait(Flag("free", rank, peer), on_previous_call=True)
 
     def add_steps(self, rank: int, lane: str, *steps: Step) -> None:
         """Append steps to a lane."""

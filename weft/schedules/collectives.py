@@ -190,7 +190,7 @@ class _Collective(Builder):
         if piece >= self.turns.slots:
             return (Wait(self.flag(channel.free, rank, peer, piece - self.turns.slots)),)
         first = piece == 0 and channel.across
-        return (Wait(self.flag(channel.free, rank, peer, last), 0),) if first else ()
+        return (Wait(self.flag(channel.free, rank, peer, last), on_previous_call=True),) if first else ()
 
     def make_read_signals(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Signal, ...]:
         """Return the signal to a peer that `rank` has read its piece, or () if the peer does not wait for that."""

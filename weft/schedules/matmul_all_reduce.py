@@ -180,7 +180,7 @@ class _Slices(_Everywhere):
         before: the flag of each peer to wait for before its store. Without one, a single Push has all stores.
         """
         for store in stores if before else ():
-            self.add_steps(rank, "compute", Wait(Flag(before, rank, store.dst.rank), 0), Push((store,)))
+            self.add_steps(rank, "compute", Wait(Flag(before, rank, store.dst.rank), on_previous_call=True), Push((store,)))
         self.copy_to_peers(rank, () if before else stores, "compute")
 
     def sum_within_node(self, rank: int) -> None:

@@ -5,7 +5,7 @@
 Rows are topological levels of one call: a step is below everything that it waits for, and a wait is next to its
 signal where there is room. Rows are no measure of time. Lines of a kernel's parts are indented; the parts run
 concurrently. The last column says what goes to, and comes from, ranks that have no column of their own; a wait for the
-calls before (at_least=0) has no signal to stand next to.
+calls before (on_previous_call=True) has no signal to stand next to.
 """
 
 from __future__ import annotations

@@ -120,9 +120,8 @@ class Placer:
         for line in lane.candidates():
             rows = [lane.next_row]
             for wait in line.waits:
-                if wait.at_least > 0:
-                    reached = self.signalled[wait.flag][wait.at_least - 1 : wait.at_least]
-                    rows += reached or [-1]
+                if not wait.on_previous_call:
+                    rows += self.signalled[wait.flag][:1] or [-1]
             if line.collective >= 0:
                 rows += self._place_collective(line)
             rows += [self._other_end(end) for end in line.ends]
@@ -269,8 +268,8 @@ def _part(at: _At, part: Store | Part | Sum | Bags, dash: str) -> tuple[str, tup
 
 
 def words(wait: Wait) -> str:
-    """A wait's flag; its value unless that is one."""
-    return f"{wait.flag.name}[{wait.flag.index}]{'' if wait.at_least == 1 else f'>={wait.at_least}'}"
+    """Return a wait's flag, with `prev` for the signal of the previous call."""
+    return f"{'prev ' if wait.on_previous_call else ''}{wait.flag.name}[{wait.flag.index}]"
 
 
 def _move(at: _At, src: Region, dst: Region) -> str:
