@@ -1,5 +1,6 @@
-"""Problems drawn from real models, in sets that share none: `fit` and `large`, `unseen` and `fresh`, and `latest`, drawn when
-all others had been looked at. scores.py splits all that was measured into halves.
+"""Problems drawn from real models, in sets that share none: `fit` and `large`, `unseen` and `fresh`; `latest`, drawn when all
+others had been looked at; and `estimated`, for a GPU on which no profile was measured. scores.py splits what was measured into
+halves.
 
 A set is a function of its name and the world size alone. Operators take turns, so that any beginning of a set covers them
 evenly. A call of a model is drawn, then M: log-uniform between 256 and 65536 tokens, or samples (matmul_all_reduce, a decode
@@ -21,8 +22,15 @@ from weft.core.problem import LOOKUP_OPS, OPS, LookupProblem, Op, Problem
 from weft.planner.models import Model, OperatorCall, decode_calls, load_model, operator_calls
 from weft.schedules import parse, programs, spec
 
-SetName = Literal["fit", "unseen", "fresh", "large", "latest"]
-SEEDS: dict[SetName, int] = {"fit": 20261121, "unseen": 2512, "fresh": 16679, "large": 20261122, "latest": 20261126}
+SetName = Literal["fit", "unseen", "fresh", "large", "latest", "estimated"]
+SEEDS: dict[SetName, int] = {
+    "fit": 20261121,
+    "unseen": 2512,
+    "fresh": 16679,
+    "large": 20261122,
+    "latest": 20261126,
+    "estimated": 20261127,
+}
 HELD: tuple[SetName, ...] = ("unseen", "fresh")
 """What nothing is fitted to."""
 COUNT = 120
@@ -133,7 +141,7 @@ def drawn(name: SetName, world_size: int, count: int = COUNT) -> tuple[tuple[str
         models = [model for model in MODELS if model.heads and model.name not in PRESETS]
         cases = scenarios.drawn(models, count, SEEDS["large"] * 100 + world_size)
         return tuple((f"{case.use} M={case.m}", case.problem(world_size)) for case in cases)
-    others: dict[str, tuple[SetName, ...]] = {"fit": HELD, "latest": ("fit", *HELD)}
+    others: dict[str, tuple[SetName, ...]] = {"fit": HELD, "latest": ("fit", *HELD), "estimated": ("fit", *HELD, "latest")}
     avoided = {problem for other in others.get(name, ()) for _, problem in drawn(other, world_size)}
     found: dict[Problem, str] = {}
     for case, problem in _stream(name, world_size):

@@ -28,11 +28,12 @@ def line(us: dict[str, float], m: int = 4096) -> Any:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_sets_are_large_even_and_apart(world_size: int) -> None:
-    unseen, fit, latest = (drawn(name, world_size) for name in ("unseen", "fit", "latest"))
+    unseen, fit, latest, estimated = (drawn(name, world_size) for name in ("unseen", "fit", "latest", "estimated"))
     problems = [problem for _, problem in unseen]
     assert len(set(problems)) == len(problems) >= 96
     assert set(problems).isdisjoint(problem for _, problem in (*fit, *latest))
     assert {problem for _, problem in fit}.isdisjoint(problem for _, problem in latest)
+    assert {problem for _, problem in estimated}.isdisjoint(problem for _, problem in (*unseen, *fit, *latest))
     for op in ALL_OPS:
         assert abs(sum(p.op == op for p in problems[:96]) - 16) <= 3
     assert sum(p.m & (p.m - 1) != 0 for p in problems) > len(problems) / 2
