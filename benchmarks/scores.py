@@ -35,7 +35,7 @@ from weft.core.machine import Machine
 from weft.core.problem import LookupProblem, Problem
 from weft.perf.ranking import choice, estimates
 from weft.perf.terms import warm
-from weft.planner.choose import SIMULATED
+from weft.planner.choose import MAX_SIMULATED
 from weft.runtime.choose import MEASURED
 from weft.schedules import FAMILIES, build, parse, programs, spec, synonym
 
@@ -124,7 +124,7 @@ class Predicted:
     @property
     def picks(self) -> dict[str, str]:
         """The choice of each method, except of methods that choose the same schedule for many problems."""
-        plan = {*self.ranked[:SIMULATED], "sequential"} & self.simulated.keys()
+        plan = {*self.ranked[:MAX_SIMULATED], "sequential"} & self.simulated.keys()
         auto = {*self.ranked[:MEASURED], "sequential"}
         return {
             "ranking": choice(self.ranking),

@@ -118,9 +118,9 @@ def test_a_segment_keeps_no_descriptor() -> None:
     opened = SharedSegment.open(made.name)
     # Others of this process may go at any time: the garbage collector closes what tests before have left.
     assert not [link for link in Path("/proc/self/fd").iterdir() if made.name in _target(link)]
-    made.words().store(3, 77)
-    assert (opened.nbytes, opened.words().load(3)) == (8192, 77)
+    made.view_words().store(3, 77)
+    assert (opened.nbytes, opened.view_words().load(3)) == (8192, 77)
     Path("/dev/shm", made.name).unlink()
     made.close()
-    assert opened.words().load(3) == 77
+    assert opened.view_words().load(3) == 77
     opened.close()

@@ -164,7 +164,7 @@ def test_an_error_about_a_path_names_its_argument(capsys: pytest.CaptureFixture[
 
 def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with (tmp_path / "large.json").open("w") as file:
-        file.truncate(codec.MOST_BYTES + 1)
+        file.truncate(codec.MAX_FILE_BYTES + 1)
     for command in (["plan"], ["machines", "--diff", "h200x8"], ["simulate"]):
         assert main([*command, str(tmp_path / "large.json")]) == 2
         assert "large.json: it has more than 32 MiB" in capsys.readouterr().err
@@ -211,7 +211,7 @@ def test_a_study_is_written_though_nobody_reads_the_output(
 
     monkeypatch.setattr(simulate, "simulate_study", simulated)
     monkeypatch.setattr("weft.report.study.study_page", lambda done: "whole")
-    for name in ("show", "record"):
+    for name in ("print_results", "record"):
         monkeypatch.setattr(simulate, name, unread)
     report, trace = tmp_path / "out", tmp_path / "trace.json"
     to = Path("-") if as_json else None

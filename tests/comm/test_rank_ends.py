@@ -183,7 +183,7 @@ def _no_room() -> tuple[str, float]:
 
 def test_a_rank_without_room_for_a_segment_tells_the_others(ranks: RankFixture) -> None:
     (first, first_s), (second, _) = ranks(2).run(_no_room)
-    assert second.startswith("ValueError: shared memory: 1125899906842624 bytes asked")
+    assert second.startswith("ValueError: shared memory: 1125899906842624 bytes are needed")
     assert first == second.replace("ValueError", "PeerLost: rank 1 failed")
     assert first_s < SOON_S
 

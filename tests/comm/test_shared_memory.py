@@ -16,7 +16,7 @@ from single_process_ranks import rank_groups, wait_for
 
 from weft.comm import shared_memory
 from weft.comm.processes import died, process_namespace, process_start
-from weft.comm.shared_memory import SharedSegment, reap_stale
+from weft.comm.shared_memory import SharedSegment, remove_stale_segments
 from weft.core.errors import PeerLost
 
 
@@ -53,7 +53,7 @@ def test_flags_are_stored_with_release_and_loaded_with_acquire(monkeypatch: pyte
     monkeypatch.setattr(atomicshm, "AtomicView", View)
     segment = SharedSegment.create("test", 64)
     shared_memory.unlink(segment.name)
-    words = segment.words(8, 2)
+    words = segment.view_words(8, 2)
     words.store(1, 7)
     assert words.load(1) == 7
     assert orders == [("store", atomicshm.RELEASE), ("load", atomicshm.ACQUIRE)]
@@ -89,7 +89,7 @@ def test_what_a_dead_creator_left_is_removed_also_where_its_number_is_used_again
     names = {f"weft-{process_namespace()}-{os.getpid()}-{at}-x-data" for at in (start, 1)}
     for name in names:
         (shm / name).touch()
-    assert reap_stale() == [f"weft-{process_namespace()}-{os.getpid()}-1-x-data"]
+    assert remove_stale_segments() == [f"weft-{process_namespace()}-{os.getpid()}-1-x-data"]
     assert [path.name for path in shm.iterdir()] == [f"weft-{process_namespace()}-{os.getpid()}-{start}-x-data"]
 
 
@@ -107,7 +107,7 @@ def test_links_are_not_followed_and_what_cannot_be_removed_stays(shm: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "lstat", of_another)
-        assert reap_stale() == []
+        assert remove_stale_segments() == []
         assert link.is_symlink()
 
     def refused(self: Path, **_: object) -> None:
@@ -115,7 +115,7 @@ def test_links_are_not_followed_and_what_cannot_be_removed_stays(shm: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refused)
-        assert reap_stale() == []
+        assert remove_stale_segments() == []
     assert target.exists()
 
 

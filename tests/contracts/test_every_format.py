@@ -164,7 +164,7 @@ def test_a_file_that_cannot_be_read_is_named(form: Format, what: str, tmp_path: 
         path.mkdir()
     if what == "too large":
         path.write_text(json.dumps(_written(form)))
-        monkeypatch.setattr(codec, "MOST_BYTES", 10)
+        monkeypatch.setattr(codec, "MAX_FILE_BYTES", 10)
     with pytest.raises(ValueError, match=r"damaged\.json"):
         form.read(path)
 

@@ -19,14 +19,14 @@ from weft.models.communicating import CommunicatingLayer
 from weft.models.embedding_bags import ShardedEmbeddingBags
 from weft.models.experts import MoE
 from weft.report.overlap import OverlapReport
-from weft.report.places import Called, ReportedPlace
+from weft.report.places import ReportedCall, ReportedPlace
 
 
-def _called(spec: str, us: float | None, **others: float) -> Called:
-    return Called(op="all_gather_matmul", rows=8192, spec=spec, why="fastest of 8 <b>", us=us, **others)
+def _called(spec: str, us: float | None, **others: float) -> ReportedCall:
+    return ReportedCall(op="all_gather_matmul", rows=8192, spec=spec, why="fastest of 8 <b>", measured_us=us, **others)
 
 
-def _place(count: int, *calls: Called, reason: str = "") -> ReportedPlace:
+def _place(count: int, *calls: ReportedCall, reason: str = "") -> ReportedPlace:
     layer = CommunicatingLayer(
         module="layers.*.mlp", parts=("up",), operators=() if reason else ("all_gather_matmul",), reason=reason, n=8, k=4
     )
@@ -49,7 +49,7 @@ def test_what_only_ran_sequentially_is_not_overlapped(report: OverlapReport) -> 
 
 
 def test_a_place_whose_backward_alone_is_overlapped_is_not() -> None:
-    backward = Called(op="matmul_reduce_scatter", rows=8192, spec="shard_p2p", why="predicted")
+    backward = ReportedCall(op="matmul_reduce_scatter", rows=8192, spec="shard_p2p", why="predicted")
     assert not _place(1, _called("sequential", 9.0), backward).overlapped
     assert _place(1, backward).verdict == "sequential"
     assert _place(1, _called("shard_p2p", 9.0), backward).overlapped

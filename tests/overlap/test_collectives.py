@@ -400,7 +400,7 @@ def _read_after_close() -> None:
     assert part.tolist() == [7] * 8
     segment = SharedSegment.create("kept", 64)
     unlink(segment.name)
-    matrix = segment.matrix(0, 2, 4, torch.float32)
+    matrix = segment.view_matrix(0, 2, 4, torch.float32)
     segment.close()
     assert matrix.sum() == 0
     # Once no tensor is left, neither is the memory.

@@ -16,7 +16,7 @@ import weft
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Copy, Lane, Schedule, Step
-from weft.overlap.concurrent.calls import MOST, calls_of
+from weft.overlap.concurrent.calls import MAX_ENTRIES, get_caches
 from weft.runtime.groups import GROUPS
 
 pytestmark = pytest.mark.ranks
@@ -279,11 +279,11 @@ def _many_sizes(most: int) -> tuple[int, int, list[float]]:
             summed = torch.ones(size)
             with weft.concurrent(collectives=weft.AllReduce(summed), key="sizes", method=method):
                 pass
-    remembered = calls_of(GROUPS.state(group.group_name))
+    remembered = get_caches(GROUPS.state(group.group_name))
     found = len(remembered._choices), len(remembered._programs), summed.tolist()
     weft.close()
     return found
 
 
 def test_the_sizes_that_were_used_last_are_remembered(ranks: RankFixture) -> None:
-    assert ranks(2).run(_many_sizes, MOST) == [(MOST, MOST, [2.0])] * 2
+    assert ranks(2).run(_many_sizes, MAX_ENTRIES) == [(MAX_ENTRIES, MAX_ENTRIES, [2.0])] * 2

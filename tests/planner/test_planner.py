@@ -20,7 +20,7 @@ from weft.core.span import total_us
 from weft.perf import run, simulate
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner import Candidate, Plan, plan
-from weft.planner.choose import SIMULATED
+from weft.planner.choose import MAX_SIMULATED
 from weft.planner.explain import Option, explain
 from weft.schedules import build, parse
 
@@ -47,10 +47,10 @@ def test_best_first_and_sequential_among_them(plans: dict[tuple[Op, int], Plan])
         assert times == sorted(times)
         sequential = next(c for c in found.candidates if c.schedule == "sequential")
         assert sequential.predicted_us == found.sequential_us >= found.chosen.predicted_us
-        assert len({c.spec for c in found.candidates}) == len(found.candidates) == SIMULATED + 1
+        assert len({c.spec for c in found.candidates}) == len(found.candidates) == MAX_SIMULATED + 1
         gated = {"flag_gated", "flag_gated_2d"}  # may be the same program as another one
         assert {parse(spec)[0] for spec in found.estimates} >= {*of_one_node(found.problem.op)} - gated
-        assert {c.spec for c in found.candidates} - {"sequential"} <= set(list(found.estimates)[: 2 * SIMULATED])
+        assert {c.spec for c in found.candidates} - {"sequential"} <= set(list(found.estimates)[: 2 * MAX_SIMULATED])
         assert list(found.estimates.values()) == sorted(found.estimates.values())
 
 
@@ -174,9 +174,9 @@ def test_mistakes_are_named(asked: dict[str, object], message: str) -> None:
 def test_schedules_of_another_problem_or_family() -> None:
     problem, other = llama_70b("all_gather_matmul", 512), llama_70b("all_gather_matmul", 1024)
     given: Sequence[Schedule] = [build(other, "shard_p2p")]
-    with pytest.raises(ValueError, match=r"schedules holds one for all_gather_matmul M=1024"):
+    with pytest.raises(ValueError, match=r"schedules has a schedule for all_gather_matmul M=1024"):
         plan(problem, H200, schedules=given)
-    with pytest.raises(ValueError, match=r"schedules holds one for all_gather_matmul M=1024"):
+    with pytest.raises(ValueError, match=r"schedules has a schedule for all_gather_matmul M=1024"):
         plan(problem, H200, schedules=given, only="flag_gated", chunks=2)
     with pytest.raises(ValueError, match=r"schedules has none of family flag_gated"):
         plan(problem, H200, schedules=[build(problem, "shard_p2p")], only="flag_gated")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.shared_memory import reap_stale
+from weft.comm.shared_memory import remove_stale_segments
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import Ranks, _delay_signals
 
@@ -195,7 +195,7 @@ def test_sigterm_ends_a_command_and_its_ranks(
         time.sleep(later_s)
         run.send_signal(signal.SIGTERM)
         _, stderr = run.communicate(timeout=300)
-    reap_stale()  # ranks that end while they make a group leave what the next group takes away: this stands for one
+    remove_stale_segments()  # ranks that end while they make a group leave what the next group takes away: this stands for one
     assert (run.returncode, stderr, list(folder.glob("weft-*"))) == (143, "weft: error: terminated\n", [])
 
 

@@ -237,7 +237,7 @@ def test_what_a_dead_creator_left_is_reaped(tmp_path: Path, monkeypatch: pytest.
     others = tmp_path / "weft-123abc-999999999-1-0123456789abcdef-data"
     for path in (stale, others):
         path.write_bytes(b"x")
-    assert shared_memory.reap_stale() == [stale.name]
+    assert shared_memory.remove_stale_segments() == [stale.name]
     assert not stale.exists()
     assert others.exists(), "another container's, where that process may live"
 

@@ -32,7 +32,7 @@ from weft.runtime.groups import GROUPS, GroupState
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations
 from weft.runtime.programs import KnownCall, Programs
-from weft.runtime.tickets import EVENT_PAIRS, PendingCall, results_of
+from weft.runtime.tickets import EVENT_PAIRS, PendingCall, find_results
 from weft.runtime.turn import Branches
 from weft.runtime.watchdog import Watchdog
 from weft.schedules import build
@@ -51,10 +51,10 @@ class Ranks:
     ) -> int:
         """One that is enqueued, and waits on the device. out: what it returns."""
         self.resources.watchdog.await_room(lambda: stuck)
-        ticket = self.resources.watchdog.begin(STREAM, "a call", lambda: stuck, rehearses=rehearses, results=results_of(out))
+        ticket = self.resources.watchdog.begin(STREAM, "a call", lambda: stuck, rehearses=rehearses, results=find_results(out))
         if begun:
             self.resources.begun(ticket)
-        self.resources.tickets.end(STREAM, ticket)
+        self.resources.tickets.record_end(STREAM, ticket)
         self.resources.watchdog.raise_if_failed()
         return ticket
 
@@ -109,7 +109,7 @@ def test_what_calls_returned_is_nan_once_and_no_memory_of_others(
     ranks.call(out=whole_numbers)
     ranks.call(out=dropped)
     ranks.resources.watchdog.begin(
-        STREAM, "a call", lambda: "a flag", rehearses=False, results=results_of([[ended]])
+        STREAM, "a call", lambda: "a flag", rehearses=False, results=find_results([[ended]])
     )  # not enqueued yet
     del dropped
     ranks.raised_after(ranks.peer_fails, PeerLost, "planted")
@@ -323,7 +323,7 @@ def test_a_call_that_does_not_end_when_it_is_released_is_logged(
     monkeypatch.setattr(watchdog, "_STUCK_S", 0.2)
     ticket = ranks.resources.watchdog.begin(STREAM, "a call", lambda: "it waits", rehearses=False)
     ranks.resources.begun(ticket)
-    ranks.resources.tickets.end(STREAM, ticket)
+    ranks.resources.tickets.record_end(STREAM, ticket)
     ranks.peer_fails()
     assert ranks.failed()
     assert wait_for(lambda: "loading a kernel" in caplog.text)
@@ -342,7 +342,7 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
 
     ticket = ranks.resources.watchdog.begin(STREAM, "a call", closed, rehearses=False)
     ranks.resources.begun(ticket)
-    ranks.resources.tickets.end(STREAM, ticket)
+    ranks.resources.tickets.record_end(STREAM, ticket)
     ranks.resources.releaser.add(0, released.set)
     (partial(setattr, ranks.resources.driver, "lost", True) if lost else ranks.peer_fails)()
     assert ranks.failed()
@@ -373,9 +373,9 @@ def test_the_host_is_no_more_calls_ahead_than_a_stream_takes(ranks: Ranks, monke
     assert time.monotonic() - began > 0.05
     waited: list[object] = []
     monkeypatch.setattr(ranks.resources.driver, "wait", lambda stream, event: waited.append(event), raising=False)
-    ranks.resources.tickets.after(STREAM, 0)
+    ranks.resources.tickets.make_stream_wait(STREAM, 0)
     assert waited == [], "its event is another call's by now"
-    ranks.resources.tickets.after(STREAM, 1)
+    ranks.resources.tickets.make_stream_wait(STREAM, 1)
     assert len(waited) == 1
     ranks.raised_after(ranks.peer_fails, PeerLost, "planted")
 
@@ -444,7 +444,7 @@ def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call
     ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
     ended = list[bool]()
     ranks.resources.heap = cast(
-        Any, SimpleNamespace(free=lambda _: ended.append(ranks.resources.tickets.done(1)), free_cached=lambda: None)
+        Any, SimpleNamespace(free=lambda _: ended.append(ranks.resources.tickets.has_ended(1)), free_cached=lambda: None)
     )
     ranks.resources.releaser.add(id(program), lambda: ranks.resources.ended(1))
 
@@ -564,9 +564,9 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
 
     with pytest.raises(KeyError):
         program._enqueue(SimpleNamespace(replay=raises), {})
-    assert not ranks.resources.tickets.done(1)
+    assert not ranks.resources.tickets.has_ended(1)
     ranks.resources.ended(1)
-    assert ranks.resources.tickets.done(1)
+    assert ranks.resources.tickets.has_ended(1)
 
 
 def _state(rank_group: RankGroup, **attributes: Any) -> GroupState:

@@ -293,7 +293,7 @@ def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> No
     for part in side_stream.parts:
         one = whole.collectives[part.number]
         assert isinstance(one, CollectiveProblem)
-        made = collectives.PULLED if "pull" in spec else collectives.PUSHED
+        made = collectives.PULL_BUILDERS if "pull" in spec else collectives.PUSH_BUILDERS
         own = made[one.op](Request(replace(one, sms=8) if "ctas" in spec else one, "copy_engine", 4, fan_out))
         assert part.steps is not None
         assert (part.steps.problem, part.steps.buffers) == (own.problem, own.buffers)

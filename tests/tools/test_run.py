@@ -196,7 +196,7 @@ def test_cpu_ranks_run_what_is_predicted_for_the_machine() -> None:
     request = {**REQUEST, "op": "matmul_reduce_scatter", "machine_tokens": 65536}
     run = run_model(model, **request)
     assert run.ok
-    assert not run.other_schedules
+    assert not run.unpredicted_layers
     assert any(schedules.overlaps(layer.schedule) for layer in run.layers)
     here = plan(dataclasses.replace(run.layers[-1].problem, world_size=2), load("h200x8"))
     assert here.chosen.spec != run.layers[-1].spec

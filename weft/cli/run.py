@@ -133,17 +133,17 @@ def _show(run: Run) -> None:
     out.print()
     tables.print_chart(out, plans, "ms")
     tables.print_ran(out, run)
-    if run.measured:
+    if run.measured_layers:
         tables.print_speeds(out, run)
     _judge(out, run)
 
 
 def _judge(out: Console, run: Run) -> None:
     """Print the verdict of the run."""
-    for layer in run.other_schedules:
+    for layer in run.unpredicted_layers:
         out.print(f"{layer.name} ran {layer.spec}, which was chosen for these ranks; {layer.plan.chosen.spec} is predicted.")
     wrong = [layer.name for layer in run.layers if not layer.ok]
-    which = "" if run.other_schedules else ", and the ranks ran those of the prediction"
+    which = "" if run.unpredicted_layers else ", and the ranks ran those of the prediction"
     out.print(f"All schedules are proved{which}." + ("" if wrong else " All results are right."))
     if wrong:
         out.print(f"WRONG results at {', '.join(wrong)}")

@@ -1,4 +1,4 @@
-"""weft simulate: a published evaluation, simulated, with its figures next to ours; or one schedule on one machine."""
+"""weft simulate: simulate a published evaluation and compare it with the published figures, or simulate one schedule."""
 
 from __future__ import annotations
 
@@ -22,30 +22,34 @@ def command(
         typer.Argument(
             metavar="STUDY|FILE",
             help=" ".join(f"{name}: {about}." for name, about in STUDIES.items())
-            + " A JSON file: a schedule, as weft plan --save has it.",
+            + " A JSON file with a schedule, as weft plan --save writes it.",
         ),
     ],
     machine: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Machine of a schedule: a name from weft machines, or a JSON file. Default: h200x8."),
+        typer.Option(
+            metavar="NAME", help="Machine for a schedule: a name from weft machines, or a JSON file. Default: h200x8."
+        ),
     ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Change a number: links.gbps=200 of a schedule's machine, of ficco or iso, hbm.gbps=2000 of t3, nodes=128 of "
-            "dlrm. Repeatable.",
+            help="Change a number, for example links.gbps=200 for a schedule's machine, ficco or iso, hbm.gbps=2000 for t3, or "
+            "nodes=128 for dlrm. Repeatable.",
         ),
     ] = None,
     scenarios: Annotated[
         list[str] | None,
-        typer.Option("--scenario", metavar="NAME", help="ficco: only this GEMM, such as g5. Repeatable. Default: all."),
+        typer.Option(
+            "--scenario", metavar="NAME", help="For ficco: simulate only this GEMM, such as g5. Repeatable. Default: all."
+        ),
     ] = None,
     sensitivity: Annotated[
         bool,
         typer.Option(
-            "--sensitivity", help="Also take each assumed or derived number a quarter lower and higher, one at a time."
+            "--sensitivity", help="Also simulate with each assumed or derived number 25% lower and 25% higher, one at a time."
         ),
     ] = False,
     draws: Annotated[
@@ -53,8 +57,8 @@ def command(
         typer.Option(
             metavar="N",
             min=0,
-            help="Also move all assumed and derived numbers together, N times, each by up to 10%, a small whole number "
-            "by 1. Try 200.",
+            help="Also simulate N times with all assumed and derived numbers changed at once, each by up to 10%, a small "
+            "whole number by 1. Try 200.",
         ),
     ] = 0,
     json: options.JSON = None,
@@ -64,30 +68,30 @@ def command(
     """Simulate a published evaluation and compare it with the published figures, or simulate one schedule on one machine."""
     outputs = Outputs(json=json, report=report, trace=trace)
     if study not in STUDIES and (study.endswith(".json") or os.path.isfile(study)):
-        for option, given in (("sensitivity", sensitivity), ("draws", draws), ("scenario", scenarios)):
-            if given:
+        for option, value in (("sensitivity", sensitivity), ("draws", draws), ("scenario", scenarios)):
+            if value:
                 raise ValueError(f"--{option} is for studies; a schedule takes --set")
         simulate_schedule(Path(study), machine or options.DEFAULT_MACHINE, changes or [], outputs)
         return
-    found = load_study(study)
+    chosen = load_study(study)
     if machine is not None:
         raise ValueError(f"--machine is for a schedule in a JSON file, not for {study}")
     outputs.require({})
     if scenarios:
-        if found.only is None:
+        if chosen.only is None:
             raise ValueError(
-                f"--scenario is {', '.join(scenarios)}; {study} has no scenarios to choose from, and is simulated whole"
+                f"--scenario is {', '.join(scenarios)}, but {study} has no scenarios; leave it out to simulate all of {study}"
             )
-        found = found.only(scenarios)
-    system = found.changed(found.load(), dict(settings.parse(given, found.example) for given in changes or []))
+        chosen = chosen.only(scenarios)
+    system = chosen.changed(chosen.load(), dict(settings.parse(change, chosen.example) for change in changes or []))
     with progress_bar() as progress:
-        done = simulate_study(found, system, progress, sensitivity=sensitivity, draws=draws)
-    write(done, outputs)
+        done = simulate_study(chosen, system, progress, sensitivity=sensitivity, draws=draws)
+    write_results(done, outputs)
 
 
-def write(done: Done, outputs: Outputs) -> None:
-    """Write a study's page, trace and record where they are asked for, and print its tables."""
-    written = []  # before anything is shown: a reader of that may go away
+def write_results(done: Done, outputs: Outputs) -> None:
+    """Write the page, trace and record of a study that `outputs` names, and print its tables."""
+    written = []  # Files are written before anything is printed, because printing fails if the reader of a pipe has ended.
     if outputs.report is not None:
         from weft.report.study import write_study
 
@@ -100,21 +104,21 @@ def write(done: Done, outputs: Outputs) -> None:
         if output.write_json(outputs.json, output.as_json(record(done))):
             return
         written.append(outputs.json)
-    show(done)
+    print_results(done)
     for path in written:
         print(f"wrote {path}")
 
 
-def show(done: Done) -> None:
-    """Print the system, every table that is for the console, and what the study says in short."""
-    out = output.console()
-    out.print("; ".join(f"{name.lower()}: {value}" for name, value in done.study.facts(done.system)))
-    for each in tables(done):
-        if each.console:
-            listed = output.table(*each.rows[0])
-            for row in each.rows[1:]:
-                listed.add_row(*row)
-            out.print(f"\n{each.title}")
-            output.print_table(out, listed)
+def print_results(done: Done) -> None:
+    """Print the system, the tables that are meant for the console, and the summary of the study."""
+    console = output.console()
+    console.print("; ".join(f"{name.lower()}: {value}" for name, value in done.study.facts(done.system)))
+    for study_table in tables(done):
+        if study_table.console:
+            printed = output.table(*study_table.rows[0])
+            for row in study_table.rows[1:]:
+                printed.add_row(*row)
+            console.print(f"\n{study_table.title}")
+            output.print_table(console, printed)
     for sentence in words(done):
-        out.print(f"\n{sentence}")
+        console.print(f"\n{sentence}")

@@ -96,17 +96,17 @@ def print_speeds(out: Console, run: Run) -> None:
             *(layer.name, layer.spec, layer.problem),
             (*_times(speeds, speeds.overlapped_us, "ms"), ms(layer.plan.chosen.predicted_us)),
         )
-        for layer, speeds in run.measured
+        for layer, speeds in run.measured_layers
     ]
     _print_layers(out, "Measured: medians of the slowest rank", (*_heads("ms"), f"{run.machine} ms"), rows)
     out.print(f"{run.machine} ms is the prediction above, for {run.machine_ranks} ranks and {run.machine_tokens} tokens.")
-    if run.over_ideal:
+    if run.exceeds_ideal:
         out.print(OVER_IDEAL)
-    tried = [(layer.name, speeds) for layer, speeds in run.measured if speeds.tried]
+    tried = [(layer.name, speeds) for layer, speeds in run.measured_layers if speeds.tried]
     if tried:
         out.print("Chosen by measurement; ms of each schedule that was tried:")
     for name, speeds in tried:
-        out.print(f"  {name}: " + ", ".join(f"{spec} {ms(time)}" for spec, time in speeds.fastest_first))
+        out.print(f"  {name}: " + ", ".join(f"{spec} {ms(time)}" for spec, time in speeds.candidates_us))
 
 
 def _heads(unit: str) -> Sequence[str]:

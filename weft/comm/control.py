@@ -57,8 +57,8 @@ class ControlSegment:
 
     def __init__(self, segment: SharedSegment) -> None:
         self.segment = segment
-        self.words, self._log = segment.words(0, _WORDS), segment.words(_LOG_AT, LOGGED)
-        self.load_state = self.words.loader(_STATE)
+        self.words, self._log = segment.view_words(0, _WORDS), segment.view_words(_LOG_AT, LOGGED)
+        self.load_state = self.words.make_loader(_STATE)
         """Returns `state`. Every call asks for that of all peers."""
 
     @classmethod

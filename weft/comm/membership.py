@@ -20,7 +20,7 @@ import torch.distributed as dist
 from weft.comm.control import CONTROL_BYTES
 from weft.comm.handshake import handshake
 from weft.comm.processes import died, node_label, process_start
-from weft.comm.shared_memory import SHM, SharedSegment, reap_stale, unlink
+from weft.comm.shared_memory import SHM, SharedSegment, remove_stale_segments, unlink
 from weft.core.errors import PeerLost
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -115,7 +115,7 @@ def join(group: dist.ProcessGroup, timeout_s: float | None) -> Members:
         bound_s = timeout_from_environment() if timeout_s is None else timeout_s
         per_node, host = ranks_per_node(), f"{socket.gethostname()} {node_label(SHM)}"
         label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
-        reap_stale()
+        remove_stale_segments()
         own = SharedSegment.create("control", CONTROL_BYTES)
         me: _Member | str = (host, label, os.getpid(), process_start(os.getpid()), own.name)
     except (ValueError, OSError) as error:

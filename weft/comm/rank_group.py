@@ -58,7 +58,7 @@ from weft.comm.launch_conditions import agree_on_launch
 from weft.comm.membership import join
 from weft.comm.processes import died
 from weft.comm.relay import Relay
-from weft.comm.shared_memory import PREFIX, SharedSegment, reap_stale, unlink
+from weft.comm.shared_memory import PREFIX, SharedSegment, remove_stale_segments, unlink
 from weft.comm.symmetric_heap import SymmetricHeap, make_heap
 from weft.comm.texts import Remembered, clipped, difference, kind_and_words, reason
 from weft.compat.c10d import store_of
@@ -532,7 +532,7 @@ class RankGroup:
                 self.broken = error
                 self._control[self.rank].fail(reason(error))
                 self._publish()
-                reap_stale()
+                remove_stale_segments()
         return error
 
     def fail_group_on_error(self) -> FailGroupOnError:

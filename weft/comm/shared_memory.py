@@ -1,8 +1,8 @@
 """Shared memory between the ranks of one host: segments of bytes, and words that are read and written atomically.
 
-A segment is POSIX shared memory, readable by its user alone. Its name says which process created it (number and start time),
-and cannot be guessed. It is unlinked as soon as every rank has mapped it, so that nothing stays behind however a rank ends.
-What a creator left that died in between is removed by `reap_stale`, which every rank calls when it joins a group.
+A segment is POSIX shared memory that only its user can access. Its name contains the process id and the start time of its
+creator, and random bits. It is unlinked as soon as every rank has mapped it, so no segment remains, however a rank ends. If the
+creator dies before that, `remove_stale_segments` removes the segment. Every rank calls it when it joins a group.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from weft.comm.processes import died, process_namespace, process_start
 from weft.compat.mappings import mapped
 
 SHM = Path("/dev/shm")
+"""The directory of POSIX shared memory."""
 PREFIX = "weft-"
+"""The beginning of the name of every segment."""
 
 
 class SharedSegment:
-    """Bytes that ranks share. The creator calls `create`, the others `open`; both `close`."""
+    """Bytes that ranks share. The creator calls `create`, the other ranks call `open`, and all ranks call `close`."""
 
     def __init__(self, name: str, mapping: mmap.mmap) -> None:
         self.name, self.nbytes, self._mapping = name, len(mapping), mapping
 
     @classmethod
     def create(cls, label: str, nbytes: int) -> SharedSegment:
-        """A new zeroed segment of at least `nbytes`. Raises ValueError, with the reason, where there can be none."""
+        """Create a segment of at least `nbytes` zeros. Raises ValueError with the reason if that fails."""
         nbytes = max(mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         name = f"{PREFIX}{process_namespace()}-{os.getpid()}-{process_start(os.getpid())}-{os.urandom(8).hex()}-{label}"
         try:
             descriptor = os.open(SHM / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise ValueError(f"shared memory: no file can be made in {SHM} ({error.strerror})") from None
+            raise ValueError(f"shared memory: weft cannot create a file in {SHM} ({error.strerror})") from None
         try:
-            # Reserve the pages now: a full /dev/shm is then an error here, not a SIGBUS at the first write.
+            # Reserve the pages now, so that a full /dev/shm is an error here. Otherwise the first write would raise SIGBUS.
             os.posix_fallocate(descriptor, 0, nbytes)
             return cls(name, mapped(descriptor, nbytes))
         except BaseException as error:
@@ -63,20 +65,20 @@ class SharedSegment:
         finally:
             os.close(descriptor)
 
-    def words(self, offset: int = 0, count: int | None = None) -> AtomicWords:
-        """8-byte words from byte `offset` on."""
+    def view_words(self, offset: int = 0, count: int | None = None) -> AtomicWords:
+        """Return `count` 8-byte words that begin at byte `offset`. By default they reach to the end of the segment."""
         return AtomicWords(self._mapping, offset, (self.nbytes - offset) // 8 if count is None else count)
 
-    def matrix(self, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """A rows x cols tensor over the bytes from `offset` on."""
+    def view_matrix(self, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a rows x cols tensor whose first element is at byte `offset`."""
         if rows * cols == 0:
             return torch.empty(rows, cols, dtype=dtype)
-        # The view keeps the mapping from being closed below the tensor, which by itself would keep the Python object alone.
+        # While this view exists, the mapping cannot be closed. The tensor alone would keep only the Python object alive.
         return torch.frombuffer(memoryview(self._mapping), dtype=dtype, count=rows * cols, offset=offset).view(rows, cols)
 
     @property
     def address(self) -> int:
-        """Where this process finds the first byte."""
+        """The address of the first byte in this process."""
         return torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
 
     def read_bytes(self, offset: int, size: int) -> bytes:
@@ -86,50 +88,54 @@ class SharedSegment:
         self._mapping[offset : offset + len(data)] = data
 
     def read_text(self, offset: int, size: int) -> str:
+        """Read a text that zeros may follow."""
         return self._mapping[offset : offset + size].rstrip(b"\0").decode(errors="replace")
 
     def write_text(self, offset: int, size: int, text: str) -> None:
+        """Write a text, cut or filled with zeros to `size` bytes."""
         self._mapping[offset : offset + size] = text.encode()[:size].ljust(size, b"\0")
 
     def close(self) -> None:
-        """Drop this mapping; it goes once no tensor over it is left."""
+        """Close the mapping. If tensors still use it, it is closed when the last of them is freed."""
         with contextlib.suppress(BufferError):
             self._mapping.close()
 
 
 def _describe_refusal(nbytes: int, error: OSError) -> str:
-    """Why there is no segment of so many bytes, and what helps."""
+    """Return why a segment of `nbytes` cannot be created, and what the user can do."""
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
-    asked = f"shared memory: {nbytes} bytes asked, {free} free in {SHM} ({error.strerror})"
+    reason = f"shared memory: {nbytes} bytes are needed, {free} are free in {SHM} ({error.strerror})"
     if error.errno == errno.ENOSPC or free < nbytes:
-        return f"{asked}; enlarge it (--shm-size)"
+        return f"{reason}; enlarge it (--shm-size)"
     if error.errno == errno.ENOMEM:
-        return f"{asked}; the host, or the memory limit of this container, has no memory left"
-    return asked
+        return f"{reason}; the host, or the memory limit of this container, has no memory left"
+    return reason
 
 
-class _PlainView:
-    """Words of some bytes without the package of atomics: on x86-64 an aligned 8-byte move is atomic, loads acquire and stores
-    release."""
+class _NumpyWords:
+    """8-byte words for x86-64, used if the package atomicshm is missing.
+
+    On x86-64 an aligned 8-byte move is atomic, every load is a load-acquire, and every store is a store-release.
+    """
 
     def __init__(self, data: memoryview) -> None:
         if platform.machine() not in ("x86_64", "AMD64"):
             raise ValueError(f"flags need atomics on {platform.machine()}: pip install atomicshm")
         self._words = np.frombuffer(data, dtype=np.uint64)
 
-    def load_u64(self, at: int, order: object) -> int:
-        return int(self._words[at >> 3])
+    def load_u64(self, offset: int, order: object) -> int:
+        return int(self._words[offset >> 3])
 
-    def store_u64(self, at: int, value: int, order: object) -> None:
-        self._words[at >> 3] = value
+    def store_u64(self, offset: int, value: int, order: object) -> None:
+        self._words[offset >> 3] = value
 
 
-def _view_of(data: memoryview) -> tuple[Any, Any, Any]:
-    """What loads and stores 8-byte words of some bytes, at byte offsets; its words for load-acquire and for store-release."""
+def _open_words(data: memoryview) -> tuple[Any, Any, Any]:
+    """Return an object that loads and stores 8-byte words at byte offsets, and its memory orders for loads and for stores."""
     try:
         from atomicshm import ACQUIRE, RELEASE, AtomicView
     except ImportError:
-        return _PlainView(data), None, None
+        return _NumpyWords(data), None, None
     return AtomicView(data), ACQUIRE, RELEASE
 
 
@@ -140,9 +146,9 @@ class AtomicWords:
         assert offset % 8 == 0
         assert offset + 8 * count <= len(mapping)
         self.count = count
-        self._view, self._acquire, self._release = _view_of(memoryview(mapping)[offset : offset + 8 * count])
+        self._view, self._acquire, self._release = _open_words(memoryview(mapping)[offset : offset + 8 * count])
 
-    def loader(self, index: int) -> Callable[[], int]:
+    def make_loader(self, index: int) -> Callable[[], int]:
         """Return a function that loads one word. It takes a quarter of the time of `load`."""
         return partial(self._view.load_u64, 8 * index, self._acquire)
 
@@ -154,23 +160,25 @@ class AtomicWords:
 
 
 def unlink(name: str) -> None:
-    """Remove a segment's name; no error if it is gone."""
+    """Remove the name of a segment, if it still exists."""
     (SHM / name).unlink(missing_ok=True)
 
 
-def reap_stale() -> list[str]:
-    """Remove segments of this user whose creator is dead; their names. Not of other containers, whose processes have numbers of
-    their own, and may live."""
-    reaped = []
+def remove_stale_segments() -> list[str]:
+    """Remove the segments of this user whose creator has died, and return their names.
+
+    Segments of other containers stay, because their process ids mean other processes there.
+    """
+    removed = []
     for path in SHM.glob(f"{PREFIX}{process_namespace()}-*"):
         pid, start = [*path.name.removeprefix(f"{PREFIX}{process_namespace()}-").split("-"), "", ""][:2]
         try:
-            # Not what a link points to: anyone may put one here.
-            mine = path.lstat().st_uid == os.getuid()
+            # lstat does not follow links, which any user may create in this directory.
+            is_own = path.lstat().st_uid == os.getuid()
         except OSError:
             continue
-        if mine and pid.isdigit() and start.isdigit() and died(int(pid), int(start)):
-            with contextlib.suppress(OSError):  # it can stay: nobody maps it
+        if is_own and pid.isdigit() and start.isdigit() and died(int(pid), int(start)):
+            with contextlib.suppress(OSError):  # a segment that stays does no harm, because no process maps it
                 path.unlink()
-                reaped.append(path.name)
-    return reaped
+                removed.append(path.name)
+    return removed

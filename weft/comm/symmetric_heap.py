@@ -127,11 +127,11 @@ class HostAllocation(Allocation):
         return [segment.address for segment in self._segments.values()]
 
     def view(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._segments[rank].matrix(offset, rows, cols, dtype)
+        return self._segments[rank].view_matrix(offset, rows, cols, dtype)
 
     def words(self, rank: int, count: int | None = None) -> AtomicWords:
         """Return the first `count` words of a rank, which are read and written atomically. By default return all."""
-        return self._segments[rank].words(0, count)
+        return self._segments[rank].view_words(0, count)
 
     def close(self) -> None:
         super().close()

@@ -1,12 +1,12 @@
-"""Frozen dataclasses to JSON and back, by their type hints.
+"""Convert frozen dataclasses to JSON and back, by their type hints.
 
 Contract: `load(cls, dump(value)) == value` for every value class of weft. Reading is strict: an unknown key, a missing
 one, or a value of the wrong type raises `ValueError` that names the path ("steps[3].src.rows") and what would work.
-Nothing is evaluated and nothing is imported by name, so a file from elsewhere can do no more than be refused.
+Reading evaluates no text and imports nothing by name, so a file from an untrusted source cannot run code.
 
 Supported hints: int, float, str, bool, None, unions, tuple[X, ...], tuple[X, Y], Mapping[str, X], Literal, and frozen
-dataclasses. The members of a union of dataclasses are distinguished by a "type" key with the class name; one of them may omit
-it.
+dataclasses. The members of a union of dataclasses are distinguished by a "type" key with the class name, which one of them
+may omit. A class with a true attribute TAGGED always writes this key.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-MOST_BYTES = 32 << 20
-"""Of a file that is read. A schedule of 8 ranks and 512 chunks takes 2 MB; a file of 32 MiB is parsed in a few seconds."""
-MOST_CHARACTERS = 1000
-"""Of a text in a file: a name, or where a number is from. It is printed in messages, on pages and in tables."""
+MAX_FILE_BYTES = 32 << 20
+"""The largest file that is read. A schedule of 8 ranks and 512 chunks takes 2 MB; 32 MiB are parsed in a few seconds."""
+MAX_TEXT_CHARACTERS = 1000
+"""The longest text in a file, such as a name or the source of a number. It may be printed in messages, pages and tables."""
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _get_hints(cls: type) -> dict[str, Any]:
+    """Return the type hints of the fields of a class."""
     return typing.get_type_hints(cls)
 
 
 def dump(value: Any) -> Any:
-    """`value` as plain JSON data. Fields that equal their default are left out."""
+    """Convert `value` to plain JSON data. Fields that equal their default are left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         out: dict[str, Any] = {"type": type(value).__name__} if getattr(value, "TAGGED", False) else {}
         for field in dataclasses.fields(value):
@@ -50,7 +51,7 @@ def dump(value: Any) -> Any:
 
 
 def load(hint: Any, data: Any, where: str = "") -> Any:
-    """The value of type `hint` that JSON `data` describes. Raises ValueError that names the place."""
+    """Return the value of type `hint` that JSON `data` describes. Raises ValueError that names the path `where` in the data."""
     origin = typing.get_origin(hint)
     if dataclasses.is_dataclass(hint):
         return _load_dataclass(typing.cast(type, hint), data, where)
@@ -74,8 +75,8 @@ def load(hint: Any, data: Any, where: str = "") -> Any:
 
 
 def loads(cls: type[T], text: str, where: str = "JSON") -> T:
-    """Parse `text` as a `cls`. Raises ValueError with `where` (a file name, say) in front."""
-    data = _parsed(text, where)
+    """Parse `text` as a `cls`. Raises ValueError that begins with `where`, for example a file name."""
+    data = _parse(text, where)
     try:
         return typing.cast(T, load(cls, data))
     except ValueError as error:
@@ -86,28 +87,28 @@ def loads(cls: type[T], text: str, where: str = "JSON") -> T:
 
 def read(cls: type[T], path: str | Path) -> T:
     """Read a `cls` from a JSON file. Raises ValueError that names the file."""
-    return loads(cls, _text_of(path), str(path))
+    return loads(cls, _read_text(path), str(path))
 
 
 def read_data(path: str | Path) -> Any:
-    """What a JSON file has, whatever it is. Raises ValueError that names the file."""
-    return _parsed(_text_of(path), str(path))
+    """Return the content of a JSON file as plain JSON data. Raises ValueError that names the file."""
+    return _parse(_read_text(path), str(path))
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
 
 
-def _text_of(path: str | Path) -> str:
+def _read_text(path: str | Path) -> str:
     try:
-        with Path(path).open("rb") as file:  # a device has no end
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"cannot read {path}: it has more than {MOST_BYTES >> 20} MiB")
-        return data.decode("utf-8-sig")  # without a byte order mark
+        with Path(path).open("rb") as file:  # the size is bounded below, because a device file has no end
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"cannot read {path}: it has more than {MAX_FILE_BYTES >> 20} MiB")
+        return data.decode("utf-8-sig")  # skips a byte order mark
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -115,19 +116,23 @@ def _text_of(path: str | Path) -> str:
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """`value` as JSON text."""
+    """Convert `value` to JSON text."""
     return json.dumps(dump(value), indent=indent, allow_nan=False)
 
 
-def _expect(good: bool, data: Any, what: str, where: str) -> None:
-    if not good:
+def _expect(is_valid: bool, data: Any, what: str, where: str) -> None:
+    """Raise ValueError unless `is_valid`. `what` says in words what `data` must be."""
+    if not is_valid:
         raise ValueError(f"{where or 'value'} is {data!r:.80}; it must be {what}")
 
 
 def _expect_printable(text: str, where: str) -> None:
-    """A terminal would obey the escape sequences of a text from elsewhere, and a message should end."""
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"{where or 'value'} has {len(text)} characters; it must have at most {MOST_CHARACTERS}")
+    """Raise ValueError for a text that is too long or has unprintable characters.
+
+    A terminal would execute the escape sequences of a text from an untrusted source.
+    """
+    if len(text) > MAX_TEXT_CHARACTERS:
+        raise ValueError(f"{where or 'value'} has {len(text)} characters; it must have at most {MAX_TEXT_CHARACTERS}")
     _expect(text.isprintable(), text, "one line of letters that print", where)
 
 
@@ -137,8 +142,8 @@ def _load_scalar(hint: Any, data: Any, where: str) -> Any:
     if hint in (None, type(None)):
         _expect(data is None, data, "null", where)
     elif hint is float:
-        good = isinstance(data, (int, float)) and not isinstance(data, bool)
-        _expect(good, data, "a number", where)
+        is_number = isinstance(data, (int, float)) and not isinstance(data, bool)
+        _expect(is_number, data, "a number", where)
         _expect(abs(data) < 1e300 and math.isfinite(data), data, "a finite number", where)
         return float(data)
     elif hint is int:
@@ -166,14 +171,14 @@ def _load_union(args: tuple[Any, ...], data: Any, where: str) -> Any:
         return None
     classes: dict[str, Any] = {a.__name__: a for a in args if isinstance(a, type) and dataclasses.is_dataclass(a)}
     if isinstance(data, dict) and classes:
-        untold = [c for c in classes.values() if len(classes) == 1 or not getattr(c, "TAGGED", False)]
-        if len(untold) == 1 and "type" not in data:
-            return load(untold[0], data, where)
-        kind = data.get("type")
-        _expect(isinstance(kind, str) and kind in classes, kind, f"one of {', '.join(classes)}", f"{where}.type")
+        untagged = [c for c in classes.values() if len(classes) == 1 or not getattr(c, "TAGGED", False)]
+        if len(untagged) == 1 and "type" not in data:
+            return load(untagged[0], data, where)
+        tag = data.get("type")
+        _expect(isinstance(tag, str) and tag in classes, tag, f"one of {', '.join(classes)}", f"{where}.type")
         return load(classes[data["type"]], data, where)
     plain = [a for a in args if a is not type(None) and not dataclasses.is_dataclass(a)]
-    for hint in plain[:-1]:
+    for hint in plain[:-1]:  # the error for the last of them is raised
         try:
             return load(hint, data, where)
         except ValueError:
@@ -195,7 +200,7 @@ def _load_dataclass(cls: type, data: Any, where: str) -> Any:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in data:
             raise ValueError(f"{prefix}{name} is missing from {cls.__name__}")
-    values = {n: load(_hints(cls)[n], data[n], f"{prefix}{n}") for n in fields if n in data}
+    values = {n: load(_get_hints(cls)[n], data[n], f"{prefix}{n}") for n in fields if n in data}
     try:
         return cls(**values)
     except ValueError as error:

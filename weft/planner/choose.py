@@ -1,9 +1,9 @@
-"""Choose a schedule: rank all -> simulate the best few -> the fastest. Pure functions of the problem and the machine.
+"""Choose a schedule: rank all candidates, simulate the best few, and take the fastest.
 
-Contract: `plan` is deterministic, so ranks agree without communication. The ranking (weft.perf.ranking) selects the candidates
-that are built and simulated. The shortest simulated time wins. If times are equal, the simpler schedule wins: earlier in
-`weft.schedules.NAMES`, then fewer chunks. The sequential program is always simulated, so a schedule that is predicted to be
-slower is chosen only if the caller asks for its family by `only`.
+Contract: `plan` is a pure function of the problem and the machine, so ranks agree without communication. The ranking
+(weft.perf.ranking) selects the candidates that are built and simulated. The shortest simulated time wins. If times are equal,
+the simpler schedule wins: earlier in `weft.schedules.NAMES`, then fewer chunks. The sequential program is always simulated, so
+a schedule that is predicted to be slower is chosen only if the caller asks for its family by `only`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.planner.explain import Option, explain
 from weft.planner.values import Plan, predicted
 from weft.schedules import FAMILIES, NAMES, build, candidates, check_op, distinct, simplicity, spec
 
-SIMULATED = 5
+MAX_SIMULATED = 5
 """The number of candidates that are simulated, in addition to the sequential program. In 644 problems measured on 2 and 4 x
 H200, the fastest of these was on average at most 0.2% slower than the fastest of all (docs/planner.md, column `auto`)."""
 
@@ -42,23 +42,29 @@ def plan(
     Args:
         problem: what is to be computed.
         machine: a Machine, a shipped profile's name, or a JSON file's path.
-        schedules: candidates instead of the default ones, all of which are simulated; the sequential program joins them.
-        only: candidates of this family alone, so that it is chosen even if it loses; `sequential_us` is there to compare.
-        chunks: with only, this count alone.
+        schedules: the candidates, which replace the default ones. All of them are simulated, and so is the sequential program.
+        only: the name of a family. Candidates of other families are left out, so the plan chooses this family even if the
+            sequential program is faster. The plan's `sequential_us` shows the difference.
+        chunks: the number of chunks of the candidates. It needs `only`.
 
-    A problem whose result is empty has the sequential program as its only candidate, unless others are asked for. Raises
-    ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype, for a ConcurrentProblem without
-    compute_us, for chunks without only or of a family that has none, for a family that weft or the operator lacks, and for
-    a schedule of another problem.
+    If the result of the problem is empty, the sequential program is the only candidate, unless `schedules` or `only` is given.
+
+    Raises ValueError if
+
+    - the machine has fewer GPUs than the problem, or has no rate for its dtype
+    - the problem is a ConcurrentProblem without compute_us
+    - chunks is given without only, or for a family without chunks
+    - weft or the operator lacks the family
+    - a schedule is for a different problem
     """
     require("problem", problem, Problem, "use a weft.Problem, LookupProblem or CollectiveProblem")
     machine = as_machine(machine)
     machine.require_for(problem)
     if not isinstance(problem, (CollectiveProblem, ConcurrentProblem)):
         machine.tflops(problem.rate_name)
-    found = _estimates(problem, machine, only, chunks) if schedules is None else {}
-    considered = _considered(problem, machine, schedules, found, only, chunks)
-    options, best = _predict(considered, machine)
+    estimates_us = _rank_candidates(problem, machine, only, chunks) if schedules is None else {}
+    selected = _select_schedules(problem, machine, schedules, estimates_us, only, chunks)
+    options, best = _simulate(selected, machine)
     sequential_us = next((o.predicted_us for o in options if o.schedule.name == "sequential"), None)
     if sequential_us is None:
         sequential_us = run(build(problem, "sequential"), machine).total_us
@@ -70,23 +76,23 @@ def plan(
         computation_us=whole_gemm_us(machine, problem),
         communication_us=whole_collective_us(machine, problem),
         why=explain(problem, machine, options, sequential_us, asked=only is not None),
-        estimates=found,
+        estimates=estimates_us,
         spans=best.spans,
     )
 
 
-def _estimates(problem: Problem, machine: Machine, only: str | None, chunks: int | None) -> dict[str, float]:
-    """Every candidate's, least first."""
-    _check_asked(problem, None, only, chunks)
+def _rank_candidates(problem: Problem, machine: Machine, only: str | None, chunks: int | None) -> dict[str, float]:
+    """Return the estimated time of every candidate in microseconds, shortest first."""
+    _check_arguments(problem, None, only, chunks)
     if isinstance(problem, ConcurrentProblem) or (only is None and not (problem.m and problem.n)):
         return {}
     if only is not None and chunks is not None:
-        build(problem, only, chunks)  # refuses a count that it cannot be cut into
+        build(problem, only, chunks)  # raises ValueError if the problem cannot be cut into so many chunks
         return estimates(problem, machine, [spec(only, chunks)])
     return ranked(problem, machine, only)
 
 
-def _considered(
+def _select_schedules(
     problem: Problem,
     machine: Machine,
     schedules: Sequence[Schedule] | None,
@@ -94,29 +100,30 @@ def _considered(
     only: str | None,
     chunks: int | None,
 ) -> list[Schedule]:
-    """What is simulated."""
+    """Return the schedules to simulate."""
     if isinstance(problem, ConcurrentProblem):
-        computation_us(problem)
+        computation_us(problem)  # raises ValueError without compute_us
     if schedules is not None:
-        _check_asked(problem, schedules, only, chunks)
-        found = [s for s in schedules if only in (None, s.name) and chunks in (None, s.chunks)]
+        _check_arguments(problem, schedules, only, chunks)
+        selected = [s for s in schedules if only in (None, s.name) and chunks in (None, s.chunks)]
     elif isinstance(problem, ConcurrentProblem):
-        found = candidates(problem, fan_out=machine.fans_out)
+        selected = candidates(problem, fan_out=machine.fans_out)
     else:
         overlaps = [spec for spec in ranking if spec != "sequential"]
-        found = distinct(problem, overlaps if only is None else ranking, fan_out=machine.fans_out, most=SIMULATED)
-    if only is None and all(schedule.name != "sequential" for schedule in found):
-        found.insert(0, build(problem, "sequential"))
-    if not found:
+        selected = distinct(problem, overlaps if only is None else ranking, fan_out=machine.fans_out, most=MAX_SIMULATED)
+    if only is None and all(schedule.name != "sequential" for schedule in selected):
+        selected.insert(0, build(problem, "sequential"))
+    if not selected:
         raise ValueError(f"schedules has none of family {only}" + (f" in {chunks} chunks" if chunks is not None else ""))
-    return found
+    return selected
 
 
-def _check_asked(problem: Problem, schedules: Sequence[Schedule] | None, only: str | None, chunks: int | None) -> None:
+def _check_arguments(problem: Problem, schedules: Sequence[Schedule] | None, only: str | None, chunks: int | None) -> None:
+    """Raise ValueError if the arguments of `plan` do not fit together."""
     if only is None and chunks is not None:
-        raise ValueError(f"chunks is {chunks}, but only is None; name the family that chunks are for")
+        raise ValueError(f"chunks is {chunks}, but only is None; set only to the family that chunks are for")
     if only is not None and isinstance(problem, ConcurrentProblem):
-        raise ValueError(f"only is {only!r}; of {problem} every schedule has a name of its own: give schedules instead")
+        raise ValueError(f"only is {only!r}, but the schedules of {problem} have no families; use schedules instead")
     if only is not None and only not in FAMILIES:
         raise ValueError(f"only is {only!r}; weft has {', '.join(NAMES)}")
     if only is not None:
@@ -124,27 +131,29 @@ def _check_asked(problem: Problem, schedules: Sequence[Schedule] | None, only: s
         if chunks is not None and not FAMILIES[only].chunked:
             raise ValueError(f"chunks is {chunks}, but only is {only!r}, which has no chunks; leave it out")
     if schedules is not None:
-        require("schedules", schedules, Sequence, "use a row of weft.schedule.Schedule")  # read more than once
+        require(
+            "schedules", schedules, Sequence, "use a list of weft.schedule.Schedule"
+        )  # it is read twice, which an iterator does not allow
     for schedule in schedules or ():
-        require("schedules", schedule, Schedule, "use a row of weft.schedule.Schedule, as weft.schedule.build makes")
+        require("schedules", schedule, Schedule, "use a list of weft.schedule.Schedule, as weft.schedule.build returns them")
         if schedule.problem != problem:
-            raise ValueError(f"schedules holds one for {schedule.problem}; this plan is for {problem}")
+            raise ValueError(f"schedules has a schedule for {schedule.problem}; this plan is for {problem}")
 
 
-def _predict(schedules: Iterable[Schedule], machine: Machine) -> tuple[list[Option], Outcome]:
-    """All options, fastest first, and the fastest one's outcome; the others' spans are dropped."""
+def _simulate(schedules: Iterable[Schedule], machine: Machine) -> tuple[list[Option], Outcome]:
+    """Return all options, fastest first, and the outcome of the fastest. The spans of the others are not kept in memory."""
     options: list[Option] = []
     best: tuple[Option, Outcome] | None = None
     for schedule in schedules:
         outcome = run(schedule, machine)
         option = Option(schedule, predicted(schedule, outcome, machine))
         options.append(option)
-        if best is None or _order(option) < _order(best[0]):
+        if best is None or _get_sort_key(option) < _get_sort_key(best[0]):
             best = option, outcome
-    assert best is not None, "plan: there is always the sequential schedule"
-    return sorted(options, key=_order), best[1]
+    assert best is not None, "plan: at least one schedule is always selected"
+    return sorted(options, key=_get_sort_key), best[1]
 
 
-def _order(option: Option) -> tuple[float, int, int]:
-    """Fastest first, then simplest."""
+def _get_sort_key(option: Option) -> tuple[float, int, int]:
+    """Return a key that sorts the fastest option first, and of equally fast options the simplest."""
     return option.predicted_us, *simplicity(option.schedule.name, option.schedule.chunks)

@@ -25,7 +25,7 @@ from weft.models.communicating import CommunicatingLayer, LayerCalls, communicat
 from weft.ops.common import choose_backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.overlap_page import page
-from weft.report.places import Called, ReportedPlace, describe_place
+from weft.report.places import ReportedCall, ReportedPlace, describe_place
 from weft.runtime.autotune import Choice
 from weft.runtime.buckets import serves
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
@@ -64,7 +64,7 @@ class OverlapReport:
 
     @property
     def counted(self) -> str:
-        waiting = sum(place.count for place in self.places if place.waits)
+        waiting = sum(place.count for place in self.places if place.awaits_first_call)
         faster = self._count(schedules.FASTER)
         others = f", {faster} {schedules.FASTER}" if faster else ""
         later = f", {waiting} of them not called yet" if waiting else ""
@@ -118,7 +118,7 @@ def _without_number(layer: CommunicatingLayer) -> CommunicatingLayer:
     return replace(layer, module=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.module))
 
 
-def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[Called]:
+def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[ReportedCall]:
     """Yield the problems that a layer has run, forward and backward, the earliest first."""
     if not layer.n:
         yield from _find_calls_by_splits(layer, device)
@@ -137,11 +137,11 @@ def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[Cal
             yield _describe_call(problem, spec, choices.get(problem), device)
 
 
-def _find_calls_by_splits(layer: CommunicatingLayer, device: torch.device) -> Iterator[Called]:
+def _find_calls_by_splits(layer: CommunicatingLayer, device: torch.device) -> Iterator[ReportedCall]:
     """Experts' calls, which have no schedule to choose: on CPUs torch.distributed moves rows before or after products."""
     spec = "sequential" if device.type == "cpu" else _BY_SPLITS
     for op, rows in sorted(layer.ran.calls if layer.ran else ()):
-        yield Called(op=op, rows=rows, spec=spec, why="no other for rows by splits")
+        yield ReportedCall(op=op, rows=rows, spec=spec, why="no other for rows by splits")
 
 
 def _was_asked(asked: str, spec: str, problem: Problem, layer: CommunicatingLayer, choice: Choice | None) -> bool:
@@ -169,15 +169,15 @@ def _has_rows(problem: Problem, rows: int) -> bool:
     return problem.m == rows
 
 
-def _describe_call(problem: Problem, spec: str, choice: Choice | None, device: torch.device) -> Called:
+def _describe_call(problem: Problem, spec: str, choice: Choice | None, device: torch.device) -> ReportedCall:
     chosen = choice is not None and choice.spec == spec
     us = choice.us if choice is not None and chosen else {}
-    return Called(
+    return ReportedCall(
         op=problem.op,
         rows=problem.m,
         spec=spec,
         why=_explain_choice(choice) if choice is not None and chosen else "asked for",
-        us=us.get(spec),
+        measured_us=us.get(spec),
         sequential_us=us.get("sequential"),
         ideal_us=_predict_ideal_us(problem, device),
     )

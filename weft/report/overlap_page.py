@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from weft.report.html import html_page, join, table, tag
-from weft.report.places import Called, ReportedPlace
+from weft.report.places import ReportedCall, ReportedPlace
 from weft.report.words import percent
 
 _HEADS = ("place", "times", "verdict", "operator", "rows", "schedule", "time, us", "sequential, us", "of the ideal", "why")
@@ -25,17 +25,21 @@ def page(model: str, headline: str, lead: str, places: Sequence[ReportedPlace]) 
 
 def _rows(place: ReportedPlace) -> Iterator[tuple[str, ...]]:
     verdict = tag("span", place.verdict, class_="right" if place.overlapped else "wrong")
-    said = "; ".join(filter(None, (place.layer.reason, "not called yet" if place.waits else "")))
+    said = "; ".join(filter(None, (place.layer.reason, "not called yet" if place.awaits_first_call else "")))
     yield place.layer.name, str(place.count), verdict, ", ".join(place.layer.operators), *[""] * 5, said
     for call in place.calls:
         yield "", "", "", *_cells(call)
 
 
-def _cells(call: Called) -> tuple[str, ...]:
+def _cells(call: ReportedCall) -> tuple[str, ...]:
     """Operator, rows, schedule, time, sequential's and the gain, share of the ideal, why."""
-    gain = f" ({call.sequential_us / call.us:.2f}x)" if call.us and call.sequential_us else ""
-    share = "" if call.share is None else join([tag("meter", value=f"{min(1.0, call.share):.2f}"), f" {percent(call.share)}"])
-    return call.op, f"{call.rows:,}", call.spec, _us(call.us), _us(call.sequential_us) + gain, share, call.why
+    gain = f" ({call.sequential_us / call.measured_us:.2f}x)" if call.measured_us and call.sequential_us else ""
+    share = (
+        ""
+        if call.share_of_ideal is None
+        else join([tag("meter", value=f"{min(1.0, call.share_of_ideal):.2f}"), f" {percent(call.share_of_ideal)}"])
+    )
+    return call.op, f"{call.rows:,}", call.spec, _us(call.measured_us), _us(call.sequential_us) + gain, share, call.why
 
 
 def _us(us: float | None) -> str:

@@ -85,7 +85,7 @@ def _header(run: Run) -> Html:
 
 def _story(run: Run) -> tuple[str, ...]:
     """What weft is, what the rows are, and what one sees."""
-    which = "schedules that were chosen for these ranks" if run.other_schedules else "the same schedules"
+    which = "schedules that were chosen for these ranks" if run.unpredicted_layers else "the same schedules"
     ran = f"{which} on {run.world_size} processes of this machine's CPU, at a size that CPUs can do"
     if run.device != "cpu":
         ran = f"schedules on {run.world_size} GPUs of this machine, and how long they took"

@@ -1,4 +1,7 @@
-"""The places of an overlap report, and the problems that have run there."""
+"""The places of an overlap report, and the calls that have run there.
+
+A place stands for communicating layers that are the same in several blocks of the model.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +13,60 @@ from weft.models.communicating import CommunicatingLayer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Called:
-    """One problem that a place has run. spec: its schedule. why: how it was chosen. us, sequential_us: as measured when it was
-    chosen, None where nothing was measured. ideal_us: the larger of the matmul alone and the collective alone, as predicted for
-    this machine; None where there is no profile of it."""
+class ReportedCall:
+    """The calls of one operator with one number of rows at a place."""
 
     op: str
     rows: int
     spec: str
+    """The schedule that the calls run."""
     why: str
-    us: float | None = None
+    """The reason for this schedule."""
+    measured_us: float | None = None
+    """The time that was measured when the schedule was chosen; None if nothing was measured."""
     sequential_us: float | None = None
+    """The time of the sequential schedule, measured at the same time; None if nothing was measured."""
     ideal_us: float | None = None
+    """The larger of the predicted times of the matmul alone and the collective alone; None if weft has no profile of this
+    machine."""
 
     @property
-    def share(self) -> float | None:
-        """The share of the ideal; 1 if no communication is exposed."""
-        return self.ideal_us / self.us if self.us and self.ideal_us else None
+    def share_of_ideal(self) -> float | None:
+        """The ideal time divided by the measured time, which is 1 if no communication is exposed; None if one is unknown."""
+        return self.ideal_us / self.measured_us if self.measured_us and self.ideal_us else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedPlace:
-    """Communicating layers that differ only in the number of the block that they are in. count: how many. calls: what they have
-    run, forward and backward."""
+    """Communicating layers that differ only in the number of the block that they are in."""
 
     layer: CommunicatingLayer
+    """One of these layers."""
     count: int
-    calls: tuple[Called, ...]
+    """The number of these layers."""
+    calls: tuple[ReportedCall, ...]
+    """The calls that they have made, forward and backward."""
 
     @property
-    def waits(self) -> bool:
+    def awaits_first_call(self) -> bool:
         """Whether the place has a weft operator that has not been called yet."""
         ran = self.layer.ran
-        known = bool(self.layer.n) or (ran is not None and not ran.compiled)
-        return self.layer.overlapped and known and not self.calls
+        would_be_known = bool(self.layer.n) or (ran is not None and not ran.compiled)
+        return self.layer.overlapped and would_be_known and not self.calls
 
     @property
     def verdict(self) -> str:
-        """One of weft.schedules.VERDICTS, of the calls of the forward pass, whatever the backward pass runs: the best of them.
-        Before the first call, of what was asked for."""
+        """One of weft.schedules.VERDICTS: the best that a schedule of the forward pass gets.
+
+        Before the first call it is the verdict on the schedule that the layer asks for.
+        """
         if not self.layer.overlapped:
             return schedules.SEQUENTIAL
         if not self.calls:
             return schedules.judge(self.layer.schedule)
         forward = (call for call in self.calls if call.op in self.layer.operators)
-        found = {schedules.judge(call.spec, call.us, call.sequential_us) for call in forward}
-        return next((verdict for verdict in schedules.VERDICTS if verdict in found), schedules.SEQUENTIAL)
+        verdicts = {schedules.judge(call.spec, call.measured_us, call.sequential_us) for call in forward}
+        return next((verdict for verdict in schedules.VERDICTS if verdict in verdicts), schedules.SEQUENTIAL)
 
     @property
     def overlapped(self) -> bool:
@@ -63,19 +74,19 @@ class ReportedPlace:
 
 
 def describe_place(place: ReportedPlace) -> Iterator[str]:
-    """Yield the lines of a place in the report: one for the place, and one for each problem that has run there."""
+    """Yield the lines of a place in the report: one for the place, and one for each kind of call that it has made."""
     layer = place.layer
-    words = (", ".join(layer.operators), layer.reason, place.verdict) if layer.operators else (place.verdict, layer.reason)
-    yield f"{place.count:4} x {layer.name}: {'; '.join(filter(None, words))}"
+    parts = (", ".join(layer.operators), layer.reason, place.verdict) if layer.operators else (place.verdict, layer.reason)
+    yield f"{place.count:4} x {layer.name}: {'; '.join(filter(None, parts))}"
     for call in place.calls:
         yield f"         {' '.join(_describe_call(call))}"
-    if place.waits:
+    if place.awaits_first_call:
         yield "         not called yet"
 
 
-def _describe_call(call: Called) -> Sequence[str]:
-    """(operator, rows, schedule, time and what it is to be compared with, why)"""
-    time_ = f"{call.us:.0f} us" if call.us else "not measured"
-    gain = f"{call.sequential_us / call.us:.2f}x sequential" if call.us and call.sequential_us else ""
-    share = f"{call.share:.2f} of the predicted ideal" if call.share else ""
-    return call.op, f"M={call.rows}", call.spec, ", ".join(filter(None, (time_, gain, share))), f"({call.why})"
+def _describe_call(call: ReportedCall) -> Sequence[str]:
+    """Return the operator, its rows, its schedule, its time with comparisons, and the reason for the schedule."""
+    time = f"{call.measured_us:.0f} us" if call.measured_us else "not measured"
+    gain = f"{call.sequential_us / call.measured_us:.2f}x sequential" if call.measured_us and call.sequential_us else ""
+    share = f"{call.share_of_ideal:.2f} of the predicted ideal" if call.share_of_ideal else ""
+    return call.op, f"M={call.rows}", call.spec, ", ".join(filter(None, (time, gain, share))), f"({call.why})"

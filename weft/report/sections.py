@@ -84,7 +84,7 @@ def ran_section(run: Run, charts: Charts) -> Html:
         for i, s in enumerate(run.layers)
     ]
     read = tag("p", "Each timeline below is one call that was recorded here, drawn as above.")
-    parts = [*_explained(run), _ran_table(run), *(_speeds(run, charts) if run.measured else ()), read]
+    parts = [*_explained(run), _ran_table(run), *(_speeds(run, charts) if run.measured_layers else ()), read]
     return tag("section", tag("h2", title), *parts, *lines)
 
 
@@ -95,7 +95,7 @@ def _explained(run: Run) -> list[Html]:
         "error is the difference from the sequential program in float32, relative to the largest element of that result."
     ]
     if run.device == "cpu":
-        same = "" if run.other_schedules else "the same schedules as above with "
+        same = "" if run.unpredicted_layers else "the same schedules as above with "
         texts.insert(
             0,
             f"A rank is now a process of this machine's CPU. The ranks ran {same}{count(run.tokens, 'token')} instead of "
@@ -105,7 +105,7 @@ def _explained(run: Run) -> list[Html]:
         )
     notes = [
         f"{s.name}: ran {s.spec}, which was chosen for these ranks; {s.plan.chosen.spec} is predicted."
-        for s in run.other_schedules
+        for s in run.unpredicted_layers
     ]
     notes += [
         f"{s.name}: nothing overlaps, since the predicted schedule, {s.spec}, is a sequential one."
@@ -127,16 +127,16 @@ def _ran_table(run: Run) -> Html:
 
 def _speeds(run: Run, charts: Charts) -> list[Html]:
     """Return the times on GPUs."""
-    times = [(layer.name, speeds, speeds.overlapped_us) for layer, speeds in run.measured]
+    times = [(layer.name, speeds, speeds.overlapped_us) for layer, speeds in run.measured_layers]
     notes = []
-    if run.over_ideal:
+    if run.exceeds_ideal:
         notes.append(
             "Where the share of ideal is over 100 %, the slower half alone took longer than the overlapped call; times scatter "
             "by that much, or the schedule's exchange is faster than the collective."
         )
-    notes += [f"{s.name}: chosen by measurement, ms: {_tried(speeds)}" for s, speeds in run.measured if speeds.tried]
+    notes += [f"{s.name}: chosen by measurement, ms: {_tried(speeds)}" for s, speeds in run.measured_layers if speeds.tried]
     caption = "Medians over rounds of the slowest rank; bars below show the same"
-    rows = [(s.name, s.spec, *_times(speeds, speeds.overlapped_us)) for s, speeds in run.measured]
+    rows = [(s.name, s.spec, *_times(speeds, speeds.overlapped_us)) for s, speeds in run.measured_layers]
     return [
         table(caption, (HEADS[0], HEADS[2], *TIMES), rows, words=(0, 1)),
         *(tag("p", text, class_="note") for text in notes),
@@ -162,7 +162,7 @@ def _marks(times: Plan | Speeds) -> dict[str, float]:
 
 def _tried(speeds: Speeds) -> str:
     """Return the time of every candidate in words, the fastest first."""
-    return ", ".join(f"{name} {ms(time)}" for name, time in speeds.fastest_first)
+    return ", ".join(f"{name} {ms(time)}" for name, time in speeds.candidates_us)
 
 
 def _verdict(layer: LayerRun) -> Html:

@@ -53,7 +53,7 @@ from weft.runtime.peer_waits import unsent, waiting
 from weft.runtime.products import Products, settings
 from weft.runtime.release import INVALID_BYTE
 from weft.runtime.replay import Replays, layout_key
-from weft.runtime.tickets import results_in
+from weft.runtime.tickets import list_results
 from weft.runtime.turn import Branches
 from weft.schedules import spec
 
@@ -373,7 +373,7 @@ class CudaProgram(BoundProgram):
         """
         caller = self.resources.current_stream()
         if self._last_stream not in (None, caller):
-            self.resources.tickets.after(caller, self._last_ticket)
+            self.resources.tickets.make_stream_wait(caller, self._last_ticket)
         timer = self._timer = None if self.spans is None else CallTimer(self.resources)
         self.resources.watchdog.await_room(self._describe_waits)  # not while other threads wait for their turn
         turn = self.resources.turn
@@ -383,7 +383,7 @@ class CudaProgram(BoundProgram):
             else turn.taken(caller, self.rank_group, waits_on_sms=self._waits_on_sms)
         ):
             ticket = self.resources.watchdog.begin(
-                caller, self.title, self._describe_waits, rehearses=self._rehearsing, results=results_in(outputs)
+                caller, self.title, self._describe_waits, rehearses=self._rehearsing, results=list_results(outputs)
             )
             if timer is not None:
                 timer.begin(caller)
@@ -395,7 +395,7 @@ class CudaProgram(BoundProgram):
                         work.replay()
             finally:
                 # This also ends a call that raises. Its lanes wait until they are released, and `close` must wait for that.
-                self.resources.tickets.end(caller, ticket)
+                self.resources.tickets.record_end(caller, ticket)
                 self._last_stream, self._last_ticket = caller, ticket
                 self._timer = None
         self.resources.watchdog.raise_if_failed()
@@ -491,7 +491,7 @@ class CudaProgram(BoundProgram):
 
     def _read_spans(self, timer: CallTimer, ticket: int) -> None:
         """Wait until the call has ended, and read when each step ran."""
-        self.rank_group.wait_until(lambda: self.resources.tickets.done(ticket), self._describe_waits)
+        self.rank_group.wait_until(lambda: self.resources.tickets.has_ended(ticket), self._describe_waits)
         assert self.spans is not None
         self.spans += timer.spans(self.schedule)
 

@@ -139,7 +139,7 @@ class CudaResources:
         """
         bound_s = FIRST_S if self.rank_group.broken is None else max(self.rank_group.timeout_s, _DRAINED_S)
         deadline = time.monotonic() + bound_s
-        ended = _comes(lambda: self.tickets.done(ticket), deadline)
+        ended = _comes(lambda: self.tickets.has_ended(ticket), deadline)
         ended = ended and (not captured or idle(self.device, deadline - time.monotonic()))
         forget()
         return _comes(self.rescue.query, deadline) and ended
@@ -210,7 +210,7 @@ class CudaResources:
         groups have workspaces of their own. They could not be waited for: ranks may call two groups in different orders."""
         last, ticket = self._replayed
         if last not in (None, stream):
-            self.tickets.after(stream, ticket)
+            self.tickets.make_stream_wait(stream, ticket)
 
     def replayed(self, stream: int) -> None:
         """The newest call has replayed a graph that uses the workspace of cuBLAS."""

@@ -98,7 +98,7 @@ class Releaser:
         for call in calls:
             # A call that is still being enqueued raises in the thread that enqueues it, and returns nothing.
             if call.results and call.ticket <= self._tickets.last_enqueued:
-                self._tickets.after(stream, call.ticket)
+                self._tickets.make_stream_wait(stream, call.ticket)
                 self._alive += [result.invalidate(self._make_nan) for result in call.results]
 
     def release_all(self) -> None:

@@ -180,7 +180,7 @@ class Turn:
     def _idle(self) -> bool:
         with self._listing:
             groups = list(self._groups)
-        return all(tickets.done(tickets.last_enqueued) for tickets in groups)
+        return all(tickets.has_ended(tickets.last_enqueued) for tickets in groups)
 
     def _acquire(self, rank_group: RankGroup) -> None:
         began = time.monotonic()
@@ -211,7 +211,7 @@ class Turn:
         """Return the name of the oldest call of each group that has not ended. but: a group to skip."""
         with self._listing:
             groups = [tickets for tickets in self._groups if tickets is not but]
-            oldest = [next(iter(tickets.unfinished()), None) for tickets in groups]
+            oldest = [next(iter(tickets.list_unfinished()), None) for tickets in groups]
         return [call.what for call in oldest if call is not None]
 
     def add(self, tickets: Tickets) -> None:

@@ -35,7 +35,7 @@ from weft.core.errors import WaitTimeout, WeftError
 from weft.core.logs import LOGGER
 from weft.runtime.network import CudaWire
 from weft.runtime.release import POLL_S, Releaser
-from weft.runtime.tickets import PendingCall, Result, Tickets, results_of
+from weft.runtime.tickets import PendingCall, Result, Tickets, find_results
 
 T = TypeVar("T")
 FIRST_S = 600.0
@@ -113,7 +113,7 @@ class Watchdog:
         call = PendingCall(
             ticket=self.tickets.take(), what=what, results=tuple(results), describe=describe, rehearses=rehearses
         )
-        self.tickets.begin(stream, call)
+        self.tickets.record_begin(stream, call)
         return call.ticket
 
     def await_room(self, describe: Callable[[], str]) -> None:
@@ -140,7 +140,9 @@ class Watchdog:
         """
         last = self.tickets.newest
         pending = f"rank {self.rank_group.rank}: calls are under way"
-        self.rank_group.wait_until(lambda: self.tickets.done(last), lambda: pending, max(self.rank_group.timeout_s, FIRST_S))
+        self.rank_group.wait_until(
+            lambda: self.tickets.has_ended(last), lambda: pending, max(self.rank_group.timeout_s, FIRST_S)
+        )
         self.raise_if_failed()
 
     def watch(self, what: str, stream: int, work: Callable[[], T]) -> T:
@@ -163,9 +165,9 @@ class Watchdog:
         call = self.tickets.pending[-1]
         try:
             found = work()
-            call.results = tuple(results_of(found))
+            call.results = tuple(find_results(found))
         finally:
-            self.tickets.end(stream, ticket)
+            self.tickets.record_end(stream, ticket)
         self.raise_if_failed()
         return found
 
@@ -196,7 +198,7 @@ class Watchdog:
         while not self._stop.wait(POLL_S if self.tickets.pending and time.monotonic() < ended + _HASTE_S else _TICK_S):
             with suppress(RuntimeError):  # nothing waits on a device that is lost
                 self.releaser.release_all()
-                if self.tickets.drop_done():
+                if self.tickets.drop_ended():
                     ended = time.monotonic()
                 if time.monotonic() > max(released, ended) + _RELEASED_S and (self._captures or self.tickets.pending):
                     self.releaser.abort_collectives()
@@ -209,8 +211,8 @@ class Watchdog:
         first, doubtful = None, self._find_doubtful_calls()
         try:
             if not doubtful:
-                self.tickets.drop_done()
-            first = next((call for call in tuple(self.tickets.pending) if self.tickets.running(call.ticket)), None)
+                self.tickets.drop_ended()
+            first = next((call for call in tuple(self.tickets.pending) if self.tickets.is_running(call.ticket)), None)
             ended = partial(self._ended_rightly, first, doubtful)
             self.rank_group.check_peers(ended, may_leave=first is None)
             if first is not None:
@@ -232,7 +234,7 @@ class Watchdog:
 
     def _ended_rightly(self, first: PendingCall | None, doubtful: Sequence[PendingCall]) -> bool:
         """Return whether the running call has ended, so that a peer that is lost now does not affect its result."""
-        return first is not None and not doubtful and self.tickets.done(first.ticket)
+        return first is not None and not doubtful and self.tickets.has_ended(first.ticket)
 
     def _find_doubtful_calls(self) -> tuple[PendingCall, ...]:
         """Return the calls that may have ended with invalid data of a failed peer.
@@ -246,7 +248,7 @@ class Watchdog:
     def _hold_to_bound(self, call: PendingCall) -> None:
         bound_s = max(self.rank_group.timeout_s, FIRST_S) if call.rehearses else self.rank_group.timeout_s
         call.deadline = min(call.deadline, time.monotonic() + bound_s)
-        if time.monotonic() > call.deadline and not self.tickets.done(call.ticket):
+        if time.monotonic() > call.deadline and not self.tickets.has_ended(call.ticket):
             raise self.rank_group.fail(WaitTimeout(f"{self._describe(call)} after {bound_s:g} s"))
 
     def _fail(self, error: WeftError, first: PendingCall | None, doubtful: Sequence[PendingCall] = ()) -> None:
@@ -254,7 +256,7 @@ class Watchdog:
         self.rank_group.fail(error)
         if not isinstance(error, WaitTimeout) and first is not None:
             error = type(error)(f"{error}; meanwhile {self._describe(first)}")
-        invalid = [*doubtful, *self.tickets.unfinished()]
+        invalid = [*doubtful, *self.tickets.list_unfinished()]
         self.rank_group.fail_later(error, unraised=bool(invalid))
         LOGGER.error(str(error))
         self.rank_group.await_notified(_NOTIFIED_S)

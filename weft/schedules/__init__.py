@@ -78,7 +78,7 @@ FAMILIES: dict[str, Family] = {
                 "embedding_bag_all_to_all": bags.sequential,
                 "matmul_all_to_all_columns": combine.sequential,
                 "all_to_all_columns_matmul": columns_matmul.sequential,
-                **dict.fromkeys(COLLECTIVE_OPS, collectives.sequential),
+                **dict.fromkeys(COLLECTIVE_OPS, collectives.build_sequential),
             },
         ),
         Family(
@@ -209,13 +209,13 @@ FAMILIES: dict[str, Family] = {
             name="copy_engine",
             summary="copy engines push pieces to the peers; a set number of SMs sum them as they arrive",
             source="FiCCO, T3",
-            builders=collectives.PUSHED,
+            builders=collectives.PUSH_BUILDERS,
         ),
         Family(
             name="copy_engine_pull",
             summary="copy engines of the peers pull pieces to where they belong",
             source="FiCCO, T3",
-            builders=collectives.PULLED,
+            builders=collectives.PULL_BUILDERS,
         ),
     )
 }

@@ -203,7 +203,7 @@ def build(problem: ConcurrentProblem, spec: str, *, fan_out: bool = False) -> Sc
     buffers = [
         Buffer(named(buffer.name, i), buffer.kind, buffer.rows, buffer.cols)
         for i, one in problem.known
-        for buffer in collectives.sequential(Request(one, "sequential")).buffers
+        for buffer in collectives.build_sequential(Request(one, "sequential")).buffers
     ]
     ranks = []
     for rank in range(problem.world_size):
@@ -265,7 +265,7 @@ def _by_copy_engine(one: CollectiveProblem | OpaqueCollective, spec: str, method
     if one.nodes:
         raise ValueError(f"method is {spec!r}; copy engines do not reach other nodes: use nccl")
     own = replace(one, sms=method.ctas) if method.ctas else one
-    known = collectives.PULLED if method.pull else collectives.PUSHED
+    known = collectives.PULL_BUILDERS if method.pull else collectives.PUSH_BUILDERS
     if one.op not in known:
         raise ValueError(f"method is {spec!r}; {one.op} is not pulled: leave out pull")
     return known[one.op](Request(own, "copy_engine", one.world_size, fan_out))

@@ -1,4 +1,4 @@
-"""What `weft run` finds: values that the command line prints, the report draws, and --json writes."""
+"""The results of `weft run`, which the command line prints, the report draws, and --json writes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from weft.schedules import spec
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """The times of a communicating layer on GPUs: microseconds of the slowest rank, medians over rounds.
-
-    computation_us: the whole matmul alone. communication_us: the whole collective alone. tried: each candidate's time, where
-    the schedule was chosen by measurement.
-    """
+    """The times of a communicating layer on GPUs: microseconds of the slowest rank, medians over rounds."""
 
     sequential_us: float
     overlapped_us: float
     computation_us: float
+    """The time of the whole matmul alone."""
     communication_us: float
+    """The time of the whole collective alone."""
     tried: Mapping[str, float] = field(default_factory=dict)
+    """The time of each candidate, in microseconds, if the schedule was chosen by measurement."""
 
     @property
-    def fastest_first(self) -> list[tuple[str, float]]:
-        """What was tried, with its times."""
+    def candidates_us(self) -> list[tuple[str, float]]:
+        """The candidates with their times, fastest first."""
         return sorted(self.tried.items(), key=lambda item: item[1])
 
     @property
@@ -36,33 +35,34 @@ class Speeds:
 
     @property
     def share_of_ideal(self) -> float:
-        """Over 1 where the halves alone were slower than the overlapped call, of the same rounds: times scatter by as much."""
+        """The ideal time divided by the measured time. It may exceed 1 by as much as times vary within the same rounds."""
         return self.ideal_us / self.overlapped_us if self.overlapped_us else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRun:
-    """One communicating layer, predicted and run.
-
-    plan: the prediction for the named machine. schedule, chunks: what ran here, after the checker had proved it; the checker
-    has also proved what was predicted. max_error: largest difference from the sequential program relative to the largest
-    element of the reference; tolerance: what rounding allows. spans: one call. speeds: None on CPU ranks, whose times say
-    nothing about GPUs.
-    """
+    """One communicating layer, predicted and run. The checker has proved both the predicted schedule and the one that ran."""
 
     name: str
     problem: Problem | LookupProblem | CollectiveProblem
     schedule: str
+    """The name of the schedule that ran here."""
     chunks: int
+    """The number of chunks of the schedule that ran here."""
     max_error: float
+    """The largest difference from the sequential program, relative to the largest element of the reference."""
     tolerance: float
+    """The largest `max_error` that rounding allows."""
     plan: Plan
+    """The prediction for the named machine."""
     spans: tuple[Span, ...] = ()
+    """The spans of one call."""
     speeds: Speeds | None = None
+    """The measured times. None on CPU ranks, because their times say nothing about GPUs."""
 
     @property
     def spec(self) -> str:
-        """The schedule that ran, as `--schedule` takes it."""
+        """The schedule that ran, in the form that `--schedule` accepts."""
         return spec(self.schedule, self.chunks)
 
     @property
@@ -77,40 +77,45 @@ class LayerRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A whole `weft run`. device: "cpu" or "cuda". machine: the named machine of the predictions, machine_words what it is,
-    machine_ranks its ranks, machine_tokens the tokens that are predicted for. versions: of what took part."""
+    """The results of one `weft run`."""
 
     model: str
     device: str
+    """The kind of device that ran: cpu or cuda."""
     world_size: int
     tokens: int
     dtype: str
     seed: int
     machine: str
+    """The name of the machine that the predictions are for."""
     machine_words: str
+    """The description of that machine."""
     machine_ranks: int
+    """The number of ranks that the predictions are for."""
     machine_tokens: int
+    """The number of tokens that the predictions are for."""
     layers: tuple[LayerRun, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
+    """The versions of the software that ran."""
 
     @property
     def ok(self) -> bool:
         return all(layer.ok for layer in self.layers)
 
     @property
-    def measured(self) -> list[tuple[LayerRun, Speeds]]:
+    def measured_layers(self) -> list[tuple[LayerRun, Speeds]]:
         """The layers whose speed was measured: all of them on GPUs, none on CPU ranks."""
         return [(layer, layer.speeds) for layer in self.layers if layer.speeds is not None]
 
     @property
-    def other_schedules(self) -> list[LayerRun]:
-        """The layers that ran another schedule than the predicted one."""
+    def unpredicted_layers(self) -> list[LayerRun]:
+        """The layers that ran a different schedule from the predicted one."""
         return [layer for layer in self.layers if layer.spec != layer.plan.chosen.spec]
 
     @property
-    def over_ideal(self) -> bool:
-        """Whether a table shows a share of the ideal over 100 %, which asks for a word about it."""
-        return any(round(speeds.share_of_ideal, 2) > 1 for _, speeds in self.measured)
+    def exceeds_ideal(self) -> bool:
+        """Whether a table shows a share of the ideal over 100%, so that a note must explain it."""
+        return any(round(speeds.share_of_ideal, 2) > 1 for _, speeds in self.measured_layers)
 
     def __str__(self) -> str:
         right = sum(layer.ok for layer in self.layers)

@@ -31,7 +31,7 @@ from weft.core.problem import Op
 from weft.core.version import __version__
 from weft.models.communicating import CommunicatingLayer
 from weft.models.inductor import gathers, scatters
-from weft.models.inductor.graph import Refused, place_in, shape, share_waits
+from weft.models.inductor.graph import Refused, get_rank_and_size, get_shape, share_waits
 from weft.models.inductor.places import file_and_line, module_name
 from weft.ops.common import schedule_to_spec
 
@@ -119,7 +119,7 @@ class CompilePass(CustomGraphPass):
             self._record(start, (), f"{_short_name(start)}: {refused}")
             return
         nodes = [product.node for product in gather.products]
-        problem = {"n": gather.columns * gather.world_size, "k": shape(nodes[0].args[0])[-1], "group": gather.group}  # type: ignore[arg-type]
+        problem = {"n": gather.columns * gather.world_size, "k": get_shape(nodes[0].args[0])[-1], "group": gather.group}  # type: ignore[arg-type]
         self._record(nodes[0], nodes, "", "all_gather_matmul", problem)
         gathers.rewrite(graph, gather, self.schedules["all_gather_matmul"])
 
@@ -133,9 +133,9 @@ class CompilePass(CustomGraphPass):
                 self._record(start, (), f"{_short_name(start)}: {refused}")
         for scatter in scatters.added(found):
             nodes = [term.node for term in scatter.terms]
-            size = place_in(scatter.group)[1]
-            k = sum(shape(term.a)[1] for term in scatter.terms) * size
-            problem = {"n": shape(nodes[0])[1], "k": k, "group": scatter.group}
+            size = get_rank_and_size(scatter.group)[1]
+            k = sum(get_shape(term.a)[1] for term in scatter.terms) * size
+            problem = {"n": get_shape(nodes[0])[1], "k": k, "group": scatter.group}
             merged = f"{len(scatter.starts)} reductions of which the sum is used are one" if len(scatter.starts) > 1 else ""
             if scatter.terms[0].bias:
                 merged = "its bias is the mean of all ranks', a reduction more"

@@ -25,19 +25,19 @@ from weft.models.inductor.graph import (
     SPLITS,
     Refused,
     Writer,
-    argument,
     aten,
-    before_reshapes,
     c10d,
-    cast_to,
     check_value,
-    descendants,
     erase_unused,
-    laid_anew,
-    raise_above,
-    same_elements,
-    shape,
-    value,
+    find_descendants,
+    get_argument,
+    get_cast_dtype,
+    get_shape,
+    get_value,
+    list_reshapes,
+    match_relayout,
+    move_above,
+    trace_reshapes_back,
 )
 from weft.models.inductor.scaled import SCALED, ProductScales, bias_of, scales_of, write_gather
 from weft.ops.common import DTYPES, FLOAT8
@@ -105,12 +105,12 @@ class Gather:
 
     @property
     def columns(self) -> int:
-        return sum(shape(product.b)[1] for product in self.products)
+        return sum(get_shape(product.b)[1] for product in self.products)
 
 
 def read(start: Node) -> Gather:
     """Match the pattern from its all_gather_into_tensor on. Raises Refused if all_gather_matmul cannot replace it."""
-    shard, world_size, group = start.args[0], argument(start, 1, "group_size"), argument(start, 2, "group_name")
+    shard, world_size, group = start.args[0], get_argument(start, 1, "group_size"), get_argument(start, 2, "group_name")
     assert isinstance(shard, Node)
     if not isinstance(group, str):
         raise Refused("the process group is no constant of the graph")
@@ -119,8 +119,8 @@ def read(start: Node) -> Gather:
     if len(waits) != 1 or any(user.op != "output" for user in start.users if user is not waits[0]):
         raise Refused("what is gathered is used before it is waited for")
     whole, dim, between = _find_whole(waits[0], world_size)
-    if dim == value(whole).dim() - 1:
-        raise Refused(f"dimension {dim} of {value(whole).dim()} is gathered, the last: weft overlaps a gather of rows")
+    if dim == get_value(whole).dim() - 1:
+        raise Refused(f"dimension {dim} of {get_value(whole).dim()} is gathered, the last: weft overlaps a gather of rows")
     products, cast = _find_products(start, whole)
     if len(start.users) > 1 and (cast or whole is not waits[0]):
         raise Refused(f"what is gathered is saved before it is {'cast' if cast else 'laid anew'}")
@@ -149,13 +149,13 @@ def carries_scales(start: Node) -> bool:
 
 def _find_gathered_scale(scale: Node, gather: Gather) -> tuple[Node, list[Node]]:
     """Return this rank's part of the scales of all gathered rows, and the nodes that gather them."""
-    chain = before_reshapes(scale)
-    layout = laid_anew(chain[-1])
+    chain = trace_reshapes_back(scale)
+    layout = match_relayout(chain[-1])
     wait = chain[-1] if layout is None else layout.source
     start = wait.args[0] if wait.target is c10d.wait_tensor.default else None
-    if isinstance(start, Node) and start.target is START and argument(start, 2, "group_name") == gather.group:
+    if isinstance(start, Node) and start.target is START and get_argument(start, 2, "group_name") == gather.group:
         whole, dim, between = _find_whole(wait, gather.world_size)
-        same_rows = dim == gather.dim and (not dim or shape(whole)[:-1] == shape(gather.whole)[:-1])
+        same_rows = dim == gather.dim and (not dim or get_shape(whole)[:-1] == get_shape(gather.whole)[:-1])
         if whole is chain[-1] and same_rows and isinstance(start.args[0], Node):
             return start.args[0], [start, wait, *between, *chain]
     raise Refused("the scales of rows are not gathered as the rows are")
@@ -170,23 +170,25 @@ def _find_whole(wait: Node, world_size: int) -> tuple[Node, int, list[Node]]:
     for _ in range(4):  # split, getitem, a view of bytes, cat
         ends += [user for end in ends for user in end.users if user not in ends]
     for end in dict.fromkeys(ends):
-        layout = laid_anew(end)
-        if layout is None or (layout.source, layout.dim, layout.count) != (wait, 0, world_size) or not layout.into:
+        layout = match_relayout(end)
+        if layout is None or (layout.source, layout.dim, layout.count) != (wait, 0, world_size) or not layout.new_dim:
             continue
         if all(user in layout.nodes or user is end for node in (wait, *layout.nodes) for user in node.users):
-            return end, layout.into, [*layout.nodes, end]
+            return end, layout.new_dim, [*layout.nodes, end]
     return wait, 0, []
 
 
 def _find_products(start: Node, whole: Node) -> tuple[list[GatheredMatmul], Node | None]:
-    found, reason = _match_products(start, whole, same_elements(whole))
+    found, reason = _match_products(start, whole, list_reshapes(whole))
     if found:
         return found, None
-    casts = [user for one in same_elements(whole) for user in one.users if cast_to(user) or user.target is aten.view.dtype]
+    casts = [
+        user for one in list_reshapes(whole) for user in one.users if get_cast_dtype(user) or user.target is aten.view.dtype
+    ]
     if len(casts) != 1:
         raise Refused(reason)
     cast = casts[0]
-    found, reason = _match_products(start, whole, same_elements(cast))
+    found, reason = _match_products(start, whole, list_reshapes(cast))
     if not found:
         raise Refused(reason)
     _check_cast(whole, cast)
@@ -194,22 +196,22 @@ def _find_products(start: Node, whole: Node) -> tuple[list[GatheredMatmul], Node
 
 
 def _check_cast(whole: Node, cast: Node) -> None:
-    gathered, wanted = value(whole).dtype, value(cast).dtype
+    gathered, wanted = get_value(whole).dtype, get_value(cast).dtype
     if wanted not in DTYPES and not (cast.target is aten.view.dtype and wanted in FLOAT8):
         raise Refused(f"{wanted} is multiplied; weft takes {', '.join(DTYPES.values())}")
     if wanted.itemsize > gathered.itemsize:
         raise Refused(f"{gathered} is gathered and multiplied as {wanted}: cast first, more bytes would travel")
-    if any(user is not cast and user.target not in RESHAPES for one in same_elements(whole) for user in one.users):
+    if any(user is not cast and user.target not in RESHAPES for one in list_reshapes(whole) for user in one.users):
         raise Refused(f"what is gathered is needed as {gathered}, too, and multiplied as {wanted}")
 
 
 def _match_products(start: Node, whole: Node, reshaped: Sequence[Node]) -> tuple[list[GatheredMatmul], str]:
     """Return the matmuls whose first factor is one of `reshaped`, and the reason if there is none."""
-    columns, after = shape(whole)[-1], descendants(start)
+    columns, after = get_shape(whole)[-1], find_descendants(start)
     found: list[GatheredMatmul] = []
-    reasons = [f"no matmul takes what is gathered {shape(whole)} as its first factor"]
+    reasons = [f"no matmul takes what is gathered {get_shape(whole)} as its first factor"]
     if all(user.op == "output" for one in reshaped for user in one.users if user not in reshaped):
-        reasons = [f"what is gathered {shape(whole)} goes to {OTHER_GRAPH}"]
+        reasons = [f"what is gathered {get_shape(whole)} goes to {OTHER_GRAPH}"]
     for one in reshaped:
         for user in one.users:
             if user.target in _OTHER_USES:
@@ -228,55 +230,55 @@ def _match_product(user: Node, a: Node, columns: int) -> GatheredMatmul | None:
     if user.target not in (aten.mm.default, aten.addmm.default, SCALED):
         return None
     place = 1 if user.target is aten.addmm.default else 0
-    if user.args[place] is not a or shape(a)[-1] != columns:
+    if user.args[place] is not a or get_shape(a)[-1] != columns:
         return None
     bias = user.args[0] if place else bias_of(user)
     b = user.args[place + 1]
     assert isinstance(b, Node)
-    value(b)  # raises Refused if its shape is not known
+    get_value(b)  # raises Refused if its shape is not known
     return GatheredMatmul(user, b, bias if isinstance(bias, Node) else None, scales_of(user))
 
 
 def _has_factor(product: Node) -> bool:
     if product.target is not aten.addmm.default:
         return False
-    return (argument(product, 3, "beta", 1), argument(product, 4, "alpha", 1)) != (1, 1)
+    return (get_argument(product, 3, "beta", 1), get_argument(product, 4, "alpha", 1)) != (1, 1)
 
 
 def rewrite(graph: Graph, gather: Gather, schedule: str) -> None:
     """Replace the matched nodes by one all_gather_matmul."""
     nodes = [product.node for product in gather.products]
-    raise_above(gather.start, [factor for product in gather.products for factor in product.factors])
+    move_above(gather.start, [factor for product in gather.products for factor in product.factors])
     if gather.scale is not None:
-        raise_above(gather.start, [gather.scale])
+        move_above(gather.start, [gather.scale])
     old = [
         *gather.scale_nodes,
         *gather.between,
-        *(one for source in (gather.whole, gather.cast) if source for one in same_elements(source)),
+        *(one for source in (gather.whole, gather.cast) if source for one in list_reshapes(source)),
         *nodes,
     ]
     with graph.inserting_before(gather.start):
         write = Writer(graph, nodes[0])
         shard = _write_cast(write, gather.shard, gather.cast)
-        rows, extents = write.to_front(shard, gather.dim), shape(gather.whole)
+        rows, extents = write.flatten_rows(shard, gather.dim), get_shape(gather.whole)
         bs = [product.b for product in gather.products]
-        total = shape(rows)[0] * gather.world_size
+        total = get_shape(rows)[0] * gather.world_size
         keep = _needs_gathered(gather, set(nodes))
         scales = [product.scales for product in gather.products if product.scales]
         if scales:
             scale_rows = None
             if gather.scale is not None:
-                scale_rows = write.to_front(write.reshape(gather.scale, [*shape(shard)[:-1], 1]), gather.dim)
+                scale_rows = write.flatten_rows(write.reshape(gather.scale, [*get_shape(shard)[:-1], 1]), gather.dim)
             fused = write_gather(write, rows, bs, scale_rows, scales, gather.group, schedule, keep=keep)
         else:
             fused = write(torch.ops.weft.all_gather_matmul.default, rows, bs, gather.group, total, 1, schedule, keep, False)
-        outs = write.items(fused)
+        outs = write.split_outputs(fused)
         if keep and scales:
             old.append(outs.pop())  # the gathered scales
         if keep:
-            gathered = write.from_front(outs.pop(), gather.dim, extents)
+            gathered = write.unflatten_rows(outs.pop(), gather.dim, extents)
             used = gather.cast or gather.whole  # a cast may follow reshapes of `whole`
-            used.replace_all_uses_with(write.reshape(gathered, shape(used)))
+            used.replace_all_uses_with(write.reshape(gathered, get_shape(used)))
             gather.start.replace_all_uses_with(gathered, lambda user: user.op == "output")
     for product, out in zip(gather.products, outs, strict=True):
         _replace_product(graph, product, out, gather.dim, extents)
@@ -284,22 +286,22 @@ def rewrite(graph: Graph, gather: Gather, schedule: str) -> None:
 
 
 def _write_cast(write: Writer, shard: Node, cast: Node | None) -> Node:
-    if cast is None or value(shard).dtype == value(cast).dtype:
+    if cast is None or get_value(shard).dtype == get_value(cast).dtype:
         return shard
     conversion = aten.view.dtype if cast.target is aten.view.dtype else torch.ops.prims.convert_element_type.default
-    return write(conversion, shard, value(cast).dtype)
+    return write(conversion, shard, get_value(cast).dtype)
 
 
 def _needs_gathered(gather: Gather, products: set[Node]) -> bool:
     """Whether anything but the matmuls uses the gathered tensor, or the graph returns it before its wait."""
-    users = {user for one in same_elements(gather.cast or gather.whole) for user in one.users}
+    users = {user for one in list_reshapes(gather.cast or gather.whole) for user in one.users}
     return len(gather.start.users) > 1 or any(user not in products and user.target not in RESHAPES for user in users)
 
 
 def _replace_product(graph: Graph, product: GatheredMatmul, out: Node, dim: int, extents: Sequence[int]) -> None:
     with graph.inserting_before(product.node):
         write = Writer(graph, product.node)
-        found = write.reshape(write.from_front(out, dim, extents), shape(product.node))
+        found = write.reshape(write.unflatten_rows(out, dim, extents), get_shape(product.node))
         if product.bias is not None:
             found = write(aten.add.Tensor, found, product.bias)
     product.node.replace_all_uses_with(found)

@@ -1,7 +1,8 @@
-"""Reading and writing the graphs that torch.compile hands to a pass: values, what only reshapes, new nodes.
+"""Read and change the graphs that torch.compile passes to a compile pass.
 
-Graphs are functional, of aten operators and functional collectives, and each node carries an example of its value in
-meta["val"]. A reshape keeps elements in their order, so that chains of reshapes come to the shapes at their two ends.
+The graphs are functional: they consist of aten operators and functional collectives. The fake tensor meta["val"] of a node has
+the shape and dtype of its value. A reshape keeps the order of the elements, so the first and the last shape describe a chain of
+reshapes.
 """
 
 from __future__ import annotations
@@ -35,85 +36,90 @@ RESHAPES = frozenset(
         aten.unsqueeze.default,
     )
 )
-"""Operators whose result has the elements of their first argument, in their order."""
+"""Operators whose result has the elements of their first argument in the same order."""
 SPLITS = frozenset((aten.split.Tensor, aten.split_with_sizes.default))
+"""Operators that return the parts of a tensor along one dimension."""
 CASTS = frozenset((aten._to_copy.default, torch.ops.prims.convert_element_type.default))
-_SHARED = (
+"""Operators that may change the dtype of a tensor."""
+_MERGEABLE = (
     RESHAPES - {aten.clone.default} | SPLITS | CASTS | {aten.cat.default, aten.slice.Tensor, aten.view.dtype, operator.getitem}
 )
-"""What follows a wait and makes the same of the same; a clone is another tensor on purpose."""
-
+"""Operators after a wait whose equal calls are merged. A clone is left out, because it makes a separate tensor on purpose."""
 
 OTHER_GRAPH = "another graph of torch.compile's, behind a graph break (TORCH_LOGS=graph_breaks says where)"
-"""Where the other half of a place may be."""
+"""The place where the matmul or the collective of a pair may be if it is missing from this graph."""
 
 
 class Refused(Exception):
-    """A place that cannot be rewritten. Its text says why, for the listing."""
+    """Raised for a collective that cannot be replaced. Its text is the reason that is reported for the call."""
 
 
-def value(node: Node) -> torch.Tensor:
-    """The example of a node's value. Raises Refused if it has none, or no fixed shape."""
-    found = node.meta.get("val")
-    if not isinstance(found, torch.Tensor):
+def get_value(node: Node) -> torch.Tensor:
+    """Return the fake tensor of a node. Raises Refused if the node has none, or if its shape is symbolic."""
+    tensor = node.meta.get("val")
+    if not isinstance(tensor, torch.Tensor):
         raise Refused(f"{node.name} has no single tensor as its value")
-    if any(not isinstance(extent, int) for extent in found.shape):
+    if any(not isinstance(extent, int) for extent in tensor.shape):
         raise Refused("shapes are symbolic; compile with dynamic=False, or mark_static, for a graph of each size")
-    return found
+    return tensor
 
 
 def check_value(node: Node, *, scaled: bool = False) -> None:
-    """Raises Refused for what no operator of weft takes. scaled: whether it may be FP8, which may travel as bytes."""
-    found = value(node)
-    if found.dtype not in DTYPES and not (scaled and found.dtype in (*FLOAT8, torch.uint8)):
-        raise Refused(f"{found.dtype} travels; weft takes {', '.join(DTYPES.values())}")
-    if found.dim() < 2:
-        raise Refused(f"a tensor of {found.dim()} dimensions travels; weft takes matrices, and tensors of more dimensions")
+    """Raise Refused if no operator of weft takes the value of a node.
+
+    `scaled` says whether the value may be FP8. FP8 elements may be communicated as bytes.
+    """
+    tensor = get_value(node)
+    if tensor.dtype not in DTYPES and not (scaled and tensor.dtype in (*FLOAT8, torch.uint8)):
+        raise Refused(f"{tensor.dtype} is communicated; weft takes {', '.join(DTYPES.values())}")
+    if tensor.dim() < 2:
+        raise Refused(f"a tensor of {tensor.dim()} dimensions is communicated; weft takes tensors of two or more dimensions")
 
 
-def place_in(group: str) -> tuple[int, int]:
-    """(this rank, how many there are) in a process group."""
-    found = _resolve_process_group(group)  # type: ignore[arg-type]
-    return dist.get_rank(found), dist.get_world_size(found)
+def get_rank_and_size(group_name: str) -> tuple[int, int]:
+    """Return this rank and the number of ranks in a process group."""
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
-def shape(node: Node) -> list[int]:
-    return list(value(node).shape)
+def get_shape(node: Node) -> list[int]:
+    return list(get_value(node).shape)
 
 
-def valued_alike(one: Node, two: Node) -> bool:
-    """Whether both have the same fixed shape, and the same dtype."""
+def have_same_shape_and_dtype(a: Node, b: Node) -> bool:
+    """Return whether both values have the same fixed shape and the same dtype."""
     try:
-        return (shape(one), value(one).dtype) == (shape(two), value(two).dtype)
+        return (get_shape(a), get_value(a).dtype) == (get_shape(b), get_value(b).dtype)
     except Refused:
         return False
 
 
-def same_elements(node: Node) -> list[Node]:
-    """This node, and all that reshape it."""
-    found = [node]
-    for one in found:
-        found += [user for user in one.users if user.target in RESHAPES and user.args[0] is one]
-    return found
+def list_reshapes(node: Node) -> list[Node]:
+    """Return a node and all nodes that reshape its value, also through several reshapes."""
+    nodes = [node]
+    for source in nodes:
+        nodes += [user for user in source.users if user.target in RESHAPES and user.args[0] is source]
+    return nodes
 
 
-def before_reshapes(node: Node) -> list[Node]:
-    """This node, what it reshapes, and so on back to a node that is no reshape."""
-    found = [node]
-    while found[-1].target in RESHAPES:
-        found.append(_node(found[-1].args[0]))
-    return found
+def trace_reshapes_back(node: Node) -> list[Node]:
+    """Return a node, the node that it reshapes, and so on, up to the first node that is not a reshape."""
+    nodes = [node]
+    while nodes[-1].target in RESHAPES:
+        nodes.append(_as_node(nodes[-1].args[0]))
+    return nodes
 
 
-def cast_to(node: Node) -> torch.dtype | None:
-    """The dtype that a node only casts to, or None."""
+def get_cast_dtype(node: Node) -> torch.dtype | None:
+    """Return the new dtype if a node changes only the dtype of a tensor; otherwise None."""
     if node.target not in CASTS:
         return None
-    before, after = value(_node(node.args[0])), value(node)
+    before, after = get_value(_as_node(node.args[0])), get_value(node)
     return after.dtype if before.device == after.device and before.dtype != after.dtype else None
 
 
-def descendants(node: Node) -> set[Node]:
+def find_descendants(node: Node) -> set[Node]:
+    """Return a node, its users, their users, and so on."""
     found, rest = {node}, [node]
     while rest:
         new = [user for user in rest.pop().users if user not in found]
@@ -122,108 +128,120 @@ def descendants(node: Node) -> set[Node]:
     return found
 
 
-def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
-    """An argument, however it was passed."""
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+def get_argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """Return an argument of a node, which may have been passed by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def _node(found: object) -> Node:
+def _as_node(found: object) -> Node:
     assert isinstance(found, Node)
     return found
 
 
 @dataclass(frozen=True)
-class Laid:
-    """cat(split(source, dim), into), or of slices: `count` parts of equal extent, which may be viewed as bytes. nodes: what
-    is between source and cat."""
+class Relayout:
+    """A concatenation of all parts of a tensor along another dimension: cat(split(source, dim), new_dim).
+
+    Slices may take the place of the split, and the parts may be viewed as bytes.
+    """
 
     source: Node
     dim: int
-    into: int
+    """The dimension along which the source is split."""
+    new_dim: int
+    """The dimension along which the parts are concatenated."""
     count: int
+    """The number of parts, which have equal extents."""
     nodes: tuple[Node, ...]
+    """The nodes between the source and the concatenation."""
 
 
-def laid_anew(whole: Node) -> Laid | None:
-    """Return the Laid of a cat of all parts of a tensor along another dimension; None for other nodes."""
-    given = whole.args[0] if whole.target is aten.cat.default else None
-    if not isinstance(given, list | tuple) or len(given) < 2 or not all(isinstance(part, Node) for part in given):
+def match_relayout(whole: Node) -> Relayout | None:
+    """Return the Relayout that ends in a node, or None if the node ends none."""
+    joined = whole.args[0] if whole.target is aten.cat.default else None
+    if not isinstance(joined, list | tuple) or len(joined) < 2 or not all(isinstance(part, Node) for part in joined):
         return None
-    views = [_node(part) for part in given if _node(part).target is aten.view.dtype]
-    parts = [_node(view.args[0]) for view in views] or [_node(part) for part in given]
-    cut = _cut(parts)
-    if cut is None or (views and len(views) != len(given)):
+    views = [_as_node(part) for part in joined if _as_node(part).target is aten.view.dtype]
+    parts = [_as_node(view.args[0]) for view in views] or [_as_node(part) for part in joined]
+    match = _match_parts(parts)
+    if match is None or (views and len(views) != len(joined)):
         return None
-    source, dim, between = cut
+    source, dim, between = match
     extents = [part.meta["val"].shape[dim] for part in parts]
     if len(set(extents)) != 1 or extents[0] * len(parts) != source.meta["val"].shape[dim]:
         return None
-    into = _dimension(whole, argument(whole, 1, "dim", 0))
-    return Laid(source, dim, into, len(parts), (*between, *parts, *views))
+    new_dim = _normalize_dim(whole, get_argument(whole, 1, "dim", 0))
+    return Relayout(source, dim, new_dim, len(parts), (*between, *parts, *views))
 
 
-def _cut(parts: Sequence[Node]) -> tuple[Node, int, list[Node]] | None:
-    """(what they are cut from, along which dimension, the split itself), if these are all of its parts, in their order."""
+def _match_parts(parts: Sequence[Node]) -> tuple[Node, int, list[Node]] | None:
+    """Return the tensor whose parts these are, the dimension along which it is cut, and the split, if there is one.
+
+    Returns None unless these are all parts of the tensor, in order.
+    """
     first = parts[0]
     if first.target is operator.getitem:
-        split = _node(first.args[0])
+        split = _as_node(first.args[0])
         equal = all(part.target is operator.getitem and part.args == (split, at) for at, part in enumerate(parts))
         if split.target not in SPLITS or not equal or len(split.meta["val"]) != len(parts):
             return None
-        source = _node(split.args[0])
-        return source, _dimension(source, argument(split, 2, "dim", 0)), [split]
+        source = _as_node(split.args[0])
+        return source, _normalize_dim(source, get_argument(split, 2, "dim", 0)), [split]
     if first.target is not aten.slice.Tensor:
         return None
-    source, dim, place = _node(first.args[0]), argument(first, 1, "dim", 0), 0
+    source, dim, place = _as_node(first.args[0]), get_argument(first, 1, "dim", 0), 0
     for part in parts:
-        if part.target is not aten.slice.Tensor or part.args[0] is not source or argument(part, 1, "dim", 0) != dim:
+        if part.target is not aten.slice.Tensor or part.args[0] is not source or get_argument(part, 1, "dim", 0) != dim:
             return None
-        if (argument(part, 2, "start") or 0, argument(part, 4, "step", 1)) != (place, 1):
+        if (get_argument(part, 2, "start") or 0, get_argument(part, 4, "step", 1)) != (place, 1):
             return None
         place += part.meta["val"].shape[dim]
-    return source, _dimension(source, dim), []
+    return source, _normalize_dim(source, dim), []
 
 
-def _dimension(node: Node, dim: int) -> int:
-    return dim % value(node).dim()
+def _normalize_dim(node: Node, dim: int) -> int:
+    """Return a dimension of a node's value as a number that is not negative."""
+    return dim % get_value(node).dim()
 
 
 class Writer:
-    """Adds nodes in one place of a graph, each with an example of its value."""
+    """Adds nodes with fake tensors at the insertion point of a graph. New nodes get the stack trace of `like`."""
 
     def __init__(self, graph: Graph, like: Node) -> None:
         self.graph, self._like = graph, like
-        self._mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
+        self._fake_mode = detect_fake_mode([n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
 
     def __call__(self, target: Any, *args: Any) -> Node:
+        """Add a call of the operator `target`."""
         node = self.graph.call_function(target, args)
         node.meta.update({key: self._like.meta[key] for key in ("stack_trace", "nn_module_stack") if key in self._like.meta})
-        values = torch.fx.node.map_arg(args, lambda one: one.meta["val"])
-        if self._mode is None:
+        values = torch.fx.node.map_arg(args, lambda arg: arg.meta["val"])
+        if self._fake_mode is None:
             node.meta["val"] = target(*values)
         else:
-            with self._mode:
+            with self._fake_mode:
                 node.meta["val"] = target(*values)
         return node
 
-    def items(self, node: Node) -> list[Node]:
-        """Each of the tensors that a node returns."""
+    def split_outputs(self, node: Node) -> list[Node]:
+        """Add a node for each of the tensors that a node returns."""
         return [self(operator.getitem, node, at) for at in range(len(node.meta["val"]))]
 
     def reshape(self, node: Node, extents: Sequence[int]) -> Node:
-        return node if shape(node) == list(extents) else self(aten.reshape.default, node, list(extents))
+        """Add a reshape, unless the node already has this shape."""
+        return node if get_shape(node) == list(extents) else self(aten.reshape.default, node, list(extents))
 
-    def to_front(self, node: Node, dim: int) -> Node:
-        """Rows of a matrix: dimension `dim` outermost, then the others but the last, which are its columns."""
-        extents = shape(node)
+    def flatten_rows(self, node: Node, dim: int) -> Node:
+        """Make a value a matrix whose columns are the last dimension. Of the dimensions of its rows, `dim` is the outermost."""
+        extents = get_shape(node)
         if dim and prod(extents[:dim]) > 1:
             order = [dim, *(d for d in range(len(extents)) if d != dim)]
             node = self(aten.permute.default, node, order)
         return self.reshape(node, [prod(extents[:-1]), extents[-1]])
 
-    def from_front(self, rows: Node, dim: int, extents: Sequence[int]) -> Node:
-        """What `to_front` has made a matrix of, for an original of `extents` but for the number of columns."""
-        columns = shape(rows)[1]
+    def unflatten_rows(self, rows: Node, dim: int, extents: Sequence[int]) -> Node:
+        """Undo `flatten_rows`, where `extents` is the original shape. The matrix may have another number of columns."""
+        columns = get_shape(rows)[1]
         if dim and prod(extents[:dim]) > 1:
             order = [dim, *(d for d in range(len(extents) - 1) if d != dim), len(extents) - 1]
             moved = self.reshape(rows, [*(extents[d] for d in order[:-1]), columns])
@@ -233,16 +251,17 @@ class Writer:
 
 
 def share_waits(graph: Graph) -> None:
-    """One wait for each collective, and one node of those that then make the same of its result.
+    """Merge the waits for each collective into one, and then merge equal calls of operators on its result.
 
-    Two gathers of one tensor are one in torch's graphs. Since torch 2.14 their waits are not: it takes them to have effects.
+    torch merges two gathers of one tensor. Since torch 2.14 it does not merge their waits, because it assumes that waits have
+    side effects.
     """
     order = {node: at for at, node in enumerate(graph.nodes)}
     rest = [node for node in graph.nodes if sum(user.target is c10d.wait_tensor.default for user in node.users) > 1]
     while rest:
         first: dict[str, Node] = {}
         for user in sorted(rest.pop().users, key=order.__getitem__):
-            if user.target not in _SHARED and user.target is not c10d.wait_tensor.default:
+            if user.target not in _MERGEABLE and user.target is not c10d.wait_tensor.default:
                 continue
             first_use = first.setdefault(str((user.target, user.args, user.kwargs)), user)
             if first_use is not user:
@@ -251,8 +270,8 @@ def share_waits(graph: Graph) -> None:
                 rest.append(first_use)
 
 
-def raise_above(place: Node, wanted: Iterable[Node]) -> None:
-    """Move nodes, and all that they need, above `place`, in their order. None of them needs `place`."""
+def move_above(place: Node, wanted: Iterable[Node]) -> None:
+    """Move nodes, and all nodes that they depend on, above `place`, in the same order. None of them may depend on `place`."""
     order = {node: at for at, node in enumerate(place.graph.nodes)}
     needed: set[Node] = set()
     rest = [node for node in wanted if order[node] > order[place]]
@@ -260,13 +279,16 @@ def raise_above(place: Node, wanted: Iterable[Node]) -> None:
         node = rest.pop()
         if node not in needed:
             needed.add(node)
-            rest += [one for one in node.all_input_nodes if order[one] > order[place]]
+            rest += [source for source in node.all_input_nodes if order[source] > order[place]]
     for node in sorted(needed, key=order.__getitem__):
         place.prepend(node)
 
 
 def erase_unused(nodes: Iterable[Node]) -> None:
-    """Erase those that nobody uses, users first. Collectives stay in a graph otherwise: torch takes them to have effects."""
+    """Erase those of the nodes that have no users, beginning with the last.
+
+    torch would not remove unused collectives, because it assumes that they have side effects.
+    """
     present = set(nodes)
     if not present:
         return

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from weft.core.problem import FLOAT8_UNIT, Op, Recipe
-from weft.models.inductor.graph import Refused, Writer, argument, aten, place_in, shape, value
+from weft.models.inductor.graph import Refused, Writer, aten, get_argument, get_rank_and_size, get_shape, get_value
 from weft.ops.common import DTYPES, FLOAT8
 
 SCALED = aten._scaled_mm.default
@@ -44,32 +44,36 @@ def scales_of(product: Node) -> ProductScales | None:
     """The scales of an aten._scaled_mm; None for another product. Raises Refused for options that weft does not have."""
     if product.target is not SCALED:
         return None
-    a, b, scale_a, scale_b = (argument(product, at, name) for at, name in enumerate(("self", "mat2", "scale_a", "scale_b")))
-    if argument(product, 5, "scale_result") is not None:
+    a, b, scale_a, scale_b = (get_argument(product, at, name) for at, name in enumerate(("self", "mat2", "scale_a", "scale_b")))
+    if get_argument(product, 5, "scale_result") is not None:
         raise Refused("the matmul has a scale for its result")
-    if {value(a).dtype, value(b).dtype} - FLOAT8.keys() or value(product).dtype not in DTYPES:
-        dtypes = f"{value(a).dtype} and {value(b).dtype} to {value(product).dtype}"
+    if {get_value(a).dtype, get_value(b).dtype} - FLOAT8.keys() or get_value(product).dtype not in DTYPES:
+        dtypes = f"{get_value(a).dtype} and {get_value(b).dtype} to {get_value(product).dtype}"
         raise Refused(
             f"the matmul is of {dtypes}; weft multiplies {', '.join(FLOAT8.values())} to {', '.join(DTYPES.values())}"
         )
-    (k, n), stride = shape(b), value(b).stride()
+    (k, n), stride = get_shape(b), get_value(b).stride()
     if k % FLOAT8_UNIT or n % FLOAT8_UNIT or stride[0] != 1:
         raise Refused(
             f"the second factor {[k, n]} has strides {list(stride)}; FP8 needs columns in one piece, and multiples of 16"
         )
-    sizes = value(scale_a).numel(), value(scale_b).numel()
+    sizes = get_value(scale_a).numel(), get_value(scale_b).numel()
     if sizes == (1, 1):
         recipe: Recipe = "tensorwise"
-    elif (shape(scale_a), shape(scale_b)) == ([shape(a)[0], 1], [1, n]):
+    elif (get_shape(scale_a), get_shape(scale_b)) == ([get_shape(a)[0], 1], [1, n]):
         recipe = "rowwise"
     else:
-        raise Refused(f"the scales are {shape(scale_a)} and {shape(scale_b)}; weft overlaps tensorwise and rowwise ones")
-    return ProductScales(scale_a, scale_b, recipe, value(product).dtype, bool(argument(product, 7, "use_fast_accum", False)))
+        raise Refused(
+            f"the scales are {get_shape(scale_a)} and {get_shape(scale_b)}; weft overlaps tensorwise and rowwise ones"
+        )
+    return ProductScales(
+        scale_a, scale_b, recipe, get_value(product).dtype, bool(get_argument(product, 7, "use_fast_accum", False))
+    )
 
 
 def bias_of(product: Node) -> Node | None:
     """What an aten._scaled_mm adds."""
-    found = argument(product, 4, "bias")
+    found = get_argument(product, 4, "bias")
     return found if isinstance(found, Node) else None
 
 
@@ -91,10 +95,10 @@ def write_gather(
             columns.append(one.b)
             continue
         both = write(aten.mul.Tensor, write.reshape(one.a, [1, 1]), write.reshape(one.b, [1, 1]))
-        columns.append(write(aten.expand.default, both, [1, shape(b)[1]]))
+        columns.append(write(aten.expand.default, both, [1, get_shape(b)[1]]))
     if scale_rows is None:
-        scale_rows = write(aten.new_ones.default, scales[0].a, [shape(rows)[0], 1])
-    total = shape(rows)[0] * place_in(group)[1]
+        scale_rows = write(aten.new_ones.default, scales[0].a, [get_shape(rows)[0], 1])
+    total = get_shape(rows)[0] * get_rank_and_size(group)[1]
     return _write(
         write, "all_gather_matmul", rows, bs, scale_rows, columns, scales[0], "rowwise", group, schedule, rows=total, keep=keep
     )
@@ -109,9 +113,9 @@ def write_reduction(
     if scales.recipe == "tensorwise":
         scale_a, scale_b = write.reshape(scale_a, [1, 1]), write.reshape(scale_b, [1, 1])
     found = _write(
-        write, op, a, [b], scale_a, [scale_b], scales, scales.recipe, group, schedule, rows=shape(a)[0], reduce=reduce
+        write, op, a, [b], scale_a, [scale_b], scales, scales.recipe, group, schedule, rows=get_shape(a)[0], reduce=reduce
     )
-    return write.items(found)[0]
+    return write.split_outputs(found)[0]
 
 
 def _write(
@@ -131,5 +135,17 @@ def _write(
     reduce: str = "sum",
 ) -> Node:
     factors: tuple[Any, ...] = (a, list(bs), scale_a, list(scale_bs), None, None)
-    sizes = (op, group, *place_in(group), rows, 1, schedule, keep, reduce, recipe, like.output_dtype, like.use_fast_accum)
+    sizes = (
+        op,
+        group,
+        *get_rank_and_size(group),
+        rows,
+        1,
+        schedule,
+        keep,
+        reduce,
+        recipe,
+        like.output_dtype,
+        like.use_fast_accum,
+    )
     return write(torch.ops.weft.scaled_matmul.default, *factors, *sizes)

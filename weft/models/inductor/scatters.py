@@ -29,19 +29,19 @@ from weft.models.inductor.graph import (
     OTHER_GRAPH,
     Refused,
     Writer,
-    argument,
     aten,
-    before_reshapes,
     c10d,
-    cast_to,
     check_value,
     erase_unused,
-    laid_anew,
-    place_in,
-    same_elements,
-    shape,
-    value,
-    valued_alike,
+    get_argument,
+    get_cast_dtype,
+    get_rank_and_size,
+    get_shape,
+    get_value,
+    have_same_shape_and_dtype,
+    list_reshapes,
+    match_relayout,
+    trace_reshapes_back,
 )
 from weft.models.inductor.scaled import SCALED, bias_of, scales_of, write_reduction
 
@@ -116,11 +116,11 @@ class _Reduction:
 def read(start: Node) -> Scatter:
     """Match the pattern that ends in this collective. Raises Refused if no weft operator can replace it."""
     found = _read_reduction(start)
-    if found.dim is not None and found.dim == value(found.source).dim() - 1:
-        raise Refused(f"dimension {found.dim} of {value(found.source).dim()} is scattered, the last: weft overlaps rows")
-    terms, nodes = _read_terms(found.source, shape(found.source), {found.start, *found.nodes})
+    if found.dim is not None and found.dim == get_value(found.source).dim() - 1:
+        raise Refused(f"dimension {found.dim} of {get_value(found.source).dim()} is scattered, the last: weft overlaps rows")
+    terms, nodes = _read_terms(found.source, get_shape(found.source), {found.start, *found.nodes})
     check_value(terms[0].node)
-    if any(term.bias and term.bias.args[1] != place_in(found.group)[1] for term in terms):
+    if any(term.bias and term.bias.args[1] != get_rank_and_size(found.group)[1] for term in terms):
         raise Refused("the matmul adds a bias of each rank's own")
     if found.reduce != "sum" and any(term.bias for term in terms):
         raise Refused(f"a bias is within a reduction by {found.reduce}")
@@ -131,7 +131,7 @@ def read(start: Node) -> Scatter:
         group=found.group,
         reduce=found.reduce,
         dim=found.dim,
-        extents=shape(found.source),
+        extents=get_shape(found.source),
         terms=terms,
         nodes=(*nodes, *found.nodes, start, found.wait, *(term.bias for term in terms if term.bias)),
     )
@@ -160,10 +160,10 @@ def _find_shared_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
     `two`. Nothing else may use the two results, whether before or after their waits, or a sum inside the chain.
     """
     same_kind = (one.op, one.group, one.reduce, one.dim, one.extents) == (two.op, two.group, two.reduce, two.dim, two.extents)
-    same_kind = same_kind and value(one.end).dtype == value(two.end).dtype
+    same_kind = same_kind and get_value(one.end).dtype == get_value(two.end).dtype
     if not same_kind or any(term.bias or term.node.target is SCALED for scatter in (one, two) for term in scatter.terms):
         return None
-    mine, others = _find_only_use(one.end), same_elements(two.end)
+    mine, others = _find_only_use(one.end), list_reshapes(two.end)
     if mine is None or _find_only_use(two.end) is None or not _is_plain_sum(mine[0]):
         return None
     if any(len(start.users) != 1 for scatter in (one, two) for start in scatter.starts):
@@ -179,32 +179,32 @@ def _find_shared_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
 
 def _find_only_use(end: Node) -> tuple[Node, Node] | None:
     """Return the only user of a node or its reshapes, and the node that it uses. Return None if there are other users."""
-    reshaped = same_elements(end)
+    reshaped = list_reshapes(end)
     found = [(user, one) for one in reshaped for user in one.users if user not in reshaped]
     return found[0] if len(found) == 1 and found[0][0].args.count(found[0][1]) == 1 else None
 
 
 def _is_plain_sum(node: Node) -> bool:
     parts = node.args[:2]
-    if node.target is not aten.add.Tensor or argument(node, 2, "alpha", 1) != 1 or len(parts) < 2:
+    if node.target is not aten.add.Tensor or get_argument(node, 2, "alpha", 1) != 1 or len(parts) < 2:
         return False
-    return all(isinstance(part, Node) and valued_alike(part, node) for part in parts)
+    return all(isinstance(part, Node) and have_same_shape_and_dtype(part, node) for part in parts)
 
 
 def _merge(one: Scatter, two: Scatter, shared_sum: tuple[Node, Node]) -> Scatter:
     total, mine = shared_sum
     (other,) = (part for part in total.args[:2] if part is not mine)
     assert isinstance(other, Node)
-    nodes = (*one.nodes, *two.nodes, *same_elements(one.end))
+    nodes = (*one.nodes, *two.nodes, *list_reshapes(one.end))
     total.replace_all_uses_with(other)
     total.graph.erase_node(total)
     return replace(two, starts=(*one.starts, *two.starts), terms=(*one.terms, *two.terms), nodes=nodes)
 
 
 def _read_reduction(start: Node) -> _Reduction:
-    source, reduce = start.args[0], argument(start, 1, "reduce_op")
+    source, reduce = start.args[0], get_argument(start, 1, "reduce_op")
     scattering = start.target is c10d.reduce_scatter_tensor.default
-    group = argument(start, 3 if scattering else 2, "group_name")
+    group = get_argument(start, 3 if scattering else 2, "group_name")
     assert isinstance(source, Node)
     if not isinstance(group, str):
         raise Refused("the process group is no constant of the graph")
@@ -214,8 +214,8 @@ def _read_reduction(start: Node) -> _Reduction:
     if len(waits) != 1 or any(user.op != "output" for user in start.users if user is not waits[0]):
         raise Refused("what is reduced is used before it is waited for")
     check_value(source)
-    layout = laid_anew(source) if scattering else None
-    if layout is None or layout.into or not layout.dim or layout.count != place_in(group)[1]:
+    layout = match_relayout(source) if scattering else None
+    if layout is None or layout.new_dim or not layout.dim or layout.count != get_rank_and_size(group)[1]:
         return _Reduction(start, waits[0], reduce, group, source, 0 if scattering else None, ())
     nodes = (*layout.nodes, source)
     if any(user not in nodes and user is not start for node in nodes for user in node.users):
@@ -228,25 +228,25 @@ def _read_terms(source: Node, extents: Sequence[int], users: set[Node]) -> tuple
 
     Raises Refused if `source` has users that are not in `users`.
     """
-    chain = before_reshapes(source)
+    chain = trace_reshapes_back(source)
     for node, after in zip(chain, (users, *({node} for node in chain)), strict=False):
         if not set(node.users) <= after:
             raise Refused("the product is needed before it is reduced, too")
     root = chain[-1]
     if root.target is aten.add.Tensor:
         return _read_sum(root, extents, chain)
-    if cast_to(root):
-        raise Refused(f"the product is cast to {value(root).dtype} before it is reduced; weft reduces what it multiplies")
+    if get_cast_dtype(root):
+        raise Refused(f"the product is cast to {get_value(root).dtype} before it is reduced; weft reduces what it multiplies")
     return (_read_term(root, extents),), chain
 
 
 def _read_sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[Term, ...], list[Node]]:
     found: list[Term] = []
     nodes = list(chain)
-    if argument(root, 2, "alpha", 1) != 1 or len(root.args) < 2:
+    if get_argument(root, 2, "alpha", 1) != 1 or len(root.args) < 2:
         raise Refused("a sum with a factor is reduced")
     for part in root.args[:2]:
-        if not isinstance(part, Node) or shape(part) != shape(root):
+        if not isinstance(part, Node) or get_shape(part) != get_shape(root):
             raise Refused("what is reduced is a sum of a product and something else")
         terms, more = _read_terms(part, extents, {root})
         found += terms
@@ -266,13 +266,13 @@ def _read_term(root: Node, extents: Sequence[int]) -> Term:
     if scales_of(root) and bias_of(root):
         raise Refused("the matmul adds a bias of each rank's own")
     term = Term(root)
-    value(term.a)  # raises Refused if its shape is not known: K does not appear in the shape of the product
-    if shape(root)[-1] != extents[-1]:
-        raise Refused(f"the product {shape(root)} is reduced as {list(extents)}, with other columns")
+    get_value(term.a)  # raises Refused if its shape is not known: K does not appear in the shape of the product
+    if get_shape(root)[-1] != extents[-1]:
+        raise Refused(f"the product {get_shape(root)} is reduced as {list(extents)}, with other columns")
     if term.bias is not None:
-        if (argument(root, 3, "beta", 1), argument(root, 4, "alpha", 1)) != (1, 1):
+        if (get_argument(root, 3, "beta", 1), get_argument(root, 4, "alpha", 1)) != (1, 1):
             raise Refused("the matmul has a factor")
-        _check_shared_bias(term.bias, shape(root)[-1])
+        _check_shared_bias(term.bias, get_shape(root)[-1])
     return term
 
 
@@ -283,15 +283,15 @@ _REASONS: dict[object, str] = {
 
 def _check_shared_bias(bias: Node, columns: int) -> None:
     """Raise Refused unless the bias is a quotient, as DTensor divides a shared bias, with one element for each column."""
-    if bias.target is not aten.div.Tensor or not isinstance(bias.args[0], Node) or len(shape(bias)) != 1:
+    if bias.target is not aten.div.Tensor or not isinstance(bias.args[0], Node) or len(get_shape(bias)) != 1:
         raise Refused("the matmul adds a bias of each rank's own")
-    if shape(bias) != [columns]:
-        raise Refused(f"the matmul adds a bias of {shape(bias)[0]} to {columns} columns")
+    if get_shape(bias) != [columns]:
+        raise Refused(f"the matmul adds a bias of {get_shape(bias)[0]} to {columns} columns")
 
 
 def rewrite(graph: Graph, scatter: Scatter, schedule: str) -> None:
     """Replace the matched nodes by one weft operator."""
-    rank, size = place_in(scatter.group)
+    rank, size = get_rank_and_size(scatter.group)
     divided = scatter.terms[0].bias
     bias = None if divided is None else cast(Node, divided.args[0])
     with graph.inserting_before(scatter.starts[-1]):
@@ -313,11 +313,11 @@ def rewrite(graph: Graph, scatter: Scatter, schedule: str) -> None:
             out = write(torch.ops.weft.matmul_reduce_scatter.default, *arguments)
         if scatter.dim is not None:
             own = [extent // size if d == scatter.dim else extent for d, extent in enumerate(scatter.extents)]
-            out = write.from_front(out, scatter.dim, own)
+            out = write.unflatten_rows(out, scatter.dim, own)
             out = out if bias is None else write(aten.add.Tensor, out, bias)
-        if value(out).dtype != value(scatter.end).dtype:
-            out = write(torch.ops.prims.convert_element_type.default, out, value(scatter.end).dtype)
-        out = write.reshape(out, shape(scatter.end))
+        if get_value(out).dtype != get_value(scatter.end).dtype:
+            out = write(torch.ops.prims.convert_element_type.default, out, get_value(scatter.end).dtype)
+        out = write.reshape(out, get_shape(scatter.end))
     scatter.end.replace_all_uses_with(out)
     scatter.starts[-1].replace_all_uses_with(out, lambda user: user is not scatter.end)
     erase_unused(scatter.nodes)
@@ -325,12 +325,12 @@ def rewrite(graph: Graph, scatter: Scatter, schedule: str) -> None:
 
 def _write_rows(write: Writer, matrix: Node, scatter: Scatter) -> Node:
     """Reorder the rows of a matrix [M, columns] so that the rows of each rank's part are contiguous, in rank order."""
-    return write.to_front(write.reshape(matrix, [*scatter.extents[:-1], shape(matrix)[1]]), scatter.dim or 0)
+    return write.flatten_rows(write.reshape(matrix, [*scatter.extents[:-1], get_shape(matrix)[1]]), scatter.dim or 0)
 
 
 def _write_mean(write: Writer, bias: Node, group: str, size: int) -> Node:
     """Write the mean of all ranks' biases, in float32. It is the bias itself if all ranks have the same."""
-    dtype, convert = value(bias).dtype, torch.ops.prims.convert_element_type.default
+    dtype, convert = get_value(bias).dtype, torch.ops.prims.convert_element_type.default
     wide = bias if dtype == torch.float32 else write(convert, bias, torch.float32)
     total = write(c10d.wait_tensor.default, write(c10d.all_reduce.default, wide, "sum", group))
     mean = write(aten.div.Tensor, total, size)

@@ -17,7 +17,7 @@ from weft.core.errors import require
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Schedule
 from weft.ops.common import publish_error_instead, resolve_group
-from weft.overlap.concurrent.calls import Calls, calls_of
+from weft.overlap.concurrent.calls import GroupCaches, get_caches
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
 from weft.overlap.concurrent.kernels import ShapedKernels
@@ -131,18 +131,18 @@ def _chosen(
         raise ValueError("repeatable is for a callable: a context's computation runs once; pass compute")
     require("residents", residents, (Sequence, type(None)), "pass numbers of blocks an SM in a list")
     require("compute_us", compute_us, (int, float, type(None)), "pass how long the computation takes alone, in us")
-    calls = _calls(mine, group)
-    shaped = calls.kernels(kernels, residents)
+    caches = _get_caches(mine, group)
+    shaped = caches.shape_kernels(kernels, residents)
     mode = automatic() if method == AUTO else ""
     if mode in ("", "sequential"):
-        return Concurrent(mine, _program(mode or method, mine, kernels, calls), calls, shaped), run
+        return Concurrent(mine, _program(mode or method, mine, kernels, caches), caches, shaped), run
     require("key", key, (str, type(None)), "pass a string that names this computation")
     named, fixed = _key_of(compute) if key is None else key, run is not compute
-    choice = calls.cached(named, mine)
-    if choice is None and run is not None and repeatable and mode == AUTO and not calls.executor(mine[0].device).capturing:
-        choice = calls.measured(named, mine, shaped, run, fixed=fixed)
-    choice = choice or calls.planned(named, mine, compute_us, fixed=fixed)
-    return Concurrent(mine, calls.program(choice.method, mine), calls, shaped), run
+    choice = caches.find_choice(named, mine)
+    if choice is None and run is not None and repeatable and mode == AUTO and not caches.get_executor(mine[0].device).capturing:
+        choice = caches.choose_by_measurement(named, mine, shaped, run, fixed=fixed)
+    choice = choice or caches.choose_by_plan(named, mine, compute_us, fixed=fixed)
+    return Concurrent(mine, caches.find_program(choice.method, mine), caches, shaped), run
 
 
 def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[ConcurrentChoice]:
@@ -150,7 +150,7 @@ def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[Concurren
     the measured times in us if it was measured. The list is the same on every rank. The call is not collective."""
     name = resolve_group(group)[0]
     state = GROUPS.known(name)
-    return calls_of(state).choices() if state else []
+    return get_caches(state).list_choices() if state else []
 
 
 class Concurrent:
@@ -161,10 +161,10 @@ class Concurrent:
     _left_out = False
 
     def __init__(
-        self, collectives: Sequence[ConcurrentCollective], program: Program, calls: Calls, kernels: ShapedKernels
+        self, collectives: Sequence[ConcurrentCollective], program: Program, caches: GroupCaches, kernels: ShapedKernels
     ) -> None:
         self._collectives, self._program = tuple(collectives), program
-        self._executor = calls.executor(collectives[0].device)
+        self._executor = caches.get_executor(collectives[0].device)
         self._executor.prepare(program, self._collectives)
         self._stack: ExitStack | None = None
         self.kernels: tuple[Any, ...] = kernels.of(program.computation.resident)
@@ -212,7 +212,7 @@ def _check_collectives(collectives: ConcurrentCollective | Sequence[ConcurrentCo
 
 
 def _program(
-    method: str | Schedule, collectives: Sequence[ConcurrentCollective], kernels: Sequence[Any], calls: Calls
+    method: str | Schedule, collectives: Sequence[ConcurrentCollective], kernels: Sequence[Any], caches: GroupCaches
 ) -> Program:
     """What this rank runs. Raises ValueError for a schedule of other collectives or about sharded parameters, and for what
     would change nothing here."""
@@ -223,13 +223,13 @@ def _program(
         "use auto, a name such as nccl+priority, or a weft.schedule.Schedule for these collectives",
     )
     if isinstance(method, Schedule):
-        mine = calls.problem(collectives).collectives
+        mine = caches.make_problem(collectives).collectives
         theirs = method.problem.collectives if isinstance(method.problem, ConcurrentProblem) else ()
         if [*map(_essence, mine)] != [*map(_essence, theirs)]:
             raise ValueError(f"method is a schedule for {method.problem}; these are {', '.join(map(str, mine))}")
-        found = calls.given(method, collectives)
+        found = caches.find_program_of_value(method, collectives)
     else:
-        found = calls.program(method, collectives)
+        found = caches.find_program(method, collectives)
     if found.computation.resident and not kernels:
         raise ValueError(f"method is '{found.name}'; resident is for kernels that are named: pass kernels, or leave it out")
     held = found.priority or any(part.ctas for part in found.parts)
@@ -260,12 +260,12 @@ def _callable(compute: Any) -> Callable[..., Any] | None:
     return compute.replay
 
 
-def _calls(collectives: Sequence[ConcurrentCollective], group: dist.ProcessGroup | None) -> Calls:
+def _get_caches(collectives: Sequence[ConcurrentCollective], group: dist.ProcessGroup | None) -> GroupCaches:
     """Return the caches of the ranks that agree: those of the collectives' group if they all have the same one."""
     groups = {collective.ranks for collective in collectives}
     if group is None and len(groups) == 1:
         group = next(iter(groups))
-    return calls_of(GROUPS.state(resolve_group(group)[0]))
+    return get_caches(GROUPS.state(resolve_group(group)[0]))
 
 
 def _groups(collectives: object, group: object) -> set[dist.ProcessGroup]:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.core.problem import CollectiveProblem
 from weft.ops.common import DTYPES, resolve_group
-from weft.overlap.concurrent.calls import Calls, calls_of
+from weft.overlap.concurrent.calls import GroupCaches, get_caches
 from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
 from weft.overlap.concurrent.collectives import AllReduce
 from weft.overlap.concurrent.executor import Executor, HostExecutor
@@ -124,24 +124,24 @@ def ddp(model: DistributedDataParallel, *, method: str = "auto", key: str = "ddp
             "use nccl"
         )
     group = model.process_group
-    calls, device = calls_of(GROUPS.state(resolve_group(group)[0])), next(model.parameters()).device
+    caches, device = get_caches(GROUPS.state(resolve_group(group)[0])), next(model.parameters()).device
     probe = AllReduce(torch.zeros(1, device=device), group)
     if method == "auto":
         problem = ConcurrentProblem(
-            collectives=(_full_bucket(model, calls),), world_size=group.size(), nodes=calls.nodes(group.size())
+            collectives=(_full_bucket(model, caches),), world_size=group.size(), nodes=caches.list_nodes(group.size())
         )
-        able = calls.executor(device).abilities((probe,))
+        able = caches.get_executor(device).abilities((probe,))
         choice = Chooser(key=key, problem=problem, device=device, abilities=able).planned(METHODS)
     else:
         choice = ConcurrentChoice(key=key, method=method, note="the caller chose it")
-    averaging = Averaging(calls, choice, device, group)
+    averaging = Averaging(caches, choice, device, group)
     averaging.use_method(choice.method)
-    calls.add_hook(choice)
+    caches.add_hook(choice)
     model.register_comm_hook(averaging, _average_bucket)
     return averaging
 
 
-def _full_bucket(model: DistributedDataParallel, calls: Calls) -> CollectiveProblem | OpaqueCollective:
+def _full_bucket(model: DistributedDataParallel, caches: GroupCaches) -> CollectiveProblem | OpaqueCollective:
     """Return the problem of averaging one full bucket."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     largest = max(trained, key=torch.Tensor.numel)
@@ -155,7 +155,7 @@ def _full_bucket(model: DistributedDataParallel, calls: Calls) -> CollectiveProb
         world_size=size,
         dtype=DTYPES[largest.dtype],  # type: ignore[arg-type]
         reduce_op="avg",
-        nodes=calls.nodes(size),
+        nodes=caches.list_nodes(size),
     )
 
 
@@ -168,9 +168,9 @@ class Averaging:
     bucket uses `_last_bucket_method`, which is the method without +ctas.
     """
 
-    def __init__(self, calls: Calls, choice: ConcurrentChoice, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(self, caches: GroupCaches, choice: ConcurrentChoice, device: torch.device, group: dist.ProcessGroup) -> None:
         self.choice, self.group = choice, group
-        self._calls, self._executor = calls, calls.executor(device)
+        self._caches, self._executor = caches, caches.get_executor(device)
         self._bucket_method = self._last_bucket_method = str(PLAIN)
         self._limits = self._program(self._bucket_method)
         self._steps = 0
@@ -179,7 +179,7 @@ class Averaging:
 
     def _program(self, method: str) -> Program:
         """Return the program of a method. It has the method's limits on the backward pass."""
-        return self._calls.program(method, (AllReduce(torch.zeros(1, device=self._executor.device), self.group),))
+        return self._caches.find_program(method, (AllReduce(torch.zeros(1, device=self._executor.device), self.group),))
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the average of one bucket, and return a future of its gradients."""
@@ -194,7 +194,7 @@ class Averaging:
             return _average_sparse(gradients, self.group, self._executor)
         mean = AllReduce(gradients, self.group, reduction="avg")
         self._buckets[bucket.index()] = mean.describe(), method
-        return self._executor.future(self._calls.program(method, (mean,)), mean, gradients)
+        return self._executor.future(self._caches.find_program(method, (mean,)), mean, gradients)
 
     @property
     def method(self) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from weft.compat.dispatch import NO_BACKWARD, backward_pass
 from weft.compat.fsdp import before_registered_methods, forward_has_begun
 from weft.ops.common import resolve_group
-from weft.overlap.concurrent.calls import calls_of
+from weft.overlap.concurrent.calls import get_caches
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.hooks.gathered import GatherOrder
 from weft.overlap.hooks.methods import check_method
@@ -74,7 +74,7 @@ def fsdp(
         fits = nbytes <= spare_bytes
         why = f"all parameters take {nbytes} bytes, and spare_bytes is {spare_bytes}"
         choice = ConcurrentChoice(key=key, method=UNSHARDED if fits else str(PLAIN), note=why)
-    calls_of(GROUPS.state(resolve_group(group)[0])).add_hook(choice)
+    get_caches(GROUPS.state(resolve_group(group)[0])).add_hook(choice)
     chosen = parse(choice.method)
     if chosen != PLAIN:
         steps = _ForwardHooks(chosen, GatherOrder(sharded))

@@ -33,11 +33,11 @@ class _CopyEngineCollective:
         self.is_all_reduce = problem.op == "all_reduce"
         self.into_result = problem.reachable and not pulls and problem.op != "reduce_scatter"
         """Peers copy into the result itself, so no slots are needed."""
-        turns = collectives.turns(problem, chunks, self._staged_parts())
+        layout = collectives.cut_into_pieces(problem, chunks, self._staged_parts())
         rows = rank.shard_rows
         whole = self.into_result and not self.is_all_reduce
-        lengths = [rows] if whole else chunk_lengths(rows, turns.pieces(rows))
-        self.slots, self.piece_bytes = turns.slots, [length * problem.itemsize for length in lengths]
+        lengths = [rows] if whole else chunk_lengths(rows, layout.count_pieces(rows))
+        self.slots, self.piece_bytes = layout.slots, [length * problem.itemsize for length in lengths]
         self.lanes = CopyLanes(rank, (1 + self.is_all_reduce) * len(lengths), matmul_us=0.0)
         self.out, self.sums = ComputeLane(rank), ComputeLane(rank, rank.fork_us + rank.launch_us)
         self._summed_at_us: list[float] = []
