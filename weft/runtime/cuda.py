@@ -49,7 +49,7 @@ from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations, IssuedCall
 from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import sms_for
-from weft.runtime.peer_waits import unsent, waiting
+from weft.runtime.peer_waits import describe_unfinished, describe_waits
 from weft.runtime.products import Products, settings
 from weft.runtime.release import INVALID_BYTE
 from weft.runtime.replay import Replays, layout_key
@@ -503,7 +503,7 @@ class CudaProgram(BoundProgram):
         # Each lane has written the number of steps that it has reached.
         counts = zip(self._progress_at, seen[self.flags.words :], strict=False)
         reached = {lane: count - 1 for lane, count in counts}
-        stuck = stuck + waiting(self, seen, reached) or list(unsent(self, reached))
+        stuck = stuck + describe_waits(self, seen, reached) or list(describe_unfinished(self, reached))
         stuck = stuck or [f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"]
         return "\n".join(filter(None, (*stuck, self.resources.turn.others(self.resources.tickets, self.title))))
 

@@ -84,8 +84,8 @@ class HostProgram(BoundProgram):
         """True if matrices b are converted to float32, because this CPU does not multiply their dtype."""
         lanes = [[lane.name for lane in lanes] for lanes in schedule.ranks]
         self._progress = [{name: self.flags.words + at for at, name in enumerate(names)} for names in lanes]
-        """The word with the progress of each lane, by rank and lane. It is 0 until the lane reaches a step of this call that may
-        wait. Then it is the position of that step plus 1, with WAIT_DONE once the wait is over."""
+        """The word with the progress of each lane, by rank and lane. It is 0 until the lane reaches a step of this call that
+        may wait. Then it is the position of that step plus 1, with WAIT_DONE once the wait is over."""
         self._count = self.flags.words + max(map(len, lanes), default=0) + 1
         self._memory = resources.heap.allocate(8 * self._count)
         self.words = {rank: self._memory.words(rank, self._count) for rank in self._memory.ranks}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import connections, nameless_group
-from weft.runtime.peer_waits import bounded, named
+from weft.runtime.peer_waits import bounded, name_lost_rank
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """Contiguous tensors, each with the rank that sends or receives it."""
@@ -42,7 +42,7 @@ class HostWire:
         """
         waiting = [""]
         under_way = list[tuple[str, Any]]()
-        with named(self.rank_group, lambda: f"{what}: connections are broken"):
+        with name_lost_rank(self.rank_group, lambda: f"{what}: connections are broken"):
             for one, rank in receives:
                 if one.numel():
                     under_way.append((f"a message of rank {rank}", self._backend.recv([one], rank, 0)))

@@ -5,7 +5,8 @@ the caller watches its peers. A lost rank ends the caller's wait at once, and at
 itself ends when its connection closes, or at gloo's bound. A wait in NCCL ends only when its communicator is aborted, which
 also needs a separate thread (`Abort`).
 
-On a GPU, the progress of each lane and the flags of its current steps show what a call waits for (`waiting`, `unsent`).
+On a GPU, the progress of each lane and the flags of its current steps show what a call waits for (`describe_waits`,
+`describe_unfinished`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
 
 T = TypeVar("T")
-_NAMED_S = 2.0
+_REPORT_S = 2.0
 """After a connection breaks, the time to wait for the report that says which rank is lost."""
 _GRACE_S = 0.5
 """The time after the bound at which this rank gives up, so that the rank that it waits for can report first."""
@@ -48,29 +49,29 @@ def bounded(rank_group: RankGroup, explain: Callable[[], str], work: Callable[[]
         done.set()
 
     threading.Thread(target=run, name=f"weft-waits-{rank_group.rank}", daemon=True).start()
-    rank_group.wait_until(done.is_set, lambda: explain() + suspended(rank_group), grace_s=_GRACE_S)
-    with named(rank_group, explain):
+    rank_group.wait_until(done.is_set, lambda: explain() + describe_suspended(rank_group), grace_s=_GRACE_S)
+    with name_lost_rank(rank_group, explain):
         if raised:
             raise raised[0]
     return found[0]
 
 
 @contextmanager
-def named(rank_group: RankGroup, explain: Callable[[], str]) -> Iterator[None]:
+def name_lost_rank(rank_group: RankGroup, explain: Callable[[], str]) -> Iterator[None]:
     """Turn a library's error about a broken connection into a PeerLost. It names the lost rank if that is reported soon."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, WeftError):
             raise
-        deadline = time.monotonic() + _NAMED_S
+        deadline = time.monotonic() + _REPORT_S
         while time.monotonic() < deadline:
             rank_group.check_peers()
             time.sleep(0.02)
-        raise rank_group.fail(PeerLost(f"{explain()}{suspended(rank_group)}: {error}")) from error
+        raise rank_group.fail(PeerLost(f"{explain()}{describe_suspended(rank_group)}: {error}")) from error
 
 
-def suspended(rank_group: RankGroup) -> str:
+def describe_suspended(rank_group: RankGroup) -> str:
     """Return a text that names the ranks of this node that SIGSTOP or a debugger has stopped, or "" if there are none."""
     stopped = []
     for peer in rank_group.ranks_on_node:
@@ -106,7 +107,7 @@ class Abort:
         return self._ended
 
 
-def waiting(program: BoundProgram, seen: Sequence[int], reached: Mapping[str, int]) -> list[str]:
+def describe_waits(program: BoundProgram, seen: Sequence[int], reached: Mapping[str, int]) -> list[str]:
     """Return a line for each lane that waits for a flag.
 
     seen: the words of this rank.
@@ -122,7 +123,7 @@ def waiting(program: BoundProgram, seen: Sequence[int], reached: Mapping[str, in
     return lines
 
 
-def unsent(program: BoundProgram, reached: Mapping[str, int]) -> Iterator[str]:
+def describe_unfinished(program: BoundProgram, reached: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for each collective of the program, and for each lane whose last reached step is messages.
 
     No flag shows whether these have ended.
