@@ -27,14 +27,14 @@ class CallTimer:
 
     def begin(self, caller: int) -> None:
         """Record the begin of the call on the caller's stream."""
-        on = self._resources.named(caller)
+        on = self._resources.torch_stream(caller)
         self._begin, end = _event(), _event()
         self._begin.record(on)
         end.record(on)
 
     def issue(self, launch: Launch, call: IssuedCall, stream: int) -> None:
         """Enqueue a launch between two events."""
-        on = self._resources.named(stream)
+        on = self._resources.torch_stream(stream)
         start, end = _event(), _event()
         start.record(on)
         launch.issue(call, stream)

@@ -202,7 +202,9 @@ class CudaProgram(BoundProgram):
     def close(self) -> None:
         # Waits are released until the calls have ended, because the peers of a call in flight may be lost.
         releaser = self.resources.releaser
-        if not self.resources.drained(self._last_ticket, captured=self.captured, forget=lambda: releaser.remove(id(self))):
+        if not self.resources.wait_for_calls(
+            self._last_ticket, captured=self.captured, forget=lambda: releaser.remove(id(self))
+        ):
             LOGGER.error("%s has calls that have not ended: its memory stays in use until the process ends", self.title)
             _IN_USE.append((self._pieces, self._words, self._area, self._scratch, self._plans, self._replays))
             self._pieces = []
