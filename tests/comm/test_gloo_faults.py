@@ -136,7 +136,7 @@ def _struck_within(what: str, strike: Callable[[], object], skip: int) -> Iterat
         return plain(*arguments, **options)
 
     with (
-        mock.patch.object(owner, name, struck) if dist.get_rank() == VICTIM else mock.patch.object(peer_waits, "_NAMED_S", 5.0)
+        mock.patch.object(owner, name, struck) if dist.get_rank() == VICTIM else mock.patch.object(peer_waits, "_REPORT_S", 5.0)
     ):
         yield
 

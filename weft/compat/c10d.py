@@ -1,7 +1,7 @@
-"""Private names of torch.distributed that weft uses; a test (tests/compat) says what a new torch has changed of them.
+"""This module wraps the private names of torch.distributed that weft uses. tests/compat reports what a new torch changes.
 
-torch names groups that only some ranks make by their ranks and by how many groups a rank has. So ranks could differ in a name,
-of such a group or of the caller's next one: connections of weft's own have no name.
+Connections that weft makes have no name. torch names a group that only some ranks create by its ranks and by the number of
+groups of a rank, so ranks could disagree on its name, or on that of the caller's next group.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 
 
 def store_of(group: dist.ProcessGroup, name: str) -> Any:
-    """A part of the group's store that `name` alone uses, on a connection of its own: another thread may wait on torch's. A
-    store that is written in Python cannot be cloned; it is used as it is."""
+    """Return a part of the group's store that only `name` uses.
+
+    It has a connection of its own, because another thread may wait on torch's connection. A store that is written in Python
+    cannot be cloned, and is used as it is.
+    """
     store: Any = _get_process_group_store(group)
     try:
         own = store.clone()
@@ -32,18 +35,22 @@ def store_of(group: dist.ProcessGroup, name: str) -> Any:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What runs a group's collectives on a device: its communicator, with `abort`."""
+    """Return the backend that runs a group's collectives on a device. It has `abort`."""
     return group._get_backend(device)
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of this process that has a name, as custom operators are given it."""
+    """Return the process group that has a name. torch's custom operators take a group by its name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 class FlatCollectives:
-    """Collectives of whole tensors, enqueued on torch's current stream. They leave out what torch.distributed's own functions
-    check and log, which is most of the host time of those. op: of sums."""
+    """FlatCollectives runs collectives of whole tensors on torch's current stream.
+
+    It omits the checks and logs of torch.distributed's own functions, which are most of their host time.
+
+    op: the torch.distributed.ReduceOp of reductions.
+    """
 
     def __init__(self, group: dist.ProcessGroup, op: Any) -> None:
         self._group: Any = group
@@ -53,27 +60,29 @@ class FlatCollectives:
             options.asyncOp = False
 
     def all_gather(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """As torch.distributed.all_gather_into_tensor."""
+        """Do as torch.distributed.all_gather_into_tensor."""
         _in_order(self._group._allgather_base(dst, src, self._gathers))
 
     def reduce_scatter(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """As torch.distributed.reduce_scatter_tensor."""
+        """Do as torch.distributed.reduce_scatter_tensor."""
         _in_order(self._group._reduce_scatter_base(dst, src, self._scatters))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """As torch.distributed.all_reduce, in place."""
+        """Do as torch.distributed.all_reduce, in place."""
         _in_order(self._group.allreduce([tensor], self._reduces))
 
 
 def _in_order(work: Any) -> None:
-    """Let the current stream go on after a collective. A backend that has seen to that itself gives nothing to wait for."""
+    """Order the current stream after a collective. work is None if the backend has already done that."""
     if work is not None:
         work.wait()
 
 
 def nccl_connections(store: Any, rank: int, ranks: list[int], *, name: str, max_ctas: int, device: torch.device) -> Any:
-    """A communicator of NCCL's that torch knows by no name, for messages among `ranks` of the default group. Its kernels have a
-    stream of high priority, and max_ctas blocks at most. Collective. Blocks until all ranks have made it."""
+    """Return an NCCL communicator without a name in torch, for messages among `ranks` of the default group.
+
+    Its kernels have a stream of high priority, and at most max_ctas blocks. Collective: it blocks until all ranks have made it.
+    """
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     options.config.max_ctas = max_ctas
@@ -82,7 +91,7 @@ def nccl_connections(store: Any, rank: int, ranks: list[int], *, name: str, max_
     options.group_name = name
     made: Any = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
     made._set_sequence_number_for_group()
-    # The communicator is made by all ranks at once, whoever exchanges what with whom later.
+    # This makes the communicator on all ranks now. Otherwise only the ranks of the first messages would make it.
     made.allreduce([torch.zeros(1, device=device)]).wait()
     torch.cuda.current_stream(device).synchronize()
     return made
@@ -91,7 +100,7 @@ def nccl_connections(store: Any, rank: int, ranks: list[int], *, name: str, max_
 def exchange_messages(
     backend: Any, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
 ) -> None:
-    """Enqueue one group of sends and receives, each with the rank at its other end, on torch's current stream."""
+    """Enqueue one group of sends and receives on torch's current stream. Each tensor comes with its peer."""
     backend._start_coalescing()
     for sent, to in sends:
         backend.send([sent], to, 0)
@@ -101,14 +110,14 @@ def exchange_messages(
 
 
 def connections(store: Any, rank: int, size: int, timeout_s: float) -> Any:
-    """gloo's connections among `size` ranks that share a store: torch's backend. Collective. Blocks until all have come."""
-    from torch.distributed.distributed_c10d import ProcessGroupGloo  # a build of torch may lack it
+    """Return torch's gloo backend for `size` ranks that share a store. Collective: it blocks until all ranks have connected."""
+    from torch.distributed.distributed_c10d import ProcessGroupGloo  # some builds of torch lack it
 
     return ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
 
 
 def nameless_group(store: Any, rank: int, size: int, backend: Any) -> dist.ProcessGroup:
-    """A process group for torch.distributed's collectives on CPUs, over some connections."""
+    """Return a process group for torch.distributed's collectives on CPUs, over the connections of a gloo backend."""
     group = dist.ProcessGroup(store, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

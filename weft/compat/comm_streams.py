@@ -1,13 +1,13 @@
-"""Streams for communication: their priority, and which of two streams starts first.
+"""This module makes streams for communication, and controls their priority and which of two streams starts first.
 
-Resource-aware overlap's second control (arXiv 2606.09200). Where blocks of two kernels wait for room on an SM, those of the
-stream of higher priority get it first; blocks that run are not stopped. So priority alone lets a collective start only as
-blocks of the compute kernel end, and a cap on that kernel's residency (weft.overlap.controls.shape) lets it start concurrently.
+This is the second control of resource-aware overlap (arXiv 2606.09200). When blocks of two kernels wait for room on an SM, the
+stream of higher priority gets it first, but running blocks are not stopped. So with priority alone, a collective starts as
+blocks of the compute kernel end. With a cap on that kernel's residency (weft.overlap.controls.shape) it starts concurrently.
 
-Numbers are CUDA's: 0 is every stream's usual priority, and lower ones come first. The same holds on ROCm, untested.
+Priorities have CUDA's numbers: 0 is the usual priority, and lower numbers come first. This also holds on ROCm, untested.
 
-All streams of weft's come from here, and have one user at a time. torch has 32 of each priority and hands them out in turn, so
-that two lanes may get one; then a lane that waits for a flag holds up the one that would raise it:
+All of weft's streams come from here, and have one user at a time. torch has 32 streams of each priority and hands them out in
+turn, so two lanes may get the same stream. A lane that waits for a flag could then block the lane that would raise it:
 
     one stream, lanes of groups A and B      rank 0:  A waits for rank 1's A | B        neither A nor B ever ends: rank 1's A is
                                              rank 1:  B waits for rank 0's B | A        behind a B that waits for rank 0's B
@@ -26,14 +26,17 @@ import torch
 from weft.compat.streams import checked, driver_api
 
 Priority = Literal["normal", "high"] | int
-"""normal: 0. high: the highest that the device has."""
+"""The value "normal" is 0, and "high" is the highest priority of the device."""
 
 _LANES: ContextVar[Priority] = ContextVar("weft.overlap.controls.lane_priority", default=-1)
 
 
 class StreamPool:
-    """The streams of weft's on one device. Made by the driver when they are needed, and never destroyed: torch remembers each
-    stream that memory was used on, and asks it later. What is given back is taken again."""
+    """A StreamPool holds weft's streams on one device.
+
+    The driver makes a stream when one is needed, and streams that were given back are used again. No stream is destroyed,
+    because torch remembers each stream that memory was used on, and queries it later.
+    """
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -41,7 +44,7 @@ class StreamPool:
         self._taken: dict[int, int] = {}
 
     def take(self, priority: int) -> torch.cuda.Stream:
-        """priority: CUDA's number."""
+        """Return a stream that nobody uses. priority: CUDA's number."""
         free = self._free.setdefault(priority, [])
         stream = free.pop() if free else self._made(priority)
         self._taken[stream.cuda_stream] = priority
@@ -64,8 +67,10 @@ class StreamPool:
 
 @contextmanager
 def _context(api: Any, index: int) -> Iterator[None]:
-    """A device's primary context is this thread's, and a graph that is captured now is not disturbed. The context is retained
-    once more, for as long as the process: so are its streams."""
+    """Make a device's primary context current in this thread, without disturbing a graph capture.
+
+    The context is retained until the process ends, because its streams are, too.
+    """
     mode = checked(api.cuThreadExchangeStreamCaptureMode(api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
     checked(api.cuCtxPushCurrent(checked(api.cuDevicePrimaryCtxRetain(checked(api.cuDeviceGet(index))))))
     try:
@@ -81,19 +86,19 @@ def _streams_of(index: int) -> StreamPool:
 
 
 def comm_stream(*, priority: Priority = "high", device: torch.device | int | None = None) -> torch.cuda.Stream:
-    """A stream of this priority, which nobody else has. device: default, the current one. Raises ValueError for a priority that
-    the device lacks.
+    """Return a stream of this priority that has no other user. It lives as long as the process, unless you call `give_back`.
 
-    Keep it, or give it back (`give_back`): it lives as long as the process.
+    device: by default the current one.
+    Raises ValueError for a priority that the device lacks.
     """
     number = priority_number(priority)
     return _streams_of(_index(device)).take(number)
 
 
 def give_back(stream: torch.cuda.Stream) -> None:
-    """Let another user have a stream of comm_stream's. What was enqueued on it must not wait for anything any more.
+    """Let another user have a stream that comm_stream returned. Its enqueued work must no longer wait for anything.
 
-    Raises ValueError for another stream, and for one that was given back.
+    Raises ValueError for any other stream, and for one that was already given back.
     """
     _streams_of(_index(stream.device)).give(stream)
 
@@ -104,7 +109,7 @@ def _index(device: torch.device | int | None) -> int:
 
 
 def priority_number(priority: Priority) -> int:
-    """CUDA's number for a priority. Raises ValueError for one that the device lacks."""
+    """Return CUDA's number for a priority. Raises ValueError for one that the device lacks."""
     if not torch.cuda.is_available():
         raise ValueError(f"priority is {priority!r}, but there is no GPU here whose streams could have one")
     lowest, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg, unused-ignore]
@@ -116,11 +121,13 @@ def priority_number(priority: Priority) -> int:
 
 @contextmanager
 def lane_priority(priority: Priority) -> Iterator[None]:
-    """Groups that run their first schedule of weft's within have lanes of this priority in addition to the compute lane:
-    copies, and blocks that communicate. Elsewhere it is -1.
+    """Set the priority of the lanes of groups that run their first schedule within this context. The default is -1.
 
-    A group keeps what it has, also after the context, until `weft.close(group)`. The compute lane is the caller's stream.
-    Raises ValueError for a priority that is not above 0: a lane that waits may share no hardware queue with the caller.
+    It applies to lanes of copies and of communication kernels. The compute lane is the caller's stream. A group keeps its
+    priority, also after the context, until `weft.close(group)`.
+
+    Raises ValueError for a priority that is not above 0, because a lane that waits must not share a hardware queue with the
+    caller.
     """
     if priority == "normal" or (isinstance(priority, int) and priority >= 0):
         raise ValueError(f'priority is {priority!r}; lanes need a priority above that of the stream of a call: "high", or -1')
@@ -132,14 +139,14 @@ def lane_priority(priority: Priority) -> Iterator[None]:
 
 
 def current_lane_priority() -> int:
-    """What a group's lanes get now, as CUDA's number."""
+    """Return the priority that a group's lanes get now, as CUDA's number."""
     return priority_number(_LANES.get())
 
 
 def launch_order(first: torch.cuda.Stream, then: torch.cuda.Stream) -> None:
-    """What is enqueued on `then` from here on starts no earlier than what is enqueued on `first` from here on could.
+    """Order two streams so that later work on `then` starts no earlier than later work on `first` could.
 
-    Waits for what `first` has before, not for what comes: enqueue the collective on `first`, then the compute kernel on `then`,
-    and the collective's blocks are placed while there is room. Waits on the device only; graphs may capture it.
+    `then` waits for the work that `first` has now. So enqueue the collective on `first`, then the compute kernel on `then`, and
+    the collective's blocks are placed while there is room. Only the device waits. Graphs may capture this.
     """
     then.wait_event(first.record_event())

@@ -1,6 +1,6 @@
 """This module asks cuBLASLt for the algorithms of a product, and enqueues one of them.
 
-torch takes the first algorithm that cuBLAS returns; this module can ask for more. It calls six C functions by ctypes, because
+torch takes the first algorithm that cuBLAS returns. This module can ask for more. It calls six C functions by ctypes, because
 the library's Python bindings (nvmath-python) need two more packages. The numbers are those of cublasLt.h (CUDA 12 and 13),
 which promises not to renumber.
 
@@ -22,16 +22,16 @@ from weft.core.errors import WeftError
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
 _TRANSPOSES = (3, 4)
-"""Attributes of a product: whether its first, and its second factor is transposed."""
+"""The attributes of a product that say whether its first and its second factor are transposed."""
 _WORKSPACE_BYTES, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
-"""Preferences: the bytes of the workspace, how partial sums are added, and the alignment of the four matrices."""
+"""The preferences for the bytes of the workspace, how partial sums are added, and the alignment of the four matrices."""
 _SUMS_IN_FLOAT32 = 2
 ALIGN_BYTES = 16
 """The alignment of every matrix, and of its rows (or columns)."""
 
 
 class Algorithm(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
+    """An Algorithm is a cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
         ("algo", c_uint64 * 8),
@@ -47,7 +47,7 @@ class Algorithm(ctypes.Structure):
 
 
 class Library:
-    """cuBLASLt for one device. Raises OSError where it is not there."""
+    """A Library is cuBLASLt for one device. Raises OSError if it is not installed."""
 
     def __init__(self, device: int) -> None:
         self._c = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).split('.')[0]}")
@@ -179,7 +179,7 @@ class CublasProduct:
             result,
             at,
             result,
-            ctypes.addressof(algorithm),  # which begins with it
+            ctypes.addressof(algorithm),  # the structure begins with the algorithm itself
             workspace.data_ptr(),
             workspace.nbytes,
             stream,
@@ -192,7 +192,7 @@ def _destroy(of: Library, made: Sequence[tuple[str, c_void_p]]) -> None:
 
 
 def supports(matrices: Sequence[torch.Tensor]) -> bool:
-    """Whether a, b and out, in this order, are what a CublasProduct takes."""
+    """Return whether a CublasProduct takes these matrices. They are a, b and out, in this order."""
     a, b, out = matrices
     if a.dtype not in (torch.bfloat16, torch.float16) or b.dtype != a.dtype or out.dtype not in (a.dtype, torch.float32):
         return False

@@ -1,6 +1,7 @@
-"""What torch says of a GPU, as the numbers that weft chooses by.
+"""This module reads the properties of a GPU on which weft's choices depend.
 
-torch reports counts, sizes and clocks; how much a matrix unit does in a clock it does not, so that is a table by architecture.
+torch reports counts, sizes and clocks. It does not report how many operations a matrix unit does per clock, so this module has
+a table by architecture.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from weft.core.capabilities import Capabilities
 
 INTERPRETER = Capabilities(sms=1, shared_bytes=1 << 30, tma=False)
-"""Of a CPU, where Triton's interpreter runs kernels: any tile fits."""
+"""The capabilities of a CPU, where Triton's interpreter runs kernels and any tile fits."""
 _FLOP_PER_CLOCK = {
     "sm_80": 2048,
     "sm_86": 1024,
@@ -31,19 +32,21 @@ _FLOP_PER_CLOCK = {
     "gfx942": 2048,
     "gfx950": 4096,
 }
-"""Of one SM, or compute unit, in bfloat16, dense: the vendors' white papers and data sheets."""
+"""The dense bfloat16 operations of one SM, or compute unit, per clock, from the vendors' white papers and data sheets."""
 _HERE: AbstractContextManager[None] = nullcontext()
 _UNKNOWN_FLOP_PER_CLOCK = 1024
-"""Of an architecture that is not listed."""
+"""The value for an architecture that is not listed."""
 
 
 def idle(device: torch.device, within_s: float) -> bool:
-    """Whether a GPU ends all work of all streams within so long. torch.cuda.synchronize has no bound, so a thread of its own
-    waits in it, and stays there if it does not end."""
+    """Wait until a GPU has ended all work of all streams, for `within_s` at most. Return whether it has.
+
+    torch.cuda.synchronize has no bound, so a separate thread waits in it, and remains there if the work does not end.
+    """
     ended = threading.Event()
 
     def wait() -> None:
-        with suppress(RuntimeError):  # a device that is lost runs nothing
+        with suppress(RuntimeError):  # a lost device runs nothing
             torch.cuda.synchronize(device)
         ended.set()
 
@@ -52,7 +55,7 @@ def idle(device: torch.device, within_s: float) -> bool:
 
 
 def enqueued(device: torch.device) -> Callable[[], bool]:
-    """A function that says whether a GPU has ended what torch's current stream has so far."""
+    """Return a function that returns whether the GPU has ended the work that torch's current stream has now."""
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event.query
@@ -60,12 +63,12 @@ def enqueued(device: torch.device) -> Callable[[], bool]:
 
 @functools.cache
 def capabilities(device: torch.device) -> Capabilities:
-    """What a device offers to kernels."""
+    """Return the capabilities that a device offers to kernels."""
     return INTERPRETER if device.type == "cpu" else of_properties(torch.cuda.get_device_properties(device))
 
 
 def of_properties(found: Any) -> Capabilities:
-    """found: as torch.cuda.get_device_properties returns it."""
+    """Return the capabilities of a GPU. found: the result of torch.cuda.get_device_properties."""
     arch = architecture(found)
     nvidia = arch.startswith("sm_")
     return Capabilities(
@@ -79,19 +82,19 @@ def of_properties(found: Any) -> Capabilities:
 
 
 def architecture(found: Any) -> str:
-    """As compilers name it: sm_90, gfx942. found: as above."""
+    """Return the architecture as compilers name it, such as sm_90 or gfx942. found: as for `of_properties`."""
     if torch.version.hip is not None:
         return str(found.gcnArchName).split(":")[0]
     return f"sm_{found.major}{found.minor}"
 
 
 def flop_per_clock(arch: str) -> int:
-    """Operations of one SM in bfloat16 and a clock."""
+    """Return the bfloat16 operations of one SM per clock."""
     return _FLOP_PER_CLOCK.get(arch, _UNKNOWN_FLOP_PER_CLOCK)
 
 
 def memory_gbps(found: Any) -> float:
-    """The peak rate of a GPU's memory in 1e9 bytes/s; 0 where torch does not report it. found: as above."""
+    """Return a GPU's peak memory rate in 1e9 bytes/s, or 0 if torch does not report it. found: as for `of_properties`."""
     khz, bits = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     return 2 * khz * 1e3 * bits / 8 / 1e9
 
@@ -102,11 +105,11 @@ def gpu_number(device: torch.device) -> int:
 
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""Returns the index of the thread's current GPU, once CUDA is initialised. torch's own function asks for that each time."""
+"""Returns the index of the thread's current GPU, if CUDA is initialised. torch's own function also checks that in each call."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Within, this GPU is the thread's current one, as it is after torch.cuda.set_device."""
+    """Return a context in which this GPU is the thread's current one, as after torch.cuda.set_device."""
     begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if device.type != "cuda" or not begun or current_device() == device.index:
         return _HERE

@@ -1,4 +1,4 @@
-"""What torch's dispatcher and autograd know of the thread that calls, which torch says by private functions alone."""
+"""These functions ask torch's dispatcher and autograd about the calling thread, for which torch has only private functions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch.autograd import forward_ad
 
 
 def observed() -> bool:
-    """Whether something of torch's acts on every operator that this thread calls: a dispatch mode, a function mode, a transform
-    of torch.func, or forward-mode autograd."""
+    """Return whether torch intercepts every operator that this thread calls.
+
+    A dispatch mode, a function mode, a transform of torch.func, and forward-mode autograd do that.
+    """
     return (
         _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0
@@ -22,27 +24,27 @@ def observed() -> bool:
 
 
 def forward_mode() -> bool:
-    """Whether this thread is within torch.autograd.forward_ad.dual_level, which torch.func.jvp enters, too."""
+    """Return whether this thread is within torch.autograd.forward_ad.dual_level, which torch.func.jvp enters, too."""
     return forward_ad._current_level >= 0
 
 
 def has_tangent(value: object) -> bool:
-    """Whether a value is a dual tensor of forward-mode autograd."""
+    """Return whether a value is a dual tensor of forward-mode autograd."""
     return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def in_functional_gradient() -> bool:
-    """Whether the innermost transform of torch.func is one for reverse-mode gradients: grad, vjp or jacrev."""
+    """Return whether the innermost transform of torch.func is one for reverse-mode gradients: grad, vjp or jacrev."""
     transform = peek_interpreter_stack()
     return transform is not None and transform.key() == TransformType.Grad
 
 
 traced_graph: Callable[[], object | None] = torch._C._get_tracing_state
-"""Returns what torch.jit.trace records of this thread's calls, None if nothing is traced. Sizes of tensors are tensors then."""
+"""Returns what torch.jit.trace records of this thread's calls, or None. While tracing, sizes of tensors are tensors."""
 
 
 def is_batch_of_gradients(value: object) -> bool:
-    """Whether a value is a batch of gradients, as torch.autograd.grad(is_grads_batched=True) hands to each backward."""
+    """Return whether a value is a batch of gradients, which torch.autograd.grad(is_grads_batched=True) passes to backwards."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
 
 
@@ -51,12 +53,12 @@ autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def without_autocast() -> torch._C._DisableAutocast:
-    """A context without autocast, for any device."""
+    """Return a context that disables autocast for all devices."""
     return torch._C._DisableAutocast()
 
 
 def writes_to(tensor: torch.Tensor) -> int:
-    """How often a tensor, or a view of it, has been written in place: autograd's version counter."""
+    """Return how often a tensor, or a view of it, has been written in place: autograd's version counter."""
     return tensor._version
 
 
@@ -74,14 +76,16 @@ NO_BACKWARD = -1
 
 
 def backward_pass() -> int:
-    """The number of the backward pass that runs in this thread, the same in all of its functions; NO_BACKWARD if none does.
+    """Return the number of the backward pass that runs in this thread, or NO_BACKWARD if none runs.
 
-    A checkpoint computes its forward pass again within one.
+    It is the same in all functions of a backward pass. A checkpoint computes its forward pass again within one.
     """
     return int(torch._C._current_graph_task_id())
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Within a backward pass: call this at its end, before what is asked for later, in the thread that runs it. What it raises,
-    the backward pass raises."""
+    """Call a function at the end of the backward pass that runs now, in the thread that runs it.
+
+    Calls are in the order in which they were requested. The backward pass raises what the function raises.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(call)

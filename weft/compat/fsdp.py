@@ -1,7 +1,7 @@
-"""Private parts of FSDP2 (`torch.distributed.fsdp.fully_shard`): when it gathers.
+"""This module reads and sets when FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers, by its private attributes.
 
 torch has public setters for some of this (`set_modules_to_forward_prefetch`), but they refuse modules whose parameters have
-several meshes, or cannot be undone. So weft reads and sets the attributes behind them.
+several meshes, or cannot be undone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ __all__ = [
 
 
 def state_of(module: FSDPModule) -> Any:
-    """fully_shard's state of a module. Modules that were given to fully_shard together share one."""
+    """Return fully_shard's state of a module. Modules that were passed to fully_shard together share one."""
     return module._get_fsdp_state()
 
 
 def param_groups(module: FSDPModule) -> tuple[Any, ...]:
-    """The parameter groups of this module: what is gathered in one collective. Since torch 2.12 there is one for each mesh that
-    the parameters are sharded over. Empty where the children have all parameters."""
+    """Return the parameter groups of this module. Each is gathered in one collective.
+
+    Since torch 2.12 there is one for each mesh that the parameters are sharded over. There are none if the children have all
+    parameters.
+    """
     state = state_of(module)
     if hasattr(state, "_fsdp_param_groups"):
         return tuple(state._fsdp_param_groups)
@@ -38,27 +41,27 @@ def param_groups(module: FSDPModule) -> tuple[Any, ...]:
 
 
 def reshards_after_forward(group: Any) -> bool:
-    """Whether a group's parameters go back to the very shards that they had, once the forward pass has used them."""
+    """Return whether a group frees its gathered parameters after the forward pass and goes back to its original shards."""
     return bool(group._reshard_after_forward and not group._use_post_forward_mesh)
 
 
 def prefetched(state: Any) -> list[Any]:
-    """The states whose parameters are gathered while this one's forward pass runs."""
+    """Return the states whose parameters are gathered while the forward pass of this one runs."""
     return list(state._states_to_forward_prefetch)
 
 
 def set_prefetched(state: Any, ahead: Sequence[Any]) -> None:
-    """Set what `prefetched` reads."""
+    """Set the states that `prefetched` returns."""
     state._states_to_forward_prefetch = list(ahead)
 
 
 def forward_has_begun(module: FSDPModule) -> bool:
-    """Whether the root's forward pass is under way."""
+    """Return whether the root module's forward pass is running."""
     return state_of(module)._state_ctx.iter_forward_root is not None
 
 
 def before_registered_methods(module: FSDPModule, call: Callable[[Any], None]) -> None:
-    """Call `call(module)` before each method of `register_fsdp_forward_method`, which runs no hooks of the module's."""
+    """Call `call(module)` before each method of `register_fsdp_forward_method`. These methods do not run the module's hooks."""
     state = state_of(module)
     begin = state._pre_forward
 

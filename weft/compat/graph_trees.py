@@ -1,7 +1,7 @@
-"""torch.compile(mode="reduce-overhead"): its CUDA graph trees have a memory pool, in which nothing of weft's may stay.
+"""This module keeps weft's memory out of the pool of CUDA graph trees, which torch.compile(mode="reduce-overhead") uses.
 
 Before it captures, a graph tree runs the program once and sends all allocations of this thread to a memory pool of its own.
-Afterwards only the program's outputs may be alive there. weft allocates memory in a first call that has to live longer (tables,
+Afterwards only the program's outputs may be alive there. In a first call, weft allocates memory that must live longer (tables,
 scratch, candidates of an autotuning run). In the pool, torch would report it as a leak, and replays would overwrite it. So weft
 leaves the pool during its own calls.
 """
@@ -20,7 +20,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def outside_graph_trees(device: torch.device) -> AbstractContextManager[None]:
-    """Within, this thread does not allocate in the pool of a graph tree. Not for use in a capture."""
+    """Return a context in which this thread allocates outside of a graph tree's pool. Do not use it during a capture."""
     return _outside(device) if _TREES in sys.modules else _NOTHING
 
 
@@ -38,19 +38,19 @@ def _outside(device: torch.device) -> Iterator[None]:
 
 
 def _pool(device: torch.device) -> Any:
-    """The pool of the device's graph trees, if this thread has some."""
+    """Return the pool of the device's graph trees, or None if this thread has none."""
     if device.type != "cuda":
         return None
     trees: Any = sys.modules[_TREES]
     try:
         manager = trees.get_manager(device.index, create_if_none_exists=False)
-    except AssertionError:  # some versions of torch have nothing for a thread of the user's own
+    except AssertionError:  # some versions of torch have no manager in a thread that the user started
         return None
     return None if manager is None else manager.cuda_graphs_thread_pool
 
 
 def _left(device: torch.device, pool: Any) -> bool:
-    """Stop allocating in the pool. False where this thread does not."""
+    """Stop allocating in the pool. Return whether this thread did allocate in it."""
     try:
         torch._C._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined, unused-ignore]
     except RuntimeError:

@@ -1,5 +1,4 @@
-"""Private parts of torch.compile that the compile pass needs: Inductor's passes, and the counters of graphs that came from a
-cache."""
+"""The compile pass needs these private parts of torch.compile: Inductor's passes, and the counters of graphs from a cache."""
 
 from __future__ import annotations
 
@@ -12,12 +11,15 @@ __all__ = ["CustomGraphPass", "cache_hits", "inductor_options"]
 
 
 def inductor_options(before_lowering: CustomGraphPass) -> dict[str, Any]:
-    """Options of torch.compile by which Inductor gives each graph to a pass, after autograd and before its own lowering."""
+    """Return options of torch.compile with which Inductor runs a pass on each graph, after autograd and before its lowering."""
     return {"post_grad_custom_pre_pass": before_lowering}
 
 
 def cache_hits() -> int:
-    """Graphs that torch.compile took from a cache in this process, so that no pass has seen them. Loads nothing."""
+    """Return the number of graphs that torch.compile took from a cache in this process, and on which no pass has run.
+
+    It loads no module.
+    """
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return 0

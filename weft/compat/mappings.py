@@ -1,4 +1,4 @@
-"""Memory mappings by the C library, for what Python's `mmap` cannot do."""
+"""This module maps memory by the C library, because Python's `mmap` keeps a file descriptor for each mapping."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import mmap
 import os
 
 _MAP_FIXED = 0x10
-"""Linux's, of the C library's mmap; Python has no name for it."""
+"""Linux's value of MAP_FIXED, for which Python has no name."""
 
 
 def mapped(descriptor: int, nbytes: int) -> mmap.mmap:
-    """The bytes of an open file, shared with every other process that maps it. The mapping keeps no file descriptor.
+    """Map an open file, so that every process that maps it shares its bytes. The mapping keeps no file descriptor.
 
-    Python's own mapping of a file keeps one, and a group of 8 ranks that keeps 128 problems has more mappings than a process
-    may open files (1024, usually). So Python maps as much anonymous memory, and the file takes its place.
+    Python's own mapping of a file keeps one, and a group of 8 ranks with 128 cached problems has more mappings than a process
+    may open files (1024, usually). So Python maps the same amount of anonymous memory, and the file then replaces it.
     """
     mapping = mmap.mmap(-1, nbytes)
     place = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -1,7 +1,7 @@
-"""torch.ops.weft before weft's operators are loaded: their module is imported when one is named first.
+"""This module imports weft's operators when a program first names one as torch.ops.weft.NAME.
 
-A program saved by torch.export, or a policy that lists operators, may name torch.ops.weft.NAME before any call of weft. Import
-torch before weft; otherwise this is not installed.
+A program saved by torch.export, or a policy that lists operators, may do so before any call of weft. Import torch before weft;
+otherwise this is not installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._ops import _OpNamespace
 
 
 class _Namespace(_OpNamespace):
-    """torch's object for torch.ops.weft, which imports `module` before it says that an operator is missing."""
+    """A _Namespace is the object torch.ops.weft. It imports `module` before it reports that an operator is missing."""
 
     __module__ = _OpNamespace.__module__  # torch builds the names of operators from it
 
@@ -27,7 +27,7 @@ class _Namespace(_OpNamespace):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # While the module is being imported, torch itself asks whether an operator is there already.
+            # While the module is being imported, torch itself asks whether an operator already exists.
             if name.startswith("_") or self._module in sys.modules:
                 raise
         importlib.import_module(self._module)
@@ -35,6 +35,6 @@ class _Namespace(_OpNamespace):
 
 
 def load_when_named(namespace: str, module: str) -> None:
-    """Import `module`, which defines the operators torch.ops.NAMESPACE.*, when one of these is named first."""
+    """Import `module`, which defines the operators torch.ops.NAMESPACE.*, when a program first names one of them."""
     if namespace not in vars(torch.ops):
         setattr(torch.ops, namespace, _Namespace(namespace, module))

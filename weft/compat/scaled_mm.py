@@ -1,4 +1,4 @@
-"""torch's products of FP8 operands on NVIDIA GPUs. torch.nn.functional.scaled_mm is the public name, but it has no `out`."""
+"""This module calls torch's private matmul of FP8 operands, because torch.nn.functional.scaled_mm has no `out`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ OUT_DTYPES = {
     "rowwise": (torch.bfloat16,),
     "blockwise": (torch.bfloat16,),
 }
-"""By recipe, the dtypes of results that torch has kernels for."""
+"""The dtypes of results for which torch has kernels, by recipe."""
 _ALIGN_BYTES = 16
-"""Of scales that cuBLAS reads."""
+"""The alignment of scales that cuBLAS reads."""
 
 
 def takes(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, recipe: str) -> bool:
-    """Whether torch has a kernel for the product: of a result of this dtype; rowwise and blockwise, of a b of float8_e4m3fn.
-    Blockwise only where four scales are adjacent along M and along K. For other layouts torch's format depends on its
-    version."""
+    """Return whether torch has a kernel for a product with this recipe and a result of this dtype.
+
+    Rowwise and blockwise scales need a b of float8_e4m3fn. Blockwise scales also need M and the blocks of K to be multiples of
+    4, because for other sizes the format of scales depends on torch's version.
+    """
     if recipe == "blockwise" and (a.shape[0] % 4 or a.shape[1] % 512):
         return False
     return out.dtype in OUT_DTYPES[recipe] and (recipe == "tensorwise" or b.dtype == torch.float8_e4m3fn)
@@ -33,8 +35,12 @@ def scaled_mm(
     recipe: str,
     use_fast_accum: bool,
 ) -> None:
-    """out = (a * scale_a) @ (b * scale_b). a: [M, K], rows contiguous. b: [K, N], columns contiguous. Scales are as
-    weft.core.problem.Scaling has them."""
+    """Compute out = (a * scale_a) @ (b * scale_b).
+
+    a: [M, K], with contiguous rows.
+    b: [K, N], with contiguous columns.
+    scale_a, scale_b: of the shapes that weft.core.problem.Scaling names.
+    """
     if recipe == "blockwise":
         # cuBLAS reads the scales of a column of blocks together. It has no fast accumulation.
         scale_a, scale_b = scale_a.t().contiguous().t(), scale_b.t().contiguous().t()

@@ -1,4 +1,4 @@
-"""Who uses the memory of a tensor, and weak references to it, which torch has under private names alone."""
+"""This module counts the users of a tensor's memory and makes weak references to it, by private functions of torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 
 
 class WeakStorage:
-    """The storage of a tensor, which this does not keep alive. A reference to the tensor itself would not do: views share its
-    storage and outlive it."""
+    """A WeakStorage refers to the storage of a tensor without keeping it alive.
+
+    It does not refer to the tensor, because views share the tensor's storage and may outlive it.
+    """
 
     __slots__ = ("_reference",)
 
@@ -20,11 +22,11 @@ class WeakStorage:
         torch.UntypedStorage._free_weak_ref(self._reference)  # type: ignore[no-untyped-call]
 
     def alive(self) -> Any:
-        """The storage, which is kept alive as long as this result is held; None once nobody holds it."""
+        """Return the storage, or None if it has been freed. The result keeps the storage alive."""
         return torch.UntypedStorage._new_with_weak_ptr(self._reference)
 
 
 def users(tensor: torch.Tensor) -> int:
-    """How many tensors there are on a tensor's memory, itself among them."""
+    """Return the number of tensors that use a tensor's memory, including the tensor itself."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1

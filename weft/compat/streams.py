@@ -1,6 +1,6 @@
-"""What torch has no name for, straight from the CUDA driver (cuda-bindings): memory operations on streams, copies by address.
+"""This module calls the CUDA driver (cuda-bindings) for what torch lacks: memory operations on streams, copies by address.
 
-Every function here enqueues and returns; none waits for the GPU. Addresses and streams are integers.
+Every function enqueues and returns without waiting for the GPU. Addresses and streams are integers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from weft.core.errors import WeftError
 
 _BATCH = 128
-"""Memory operations in one submission; the driver takes 256."""
+"""The number of memory operations in one submission. The driver takes 256."""
 
 
 def driver_api() -> Any:
-    """cuda-bindings' driver API. Raises ValueError if it is missing."""
+    """Return cuda-bindings' driver API. Raises ValueError if it is missing."""
     try:
         from cuda.bindings import driver
     except ImportError:
@@ -27,14 +27,14 @@ def driver_api() -> Any:
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a driver call returned. Raises WeftError if it failed."""
+    """Return the result of a driver call. Raises WeftError if the call failed."""
     if result[0]:
         raise WeftError(f"CUDA driver: {result[0]}")
     return result[1] if len(result) > 1 else None
 
 
 def raw_stream(index: int) -> int:
-    """The number of torch's current stream on a GPU, without the object that torch.cuda.current_stream makes."""
+    """Return the number of torch's current stream on a GPU, without the object that torch.cuda.current_stream makes."""
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
@@ -54,14 +54,14 @@ class Word:
 
 
 class Driver:
-    """The driver calls that schedules need."""
+    """Driver makes the driver calls that schedules need."""
 
     def __init__(self) -> None:
         self.api = driver_api()
         self._buffer_id = self.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
 
     def words(self, words: Sequence[Word]) -> Callable[[int], None]:
-        """A function that enqueues these operations, in this order, on a stream. Every write here is as a signal."""
+        """Return a function that enqueues these operations on a stream, in order. Every write is ordered like a signal."""
         params = [self._operation(word) for word in words]
         batches = [params[i : i + _BATCH] for i in range(0, len(params), _BATCH)]
         submit = self.api.cuStreamBatchMemOp
@@ -83,9 +83,11 @@ class Driver:
         return operation
 
     def copier(self, *, rows: int, row_bytes: int, pitches: tuple[int, int]) -> Callable[[int, int, int], None]:
-        """A function (dst, src, stream) that copies `rows` rows; pitches: bytes from row to row, of source and destination.
+        """Return a function (dst, src, stream) that copies `rows` rows.
 
-        A copy engine does it, also for rows that are not adjacent, if one side is on a peer.
+        If one side is on a peer, a copy engine copies them, also if rows are not adjacent.
+
+        pitches: the row strides of source and destination in bytes.
         """
         if rows == 1 or pitches == (row_bytes, row_bytes):
             copy, nbytes = self.api.cuMemcpyAsync, rows * row_bytes
@@ -102,28 +104,28 @@ class Driver:
         return copy_rows
 
     def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
-        """Set every byte of some memory. It needs no kernel that would have to be loaded."""
+        """Set every byte of a range of memory. The driver does not need to load a kernel for it."""
         checked(self.api.cuMemsetD8Async(address, byte, nbytes, stream))
 
     def event(self) -> Any:
-        """An event without a time."""
+        """Return an event that records no time."""
         return checked(self.api.cuEventCreate(self.api.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
     def forget(self, event: Any) -> None:
         checked(self.api.cuEventDestroy(event))
 
     def record(self, event: Any, stream: int) -> None:
-        """The event is reached when the stream comes here."""
+        """Record an event on a stream. It is reached when the stream has ended its work so far."""
         result = self.api.cuEventRecord(event, stream)
         if result[0]:
             checked(result)
 
     def wait(self, stream: int, event: Any) -> None:
-        """The stream goes on once the event is reached."""
+        """Make a stream wait until an event is reached."""
         checked(self.api.cuStreamWaitEvent(stream, event, 0))
 
     def reached(self, event: Any) -> bool:
-        """Whether an event has been reached, as it was recorded last; one that was never recorded has."""
+        """Return whether the last record of an event has been reached. It is true for an event that was never recorded."""
         result = self.api.cuEventQuery(event)[0]
         if not result:
             return True
@@ -132,20 +134,24 @@ class Driver:
         return False
 
     def capture(self, stream: int) -> int:
-        """The number of the capture that a stream is in. No other capture of this process has it."""
+        """Return the number of the capture that a stream is in. It is unique in this process."""
         error, _, number, *_ = self.api.cuStreamGetCaptureInfo(stream)
         checked((error,))
         return int(number)
 
     def memory_at(self, address: int) -> int | None:
-        """The number of the memory at an address of a GPU's. No other memory of this process ever has it, so it shows whether
-        the memory was freed and other memory has the address now. None if the driver has no number."""
+        """Return the number of the memory at a GPU address, or None if the driver has no number.
+
+        It is unique in this process, so it shows whether the memory was freed and other memory has the address now.
+        """
         error, number = self.api.cuPointerGetAttribute(self._buffer_id, address)
         return None if error else int(number)
 
     def memory_behind(self, address: int, nbytes: int) -> list[tuple[int, int]] | None:
-        """(an address, the number of the memory there) for all memory within nbytes: several where they were mapped piece
-        by piece, as torch's expandable segments are. None where the driver does not say."""
+        """Return (address, number of the memory there) for all memory within nbytes, or None if the driver does not say.
+
+        There are several if the memory was mapped piece by piece, like torch's expandable segments.
+        """
         found, end = [], address + nbytes
         while address < end:
             number = self.memory_at(address)
@@ -157,10 +163,10 @@ class Driver:
         return found
 
     def relax_captures(self) -> None:
-        """Let this thread ask for events while another one captures a graph."""
+        """Let this thread query events while another thread captures a graph."""
         checked(self.api.cuThreadExchangeStreamCaptureMode(self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
 
     def after(self, later: int, earlier: int, event: Any) -> None:
-        """Stream `later` goes on once `earlier` has come here. event: used for it, as often as one likes."""
+        """Make stream `later` wait for the work that `earlier` has now. event: the event to use, which may be used again."""
         self.record(event, earlier)
         self.wait(later, event)

@@ -1,21 +1,21 @@
-"""Symmetric memory of torch: how ranks allocate it together, and how it is freed.
+"""This module allocates torch's symmetric memory on several ranks, and frees it.
 
-Torch's rendezvous, in which ranks exchange the handles of their memory, does not work in groups that share only some of their
-ranks. There, ranks look for what the others publish under a number that torch counts for the process and not for the group
-(2.11 to 2.13; https://github.com/pytorch/pytorch/issues/196082). After one of a group that leaves a rank out, one with that
-rank waits for good, each rank under another number. So here ranks exchange handles in a store of their own, which counts anew:
+In torch's rendezvous, ranks exchange the handles of their memory. It fails for groups that share only some of their ranks,
+because ranks publish handles under a number that torch counts for the process, not for the group (2.11 to 2.13;
+https://github.com/pytorch/pytorch/issues/196082). After a rendezvous that leaves a rank out, the ranks of one with that rank
+use different numbers and wait forever. So here ranks exchange handles in a separate store, whose numbers start from 0:
 
     torch on ranks 0 and 1    set CUDASymmetricMemory/7/0    get CUDASymmetricMemory/7/2
     torch on rank 2           set CUDASymmetricMemory/5/2
     in the store, of all      exchange 3/CUDASymmetricMemory/0/0, exchange 3/CUDASymmetricMemory/0/2
 
-Bad interleaving: two threads are in the rendezvous of two groups at once. Torch's numbers of either have gaps then. What counts
-is the order in which a group's store sees them, which is the same on its ranks. But torch has one socket for handles in a
-process, by its number: the second thread could not have it, or handles would go astray. So one thread is in a rendezvous at a
-time, which the ranks of a rendezvous agree on.
+If two threads are in the rendezvous of two groups at once, torch's numbers of each group have gaps. That is harmless, because a
+group's store sees them in the same order on all ranks. But torch has one socket for handles in a process, and a second thread
+could not open it, or handles would reach the wrong thread. So only one thread is in a rendezvous at a time, and the ranks of a
+rendezvous agree on it.
 
-Torch frees symmetric memory where its last tensor goes. It waits for the device then, and ends the process if it must not, as
-while a stream is captured, where the garbage collector may run. So the memory stays here until `free_unused`.
+Torch frees symmetric memory when its last tensor is freed. It then waits for the device, and ends the process if waiting is not
+allowed, for example if the garbage collector runs during a capture. So this module holds the memory until `free_unused`.
 """
 
 from __future__ import annotations
@@ -42,21 +42,23 @@ from weft.core.errors import WaitTimeout
 BOUND_S = 60.0
 """The bound in s of a wait in a rendezvous that all ranks have reached, in case a rank dies during it."""
 _ALONE = threading.Lock()
-"""Held by the thread that is in a rendezvous: torch has one socket for it in a process."""
+"""The thread that is in a rendezvous holds this lock, because torch has one socket for it in a process."""
 _PATIENCE_S = 0.2
-"""How long a thread waits at most for another one before it lets the ranks of its rendezvous try again."""
+"""The longest time that a thread waits for another one before it lets the ranks of its rendezvous try again."""
 _IDLE_S, _IDLE_SHORTLY_S = 10.0, 1.0
-"""How long a GPU may take to become idle before its memory is freed: at the end of a group, and before an allocation."""
+"""The longest time to wait until a GPU is idle and its memory can be freed: at the end of a group, and before an allocation."""
 _HELD: list[tuple[torch.Tensor, Any]] = []
 """Memory, and its handle, that `free_unused` has yet to free."""
 _FREES = threading.Lock()
-"""Groups may be made and closed on several threads."""
+"""`free_unused` holds this lock, because several threads may make and close groups."""
 _NUMBERED = re.compile(r"(.*?/)(\d+)(/.*)?")
 
 
 class _Numbered(Store):
-    """A store in which the numbers of keys, `words/number/words`, are counted from 0 as they come. lost: what a wait ended by,
-    if not by what it was for."""
+    """A _Numbered store replaces the numbers in keys, `words/number/words`, by 0, 1, ... in the order in which they first come.
+
+    lost: the error that ended a wait, or None.
+    """
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -100,8 +102,10 @@ class _Numbered(Store):
 
 
 def empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes of this GPU that other ranks can be given. What it frees before, it frees for this; see `free_unused`. Torch takes
-    them from a memory pool, which its allocator cudaMallocAsync does not have; they are allocated one by one then."""
+    """Allocate memory of this GPU that other ranks can map. It first frees unused memory, for a short time at most.
+
+    Torch takes the memory from a pool. Its allocator cudaMallocAsync has no pool, so there each call allocates separately.
+    """
     import torch.distributed._symmetric_memory as symmetric_memory
 
     free_unused(within_s=_IDLE_SHORTLY_S)
@@ -112,7 +116,7 @@ def empty(nbytes: int, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def registered(name: Any, group: dist.ProcessGroup) -> Iterator[None]:
-    """Within, torch knows the group by this name."""
+    """Register a group under a name in torch, within this context."""
     _register_process_group(name, group)
     try:
         yield
@@ -121,24 +125,27 @@ def registered(name: Any, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 class HandleExchange:
-    """Of ranks that allocate symmetric memory together. store: one that they alone have, on a connection of its own, and that
-    nobody had before, since keys stay in it. rank, size: of them."""
+    """A HandleExchange exchanges the handles of ranks that allocate symmetric memory together.
+
+    store: a new store that only these ranks use, on a connection of its own. Keys remain in it, so it cannot be used again.
+    rank, size: this rank's number among these ranks, and how many they are.
+    """
 
     def __init__(self, store: Any, *, rank: int, size: int) -> None:
         self._store, self.rank, self.size = store, rank, size
         self._count = 0
 
     def exchange(self, area: torch.Tensor) -> Any:
-        """Torch's handle of the ranks' symmetric memory. Collective. In one process, threads come one after the other.
+        """Return torch's handle of the ranks' symmetric memory. Collective. Threads of one process run it one at a time.
 
-        Raises WaitTimeout if a rank does not find another's part in BOUND_S, or the store is gone.
+        Raises WaitTimeout if a rank does not find another's handle in BOUND_S, or the store is lost.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self._count += 1
         own: Any = PrefixStore(f"exchange {self._count}", self._store)
         own.set_timeout(timedelta(seconds=BOUND_S))
-        numbered = _Numbered(own)  # held here: of what is Python's of it, and of groups by name, torch keeps nothing
+        numbered = _Numbered(own)  # this variable keeps it alive, because torch holds no reference to the Python object
         stand_in = dist.ProcessGroup(numbered, self.rank, self.size)
         name: Any = f"weft/{id(self)}/{self._count}"
         try:
@@ -154,10 +161,10 @@ class HandleExchange:
 
     @contextmanager
     def _alone(self, store: _Numbered) -> Iterator[None]:
-        """No other thread of any of the processes is in a rendezvous: torch has one socket for it in a process.
+        """Wait until no other thread of these processes is in a rendezvous, because torch has one socket for it in a process.
 
-        Whoever cannot be the one gives all other ranks another try. Otherwise two rendezvous, each with a rank that waits for
-        the other one, would wait for each other.
+        If one rank does not get its process's lock, all ranks release theirs and try again. Otherwise two rendezvous could wait
+        for each other, each with a rank that waits for the other rendezvous.
         """
         deadline = time.monotonic() + BOUND_S
         for turn in itertools.count():
@@ -177,20 +184,22 @@ class HandleExchange:
 
 
 def held(area: torch.Tensor, handle: Any) -> torch.Tensor:
-    """A tensor on the same memory, which stays, with its handle, until `free_unused` frees it."""
+    """Hold memory and its handle until `free_unused` frees them. Return a tensor on the same memory."""
     _HELD.append((area, handle))
     return area[:]
 
 
 def free_unused(within_s: float = _IDLE_S) -> None:
-    """Free the symmetric memory of which no tensor is left; nothing while the current stream is captured. Torch waits for the
-    whole GPU where it frees. Where that is not idle within so long, as behind a receive whose sender is late, the memory stays
-    for the next time."""
+    """Free the symmetric memory that no tensor uses. It does nothing while the current stream is captured.
+
+    Torch waits for the whole GPU when it frees. If the GPU is not idle within `within_s`, for example because a receive waits
+    for its sender, the memory remains until the next call.
+    """
     if not _HELD or torch.cuda.is_current_stream_capturing():
         return
     with _FREES:
         gone = [number for number, (area, _) in enumerate(_HELD) if users(area) == 1]
-        # In torch's own wait no other thread runs: not even one that would end it, if a peer is lost.
+        # During torch's own wait no other thread can run, including the thread that would end the wait after a peer is lost.
         devices = {_HELD[number][0].device for number in gone}
         ready = {device for device in devices if idle(device, within_s)}
         for number in reversed(gone):

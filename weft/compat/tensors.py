@@ -1,4 +1,4 @@
-"""Functions of tensors, and of nested lists of them, for which torch has private names alone."""
+"""These functions of tensors, and of nested lists of tensors, have only private names in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["all_reduced", "grouped_mm", "multiplies", "tree_flatten", "tree_leav
 
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matmuls of its own for `dtype`. If not, torch's take a hundred times as long as those of float32."""
+    """Return whether this CPU has native matmuls for `dtype`. Without them, matmuls take 100 times as long as in float32."""
     if dtype == torch.float32:
         return True
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
@@ -21,16 +21,16 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The product of each group of a's columns and b's rows: [groups, K, N] of a [K, rows] and b [rows, N], in bfloat16.
+    """Return the product of each group of a's columns and b's rows, [groups, K, N] in bfloat16.
 
-    ends: where each group ends, on the device. Rows past the last end are in no group, and are not read. On GPUs a and b begin
-    at multiples of 16 bytes.
+    a, b: [K, rows] and [rows, N]. On GPUs they begin at multiples of 16 bytes.
+    ends: the end of each group, on the device. Rows past the last end are in no group, and are not read.
     """
     return torch._grouped_mm(a, b, offs=ends.to(torch.int32))
 
 
 def all_reduced(x: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum of all ranks' x, by torch's process group of that name. The caller's stream waits for it."""
+    """Return the sum of x over the ranks of torch's process group with this name. The caller's stream waits for it."""
     total = functional.all_reduce(x.contiguous(), "sum", group)  # type: ignore[arg-type]
     found: torch.Tensor = functional.wait_tensor(total)  # type: ignore[no-untyped-call]
     return found

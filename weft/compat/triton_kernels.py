@@ -1,9 +1,9 @@
-"""Compiled Triton kernels from within: what they ask of an SM, and copies that ask for more shared memory.
+"""This module reads what compiled Triton kernels need of an SM, and makes copies that request more shared memory.
 
-Triton's launcher reads how much shared memory to ask for from the compiled kernel's metadata, and its loader raises the
-function's limit to fit that. So a copy of the compiled kernel with larger metadata, loaded by Triton itself, is all it takes:
-no hook, no patch, the same for CUDA and HIP. The copy has a function handle of its own, so that not even an attribute of the
-original's changes; and since every launch carries its size, CUDA graphs replay it.
+Triton's launcher reads the amount of shared memory to request from the compiled kernel's metadata, and its loader raises the
+function's limit to that amount. So a copy of the compiled kernel with larger metadata, loaded by Triton itself, is sufficient
+on CUDA and HIP. The copy has its own function handle, so the original does not change. Every launch contains its size, so CUDA
+graphs replay it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What one block of a compiled kernel asks of its SM: threads, registers a thread, bytes of shared memory."""
+    """Asked has the resources that one block of a compiled kernel needs. registers: the number per thread."""
 
     threads: int
     registers: int
@@ -24,12 +24,12 @@ class Asked:
 
 
 def is_compiled(kernel: object) -> bool:
-    """Whether this is what a launch or `warmup` of a Triton kernel returns."""
+    """Return whether this is a compiled kernel, as a launch or `warmup` of a Triton kernel returns it."""
     return all(hasattr(kernel, name) for name in ("packed_metadata", "metadata", "_init_handles"))
 
 
 def asked(compiled: Any) -> Asked:
-    """What a compiled kernel asks for. The kernel is loaded onto the current device if it has not been."""
+    """Return the resources that a block of a compiled kernel needs. The kernel is loaded onto the current device first."""
     compiled._init_handles()
     metadata = compiled.metadata
     threads = metadata.num_warps * metadata.target.warp_size
@@ -37,7 +37,7 @@ def asked(compiled: Any) -> Asked:
 
 
 def with_shared_bytes(compiled: Any, shared_bytes: int) -> Any:
-    """A copy of a compiled kernel whose blocks ask for so many bytes of shared memory, loaded onto the current device."""
+    """Return a copy of a compiled kernel whose blocks request shared_bytes, loaded onto the current device."""
     from triton.compiler.compiler import make_backend
 
     padded = copy.copy(compiled)
@@ -49,24 +49,29 @@ def with_shared_bytes(compiled: Any, shared_bytes: int) -> Any:
 
 
 def compiled_variants(function: Any) -> list[Any]:
-    """What a @triton.jit function has compiled for the current device."""
+    """Return the kernels that a @triton.jit function has compiled for the current device."""
     from triton.runtime import driver
 
     return list(function.device_caches[driver.active.get_current_device()][0].values())
 
 
 def has_variants(kernel: object) -> bool:
-    """Whether `compiled_variants` can be asked of a kernel: of a @triton.jit function, not of what wraps it."""
+    """Return whether `compiled_variants` accepts a kernel. It accepts a @triton.jit function, but not a wrapper of one."""
     return hasattr(kernel, "device_caches")
 
 
 def finished(launched: Any) -> Any:
-    """What the launch of a Triton kernel returned, once it is compiled. Within Triton's AsyncCompileMode it may be a future.
-    The interpreter compiles nothing, and returns None."""
+    """Wait until a kernel is compiled and return it. Return None for the interpreter, which compiles nothing.
+
+    launched: the result of a launch, which may be a future within Triton's AsyncCompileMode.
+    """
     return launched.result() if hasattr(launched, "result") else launched
 
 
 def relaunch(compiled: Any, blocks: int, arguments: Sequence[object], stream: int | None) -> None:
-    """Launch a compiled kernel on `blocks` blocks with all its arguments, constants included. Nothing is bound or specialised
-    again. stream: default, torch's current one."""
+    """Launch `blocks` blocks of a compiled kernel, without binding or specialising arguments again.
+
+    arguments: all its arguments, including constants.
+    stream: by default torch's current stream.
+    """
     compiled[(blocks, 1, 1)](*arguments, stream=stream)

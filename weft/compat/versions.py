@@ -1,4 +1,7 @@
-"""Which versions of torch and Triton weft was tested with. Others may work: weft uses private parts of both (weft/compat)."""
+"""This module lists the versions of torch and Triton that weft was tested with, and warns of others.
+
+Others may work, but weft uses private parts of both (weft/compat).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from importlib.metadata import version as version_of
 import torch
 
 TESTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "triton": ("3.6", "3.8", "3.9")}
-"""By package, the minor versions with which all tests ran, in ascending order. pyproject.toml lists them, too."""
+"""The minor versions with which all tests ran, in ascending order, by package. pyproject.toml lists them, too."""
 _LOG = logging.getLogger("weft.compat")
 
 
 @cache
 def warn_of_untested_versions() -> None:
-    """Log one warning for each package whose version is none of TESTED. Called when the first group is used."""
+    """Log one warning for each package whose version is not in TESTED. It is called when the first group is used."""
     installed = {"torch": str(torch.__version__)}
     with suppress(PackageNotFoundError):  # CPU ranks need no Triton
-        # Not imported for its version: when it is imported, Triton reads whether its kernels are to be interpreted.
+        # The version is read without importing Triton, which reads at its import whether to interpret kernels.
         installed["triton"] = version_of("triton")
     for package, version in installed.items():
         if minor(version) not in TESTED[package]:
@@ -34,7 +37,8 @@ def warn_of_untested_versions() -> None:
 
 
 def minor(version: str) -> str:
-    """
+    """Return the major and minor number of a version.
+
     >>> minor("2.11.0+cu130")
     '2.11'
     """

@@ -1,6 +1,6 @@
-"""The kernel of matmul_all_reduce and matmul_reduce_scatter with few rows: persistent blocks multiply, exchange and sum tiles.
+"""This kernel runs matmul_all_reduce and matmul_reduce_scatter of few rows: its blocks multiply, exchange and sum tiles.
 
-    _all_reduce_kernel   one launch is a whole call
+    _all_reduce_kernel   persistent blocks; one launch is a whole call
     all_reduce()         its launcher; AllReducePlan, Mailbox  its layout and its memory
 
     block i, rank r                               block i, rank p
@@ -63,7 +63,7 @@ _ELEMENTS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """A tile shape, and a block's warps and pipeline stages."""
+    """A Tiling is a tile shape, with a block's warps and pipeline stages."""
 
     m: int
     n: int
@@ -75,10 +75,15 @@ class Tiling:
 def tiling(
     problem: Problem, width: int, pieces: int, multiply: bool, device: torch.device, sms: int, *, height: int | None = None
 ) -> Tiling:
-    """Return the tile shape that weft.perf.shapes chooses. width: columns of each of a tile's pieces. height: rows of all
-    tiles, default M. Steps over K have 128 elements where they fit: 8192 x 8192 at 64 rows takes 37.4 us with them, and 40.5 us
-    with 64 (torch.mm: 37.8 us). FP8 steps have as many bytes. Without a product tiles are small, so that several blocks on an
-    SM hide each other's latency."""
+    """Return the tile shape that weft.perf.shapes chooses.
+
+    Steps over K have 128 elements if they fit: 8192 x 8192 at 64 rows takes 37.4 us with them, and 40.5 us with 64 (torch.mm:
+    37.8 us). FP8 steps have as many bytes. Without a product, tiles are small, so that several blocks on an SM hide each
+    other's latency.
+
+    width: the columns of each piece of a tile.
+    height: the rows of all tiles, by default M.
+    """
     height = problem.m if height is None else height
     if device.type != "cuda":
         return Tiling(m=16, n=16, k=16 if problem.scaling is None else SCALE_BLOCK, warps=4, stages=1)
@@ -94,16 +99,17 @@ def tiling(
 
 
 Hops = Literal["one", "two", "scatter"]
-"""The form of the exchange. one: every rank sums everything. two: owners of columns sum and send to all. scatter: owners of
-rows sum."""
+"""The form of the exchange. With "one", every rank sums everything. With "two", owners of columns sum them and send the sums to
+all ranks. With "scatter", owners of rows sum them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReducePlan:
-    """The layout of one rank's launches.
+    """An AllReducePlan is the layout of one rank's launches.
 
-    pieces: pieces of a tile, each with its own owner; 1 where every rank sums everything. share: the most columns, or rows, of
-    an owner. multiply: whether the kernel multiplies; else it reads partial results.
+    multiply: whether the kernel multiplies. Otherwise it reads partial results.
+    pieces: the pieces of a tile, each with its own owner. 1 if every rank sums everything.
+    share: the most columns, or rows, of an owner.
     """
 
     problem: Problem
@@ -116,7 +122,7 @@ class AllReducePlan:
 
     @property
     def region_rows(self) -> int:
-        """Rows of a tile in one region."""
+        """The rows of a tile in one region."""
         return self.tiling.m // (self.pieces if self.hops == "scatter" else 1)
 
     @property
@@ -137,7 +143,7 @@ class AllReducePlan:
 
     @property
     def received_rows(self) -> int:
-        """Rows whose pieces this rank receives, cut into row tiles from the first on."""
+        """The number of rows whose pieces this rank receives. They are cut into row tiles from the first row on."""
         return self.row_tiles * self.region_rows if self.hops == "scatter" else self.problem.m
 
     @property
@@ -163,8 +169,12 @@ def plan(
     device: torch.device,
     sms: int,
 ) -> AllReducePlan:
-    """Plan the tiles, the same on every rank. owned: by rank, the columns, or rows ("scatter"), that it sums: equal shares, the
-    last ones shorter or empty; unused for one hop. sms: of the GPU; under the interpreter, the number of blocks."""
+    """Plan the tiles, the same on every rank.
+
+    owned: the columns, or rows ("scatter"), that each rank sums. They are equal shares, of which the last may be shorter or
+        empty. One hop does not use them.
+    sms: the SMs of the GPU, or the number of blocks under the interpreter.
+    """
     scatter = hops == "scatter"
     cut, extent = owned[0][1], problem.m if scatter else problem.n
     assert all(span == (min(r * cut, extent), min(r * cut + cut, extent)) for r, span in enumerate(owned)), "equal shares"
@@ -182,10 +192,12 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True)
 class Mailbox:
-    """A rank's memory for its launches, zeroed once.
+    """A Mailbox is a rank's memory for its launches, which is zeroed once.
 
-    addresses: of every rank's mailbox, on the device. epochs: by block, its calls so far. abort: set to end all waits. status:
-    region + 1 and the call of the last wait that gave up.
+    addresses: the addresses of all ranks' mailboxes, on the device.
+    epochs: the number of calls so far, by block.
+    abort: set to end all waits.
+    status: region + 1 and the call of the last wait that gave up.
     """
 
     addresses: torch.Tensor
@@ -195,7 +207,7 @@ class Mailbox:
 
 
 def mailbox(addresses: list[int], blocks: int, device: torch.device) -> Mailbox:
-    """Return the Mailbox of regions at these addresses, by rank: `AllReducePlan.mailbox_bytes` zeroed bytes each."""
+    """Return a Mailbox. addresses: the address of each rank's `AllReducePlan.mailbox_bytes` zeroed bytes."""
     return Mailbox(
         addresses=table(addresses, torch.int64, device),
         epochs=torch.zeros(blocks, dtype=torch.int64, device=device),
@@ -224,12 +236,16 @@ def all_reduce(
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
-    """One call: out [M, N], or this rank's rows of it, = the sum over ranks of a @ b, or of `partial`, and the addends.
+    """Run one call: store the sum over ranks of a @ b, or of `partial`, plus the addends, in out.
 
-    factors: a [M, k] whose rows' elements are adjacent, b [k, N] of any strides. partial: [M, N], whose rows' elements are
-    adjacent. bias [1, N], residual [M, N] and out are without gaps. scales: of FP8 factors a and b, float32, of the shapes that
-    weft.core.problem.Scaling names, with any strides. live: exchange and count; else it is a rehearsal, which
-    neither sends nor waits, and out is invalid. launched_by, stream: as for weft.kernels.gemm.gemm.
+    out: [M, N], or this rank's rows of it, contiguous.
+    factors: a [M, k] with contiguous rows, and b [k, N] of any strides.
+    partial: [M, N] with contiguous rows.
+    bias, residual: [1, N] and [M, N], contiguous.
+    live: exchange and count. Otherwise it is a rehearsal, which neither sends nor waits, and out is invalid.
+    tries: a wait gives up after this many looks.
+    scales: the float32 scales of FP8 factors a and b, of the shapes that weft.core.problem.Scaling names, with any strides.
+    launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     assert (factors is not None) == layout.multiply, "factors, or a partial result"
     problem, shape = layout.problem, layout.tiling
@@ -312,10 +328,12 @@ def _product(
     RECIPE: tl.constexpr, PROMOTED: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of a @ b in float32; zero outside the matrices. there: which columns exist.
+    """Return a tile of a @ b in float32. It is zero outside the matrices.
 
-    RECIPE: of the scales of FP8 factors; empty for other factors. A step over K has PARTS; with blockwise scales each part is
-    within one block of K. PROMOTED: each part is a separate product, which is added in float32, as in weft.kernels.gemm_kernel.
+    there: which columns exist.
+    RECIPE: the recipe of the scales of FP8 factors, or empty for other factors.
+    PARTS: the parts of a step over K. With blockwise scales, each part is within one block of K.
+    PROMOTED: each part is a separate product, which is added in float32, as in weft.kernels.gemm_kernel.
     """
     INNER: tl.constexpr = BLOCK_K // PARTS
     inner = tl.arange(0, INNER)

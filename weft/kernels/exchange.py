@@ -1,4 +1,4 @@
-"""The device state and the kernel launches of one operator of one shape whose splits are on the device.
+"""RaggedExchange has the device state and launches the kernels of one operator of one shape, whose splits are on the device.
 
     lay_out(rows)      set the buffers where rows land, or products are read, on every rank    before the first launch
     start(splits)      layout_kernel, one block: exchange counts, make tables                  first in every call
@@ -8,7 +8,7 @@
     collect()          collect_kernel: a step that returns the rows that arrived
     wait_for_flags()   await_kernel: waits of the lane
 
-The kernels are in weft.kernels.segments, weft.kernels.ragged and weft.kernels.ragged_rows. Legend: N, K of each GEMM.
+The kernels are in weft.kernels.segments, weft.kernels.ragged and weft.kernels.ragged_rows. N and K are those of each GEMM.
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ from weft.triton.flags import asynchronous
 MOST_SEGMENTS = 256
 """The bound of world size times experts, because the layout compares all pairs of a rank's segments in registers."""
 _ALIGN = 8
-"""16-bit elements of one access; widths and row strides are multiples of it."""
+"""The number of 16-bit elements of one access. Widths and row strides are multiples of it."""
 _COPY_BYTES = 16
-"""Bytes of an FP8 row that one access moves."""
+"""The bytes of an FP8 row that one access moves."""
 _MOST_SCALES = 64
 """The most scales of an FP8 row that a block copies together."""
 _PULL_SMS = (4, 12)
-"""The least and the most SMs that pull: at least 4, so that one slow peer does not block all; at most 12, so that most SMs
-multiply."""
+"""The least and the most SMs that pull: 4, so that one slow peer does not block all; 12, so that most SMs multiply."""
 _STAGES = 4
 _TURN_FIELDS = 2
 """A step has two counters on the device: the next unit or tile to draw, and the number of blocks that have started."""
@@ -70,11 +69,14 @@ _TURN_FIELDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of an exchange. All but rank are the same on every rank.
+    """A Shape holds the sizes of an exchange. All but rank are the same on every rank.
 
-    max_rows: the most rows that may arrive. a_rows: the most rows of a, for a combine. n: columns that are stored. dtype: of
-        results.
-    gated: b has 2 n columns, and a dispatch stores silu(left half) * right half. scaling: of FP8 operands.
+    max_rows: the most rows that may arrive.
+    a_rows: the most rows of a, for a combine.
+    n: the columns that are stored.
+    dtype: the dtype of results.
+    gated: b has 2 n columns, and a dispatch stores silu(left half) * right half.
+    scaling: the scaling of FP8 operands.
     """
 
     rank: int
@@ -103,7 +105,7 @@ class Shape:
 
     @property
     def blocks(self) -> TileShape:
-        """The tile shape, with fewer rows where experts have few; the same on every rank."""
+        """The tile shape, the same on every rank. It has fewer rows if experts have few rows."""
         if self.device.type != "cuda":
             found = INTERPRETED if self.scaling is None else INTERPRETED_FP8
         else:
@@ -112,14 +114,13 @@ class Shape:
 
     @property
     def move(self) -> tuple[int, int]:
-        """Rows and columns that a block moves together."""
+        """The numbers of rows and columns that a block moves together."""
         rows, cols = (64, 256) if self.device.type == "cuda" else (16, 64)
         return rows, cols * (1 + (self.dispatch and self.scaling is not None))
 
     @property
     def movers(self) -> int:
-        """The number of blocks that push, or pull. Pulling blocks are 1.5 times as many as keep up with the multiplying
-        blocks."""
+        """The number of blocks that push, or pull. There are 1.5 times the pulling blocks that keep up with multiplying."""
         if self.device.type != "cuda":
             return 1
         machine, blocks = self.machine, self.blocks
@@ -134,8 +135,11 @@ class Shape:
 
 
 class SegmentPart(NamedTuple):
-    """One part of a step: the segment of an expert that goes to another rank, or comes from it. signals: its counter on the
-    rank that its rows go to; -1: none. waits: counters of this rank."""
+    """A SegmentPart is one part of a step: the segment of an expert that goes to another rank, or comes from it.
+
+    signals: its counter on the rank that its rows go to, or -1.
+    waits: the counters of this rank that it waits for.
+    """
 
     expert: int
     other: int
@@ -144,17 +148,17 @@ class SegmentPart(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """The segments that a step copies, and those that it multiplies, or returns by tiles, each in its order."""
+    """StepParts lists the segments that a step copies, and those that it multiplies or returns by tiles, in their order."""
 
     copies: tuple[SegmentPart, ...]
     products: tuple[SegmentPart, ...]
 
 
 class Orders(NamedTuple):
-    """The work of a rank's steps, as the schedule defines it; the same in every call.
+    """Orders holds the work of a rank's steps, as the schedule defines it. It is the same in every call.
 
-    shares: the peers in the order in which they get this rank's counts. arriving: by expert and rank, the counter of the
-    segment that arrives from there; -1: none.
+    shares: the peers in the order in which they get this rank's counts.
+    arriving: the counter of the arriving segment, or -1, by expert and source rank.
     """
 
     shares: tuple[int, ...]
@@ -163,10 +167,13 @@ class Orders(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The tables that a step's kernels read on the device.
+    """A Step holds the tables that a step's kernels read on the device.
 
-    both: for a kernel that copies and multiplies. copies: for one that only copies. collected: for one that returns the rows
-    that arrived. waits: all counters that its products wait for. copying: whether the step copies.
+    both: the tables for a kernel that copies and multiplies.
+    copies: the tables for a kernel that only copies.
+    collected: the tables for a kernel that returns the rows that arrived.
+    waits: all counters that its products wait for.
+    copying: whether the step copies.
     """
 
     both: StepTables
@@ -177,24 +184,34 @@ class Step(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A tensor that every rank has. local: this rank's. peers: int64 [world_size], the address of each rank's."""
+    """Shared describes a tensor that every rank has.
+
+    local: this rank's tensor.
+    peers: int64 [world_size], the address of each rank's tensor.
+    """
 
     local: torch.Tensor
     peers: torch.Tensor
 
 
 class RaggedScales(NamedTuple):
-    """The float32 scales of FP8 operands in one call: of a [rows, .], contiguous, and of b [experts, ., .]."""
+    """RaggedScales holds the float32 scales of FP8 operands in one call.
+
+    a: [rows, .], contiguous.
+    b: [experts, ., .].
+    """
 
     a: torch.Tensor
     b: torch.Tensor
 
 
 class RaggedExchange:
-    """The device state of one operator of one shape, and the launches of its kernels.
+    """A RaggedExchange has the device state of one operator of one shape, and launches its kernels.
 
-    addresses: by rank, the address of `symmetric_bytes` of zeroed symmetric memory. memory: this rank's. sms: the most
-    concurrent blocks. tries: a wait gives up after this many looks.
+    addresses: the address of each rank's `symmetric_bytes` of zeroed symmetric memory.
+    memory: this rank's symmetric memory.
+    sms: the most concurrent blocks.
+    tries: a wait gives up after this many looks.
     """
 
     def __init__(
@@ -229,7 +246,7 @@ class RaggedExchange:
         self._push, self._pull, self._await = map(Launcher, others)
 
     def _make_steps(self, orders: Orders) -> None:
-        """Make the constant tables, and allocate the tables that each call writes. Steps of one order share these."""
+        """Make the constant tables, and allocate the tables that each call writes. Steps with the same order share tables."""
         shape = self.shape
 
         def table(values: Sequence[object]) -> torch.Tensor:
@@ -287,7 +304,7 @@ class RaggedExchange:
             self.steps.append(Step(both, pushed if shape.dispatch else pulled, collected, waits, bool(step.copies)))
 
     def _places(self, order: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Return by segment its place in an order."""
+        """Return the place of each segment in an order."""
         found = [self.shape.segments] * (self.shape.experts * self.shape.world_size)
         for place, (expert, other, _) in enumerate(order):
             if expert < self.shape.experts:
@@ -295,7 +312,7 @@ class RaggedExchange:
         return found
 
     def _gates_by_segment(self, parts: Sequence[SegmentPart]) -> list[list[int]]:
-        """Return by segment the counters to wait for, padded to equal numbers with -1."""
+        """Return the counters that each segment waits for, padded to equal numbers with -1."""
         shape, most = self.shape, max([1, *(len(part.waits) for part in parts)])
         found = [[-1] * most for _ in range(shape.experts * shape.world_size)]
         for part in parts:
@@ -303,15 +320,18 @@ class RaggedExchange:
         return found
 
     def _counters_by_segment(self, parts: Sequence[SegmentPart]) -> list[int]:
-        """Return by segment its counter."""
+        """Return the counter of each segment, or -1."""
         found = [-1] * (self.shape.experts * self.shape.world_size)
         for part in parts:
             found[part.expert * self.shape.world_size + part.other] = part.signals
         return found
 
     def lay_out(self, rows: Sequence[torch.Tensor], scales: Sequence[torch.Tensor] = ()) -> None:
-        """Set the shared buffers. rows: by rank, contiguous: rows land there (dispatch), or products are read there (combine).
-        scales: by rank, the buffers for the scales of FP8 rows."""
+        """Set the shared buffers.
+
+        rows: the buffer of each rank, contiguous, where rows land (dispatch) or products are read (combine).
+        scales: the buffer of each rank for the scales of FP8 rows.
+        """
         addresses = [each.data_ptr() for each in rows]
         if addresses != self._row_addresses:
             self.rows, self._row_addresses = self._shared(rows), addresses
@@ -327,8 +347,12 @@ class RaggedExchange:
         return self.rows
 
     def start(self, splits: torch.Tensor, received: torch.Tensor, *, a_rows: int) -> None:
-        """Exchange counts and make the tables. splits: this rank's, int32 or int64. received: int32, written. a_rows: rows of
-        a."""
+        """Exchange counts and make the tables.
+
+        splits: this rank's splits, int32 or int64.
+        received: int32, where the counts of the rows that arrive are written.
+        a_rows: the number of rows of a.
+        """
         shape, blocks = self.shape, self.shape.blocks
         arguments = (
             *(splits, self.counts, self.notified, self._tables, received, self.notes, self.host_notes.data_ptr()),
@@ -365,9 +389,13 @@ class RaggedExchange:
         keep_own: bool = False,
         scales: RaggedScales | None = None,
     ) -> None:
-        """Multiply the rows that arrive by b, by expert, gated or not; zeros below. step: its number in the orders. a: [rows,
-        K],
-        contiguous. keep_own: push all own rows, too. scales: of FP8 operands."""
+        """Multiply the rows that arrive by their expert's b, gated or not. Rows of out below them become zeros.
+
+        step: its number in the orders.
+        a: [rows, K], contiguous.
+        keep_own: push all of this rank's own rows, too.
+        scales: the scales of FP8 operands.
+        """
         blocks = self.shape.blocks
         a_block = [blocks.m, blocks.k]
         first = (
@@ -386,9 +414,12 @@ class RaggedExchange:
     def combine(
         self, step: int, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, scales: RaggedScales | None = None
     ) -> None:
-        """Compute a @ b by expert and pull this rank's rows of all ranks' products; zeros below. step: its number in the
-        orders.
-        a: [rows, K], contiguous, at most a_rows. scales: of FP8 operands."""
+        """Compute a @ b by expert, and pull this rank's rows of all ranks' products. Rows of out below them become zeros.
+
+        step: its number in the orders.
+        a: [rows, K], contiguous, with at most a_rows rows.
+        scales: the scales of FP8 operands.
+        """
         blocks = self.shape.blocks
         first = (
             TensorDescriptor.from_tensor(a, [blocks.m, blocks.k]),
@@ -414,8 +445,12 @@ class RaggedExchange:
         scales: RaggedScales | None,
         landed: Sequence[torch.Tensor],
     ) -> None:
-        """Launch a multiplying kernel. first, last: the arguments in which the two kernels differ. rows: the shared buffer of
-        rows or products. landed: the scales of rows that landed."""
+        """Launch a multiplying kernel.
+
+        first, last: the arguments in which the two kernels differ.
+        rows: the shared buffer of rows or products.
+        landed: the scales of rows that landed.
+        """
         shape, blocks, movers, tables = self.shape, self.shape.blocks, self._movers(step), self.steps[step].both
         scaling, read, pitch = shape.scaling, None, None
         if scales is not None and scaling is not None:
@@ -449,8 +484,12 @@ class RaggedExchange:
         )
 
     def push(self, step: int, a: torch.Tensor, *, keep_own: bool, scale_a: torch.Tensor | None = None) -> None:
-        """Push rows of a to their destinations. step: its number in the orders. keep_own: push all own rows, too. scale_a: of
-        FP8 rows, contiguous."""
+        """Push rows of a to their destinations.
+
+        step: its number in the orders.
+        keep_own: push all of this rank's own rows, too.
+        scale_a: the scales of FP8 rows, contiguous.
+        """
         tables, pushed = self.steps[step].copies, self._pushed(scale_a)
         arguments = (
             *(_as_moved(a), self._landing(), pushed, self.arrived, tables),
@@ -472,13 +511,15 @@ class RaggedExchange:
         self._pull(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
 
     def wait_for_flags(self, counters: torch.Tensor) -> None:
-        """Wait for counters of this rank; their numbers are int32."""
+        """Wait for counters of this rank. counters: their numbers, int32."""
         arguments = (counters, counters.numel(), self.arrived.local, self.goals, self.notes, self.tries)
         self._await(1, arguments, {}, key=(), num_warps=1)
 
     def collect(self, step: int, out: torch.Tensor, scales: torch.Tensor | None = None) -> None:
-        """Copy the rows that arrived to out, and the scales of FP8 rows to scales; zeros below. step: its number in the
-        orders."""
+        """Copy the rows that arrived to out, and the scales of FP8 rows to scales. Rows below them become zeros.
+
+        step: its number in the orders.
+        """
         shape, tables, copied = self.shape, self.steps[step].collected, None
         if scales is not None and self.landed_scales is not None:
             copied = CopiedScales(self.landed_scales.local, scales.shape[1], scales)
@@ -516,16 +557,18 @@ def gated_shape(blocks: TileShape) -> TileShape:
 
 
 def _tallest(rows: int, gpu: Capabilities, scaling: Scaling | None) -> TileShape:
-    """Return the best shape that fits a GPU and has no more rows than an expert; if none has, the best of those with fewest
-    rows."""
+    """Return the best shape that fits a GPU and has at most an expert's rows, or else the best of those with fewest rows."""
     fitting = shapes_for(gpu, scaling)
     low = min(blocks.m for blocks in fitting)
     return next(blocks for blocks in fitting if blocks.m <= max(rows, low))
 
 
 def _section_lengths(shape: Shape) -> tuple[int, int, int]:
-    """Return the int32 elements of each section of symmetric memory: counts and the faults of splits, both in two slots for
-    each rank; notifications; arrivals."""
+    """Return the int32 elements of each section of symmetric memory.
+
+    The first section has counts and the faults of splits, both in two slots for each rank. The others have notifications and
+    arrivals.
+    """
     segments = shape.world_size * shape.experts
     return 2 * shape.world_size * (segments + FAULT_FIELDS.value), shape.world_size, segments
 

@@ -1,4 +1,4 @@
-"""Kernels before, between and after experts' matmuls, each one pass over memory: permute, activate, quantise, unpermute.
+"""These kernels run before, between and after experts' matmuls. Each makes one pass over memory.
 
     count_rows()   index [T, k]     to counts [E] of rows, and the least refused index
     places()       order of a sort  to place [T, k]             place[order[i]] = i; -1 for a token without an expert
@@ -7,9 +7,12 @@
     swiglu()       [rows, 2 F]      to [rows, F]                silu(left half) * right half, for valid rows
     quantise()     [rows, K]        to FP8 [rows, K], scales    largest of 128 columns / 448, for valid rows
 
-and their gradients. place: [T, k] int64, each token's rows among the T k rows; -1 means no row: nothing is stored, read or
-added. Sums are in float32, over j in order, and rounded once. Only integers are added atomically, so results are deterministic.
-The number of valid rows is the sum of counts, which is on the device. Rows beyond it are not read, and stored as zeros.
+The module also has the gradients of these kernels.
+
+place: int64 [T, k], the rows of each token among the T k rows. -1 means no row: nothing is stored, read or added.
+
+Sums are in float32, over j in order, and rounded once. Only integers are added atomically, so results are deterministic. The
+number of valid rows is the sum of counts, which is on the device. Rows beyond it are not read, and are stored as zeros.
 """
 
 from __future__ import annotations
@@ -178,8 +181,11 @@ def _quantise_kernel(
 
 
 def count_rows(index: torch.Tensor, experts: int, last: int) -> torch.Tensor:
-    """Count the rows of each expert. index: [T, k]. Returns int64 [experts + 1]: rows of each, then the least index below -1 or
-    past `last`, plus REFUSED."""
+    """Count the rows of each expert.
+
+    index: [T, k].
+    Returns int64 [experts + 1]: the rows of each expert, then the least index below -1 or past `last`, plus REFUSED.
+    """
     words = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
     if index.numel():
         constants = {"REFUSED": REFUSED, "FARTHEST": FARTHEST, "SIZE": _INDICES}
@@ -188,8 +194,11 @@ def count_rows(index: torch.Tensor, experts: int, last: int) -> torch.Tensor:
 
 
 def places(order: torch.Tensor, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Invert a sort of rows by expert. order: [T k], each row's position in index. words: returned by `count_rows`. Returns
-    (place, counts)."""
+    """Invert a sort of rows by expert. Return (place, counts).
+
+    order: [T k], each row's position in index.
+    words: the result of `count_rows`.
+    """
     place, experts = torch.empty_like(order), len(words) - 1
     if not order.numel():
         return place, words[:experts]
@@ -237,8 +246,11 @@ def unpermute_backward(
 
 
 def swiglu(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return silu(left half) * right half. hidden: [rows, 2 F]. counts: int32 or int64, any shape; their sum is the number of
-    valid rows. Returns [rows, F]."""
+    """Return silu(left half) * right half, [rows, F].
+
+    hidden: [rows, 2 F].
+    counts: int32 or int64 of any shape. Their sum is the number of valid rows.
+    """
     rows, width = hidden.shape[0], hidden.shape[1] // 2
     out = hidden.new_empty(rows, width)
     if out.numel():
@@ -261,9 +273,12 @@ def swiglu_backward(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tens
 def quantise(
     rows: torch.Tensor, counts: torch.Tensor | None, largest: float, least: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows to FP8. rows: [rows, K], K a multiple of 128. counts: as for swiglu; without them all rows are valid. Every
-    128 columns are divided by their scale: their largest magnitude, but at least `least`, over `largest`. Returns float8_e4m3fn
-    [rows, K] and float32 [rows, K / 128]; rows that are not valid are undefined."""
+    """Quantise rows to FP8. Each 128 columns are divided by their scale: max(their largest magnitude, `least`) / `largest`.
+
+    rows: [rows, K]; K is a multiple of 128.
+    counts: as for swiglu. Without counts all rows are valid.
+    Returns float8_e4m3fn [rows, K] and the scales, float32 [rows, K / 128]. Rows that are not valid are undefined.
+    """
     height, width = rows.shape
     out = torch.empty(height, width, dtype=torch.float8_e4m3fn, device=rows.device)
     scales = torch.empty(height, width // SCALE_BLOCK, dtype=torch.float32, device=rows.device)
@@ -278,7 +293,7 @@ def quantise(
 
 
 def _by_columns(like: torch.Tensor) -> dict[str, int]:
-    """Return the constants of a loop over a row: columns of an iteration and warps."""
+    """Return the constants of a loop over a row: the columns of an iteration, and the warps of a block."""
     return {"COLS": min(_COLS, int(triton.next_power_of_2(like.shape[1]))), "num_warps": _WARPS if like.is_cuda else 1}
 
 

@@ -1,6 +1,6 @@
-"""A kernel of one warp that waits for flags, lowers and raises them. It replaces a stream's own memory operations.
+"""This kernel of one warp waits for flags, lowers them and raises them. It replaces a stream's own memory operations.
 
-A stream takes about 2 us for each operation on a flag, one after the other; this kernel does all operations of a phase
+A stream takes about 2 us for each operation on a flag, one after the other. This kernel does all operations of a phase
 concurrently. It occupies one warp of one SM, so it is used on lanes that hold no SM while they wait.
 
     phase: record the position -> wait for all flags -> lower them -> signal -> next phase
@@ -50,7 +50,10 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class FlagTable:
-    """Phases in device memory. operations: (address, value) by phase, kind and position; address 0 marks an unused position."""
+    """A FlagTable holds phases in device memory.
+
+    operations: (address, value) by phase, kind and position. Address 0 marks an unused position.
+    """
 
     operations: torch.Tensor
     phases: int
@@ -66,14 +69,14 @@ def make_flag_table(phases: Sequence[Phase], device: torch.device) -> FlagTable:
 
 
 def make_launcher() -> Launcher:
-    """For `run_flag_operations`, call after call."""
+    """Return the launcher for repeated calls of `run_flag_operations`."""
     return Launcher(_flag_kernel)
 
 
 def run_flag_operations(plan: FlagTable, *, tries: int, launched_by: Launcher | None = None, stream: int | None = None) -> None:
-    """Launch the kernel on a table. tries: a phase gives up after this many looks at its flags and goes on; 0 only loads the
-    kernel.
+    """Launch the kernel on a table.
 
+    tries: a phase gives up after this many looks at its flags, and the kernel continues. 0 only loads the kernel.
     launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     arguments = (plan.operations, plan.phases if tries else 0, tries)

@@ -74,7 +74,7 @@ class Tables:
     slices: for each slice: the step over K where it ends, and the gates [first, last) that it waits for.
     outs: for each row tile: the address of its first element, or 0 for a tile of the launch's `out`; its slot in `scattered`,
         or -1.
-    align_bytes: divides these addresses.
+    align_bytes: a number that divides these addresses.
     scattered: all results outside `out` as one TMA tensor; None if there are none or TMA cannot store them.
     at_peers: whether some results are on another GPU.
     adds: for each row tile that adds: gates [first, last), the number of sources, the first row of the first source, and the
@@ -107,8 +107,11 @@ class Tables:
 
 
 def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether TMA can load the operands: 16-bit elements, one unit stride, rows that start at multiples of 16 bytes. FP8
-    operands also need contiguous columns of b, since the tensor cores take no other layout."""
+    """Return whether TMA can load the operands.
+
+    It needs 16-bit or FP8 elements, one unit stride, and rows that start at multiples of 16 bytes. With FP8, columns of b must
+    also be contiguous, because tensor cores take no other layout.
+    """
     fp8 = a.dtype in FLOAT8_DTYPES
     if fp8 != (b.dtype in FLOAT8_DTYPES) or not (fp8 or a.element_size() == 2) or min(a.numel(), b.numel()) == 0:
         return False
@@ -120,14 +123,17 @@ def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def loads(matrix: torch.Tensor) -> bool:
-    """Return whether TMA can load tiles of a matrix: contiguous rows that start at multiples of 16 bytes."""
+    """Return whether TMA can load tiles of a matrix. Rows must be contiguous and start at multiples of 16 bytes."""
     pitch_bytes = matrix.stride(0) * matrix.element_size()
     return matrix.numel() > 0 and matrix.stride(1) == 1 and pitch_bytes % 16 == matrix.data_ptr() % 16 == 0
 
 
 def in_order(step: Gemm) -> bool:
-    """Return whether the kernel's order of tiles respects the order of parts where one may wait for another. Parts that add
-    must come last; among them, and among the others, no part that waits within the call may follow one that counts."""
+    """Return whether the kernel's order of tiles respects the order of parts where one may wait for another.
+
+    Parts that add must come last. Among parts that add, and among the others, no part that waits within the call may follow one
+    that counts.
+    """
     adding = [bool(part.adds) for part in step.parts]
     if adding != sorted(adding):
         return False
@@ -146,8 +152,10 @@ def whole_slices(step: Gemm, blocks: TileShape) -> bool:
 
 
 def pitch(part: Part) -> int | None:
-    """Return the rows from one of a part's sources to the next; None unless all are equally spaced in one local buffer and as
-    wide as the result."""
+    """Return the rows from one source of a part to the next.
+
+    Return None unless all sources are equally spaced in one local buffer and are as wide as the result.
+    """
     first, *more = (add.rows[0] for add in part.adds)
     step = more[0] - first if more else 0
     regular = all(
@@ -168,8 +176,14 @@ def tables(
     need: Callable[[Wait], int],
     blocks: TileShape,
 ) -> Tables:
-    """Build the tables of a step. source: which tensor of a a part reads. stored_at: a part's result from a row on, None if it
-    is in the launch's `out`; None instead of a function if all results are. need: the value of the flag that opens a gate."""
+    """Build the tables of a step.
+
+    source: returns the number of the tensor of a that a part reads.
+    gate_address, count_address: return the address of a flag, for waits and for signals.
+    stored_at: returns a part's result from a row on, or None if it is in the launch's `out`. It is None instead of a function
+        if all results are in `out`.
+    need: returns the value of the flag that opens a gate.
+    """
     assert whole_slices(step, blocks), f"{step}: its slices end within a step of {blocks.k} over K"
     inner = any(part.inner for part in step.parts)
     slices: list[tuple[int, int, int]] = []
@@ -250,20 +264,21 @@ def gemm(
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
-    """out = a @ b, tile by tile as `plan` says.
+    """Compute out = a @ b, tile by tile as `plan` says.
 
     sources: one or two tensors [rows, K] that parts read a from.
     b: [K, N]; either stride may be 1.
     out: [rows, N], or any tensor of the result's dtype and width if all parts are stored by address.
     adds: [rows, N], the tensor that holds the sources which parts add.
-    scales: of FP8 operands, whose b has stride (1, ...): the scales of each source, those of b, and their recipe; float32, of
-        the shapes that weft.core.problem.Scaling names, with any strides. A row of a source has the same row of its scales.
-    use_fast_accum: tensor cores sum FP8 products themselves, which rounds more on Hopper; not with blockwise scales.
+    scales: for FP8 operands, whose b has stride (1, ...): the scales of each source, those of b, and their recipe. They are
+        float32 of the shapes that weft.core.problem.Scaling names, with any strides. Row i of a source has row i of its scales.
+    use_fast_accum: tensor cores sum FP8 products themselves, which rounds more on Hopper. Blockwise scales do not allow it.
     status: int32 [2]; set to [gate + 1, value seen] when a wait gives up.
     silent: neither wait nor count.
+    tries: a wait gives up after this many looks.
     sms: the number of blocks.
     launched_by: the launcher of earlier launches on this device with the same plan.
-    stream: default, torch's current stream.
+    stream: by default torch's current stream.
     """
     blocks = plan.blocks
     transposed = scales is not None or b.stride(1) != 1
@@ -343,8 +358,10 @@ def gemm(
 
 
 class PlainGemm:
-    """A plain product of FP8 operands of one size (M, N, K) by the kernel. The constructor makes the tables, since none can be
-    made within a CUDA graph capture."""
+    """A PlainGemm multiplies FP8 operands of one size (M, N, K) by the kernel, without flags.
+
+    The constructor makes the tables, because they cannot be made during a CUDA graph capture.
+    """
 
     def __init__(self, size: tuple[int, int, int], device: torch.device, machine: Machine, scaling: Scaling) -> None:
         m, n, k = size
@@ -366,7 +383,7 @@ class PlainGemm:
     def multiply(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, of: Scaling
     ) -> None:
-        """out = a @ b on torch's current stream. Shapes as `gemm` has them."""
+        """Compute out = a @ b on torch's current stream. Shapes are as for `gemm`. of: the scaling of the operands."""
         scales, fast = ((scale_a,), scale_b, of.recipe), of.use_fast_accum
         gemm(
             (a,), b, out, self._plan, self._status,
@@ -375,21 +392,26 @@ class PlainGemm:
 
 
 def _publish_step(plan: Tables, inner: int) -> int:
-    """Return how many steps into the loop over K of tile i a block publishes tile i-1. Half of the loop if tiles are stored at
-    a peer, since such stores take that long when all SMs store concurrently; else _PUBLISH_STEPS, or the last step."""
+    """Return how many steps into the loop over K of tile i a block publishes tile i-1.
+
+    It is half of the loop if tiles are stored at a peer, because such stores take that long when all SMs store concurrently.
+    Otherwise it is _PUBLISH_STEPS, or the last step.
+    """
     steps = -(-inner // plan.blocks.k)
     return steps // 2 if plan.at_peers else min(_PUBLISH_STEPS, steps - 1)
 
 
 def _add_stages(blocks: TileShape, out_tma: bool, gpu: Capabilities, itemsize: int = 2) -> int:
-    """Return one more than the number of added sources in flight. They share shared memory with a tile that is being stored.
-    itemsize: bytes of an element."""
+    """Return one more than the number of added sources in flight. A tile that is being stored uses the same shared memory.
+
+    itemsize: bytes of an element.
+    """
     tile_bytes = blocks.m * blocks.n * itemsize
     return 1 + min(_MOST_SOURCES, (gpu.shared_bytes - tile_bytes * out_tma) // tile_bytes)
 
 
 def _store_descriptors(out: torch.Tensor, plan: Tables, half: list[int], halves: bool, out_tma: bool) -> tuple[object, ...]:
-    """Return the descriptors that store whole tiles and halves: in `out`, then at other addresses."""
+    """Return the descriptors that store whole tiles and halves in `out`, then those for other addresses."""
     whole = [plan.blocks.m, plan.blocks.n]
     if not out_tma:
         return (out,) * 4

@@ -1,4 +1,4 @@
-"""The GEMM kernel's device code: persistent blocks that take tiles in order (weft.kernels.gemm launches them).
+"""This is the device code of the GEMM kernel, whose persistent blocks take tiles in order. weft.kernels.gemm launches it.
 
 gemm_kernel          all whole tiles, then the halves of the remaining ones
   locate_tile        row tile and column tile of a tile
@@ -85,7 +85,7 @@ class Variant(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """Pointers to the tables of a step (weft.kernels.gemm.Tables), and to the status that records waits which gave up."""
+    """Pointers to the tables of a step (weft.kernels.gemm.Tables), and to the status that records a wait which gave up."""
 
     adds: Any
     rows: Any
@@ -98,8 +98,10 @@ class Pointers(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """The TMA descriptors for tiles of one width. The kernel builds this tuple, because Triton 3.6 accepts no tuple of
-    descriptors from the host."""
+    """Descriptors holds the TMA descriptors for tiles of one width.
+
+    The kernel builds this tuple, because Triton 3.6 accepts no tuple of descriptors from the host.
+    """
 
     a0: Any
     a1: Any
@@ -110,7 +112,7 @@ class Descriptors(NamedTuple):
 
 
 class UnpublishedTile(NamedTuple):
-    """The tile that a block has stored last and has yet to publish.
+    """An UnpublishedTile is the tile that a block has stored last and has yet to publish.
 
     flag_address: the address of its flag; 0 if there is nothing to publish.
     amount: the number to add to the flag.

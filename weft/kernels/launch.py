@@ -1,4 +1,4 @@
-"""Repeated launches of a kernel without Triton's argument binding."""
+"""A Launcher launches a kernel again without Triton's argument binding."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from weft.compat.triton_kernels import finished, relaunch
 
 
 class Launcher:
-    """Launches one kernel on one device. From the second launch with the same key on, it calls the compiled kernel directly;
-    Triton's own launch binds and specialises every argument each time.
+    """A Launcher launches one kernel on one device.
 
-    key: everything that Triton specialises on and that may differ between launches: the alignment of pointers, the integers
-    that it folds in, the constants.
+    From the second launch with the same key on, it calls the compiled kernel directly. Triton's own launch binds and
+    specialises every argument each time.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -30,8 +29,13 @@ class Launcher:
         stream: int | None = None,
         **options: int,
     ) -> None:
-        """Launch `blocks` blocks. constants: the constexpr arguments, in the kernel's order. stream: default, torch's current
-        stream; a first launch accepts no other."""
+        """Launch `blocks` blocks.
+
+        constants: the constexpr arguments, in the kernel's order.
+        key: everything that Triton specialises on and that may differ between launches: the alignment of pointers, the integers
+            that it folds in, the constants.
+        stream: by default torch's current stream. A first launch accepts no other.
+        """
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = finished(self._kernel[(blocks,)](*arguments, **constants, **options))

@@ -1,23 +1,23 @@
-"""The lookup kernel: gathers rows of tables, pools them bag by bag, and stores each bag at its destination, also at a peer.
+"""The lookup kernel gathers rows of tables, pools them by bag, and stores each bag at its destination, which may be on a peer.
 
     _lookup_kernel   blocks of one warp; tiles (a few bags of one table) in the order of the parts
     lookup()         its launcher; LookupTables  a step's parts and this rank's tables in the form that the kernel reads
 
-It replaces torch.nn.functional.embedding_bag, table by table. A warp pools one bag at a time: it loads 4 KiB of rows together,
-16 bytes a thread where the columns allow, and prefetches the next rows' indices. Sums are in float32, rounded once. The rate of
-gathering depends on the bytes in flight: 32 warps an SM with 4 KiB each are 128 KiB, and the memory of an H200 needs about 36
-KiB an SM (4.8 TB/s at 1 us).
+It replaces torch.nn.functional.embedding_bag for several tables. A warp pools one bag at a time: it loads 4 KiB of rows
+together, 16 bytes per thread if the columns allow it, and prefetches the next rows' indices. Sums are in float32, rounded once.
+The rate of gathering depends on the bytes in flight: 32 warps per SM with 4 KiB each are 128 KiB, and the memory of an H200
+needs about 36 KiB per SM (4.8 TB/s at 1 us).
 
     block 0: bags 0-3 of part 0 | bags of part 0 ... -> barrier -> count (release, system) | bags of part 1 ...
                  row 0 .. 7 -> row 8 .. 15 -> ... -> store the bag (NVLink, or local)      ~> the peer's copy lane
 
-A block adds its finished tiles of a part when it goes on to another part, because publishing waits until the peer has
+A block adds its finished tiles of a part when it continues with another part, because publishing waits until the peer has
 acknowledged the block's stores. Every thread's stores precede the block's barrier, which precedes the release, which precedes
 the acquire that sees it. Each block's count stands for its own tiles, so only the full sum shows that a part is complete.
 
-The kernel never waits, so it cannot deadlock, whatever SMs it holds. It reads no index past the end of `indices`, whatever the
-offsets say, and no row that its table does not have: such an index counts for its bag's length and adds nothing. The addresses
-that it stores to do not depend on the caller's indices or offsets.
+The kernel never waits, so it cannot deadlock, whatever SMs it holds. Wrong indices and offsets are safe: the kernel reads only
+indices within `indices` and rows within their table. An index without a row counts for its bag's length and adds nothing. The
+addresses that the kernel stores to do not depend on the caller's indices or offsets.
 
 Legend: a slice is a table, or a part of one that is wider than a block's columns.
 """
@@ -39,28 +39,32 @@ from weft.triton.flags import table
 
 ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _PART, _SLICE = 9, 6
-"""Fields of a part and of a slice."""
+"""The number of fields of a part and of a slice."""
 _BAGS = 4
-"""Bags in a tile: neighbours share an offset; more would leave the last blocks uneven."""
+"""The number of bags in a tile. Neighbouring bags share an offset. Larger tiles would leave the last blocks uneven."""
 _WIDEST = 1024
-"""Columns that a warp holds: 32 sums a thread."""
+"""The number of columns that a warp holds, which is 32 sums per thread."""
 _ROW_BYTES = 4096
-"""Bytes of rows in flight in a warp."""
+"""The bytes of rows in flight in a warp."""
 _WARPS_PER_SM = 32
 _REGISTERS = 64
-"""Registers of a thread: few enough that all these warps are resident. A second wave of warps would double the time."""
+"""Registers per thread, few enough that all these warps are resident. A second wave of warps would double the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupTables:
-    """A step and a rank's tables as the kernel reads them, on the device.
+    """LookupTables holds a step and a rank's tables in the form that the kernel reads, on the device.
 
-    parts: by part: first tile, the tile after its last, first sample, samples, tiles of a slice, first slice, address of its
-        first slice's first element or its offset in `out`, whether that is an offset, bytes from sample to sample.
-    flags: by part, the address of its flag, or 0.
-    slices: address, elements from row to row, rows, columns, table, bytes from the rank's first column.
-    width: columns of a block. align: elements; every address, stride and column count is a multiple of it. item: bytes of an
-        element.
+    parts: for each part: its first tile, the tile after its last, its first sample, samples, tiles of a slice, first slice, the
+        address of its first slice's first element or its offset in `out`, whether that is an offset, and bytes from one sample
+        to the next.
+    flags: the address of each part's flag, or 0.
+    slices: for each slice: address, row stride in elements, rows, columns, table, and bytes from the rank's first column.
+    tiles: the number of tiles.
+    batch: the samples of all ranks.
+    width: the columns of a block.
+    align: in elements. Every address, stride and column count is a multiple of it.
+    item: bytes of an element.
     """
 
     parts: torch.Tensor
@@ -74,7 +78,7 @@ class LookupTables:
 
 
 def slices_of(columns: Sequence[Span1D]) -> list[tuple[int, Span1D]]:
-    """Return (table, its columns among the rank's) of every slice. columns: of every table.
+    """Return (table, columns among the rank's) of every slice. columns: the columns of every table.
 
     >>> slices_of([(0, 8), (8, 1100)])
     [(0, (0, 8)), (1, (8, 1032)), (1, (1032, 1100))]
@@ -87,7 +91,10 @@ def slices_of(columns: Sequence[Span1D]) -> list[tuple[int, Span1D]]:
 
 
 def tiles_of_bags(part: Bags, columns: Sequence[Span1D]) -> int:
-    """Return the tiles of a part, by which its flag grows in a call. columns: of every table of the rank that looks up."""
+    """Return the number of tiles of a part, by which its flag grows in a call.
+
+    columns: the columns of every table of the rank that looks up.
+    """
     return len(_slices_within(part, columns)) * _groups(part)
 
 
@@ -102,7 +109,12 @@ def _slices_within(part: Bags, columns: Sequence[Span1D]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """The destination of a part: address of its first element, bytes from row to row; relative: an offset in `out`."""
+    """An OutputPlace is the destination of a part.
+
+    address: the address of its first element.
+    pitch: the row stride in bytes.
+    relative: whether address is an offset in `out`.
+    """
 
     address: int
     pitch: int
@@ -119,10 +131,14 @@ def lookup_tables(
     target: Callable[[Region], OutputPlace],
     count_address: Callable[[Flag], int],
 ) -> LookupTables:
-    """Build the tables of a step. tables: of this rank, rows contiguous. columns: theirs among the rank's. batch: samples of
-    all ranks.
-    target: the destination of a part. count_address: of an int32 flag. Destinations and flags may be on any peer that this
-    device can reach."""
+    """Build the tables of a step. Destinations and flags may be on any peer that this device can reach.
+
+    tables: the tables of this rank, with contiguous rows.
+    columns: the columns of each table among the rank's.
+    batch: the samples of all ranks.
+    target: returns the destination of a part.
+    count_address: returns the address of an int32 flag.
+    """
     slices, item = slices_of(columns), tables[0].element_size()
     places = [target(part.out) for part in step.parts]
     parts, tile = [], 0
@@ -175,11 +191,16 @@ def lookup(
 ) -> None:
     """Run the lookups of `plan`.
 
-    indices [L]: rows of the tables, int32 or int64. offsets [tables * batch + 1]: bag (table, sample) is
-    indices[offsets[table * batch + sample] : offsets[... + 1]]. weights [L]: a factor for each index. mean: divide by a bag's
-    length; an empty bag is zero. dtype: of the tables and of the result. out: the tensor of relative destinations. silent: do
-    not count, for a rehearsal. load_only: launch without tiles, so that CUDA loads the kernel. sms: of the device. launched_by,
-    stream: as for weft.kernels.gemm.gemm.
+    indices: [L], rows of the tables, int32 or int64.
+    offsets: [tables * batch + 1]. Bag (table, sample) is indices[offsets[table * batch + sample] : offsets[... + 1]].
+    weights: [L], a factor for each index.
+    mean: divide by a bag's length. An empty bag is zero.
+    dtype: the dtype of the tables and of the result.
+    out: the tensor of relative destinations.
+    silent: do not count, for a rehearsal.
+    load_only: launch without tiles, so that CUDA loads the kernel.
+    sms: the number of SMs of the device.
+    launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     if not plan.tiles:
         return
@@ -231,7 +252,7 @@ def variant(
     *,
     mean: bool,
 ) -> tuple[object, ...]:
-    """Return the key of the compiled kernel that serves a call. Arguments as for `lookup`."""
+    """Return the key of the compiled kernel that serves a call. The arguments are those of `lookup`."""
     kinds = (indices.dtype, offsets.dtype, None if weights is None else weights.dtype)
     return (*kinds, plan.width, _align(plan, out), plan.item, mean)
 
@@ -280,7 +301,7 @@ def pool(
 
 
 @triton.jit(
-    # One kernel serves all alignments of these vectors, which may differ from call to call.
+    # One kernel serves all alignments of these vectors, which may change from call to call.
     do_not_specialize=["indices_ptr", "offsets_ptr", "weights_ptr", "out_base", "indices", "batch", "count_by", "tiles"]
 )
 def _lookup_kernel(

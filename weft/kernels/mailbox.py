@@ -1,8 +1,8 @@
-"""Device functions for tiles sent as 32-bit words: pack a tile, sum the tiles that arrived, clear their slots.
+"""These device functions send tiles as 32-bit words. They pack a tile, sum the tiles that arrived, and clear their slots.
 
 A word is 4 bytes of values: one float32, or two 16-bit values. A zero word means that the slot is empty, so the data is its own
-flag: the hardware stores and loads a word as a whole, and a reader that sees a nonzero word has its values. That takes one
-trip, no fence, and no extra byte. A word of zero values is sent as a negative zero, which leaves every sum unchanged.
+flag. The hardware stores and loads a word as a whole, so a reader that sees a nonzero word has its values. This takes one trip,
+and needs no fence and no extra byte. A word of zero values is sent as a negative zero, which leaves every sum unchanged.
 weft.kernels.all_reduce says who may write a slot and when it is empty again.
 """
 
@@ -64,10 +64,13 @@ def received(
     SOURCES: tl.constexpr, STRIDE: tl.constexpr, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Wait until all words of SOURCES tiles, STRIDE words from one to the next, have arrived; return their float32 sum.
+    """Wait until all words of SOURCES tiles, STRIDE words from one to the next, have arrived. Return their float32 sum.
 
-    offsets, mask: of BLOCK_M x WIDTH words. The wait gives up after `tries` looks, or once abort is set: it then writes region
-    and call to status, and the sum is NaN. With tries = 0 it does not wait, and the sum is invalid. THREADS: of the block.
+    The wait gives up after `tries` looks, or once abort is set. It then writes region and call to status, and the sum is NaN.
+    With tries = 0 it does not wait, and the sum is invalid.
+
+    offsets, mask: those of BLOCK_M x WIDTH words.
+    THREADS: the number of threads of the block.
 
     Where a block has more threads than words, Triton lets several threads load the same word at different times. A late thread
     may see a value that the thread whose result is used has not seen, and end the wait for both. So all threads load once more

@@ -1,7 +1,7 @@
-"""Torch code that finds each lookup index's bag, and the order in which the gradients of table rows are summed.
+"""This torch code finds the bag of each lookup index, and the order in which the gradients of table rows are summed.
 
-    locate_indices()   Places: for every index its bag, its factor, and whether it counts
-    sort_indices()     SortedIndices: indices of one row are adjacent
+    locate_indices()   returns Places: for every index its bag, its factor, and whether it counts
+    sort_indices()     returns SortedIndices, where indices of one row are adjacent
 
 No function waits for the device, and no shape depends on how many indices count, so a CUDA graph can capture them.
 """
@@ -19,10 +19,11 @@ from weft.kernels.tables import DeviceTables
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The bag of every index.
+    """Places says where every index belongs.
 
-    bag: table * batch + sample. factor: the index's factor in the result of its bag. counts: whether the index is in a bag and
-    its table has that row.
+    bag: its bag, table * batch + sample.
+    factor: its factor in the result of its bag.
+    counts: whether it is in a bag and its table has that row.
     """
 
     bag: torch.Tensor
@@ -32,9 +33,10 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class SortedIndices:
-    """Indices sorted by (table, row); those that count come first.
+    """SortedIndices holds indices sorted by (table, row). Those that count come first.
 
-    starts [L + 1]: the first index of each row, L after the last row. tables, rows, samples, factors [L]: of each index.
+    starts: [L + 1], the position of the first index of each row. After the last row it is L.
+    tables, rows, samples, factors: [L], the table, row, sample and factor of each index.
     """
 
     starts: torch.Tensor
@@ -90,7 +92,7 @@ def sort_indices(indices: torch.Tensor, places: Places, rows: Sequence[int], bat
 
 
 def cached_constant(values: tuple[object, ...], device: torch.device) -> torch.Tensor:
-    """Return a constant tensor on the device, cached because none can be made while a CUDA graph is captured."""
+    """Return a constant tensor on the device. It is cached, because it cannot be made during a CUDA graph capture."""
 
     def made() -> torch.Tensor:
         with torch.inference_mode(False):
@@ -100,4 +102,4 @@ def cached_constant(values: tuple[object, ...], device: torch.device) -> torch.T
 
 
 _CONSTANTS: DeviceTables[torch.Tensor] = DeviceTables(256)
-"""Holds numbers of table rows, and addresses of gradients, which may differ from step to step."""
+"""The cached constants: numbers of table rows, and addresses of gradients, which may differ from step to step."""

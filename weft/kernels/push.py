@@ -1,4 +1,4 @@
-"""The kernel of a Push: a fixed number of blocks store regions at their destinations and count finished tiles.
+"""This kernel runs a Push. A fixed number of blocks store regions at their destinations and count finished tiles.
 
     _push_kernel   persistent blocks; tiles in the order of the copies
     push()         its launcher; PushTables  the copies in the form that the kernel reads, computed once
@@ -12,17 +12,17 @@ acknowledged the block's stores, and until then the stores of several tiles over
     block 1: tile 1, 17      of copy 0 -> barrier -> count 2                   -> tile 33 of copy 1 ...
                                                        ~> peer: flag has grown by 5: all of copy 0 is there
 
-Order. Every thread's stores come before the block's barrier, the barrier before the one release, and that before the
-acquire which sees it: of a kernel's gate (weft.triton.flags) at system scope, or of a peer's stream that waits for the word.
-Each block's count stands for its own tiles alone, so only the full sum shows that the copy is complete. The flag of a later
-copy may be full while an earlier copy is still in progress. A bad interleaving with two copies on one flag: block 0 has
-finished both, block 1 neither, and the flag shows the first as complete. So no two copies of a Push share a flag.
+Order. Every thread's stores come before the block's barrier, and the barrier before the release. The release comes before the
+acquire that sees it, in a kernel's gate (weft.triton.flags) at system scope or in a peer's stream that waits for the word. Each
+block's count stands only for its own tiles, so only the full sum shows that the copy is complete. The flag of a later copy may
+be full while an earlier copy is still in progress. With two copies on one flag, block 0 could finish both and block 1 neither,
+and the flag would show the first copy as complete. So no two copies of a Push share a flag.
 
 The kernel never waits. When its stream reaches it, its sources must be ready and its destinations free. When it has ended, all
 of its copies are done.
 
 Legend: a unit is what one thread moves in one access, the widest of 16, 8, 4, 2 and 1 bytes that divides all addresses, strides
-and row lengths; a run is a copy whose source and destination rows are contiguous: one row to the kernel.
+and row lengths. A run is a copy whose source and destination rows are contiguous, which the kernel treats as one row.
 """
 
 from __future__ import annotations
@@ -42,19 +42,22 @@ from weft.triton.flags import table
 _FIELDS = 8
 _WARPS = 16
 _TILE_BYTES = 32768
-"""Each of 512 threads has four loads of 16 bytes in flight."""
+"""The bytes of a tile: each of 512 threads has four loads of 16 bytes in flight."""
 _INTERPRETED_TILE_BYTES = 1024
 _ELEMENTS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushTables:
-    """Copies as the kernel reads them, on the device.
+    """PushTables holds copies in the form that the kernel reads, on the device.
 
-    tiles: for each tile: addresses of its source and destination, its units, and the address of its flag or 0. Where not all
-        copies are runs, also in units: its offset in its first row (its addresses are that row's), row length, strides of
-        source and destination.
-    count: the number of tiles. unit: bytes. tile_bytes: bytes of a whole tile. runs: whether all copies are runs.
+    tiles: for each tile: the addresses of its source and destination, its units, and the address of its flag or 0. Unless all
+        copies are runs, the addresses are those of its first row, and four more fields are in units: the tile's offset in that
+        row, the row length, and the strides of source and destination.
+    count: the number of tiles.
+    unit: the bytes of a unit.
+    tile_bytes: the bytes of a whole tile.
+    runs: whether all copies are runs.
     """
 
     tiles: torch.Tensor
@@ -65,12 +68,12 @@ class PushTables:
 
 
 def tile_bytes_on(device: torch.device) -> int:
-    """Return the bytes of a tile: the same on every rank, whatever it sends."""
+    """Return the bytes of a tile, which are the same on every rank for all copies."""
     return _TILE_BYTES if device.type == "cuda" else _INTERPRETED_TILE_BYTES
 
 
 def tiles_of_copy(region: Region, *, itemsize: int, device: torch.device) -> int:
-    """Return the tiles of a copy of this shape, by which its flag grows in a call. itemsize: bytes."""
+    """Return the number of tiles of a copy, by which its flag grows in a call. itemsize: bytes of an element."""
     return -(-region.size * itemsize // tile_bytes_on(device))
 
 
@@ -111,7 +114,7 @@ class _Move:
 
 
 def _move(src: int, dst: int, shape: tuple[int, int], strides: tuple[int, int], flag: int) -> _Move:
-    """Return a copy of shape (rows, bytes). The strides of a single row are ignored, since torch may report any."""
+    """Return a copy of shape (rows, bytes). It ignores the strides of a single row, for which torch may report any value."""
     rows, width = shape
     if rows == 1 or strides == (width, width):
         return _Move(src=src, dst=dst, rows=1, width=rows * width, src_stride=0, dst_stride=0, flag=flag)
@@ -127,11 +130,16 @@ def push_tables(
     stride: Callable[[Region], int],
     count_address: Callable[[Flag], int],
 ) -> PushTables:
-    """Build the tables of copies: (source, destination, flag that its tiles add to) in the order of sending.
+    """Build the tables of copies.
 
-    itemsize: bytes of an element. address: of a region's first element. stride: bytes from a row to the next, elements of
-    a row being adjacent. count_address: of an int32 flag. Regions and flags may be on any peer that this device can reach. No
-    two copies may share a destination or a flag.
+    copies: (source, destination, flag that its tiles add to), in the order of sending. No two copies may share a destination or
+        a flag.
+    itemsize: bytes of an element.
+    address: returns the address of a region's first element.
+    stride: returns the bytes from one row of a region to the next. The elements of a row must be adjacent.
+    count_address: returns the address of an int32 flag.
+
+    Regions and flags may be on any peer that this device can reach.
     """
     moves = []
     for src, dst, flag in copies:
@@ -168,9 +176,11 @@ def push(
 ) -> None:
     """Make the copies of `plan`, and count finished tiles.
 
-    sms: the number of blocks. silent: do not count, for a rehearsal. src_base: added to the plan's source addresses, a multiple
-    of 16, so that one plan serves tensors whose address changes between calls. launched_by, stream: as for
-        weft.kernels.gemm.gemm.
+    sms: the number of blocks.
+    silent: do not count, for a rehearsal.
+    src_base: a multiple of 16 that is added to the plan's source addresses, so that one plan serves tensors whose address
+        changes between calls.
+    launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     assert src_base % 16 == 0, f"src_base is {src_base}, no multiple of 16"
     if not plan.count:

@@ -1,4 +1,4 @@
-"""A kernel that quantises rows and stores them at their destinations: the Push of a problem whose scaling quantises a.
+"""This kernel quantises rows and stores them at their destinations. It is the Push of a problem whose scaling quantises a.
 
     _quantise_kernel   persistent blocks; tiles of ROWS rows, each read from HBM once
     quantise()         its launcher; QuantiseTables  the copies in the form that the kernel reads, computed once
@@ -32,22 +32,23 @@ from weft.kernels.scaled import rounded
 from weft.triton.flags import table
 
 ROWS = 4
-"""Rows of a tile."""
+"""The number of rows of a tile."""
 TILE_FIELDS, PLACE_FIELDS = map(tl.constexpr, (4, 3))
-"""Columns of the tables tiles and places of QuantiseTables."""
+"""The number of columns of the tables tiles and places of QuantiseTables."""
 _COLUMNS, _WARPS = 2048, 8
 _LEAST = tl.constexpr(LEAST_MAGNITUDE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantiseTables:
-    """Copies as the kernel reads them, on the device.
+    """QuantiseTables holds copies in the form that the kernel reads, on the device.
 
     tiles: for each tile: its first row in the source, the number of its rows, and its places [first, last).
     places: for each destination of a tile: the addresses of its first element, of its first scale, and of its flag.
-    pitches: elements from row to row, of the elements and of the scales, at every destination.
     count: the number of tiles.
-    blockwise: whether each block of SCALE_BLOCK columns has a scale; else each row has one.
+    columns: the number of columns of the source.
+    pitches: the row strides of elements and of scales, in elements, at every destination.
+    blockwise: whether each block of SCALE_BLOCK columns has a scale. Otherwise each row has one.
     """
 
     tiles: torch.Tensor
@@ -59,7 +60,7 @@ class QuantiseTables:
 
 
 def tiles_of_rows(region: Region) -> int:
-    """Return the tiles of a copy of this shape, by which its flag grows in a call."""
+    """Return the number of tiles of a copy of this shape, by which its flag grows in a call."""
     return -(-region.shape[0] // ROWS)
 
 
@@ -72,7 +73,10 @@ def quantise_tables(
     scales: Callable[[Region], torch.Tensor],
     count_address: Callable[[Flag], int],
 ) -> QuantiseTables:
-    """Build the tables of a Push's parts. elements, scales: those of a destination. Parts with the same rows share tiles."""
+    """Build the tables of a Push's parts. Parts with the same rows share tiles.
+
+    elements, scales: return the elements and the scales of a destination.
+    """
     tiles: list[tuple[int, int, int, int]] = []
     places: list[tuple[int, int, int]] = []
     pitches = set[tuple[int, int]]()
@@ -109,8 +113,13 @@ def quantise(
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
-    """Make the copies of `plan`, and count finished tiles. source: [rows, columns], rows contiguous. sms: blocks. silent: do
-    not count, for a rehearsal. launched_by, stream: as for weft.kernels.gemm.gemm."""
+    """Make the copies of `plan`, and count finished tiles.
+
+    source: [rows, columns], with contiguous rows.
+    sms: the number of blocks.
+    silent: do not count, for a rehearsal.
+    launched_by, stream: as for weft.kernels.gemm.gemm.
+    """
     if not plan.count:
         return
     constants = {

@@ -1,10 +1,11 @@
-"""Grouped GEMMs with an all-to-all of their rows, whose counts only devices know. weft.kernels.segments computes the layout.
+"""These kernels fuse grouped GEMMs with an all-to-all of their rows, whose counts are known only on devices.
 
     dispatch_kernel   some blocks push rows first; then all blocks multiply rows that arrived
     combine_kernel    most blocks multiply, and signal the owners of the rows; the others pull this rank's products from peers,
                       and multiplying blocks join them when they have no tiles left
 
-weft.kernels.exchange launches them. weft.kernels.ragged_rows moves rows, waits for them and signals them.
+weft.kernels.segments computes the layout, and weft.kernels.exchange launches the kernels. weft.kernels.ragged_rows moves rows,
+waits for them and signals them.
 
     dispatch                                           combine
     rank r, pushing block        rank p                rank r, multiplying block        rank p, pulling block
@@ -14,9 +15,9 @@ weft.kernels.exchange launches them. weft.kernels.ragged_rows moves rows, waits 
                                  multiply -> out
 
 A tile has rows of one expert, from any ranks, and signals or waits for each of these ranks. Only an expert's last tile may be
-short. In a dispatch, a tile of own rows alone reads a. Own rows that share a tile with others' are also pushed into the own
-landing buffer, so that a tile's rows are contiguous. The last tiles of a dispatch are drawn by whichever block is free, because
-pushing takes only part of the time that multiplying takes.
+short. In a dispatch, a tile with only this rank's rows reads a. This rank's rows that share a tile with other ranks' rows are
+also pushed into its own landing buffer, so that a tile's rows are contiguous. Free blocks draw the last tiles of a dispatch
+from a counter, because pushing blocks finish before multiplying blocks.
 
 Whole tiles are stored by TMA. In a combine, the stores overlap with the multiplication of the next tile, and a block publishes
 a tile after that. It still waits for the stores first.
@@ -66,10 +67,13 @@ from weft.triton.flags import descriptors_too
 
 
 class GroupedProduct(NamedTuple):
-    """The parameters that a multiplying kernel is compiled for: its constexpr argument P.
+    """GroupedProduct holds the parameters that a multiplying kernel is compiled for: its constexpr argument P.
 
-    BLOCK_M: TILE_ROWS of M. RECIPE, PROMOTED, PAIRS: as in weft.kernels.gemm_kernel.Variant. COUNTED: False; these kernels
-    publish no tile within the multiplication of the next one.
+    BLOCK_M: equals TILE_ROWS of M.
+    GATED: the kernel stores silu(left half) * right half.
+    COUNTED: False, because these kernels publish no tile within the multiplication of the next one.
+
+    The other fields are as in weft.kernels.gemm_kernel.Variant.
     """
 
     BLOCK_M: int

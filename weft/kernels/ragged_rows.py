@@ -1,4 +1,4 @@
-"""Device functions that move the rows of a ragged all-to-all: push, pull, wait for and signal them.
+"""These device functions move the rows of a ragged all-to-all. They push, pull, wait for and signal rows.
 
     push_rows   pull_rows         copy units of segments, by a step's table of moves (weft.kernels.segments)
     await_rows  publish_rows      wait for, or signal, the segments that a tile has rows of
@@ -23,11 +23,14 @@ from weft.triton.functions import get, peer_pointer, put, signal, wait
 
 
 class StepTables(NamedTuple):
-    """A step's tables, counters and flags on this rank (weft.kernels.segments). Those that its kernel does not read are None.
+    """StepTables holds a step's tables, counters and flags on this rank (weft.kernels.segments).
 
-    gates: the counters that its copies or tiles wait for. counters: by segment, its counter on the rank that its rows go to, or
-        -1.
-    turns: its first entry is the number of rows that arrive. turn: the counters from which the step's blocks draw work.
+    Fields that the step's kernel does not read are None.
+
+    gates: the counters that its copies or tiles wait for.
+    counters: each segment's counter on the rank that its rows go to, or -1.
+    turns: its first entry is the number of rows that arrive.
+    turn: the counters from which the step's blocks draw work.
     """
 
     groups: Any = None
@@ -43,11 +46,14 @@ class StepTables(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """The parameters that a row-moving kernel is compiled for: its constexpr argument M.
+    """Moving holds the parameters that a row-moving kernel is compiled for: its constexpr argument M.
 
-    ROWS, COLS: rows and columns that a block moves together, with STAGES - 1 loads in flight. ALIGN, COPY_ALIGN: elements of
-    one access, of results, and of copied rows. TILE_ROWS: rows of a product's tile. SCALES: columns of scales that a block
-    copies together; 0 unless rows are FP8, which are copied as bytes.
+    W, E, Q: as in weft.kernels.segments.LayoutSizes.
+    GATES: the counters that a segment waits for.
+    ROWS, COLS: the rows and columns that a block moves together, with STAGES - 1 loads in flight.
+    ALIGN, COPY_ALIGN: the elements of one access to results, and to copied rows.
+    TILE_ROWS: the rows of a product's tile.
+    SCALES: the columns of scales that a block copies together. 0 unless rows are FP8, which are copied as bytes.
     """
 
     W: int
@@ -64,10 +70,12 @@ class Moving(NamedTuple):
 
 
 class CopiedScales(NamedTuple):
-    """The float32 scales of FP8 rows that are copied.
+    """CopiedScales describes the float32 scales of FP8 rows that are copied.
 
-    source: the scales to read. width: scales of a row. target: the tensor to store them in on this rank. peers: int64
-    [world_size], the address of each rank's target, if rows are sent to peers.
+    source: the scales to read.
+    width: the number of scales of a row.
+    target: the tensor to store them in on this rank.
+    peers: int64 [world_size], the address of each rank's target, if rows are sent to peers.
     """
 
     source: Any
@@ -161,9 +169,11 @@ def fill_below(out_ptr, first, max_rows, N, unit, stride, times, fill, M: tl.con
 
 @triton.jit
 def push_rows(block, blocks, a_ptr, landing, scales, arrived, tables, rank, K, keep_own, M: tl.constexpr):
-    """Push rows of a to their destinations, unit by unit, and signal each. Own rows are pushed if they share a tile with
-    others'; all
-    of them if keep_own. scales: CopiedScales of FP8 rows."""
+    """Push rows of a to their destinations, unit by unit, and signal each.
+
+    This rank's own rows are pushed if they share a tile with rows of other ranks, or if keep_own.
+    scales: CopiedScales of FP8 rows.
+    """
     for unit in range(block, tl.load(tables.moves + MOVE_FIELDS * (M.Q - 1)), blocks):
         fields, within = move_of(tables.moves, unit, M.Q)
         at = within * M.ROWS
@@ -208,7 +218,7 @@ def pull_rows(out_ptr, product, arrived_ptr, tables, tries, N, M: tl.constexpr):
 
 @triton.jit
 def await_gates(segment, came, arrived_ptr, tables, tries, GATES: tl.constexpr):
-    """Wait for a segment's counters; return whether they and all earlier ones were reached in time."""
+    """Wait for a segment's counters. Return whether they and all earlier ones were reached in time."""
     for at in tl.static_range(GATES):
         word = tl.load(tables.gates + segment * GATES + at)
         if word >= 0:
@@ -218,8 +228,11 @@ def await_gates(segment, came, arrived_ptr, tables, tries, GATES: tl.constexpr):
 
 @triton.jit
 def await_rows(row, valid, expert, known, came, arrived_ptr, tables, tries, M: tl.constexpr):
-    """Wait for the counters of all segments that have rows of [row, row + valid). known: bits of the segments that this block
-    has waited for, if there are at most 64; came: whether all were in time. Both are returned updated."""
+    """Wait for the counters of all segments that have rows of [row, row + valid). Return known and came, updated.
+
+    known: the bits of the segments that this block has waited for, if there are at most 64 segments.
+    came: whether all waits ended in time.
+    """
     for other in range(M.W):
         segment = expert * M.W + other
         part = tables.parts + PART_FIELDS * segment

@@ -1,4 +1,4 @@
-"""The reduction kernel: sums partial results of this GPU and of its peers in float32.
+"""The reduction kernel sums partial results of this GPU and of its peers in float32.
 
     _reduce_kernel   persistent blocks; each tile adds up its sources and rounds once
     reduce()         its launcher; ReduceTables  a step's parts in the form that the kernel reads
@@ -26,10 +26,14 @@ _FIELDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceTables:
-    """A step's parts as the kernel reads them.
+    """ReduceTables holds a step's parts in the form that the kernel reads.
 
-    tiles: (part, first row, first column within it) of each tile. parts: row and column of the result, rows, columns. srcs: by
-    part, the addresses of its sources. align: elements of one access; every address, column and width is a multiple of it.
+    tiles: (part, first row, first column within the part) of each tile.
+    parts: (row, column, rows, columns) of each part in the result.
+    srcs: the addresses of each part's sources.
+    sources: the number of sources of a part.
+    rows, cols: the shape of a tile.
+    align: the elements of one access. Every address, column and width is a multiple of it.
     """
 
     tiles: torch.Tensor
@@ -48,7 +52,11 @@ def reduce_tables(
     address: Callable[[Region], int],
     itemsize: int,
 ) -> ReduceTables:
-    """Build the tables of a step. address: of a region's first element. itemsize: bytes of one."""
+    """Build the tables of a step.
+
+    address: returns the address of a region's first element.
+    itemsize: bytes of an element.
+    """
     rows, cols = (4, 1024) if device.type == "cuda" else (16, 64)
     tiles: list[tuple[int, int, int]] = []
     parts: list[tuple[int, ...]] = []
@@ -69,7 +77,7 @@ def reduce_tables(
 
 
 def _align(step: Reduce, srcs: list[list[int]], itemsize: int) -> int:
-    """Return the most elements, at most 16 bytes, that divide every source address, result column and result width."""
+    """Return the largest number of elements, at most 16 bytes, that divides every source address, result column and width."""
     columns = [n for part in step.parts for n in part.out.cols]
     elements = 16 // itemsize
     return math.gcd(elements, *columns, *(_elements(address, itemsize) for row in srcs for address in row))
@@ -96,7 +104,10 @@ def reduce(
 ) -> None:
     """Store the sums of `plan`, divided by `divide_by`, in out.
 
-    like: a tensor of the sources' dtype and row stride. out: the whole result. The rest as for weft.kernels.gemm.gemm.
+    like: a tensor of the sources' dtype and row stride.
+    out: the whole result.
+    sms: the number of SMs; a launch has up to 8 blocks for each.
+    launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     count = plan.tiles.shape[0]
     arguments = (

@@ -1,15 +1,14 @@
-"""A kernel that sums runs, one contiguous range of elements of every rank, in the order of ranks, on a fixed number of SMs.
+"""This kernel sums runs in the order of ranks, on a fixed number of SMs. A run is a contiguous range of elements of each rank.
 
-    _sum_runs_kernel   one block an SM; tile after tile: load all sources, add in float32, divide, round once, store
-    sum_runs()         its launcher; RunTable  addresses of a step's fixed sources
+    _sum_runs_kernel   one block per SM; for each tile: load all sources, add in float32, divide, round once, store
+    sum_runs()         its launcher; RunTable  the addresses of a step's fixed sources
 
 A collective's sum should occupy few SMs while other kernels run, with many bytes in flight on each. So blocks have 16 warps,
 each with two loads of 16 bytes for each source. The kernel never waits, because its stream has waited before.
 
-One of the sources is the caller's own tensor, and so may be the result. Their addresses differ from call to call and are
-arguments, of which Triton knows only what the variant states. There are two variants: all addresses are multiples of 16 bytes,
-or none needs to be. Both are loaded before the first call that may wait (`load`), because loading a kernel waits for all
-streams.
+One source is the caller's own tensor, and the result may be the caller's, too. Their addresses change from call to call and are
+arguments. Triton knows only their alignment, of which there are two variants: all addresses are multiples of 16 bytes, or any.
+Both are loaded before the first call that may wait (`load`), because loading a kernel waits for all streams.
 """
 
 from __future__ import annotations
@@ -32,10 +31,14 @@ _ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float
 
 @dataclass(frozen=True, kw_only=True)
 class RunTable:
-    """The sources of a sum.
+    """A RunTable describes the sources of a sum.
 
-    addresses: of each source, in order, on the device. own: the number of the caller's source, whose entry is unused. aligned:
-    whether the other addresses are multiples of 16 bytes. dtype: of sources and result. tile: elements.
+    addresses: the address of each source, in order, on the device.
+    own: the number of the caller's source. Its entry in addresses is unused.
+    sources: the number of sources.
+    aligned: whether the other addresses are multiples of 16 bytes.
+    dtype: the dtype of the sources and of the result.
+    tile: the elements of a tile.
     """
 
     addresses: torch.Tensor
@@ -66,15 +69,17 @@ def make_launcher() -> Launcher:
 
 
 def load(plan: RunTable, *, launched_by: Launcher, address: int) -> None:
-    """Compile and load both variants. address: any address; it is not accessed."""
+    """Compile and load both variants. address: any address, which is not accessed."""
     for align in {1, _vector(plan)}:
         _launch(plan, address, address, 0, 0, align, 1, launched_by, None)
 
 
 def sum_runs(plan: RunTable, *, own: int, out: int, elements: int, sms: int, launched_by: Launcher, stream: int | None) -> None:
-    """Store the sum of `elements` of each source, divided, at out. own, out: addresses; they may be the same.
+    """Store the sum of the first `elements` of all sources, divided, at out.
 
-    sms: SMs, and blocks. launched_by, stream: as for weft.kernels.gemm.gemm.
+    own, out: the addresses of the caller's source and of the result, which may be equal.
+    sms: the number of SMs and of blocks.
+    launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     assert elements <= 1 << 30, elements
     vector = _vector(plan) if plan.aligned and own % _VECTOR_BYTES == out % _VECTOR_BYTES == 0 else 1

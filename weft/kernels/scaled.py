@@ -1,15 +1,19 @@
-"""The scales of FP8 operands: the argument that the host passes to GEMM kernels, and the functions that read it for a tile.
+"""GEMM kernels take the scales of FP8 operands as one argument, which these functions make on the host and read for a tile.
 
-scales_of      the kernel's argument, from tensors            operand      a tile of FP8, as tl.dot takes it
-specialised    what a kernel is compiled for of it            scaled       a sum times the scales of its rows and columns
-scale_rows     where a tile's rows have their scales          block_scales of each element, in one block of K
-rounded        float32 as FP8                                 scales_of_expert    where each expert has a b
-rows_in_block, column_in_block    the scales of one block of K
+scales_of           make the kernel's argument from tensors
+specialised         its properties that a kernel is compiled for
+operand             convert a tile of FP8 for tl.dot
+scaled              multiply a sum by the scales of its rows and columns
+scale_rows          find the scales of a tile's rows
+block_scales        the scale of each element of a tile, in one block of K
+rows_in_block, column_in_block    the scales of rows, and of a block of b, in one block of K
+scales_of_expert    the scales with the b of one expert
+rounded             convert float32 to FP8
 
     tensorwise, rowwise    out = (sum over K of a b) * scale_a * scale_b      once, on the float32 sum
     blockwise              out = sum over blocks of K of (the block's sum of a b) * (scale_a * scale_b)
 
-A tensorwise scale is a rowwise one whose strides are 0.
+A tensorwise scale is treated as a rowwise one whose strides are 0.
 """
 
 from __future__ import annotations
@@ -28,11 +32,13 @@ _BLOCK = tl.constexpr(SCALE_BLOCK)
 
 
 class Scales(NamedTuple):
-    """The scales of a GEMM's FP8 operands.
+    """Scales holds the scales of a GEMM's FP8 operands. Strides are in elements, and 0 if the recipe does not use them.
 
-    a0, a1, b: the scales of both sources of a, and of b, float32. The strides are in elements; those that the recipe does not
-    use are 0. a0_row, a1_row: from one row of a to the next. a0_block, a1_block: from one block of a's columns to the next.
-    b_block: from one block of b's rows to the next. b_col: from one column of b, or block of columns, to the next.
+    a0, a1, b: the float32 scales of both sources of a, and of b.
+    a0_row, a1_row: the stride from one row of a to the next.
+    a0_block, a1_block: the stride from one block of a's columns to the next.
+    b_block: the stride from one block of b's rows to the next.
+    b_col: the stride from one column of b, or block of columns, to the next.
     """
 
     a0: Any
@@ -47,8 +53,12 @@ class Scales(NamedTuple):
 
 
 class RowScales(NamedTuple):
-    """The scales of a tile's rows: pointers to the first scale of each row, whether a row has one, and the stride from one
-    block of K to the next."""
+    """RowScales holds the scales of a tile's rows.
+
+    pointers: the address of the first scale of each row.
+    mask: whether a row has scales.
+    block: the stride from one block of K to the next.
+    """
 
     pointers: Any
     mask: Any
@@ -56,7 +66,10 @@ class RowScales(NamedTuple):
 
 
 def scales_of(scale_a: Sequence[torch.Tensor], scale_b: torch.Tensor, recipe: str) -> Scales:
-    """Return the kernel's argument. scale_a: of each source. Shapes as in weft.core.problem.Scaling; any strides."""
+    """Return the kernel's argument. Shapes are as in weft.core.problem.Scaling, with any strides.
+
+    scale_a: the scales of each source of a.
+    """
     first, last = scale_a[0], scale_a[-1]
     if recipe == "tensorwise":
         return Scales(first, last, scale_b, 0, 0, 0, 0, 0, 0)

@@ -1,8 +1,8 @@
-"""Tiles of several buffers, on several GPUs, under one TMA descriptor.
+"""ScatteredTiles puts tiles of several buffers, on several GPUs, under one TMA descriptor.
 
-TMA stores through descriptors, which a launch takes as arguments, one for each tensor. Results at several peers would need one
-descriptor each. But all of them have the same row width and stride, and a GPU maps its peers' memory into its own address
-space. So the row tiles are slices of one tensor [slots, rows, N], whose first stride skips the memory between them.
+TMA stores through descriptors, and a launch takes one for each tensor. Results at several peers would need one descriptor each.
+But all of them have the same row width and stride, and a GPU maps its peers' memory into its own address space. So the row
+tiles are slices of one tensor [slots, rows, N], whose first stride skips the memory between them.
 
     address   base            base + pitch              base + 2 pitch        ...
               row tile 0      (not ours, never touched)  row tile 1, at a peer
@@ -20,30 +20,35 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _MOST_PITCH_BYTES, _MOST_SLOTS = 1 << 40, 1 << 31
-"""Bounds of TMA: a stride, and a coordinate."""
+"""TMA's bounds of a stride and of a coordinate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScatteredTiles:
-    """Tiles at several addresses, as one tensor. Slot i begins i * `pitch` elements after `base`, the tile with the lowest
-    address."""
+    """ScatteredTiles describes tiles at several addresses as one tensor.
+
+    base: the tile with the lowest address.
+    pitch: slot i begins i * `pitch` elements after base.
+    slots: the number of slots.
+    """
 
     base: torch.Tensor
     pitch: int
     slots: int
 
     def descriptor(self, block: list[int]) -> TensorDescriptor:
-        """Return the TMA descriptor. block: the rows and columns that are stored at once; a slot has as many rows."""
+        """Return the TMA descriptor. block: the rows and columns of one store. A slot has as many rows."""
         rows, cols = block
         width, stride = self.base.shape[1], self.base.stride(0)
         return TensorDescriptor(self.base, [self.slots, rows, width], [self.pitch, stride, 1], [1, rows, cols])
 
 
 def index_tiles(tiles: Sequence[torch.Tensor]) -> tuple[ScatteredTiles | None, list[int]]:
-    """Return one tensor for all tiles, and the slot of each. Return None, and -1 for each, if TMA cannot address them so.
+    """Return one tensor for all tiles, and the slot of each tile. Return None and slots -1 if TMA cannot address them.
 
-    tiles: each from its first row on. All have one dtype, width and stride.
     A TMA tensor's strides must be multiples of 16 bytes and of the stride of the next inner dimension.
+
+    tiles: a view of each tile that starts at its first row. All have one dtype, width and stride.
     """
     if not tiles:
         return None, []

@@ -1,4 +1,4 @@
-"""The layout of a ragged all-to-all: one block exchanges the row counts of all ranks and computes where rows go, on the device.
+"""One block lays out a ragged all-to-all on the device: it exchanges the row counts of all ranks and computes where rows go.
 
 A segment is the rows that one rank sends to one expert of another: (src_rank, dst_rank, expert). Its rows are contiguous on
 both sides. Each of W ranks has E experts.
@@ -7,7 +7,7 @@ both sides. Each of W ranks has E experts.
     DISPATCH         dst_rank, expert                   expert, src_rank
     combine          expert, dst_rank                   src_rank, expert
 
-Each is the inverse of the other. The rows that an expert multiplies are contiguous in both, and tiles are cut from them
+A combine is the inverse of a dispatch. The rows that an expert multiplies are contiguous in both, and tiles are cut from them
 regardless of segments.
 
 The schedule defines what a step does, in which order, and which flags it waits for and signals. weft.runtime.ragged_kernels
@@ -32,9 +32,9 @@ In each call `layout_kernel` publishes this rank's counts, waits for those of al
             expert, rows of the expert, expert
     groups  by expert: first row, rows
 
-A unit is the rows of one segment that one block moves together. A tile may have rows of several segments. In a DISPATCH, whose
-tiles wait for rows that arrive, it belongs to the last of them in the step's order; in a combine, whose tiles are signalled, to
-the first. The tiles of one place are multiplied downwards in a DISPATCH, and upwards in a combine.
+A unit is the rows of one segment that one block moves together. A tile may have rows of several segments. In a DISPATCH, tiles
+wait for rows that arrive, so a tile belongs to the last of its segments in the step's order. In a combine, tiles are signalled,
+so a tile belongs to the first. The tiles of one place are multiplied downwards in a DISPATCH, and upwards in a combine.
 
 Two calls cannot race:
 
@@ -47,16 +47,16 @@ A rank overwrites memory that a peer may still read only after that peer's notif
 all its kernels of the previous call have ended. Counts are written before that, so they have two slots, used by alternate
 calls: a peer may be one call ahead, but not two.
 
-The schedule's flags are counters here. `notified` grows by one in each call, `arrived` by one for each unit of a segment that
-has been pushed, or for each tile that has rows of it. A flag is raised when its counter has reached the value in the receiver's
-`calls` or `goals`. The next call's layout_kernel increases these, which lowers all flags of this rank: all its kernels of the
-previous call have ended, and no peer signals before it has been notified. The number of the call is in device memory, so that
-graphs may be replayed.
+The schedule's flags are counters here. `notified` grows by one in each call. `arrived` grows by one for each unit of a segment
+that has been pushed, or for each tile that has rows of the segment. A flag is raised when its counter has reached the value in
+the receiver's `calls` or `goals`. The next call's layout_kernel increases these, which lowers all flags of this rank. This is
+safe because all its kernels of the previous call have ended, and no peer signals before it has been notified. The number of the
+call is in device memory, so that graphs may be replayed.
 
-Bounds. Rows that do not fit, in a or at a receiver (max_rows), are cut off by sender and receiver, and noted; nothing is
-written out of bounds. A negative number of rows counts as zero, and is noted. A rank publishes the faults of its splits with
-its counts, and all ranks have all counts, so every rank notes the same fault of the same rank. A wait that gives up after
-`tries` looks is noted, too. Notes (NOTES int64 values) are copied to host memory in the next call.
+Bounds. Sender and receiver cut off rows that do not fit in a or at a receiver (max_rows), and note it. Nothing is written out
+of bounds. A negative number of rows counts as zero, and is noted. A rank publishes the faults of its splits with its counts,
+and all ranks have all counts, so every rank notes the same fault of the same rank. A wait that gives up after `tries` looks is
+noted, too. Notes (NOTES int64 values) are copied to host memory in the next call.
 """
 
 from __future__ import annotations
@@ -69,19 +69,20 @@ import triton.language as tl
 from weft.triton.functions import get, peer_pointer, put, signal, wait
 
 MOVE_FIELDS, TILE_FIELDS, PART_FIELDS, GROUP_FIELDS, ORDER_FIELDS = map(tl.constexpr, (7, 5, 3, 2, 3))
-"""Columns of the tables; constexprs for kernels, `.value` for the host."""
+"""The number of columns of the tables. Kernels use the constexprs, and the host their `.value`."""
 NOTES = tl.constexpr(8)
-"""The fields of notes: of a wait that gave up, the flag's address, the expected and the seen value; then a fault: 1 (a) or 2
-(max_rows), rows, capacity, or 3, a negative number of rows, 0; and the rank that has the fault."""
+"""The number of notes. Three describe a wait that gave up: the flag's address, the expected and the seen value. Four describe a
+fault: its kind (1 for a, 2 for max_rows, 3 for a negative number of rows), rows, capacity (0 for kind 3), and its rank."""
 LATE, CUT = 0, 3
+"""The positions of the first note of a wait, and of a fault."""
 FAULT_FIELDS = tl.constexpr(4)
-"""The fields that a rank publishes with its counts: the fault of its splits as in notes, 0 for none; the upper and the lower
-half of rows; capacity."""
+"""The number of fields that a rank publishes with its counts: the kind of fault of its splits as in notes, or 0; the upper and
+the lower half of rows; capacity."""
 IN_A, AT_RECEIVER, NEGATIVE = 1, 2, 3
 
 
 class LayoutTables(NamedTuple):
-    """The constant tables of a rank, and the tables that layout_kernel writes."""
+    """LayoutTables holds the constant tables of a rank, and the tables that layout_kernel writes."""
 
     shares: Any
     arriving: Any
@@ -98,10 +99,15 @@ class LayoutTables(NamedTuple):
 
 
 class LayoutSizes(NamedTuple):
-    """The sizes that layout_kernel is compiled for: its constexpr argument S.
+    """LayoutSizes holds the sizes that layout_kernel is compiled for: its constexpr argument S.
 
-    Q: places of a table, at least W * E. EQ, RANKS: at least E, and W. TURNS: entries of turns. These four are powers of two.
-    COPYING, MULTIPLYING: the number of steps that copy, and that multiply. MOVE_ROWS, TILE_ROWS: rows of a unit, and of a tile.
+    W: the number of ranks.
+    E: the number of experts of a rank.
+    Q: the places of a table, at least W * E. Q, EQ, RANKS and TURNS are powers of two.
+    EQ, RANKS: at least E, and at least W.
+    COPYING, MULTIPLYING: the number of steps that copy, and of those that multiply.
+    TURNS: the entries of turns.
+    MOVE_ROWS, TILE_ROWS: the rows of a unit, and of a tile.
     """
 
     W: int

@@ -1,4 +1,4 @@
-"""Chooses the tile shape of a GEMM step: by weft.perf.shapes on GPUs; small tiles under Triton's interpreter."""
+"""This module chooses the tile shape of a GEMM step: by weft.perf.shapes on GPUs, small ones under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -38,11 +38,15 @@ __all__ = [
 INTERPRETED = TileShape(m=32, n=32, k=32, warps=4, stages=1, halves=True)
 """The tile shape under the interpreter, which runs element by element."""
 INTERPRETED_FP8 = TileShape(m=32, n=32, k=SCALE_BLOCK, warps=4, stages=1, halves=True, pairs=True, itemsize=1)
-"""The same for FP8 operands, whose scales may be those of blocks of K."""
+"""The tile shape under the interpreter for FP8 operands. A step over K is one block of scales."""
 
 
 def blocks_for(step: Gemm, device: torch.device, machine: Machine, scaling: Scaling | None = None) -> TileShape:
-    """Return the tile shape for a step. machine: the profile that all ranks share. scaling: of FP8 operands."""
+    """Return the tile shape for a step.
+
+    machine: the profile that all ranks share.
+    scaling: the scaling of FP8 operands.
+    """
     if device.type == "cuda":
         return shape_of(step, capabilities(device), machine, scaling)
     return INTERPRETED if scaling is None else INTERPRETED_FP8

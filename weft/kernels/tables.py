@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class DeviceTables(Generic[T]):
-    """An LRU cache of at most `most` tables, plus all tables that were requested while a graph was captured.
+    """DeviceTables is an LRU cache of at most `most` tables, plus all tables that were requested during a graph capture.
 
-    A captured graph keeps reading its tables, and none can be made within a capture. Evicting a table is safe for kernels that
-    were enqueued before on the same stream, because torch reuses memory in stream order.
+    A captured graph keeps reading its tables, and tables cannot be made during a capture. Evicting a table is safe for kernels
+    that were enqueued before on the same stream, because torch reuses memory in stream order.
     """
 
     def __init__(self, most: int) -> None:

@@ -1,6 +1,6 @@
-"""The GPUs that every kernel is compiled for in CI. Triton's compilers need no GPU.
+"""This module lists the GPUs that every kernel is compiled for in CI. Triton's compilers need no GPU.
 
-docs/kernels.md shows `rows`, and tests/kernels/test_targets.py compiles what they promise.
+docs/kernels.md shows the table `rows`, and tests/kernels/test_targets.py compiles every entry that says yes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One GPU architecture.
+    """A Target is one GPU architecture.
 
-    gpus: products that have it. backend, arch, warp: as Triton's GPUTarget takes them. binary: the format that the driver
-    loads.
+    gpus: the products that have it.
+    backend, arch, warp: the arguments of Triton's GPUTarget.
+    binary: the format that the driver loads.
     """
 
     gpus: str
@@ -32,7 +33,7 @@ TARGETS = {
 NOT_COMPILED: dict[tuple[str, str], str] = {
     ("quantise", "sm_80"): "these GPUs have no instruction that converts to float8_e4m3fn"
 }
-"""Why the kernels of a module are not compiled for a target: {(module, target): reason}."""
+"""The reason why the kernels of a module are not compiled for a target, by (module, target)."""
 MODULES = (
     *("gemm_kernel", "all_reduce", "ragged", "ragged_rows", "segments", "experts"),
     *("lookup", "update", "push", "quantise", "reduce", "runs", "flag_operations"),
@@ -41,7 +42,7 @@ MODULES = (
 
 
 def rows() -> list[tuple[str, ...]]:
-    """The table of which kernels compile for which GPUs, with a heading. Numbers refer to `reasons`."""
+    """Return a table that says which kernels compile for which GPUs, with a heading. Its numbers refer to `reasons`."""
     number = {reason: str(at) for at, reason in enumerate(reasons(), start=1)}
     table = [("weft/kernels/", *(f"{name} ({target.gpus})" for name, target in TARGETS.items()))]
     for module in MODULES:
@@ -51,5 +52,5 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def reasons() -> tuple[str, ...]:
-    """Why some kernels are not compiled for some GPUs: each reason once, in the order of NOT_COMPILED."""
+    """Return the reasons why kernels are not compiled for some GPUs, each once, in the order of NOT_COMPILED."""
     return tuple(dict.fromkeys(NOT_COMPILED.values()))

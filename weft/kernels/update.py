@@ -1,18 +1,18 @@
-"""Kernels of a lookup's backward: they reduce the gradients of table rows and write or apply them, and compute those of
-weights.
+"""These kernels are the backward of a lookup. They sum the gradients of table rows and write or apply them, and compute the
+gradients of weights.
 
-    _update_kernel      one warp a row that was looked up: sums its gradients, then applies them; update() is its launcher
-    _weights_kernel     the gradient of per-sample weights; weight_gradients() is its launcher
+    _update_kernel      one block for each row that was looked up: sums its gradients, then applies them; launched by update()
+    _weights_kernel     the gradient of per-sample weights; launched by weight_gradients()
 
 A row's gradient is itself a lookup: the sum of the gradients of all bags that hold the row. So `weft.kernels.lookup.pool`
 computes it in float32, in the order of the indices, which is deterministic. No gradient per index is materialised. The sum is
-used as:
+used in one of these ways:
 
     gradient          grad[row] = sum (a dense gradient, zeroed before)
     sgd               row -= lr * sum
     rowwise_adagrad   state[row] += mean(sum^2); row -= lr * sum / (sqrt(state[row]) + eps)
 
-No launch depends on a length on the host, so a CUDA graph can capture all of it: there are as many segments as indices, and
+A CUDA graph can capture all launches, because none depends on values on the device. There are as many segments as indices, and
 empty segments come last.
 """
 
@@ -33,7 +33,7 @@ _FIELDS = 6
 _ROW_BYTES = 4096
 _WIDE = 1024
 _WARPS_PER_SM, _REGISTERS = 32, 64
-"""With 64 registers a thread, 32 warps fit on an SM."""
+"""With 64 registers per thread, 32 warps fit on an SM."""
 
 
 def update(
@@ -50,9 +50,13 @@ def update(
 ) -> None:
     """Reduce the gradients of rows and apply them.
 
-    kind: one of KINDS. grad [batch, columns of all targets, concatenated]: the gradient of the lookup's result. targets: the
-    tables, or their dense gradients. states: of rowwise_adagrad, float32 [rows] for each. base: the tensor that holds all
-    targets, if its address differs from call to call.
+    kind: one of KINDS.
+    grad: [batch, columns of all targets, concatenated], the gradient of the lookup's result.
+    targets: the tables, or their dense gradients.
+    states: float32 [rows] for each table, for rowwise_adagrad.
+    base: the tensor that holds all targets, if its address changes from call to call.
+    lr, eps: the learning rate, and the epsilon of rowwise_adagrad.
+    sms: the number of SMs of the device.
     """
     assert kind in KINDS, kind
     if not found.rows.numel():
@@ -88,7 +92,7 @@ def update(
 def weight_gradients(
     grad: torch.Tensor, indices: torch.Tensor, places: Places, tables: Sequence[torch.Tensor], *, sms: int
 ) -> torch.Tensor:
-    """Return for every index the dot product of its row and its bag's gradient, in float32; 0 for indices that do not count."""
+    """Return the dot product of each index's row and its bag's gradient, in float32. It is 0 for indices that do not count."""
     out = torch.zeros(indices.numel(), device=indices.device)
     if not indices.numel():
         return out
@@ -117,8 +121,11 @@ def weight_gradients(
 def _plan(
     grad: torch.Tensor, targets: Sequence[torch.Tensor], states: Sequence[torch.Tensor], base: int = 0
 ) -> tuple[torch.Tensor, int, int]:
-    """Return the table of targets, a block's columns, and the alignment in elements. A row of the table has a target's address
-    from `base` on, its row stride, columns, first column in grad, the address of its state, and the row stride of grad."""
+    """Return the table of targets, a block's columns, and the alignment in elements.
+
+    A row of the table has a target's address relative to `base`, its row stride, its columns, its first column in grad, the
+    address of its state, and the row stride of grad.
+    """
     item, rows, column = grad.element_size(), [], 0
     for at, target in enumerate(targets):
         state = states[at].data_ptr() if states else 0

@@ -1,20 +1,20 @@
-"""The operators: what a PyTorch user calls in place of a collective and a matmul.
+"""A PyTorch user calls these operators in place of a collective and a matmul.
 
 All ranks of the group call the same operator in the same order. The first call of a group connects its ranks. The first call of
-a problem plans, checks and binds a schedule, which later calls run. In every call the ranks agree on what they call before
-anything moves; RankMismatch shows the difference. Results have their arguments' dtype: torch.autocast changes no operator, as
-it changes no collective. Modules of weft.models cast what they multiply, as torch's own do.
+a problem plans, checks and binds a schedule, which later calls run. In every call the ranks agree on what they call before any
+data moves. If they differ, RankMismatch shows the difference. Results have their arguments' dtype: like collectives, operators
+ignore torch.autocast. Modules of weft.models cast their operands, like torch's own modules.
 
-Each file has its operators from the public function to the backward; common.py has what they share, and says in which order.
+Each file has its operators from the public function to the backward. common.py has shared code, and describes that order.
 
     tensor_parallel.py        all_gather_matmul, matmul_reduce_scatter
     all_reduce.py             matmul_all_reduce
     all_to_all.py             matmul_all_to_all, all_to_all_matmul, of rows in even shares
-    all_to_all_columns.py     the same two between parts of rows and parts of columns
-    ragged_all_to_all.py      the same two with splits
+    all_to_all_columns.py     these two operators between parts of rows and parts of columns
+    ragged_all_to_all.py      these two operators with splits
     embedding.py              embedding_bag_all_to_all; its arguments in embedding_arguments.py, optimizers.py for its backward
     column_parallel.py        linears of a replicated input, for weft.models; replicated.py has such tensors' gradients
-    quantised_linears.py      the same with FP8 weights, for inference
+    quantised_linears.py      linears of a replicated input with FP8 weights, for inference
     experts.py                the operations around the matmuls of experts, for weft.models
     collective.py             a collective alone, for weft.collectives
 """
@@ -49,12 +49,15 @@ __all__ = [
 
 
 def close(group: dist.ProcessGroup | None = None) -> None:
-    """Give back what weft holds for a group: segments, threads, programs. Without a group, for all groups that this process has
-    used. The next call starts anew. Not collective: peers whose calls of a closed group come later get PeerLost.
+    """Release what weft holds for a group: shared memory, threads, programs. The next call of the group starts anew.
 
-    After an error, every rank of the group calls this before the group is used again. Raises PeerLost or WaitTimeout, once all
-    is given back, if a call that was still under way on a GPU could not end, and no call has raised that: what it returned is
-    invalid.
+    Without a group, it releases all groups that this process has used. It is not collective. Peers that later call an operator
+    of a closed group get PeerLost.
+
+    After an error, every rank of the group calls this before the group is used again.
+
+    Raises PeerLost or WaitTimeout, after everything is released, if a call on a GPU could not end and no call has raised that.
+    The results of that call are invalid.
     """
     name = resolve_group(group)[0]
     if group is None:
@@ -64,21 +67,22 @@ def close(group: dist.ProcessGroup | None = None) -> None:
 
 
 def synchronize(group: dist.ProcessGroup | None = None) -> None:
-    """Wait until all that this rank has called in a group has ended on its device, and raise what has failed. Not collective.
+    """Wait until all calls of this rank in a group have ended on its device, and raise their errors. It is not collective.
 
-    On GPUs a call returns before it has ended. If a peer is lost then, or a flag does not come within WEFT_TIMEOUT_S, weft logs
-    the error at once (logger "weft"), lets the GPU go on, and fills the floating-point results of unfinished calls with NaN;
-    integer results stay as they are, and are invalid. The next call of the group raises the error, and so does this function:
-    call it before results leave the program, as before a checkpoint is written.
+    On GPUs a call returns before it has ended. If a peer is lost after that, or a flag does not come within WEFT_TIMEOUT_S,
+    weft logs the error at once (logger "weft"), releases the waits on the GPU, and fills the floating-point results of
+    unfinished calls with NaN. Integer results are invalid, but keep their values. The next call of the group raises the error,
+    and so does this function. Call it before results leave the program, for example before you write a checkpoint.
 
-    Raises PeerLost, WaitTimeout or RankMismatch. Where the group has made no call, there is nothing to wait for.
+    Raises PeerLost, WaitTimeout or RankMismatch. If the group has made no call, it returns at once.
     """
     GROUPS.synchronize(resolve_group(group)[0])
 
 
 def choices(group: dist.ProcessGroup | None = None) -> Choices:
-    """What schedule="auto" has stood for in a group so far: a list with a choice for each problem, which prints a line each.
-    A choice has a spec, and on GPUs the measured times in us by spec. The same on every rank. Empty where no call was made.
-    Not collective.
+    """Return the schedules that schedule="auto" has chosen in a group so far.
+
+    The list has a choice for each problem and prints one line for each. A choice has a spec, and on GPUs the measured times in
+    us by spec. The list is the same on every rank, and empty if no call was made. This is not collective.
     """
     return Choices(GROUPS.choices(resolve_group(group)[0]))

@@ -1,4 +1,4 @@
-"""matmul_all_reduce: tensor parallel decode, where every rank needs the whole result of few rows.
+"""matmul_all_reduce serves tensor parallel decode, where every rank needs the whole result of few rows.
 
     matmul_all_reduce(a, b)        replaces   c = a @ b; dist.all_reduce(c)
 
@@ -10,8 +10,8 @@ Every rank has the whole result, so its gradient is whole on every rank, too, an
 
     grad_a = grad @ b^T      grad_b = a^T @ grad      grad_bias = the sum of grad's rows      grad_residual = grad
 
-Each rank computes a part of the first two. If they are differentiated in turn, what flows back into grad is therefore summed
-over the ranks.
+Each rank computes a part of the first two. If they are differentiated in turn, the gradient of grad is therefore summed over
+the ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def matmul_all_reduce(
     residual: torch.Tensor | None = None,
     **scales: Unpack[ScaleOptions],
 ) -> torch.Tensor:
-    """all_reduce(a @ b) + bias + residual, the exchange within the matmul's kernel where M is small.
+    """Compute all_reduce(a @ b) + bias + residual. If M is small, one kernel multiplies and exchanges.
 
     Replaces
 
@@ -59,18 +59,18 @@ def matmul_all_reduce(
         a: [M, ..., k], any strides.
         b: [k, N], of any one unit stride (weight.t() is fine).
         group: as for all_gather_matmul.
-        schedule: as for all_gather_matmul; "one_shot" and "two_shot" are one kernel each, for few rows.
+        schedule: as for all_gather_matmul. "one_shot" and "two_shot" are one kernel each, for few rows.
         bias: [N], the same on every rank, added once.
         residual: [M, ..., N], the same on every rank, added once.
 
     Partial products are rounded to the dtype. They and the addends are summed in float32, in the order of ranks, and rounded
-    once; "sequential" rounds twice, after NCCL's or gloo's all-reduce and after adding the addends. A schedule gives the same
+    once. "sequential" rounds twice, after NCCL's or gloo's all-reduce and after adding the addends. A schedule gives the same
     bits in each call. All schedules but those that use NCCL's or gloo's all-reduce also give the same bits on every rank.
 
-    FP8: a and b, and scale_a, scale_b and the options that follow them, as for matmul_reduce_scatter. bias and residual are
-    then of output_dtype, and added before the result is rounded.
+    FP8: a, b, scale_a, scale_b and the options that follow them are as for matmul_reduce_scatter. bias and residual then have
+    output_dtype, and are added before the result is rounded.
 
-    The gradient of the result must be the same on every rank; the gradients of bias and residual are then whole on each.
+    The gradient of the result must be the same on every rank. Then the gradients of bias and residual are whole on each rank.
 
     Returns out [M, ..., N], whole on every rank. Raises as all_gather_matmul does. Source: fused computation-collectives
     (arXiv 2305.06942), GEMV + AllReduce.
@@ -131,4 +131,4 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 flat_matmul_all_reduce = define(
     "matmul_all_reduce", _run, lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]), save=_save, backward=_backward
 )
-"""weft::matmul_all_reduce, of matrices."""
+"""The operator weft::matmul_all_reduce, which takes matrices."""

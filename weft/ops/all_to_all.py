@@ -1,13 +1,13 @@
-"""matmul_all_to_all and all_to_all_matmul: rows by destination, in even shares.
+"""matmul_all_to_all and all_to_all_matmul exchange rows by destination, in even shares.
 
     matmul_all_to_all(a, b)    replaces   c = a @ b; dist.all_to_all_single(out, c)
     all_to_all_matmul(a, b)    replaces   dist.all_to_all_single(received, a); received @ b
 
-Every rank has an a and a b of its own. M rows of a, m of them for one rank; N and K of a rank's matmul. The public functions
-also lead to two other layouts, whose operators are in files of their own:
+Every rank has its own a and b. a has M rows, m of them for each rank. N and K are those of a rank's matmul. The public
+functions also take two other layouts, whose operators are in separate files:
 
-    splits=...                         as many rows to each rank as a tensor says      ragged_all_to_all.py
-    split_dim=-1, gather_dim=-1        between parts of rows and parts of columns      all_to_all_columns.py
+    splits=...                         a tensor has the number of rows for each rank     ragged_all_to_all.py
+    split_dim=-1, gather_dim=-1        exchange parts of rows and parts of columns       all_to_all_columns.py
 
 The operators of torch.library take flat matrices and a group's name. Shard d of the M rows goes to rank d.
 
@@ -87,46 +87,46 @@ def matmul_all_to_all(
     max_rows: int | None = None,
     **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """all_to_all(a @ b), with the exchange hidden behind the matmul.
+    """Compute all_to_all(a @ b), and overlap the exchange with the matmul.
 
     Replaces
 
         c = a @ b; dist.all_to_all_single(out, c, group=group)
 
     Args:
-        a: [M, ..., K], any strides, of one shape on all ranks; its first dimension is cut by destination as torch.chunk cuts
-            it: part d goes to rank d.
+        a: [M, ..., K], any strides, of one shape on all ranks. torch.chunk cuts its first dimension, and part d goes to rank d.
         b: [K, N], each rank's own; with splits also [experts, K, N].
         group: as for all_gather_matmul.
-        schedule: as for all_gather_matmul; with splits "auto" and "planned" are "fused", and "sequential" is the other name.
+        schedule: as for all_gather_matmul. With splits, "auto" and "planned" are "fused", and "sequential" is the other name.
         split_dim: what is cut by destination: 0 for rows, -1 for the product's columns.
         splits: the number of rows for each destination, a tensor on the device; see below.
         max_rows: with splits, the most rows that may arrive. It is the same on all ranks.
 
-    FP8: a and b, and scale_a, scale_b and the options that follow them, as for matmul_reduce_scatter; with splits see below.
-    Not with split_dim=-1.
+    FP8: a, b, scale_a, scale_b and the options that follow them are as for matmul_reduce_scatter; with splits see below.
+    split_dim=-1 does not support FP8.
 
     Returns out [world_size * m, ..., N]: the rows for this rank from every rank, in the order of ranks. Raises as
     all_gather_matmul does.
 
-    **splits**, for experts that return rows to their ranks: int32 or int64 on a's device, [world_size] rows by destination; or,
-    with b [experts, K, N], [experts, world_size] rows by expert and destination. Then a [rows, K] has its rows in that order,
-    and may have more. Ranks may have different numbers of rows. In the backward the hosts exchange these numbers.
+    **splits** are for experts that return rows to their ranks. They are int32 or int64 on a's device: [world_size] rows by
+    destination, or, with b [experts, K, N], [experts, world_size] rows by expert and destination. a [rows, K] has its rows in
+    that order, and may have more. Ranks may have different numbers of rows. In the backward the hosts exchange these numbers.
 
-    Returns (out [max_rows, N], counts int32 [world_size, experts], or [world_size] for a b of two dimensions): rows by the rank
-    that they come from and by its expert; those past the counts are zero. No host waits for a device. What does not fit (in a,
-    or in max_rows) is left out and never written elsewhere. Every rank then raises the same ValueError, which names the rank
-    that does not fit: on CPUs in this call, on GPUs in a later one, or in weft.synchronize. On GPUs: bfloat16 and float16, K
-    and N multiples of 8; a has no more rows than max_rows, or than any rank's a in the first call with these sizes, which
-    decides how much room there is for products.
+    Returns (out [max_rows, N], counts int32 [world_size, experts], or [world_size] for a b of two dimensions). Rows are ordered
+    by the rank that they come from, then by its expert. Rows past the counts are zero. No host waits for a device. Rows that do
+    not fit (in a, or in max_rows) are dropped. Every rank then raises the same ValueError, which names the rank where they do
+    not fit: on CPUs in this call, on GPUs in a later call or in weft.synchronize. On GPUs: bfloat16 and float16; K and N are
+    multiples of 8; a has at most max_rows rows, or at most the rows of any rank's a in the first call with these sizes, which
+    decides how much memory products have.
 
-    FP8 with splits: scale_b has experts first, as b: rowwise [experts, 1, N], blockwise [experts, K / 128, N / 128], tensorwise
-    [1] or [experts, 1, 1]. There is no bias. Results are of output_dtype, and so is what travels.
+    FP8 with splits: the first dimension of scale_b is the experts, as for b: rowwise [experts, 1, N], blockwise [experts,
+    K / 128, N / 128], tensorwise [1] or [experts, 1, 1]. There is no bias. Results, and the rows that are sent, have
+    output_dtype.
 
-    **split_dim=-1** cuts the product's columns instead, and needs a multiple of world_size of them: part d goes to rank d.
+    **split_dim=-1** cuts the product's columns instead, which must be a multiple of world_size. Part d goes to rank d.
 
-    Returns out [world_size * M, ..., n]: those columns, for the rows of every rank. So Ulysses' attention goes from parts of
-    the sequence to heads (arXiv 2309.14509), heads being outermost in the weight's columns:
+    Returns out [world_size * M, ..., n]: these columns, for the rows of every rank. Ulysses' attention uses it to go from parts
+    of the sequence to heads (arXiv 2309.14509). Heads are outermost in the weight's columns:
 
         qkv = matmul_all_to_all(x, weight, split_dim=-1)    x [tokens, hidden], a part; weight [hidden, heads * 3 * dim]
         qkv.view(world_size * tokens, -1, 3, dim)           of the whole sequence, this rank's heads
@@ -257,7 +257,7 @@ def all_to_all_matmul(
     return_received: bool = False,
     **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """all_to_all(a) @ b, with the exchange hidden behind the matmul.
+    """Compute all_to_all(a) @ b, and overlap the exchange with the matmul.
 
     Replaces
 
@@ -267,37 +267,37 @@ def all_to_all_matmul(
         a: as for matmul_all_to_all.
         b: as for matmul_all_to_all; with gather_dim=-1 [world_size * k, N].
         group: as for all_gather_matmul.
-        schedule: as for all_gather_matmul; with splits "auto" and "planned" are "fused", and "sequential" is the other name.
+        schedule: as for all_gather_matmul. With splits, "auto" and "planned" are "fused", and "sequential" is the other name.
         gather_dim: 0 concatenates received rows along the first dimension, -1 along the last one.
         splits: the number of rows for each destination, a tensor on the device; see below.
         max_rows: with splits, the most rows that may arrive. It is the same on all ranks.
         return_received: also return the rows that were multiplied.
 
-    FP8: a and b, and scale_a, scale_b and the options that follow them, as for all_gather_matmul; with splits see below. Not
-    with gather_dim=-1.
+    FP8: a, b, scale_a, scale_b and the options that follow them are as for all_gather_matmul; with splits see below.
+    gather_dim=-1 does not support FP8.
 
-    Returns out [world_size * m, ..., N]: for the rows that this rank has from every rank, in the order of ranks; with
-    return_received, (that, received [world_size * m, ..., K]), and of FP8 the scales of these rows. Raises as
-    all_gather_matmul does.
+    Returns out [world_size * m, ..., N], for the rows that this rank has received, in the order of ranks. With return_received,
+    it returns (out, received [world_size * m, ..., K]), and for FP8 also the scales of these rows. Raises as all_gather_matmul
+    does.
 
-    **splits**, for tokens that are dispatched to experts: [world_size] rows by destination, or, with b [experts, K, N],
-    [world_size, experts] (or flat) rows by destination and its expert; a [rows, K] has its rows in that order. The rows that
+    **splits** are for tokens that are dispatched to experts: [world_size] rows by destination, or, with b [experts, K, N],
+    [world_size, experts] (or flat) rows by destination and its expert. a [rows, K] has its rows in that order. The rows that
     arrive are ordered by this rank's experts, then by source rank.
 
-    Returns (out [max_rows, N], counts int32 [experts, world_size], or [world_size]; with return_received the rows [max_rows,
-    K], and of FP8 their scales). FP8 rows travel as they are, with their scales, which is about half of the bytes. counts are
-    the splits of the matmul_all_to_all that returns the rows to their sources:
+    Returns (out [max_rows, N], counts int32 [experts, world_size], or [world_size]). With return_received, the rows [max_rows,
+    K] follow, and for FP8 their scales. FP8 rows are sent as FP8, with their scales, which is about half of the bytes. counts
+    are the splits of the matmul_all_to_all that returns the rows to their sources:
 
         hidden, counts = all_to_all_matmul(tokens, up, splits=splits, max_rows=capacity)
         home, _ = matmul_all_to_all(act(hidden), down, splits=counts, max_rows=len(tokens))
 
-    All else is as there.
+    The other rules are those of matmul_all_to_all with splits.
 
     **gather_dim=-1** concatenates the received rows along the last dimension, in the order of ranks. b is
     [world_size * k, N] for a [M, ..., k], whose first dimension must be a multiple of world_size.
 
-    Returns out [m, ..., N]; with return_received, (that, received [m, ..., world_size * k]). So Ulysses' attention goes back
-    from heads to parts of the sequence:
+    Returns out [m, ..., N], and with return_received (out, received [m, ..., world_size * k]). Ulysses' attention uses it to go
+    back from heads to parts of the sequence:
 
         x = all_to_all_matmul(attended, weight, gather_dim=-1)    attended [sequence, heads * dim of this rank]
 
@@ -352,7 +352,7 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
     if ctx.needs_input_grad[0]:
         factors, columns = grad, b
         if ctx.return_received and grads[-1] is not None:
-            # The gradient of the received rows goes back with the rest, as a product with 1.
+            # The same exchange returns the gradient of the received rows, as a product with the identity.
             factors = torch.cat([grad, grads[-1]], 1)
             columns = torch.cat([b, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)], 1)
         spec = choose_backward_schedule(options.schedule, "matmul_all_to_all")

@@ -1,13 +1,13 @@
-"""matmul_all_to_all with split_dim=-1 and all_to_all_matmul with gather_dim=-1: between parts of rows and parts of columns.
+"""matmul_all_to_all with split_dim=-1 and all_to_all_matmul with gather_dim=-1 exchange parts of rows and parts of columns.
 
 The operators of torch.library take flat matrices and a group's name:
 
     weft::matmul_all_to_all_columns(a [M, K], b [K, N], ...)   -> out [world_size * M, n]
     weft::all_to_all_columns_matmul(a [M, k], b [K, N], ...)   -> [out [m, N], received [m, K] if asked for]
 
-m = M / world_size; n and k are such parts of N and K. In the first, part d of a product's columns goes to rank d. In the
-second, part d of the rows of a goes to rank d, which concatenates the columns that it receives. The backward of each is the
-other one:
+m is M / world_size, and n and k are such parts of N and K. In the first operator, part d of a product's columns goes to rank d.
+In the second, part d of the rows of a goes to rank d, which concatenates the columns that it receives. The backward of each is
+the other one:
 
     matmul_all_to_all_columns    grad_a = concatenated(grad_out) @ b^T     grad_b = a^T @ concatenated(grad_out)
     all_to_all_columns_matmul    grad_a = to_ranks(grad_out @ b^T)         grad_b = concatenated(a)^T @ grad_out
@@ -38,7 +38,7 @@ from weft.ops.common import (
 def columns_to_ranks(
     a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule
 ) -> torch.Tensor:
-    """matmul_all_to_all(a, b, split_dim=-1)."""
+    """Return matmul_all_to_all(a, b, split_dim=-1)."""
     check_operands(a, [b])
     name, _, world_size = resolve_group(group)
     if b.shape[1] % world_size:
@@ -75,7 +75,7 @@ _matmul_all_to_all_columns = define(
 def columns_from_ranks(
     a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule, *, return_received: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """all_to_all_matmul(a, b, gather_dim=-1)."""
+    """Return all_to_all_matmul(a, b, gather_dim=-1)."""
     name, _, world_size = resolve_group(group)
     check_operands(a, [b], parts=world_size)
     if a.shape[0] % world_size:

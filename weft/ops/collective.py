@@ -1,4 +1,4 @@
-"""A collective alone, of whole rows, as a new tensor: what the functions of weft.collectives call.
+"""This operator runs a collective of whole rows and returns a new tensor. The functions of weft.collectives call it.
 
 weft::collective(x [m, ...], op, ...)   -> out
 
@@ -30,7 +30,11 @@ _BACKWARD: dict[str, Op] = {
 
 
 class _Options(NamedTuple):
-    """Options of weft::collective. group: by name. staging_bytes, sms: 0 for the default."""
+    """_Options holds the options of weft::collective.
+
+    group: the name of the process group.
+    staging_bytes, sms: 0 for the default.
+    """
 
     op: str
     reduce_op: str
@@ -41,13 +45,13 @@ class _Options(NamedTuple):
     sms: int
 
     def shape(self, x: torch.Tensor) -> tuple[Any, ...]:
-        """Of the result."""
+        """Return the shape of the result."""
         rows = {"all_gather": x.shape[0] * self.world_size, "reduce_scatter": x.shape[0] // self.world_size}
         return (rows.get(self.op, x.shape[0]), *x.shape[1:])
 
 
 def default_sms(device: torch.device) -> int:
-    """How many SMs a lane of communication blocks occupies on this machine."""
+    """Return the number of SMs that a lane of communication blocks occupies on this machine."""
     return 2 * readable_profile(device).stores.sms
 
 
@@ -83,4 +87,4 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 collective = define("collective", _run, lambda x, options: x.new_empty(options.shape(x)), save=_save, backward=_backward)
-"""weft::collective."""
+"""The operator weft::collective."""

@@ -1,4 +1,4 @@
-"""Column-parallel linears of an input that is replicated on all ranks: matmuls without communication, but for their backward.
+"""These are column-parallel linears of an input that is replicated on all ranks. Only their backward communicates.
 
     weft::linears_of_whole(x [.., K], weights [n, K]..., ...)   -> [x @ weight^T [.., n], ...]
 
@@ -7,8 +7,8 @@ by one matmul_all_reduce for all weights:
 
     grad_x = all_reduce([grad_0 | grad_1 ..] @ [weight_0 / weight_1 ..])      grad_weight = grad^T @ x, if its result was used
 
-This is an operator and no autograd.Function: torch.compile would trace the backward of one with gradients of all results. A
-weight whose result nobody has used would then get zeros, and an optimizer's weight decay would change it.
+This is an operator because torch.compile would trace the backward of an autograd.Function with gradients of all results. A
+weight whose result is not used would then get a gradient of zeros, and an optimizer's weight decay would change it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ Tensor = torch.Tensor
 
 
 def column_parallel_linears(x: Tensor, weights: Sequence[Tensor], group: str, schedule: str) -> list[Tensor]:
-    """x @ weight^T for each weight. x: the same on all ranks. group: by name. schedule: of the backward's matmul_all_reduce."""
+    """Return x @ weight^T for each weight.
+
+    x: the same on all ranks.
+    group: the name of the process group.
+    schedule: the schedule of the backward's matmul_all_reduce.
+    """
     found: list[Tensor] = _linears(x, list(weights), group, schedule)
     return found
 

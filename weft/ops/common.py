@@ -1,4 +1,4 @@
-"""Shared code of the operators: how one is defined and called, which arguments are refused, and how tensors become matrices.
+"""The operators share this code, which defines and calls operators, checks their arguments, and reshapes tensors to matrices.
 
 The file of an operator has, from top to bottom: the public function; the options of its torch.library operator, which are its
 non-tensor arguments; the function that computes it; the shapes for torch.compile; what autograd saves, and the backward; and
@@ -53,8 +53,10 @@ R = TypeVar("R")
 
 
 class _Library(torch.library.Library):
-    """A library whose kernels refuse dual tensors (forward-mode derivatives). If no tensor requires a gradient, torch's own
-    autograd kernel would drop their tangents."""
+    """A _Library is a torch library whose kernels refuse dual tensors (forward-mode derivatives).
+
+    Without that, torch's own autograd kernel would drop their tangents if no tensor requires a gradient.
+    """
 
     def impl(self, op_name: Any, fn: Function, dispatch_key: str = "", **options: Any) -> None:
         super().impl(op_name, _refuse_tangents(fn, f"weft::{op_name}"), dispatch_key, **options)  # type: ignore[no-untyped-call]
@@ -240,7 +242,7 @@ def _refuse_second_derivatives(backward: Function, what: str) -> Function:
 
 
 class _UnpackedContext:
-    """An autograd context whose saved tensors are unpacked once, because torch.utils.checkpoint allows no second unpacking."""
+    """An _UnpackedContext unpacks an autograd context's saved tensors once, because torch.utils.checkpoint allows only one."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -250,9 +252,9 @@ class _UnpackedContext:
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """The identity of `count` gradients, whose backward raises ValueError. The error names the operator `what`.
+    """_NotDifferentiable returns `count` gradients unchanged. Its backward raises ValueError that names the operator `what`.
 
-    The tensors after the gradients are those that the gradients were computed from.
+    The tensors after the gradients are those from which the gradients were computed.
     """
 
     @staticmethod

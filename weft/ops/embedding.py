@@ -1,19 +1,19 @@
-"""embedding_bag_all_to_all: each rank has some tables with all their rows; the result is sharded by samples.
+"""embedding_bag_all_to_all looks up tables that are sharded by table, and returns a result that is sharded by samples.
 
-    embedding_bag_all_to_all(indices, offsets, tables)   replaces   pooled = embedding_bag(...) of each table, side by side
+    embedding_bag_all_to_all(indices, offsets, tables)   replaces   pooled = embedding_bag(...) of each table, concatenated
                                                                     dist.all_to_all_single(out, pooled); out, columns in order
 
-M is the global batch, m a rank's part of it; T the tables of this rank; N the columns of all ranks' tables. The operators of
-torch.library:
+M is the global batch, m a rank's part of it, T the number of tables of this rank, and N the columns of all ranks' tables. The
+operators of torch.library are:
 
     weft::embedding_bag_all_to_all(tables, indices, offsets, weights, ...)   -> out [m, N]
     weft::embedding_bag_gradients(grad [m, N], tables, indices, ...)         -> gradients of tables and of weights
     weft::embedding_bag_update(grad [m, N], tables(a!), states(b!), ...)     -> gradient of weights; an optimizer's step in
     place
 
-In the backward the gradient goes back by an all-to-all while the indices are sorted (weft.runtime.gradients). Tables that have
-an optimizer are no saved tensors of autograd: several lookups of one table may wait for their backward, and each of these
-changes the table.
+In the backward an all-to-all returns the gradient while the indices are sorted (weft.runtime.gradients). autograd does not save
+tables that have an optimizer, because several lookups of one table may wait for their backward, and each backward changes the
+table.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from weft.runtime.groups import GROUPS
 
 Tables = Sequence[torch.Tensor]
 _BACKWARD = "all-to-all of the gradient of embedding_bag_all_to_all"
-"""What errors call the exchange in the backward."""
+"""The name of the backward's exchange in errors."""
 with torch.inference_mode(False):  # this module may first be loaded in there
     _ANCHOR = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-"""What compiled lookups of a rank without tables take for `anchor`. A graph has gradients for its inputs alone, and a tensor
-that is made within it is none of those."""
+"""The `anchor` of compiled lookups on a rank without tables. It is made here because a graph has gradients only for its inputs,
+and a tensor that is made within the graph is not an input."""
 
 
 @publish_errors
@@ -73,7 +73,7 @@ def embedding_bag_all_to_all(
     sparse: bool = False,
     optimizer: Optimizer | None = None,
 ) -> torch.Tensor:
-    """Look up the whole batch in this rank's tables, and get all ranks' columns for this rank's samples.
+    """Look up the whole batch in this rank's tables, and return all ranks' columns for this rank's samples.
 
     Replaces
 
@@ -81,33 +81,33 @@ def embedding_bag_all_to_all(
         dist.all_to_all_single(recv, pooled); out = torch.cat(recv by rank, 1)
 
     Args:
-        indices: [L], int32 or int64: rows of tables, those of table 0 first, as a KeyedJaggedTensor's values of the features
-            that this rank has, over the global batch.
+        indices: [L], int32 or int64: rows of tables over the global batch, those of table 0 first. They are in the order of a
+            KeyedJaggedTensor's values of this rank's features.
         offsets: [T * M + 1], int32 or int64: the bag of (table t, sample i) is
             indices[offsets[t * M + i] : offsets[t * M + i + 1]]; indices may be longer than the last offset. None with lengths.
-        tables: matrices of one dtype (bfloat16, float16, float32), [rows, dim], rows and dims as they are.
-        group: any process group; on several hosts see docs/nodes.md. Default: the whole world.
-        lengths: [T * M], the bags' numbers of indices, in place of offsets.
-        mode: "sum" or "mean" of a bag, in float32, rounded once; an empty bag is zero.
-        per_sample_weights: [L], a factor for each index, with "sum" alone.
-        dims: by rank, the dims of its tables, where ranks differ. Default: all ranks' are this one's.
-        batch: M; a rank that has no tables needs to say it.
-        dtype: the tables'; likewise.
+        tables: matrices [rows, dim] of one dtype (bfloat16, float16, float32). Rows and dims may differ between tables.
+        group: any process group. On several hosts see docs/nodes.md. Default: the whole world.
+        lengths: [T * M], the number of indices of each bag, in place of offsets.
+        mode: "sum" or "mean" of a bag, in float32, rounded once. An empty bag is zero.
+        per_sample_weights: [L], a factor for each index. Only "sum" takes weights.
+        dims: the dims of each rank's tables, if ranks differ. Default: all ranks have the dims of this rank.
+        batch: M. A rank without tables must pass it.
+        dtype: the dtype of the tables. A rank without tables must pass it.
         schedule: as for all_gather_matmul.
-        pooling: indices in a bag that predictions reckon with; results do not depend on it.
-        checked: an index that its table does not have, or offsets that do not rise, raise IndexError or ValueError on this
-            rank after the call, which then waits for the device. Default: on CPUs. Checked or not, nothing outside the tables
-            is read and nothing outside the results written: such an index adds nothing.
-        sparse: gradients of tables are sparse, as torch's embedding_bag has them; not in torch.compile or a CUDA graph.
-        optimizer: weft.SGD or weft.RowwiseAdagrad: backward updates the tables in place and gives them no gradient. Tables
-            share no memory then, and where per_sample_weights need a gradient, have not changed since their lookup.
+        pooling: the indices of a bag that predictions assume. Results do not depend on it.
+        checked: an index outside its table, or offsets that decrease, raise IndexError or ValueError on this rank after the
+            call, which then waits for the device. Default: on CPUs. Also without checks, the call never reads outside the
+            tables or writes outside the results, and such an index adds nothing.
+        sparse: gradients of tables are sparse, as in torch's embedding_bag. torch.compile and CUDA graphs do not allow it.
+        optimizer: weft.SGD or weft.RowwiseAdagrad. The backward updates the tables in place and gives them no gradient. Tables
+            must not share memory. If per_sample_weights need a gradient, tables must not change between lookup and backward.
 
-    Backward is collective: all ranks run it, or none; the exchange of the gradient is overlapped with sorting the indices. A
-    rank without tables takes part wherever gradients are enabled: if all tables are frozen, look up under torch.no_grad().
+    Backward is collective: all ranks run it, or none. The exchange of the gradient overlaps with sorting the indices. A rank
+    without tables takes part whenever gradients are enabled. If all tables are frozen, look up under torch.no_grad().
 
-    Returns out [m, N]: this rank's samples as torch.chunk cuts the batch; columns in the order of ranks, then tables: the
-    layout of a table-wise sharded EmbeddingBagCollection. Raises ValueError for wrong shapes, dtypes or names; RankMismatch if
-    ranks call different things; PeerLost and WaitTimeout if a rank is lost.
+    Returns out [m, N]: this rank's samples as torch.chunk cuts the batch. Its columns are in the order of ranks, then tables,
+    which is the layout of a table-wise sharded EmbeddingBagCollection. Raises ValueError for wrong shapes, dtypes or names;
+    RankMismatch if ranks call different things; PeerLost and WaitTimeout if a rank is lost.
     Source: fused computation-collectives (arXiv 2305.06942).
     """
     name, rank, world_size = resolve_group(group)
@@ -138,8 +138,10 @@ def embedding_bag_all_to_all(
 
 
 def _anchor(tables: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor | None:
-    """A tensor that requires a gradient, for a rank without tables: so autograd runs the backward there, too, and the other
-    ranks do not wait for its gradient in vain."""
+    """Return a tensor that requires a gradient, for a rank without tables.
+
+    With it autograd runs the backward on that rank, too. Otherwise the other ranks would wait for its gradient.
+    """
     if tables or not torch.is_grad_enabled():
         return None
     if torch.compiler.is_compiling():
@@ -171,8 +173,12 @@ def _checked(checked: bool | None, indices: torch.Tensor) -> bool:
 
 
 class _Lookup(NamedTuple):
-    """Options that forward and backward share. counts, dims: how many tables each rank has, and the columns of all tables in
-    the order of ranks. how: "sum" or "mean"; torch does not allow the name `mode` where an operator changes its arguments."""
+    """_Lookup holds the options that forward and backward share.
+
+    counts: the number of tables of each rank.
+    dims: the columns of all tables in the order of ranks.
+    how: "sum" or "mean". torch does not allow the name `mode` in an operator that changes its arguments.
+    """
 
     group: str
     rank: int
@@ -191,13 +197,15 @@ class _Lookup(NamedTuple):
         return cast(Literal["sum", "mean"], self.how)
 
     def describe(self) -> str:
-        """What every rank must have in common, a line each."""
+        """Return the values that must be equal on all ranks, one line each."""
         return f"batch: {self.batch}\ndims: {self.by_rank}\nmode: {self.how}"
 
 
 class _Forward(NamedTuple):
-    """The other options of weft::embedding_bag_all_to_all. optimizer, lr, eps: what the backward updates tables by; "" for
-    none."""
+    """_Forward holds the other options of weft::embedding_bag_all_to_all.
+
+    optimizer, lr, eps: the optimizer with which the backward updates tables. "" for none.
+    """
 
     dtype: torch.dtype
     schedule: str
@@ -257,7 +265,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     with GROUPS.fail_group_on_error(
         ctx.lookup.group
-    ):  # a table may have changed meanwhile, and the others wait for this rank's part
+    ):  # autograd raises if a saved table has changed, and the other ranks wait for this rank's part
         indices, offsets, *rest = ctx.saved_tensors
         weights = rest.pop(0) if ctx.weighted else None
         found = _gradients_of if ctx.updated is None else _updated
@@ -268,7 +276,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _gradients_of(
     ctx: Any, grad: torch.Tensor, tables: Tables, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[list[torch.Tensor | None], torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of tables, weights and anchor."""
+    """Return the gradients of tables, weights and anchor."""
     sparse, needs_tables, needs_weights = ctx.options.sparse, any(ctx.needs_input_grad[0]), bool(ctx.needs_input_grad[3])
     # torch has no fakes of sparse tensors, so these do not go through the dispatcher.
     wanted = _Wanted(sparse, needs_tables, needs_weights)
@@ -278,8 +286,8 @@ def _gradients_of(
         found = _embedding_bag_gradients(grad, tables, indices, offsets, weights, *ctx.lookup, *wanted)
     here = ctx.tables_given if needs_tables else 0
     of_tables = [one if needed else None for one, needed in zip(found[:here], ctx.needs_input_grad[0], strict=False)]
-    # The anchor's gradient depends on this rank's part in the exchange. A compiled backward would otherwise leave the exchange
-    # out, since nothing is asked of it, and the other ranks would wait. An anchor on a GPU is no input of a graph.
+    # The anchor's gradient depends on this rank's part in the exchange. Otherwise a compiled backward would omit the exchange,
+    # because nothing would use its result, and the other ranks would wait. An anchor on a GPU is not an input of a graph.
     of_anchor = found[-1] if ctx.anchored and not needs_weights else None
     return of_tables or [None] * ctx.tables_given, found[here] if needs_weights else None, of_anchor
 
@@ -287,7 +295,7 @@ def _gradients_of(
 def _updated(
     ctx: Any, grad: torch.Tensor, _: Tables, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[list[None], torch.Tensor | None, None]:
-    """The gradient of weights. The tables are updated instead of having one."""
+    """Update the tables, and return the gradient of weights. The gradients of tables are None."""
     (tables, states), options, needs_weights = ctx.updated, ctx.options, bool(ctx.needs_input_grad[3])
     for at, (table, version) in enumerate(zip(tables, ctx.versions, strict=True)):
         if needs_weights and writes_to(table) != version:
@@ -324,7 +332,7 @@ def _bound_backward(
 
 
 class _Wanted(NamedTuple):
-    """The other options of weft::embedding_bag_gradients. sparse: whether the tables' gradients are."""
+    """_Wanted holds the other options of weft::embedding_bag_gradients. sparse: whether the tables' gradients are sparse."""
 
     sparse: bool
     of_tables: bool
@@ -363,7 +371,7 @@ def _gradients_fake(
 
 
 def _nothing() -> torch.Tensor:
-    """The result of an exchange that makes no gradient for this rank: an operator must return something."""
+    """Return the result of an exchange without a gradient for this rank, because an operator must return a tensor."""
     return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
@@ -371,7 +379,7 @@ _embedding_bag_gradients = define("embedding_bag_gradients", _gradients, _gradie
 
 
 class _Update(NamedTuple):
-    """The other options of weft::embedding_bag_update: an optimizer, and whether weights need a gradient."""
+    """_Update holds the other options of weft::embedding_bag_update: an optimizer, and whether weights need a gradient."""
 
     kind: str
     lr: float

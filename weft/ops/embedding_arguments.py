@@ -1,4 +1,4 @@
-"""What embedding_bag_all_to_all checks of its arguments, and derives from them."""
+"""These functions check the arguments of embedding_bag_all_to_all, and derive other values from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_indices(indices: torch.Tensor, weights: torch.Tensor | None, mode: str
 
 
 def dtype_of_tables(tables: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
-    """The tables' dtype. Raises ValueError for tables that are none, or not of one dtype and device."""
+    """Return the tables' dtype. Raises ValueError for tables that are not matrices of one dtype and device."""
     if not tables and dtype not in DTYPES:
         raise ValueError(
             f"dtype is {dtype}; a rank without tables must say what the others have, of {', '.join(DTYPES.values())}"
@@ -86,7 +86,7 @@ def offsets_of(offsets: torch.Tensor | None, lengths: torch.Tensor | None, indic
 
 
 def batch_of(bags: int, tables: int, batch: int | None) -> int:
-    """M, from the number of bags. Raises ValueError if the tables do not share them evenly."""
+    """Return M, computed from the number of bags. Raises ValueError if the tables do not have equally many bags."""
     if not tables and batch is None:
         raise ValueError("batch is None; a rank without tables must say how many samples all ranks have")
     found = batch if batch is not None else bags // tables
@@ -99,9 +99,12 @@ def batch_of(bags: int, tables: int, batch: int | None) -> int:
 
 @lru_cache(maxsize=64)
 def check_disjoint(tables: tuple[tuple[int, ...], ...]) -> None:
-    """That no two tables share memory, which an optimizer needs: each row is updated by a block of its own, so that one of two
-    updates would be lost. tables: of each its address, rows, columns, elements from row to row, and bytes of an element.
-    Raises ValueError."""
+    """Raise ValueError if two tables share memory.
+
+    An optimizer needs separate memory, because different blocks would update a shared row, and one update would be lost.
+
+    tables: for each table: address, rows, columns, row stride in elements, and bytes of an element.
+    """
     placed = sorted((table, at) for at, table in enumerate(tables) if table[1])
     for number, ((first_ptr, rows, cols, stride, item), first) in enumerate(placed):
         end_ptr = first_ptr + item * ((rows - 1) * stride + cols)
@@ -118,8 +121,10 @@ def check_disjoint(tables: tuple[tuple[int, ...], ...]) -> None:
 
 
 def check_values_of(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> None:
-    """Raise IndexError that names the first index that its table does not have, or ValueError for offsets that do not rise. The
-    host waits for the device."""
+    """Raise IndexError that names the first index outside its table, or ValueError for offsets that decrease.
+
+    The host waits for the device.
+    """
     ends = offsets.long()
     bad = (ends < 0) | (ends > indices.numel())
     bad[1:] |= ends[1:] < ends[:-1]

@@ -1,4 +1,4 @@
-"""The operations around the matmuls of experts, without communication: one Triton kernel each on GPUs, and two around a sort.
+"""These operations run around the matmuls of experts, without communication, as Triton kernels on GPUs.
 
     weft::experts_route(index [T, k], experts, last)         -> order [T k], place [T, k], counts [experts]
     weft::experts_spread(x [T, H], place [T, k])             -> [T k, H]     rows[place[t, j]] = x[t]
@@ -6,8 +6,8 @@
     weft::swiglu(hidden [rows, 2 F], counts)                 -> [rows, F]    silu(left half) * right half; zeros below counts
     weft::experts_quantise(rows [rows, K], counts?)          -> [rows, K] float8_e4m3fn, scales [rows, K / 128]; no backward
 
-place is -1 for what names no expert. Each result is computed in float32 (float64 in float64) and rounded once. On CPUs torch
-computes the same; under Triton's interpreter the kernels run there. The gradient of experts_spread is experts_total without
+place is -1 for an index that names no expert. Each result is computed in float32 (float64 in float64) and rounded once. On CPUs
+torch computes the same, or the kernels run under Triton's interpreter. The gradient of experts_spread is experts_total without
 weights, and vice versa.
 """
 
@@ -23,11 +23,11 @@ from weft.core.problem import SCALE_BLOCK
 from weft.ops.common import define
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
-"""The last is that of FP8 rows, which are spread as bytes."""
+"""The dtypes that the kernels take. The last is for FP8 rows, which are spread as bytes."""
 
 
 def _by_kernels(x: torch.Tensor) -> bool:
-    """Whether a kernel computes it. Triton's interpreter has no bfloat16."""
+    """Return whether kernels run on x. Triton's interpreter has no bfloat16."""
     if x.is_cuda:
         return x.dtype in _KERNEL_DTYPES
     return _uses_interpreter() and x.dtype in _KERNEL_DTYPES[1:]
@@ -45,11 +45,13 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def experts_route(index: torch.Tensor, experts: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How rows are sorted by expert. index: [T, k], 0 to experts - 1, or -1, or past the experts up to `last`, for none.
+    """Sort rows by expert. Return (order, place, counts).
 
-    Returns (order [T k]: where each row by expert is in index, behind them what names none; place [T, k]: its inverse, with -1
-    for what names none; counts [experts]). An index that is refused makes the first count the number that
-    weft.core.experts.refused_index decodes; order and place then have any values within bounds.
+    index: [T, k], 0 to experts - 1. No expert is -1, or a number past the experts up to `last`.
+    order: [T k], the position in index of each row by expert. Positions that name no expert come last.
+    place: [T, k], the inverse of order, with -1 for an index that names no expert.
+    counts: [experts]. If an index is wrong, the first count is the number that weft.core.experts.refused_index decodes, and
+        order and place have any values within bounds.
     """
     order, place, counts = _experts_route(index, experts, last)
     return order, place, counts
@@ -57,7 +59,7 @@ def experts_route(index: torch.Tensor, experts: int, last: int) -> tuple[torch.T
 
 def _route(index: torch.Tensor, experts: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     flat = index.flatten()
-    # A radix sort goes over its keys once for each of their bytes. Of unsigned ones -1 is the highest.
+    # A radix sort reads its keys once for each of their bytes. As an unsigned number, -1 is the highest.
     keys = flat.to(torch.uint8) if experts < 256 else flat.to(torch.int32) & 0x7FFFFFFF
     order = keys.argsort(stable=True)
     if index.is_cuda or _uses_interpreter():
@@ -91,8 +93,10 @@ _experts_route = define("experts_route", _route, _route_fake)
 
 
 def experts_spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Each token's row once for each of its experts. place: [T, k], the rows of the result for each token; -1 for none. Rows
-    that are no token's hold anything."""
+    """Copy each token's row once for each of its experts. Rows of the result that belong to no token are undefined.
+
+    place: [T, k], the rows of the result for each token, or -1 for none.
+    """
     rows: torch.Tensor = _experts_spread(x, place)
     return rows
 
@@ -110,7 +114,7 @@ def _spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 
 
 def _there(place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where tokens have rows: (token, which of its k)."""
+    """Return the entries of place that are rows: (token, which of its k)."""
     token, turn = (place >= 0).nonzero(as_tuple=True)
     return token, turn
 
@@ -137,7 +141,7 @@ _experts_spread = define(
 
 
 def experts_total(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """The sum of each token's rows, by weights [T, k] if given. place: as for experts_spread."""
+    """Return the sum of each token's rows, with weights [T, k] if given. place: as for experts_spread."""
     total: torch.Tensor = _experts_total(rows, place, weights)
     return total
 
@@ -201,7 +205,7 @@ _experts_total_backward = define(
 
 
 def swiglu(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """silu(left half) * right half of hidden [rows, 2 F], computed in float32; zeros for rows past the sum of counts."""
+    """Return silu(left half) * right half of hidden [rows, 2 F], computed in float32. Rows past the sum of counts are zeros."""
     out: torch.Tensor = _swiglu(hidden, counts)
     return out
 
@@ -252,20 +256,28 @@ _swiglu_backward = define("swiglu_backward", _gated_gradient, lambda grad, hidde
 _FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FLOAT8).max
 _LEAST = 1e-12
-"""What counts as the largest element of 128 that are smaller, as in torchao: no scale is 0."""
+"""The least magnitude from which a scale is computed, as in torchao, so that no scale is 0."""
 
 
 class Float8Operand(NamedTuple):
-    """A quantised operand. elements: float8_e4m3fn. scales: float32, of the blockwise recipe (weft.core.problem.Scaling)."""
+    """A Float8Operand is a quantised operand.
+
+    elements: float8_e4m3fn.
+    scales: float32, of the blockwise recipe (weft.core.problem.Scaling).
+    """
 
     elements: torch.Tensor
     scales: torch.Tensor
 
 
 def experts_quantise(rows: torch.Tensor, counts: torch.Tensor | None = None) -> Float8Operand:
-    """rows [rows, K] as FP8, with a scale for each 128 columns of a row: the largest of their absolute values by 448, as in
-    DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). counts: their sum says how many rows there are; of the others the result is
-    anything. Raises ValueError where K is no multiple of 128."""
+    """Quantise rows [rows, K] to FP8, with a scale for each 128 columns of a row.
+
+    The scale is the largest absolute value over 448, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+
+    counts: their sum is the number of valid rows. The result of other rows is undefined.
+    Raises ValueError if K is not a multiple of 128.
+    """
     if rows.shape[1] % SCALE_BLOCK:
         raise ValueError(f"rows have {rows.shape[1]} columns; blockwise FP8 needs a multiple of {SCALE_BLOCK}")
     return Float8Operand(*_experts_quantise(rows, counts))
@@ -292,8 +304,10 @@ _experts_quantise = define(
 
 
 def quantised_weights(b: torch.Tensor) -> Float8Operand:
-    """b [experts, K, N] as FP8, with a scale for each 128 x 128 elements: [experts, K / 128, N / 128]. Columns are contiguous.
-    Raises ValueError where K or N is no multiple of 128."""
+    """Quantise b [experts, K, N] to FP8, with a scale for each 128 x 128 elements: [experts, K / 128, N / 128].
+
+    Columns of the result are contiguous. Raises ValueError if K or N is not a multiple of 128.
+    """
     _, k, n = b.shape
     if k % SCALE_BLOCK or n % SCALE_BLOCK:
         raise ValueError(f"experts' weights are {k} x {n}; blockwise FP8 needs multiples of {SCALE_BLOCK}")
@@ -304,7 +318,7 @@ def quantised_weights(b: torch.Tensor) -> Float8Operand:
 
 
 def _quantised_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight: [N, K]."""
+    """Quantise a weight [N, K]."""
     high, wide = (extent // SCALE_BLOCK for extent in weight.shape)
     blocks = weight.float().reshape(high, SCALE_BLOCK, wide, SCALE_BLOCK)
     scales = blocks.abs().amax((1, 3)).clamp(min=_LEAST) / _LARGEST
@@ -312,5 +326,5 @@ def _quantised_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _counted(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The rows that the counts include; the others, whatever they hold, as zeros."""
+    """Return the rows, with zeros in all rows past the sum of counts."""
     return torch.where(torch.arange(rows.shape[0], device=rows.device)[:, None] < counts.sum(), rows, 0)

@@ -1,4 +1,4 @@
-"""Optimizers that a lookup's backward applies to its tables at once, row by row, without a gradient in memory."""
+"""A lookup's backward applies these optimizers to its tables row by row, without storing a gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.compat.dispatch import graph_break
 
 @dataclass(kw_only=True)
 class SGD:
-    """row -= lr * gradient. Raises ValueError for a rate below 0."""
+    """SGD computes row -= lr * gradient. Raises ValueError for a rate below 0."""
 
     KIND: ClassVar[str] = "sgd"
     lr: float
@@ -24,17 +24,19 @@ class SGD:
         _check_rate("lr", self.lr)
 
     def states_of(self, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """It keeps none."""
+        """Return an empty list, because SGD has no states."""
         return []
 
 
 @dataclass(kw_only=True)
 class RowwiseAdagrad:
-    """state += mean(gradient^2) of the row; row -= lr * gradient / (sqrt(state) + eps).
+    """RowwiseAdagrad computes state += mean(gradient^2) of the row, then row -= lr * gradient / (sqrt(state) + eps).
 
-    states: float32 [rows], one for each table, made as zeros at the first use; yours to save and load. One value for each set
-    of tables. Call states_of(tables) before a compiled function, whose graph would break to make them. Raises ValueError for a
-    rate or eps below 0, and where the states are not those of the tables.
+    Use a separate RowwiseAdagrad for each set of tables. Call states_of(tables) before a compiled function, whose graph would
+    otherwise break to make the states.
+
+    states: float32 [rows] for each table, made as zeros at the first use. You save and load them.
+    Raises ValueError for a rate or eps below 0, and if the states do not fit the tables.
     """
 
     KIND: ClassVar[str] = "rowwise_adagrad"
@@ -47,10 +49,10 @@ class RowwiseAdagrad:
         _check_rate("eps", self.eps)
 
     def states_of(self, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The states of these tables."""
+        """Return the states of these tables. The first call makes them."""
         if tables and not self.states:
             if torch.compiler.is_compiling():
-                # A graph that both makes states and changes them in its backward is refused by torch's partitioner.
+                # torch's partitioner refuses a graph that both makes states and changes them in its backward.
                 graph_break(_STATELESS)
                 self.states = torch.compiler.disable(_zeros)(tables)  # type: ignore[no-untyped-call]
             else:
@@ -72,7 +74,7 @@ _STATELESS = "the optimizer has no states yet; call optimizer.states_of(tables) 
 
 
 def _zeros(tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    with torch.inference_mode(False):  # else no backward could change them
+    with torch.inference_mode(False):  # a backward cannot change tensors of inference mode
         return [torch.zeros(t.shape[0], dtype=torch.float32, device=t.device) for t in tables]
 
 

@@ -1,8 +1,8 @@
-"""Column-parallel linears with FP8 weights, of an input that every rank has: products without communication, for inference.
+"""These are column-parallel linears with FP8 weights, for inference. Every rank has the input, so they do not communicate.
 
     weft::quantised_linears(x [.., K], weights [n, K]..., scale_bs, recipe)   -> [x @ (scaled weight)^T [.., n], ...]
 
-x is quantised once for all weights. scale_bs: of each weight^T, as weft.core.problem.Scaling has them of b.
+x is quantised once for all weights. scale_bs are the scales of each weight^T, as weft.core.problem.Scaling names them for b.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ Tensor = torch.Tensor
 
 
 def quantised_linears(x: Tensor, weights: Sequence[Tensor], scale_bs: Sequence[Tensor], recipe: Recipe) -> list[Tensor]:
-    """x @ weight^T for each weight of FP8, in the dtype of x, which has 16 or 32 bits. recipe: rowwise or blockwise."""
+    """Return x @ weight^T for each FP8 weight, in the dtype of x.
+
+    x: a tensor of 16 or 32 bits.
+    recipe: "rowwise" or "blockwise".
+    """
     found: list[Tensor] = _linears(x, list(weights), list(scale_bs), recipe)
     return found
 

@@ -1,4 +1,4 @@
-"""matmul_all_to_all and all_to_all_matmul with `splits`: row counts that only the device knows, experts in groups.
+"""matmul_all_to_all and all_to_all_matmul with `splits` exchange rows whose counts are on the device, for groups of experts.
 
     weft::ragged_matmul_all_to_all(a [rows, K], b [E, K, N], splits [E, W], ...)   -> out [max_rows, N], counts [W, E]
     weft::ragged_all_to_all_matmul(a [rows, K], b [E, K, N], splits [W, E], ...)   -> out [max_rows, N], counts [E, W],
@@ -9,14 +9,13 @@
                                                    -> out, counts, then rows and their scales if asked for: any of these three
                                                       for FP8 operands; no backward
 
-E experts of this rank, W ranks. The counts of the one are the splits of the other, and the backward of each is the other one,
-which returns every row to its source:
+This rank has E of the experts, and there are W ranks. The counts of one operator are the splits of the other. The backward of
+each is the other one, which returns every row to its source:
 
     ragged_matmul_all_to_all    grad_a = back(grad_out) @ b^T       grad_b[e] = a_e^T @ back(grad_out)_e
     ragged_all_to_all_matmul    grad_a = back(grad_out @ b^T)       grad_b[e] = rows_e^T @ grad_out_e
 
-Ranks may have different numbers of rows in a. The return of the rows needs memory for the most rows of any rank, on all ranks
-the same:
+Ranks may have different numbers of rows in a. To return the rows, all ranks need memory for the most rows of any rank:
 
     weft::rows_of_ranks(a [rows, K], ...)    -> the most rows that the a of a rank has, and the rows of all ranks together, both
                                                 rounded up to few values

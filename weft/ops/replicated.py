@@ -1,10 +1,10 @@
-"""Tensors that are replicated on all ranks, and of which each rank uses, or makes, a part.
+"""These functions are for tensors that are replicated on all ranks, of which each rank uses, or computes, a part.
 
     with_summed_gradient(x)    x                     backward: the sum of all ranks' gradients
-    _AllReduce                 the sum of all x      backward: the gradient as it is
+    _AllReduce                 the sum of all x      backward: the gradient, unchanged
 
-In Megatron-LM these are called "copy to" and "reduce from" the tensor-parallel region. Each is the backward of the other, so
-that gradients can be differentiated any number of times.
+Megatron-LM calls these "copy to" and "reduce from" the tensor-parallel region. Each is the backward of the other, so gradients
+can be differentiated any number of times.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ Tensor = torch.Tensor
 
 
 def with_summed_gradient(x: Tensor, group: str) -> Tensor:
-    """The tensor, whose gradient is summed over the group. It is for a tensor that is the same on every rank, where each rank
-    computes a part of its gradient. group: by name."""
+    """Return the tensor, with its gradient summed over the group.
+
+    It is for a tensor that is the same on every rank, where each rank computes a part of its gradient.
+
+    group: the name of the process group.
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     found: Tensor = _Identity.apply(x, group)  # type: ignore[no-untyped-call]
@@ -28,8 +32,10 @@ def with_summed_gradient(x: Tensor, group: str) -> Tensor:
 
 
 def with_summed_double_gradient(grad: Tensor, group: str) -> Tensor:
-    """The same for a gradient that a backward is given. It has an effect if the backward is differentiated, which compiled
-    backwards are not."""
+    """Do as with_summed_gradient, for a gradient that a backward receives.
+
+    It has an effect if the backward is differentiated. Compiled backwards are not.
+    """
     return grad if torch.compiler.is_compiling() else with_summed_gradient(grad, group)
 
 

@@ -1,9 +1,10 @@
-"""FP8 operands: what operators check of them and of their scales, and the operator of torch.library that they share.
+"""This module checks FP8 operands and their scales, and defines the torch.library operator that all operators use for FP8.
 
     weft::scaled_matmul(a [m, k], bs [k, n]..., scale_a, scale_bs, bias?, residual?, op, ...)  -> [out, ..., gathered, scales]
 
-op names the public operator. The scales are matrices as weft.core.problem.Scaling has them. There is no backward: what requires
-a gradient is refused. weft.models.float8 has layers that quantise in the forward and in the backward (docs/fp8.md).
+op names the public operator. The scales are matrices of the shapes that weft.core.problem.Scaling names. There is no backward,
+so tensors that require a gradient are refused. weft.models.float8 has layers that quantise in the forward and in the backward
+(docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from weft.runtime.calls import ScaledOperands
 from weft.runtime.scaled_products import quantise
 
 QUANTISED = torch.float8_e4m3fn
-"""What an a of 16 or 32 bits becomes."""
+"""The dtype to which an a of 16 or 32 bits is quantised."""
 _RECIPES: dict[str, dict[Literal["a", "b"], Recipe]] = {
     "TensorWise": {"a": "tensorwise", "b": "tensorwise"},
     "RowWise": {"a": "rowwise", "b": "rowwise"},
     "BlockWise1x128": {"a": "blockwise"},
     "BlockWise128x128": {"b": "blockwise"},
 }
-"""By name of torch.nn.functional.ScalingType, what it is of each operand."""
+"""The recipe of each operand, by the name of a torch.nn.functional.ScalingType."""
 
 
 class ScaleOptions(TypedDict, total=False):
-    """What a caller passes of FP8 operands, in the words of torch.nn.functional.scaled_mm."""
+    """ScaleOptions are the arguments for FP8 operands, named as in torch.nn.functional.scaled_mm."""
 
     scale_a: torch.Tensor
     scale_recipe_a: Any
@@ -44,20 +45,24 @@ class ScaleOptions(TypedDict, total=False):
 
 
 class ScaleAndBias(ScaleOptions, total=False):
-    """The same, of operators that take a bias for FP8 operands alone."""
+    """ScaleAndBias adds the bias of operators that take one only with FP8 operands."""
 
     bias: torch.Tensor
 
 
 class ScalesAndBias(ScaleAndBias):
-    """The same, of a call that has FP8 operands."""
+    """ScalesAndBias are the arguments of a call that has FP8 operands, so that scale_b is required."""
 
     scale_b: Required[torch.Tensor | Sequence[torch.Tensor]]  # type: ignore[misc]
 
 
 class Quantised(NamedTuple):
-    """Operands that were checked. scale_a: of the shape of a, but for its last dimension; None for an a that is yet to be
-    quantised. scale_bs: a matrix for each b, or one for each expert of it. bias: [N], or None."""
+    """Quantised holds the checked scales and options of FP8 operands.
+
+    scale_a: the shape of a except for its last dimension. None for an a that has yet to be quantised.
+    scale_bs: a matrix for each b, or one for each of its experts.
+    bias: [N], or None.
+    """
 
     scale_a: torch.Tensor | None
     scale_bs: list[torch.Tensor]
@@ -67,15 +72,17 @@ class Quantised(NamedTuple):
     bias: torch.Tensor | None
 
     def moved(self, dim: int) -> Quantised:
-        """The same, for an a whose dimension `dim` comes first."""
+        """Return the same for an a whose dimension `dim` has been moved to the front."""
         if self.scale_a is None or self.recipe == "tensorwise":
             return self
         return self._replace(scale_a=self.scale_a.movedim(dim, 0))
 
 
 def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleAndBias | ScaleOptions) -> Quantised:
-    """The scales of FP8 operands. Raises ValueError for arguments that do not go with a and b, which check_operands has
-    passed, and TypeError for an argument that no operator has."""
+    """Check the arguments for FP8 operands, and return them. a and b must have passed check_operands.
+
+    Raises ValueError for arguments that do not fit a and b, and TypeError for an argument that no operator has.
+    """
     known = ScaleAndBias.__annotations__ | ScaleOptions.__annotations__
     for name in given:
         if name not in known:
@@ -108,14 +115,14 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
         scale_a = None if scale_a is None else scale_a.reshape(1, 1)
         scales = [scale.reshape(-1, 1, 1) if scale.dim() == 3 else scale.reshape(1, 1) for scale in scales]
         if op in ROWWISE_OPS or scale_a is None:
-            # Rows that travel take their scale along: those of two ranks may differ.
+            # Each row is sent with its scale, because tensorwise scales of two ranks may differ.
             recipe, scale_a = "rowwise", None if scale_a is None else scale_a.expand(*a.shape[:-1], 1)
             scales = [scale.expand(*b.shape[:-2], 1, b.shape[-1]) for scale, b in zip(scales, bs, strict=True)]
     return Quantised(scale_a, scales, recipe, output_dtype, given.get("use_fast_accum", False), bias)
 
 
 def refuse_gradients(**tensors: Any) -> None:
-    """Raises ValueError for a tensor that requires a gradient, which FP8 operators do not compute."""
+    """Raise ValueError for a tensor that requires a gradient, which FP8 operators do not compute."""
     for name, tensor in tensors.items():
         if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise ValueError(
@@ -130,8 +137,7 @@ def refuse_scales(given: ScaleAndBias, option: str) -> None:
 
 
 def _recipes(operand: Literal["a", "b"], matrix: torch.Tensor, scale: Any, named: Any) -> list[Recipe]:
-    """The recipes that a scale's shape may be of: of those, the one that is named, if one is. A scale that all elements share
-    is of several."""
+    """Return the recipes that a scale's shape fits. One element fits several. named: the caller's recipe, or None."""
     name = f"scale_{operand}"
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != matrix.device:
         what = f"{scale.dtype} on {scale.device}" if isinstance(scale, torch.Tensor) else f"a {type(scale).__name__}"
@@ -154,7 +160,7 @@ def _recipes(operand: Literal["a", "b"], matrix: torch.Tensor, scale: Any, named
 
 
 def _given_recipe(named: Any) -> list[Recipe]:
-    """The recipes that an a which is quantised may have: the one that is named, or any."""
+    """Return the recipes by which a may be quantised: the caller's recipe, or all if it is None."""
     if named is None:
         return list(RECIPES)
     found = _RECIPES.get(getattr(named, "name", str(named)), {}).get("a")
@@ -164,13 +170,13 @@ def _given_recipe(named: Any) -> list[Recipe]:
 
 
 def _shape(operand: Literal["a", "b"], matrix: torch.Tensor, recipe: Any) -> list[int]:
-    """The shape of an operand's scales, with its leading dimensions."""
+    """Return the shape of an operand's scales, with its leading dimensions."""
     high, wide = Scaling(recipe=recipe).scales_shape(operand, matrix.shape[-2], matrix.shape[-1])
     return [*matrix.shape[:-1], wide] if operand == "a" else [*matrix.shape[:-2], high, wide]
 
 
 def _check_layout(name: str, b: torch.Tensor, recipe: Recipe) -> None:
-    """What torch's scaled products need of b, on every kind of device."""
+    """Raise ValueError unless torch's scaled matmul takes b. The rules are the same on every kind of device."""
     unit, (k, n) = SCALE_BLOCK if recipe == "blockwise" else FLOAT8_UNIT, b.shape[-2:]
     if k % unit or not k:
         raise ValueError(f"K is {k}; {recipe} FP8 operands need a multiple of {unit}: pad a and b with zeros")
@@ -194,7 +200,11 @@ def _check_bias(bias: Any, bs: Sequence[torch.Tensor], output_dtype: torch.dtype
 
 
 class _Scaled(NamedTuple):
-    """Options of weft::scaled_matmul. rows: of the whole flat M (of an all-to-all, a's). unit: flat rows that are not cut."""
+    """_Scaled holds the options of weft::scaled_matmul.
+
+    rows: the rows of the whole flat M, or of a for an all-to-all.
+    unit: the number of flat rows that stay together.
+    """
 
     op: str
     group: str
@@ -263,7 +273,7 @@ def _fake(
 
 
 def _converts_nowhere(a: torch.Tensor) -> bool:
-    """Whether a is on a GPU that has no conversion to FP8."""
+    """Return whether a is on a GPU that has no conversion to FP8."""
     if not a.is_cuda or capabilities(a.device).tma:
         return False
     warn_once(f"{a.device} cannot convert to FP8 in kernels that send rows, so rows are quantised before they are sent")
@@ -271,7 +281,7 @@ def _converts_nowhere(a: torch.Tensor) -> bool:
 
 
 def quantised_here(a: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix as FP8, of which no rows travel, and its scales."""
+    """Quantise a matrix on this rank before it is multiplied or sent. Return its elements and scales."""
     scaling = Scaling(recipe=recipe)
     elements = torch.empty_like(a, dtype=QUANTISED, memory_format=torch.contiguous_format)
     scales = a.new_empty(scaling.scales_shape("a", *a.shape), dtype=torch.float32)
@@ -297,10 +307,13 @@ def scaled_matmul(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The results of an operator with FP8 operands: its products, with of.bias, then the rows that were gathered and their
-    scales if these are asked for.
+    """Run an operator with FP8 operands.
 
-    a: [m, K], and of.scale_a for its rows. group: its name, this rank, world_size. rows and unit are as MatmulCall has them.
+    Return its products, with of.bias added, then the gathered rows and their scales if these were requested.
+
+    a: [m, K], whose scales are of.scale_a.
+    group: its name, this rank, and world_size.
+    rows, unit: as MatmulCall's rows and row_multiple.
     """
     options = _Scaled(
         op, *group, rows, unit, schedule, return_gathered, reduce_op, of.recipe, of.output_dtype, of.use_fast_accum

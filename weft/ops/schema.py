@@ -1,4 +1,4 @@
-"""The torch.library schema of an operator, from the annotations of the function that computes it."""
+"""This module makes the torch.library schema of an operator from the annotations of the function that computes it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import torch
 
 SymInt = Annotated[int, "SymInt"]
-"""An int that torch.compile may trace as a symbol. It compiles anew for each value of any other int."""
+"""An int that torch.compile may trace as a symbol. For any other int, torch.compile compiles each value separately."""
 _NAMES = {torch.Tensor: "Tensor", torch.dtype: "ScalarType", SymInt: "SymInt"}
 
 
 def schema_of(name: str, run: Callable[..., Any]) -> tuple[str, int, int, list[tuple[Any, slice]]]:
-    """(the schema of weft::name, how many tensors it takes, how many options, the NamedTuples and where their fields are,
-    the last one first).
+    """Return (schema of weft::name, number of tensors, number of options, NamedTuples).
 
-    The arguments are the parameters of `run`, tensors first; each NamedTuple stands for its fields. A tensor that the operator
-    changes is annotated as schemas have it: Annotated[Tensor, "a!"].
+    Each NamedTuple comes with the positions of its fields, the last NamedTuple first. The arguments of the operator are the
+    parameters of `run`, tensors first, and a NamedTuple stands for its fields. A tensor that the operator changes is annotated
+    as in schemas: Annotated[Tensor, "a!"].
     """
     hints = get_type_hints(run, include_extras=True)
     result = _type(hints.pop("return"))
@@ -33,7 +33,7 @@ def schema_of(name: str, run: Callable[..., Any]) -> tuple[str, int, int, list[t
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """The types of a NamedTuple's fields; none for what is no NamedTuple."""
+    """Return the types of a NamedTuple's fields, or an empty dictionary for another type."""
     return get_type_hints(kind, include_extras=True) if hasattr(kind, "_fields") else {}
 
 

@@ -1,4 +1,4 @@
-"""all_gather_matmul and matmul_reduce_scatter: tensor and sequence parallel.
+"""all_gather_matmul and matmul_reduce_scatter serve tensor and sequence parallel layers.
 
     all_gather_matmul(a, b)        replaces   dist.all_gather_into_tensor(a_full, a); a_full @ b
     matmul_reduce_scatter(a, b)    replaces   c = a @ b; dist.reduce_scatter_tensor(out, c)
@@ -129,7 +129,7 @@ def all_gather_matmul(
     keep_gathered: bool = False,
     **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor | list[torch.Tensor] | tuple[Any, ...]:
-    """all_gather(a, dim=gather_dim) @ b, with the gather hidden behind the matmul.
+    """Compute all_gather(a, dim=gather_dim) @ b, and overlap the gather with the matmul.
 
     Replaces
 
@@ -137,34 +137,35 @@ def all_gather_matmul(
 
     Args:
         a: [m, ..., K], this rank's shard; any strides.
-        b: [K, n], or several of them that share one gather (Q, K and V, say).
-        group: any process group; on several hosts see docs/nodes.md. Default: the whole world.
-        schedule: "auto": the fastest of a few that are measured at the first call of a problem (on CPUs the planner's choice).
-            "planned": the planner's choice; nothing is measured. Or a name of `weft schedules`, "name:chunks", or a Schedule
-            value.
+        b: [K, n], or a list of several that share one gather, such as Q, K and V.
+        group: any process group. On several hosts see docs/nodes.md. Default: the whole world.
+        schedule: "auto" takes the fastest of a few schedules, which the first call of a problem measures (on CPUs, the
+            planner's choice). "planned" takes the planner's choice without measuring. It may also be a name of
+            `weft schedules`, "name:chunks", or a Schedule value.
         return_gathered: also return the gathered a.
         gather_dim: the dimension that is gathered (not the last).
-        rows: extent of gather_dim over all ranks, where it is not world_size times a's: then a's is the part that torch.chunk
-            would give this rank.
-        keep_gathered: for b's gradient, keep the gathered a, M x K, from forward to backward; else it is gathered again.
+        rows: the extent of gather_dim over all ranks, if it is not world_size times a's. Then a's extent must be the part that
+            torch.chunk would give this rank.
+        keep_gathered: keep the gathered a, M x K, from forward to backward for b's gradient. Otherwise it is gathered again.
 
     **FP8**: a and b may be float8_e4m3fn or float8_e5m2 with scales, named as in torch.nn.functional.scaled_mm:
 
         scale_a, scale_b: float32. One element each (tensorwise); [m, ..., 1] and [1, n] (rowwise); or [m, ..., K / 128] and
-            [K / 128, n / 128] (blockwise, 1x128 by 128x128). Of several b, a list.
+            [K / 128, n / 128] (blockwise, 1x128 by 128x128). For several b, scale_b is a list.
         scale_recipe_a, scale_recipe_b: members of torch.nn.functional.ScalingType; by default the shapes determine them.
         bias: [n], in output_dtype, added to the rounded result.
         output_dtype: bfloat16 (default), float16 or float32.
-        use_fast_accum: as torch has it.
+        use_fast_accum: as in torch.
 
-    An a of another dtype, given without scale_a, is quantised while it is sent to the other ranks (rowwise, or 1x128 for a
-    blockwise b) to float8_e4m3fn, with the largest magnitude over 448 as scale; the result has a's dtype. b's columns must be
-    contiguous (weight.t()), K a multiple of 16, or of 128 blockwise, and n of 16. Rows take their scales along, so that
-    tensorwise scales of ranks may differ: these become rowwise. There is no backward.
+    An a of another dtype, passed without scale_a, is quantised while it is sent to the other ranks: to float8_e4m3fn, rowwise,
+    or 1x128 for a blockwise b, with the largest magnitude over 448 as scale. The result then has a's dtype. b's columns must be
+    contiguous (weight.t()), K a multiple of 16, or of 128 blockwise, and n of 16. Rows are sent with their scales, so
+    tensorwise scales become rowwise, and may differ between ranks. There is no backward.
 
-    Returns out [M, ..., n], or a list, one for each b; with return_gathered, (that, gathered a), and of FP8 its scales, too.
-    Raises ValueError for wrong shapes, dtypes or names; RankMismatch if ranks call different things; PeerLost and
-    WaitTimeout if a rank is lost. Sources: FiCCO (arXiv 2512.10236), T3 (arXiv 2401.16677); see docs/schedules.md.
+    Returns out [M, ..., n], or a list with one for each b. With return_gathered, it returns (out, gathered a), and for FP8 also
+    the scales of the gathered a. Raises ValueError for wrong shapes, dtypes or names; RankMismatch if ranks call different
+    things; PeerLost and WaitTimeout if a rank is lost. Sources: FiCCO (arXiv 2512.10236), T3 (arXiv 2401.16677); see
+    docs/schedules.md.
     """
     bs = [b] if isinstance(b, torch.Tensor) else to_list("b", b, "pass a matrix, or several in a list")
     check_operands(a, bs, scaled=True)
@@ -189,8 +190,12 @@ def all_gather_matmul(
 
 
 class _Gather(NamedTuple):
-    """Options of weft::all_gather_matmul. rows: of the whole flat a. unit: flat rows of one entry of the gathered dimension.
-    keep: whether the gathered a is an additional output, which is saved for b's gradient."""
+    """_Gather holds the options of weft::all_gather_matmul.
+
+    rows: the rows of the whole flat a.
+    unit: the flat rows of one entry of the gathered dimension.
+    keep: whether the gathered a is an additional output, which is saved for b's gradient.
+    """
 
     group: str
     rows: SymInt
@@ -212,7 +217,7 @@ def _gather_fake(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> l
 
 def _gather_save(ctx: Any, inputs: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
     a, bs, ctx.options = inputs
-    # Zeros for a gathered a that nobody has used would go through the whole backward.
+    # Without this, zeros would go through the whole backward if the gathered a has no gradient.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, *([outputs[-1]] if ctx.options.keep else []), *bs)
 
@@ -223,12 +228,12 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
     grad_a: torch.Tensor | None = None
     grad_bs: list[torch.Tensor | None] = [None] * len(bs)
     if ctx.needs_input_grad[0]:
-        # Of an output that nobody has used the gradient is zeros, and not left out: ranks may differ in what they use, and all
-        # must make the same call.
+        # An output that is not used gets a gradient of zeros, because ranks may use different outputs and must all make the
+        # same call.
         factors = [a.new_zeros(options.rows, b.shape[1]) if g is None else g for g, b in zip(grads, bs, strict=False)]
         columns = [*bs]
         if options.return_gathered and grads[-1] is not None:
-            # The gradient of the gathered a goes back to its owners by the same reduce-scatter, as a product with 1.
+            # The same reduce-scatter returns the gradient of the gathered a to its owners, as a product with the identity.
             factors.append(grads[-1])
             columns.append(torch.eye(a.shape[1], dtype=a.dtype, device=a.device))
         group = group_named(options.group)
@@ -264,7 +269,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     **scales: Unpack[ScaleAndBias],
 ) -> torch.Tensor:
-    """reduce_scatter(a @ b, dim=scatter_dim), with the exchange hidden behind the matmul.
+    """Compute reduce_scatter(a @ b, dim=scatter_dim), and overlap the exchange with the matmul.
 
     Replaces
 
@@ -274,17 +279,17 @@ def matmul_reduce_scatter(
         a: [M, ..., k], any strides.
         b: [k, N].
         group: as for all_gather_matmul.
-        schedule: as for all_gather_matmul, but for the families that it alone has.
+        schedule: as for all_gather_matmul, except for the schedules that only all_gather_matmul has.
         op: "sum" or "avg".
         scatter_dim: the dimension that is scattered (not the last).
 
     Partial products are rounded to the dtype, summed in float32 in the order of ranks, and rounded once.
 
-    FP8: a and b, and scale_a, scale_b and the options that follow them, as for all_gather_matmul, but that
-    tensorwise scales stay so; partial products are rounded to output_dtype, and bias [N] is added once, to the sum.
+    FP8: a, b, scale_a, scale_b and the options that follow them are as for all_gather_matmul, but tensorwise scales remain
+    tensorwise. Partial products are rounded to output_dtype, and bias [N] is added once, to the sum.
 
-    Returns out [m, ..., N]: this rank's part as torch.chunk would cut it; where M does not divide, the last ranks' are
-    shorter or empty. Raises as all_gather_matmul does.
+    Returns out [m, ..., N]: this rank's part as torch.chunk would cut it. If world_size does not divide M, the parts of the
+    last ranks are shorter or empty. Raises as all_gather_matmul does.
     """
     check_operands(a, [b], scaled=True)
     scaled = quantised("matmul_reduce_scatter", a, [b], scales) if scales or a.dtype in FLOAT8 else None
@@ -306,7 +311,11 @@ def matmul_reduce_scatter(
 
 
 class _Scatter(NamedTuple):
-    """Options of weft::matmul_reduce_scatter. unit: flat rows of one entry of the scattered dimension. op: "sum" or "avg"."""
+    """_Scatter holds the options of weft::matmul_reduce_scatter.
+
+    unit: the flat rows of one entry of the scattered dimension.
+    op: "sum" or "avg".
+    """
 
     group: str
     rank: int
@@ -349,7 +358,7 @@ _matmul_reduce_scatter = define(
 
 
 def _dimension(name: str, dim: int, a: torch.Tensor) -> int:
-    """A dimension but the last, counted from 0. Raises ValueError that names the argument."""
+    """Return a dimension as a number from 0. Raises ValueError that names the argument for the last dimension."""
     if not isinstance(dim, int):
         raise ValueError(f"{name} is a {type(dim).__name__}; it must be in 0 to {a.dim() - 2}")
     found = dim + a.dim() if dim < 0 else dim
@@ -370,12 +379,12 @@ def _check_rows(rows: int | None, own: int, rank: int, world_size: int) -> None:
 
 
 def _gradient_of(b: torch.Tensor, a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """a^T @ grad, laid out as b is: the gradient of a transposed weight would otherwise be copied when it is accumulated."""
+    """Return a^T @ grad in the layout of b. Otherwise the gradient of a transposed weight would be copied when accumulated."""
     return (grad.t() @ a).t() if _is_transposed(b) else a.t() @ grad
 
 
 def _concatenate(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The columns of all of them; a single one as it is (copying a weight takes as long as its collective)."""
+    """Concatenate columns. A single matrix is returned without a copy, which would take as long as its collective."""
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), 1)
 
 

@@ -1,44 +1,44 @@
-"""Executors: a checked schedule, run on real devices.
+"""The executors run a checked schedule on real devices.
 
 From a call to a program:
 
-    calls.py  collective_calls.py  ragged.py     one rank's call: an operator's, a collective's, of rows that only devices count
+    calls.py  collective_calls.py  ragged.py     a rank's call of an operator, of a collective, or with splits
     gradients.py                                 the backward of lookups
     groups.py  programs.py                       the registry of process groups; a group's calls and its bound programs
-    environment.py                               what the environment says, looked at before ranks start
+    environment.py                               settings from the environment, read before ranks start
     agreed_profile.py  nearest.py                the machine profile that all ranks use
     buckets.py                                   row counts that are padded to a bucket
-    choose.py  tuner.py  autotune.py             from `schedule=` to a schedule: by name or plan; measured before, or here
-    plan_cache.py                                what was measured before, in files
+    choose.py  tuner.py  autotune.py             from `schedule=` to a schedule: by name or plan, measured before or now
+    plan_cache.py                                files with earlier measurements
 
 A program, which is a schedule bound to one rank:
 
-    bound.py  bindings.py  flag_words.py         what devices share: addresses of buffers, tensors of a call, flags
-    launch_plan.py  launches.py                  what a call launches, prepared once; what a launch is
+    bound.py  bindings.py  flag_words.py         parts for all devices: addresses of buffers, tensors of a call, flags
+    launch_plan.py  launches.py                  the launches of a call, prepared once; the kinds of launches
     arithmetic.py  bags.py  host_rows.py         steps by torch: matmuls and sums; lookups; segments
     host.py  host_resources.py                   on CPUs: a call; shared memory, and lanes as threads
     cuda.py  lane_streams.py                     on GPUs: a call; streams that fork and join
-    order.py  turn.py  replay.py                 orders in which no stream, and no GPU, is stuck; calls as CUDA graphs
-    call_timer.py                                when the steps of a call ran
-    cuda_resources.py                            what the programs of a process group share there: streams, symmetric memory
-    products.py                                  matmuls, each by the algorithm of cuBLAS that was fastest
+    order.py  turn.py  replay.py                 the order of launches, and of programs on a GPU; calls as CUDA graphs
+    call_timer.py                                the times at which the steps of a call ran
+    cuda_resources.py                            streams and symmetric memory that programs of a process group share on GPUs
+    products.py                                  matmuls by the fastest cuBLAS algorithm
 
 Steps as kernels (weft.kernels), on any device whose memory has addresses:
 
-    step_kernels.py                              their interface, and which steps have one
+    step_kernels.py                              the interface of these kernels, and the steps that have one
     fused.py  fused_collective.py                GEMMs and sums that wait, count or store at peers; collectives as one kernel
     pushes.py  sums.py  lookups.py               pushes, sums of collectives, embedding bags
-    ragged_kernels.py  ragged_steps.py           steps whose row counts live on devices, and their tables
+    ragged_kernels.py  ragged_steps.py           steps whose row counts are known only on devices, and their tables
 
 Failure:
 
-    peer_waits.py                                waits that have no bound of weft's own, and what a wait is for, in words
+    peer_waits.py                                bounds for waits of libraries; texts that say what a call waits for
     tickets.py  watchdog.py                      the calls in flight on a GPU, and the thread that bounds each of them
-    release.py                                   what follows a failure there: released waits, NaN in results, aborts
+    release.py                                   after a failure on a GPU: released waits, NaN in results, aborts
 
-What others move, and the rest:
+Libraries, and the rest:
 
-    nccl.py  unscheduled.py                      NCCL's collectives; what no schedule describes
-    network.py  host_wire.py                     messages between nodes: NCCL's, gloo's
-    ranks.py  versions.py                        rank processes of weft's own; versions of all that takes part
+    nccl.py  unscheduled.py                      NCCL's collectives; work of all ranks without a schedule
+    network.py  host_wire.py                     messages between nodes by NCCL, and by gloo
+    ranks.py  versions.py                        rank processes that weft starts; versions of libraries
 """

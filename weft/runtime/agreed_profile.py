@@ -1,7 +1,7 @@
-"""The machine profile by which the kernels of a group choose, which every rank must have.
+"""All ranks of a group must have the same machine profile, because kernels choose tile shapes by it.
 
-A kernel's tile shape says how often it counts, and a rank that waits for another one's tiles knows that number from its own
-profile. With two profiles it could wait for ever. So ranks compare their profiles before the first kernel of a group.
+The tile shape determines how often a kernel counts, and a rank that waits for another rank's tiles computes that number from
+its own profile. With two profiles it could wait forever. So ranks compare their profiles before the first kernel of a group.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from weft.core.machine import Machine
 from weft.runtime.choose import readable_profile
 
 _BITS = 48
-"""Of a profile's digest: what fits the number that ranks exchange."""
+"""The number of bits of a profile's digest that fit the number that ranks exchange."""
 
 
 def agreed_profile(group: RankGroup, device: torch.device) -> Machine:
-    """The profile that all ranks of a group have for their devices. Collective. Where WEFT_MACHINE cannot be read, the nearest
-    shipped one, with a warning. Raises RankMismatch on every rank if two ranks have different profiles."""
+    """Return the profile that all ranks of a group have for their devices. Collective.
+
+    If WEFT_MACHINE cannot be read, it is the nearest shipped profile, with a warning.
+    Raises RankMismatch on every rank if two ranks have different profiles.
+    """
     mine = readable_profile(device, group.world_size)
     digests = group.agree_on_call("call: machine profile", int(mine.digest, 16) >> (64 - _BITS))
     for rank, digest in enumerate(digests):

@@ -1,6 +1,6 @@
-"""The arithmetic of a step by torch operations, the same on every device: matmuls, partial sums in float32, one rounding.
+"""This module runs the arithmetic of steps by torch operations. Partial sums are float32 and are rounded once, on every device.
 
-Consecutive parts of a GEMM without gates or counts between them, and that add nothing, are one matmul (`groups`). A part with
+Consecutive parts of a GEMM are one matmul if they add nothing and no gate or count is between them (`groups`). A part with
 inner gates is multiplied slice by slice (`Sliced`).
 """
 
@@ -18,7 +18,7 @@ from weft.runtime.launches import FactorScales, IssuedCall, Matmul
 
 
 def groups(parts: Sequence[Part]) -> list[list[Part]]:
-    """Consecutive parts that may be multiplied together: none waits, or counts, in between, or adds."""
+    """Return groups of consecutive parts that may be one matmul: no part adds, and none waits or counts within the group."""
     found: list[list[Part]] = []
     for part in parts:
         last = found[-1][-1] if found else part
@@ -33,7 +33,7 @@ def groups(parts: Sequence[Part]) -> list[list[Part]]:
 def multiply_gated(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, matmul: Matmul, scales: FactorScales | None = None
 ) -> None:
-    """out = silu(left half) * right half of a @ b, which is made in float32. scales: of FP8 operands."""
+    """Compute out = silu(left half) * right half of a @ b. The product is float32. scales: the scales of FP8 operands."""
     product = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
     matmul(a, b, product, accumulate=False, scales=scales)
     gate, up = product.chunk(2, -1)
@@ -41,8 +41,10 @@ def multiply_gated(
 
 
 class Product:
-    """A Product multiplies the parts of a group as one matmul. Rows that are not adjacent are gathered before and scattered
-    after."""
+    """A Product multiplies the parts of a group as one matmul.
+
+    It gathers rows that are not adjacent before the matmul, and scatters their results after it.
+    """
 
     def __init__(self, step: Gemm, parts: Sequence[Part]) -> None:
         self._step, self._part = step, parts[0]
@@ -80,9 +82,9 @@ class Product:
 
 
 class Sliced:
-    """The product of a part with inner gates: its slices of K, in order, summed up in float32 and rounded once, at the end.
+    """A Sliced multiplies a part with inner gates by slices of K, in order. It sums in float32 and rounds once, at the end.
 
-    `multiply` multiplies a slice, once its gate is open. Between the first and the last slice this object holds the sum.
+    `multiply` multiplies a slice after its gate has opened. Between the first and the last slice this object holds the sum.
     """
 
     def __init__(self, step: Gemm, part: Part) -> None:
@@ -91,7 +93,7 @@ class Sliced:
         self._sums: list[torch.Tensor] = []
 
     def multiply(self, bindings: Bindings, number: int, matmul: Matmul) -> None:
-        """Slice `number`, counted from 0."""
+        """Multiply slice `number`, counted from 0."""
         part, low, high = self._part, *self._edges[number : number + 2]
         a = bindings.view(part.a)[:, low:high]
         pieces = bindings.pieces(self._step.b)
@@ -106,7 +108,7 @@ class Sliced:
 
 
 def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul) -> None:
-    """Write the unrounded product plus what the part adds, in order, divided, to `out`."""
+    """Write the product plus the part's addends, in order, divided, to `out`. Only the result is rounded."""
     a = bindings.view(part.a)
     scaled = repeat(None) if bindings.scaling is None else _scales(bindings, bindings.scaling, [part.a], step.b)
     for (b, cols), scales in zip(bindings.pieces(step.b), scaled, strict=False):
@@ -120,21 +122,21 @@ def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul
 
 
 def _scales(bindings: Bindings, scaling: Scaling, rows: Sequence[Region], b: Region) -> Iterator[FactorScales]:
-    """The scales of a product of these rows of a and each piece of b."""
+    """Yield the scales of the product of these rows of a and each piece of b."""
     found = [scales for run in rows for scales in bindings.scale_views(run)]
     of_a = found[0] if len(found) == 1 or scaling.recipe == "tensorwise" else torch.cat(found)
     return (FactorScales(of_a, of_b, scaling) for of_b in bindings.scale_views(b))
 
 
 def _stack(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of all of them. torch.cat takes FP8 on some devices alone, so their bytes are concatenated."""
+    """Concatenate rows. For FP8 it concatenates bytes, because torch.cat supports FP8 only on some devices."""
     if rows[0].element_size() > 1:
         return torch.cat(list(rows))
     return torch.cat([one.view(torch.uint8) for one in rows]).view(rows[0].dtype)
 
 
 def add_up(bindings: Bindings, part: Sum, divide_by: int) -> None:
-    """Write the sum of the part's sources, in order, divided, to `out`."""
+    """Sum the part's sources, in order, divide the sum, and write it to `out`."""
     for out, cols in bindings.pieces(part.out):
         total = bindings.view(_columns(part.srcs[0], cols)).to(torch.float32, copy=True)
         for src in part.srcs[1:]:
@@ -145,6 +147,6 @@ def add_up(bindings: Bindings, part: Sum, divide_by: int) -> None:
 
 
 def _columns(region: Region, cols: Span1D) -> Region:
-    """Columns of a region, counted from its own first."""
+    """Return some columns of a region. cols: counted from the region's first column."""
     low = region.cols[0]
     return Region(region.buffer, region.rank, region.rows, (low + cols[0], low + cols[1]))

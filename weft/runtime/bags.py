@@ -1,4 +1,4 @@
-"""Lookup steps by torch, bag by bag, for CPUs. Without Triton."""
+"""This module runs lookup steps by torch, for CPUs without Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.runtime.bindings import Bindings
 
 
 def look_up(bindings: Bindings, part_bags: Region, out: Region, problem: LookupProblem) -> None:
-    """out = the pooled rows of these bags, by torch. An index that its table does not have adds nothing."""
+    """Store the pooled rows of these bags in out. An index outside its table adds nothing."""
     (low, high), loose = part_bags.rows, bindings.loose
     view = bindings.view(out)
     for at, (left, right) in enumerate(problem.table_columns(part_bags.rank)):
@@ -25,7 +25,7 @@ def look_up(bindings: Bindings, part_bags: Region, out: Region, problem: LookupP
 def pool(
     table: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, mean: bool
 ) -> torch.Tensor:
-    """The bags indices[offsets[i] : offsets[i + 1]] of one table, pooled in float32."""
+    """Pool the bags indices[offsets[i] : offsets[i + 1]] of one table in float32."""
     ends = offsets.long().clamp(0, indices.numel())
     lengths = ends.diff().clamp(min=0)
     bag = torch.repeat_interleave(lengths)
@@ -38,7 +38,7 @@ def pool(
 
 
 def _rows(table: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a table in float32, zeros for those that it does not have; and whether it has them."""
+    """Return rows of a table in float32, and whether the table has them. Rows that it does not have are zeros."""
     there = (indices >= 0) & (indices < table.shape[0])
     if not table.shape[0]:
         return torch.zeros(indices.numel(), table.shape[1], dtype=torch.float32), there

@@ -1,4 +1,4 @@
-"""The tensors of one call, by the names that a Schedule gives them, and the place of a step, for error messages."""
+"""Bindings maps the buffers of a Schedule to the tensors of one call. Where names the place of a step in error messages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from weft.core.problem import Scaling, Span1D
 from weft.core.schedule import Buffer, Region, SendReceive, Step
 
 Messages = Sequence[tuple[torch.Tensor, int]]
-"""Contiguous tensors, each with the rank at its other end."""
+"""Contiguous tensors, each with the rank that sends or receives it."""
 Columns = Sequence[tuple[torch.Tensor, Span1D]]
-"""Matrices side by side: each with the columns of the buffer that it holds."""
+"""Matrices that together make up a buffer, each with the columns of the buffer that it holds."""
 
 
 def scales_name(buffer: str) -> str:
-    """The name that the scales of a buffer of FP8 elements have among the tensors of a call.
+    """Return the name of the scales of a buffer of FP8 elements among the tensors of a call.
 
     >>> scales_name("a")
     'a scales'
@@ -27,7 +27,7 @@ def scales_name(buffer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A step of this rank, for messages and spans."""
+    """Where identifies a step of a rank in messages and spans."""
 
     rank: int
     lane: str
@@ -40,11 +40,13 @@ class Where:
 
 @dataclass(slots=True)
 class Bindings:
-    """The tensors of one call: by (buffer, rank), the matrices side by side that make up the buffer.
+    """Bindings holds the tensors of one call.
 
-    loose: inputs that are no buffer of the schedule, by name; a lookup's tables and indices.
-    scales: of a buffer of FP8 elements, the scales of each of its matrices. scaling: what shares a scale. buffers: the
-    schedule's, by name.
+    tensors: the matrices that make up a buffer, by (buffer, rank).
+    loose: inputs outside the schedule's buffers, by name, such as a lookup's tables and indices.
+    scales: the scales of each matrix of a buffer of FP8 elements.
+    scaling: says which elements share a scale.
+    buffers: the schedule's buffers, by name.
     """
 
     tensors: dict[tuple[str, int], Columns] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class Bindings:
         self.tensors[buffer, rank] = columns
 
     def scale_views(self, region: Region) -> list[torch.Tensor]:
-        """The scales of each of the region's `pieces`; none where the region is not of FP8."""
+        """Return the scales of each of the region's `pieces`. The list is empty if the region is not FP8."""
         matrices = self.scales.get((region.buffer, region.rank))
         if matrices is None:
             return []
@@ -73,7 +75,7 @@ class Bindings:
         return found
 
     def _scales_of(self, scales: torch.Tensor, region: Region, cols: Span1D) -> torch.Tensor:
-        """Of the columns of one matrix."""
+        """Return the scales of these columns of one matrix."""
         rows, blocks = self._scale_places(region, cols)
         return scales[slice(*rows), slice(*blocks)]
 
@@ -84,16 +86,16 @@ class Bindings:
         return self.scaling.scales_of(operand, region.rows, cols)
 
     def scale_region(self, region: Region) -> Region:
-        """Return the region of the scales of a region within the matrix of its buffer's scales."""
+        """Return where the scales of a region are in the matrix of its buffer's scales."""
         return Region(region.buffer, region.rank, *self._scale_places(region, region.cols))
 
     def scales_at(self, region: Region) -> torch.Tensor:
-        """Return the scales in a region of `scale_region`."""
+        """Return the scales in a region that `scale_region` returned."""
         (matrix,) = self.scales[region.buffer, region.rank]
         return matrix[slice(*region.rows), slice(*region.cols)]
 
     def messages(self, step: SendReceive) -> tuple[Messages, Messages]:
-        """Return the tensors that a step sends, and those that it receives, each with the peer."""
+        """Return the tensors that a step sends and those that it receives, each with its peer."""
         sends = [(one, send.to) for send in step.sends for one in self.moved(send.src)]
         return sends, [(one, receive.source) for receive in step.receives for one in self.moved(receive.dst)]
 
@@ -107,13 +109,13 @@ class Bindings:
         columns = self.tensors[region.buffer, region.rank]
         if len(columns) == 1:
             whole, (top, bottom), (low, high) = columns[0][0], region.rows, region.cols
-            # Taking a view of all of it would take about 5 us.
+            # A view of the whole matrix would take about 5 us.
             return whole if top == low == 0 and whole.shape == (bottom, high) else whole[top:bottom, low:high]
         ((view, _),) = self.pieces(region)
         return view
 
     def pieces(self, region: Region) -> Columns:
-        """The region cut at the borders of its matrices: (view, columns relative to the region)."""
+        """Cut the region at the borders of its matrices. Return (view, columns relative to the region) of each piece."""
         rows, (low, high) = slice(*region.rows), region.cols
         columns = self.tensors[region.buffer, region.rank]
         if len(columns) == 1:

@@ -1,4 +1,4 @@
-"""When each step of a GPU call ran: events around every launch."""
+"""A CallTimer measures when each step of a GPU call ran, by events around every launch."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def _event() -> torch.cuda.Event:
 
 
 class CallTimer:
-    """The times of one call, which begins now on the stream `caller`."""
+    """A CallTimer records the times of one call. `begin` starts it."""
 
     def __init__(self, resources: CudaResources) -> None:
         self._resources, self._zero_us = resources, time.perf_counter_ns() / 1e3
         self._times: list[tuple[Where, torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self, caller: int) -> None:
-        """The call begins on its stream."""
-        on = self._resources.named(caller)
+        """Record the begin of the call on the caller's stream."""
+        on = self._resources.torch_stream(caller)
         self._begin, end = _event(), _event()
         self._begin.record(on)
         end.record(on)
 
     def issue(self, launch: Launch, call: IssuedCall, stream: int) -> None:
         """Enqueue a launch between two events."""
-        on = self._resources.named(stream)
+        on = self._resources.torch_stream(stream)
         start, end = _event(), _event()
         start.record(on)
         launch.issue(call, stream)
@@ -42,7 +42,7 @@ class CallTimer:
         self._times.append((launch.where, start, end))
 
     def spans(self, schedule: Schedule) -> list[Span]:
-        """When each step ran, from its first launch to its last one. The call must have ended."""
+        """Return when each step ran, from its first launch to its last one. The call must have ended."""
         found: dict[Where, tuple[float, float]] = {}
         for where, *events in self._times:
             first, last = (self._zero_us + 1e3 * float(self._begin.elapsed_time(event)) for event in events)

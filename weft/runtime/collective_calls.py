@@ -1,4 +1,4 @@
-"""One call of a collective alone, on one rank."""
+"""A CollectiveCall is one rank's call of a collective without a computation."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OF_FREE = 8
 """At most an eighth of a GPU's free memory is used, because `auto` binds several schedules at once."""
 _SUMMED = {DTYPES[name]: name for name in ITEMSIZE}
 MOST_ELEMENTS = 1 << 30
-"""Of a tensor that is summed: the kernel counts them in 32 bits."""
+"""The most elements of a tensor that is summed, because the kernel counts them in 32 bits."""
 
 
 def check_summed(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError for a tensor that cannot be summed."""
+    """Raise ValueError for a tensor that cannot be summed."""
     if tensor.dtype not in _SUMMED:
         raise ValueError(f"{name} is {tensor.dtype}; {op} sums {', '.join(_SUMMED.values())}")
     if tensor.numel() > MOST_ELEMENTS:
@@ -37,7 +37,7 @@ def check_summed(op: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def staging_from_environment(device: torch.device) -> int:
-    """WEFT_STAGING_BYTES, or the device's default. Raises ValueError where it is no number, or too low."""
+    """Return WEFT_STAGING_BYTES, or the device's default. Raises ValueError if it is not a number, or too low."""
     text, least = os.environ.get("WEFT_STAGING_BYTES", str(STAGING_BYTES[device.type])), CollectiveProblem.LEAST_STAGING
     if not text.isdecimal() or int(text) < least:
         raise ValueError(f"WEFT_STAGING_BYTES is {text!r}; it must be a whole number of at least {least}")
@@ -45,7 +45,7 @@ def staging_from_environment(device: torch.device) -> int:
 
 
 def affordable(staging_bytes: int, device: torch.device) -> int:
-    """`staging_bytes`, or less on a GPU that has not so much to spare: then a power of two."""
+    """Return `staging_bytes`, or a smaller power of two on a GPU with less free memory."""
     if device.type != "cuda":
         return staging_bytes
     spare = torch.cuda.mem_get_info(device)[0] // _OF_FREE
@@ -87,7 +87,7 @@ class CollectiveCall(Call):
 
     @property
     def invalidated(self) -> Sequence[torch.Tensor]:
-        """The result, in its own dtype. Of an all-gather in place, all but the part that this rank has given itself."""
+        """The result, in its own dtype. For an all-gather in place, it excludes this rank's own part."""
         flat = _plain(self.out).view(-1)
         at = (self.a.data_ptr() - flat.data_ptr()) // flat.element_size()
         if self.op == "all_gather" and 0 <= at < flat.numel():
@@ -96,11 +96,11 @@ class CollectiveCall(Call):
 
     @property
     def tried(self) -> bool:
-        """Not where peers write the result itself, nor where a second one might not fit."""
+        """False if peers write the result itself, or a second result might not fit."""
         return self.reach is None and self.out.numel() * self.out.element_size() <= _MOST_TRIED_BYTES
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As one column, of units where nothing is summed."""
+        """Return a tensor as one column. If nothing is summed, its elements are units."""
         flat = _plain(tensor).view(-1)
         return (flat if self._sums else flat.view(self.unit)).view(-1, 1)
 
@@ -114,7 +114,7 @@ class CollectiveCall(Call):
 
     @property
     def share(self) -> int:
-        """Bytes that this rank can stage: the problem's are the least of all ranks'. A Schedule value has said how many."""
+        """The bytes that this rank can stage. The problem has the least of all ranks. A Schedule value fixes the number."""
         if self.schedule.startswith("value:"):
             return self.staging_bytes
         return affordable(self.staging_bytes, self.a.device)
@@ -156,8 +156,10 @@ class CollectiveCall(Call):
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that may be written in any mode: one of inference mode may be only there, and calls run in
-    none (weft.runtime.calls.PLAIN)."""
+    """Return a tensor on the same memory that may be written in any mode.
+
+    A tensor of inference mode may only be written there, and calls run outside of it (weft.runtime.calls.PLAIN).
+    """
     if not tensor.is_inference():
         return tensor.detach()
     place = tensor.storage_offset(), tensor.shape, tensor.stride()

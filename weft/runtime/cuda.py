@@ -49,7 +49,7 @@ from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations, IssuedCall
 from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import sms_for
-from weft.runtime.peer_waits import unsent, waiting
+from weft.runtime.peer_waits import describe_unfinished, describe_waits
 from weft.runtime.products import Products, settings
 from weft.runtime.release import INVALID_BYTE
 from weft.runtime.replay import Replays, layout_key
@@ -202,7 +202,9 @@ class CudaProgram(BoundProgram):
     def close(self) -> None:
         # Waits are released until the calls have ended, because the peers of a call in flight may be lost.
         releaser = self.resources.releaser
-        if not self.resources.drained(self._last_ticket, captured=self.captured, forget=lambda: releaser.remove(id(self))):
+        if not self.resources.wait_for_calls(
+            self._last_ticket, captured=self.captured, forget=lambda: releaser.remove(id(self))
+        ):
             LOGGER.error("%s has calls that have not ended: its memory stays in use until the process ends", self.title)
             _IN_USE.append((self._pieces, self._words, self._area, self._scratch, self._plans, self._replays))
             self._pieces = []
@@ -503,7 +505,7 @@ class CudaProgram(BoundProgram):
         # Each lane has written the number of steps that it has reached.
         counts = zip(self._progress_at, seen[self.flags.words :], strict=False)
         reached = {lane: count - 1 for lane, count in counts}
-        stuck = stuck + waiting(self, seen, reached) or list(unsent(self, reached))
+        stuck = stuck + describe_waits(self, seen, reached) or list(describe_unfinished(self, reached))
         stuck = stuck or [f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"]
         return "\n".join(filter(None, (*stuck, self.resources.turn.others(self.resources.tickets, self.title))))
 

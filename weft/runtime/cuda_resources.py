@@ -1,6 +1,6 @@
-"""What the programs of one process group share on a GPU: symmetric memory, streams, temporaries, and the watchdog.
+"""CudaResources holds what programs of a process group share on a GPU: symmetric memory, streams, temporaries, the watchdog.
 
-The watchdog bounds every call (weft.runtime.watchdog). Lanes of all programs have streams of their own, by the lane's name.
+The watchdog bounds every call (weft.runtime.watchdog). Lanes of the same name in different programs use the same stream.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _LARGE = 2 << 20
 """Torch's allocator rounds requests of 1 MiB and more up by at most 2 MiB."""
 _ASIDE_PRIORITY, _INVALID_PRIORITY = -3, -4
-"""Priorities of the stream for signals during the caller's work, and of the stream that invalidates results. Lanes have -1,
-calls on a side stream have -2 (weft.runtime.groups), and the rescue stream has the highest that there is."""
+"""The priorities of the side stream for signals, and of the stream that invalidates results. Lanes have -1, calls on a side
+stream have -2 (weft.runtime.groups), and the rescue stream has the highest priority of the device."""
 _QUEUES = 8
 """The default number of CUDA's hardware queues for streams."""
 _LOOKS_PER_S = 20_000_000
@@ -49,10 +49,11 @@ _LONGEST_S = 1000.0
 
 
 class CudaResources:
-    """What the programs of one process group share on one GPU.
+    """CudaResources holds what the programs of one process group share on one GPU.
 
-    turn: the GPU's, of all process groups (default: one of its own). tries: how often a kernel looks at a flag before it gives
-    up. Raises ValueError for a bound of calls above _LONGEST_S.
+    turn: the Turn that all process groups of the GPU share. By default a new one.
+    tries: how often a kernel reads a flag before it gives up.
+    Raises ValueError for a bound of calls above _LONGEST_S.
     """
 
     def __init__(self, rank_group: RankGroup, device: torch.device, turn: Turn | None = None) -> None:
@@ -75,20 +76,20 @@ class CudaResources:
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._aside: torch.cuda.Stream | None = None
         self._ready: dict[int, int] = {}
-        """By stream, the bytes that its largest call has found in the pool of temporaries."""
+        """The bytes that are ready for each stream in the pool of temporaries."""
         self._priority = current_lane_priority()
-        # These have another priority than the lanes, so that they share no hardware queue with a lane, or with a branch of a
-        # graph, that waits.
+        # The priority of these streams differs from that of the lanes, so that they share no hardware queue with a waiting lane
+        # or a waiting branch of a graph.
         self.rescue = comm_stream(priority="high", device=device)
         self.asking = comm_stream(priority="high", device=device)
-        """For reading what a call waits for. That is a copy, which may not end while another thread loads a kernel; the release
-        must not wait behind it."""
+        """The stream for copies that read what a call waits for. Such a copy may not end while another thread loads a kernel,
+        and the release must not wait behind it."""
         self._invalidating = comm_stream(priority=max(_INVALID_PRIORITY, priority_number("high")), device=device)
         self.tries = min(int(rank_group.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._flag_launcher: Launcher | None = None
         self.captures = take_captures(device)
         self._replayed: tuple[int | None, int] = (None, 0)
-        """Stream and ticket of the last replay that multiplies by cuBLAS: all use one workspace, that of `captures`."""
+        """The stream and ticket of the last replay that uses cuBLAS. All replays use the one workspace of `captures`."""
         self.tickets = Tickets(self.driver)
         self.turn.add(self.tickets)
         self.releaser = Releaser(
@@ -99,7 +100,7 @@ class CudaResources:
         )
 
     def runs_kernels(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
-        """Whether fused steps of this dtype run as kernels: of 16 bits, or of FP8 operands, where a tile fits the GPU."""
+        """Return whether fused steps run as kernels. They need 16 bits or FP8 operands, and a tile that fits the GPU."""
         if dtype not in (torch.bfloat16, torch.float16) and scaling is None:
             return False
         fits = bool(shapes_for(self.capabilities, scaling))
@@ -109,12 +110,14 @@ class CudaResources:
 
     @property
     def quantises(self) -> bool:
-        """Whether a kernel quantises rows while it sends them. GPUs with TMA convert to FP8."""
+        """True if a kernel quantises rows while it sends them. GPUs with TMA convert to FP8."""
         return self.capabilities.tma
 
     def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
-        """Whether the kernel that exchanges runs here. scaling: of FP8 operands that it multiplies: every GPU with TMA has
-        matrix units for those."""
+        """Return whether the kernel of fused collectives runs on this GPU.
+
+        scaling: the scaling of FP8 operands. Every GPU with TMA has matrix units for these.
+        """
         return self.capabilities.matrix_16bit and (scaling is None or self.capabilities.tma)
 
     @property
@@ -125,49 +128,54 @@ class CudaResources:
         return True
 
     def settle(self) -> None:
-        """Wait until every rank has come here, and its GPU has ended what its current stream has. Collective."""
+        """Wait until every rank has called this, and its GPU has ended the work of its current stream. Collective."""
         self.heap.settle()
 
     def loading(self) -> AbstractContextManager[None]:
-        """A context in which kernels may be loaded: no call of weft's is in flight on the GPU."""
+        """Return a context in which kernels may be loaded, because no call of weft is in flight on the GPU."""
         return self.turn.alone(self.rank_group)
 
-    def drained(self, ticket: int, *, captured: bool, forget: Callable[[], None]) -> bool:
-        """Whether the calls up to a ticket have ended, and what releases them after a failure, which `forget` ends. Bounded.
+    def wait_for_calls(self, ticket: int, *, captured: bool, forget: Callable[[], None]) -> bool:
+        """Wait, bounded, until the calls up to a ticket and their release have ended. Return whether they have.
 
-        captured: a caller's graph has a call, too. Nobody can say when its replays end, so it is when the device is idle.
+        captured: a graph of the caller also contains a call. weft does not see its replays, so it waits until the GPU is idle.
+        forget: called when the calls have ended. It ends the release.
         """
         bound_s = FIRST_S if self.rank_group.broken is None else max(self.rank_group.timeout_s, _DRAINED_S)
         deadline = time.monotonic() + bound_s
-        ended = _comes(lambda: self.tickets.has_ended(ticket), deadline)
+        ended = _wait_until(lambda: self.tickets.has_ended(ticket), deadline)
         ended = ended and (not captured or idle(self.device, deadline - time.monotonic()))
         forget()
-        return _comes(self.rescue.query, deadline) and ended
+        return _wait_until(self.rescue.query, deadline) and ended
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue (lane_priority)."""
+        """Return a lane's stream. It shares no hardware queue with the caller's, as its priority differs (lane_priority)."""
         if name not in self._streams:
             self._streams[name] = comm_stream(priority=self._priority, device=self.device)
         return self._streams[name]
 
     @property
     def aside(self) -> torch.cuda.Stream:
-        """Where the compute lane's signals go: of a priority that no other stream of weft's has, since a lane may wait for them
-        that shared its hardware queue."""
+        """The side stream for the compute lane's signals.
+
+        No other stream of weft has its priority, because a waiting lane must not share a hardware queue with its signal.
+        """
         if self._aside is None:
             self._aside = comm_stream(priority=max(_ASIDE_PRIORITY, priority_number("high")), device=self.device)
         return self._aside
 
     def temporaries(self, nbytes: int) -> AbstractContextManager[None]:
-        """What torch allocates within, on this thread, comes from a private pool that has at least so many bytes ready for the
-        current stream. Otherwise the allocator of a full GPU would give cached memory back to the driver, which waits for all
-        streams; lanes of a half-enqueued call wait for the other half, so that would never end."""
+        """Return a context in which torch allocates from a private pool that has nbytes ready for the current stream.
+
+        Otherwise the allocator of a full GPU would return cached memory to the driver, which waits for all streams. Lanes of a
+        half-enqueued call wait for the other half, so this wait would never end.
+        """
         if not nbytes or self._private is None:
             return nullcontext()
         stream = self.current_stream()
         if self._ready.get(stream, 0) < nbytes:
             with torch.cuda.use_mem_pool(self._private, self.device):
-                # Large pieces are split, small ones come from another list of the allocator's.
+                # Large pieces are split. Small ones come from a separate list of the allocator.
                 for size in (nbytes + _LARGE, 1):
                     torch.empty(size, dtype=torch.uint8, device=self.device)
             self._ready[stream] = nbytes
@@ -178,21 +186,21 @@ class CudaResources:
         return private_pool()
 
     def allocated(self) -> int:
-        """How many bytes torch's allocator has handed out so far, including those that were freed since."""
+        """Return the bytes that torch's allocator has allocated so far, including those that were freed since."""
         return int(torch.cuda.memory_stats(self.device)["allocated_bytes.all.allocated"])
 
     def current_stream(self) -> int:
-        """The caller's stream."""
+        """Return the caller's stream."""
         return raw_stream(self._index)
 
-    def named(self, stream: int) -> torch.cuda.Stream:
-        """torch's name for a stream. ExternalStream would take 0, the default stream, for "any new one"."""
+    def torch_stream(self, stream: int) -> torch.cuda.Stream:
+        """Return a stream as torch's object. ExternalStream would take 0, the default stream, as a request for a new one."""
         if stream == self.current_stream():
             return torch.cuda.current_stream(self.device)
         return torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
     def words(self, words: Sequence[Word], *, by_kernel: bool) -> Callable[[int], None]:
-        """A function that enqueues memory operations on a stream."""
+        """Return a function that enqueues memory operations on a stream."""
         if not by_kernel:
             return self.driver.words(words)
         from weft.kernels.flag_operations import make_flag_table, make_launcher, run_flag_operations, split_into_phases
@@ -200,20 +208,23 @@ class CudaResources:
         if self._flag_launcher is None:
             self._flag_launcher = make_launcher()
         table = make_flag_table(split_into_phases(words), self.device)
-        # Loaded now: loading waits for all streams, and later one may wait for a flag.
+        # The kernel is loaded now, because loading waits for all streams, and later one of them may wait for a flag.
         run_flag_operations(table, tries=0, launched_by=self._flag_launcher)
         tries, launched_by = self.tries, self._flag_launcher
         return lambda stream: run_flag_operations(table, tries=tries, launched_by=launched_by, stream=stream)
 
     def after_replays(self, stream: int) -> None:
-        """`stream` goes on once no replay on another stream uses the workspace of cuBLAS that this group's graphs share. Other
-        groups have workspaces of their own. They could not be waited for: ranks may call two groups in different orders."""
+        """Make `stream` wait until no replay on another stream uses the cuBLAS workspace that this group's graphs share.
+
+        Each group has its own workspace. To wait for another group could deadlock, because ranks may call two groups in
+        different orders.
+        """
         last, ticket = self._replayed
         if last not in (None, stream):
             self.tickets.make_stream_wait(stream, ticket)
 
     def replayed(self, stream: int) -> None:
-        """The newest call has replayed a graph that uses the workspace of cuBLAS."""
+        """Record that the newest call has replayed a graph that uses the cuBLAS workspace."""
         self._replayed = stream, self.tickets.newest
 
     def close(self) -> None:
@@ -224,7 +235,7 @@ class CudaResources:
             give_back(stream)
         give_captures(self.captures)
         self._streams = {}
-        # Freed here: where its last user went, as in a garbage collection while a stream is captured, CUDA may refuse to.
+        # The pool is freed here, because CUDA may refuse to free it in a garbage collection while a stream is captured.
         self.__dict__.pop("_private", None)
         self.heap.free_cached()
         if self.wire:
@@ -232,8 +243,8 @@ class CudaResources:
         self.wire = None
 
 
-def _comes(ready: Callable[[], bool], deadline: float) -> bool:
-    """Whether something comes true before a time of time.monotonic. A device that is lost runs nothing any more."""
+def _wait_until(ready: Callable[[], bool], deadline: float) -> bool:
+    """Wait until `ready()` is true, or a time of time.monotonic. Return whether it is. A lost device counts as ready."""
     try:
         while not ready():
             if time.monotonic() > deadline:
@@ -245,8 +256,7 @@ def _comes(ready: Callable[[], bool], deadline: float) -> bool:
 
 
 def _warn_of_few_queues() -> None:
-    """Warn where streams share hardware queues: lanes wait for each other, and one that waits may then hold up what it waits
-    for."""
+    """Warn if streams share hardware queues, because a waiting lane could then block the lane that it waits for."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if given.isdecimal() and int(given) < _QUEUES:
         LOGGER.warning(

@@ -1,4 +1,4 @@
-"""What the environment says to weft, looked at before anything starts: each variable is also read where it counts."""
+"""This module checks weft's environment variables before ranks start. Each variable is also read where it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIX = "WEFT_"
 
 
 def _load_machine() -> None:
-    """Raises ValueError where calls would."""
+    """Load the machine profile. Raises ValueError if calls would."""
     profile_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -31,15 +31,15 @@ READ: dict[str, Callable[[], object]] = {
     "WEFT_RANKS_PER_NODE": ranks_per_node,
     "WEFT_STAGING_BYTES": lambda: staging_from_environment(torch.device("cpu")),
 }
-"""All that weft reads, and what raises a ValueError where a value will not do."""
+"""All variables that weft reads, each with a function that raises ValueError for a wrong value."""
 
 
 def check_environment() -> None:
-    """Raises ValueError for the first variable whose value will not do, as the first call would on every rank."""
+    """Raise ValueError for the first variable with a wrong value, as the first call would on every rank."""
     for read in READ.values():
         read()
 
 
 def unknown() -> tuple[str, ...]:
-    """Variables that are named as weft's are, and that weft does not read."""
+    """Return the variables that have weft's prefix, but that weft does not read."""
     return tuple(sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in READ))

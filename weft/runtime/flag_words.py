@@ -34,5 +34,5 @@ class WaiterWords:
         self.words = max(used, default=0)
 
     def raised(self, flag: Flag) -> bool:
-        """Whether anything signals it."""
+        """Return whether any step signals a flag."""
         return self._signals[flag] > 0

@@ -1,4 +1,4 @@
-"""A FusedCollective as one kernel, on any device whose memory has addresses (weft.kernels.all_reduce)."""
+"""This module runs a FusedCollective as one kernel, on any device whose memory has addresses (weft.kernels.all_reduce)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 
 def kernel_of(program: BoundProgram, where: Where, step: FusedCollective) -> FusedCollectiveKernel:
-    """The kernel of a fused collective. Collective: it takes memory on all ranks. Raises ValueError for a step that the kernel
-    does not run."""
+    """Return the kernel of a fused collective. Collective, because it allocates memory on all ranks.
+
+    Raises ValueError for a step that the kernel cannot run.
+    """
     return FusedCollectiveKernel(program.schedule, where, step, program.device, program, program.blocks)
 
 
 def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
-    """How the kernel exchanges. Raises ValueError for a step that it does not run."""
+    """Return how the kernel exchanges tiles. Raises ValueError for a step that the kernel cannot run."""
     problem, rank = schedule.problem, where.rank
     scatters = step.op == "reduce_scatter"
     divides = problem.world_size if problem.reduce_op == "avg" else 1
@@ -46,7 +48,10 @@ def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
 
 
 class FusedCollectiveKernel(StepKernel):
-    """One FusedCollective of one rank. It waits itself, for nothing that needs an SM of this GPU."""
+    """A FusedCollectiveKernel runs one FusedCollective of one rank.
+
+    It waits itself, and the data that it waits for comes from peers without an SM of this GPU.
+    """
 
     manages_own_flags = True
 
@@ -74,7 +79,7 @@ class FusedCollectiveKernel(StepKernel):
         addresses, self._box = owner.mailbox(self.plan.mailbox_bytes)
         self._memory: Mailbox = mailbox(addresses, self.plan.blocks(blocks), device)
         self._launcher = make_launcher()
-        # Pinned now: to pin memory may wait for the GPU, whose blocks may wait for this.
+        # `abort` needs pinned memory. It is pinned now because pinning may wait for the GPU, which `abort` must release.
         one = torch.ones(1, dtype=torch.int32)
         self._raised = one.pin_memory() if device.type == "cuda" else one
 
@@ -113,13 +118,14 @@ class FusedCollectiveKernel(StepKernel):
         return f"{self.where}: call {call}: {self._source(late[0])} has not arrived" if late else ""
 
     def _expected(self) -> list[int]:
-        """The regions of this rank that a call fills: of each tile all sources' pieces, and all owners' sums."""
+        """Return the regions of this rank that a call fills: for each tile, the partial tiles of all ranks and, with two hops,
+        the sums of all ranks."""
         layout, size = self.plan, self.plan.problem.world_size
         filled = 2 * size if layout.hops == "two" else size
         return [tile * layout.regions + i for tile in range(layout.count) for i in range(filled)]
 
     def _whole(self, call: int) -> torch.Tensor:
-        """By region, whether all of its words have come, in the rows that travel."""
+        """Return whether each region has received all words of the rows that are sent."""
         layout = self.plan
         words = (
             self._box.cpu()[: layout.mailbox_bytes]

@@ -63,8 +63,10 @@ WAIT_DONE = 1 << 30
 
 
 class HostProgram(BoundProgram):
-    """A schedule on one CPU rank. Its words are those of flags, one for each lane that says how far it has come, and one for
-    the barriers of collectives."""
+    """A HostProgram runs a schedule on one CPU rank.
+
+    Its words in shared memory are the flags, the progress of each lane, and a counter for the barriers of collectives.
+    """
 
     sms_for_kernels = sms_for_pushes = INTERPRETED_BLOCKS
 
@@ -72,38 +74,40 @@ class HostProgram(BoundProgram):
         self._mailboxes: list[HostAllocation] = []
         self.resources = resources
         super().__init__(resources, schedule)
-        schedule = self.schedule  # in which a FusedCollective is spelled out where the device has no kernel for it
+        schedule = self.schedule  # without a kernel for it, a FusedCollective has been replaced by its simpler steps
         self._choose_lanes_that_run_first()
         moving = any(isinstance(kernel.where.step, (Push, FusedCollective)) for kernel in self.kernels.values())
         self._contiguous = moving or bool(self.rank_group.nodes)
         self._lane_names = [lane.name for lane in schedule.ranks[self.rank]]
         scaled = schedule.problem.scaling is not None
         self._widens = "b" in schedule.buffer and not (scaled or multiplies(self.dtype) or resources.runs_kernels(self.dtype))
-        """Whether matrices b are multiplied in float32, as this CPU does not multiply their dtype."""
+        """True if matrices b are converted to float32, because this CPU does not multiply their dtype."""
         lanes = [[lane.name for lane in lanes] for lanes in schedule.ranks]
         self._progress = [{name: self.flags.words + at for at, name in enumerate(names)} for names in lanes]
-        """By rank and lane, the word of its progress: 0 until the lane first comes to a step of this call that may wait; then
-        one more than the position of that step, with WAIT_DONE once the wait is over."""
+        """The word with the progress of each lane, by rank and lane. It is 0 until the lane reaches a step of this call that
+        may wait. Then it is the position of that step plus 1, with WAIT_DONE once the wait is over."""
         self._count = self.flags.words + max(map(len, lanes), default=0) + 1
         self._memory = resources.heap.allocate(8 * self._count)
         self.words = {rank: self._memory.words(rank, self._count) for rank in self._memory.ranks}
         self._addresses = dict(zip(self._memory.ranks, self._memory.addresses, strict=True))
         self._waiter = {slot: key for key, slot in self.flags.slot.items() if key[0].rank == self.rank}
-        """By word of this rank, the flag, and the lane and position of the step that waits for it."""
+        """The flag, and the lane and position of the step that waits for it, by word of this rank."""
         self._preset_flags_of_previous_calls()
         self._barriers = 0
         self._waiting: dict[str, Callable[[], str]] = {}
         self._wire = resources.wire if self.rank_group.nodes else None
         self._rows: HostRows | None = None
         self._bound: tuple[HostAllocation | None, Bindings] | None = None
-        """Where this rank finds all but the caller's tensors, in that memory."""
+        """The bindings of all tensors except the caller's, and the memory for data that they refer to."""
         if isinstance(schedule.problem, RaggedProblem) and self.ragged is None:
             self._rows = HostRows(schedule.problem, self.rank, resources.heap)
 
     def _choose_lanes_that_run_first(self) -> None:
-        """Triton interprets one kernel at a time in a process, so lanes of blocks whose pushes are kernels run before all
-        others (`_run_lanes`). A lane that waits for a flag of this call cannot run first: its pushes lose their kernels, and
-        are copied part by part."""
+        """Choose the lanes of blocks that run before all other lanes (`_run_lanes`).
+
+        Triton interprets one kernel at a time in a process, so lanes of blocks whose pushes are kernels run first. A lane that
+        waits for a flag of this call cannot run first. Its pushes lose their kernels and are copied part by part.
+        """
         late = {
             lane.name
             for lane in self.schedule.ranks[self.rank]
@@ -115,10 +119,10 @@ class HostProgram(BoundProgram):
                 del self.kernels[place]
         blocks = {lane.name for lane in self.schedule.ranks[self.rank] if lane.kind == "blocks"}
         self._first = {lane for lane, _ in pushes} & blocks - late
-        """The lanes that run before all others."""
+        """The lanes that run before all other lanes."""
 
     def _preset_flags_of_previous_calls(self) -> None:
-        """The first call has no previous call: raise the flags that it would wait for from one."""
+        """Raise the flags for which the first call would otherwise wait, because it has no previous call."""
         for lane in self.schedule.ranks[self.rank]:
             for position, step in enumerate(lane.steps):
                 for wait in waits(step):
@@ -164,7 +168,7 @@ class HostProgram(BoundProgram):
         return self._addresses[rank] + 8 * slot
 
     def word(self, address: int) -> tuple[int, int]:
-        """The rank whose word has this address, and the word's number among its."""
+        """Return the rank whose word has this address, and the word's number on that rank."""
         rank = next(rank for rank, first in self._addresses.items() if first <= address < first + 8 * self._count)
         return rank, (address - self._addresses[rank]) // 8
 
@@ -173,8 +177,10 @@ class HostProgram(BoundProgram):
         self.words[rank].store(slot, value)
 
     def wait(self, slot: int, value: int) -> None:
-        """Wait, bounded, until a word of this rank has a value. The error also names what the other lanes wait for, since this
-        lane may wait for one of them."""
+        """Wait, bounded, until a word of this rank has reached a value.
+
+        The error also names what the other lanes wait for, because this lane may depend on them.
+        """
         words = self.words[self.rank]
         if words.load(slot) >= value:
             return
@@ -198,7 +204,7 @@ class HostProgram(BoundProgram):
         return next(lane.steps for lane in self.schedule.ranks[self.rank] if lane.name == name)
 
     def raiser(self, flag: Flag) -> str:
-        """Who raises a flag, and what that lane waits for itself, from rank to rank. The last rank named is the late one."""
+        """Return who raises a flag, and what that lane waits for in turn, from rank to rank. The last rank named is late."""
         line, seen, behind = super().raiser(flag), {flag}, self._behind(flag)
         while behind is not None and behind not in seen:
             line += f", which waits for {behind}; {super().raiser(behind)}"
@@ -207,7 +213,7 @@ class HostProgram(BoundProgram):
         return line
 
     def _behind(self, flag: Flag) -> Flag | None:
-        """The flag that the lane which raises this one waits for now; None where it waits for nothing, or has not begun."""
+        """Return the flag for which the raiser of this flag waits now, or None if it does not wait or has not begun."""
         for rank, lanes in enumerate(self.schedule.ranks):
             for lane in lanes:
                 raises = any(flag in signalled_flags(step) for step in lane.steps)
@@ -230,7 +236,7 @@ class HostProgram(BoundProgram):
         return self.resources.scratch(name, rows, cols, dtype)
 
     def own_bindings(self) -> Bindings:
-        """Anew where the memory for data has grown, and with that moved."""
+        """Return the bindings of all tensors except the caller's. They are rebuilt when the memory for data grows and moves."""
         if self._bound is None or self._bound[0] is not self.resources.data:
             self._bound = self.resources.data, self._fixed_bindings()
         return self._bound[1]
@@ -245,7 +251,7 @@ class HostProgram(BoundProgram):
                 for there, here in zip(bindings.scale_views(dst), bindings.scale_views(src), strict=True):
                     there.copy_(here)
             for (there, _), (here, _) in zip(bindings.pieces(dst), bindings.pieces(src), strict=True):
-                # Where a call works in place, another lane may read meanwhile what would be overwritten with itself.
+                # In a call that works in place, both may be the same memory, which another lane may be reading.
                 if there.data_ptr() != here.data_ptr():
                     there.copy_(here)
 
@@ -254,7 +260,7 @@ class HostProgram(BoundProgram):
     def multiply(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, scales: FactorScales | None = None
     ) -> None:
-        """out = a @ b, or out += a @ b."""
+        """Compute out = a @ b, or out += a @ b."""
         if scales is not None:
             multiply_dequantised(a, b, out, scales)
             return
@@ -309,7 +315,7 @@ class HostProgram(BoundProgram):
             self.refused = ValueError(self._rows.refused)
 
     def _raise_if_late(self, kernel: StepKernel) -> None:
-        """A kernel has ended. Raises if one of its waits ended at its bound."""
+        """Raise WaitTimeout if a wait of a kernel that has ended reached its bound, or PeerLost if a peer was lost."""
         try:
             kernel.raise_if_late(self.raiser)
         except WaitTimeout:
@@ -317,7 +323,7 @@ class HostProgram(BoundProgram):
             raise
 
     def _run_timed(self, launches: Sequence[Launch], call: IssuedCall) -> None:
-        """Issue the launches of a lane, and note when each step ran."""
+        """Issue the launches of a lane, and record when each step ran."""
         times: dict[Where, tuple[int, int]] = {}
         for launch in launches:
             start = time.perf_counter_ns()
@@ -328,8 +334,11 @@ class HostProgram(BoundProgram):
             self.spans.append(span(self.schedule, self.rank, where.lane, where.step, start / 1e3, end / 1e3))
 
     def _collect(self, step: Collective, src: torch.Tensor, dst: torch.Tensor, where: Where) -> None:
-        """Every rank puts its source into shared memory, waits for the others, reads theirs, and waits for them again. On
-        several nodes every rank sends its source to all others."""
+        """Run a collective.
+
+        Every rank copies its source to shared memory, waits for the others, reads their sources, and waits for the others
+        again. On several nodes, every rank sends its source to all others.
+        """
         wire = self._wire
         if wire:
             staged = [
@@ -361,11 +370,11 @@ class HostProgram(BoundProgram):
             self._barrier(where)
 
     def _stage(self, step: Collective, rank: int, src: torch.Tensor) -> torch.Tensor:
-        """The shared memory into which a rank puts its source, which is like this rank's."""
+        """Return the shared memory to which a rank copies its source. src: this rank's source, of the same dtype."""
         return self.symmetric(rank, self.layout.staging, *self._staged_shape(step, rank, src), src.dtype)
 
     def _staged_shape(self, step: Collective, rank: int, src: torch.Tensor) -> tuple[int, int]:
-        """Of a rank's source: its own shard's rows for an all-gather, else all rows."""
+        """Return the shape of a rank's source: the rows of its shard for an all-gather, else all rows."""
         problem = self.schedule.problem
         low, high = problem.shards[rank]
         rows = high - low if step.op == "all_gather" else step.src.shape[0]
@@ -386,9 +395,10 @@ class HostProgram(BoundProgram):
             )
 
     def _run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None:
-        """Run the first lane here, and the others on their threads. Returns when all have ended; raises the first error.
+        """Run the first lane on this thread, and the others on their threads. Return when all have ended, or raise the first
+        error.
 
-        Lanes of blocks that are interpreted kernels run here too, before all others.
+        Lanes of blocks that are interpreted kernels also run on this thread, before all others.
         """
         if self._first:
             for lane, work in lanes:
@@ -409,7 +419,7 @@ class HostProgram(BoundProgram):
             if (raised := thread.join()) is not None:
                 errors.append(raised)
         if errors:
-            # A lane that stopped because another one failed only repeats its error: raise the reason itself.
+            # A lane that stopped because another one failed only repeats its error, so raise the original error.
             raise next((error for error in errors if error is self.rank_group.broken), errors[0])
 
     def _run_guarded(self, work: Callable[[], None]) -> None:
@@ -426,13 +436,13 @@ def _quantise(src: Region, dst: Region, scaling: Scaling, bindings: Bindings, st
 
 
 class HostFlags:
-    """How operations on flags reach the words: they are done where they are issued, on the thread of their lane."""
+    """HostFlags does flag operations at once, on the thread of the lane that issues them."""
 
     def __init__(self, program: HostProgram) -> None:
         self._program = program
 
     def prepare(self, operations: FlagOperations) -> Callable[[int], None]:
-        """A function that does these operations."""
+        """Return a function that does these operations."""
         todo = [self._operation(word) for word in operations.words]
         if any(word.kind == "lower" for word in operations.words):
             comes = [word for word in operations.words if word.kind == "progress"] or [
@@ -447,17 +457,17 @@ class HostFlags:
         return run
 
     def _operation(self, word: Word) -> tuple[Callable[[Any], None], object]:
-        """The call of a method, and whose it is."""
+        """Return the call of a method, and the object whose method it is."""
         program = self._program
         rank, slot = program.word(word.address)
         if word.kind == "wait":
             return methodcaller("wait", slot, word.value), program
         if word.kind == "signal":
             return methodcaller("signal", rank, slot, word.value), program
-        return methodcaller("store", slot, word.value), program.words[rank]  # the lane's progress, or a flag that is lowered
+        return methodcaller("store", slot, word.value), program.words[rank]  # progress or lower
 
     def aside(self, stream: int) -> int:
-        """Signals need no stream of their own: nothing is behind them until they have been done."""
+        """Return the same stream, because a signal is done before its lane continues."""
         return stream
 
 

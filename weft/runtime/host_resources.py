@@ -1,4 +1,4 @@
-"""What the programs of one process group share on a CPU rank: shared memory, scratch, messages and the threads of lanes."""
+"""HostResources holds what the programs of a process group share on a CPU rank: memory, messages and the threads of lanes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from weft.runtime.host_wire import HostWire
 from weft.runtime.nearest import nearest_profile
 
 INTERPRETED_BLOCKS = 4
-"""How many blocks a kernel has under Triton's interpreter."""
+"""The number of blocks of a kernel under Triton's interpreter."""
 _LOOKS_PER_S = 3_000
-"""How often an interpreted kernel looks at a flag in a second, at most."""
+"""An interpreted kernel reads a flag at most this many times per second."""
 
 
 class LaneThread:
-    """A thread that runs one lane's steps, call after call."""
+    """A LaneThread is a thread that runs the steps of one lane in each call."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -45,7 +45,7 @@ class LaneThread:
         self._tasks.put(task)
 
     def join(self) -> BaseException | None:
-        """Wait for the started task; the exception that it raised, if any."""
+        """Wait for the started task. Return the exception that it raised, or None."""
         return self._results.get()
 
     def close(self) -> None:
@@ -72,14 +72,16 @@ class HostResources:
         self._threads: dict[str, LaneThread] = {}
 
     def runs_kernels(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
-        """Under Triton's interpreter: then fused steps run as the kernels that GPUs run. It has no bfloat16 matmul. Products of
-        FP8 operands may be float32."""
+        """Return whether fused steps run as the kernels that GPUs run, which needs Triton's interpreter.
+
+        The interpreter has no bfloat16 matmul. Products of FP8 operands may be float32.
+        """
         fits = dtype == torch.float16 or (scaling is not None and dtype == torch.float32)
         return os.environ.get("TRITON_INTERPRET") == "1" and fits
 
     @property
     def quantises(self) -> bool:
-        """Whether a kernel quantises rows while it sends them."""
+        """True if a kernel quantises rows while it sends them."""
         return os.environ.get("TRITON_INTERPRET") == "1"
 
     def fuses(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
@@ -94,22 +96,22 @@ class HostResources:
         return int(self.rank_group.timeout_s * _LOOKS_PER_S)
 
     def runs_lookups(self, dtype: torch.dtype) -> bool:
-        """Nothing is multiplied as a matrix, so the interpreter has float32, too."""
+        """Return whether lookups run as kernels. They multiply no matrices, so the interpreter runs them in float32, too."""
         return os.environ.get("TRITON_INTERPRET") == "1" and dtype != torch.bfloat16
 
     def loading(self) -> AbstractContextManager[None]:
-        """A context in which kernels may be loaded: always, where nothing is enqueued."""
+        """Return a context in which kernels may be loaded. On CPUs they may always be loaded, because no work is enqueued."""
         return nullcontext()
 
     def reserve(self, nbytes: int) -> None:
-        """Make every rank's data piece at least `nbytes`. Collective: all ranks ask for the same."""
+        """Make the shared memory for data of every rank at least `nbytes`. Collective: all ranks ask for the same size."""
         if self.data is None or self.data.nbytes < nbytes:
             outgrown, self.data = self.data, self.heap.allocate(nbytes)
             if outgrown is not None:
                 self.heap.free(outgrown)
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """A local matrix that keeps its memory from call to call."""
+        """Return a local matrix by this name. It has the same memory in each call, until a larger one is needed."""
         nbytes = rows * cols * dtype.itemsize
         if name not in self._scratch or self._scratch[name].numel() < nbytes:
             self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
@@ -117,7 +119,7 @@ class HostResources:
 
     @property
     def wire(self) -> HostWire:
-        """The group's messages. Collective at its first use."""
+        """The channel for the group's messages. Its first use is a collective operation."""
         if self._wire is None:
             self._wire = HostWire(self.rank_group)
         return self._wire

@@ -15,31 +15,35 @@ from weft.runtime.bindings import Bindings, scales_name
 from weft.runtime.launches import FactorScales, Matmul
 
 Name = tuple[int, int, int]
-"""A segment: src, dst, expert."""
+"""The name of a segment: (src, dst, expert)."""
 
 
 class HostRows:
-    """The rows of a call with splits where hosts read the counts. Each rank writes its own counts at all others, where every
-    rank has two places: even calls use one, odd calls the other. To construct this object is a collective operation. refused:
-    what all ranks say of the counts of the last call; nothing if they fit."""
+    """HostRows moves and multiplies the rows of calls with splits whose counts hosts read. To construct it is a collective
+    operation.
+
+    Each rank writes its counts into the memory of all others. They have two tables, one for even calls and one for odd calls.
+
+    refused: the error that all ranks report for the counts of the last call, or "" if they fit.
+    """
 
     def __init__(self, problem: RaggedProblem, rank: int, heap: HostHeap) -> None:
         self._problem, self._rank, self._heap = problem, rank, heap
         self._width = problem.experts * problem.world_size + 1
-        """The counts of a rank's segments, and how many rows its a has."""
+        """The width of a table's row: the counts of a rank's segments, and the number of rows of its a."""
         self._memory: HostAllocation = heap.allocate(8 * 2 * problem.world_size * self._width)
         self._calls = 0
         self._rows: RowsOfCall | None = None
         self.refused = ""
 
     def _table(self, rank: int) -> torch.Tensor:
-        """The counts that a rank has for this call: a row for each rank."""
+        """Return a rank's table of counts for this call. It has one row for each rank."""
         size = self._problem.world_size
         whole = self._memory.view(rank, 0, 2 * size, self._width, torch.int64)
         return whole[self._calls % 2 * size :][:size]
 
     def share(self, bindings: Bindings, ranks: Sequence[int]) -> None:
-        """Write this rank's counts at these ranks."""
+        """Write this rank's counts into the tables of these ranks."""
         (splits,), ((a, _),) = bindings.loose["splits"], bindings.tensors["a", self._rank]
         mine = torch.cat([splits.long().flatten(), torch.tensor([a.shape[0]])])
         for rank in ranks:
@@ -74,8 +78,12 @@ class HostRows:
 
 
 class RowsOfCall:
-    """The rows of each segment in one call, for known counts. counts: by rank, those of its segments in the order in which it
-    sends them. rows: by rank, how many its a has. wrong: what all ranks say of counts that do not fit; nothing if all do."""
+    """RowsOfCall finds the rows of each segment of one call.
+
+    counts: the counts of each rank's segments, in the order in which the rank sends them.
+    rows: the number of rows of each rank's a.
+    wrong: the error that all ranks report for counts that do not fit, or "" if they fit.
+    """
 
     def __init__(
         self, problem: RaggedProblem, rank: int, counts: Sequence[Sequence[int]], rows: Sequence[int], bindings: Bindings
@@ -89,23 +97,23 @@ class RowsOfCall:
         self.wrong = _wrong(problem, counts, rows, self._arriving(counted, rows))
 
     def _arriving(self, counted: dict[Name, int], rows: Sequence[int]) -> list[int]:
-        """How many rows come to each rank, those included for which it has no room."""
+        """Return the number of rows sent to each rank, including rows for which it has no room."""
         unbounded = self._problem.places(counted, rows, room=sum(counted.values()))
         return [sum(unbounded[name][2] for name in self._problem.received_order(rank)) for rank in range(len(rows))]
 
     def moved(self, segment: Segment) -> list[torch.Tensor]:
-        """The rows of a segment in a buffer, and of FP8 ones their scales."""
+        """Return the rows of a segment and, for FP8, their scales."""
         sent_at, landed_at, rows = self._places[segment.name]
         first = sent_at if segment.buffer in ("a", "product") else landed_at
         return [whole[first : first + rows] for whole in self._whole(segment.buffer, segment.rank)]
 
     def _whole(self, buffer: str, rank: int) -> list[torch.Tensor]:
-        """A buffer, and of FP8 rows their scales."""
+        """Return a whole buffer and, for FP8, its scales."""
         ((matrix, _),) = self._bindings.tensors[buffer, rank]
         return [matrix, *self._bindings.scales.get((buffer, rank), ())]
 
     def finish(self) -> None:
-        """Write the counts of what arrives here, and zeros in the rows of the results that no segment has."""
+        """Write the counts of the rows that arrive at this rank, and zeros into the unused rows of its results."""
         rows = [self._places[name][2] for name in self._problem.received_order(self._rank)]
         (counts,) = self._bindings.loose["counts"]
         counts.copy_(torch.tensor(rows, dtype=torch.int32).view_as(counts))
@@ -128,7 +136,7 @@ def _wrong(problem: RaggedProblem, counts: Sequence[Sequence[int]], rows: Sequen
 
 
 def below_zero(count: int, problem: RaggedProblem, where: str) -> str:
-    """What is wrong with a number of rows that is less than none."""
+    """Return the error for a negative number of rows, which may stand for a wrong expert index."""
     index = refused_index(count)
     if index is None:
         return f"splits has {count} {where}; it must be numbers of rows, 0 or more"
@@ -137,6 +145,6 @@ def below_zero(count: int, problem: RaggedProblem, where: str) -> str:
 
 
 def no_room(problem: RaggedProblem, arrived: int, where: str) -> str:
-    """What is said of rows that a rank had no room for."""
+    """Return the error for rows for which a rank has no room."""
     room = f"{problem.limit} leaves room for {problem.m} rows" if problem.limit else f"max_rows is {problem.m}"
     return f"{room}, but {arrived} rows arrived {where}; {arrived - problem.m} of them were dropped"

@@ -1,11 +1,11 @@
-"""What CPU ranks send each other as messages: gloo's, on connections of a group's own.
+"""HostWire sends messages between CPU ranks through gloo, on connections of its own.
 
-Messages go between nodes, and where no schedule describes what moves: rows in numbers that only the ranks' hosts know, and
-gradients of lookups. They never go through the process group of the caller's. If a call ends between two exchanges, ranks have
-begun different ones; on a shared process group the next call would receive what was meant for the last one. These connections
-are abandoned with the group, and the next group makes its own.
+Messages connect nodes, and they move data that no schedule describes: gradients of lookups, and rows whose numbers only the
+hosts know. They do not use the caller's process group. If an error ends a call between two exchanges, ranks may have begun
+different exchanges, and on a shared process group the next call would receive data of the failed one. These connections are
+closed with the group, and the next group makes new ones.
 
-A message has a sender and a receiver, so the rank that does not come can be named, which a collective cannot do.
+A message has one sender and one receiver, so an error can name the late rank. A collective could not.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import connections, nameless_group
-from weft.runtime.peer_waits import bounded, named
+from weft.runtime.peer_waits import bounded, name_lost_rank
 
 Messages = Sequence[tuple[torch.Tensor, int]]
-"""Contiguous tensors, each with the rank at its other end."""
+"""Contiguous tensors, each with the rank that sends or receives it."""
 _LATER_S = 5.0
-"""So much after weft's own bound gloo ends a wait, which it does without naming a rank."""
+"""gloo's bound is this much later than weft's, because gloo's error does not name a rank."""
 
 
 class HostWire:
-    """Messages between the ranks of a group. Collective."""
+    """A HostWire sends messages between the ranks of a group. To construct it is a collective operation."""
 
     def __init__(self, rank_group: RankGroup) -> None:
         self.rank_group = rank_group
         self._backend: Any = _connect(rank_group, rank_group.open_store("wire"))
 
     def begin(self, sends: Messages, receives: Messages, what: object) -> Callable[[], None]:
-        """Send and receive all of these. Returns a function that waits until that is done, and raises PeerLost or WaitTimeout.
-        Empty messages are left out, on both sides. what: for errors."""
+        """Begin to send and receive messages. Return a function that waits for them, and raises PeerLost or WaitTimeout.
+
+        Empty messages are skipped on both sides. what: the name of the exchange in errors.
+        """
         waiting = [""]
         under_way = list[tuple[str, Any]]()
-        with named(self.rank_group, lambda: f"{what}: connections are broken"):
+        with name_lost_rank(self.rank_group, lambda: f"{what}: connections are broken"):
             for one, rank in receives:
                 if one.numel():
                     under_way.append((f"a message of rank {rank}", self._backend.recv([one], rank, 0)))
@@ -59,18 +61,21 @@ class HostWire:
         return finish
 
     def exchange(self, sends: Messages, receives: Messages, what: object) -> None:
-        """Send and receive all of these. Raises PeerLost or WaitTimeout."""
+        """Send and receive messages, and wait for them. Raises PeerLost or WaitTimeout."""
         self.begin(sends, receives, what)()
 
     def share(self, mine: torch.Tensor, theirs: Sequence[torch.Tensor], what: object) -> None:
-        """Give a tensor to every rank, and fill theirs, by rank, with what they give."""
+        """Gather the tensors of all ranks. mine: this rank's tensor. theirs: the tensors that are filled, by rank."""
         others = [rank for rank in range(self.rank_group.world_size) if rank != self.rank_group.rank]
         mine = mine.contiguous()
         theirs[self.rank_group.rank].copy_(mine)
         self.exchange([(mine, rank) for rank in others], [(theirs[rank], rank) for rank in others], what)
 
     def all_to_all(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor], what: object) -> Callable[[], None]:
-        """given[rank] goes to each rank, taken[rank] is filled by it: contiguous. Returns a function that waits, as `begin`."""
+        """Send given[rank] to each rank, and receive taken[rank] from it. Return a function that waits, like `begin`.
+
+        All tensors are contiguous.
+        """
         rank, others = (
             self.rank_group.rank,
             [rank for rank in range(self.rank_group.world_size) if rank != self.rank_group.rank],
@@ -80,14 +85,18 @@ class HostWire:
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
-        """The ranks of the group, for gloo's collectives on connections that are abandoned with the group. Collective at its
-        first use. torch knows it by no name."""
+        """A process group for gloo's collectives, on connections of its own. Its first use is a collective operation.
+
+        It has no name in torch, and is closed with this object.
+        """
         store = self.rank_group.open_store("collectives")
         return nameless_group(store, self.rank_group.rank, self.rank_group.world_size, _connect(self.rank_group, store))
 
     def close(self) -> None:
-        """Let go of all connections. gloo waits until its collectives have ended, at their bound if a rank is lost: so that is
-        left to a thread then."""
+        """Close all connections.
+
+        gloo waits until its collectives have ended, which after a failure is at their bound. A thread waits for that.
+        """
         held = [self._backend, self.__dict__.pop("group", None)]
         self._backend = None
         if self.rank_group.broken is not None and held[1] is not None:
@@ -97,7 +106,7 @@ class HostWire:
 
 
 def _connect(rank_group: RankGroup, store: Any) -> Any:
-    """Connections of gloo's among a group's ranks. Collective."""
+    """Return gloo connections between the ranks of a group. Collective."""
     return bounded(
         rank_group,
         lambda: f"rank {rank_group.rank}: expected connections of all ranks; not all have come",

@@ -1,9 +1,9 @@
-"""What a call enqueues, prepared once: each object here puts one thing on a lane with the tensors of a call.
+"""A Launch enqueues one thing on a lane. Launches are prepared once, and each call issues them with its own tensors.
 
-FlagOperations     waits and writes of flags, at addresses that never change
+FlagOperations     waits for flags and writes of flags, at addresses that never change
 CopyLaunch         one copy between two regions
 KernelLaunch       a step as one kernel
-TorchLaunch        what torch or a library runs: matmuls and sums that are no kernels, collectives, messages
+TorchLaunch        work of torch or of a library: matmuls and sums without a kernel of weft, collectives, messages
 
 A lane is a stream on a GPU, and a thread on CPUs. Both issue the same launches.
 """
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class FactorScales(NamedTuple):
-    """The scales of the FP8 operands a and b of one product, and what shares them."""
+    """FactorScales holds the scales of the FP8 operands a and b of one product.
+
+    scaling: says which elements share a scale.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -34,8 +37,10 @@ class FactorScales(NamedTuple):
 
 
 class Matmul(Protocol):
-    """How a device multiplies: out = a @ b, or out += a @ b; a step's result may be float32 where a and b are not. scales: of
-    FP8 operands."""
+    """A Matmul computes out = a @ b, or out += a @ b, on a device. out may be float32 when a and b are not.
+
+    scales: the scales of FP8 operands.
+    """
 
     def __call__(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, scales: FactorScales | None = None
@@ -44,12 +49,13 @@ class Matmul(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IssuedCall:
-    """One call, as its launches see it.
+    """An IssuedCall has what the launches of one call need.
 
-    rehearses: nothing waits for a flag or raises one. loads: the call is captured and never replayed, so that its kernels are
-    loaded. skips_outputs: the caller's outputs must not be written, as in the rehearsal of a call that may work in place.
-    matmuls: by lane, what multiplies. on_kernel_done: is called with each kernel that has
-    ended, on devices where a launch returns when its kernel has ended.
+    rehearses: the call neither waits for flags nor raises them.
+    loads: the call is captured and never replayed, which loads its kernels.
+    skips_outputs: the call must not write the caller's outputs, as in the rehearsal of a call that may work in place.
+    matmuls: the function that multiplies, by lane.
+    on_kernel_done: called with each kernel that has ended, on devices where a launch returns when its kernel has ended.
     """
 
     bindings: Bindings
@@ -65,8 +71,8 @@ class Launch:
     """A Launch is one thing to enqueue.
 
     stage: the stage of the step, as weft.runtime.order numbers them. The launches of long lanes are interleaved by it.
-    by_torch: torch's current stream must be the lane's while this is issued, because torch, or the first launch of a kernel,
-        uses that one.
+    by_torch: whether the lane's stream must be torch's current stream during `issue`. torch uses the current stream, and so
+        does the first launch of a kernel.
     """
 
     where: Where
@@ -74,25 +80,31 @@ class Launch:
     by_torch: ClassVar[bool] = True
 
     def issue(self, call: IssuedCall, stream: int) -> None:
-        """Enqueue it on `stream`."""
+        """Enqueue this launch on `stream`."""
         raise NotImplementedError
 
 
 class FlagSubmitter(Protocol):
-    """How the flag operations of a program reach a stream."""
+    """A FlagSubmitter enqueues the flag operations of a program."""
 
     def prepare(self, operations: FlagOperations) -> Callable[[int], None]:
-        """A function that enqueues these operations on a stream."""
+        """Return a function that enqueues these operations on a stream."""
         ...
 
     def aside(self, stream: int) -> int:
-        """The stream for signals that later work on `stream` does not wait for. It comes after what `stream` has so far."""
+        """Return a side stream for signals, ordered after the work that `stream` has now.
+
+        Later work on `stream` does not wait for these signals.
+        """
         ...
 
 
 @dataclass(kw_only=True, slots=True)
 class FlagOperations(Launch):
-    """Memory operations on flags, in this order. aside: signals that what follows them in the lane does not wait for."""
+    """FlagOperations are memory operations on flags, done in order.
+
+    aside: they go to a side stream, so that later work of the lane does not wait for them.
+    """
 
     by_torch: ClassVar[bool] = False
     words: tuple[Word, ...]
@@ -101,7 +113,7 @@ class FlagOperations(Launch):
     _submit: Callable[[int], None] | None = field(default=None, init=False, compare=False, repr=False)
 
     def prepare(self) -> Callable[[int], None]:
-        """Make what `issue` submits. It loads a kernel where a kernel does the operations."""
+        """Make the function that `issue` calls. This loads a kernel if a kernel does the operations."""
         if self._submit is None:
             assert self.submitter is not None, "flag operations of no program"
             self._submit = self.submitter.prepare(self)
@@ -119,7 +131,11 @@ class FlagOperations(Launch):
 
 @dataclass(kw_only=True, slots=True)
 class CopyLaunch(Launch):
-    """A copy of one region to another, as the program's device copies. to_output: dst is the caller's."""
+    """A CopyLaunch copies one region to another.
+
+    copy: the device's copy function.
+    to_output: whether dst is an output of the caller.
+    """
 
     by_torch: ClassVar[bool] = False
     src: Region
@@ -134,8 +150,11 @@ class CopyLaunch(Launch):
 
 @dataclass(kw_only=True, slots=True)
 class KernelLaunch(Launch):
-    """A step as one kernel on `sms` SMs. Where the program has pushes as kernels, or messages between nodes, every other kernel
-    leaves SMs free for them, because peers wait for them."""
+    """A KernelLaunch runs a step as one kernel on `sms` SMs.
+
+    If the program pushes by kernels or sends messages between nodes, every other kernel leaves SMs free for these, because
+    peers wait for them.
+    """
 
     kernel: StepKernel
     sms: int
@@ -149,7 +168,7 @@ class KernelLaunch(Launch):
 
 @dataclass(kw_only=True, slots=True)
 class TorchLaunch(Launch):
-    """Work of torch's, or of a library's, on torch's current stream."""
+    """A TorchLaunch runs work of torch, or of a library, on torch's current stream."""
 
     work: Callable[[IssuedCall], None]
 

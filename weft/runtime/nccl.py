@@ -1,8 +1,8 @@
-"""Collectives of NCCL on plain buffers: one step of a schedule each.
+"""An NcclCollective runs one step of a schedule as a collective of NCCL on plain buffers.
 
-NCCL has kernels of less latency for buffers that all ranks have registered with its communicator ("symmetric windows"). They
-are not used, because one whose peers do not come never ends: it does not look whether its communicator has been aborted
-(2.28.9), so nothing could bound the wait. Where they are faster than plain ones, so is `sequential_stores`.
+NCCL has kernels of lower latency for buffers that all ranks have registered with its communicator ("symmetric windows"). weft
+does not use them, because they do not check whether their communicator has been aborted (2.28.9). If a peer does not come, they
+never end. When they are faster than plain ones, so is `sequential_stores`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.core.schedule import Collective
 
 
 class NcclCollective:
-    """One collective step of one program."""
+    """An NcclCollective is one collective step of one program."""
 
     def __init__(self, group: dist.ProcessGroup, step: Collective, problem: Problem) -> None:
         self._group, self._step, self._problem = group, step, problem
@@ -26,7 +26,7 @@ class NcclCollective:
         self._flat = FlatCollectives(group, dist.ReduceOp.SUM if step.divide_by == 1 else dist.ReduceOp.AVG)
 
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Enqueue it on torch's current stream."""
+        """Enqueue the collective on torch's current stream."""
         if self._step.op == "all_to_all":
             self._exchange(src, dst)
         elif self._step.op == "all_to_all_columns":
@@ -35,8 +35,11 @@ class NcclCollective:
             self._plain(src, dst)
 
     def rehearse(self, device: torch.device) -> None:
-        """Run the same collective with one element for each rank. At first use NCCL makes a communicator, and connections for
-        each kind of collective, which takes a second and more where many processes do it. Collective."""
+        """Run the same collective with one element for each rank. Collective.
+
+        At first use NCCL makes a communicator, and connections for each kind of collective. This takes a second or more if many
+        processes do it.
+        """
         one, many = torch.zeros(1, device=device), torch.zeros(len(self._shards), device=device)
         if self._step.op == "all_reduce":
             self._flat.all_reduce(one)
@@ -48,7 +51,7 @@ class NcclCollective:
             dist.all_to_all_single(torch.empty_like(many), many, group=self._group)
 
     def _plain(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """A collective of equal parts. Unequal shards are padded to the longest one for the exchange."""
+        """Run a collective of equal parts. Unequal shards are padded to the longest one for the exchange."""
         if self._step.op == "all_reduce":
             if src.data_ptr() != dst.data_ptr():
                 dst.copy_(src)
@@ -65,7 +68,7 @@ class NcclCollective:
 
     def _exchange(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         if self._even:
-            # Without lists of sizes, which torch would check and NCCL would split.
+            # Lists of sizes are omitted, because torch would check them and NCCL would split the exchange.
             dist.all_to_all_single(dst, src.contiguous(), group=self._group)
             return
         low, high = self._shards[self._group.rank()]
@@ -73,7 +76,7 @@ class NcclCollective:
         dist.all_to_all_single(dst, src.contiguous(), received, sent, group=self._group)
 
     def _exchange_columns(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """What comes from each rank is a block of its columns, laid side by side."""
+        """Run an all-to-all in which each rank sends a block of columns. Concatenate the received blocks."""
         columns = [right - left for left, right in self._problem.blocks]
         gives = [(high - low) * src.shape[1] for low, high in self._shards]
         takes = [dst.shape[0] * width for width in columns]

@@ -1,8 +1,8 @@
-"""The machine profile to predict with where WEFT_MACHINE names none.
+"""This module chooses the machine profile for predictions if WEFT_MACHINE names none.
 
-a GPU whose name a shipped profile has     that profile, as it is
+a GPU whose name a shipped profile has     that profile, unchanged
 any other GPU                              the profile of the nearest architecture, with the GPU's own SMs, peak and memory
-a CPU                                      h200x8: there, names of schedules are chosen by it, and nothing is timed
+a CPU                                      h200x8, by which the planner chooses schedules; nothing is timed
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from weft.core.machine import Machine
 DEFAULT = "h200x8"
 _LOG = logging.getLogger("weft")
 _NEAREST = {"a100x8": "sm_80", "h200x8": "sm_90", "mi210x4": "gfx90a", "mi300x8": "gfx942"}
-"""Shipped profiles, and the architectures that their GPUs have."""
+"""The shipped profiles, and the architectures of their GPUs."""
 _MEMORY_SHARE = 0.9
-"""Of the peak of its memory, what a GPU reaches by reading and writing: 4300 of 4800 GB/s on H200."""
+"""The fraction of its peak memory rate that a GPU reaches by reading and writing: 4300 of 4800 GB/s on H200."""
 
 
 def nearest_profile(device: torch.device, world_size: int | None = None) -> Machine:
-    """The shipped profile of a device, or one that is estimated from the nearest; the log then says so, once. world_size: of
-    several profiles of one GPU, that of the smallest host with so many; the largest, if none has, or it is not known."""
+    """Return the shipped profile of a device, or one that is estimated from the nearest profile. The log reports that once.
+
+    world_size: of several profiles of one GPU, it chooses the smallest host with at least this many GPUs. If no host has them,
+        or it is None, the largest host is chosen.
+    """
     if device.type != "cuda":
         return _load_shipped(DEFAULT)
     name = torch.cuda.get_device_name(device)
@@ -38,8 +41,11 @@ def nearest_profile(device: torch.device, world_size: int | None = None) -> Mach
 
 
 def profile_named_in(device_name: str, world_size: int | None = None) -> str | None:
-    """The shipped profile whose GPU a device's name, as its driver gives it, speaks of; None if none does. world_size: as for
-    nearest_profile."""
+    """Return the name of the shipped profile whose GPU is in a device's name, or None.
+
+    device_name: the name that the driver reports.
+    world_size: as for nearest_profile.
+    """
     words = device_name.lower().replace(" ", "")
     sizes = {name: _load_shipped(name).world_size for name in machine.names() if re.sub(r"x\d+$", "", name) in words}
     enough = [name for name, size in sizes.items() if world_size and size >= world_size]
@@ -64,7 +70,7 @@ def _estimated(name: str, device: torch.device) -> Machine:
 
 
 def estimated(name: str, found: Any) -> Machine:
-    """The nearest profile with what a GPU's properties say. found: as torch.cuda.get_device_properties returns it."""
+    """Return the nearest profile, adapted to a GPU's properties. found: the result of torch.cuda.get_device_properties."""
     nearest = _nearest(architecture(found))
     near, sms, reported = _load_shipped(nearest), found.multi_processor_count, memory_gbps(found)
     faster = sms / near.gpu.sms * flop_per_clock(architecture(found)) / flop_per_clock(_NEAREST[nearest])
@@ -83,7 +89,7 @@ def estimated(name: str, found: Any) -> Machine:
 
 
 def _nearest(arch: str) -> str:
-    """The shipped profile of the newest architecture that is no newer, of the same manufacturer; else of the oldest."""
+    """Return the profile with the newest architecture of the same manufacturer that is not newer, or else with the oldest."""
     ours = {name: theirs for name, theirs in _NEAREST.items() if theirs[:2] == arch[:2]}
     older = {name: theirs for name, theirs in ours.items() if (len(theirs), theirs) <= (len(arch), arch)}
     return max(older, key=lambda name: (len(ours[name]), ours[name])) if older else min(ours, key=lambda name: ours[name])

@@ -1,12 +1,12 @@
-"""Waits for other ranks that have no bound of weft's own, and what a wait is for, in words.
+"""This module bounds waits of libraries for other ranks, and describes what a call waits for.
 
-gloo's collectives and messages on CPUs have no bound, or another one. Such a wait runs on a thread of its own, while the caller
-looks after its peers: a rank that is lost ends the caller's wait at once, and at the bound it is a WaitTimeout. What still
-waits on that thread then ends with its connection, or at gloo's bound. A wait in NCCL ends only when its communicator is
-aborted, on a thread of its own (`Abort`).
+gloo's collectives and messages on CPUs have no bound, or a different one. `bounded` runs such a wait on a separate thread while
+the caller watches its peers. A lost rank ends the caller's wait at once, and at weft's bound it raises WaitTimeout. The thread
+itself ends when its connection closes, or at gloo's bound. A wait in NCCL ends only when its communicator is aborted, which
+also needs a separate thread (`Abort`).
 
-What a call on a GPU waits for is read from how far each lane has come, and from the flags of the steps there (`waiting`,
-`unsent`).
+On a GPU, the progress of each lane and the flags of its current steps show what a call waits for (`describe_waits`,
+`describe_unfinished`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
 
 T = TypeVar("T")
-_NAMED_S = 2.0
-"""How long after a connection has broken its reason may take to come: which rank is lost."""
+_REPORT_S = 2.0
+"""After a connection breaks, the time to wait for the report that says which rank is lost."""
 _GRACE_S = 0.5
-"""So much later than the bound this rank gives up: the rank that it waits for may say first what it waits for itself."""
+"""The time after the bound at which this rank gives up, so that the rank that it waits for can report first."""
 
 
 def bounded(rank_group: RankGroup, explain: Callable[[], str], work: Callable[[], T]) -> T:
-    """What `work` returns, which may block. Raises PeerLost with the rank that was lost, or WaitTimeout with `explain()`."""
+    """Run `work`, which may block, and return its result.
+
+    Raises PeerLost with the rank that was lost, or WaitTimeout with `explain()`.
+    """
     done, found, raised = threading.Event(), list[T](), list[Exception]()
 
     def run() -> None:
@@ -46,31 +49,30 @@ def bounded(rank_group: RankGroup, explain: Callable[[], str], work: Callable[[]
         done.set()
 
     threading.Thread(target=run, name=f"weft-waits-{rank_group.rank}", daemon=True).start()
-    rank_group.wait_until(done.is_set, lambda: explain() + suspended(rank_group), grace_s=_GRACE_S)
-    with named(rank_group, explain):
+    rank_group.wait_until(done.is_set, lambda: explain() + describe_suspended(rank_group), grace_s=_GRACE_S)
+    with name_lost_rank(rank_group, explain):
         if raised:
             raise raised[0]
     return found[0]
 
 
 @contextmanager
-def named(rank_group: RankGroup, explain: Callable[[], str]) -> Iterator[None]:
-    """What a library raises when a connection has broken becomes a PeerLost that names the rank which was lost, if a reason
-    comes soon."""
+def name_lost_rank(rank_group: RankGroup, explain: Callable[[], str]) -> Iterator[None]:
+    """Turn a library's error about a broken connection into a PeerLost. It names the lost rank if that is reported soon."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, WeftError):
             raise
-        deadline = time.monotonic() + _NAMED_S
+        deadline = time.monotonic() + _REPORT_S
         while time.monotonic() < deadline:
             rank_group.check_peers()
             time.sleep(0.02)
-        raise rank_group.fail(PeerLost(f"{explain()}{suspended(rank_group)}: {error}")) from error
+        raise rank_group.fail(PeerLost(f"{explain()}{describe_suspended(rank_group)}: {error}")) from error
 
 
-def suspended(rank_group: RankGroup) -> str:
-    """Which ranks of this host are stopped, as by SIGSTOP or a debugger, in words; nothing if none is."""
+def describe_suspended(rank_group: RankGroup) -> str:
+    """Return a text that names the ranks of this node that SIGSTOP or a debugger has stopped, or "" if there are none."""
     stopped = []
     for peer in rank_group.ranks_on_node:
         with suppress(OSError):
@@ -80,8 +82,10 @@ def suspended(rank_group: RankGroup) -> str:
 
 
 class Abort:
-    """The abort of one communicator, on a thread of its own. Its kernels end at once, but NCCL does not return while a CUDA
-    graph holds collectives of that communicator."""
+    """An Abort aborts one communicator on a separate thread.
+
+    The communicator's kernels end at once, but NCCL returns only when no CUDA graph holds collectives of the communicator.
+    """
 
     _WAITS_S = 5.0
 
@@ -94,17 +98,21 @@ class Abort:
         try:
             self._abort()
             self._ended = True
-        except Exception as error:  # of torch's and NCCL's
+        except Exception as error:  # torch and NCCL raise several types
             LOGGER.error("the process group cannot be aborted (%s): end this process", str(error).splitlines()[0])
 
     def ended(self) -> bool:
-        """Whether NCCL has returned, after waiting a while for it."""
+        """Wait a few seconds for NCCL. Return whether it has returned."""
         self._thread.join(self._WAITS_S)
         return self._ended
 
 
-def waiting(program: BoundProgram, seen: Sequence[int], reached: Mapping[str, int]) -> list[str]:
-    """A line for each lane that waits for a flag. seen: the words of this rank. reached: by lane, the position of its step."""
+def describe_waits(program: BoundProgram, seen: Sequence[int], reached: Mapping[str, int]) -> list[str]:
+    """Return a line for each lane that waits for a flag.
+
+    seen: the words of this rank.
+    reached: the position that each lane has reached.
+    """
     lines = []
     for lane in program.schedule.ranks[program.rank]:
         for where, wait in may_wait_for(program.rank, lane, reached[lane.name]):
@@ -115,9 +123,11 @@ def waiting(program: BoundProgram, seen: Sequence[int], reached: Mapping[str, in
     return lines
 
 
-def unsent(program: BoundProgram, reached: Mapping[str, int]) -> Iterator[str]:
-    """A line for each collective of the program, and for messages that a lane came to last. No flag says whether these have
-    ended."""
+def describe_unfinished(program: BoundProgram, reached: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each collective of the program, and for each lane whose last reached step is messages.
+
+    No flag shows whether these have ended.
+    """
     rank, schedule = program.rank, program.schedule
     others = ", ".join(f"rank {peer}" for peer in range(schedule.problem.world_size) if peer != rank)
     for lane, position, step in places_of(Collective, schedule.ranks[rank]):
@@ -132,8 +142,7 @@ def unsent(program: BoundProgram, reached: Mapping[str, int]) -> Iterator[str]:
 
 
 def may_wait_for(rank: int, lane: Lane, position: int) -> Iterator[tuple[Where, Wait]]:
-    """The waits of a lane that has reached `position`: those of that step, and of the steps that it waits for together with
-    it."""
+    """Yield the waits of a lane that has reached `position`. The waits of consecutive Wait steps are one wait."""
     for at in range(position, len(lane.steps) if position >= 0 else position):
         step = lane.steps[at]
         yield from ((Where(rank, lane.name, at, step), wait) for wait in waits(step))

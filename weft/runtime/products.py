@@ -1,18 +1,19 @@
-"""A lane's products, each by the algorithm of cuBLAS that was fastest here.
+"""Products multiplies matrices for a lane, by the cuBLAS algorithm that was fastest on this GPU.
 
-cuBLAS picks an algorithm by a product's sizes. Measured on H200, for 10 pairs of k and n and 21 numbers of rows: another one
-of its first four picks, or of what it picks for one row more, takes 0.94 of the time (geomean), 0.46 at best, where rows are
-few and no power of two (docs/lab/log.md). So each product is timed where a program rehearses: torch's own pick, and those. One
-has to be faster by 2% to be taken; from then on the process uses it, so that the same tensors give the same bits. Other
-processes, and ranks, may choose otherwise: torch.use_deterministic_algorithms(True) leaves all to torch.
+cuBLAS picks an algorithm by a product's sizes. Its other suggestions are often faster: for 10 pairs of k and n and 21 numbers
+of rows on H200, the best of its first four picks, and of its picks for one more row, takes 0.94 of the time (geomean). With few
+rows, not a power of two, it takes 0.46 at best (docs/lab/log.md). So when a program rehearses, each product is timed with
+torch's pick and with these. An algorithm replaces torch's pick if it is faster by 2%. The process then always uses it, so that
+the same tensors give the same bits. Other processes, and ranks, may choose differently.
+torch.use_deterministic_algorithms(True) leaves all products to torch.
 
     all       sleep | torch's pick, some times | algorithm 0, as often | algorithm 1 ...      three such rounds, medians
     a duel    sleep | torch's pick | the fastest                                              nine rounds
 
-The sleep lets the host get ahead, so that launches do not count. The least of several medians is mostly too little: so the
-fastest is held against torch's pick once more, by itself. A product that was not timed before its first use (one that
-a capture comes upon, of tensors whose strides differ from the rehearsal's, of row counts whose schedule was taken over
-from other row counts, or by schedule="planned") stays torch's.
+The sleep lets the host get ahead, so that the time of launches does not count. The smallest of several medians is usually too
+small, so the fastest algorithm is compared with torch's pick again, in a duel. A product that was not timed before its first
+use remains torch's. This happens if a capture is its first use, if its strides differ from the rehearsal's, if its schedule was
+chosen at other row counts, and with schedule="planned".
 """
 
 from __future__ import annotations
@@ -35,21 +36,26 @@ from weft.runtime.launches import FactorScales
 from weft.runtime.scaled_products import ScaledProducts
 
 WORKSPACE = 128 << 10
-"""Bytes a lane. More gain nothing: 1.0715 over all products measured, instead of 1.0725."""
+"""Bytes for each lane. A larger workspace gains nothing: 1.0715 over all products measured, instead of 1.0725."""
 _OWN, _OTHERS, _ROWS_MORE = 4, 2, 1
-"""How many of cuBLAS's picks are timed: for the product, and for one with so many more rows."""
+"""The number of cuBLAS's picks that are timed for the product, the number for a product with more rows, and how many more."""
 FEWEST_FLOPS, _LONGEST_US = 1 << 27, 30_000.0
-"""Products that are worth timing."""
+"""Products with fewer FLOPs, or that take longer, are not timed."""
 GAIN = 0.98
-"""Of the time of torch's pick: what another one may take at most."""
+"""An algorithm must take at most this fraction of the time of torch's pick to replace it."""
 _ROUNDS, _DUEL_ROUNDS, _SAMPLE_US, _MOST_CALLS = 3, 9, 600.0, 16
 _FLOPS_PER_US, _HOST_US, _CYCLES_PER_US = 5e8, 8.0, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulChoice:
-    """How a product [m, k] @ [k, n] is multiplied. us: by torch's own pick, where it was timed, and by each other algorithm.
-    algorithm: which of the others was taken, None for torch's. transposed: whether a, and b, are column-major."""
+    """A MatmulChoice says how a product [m, k] @ [k, n] is multiplied.
+
+    transposed: whether a is column-major, and whether b is.
+    torch_us: the time with torch's pick, if it was timed.
+    us: the time with each other algorithm.
+    algorithm: the index in `us` of the chosen algorithm. None for torch's pick.
+    """
 
     m: int
     n: int
@@ -64,7 +70,7 @@ class MatmulChoice:
 
     @property
     def speed_up(self) -> float:
-        """Over torch's pick; 1 where that was taken, or was not timed."""
+        """The speed relative to torch's pick. It is 1 if that was chosen or was not timed."""
         return self.torch_us / self.us[self.algorithm] if self.algorithm is not None and self.torch_us else 1.0
 
 
@@ -78,7 +84,7 @@ class _Chosen:
 _CHOSEN: dict[Hashable, _Chosen] = {}
 _CHOOSING = threading.Lock()
 _CACHED = 4096
-"""Products that a process caches; the oldest is dropped."""
+"""The number of products that a process caches. The oldest is dropped first."""
 
 
 def matmul_choices() -> list[MatmulChoice]:
@@ -87,14 +93,19 @@ def matmul_choices() -> list[MatmulChoice]:
 
 
 def settings() -> tuple[object, ...]:
-    """What is set in torch that says how products are multiplied: SMs left free, the same bits each time, sums in float16; and
-    by which of its kernels torch does: float32 as TF32, partial sums in 16 bits, cuBLAS or another library."""
+    """Return torch's settings on which the algorithm of a product depends.
+
+    They are the SMs left free, determinism, sums in float16, and torch's choice of kernels: float32 as TF32, partial sums in
+    16 bits, cuBLAS or another library.
+    """
     return matmul_settings()
 
 
 class Products:
-    """The products of one lane of one program, which never run at once: they share a workspace. machine: the GPU's profile,
-    by default the nearest."""
+    """Products multiplies matrices for one lane of one program. They run one after the other and share a workspace.
+
+    machine: the GPU's profile, by default the nearest.
+    """
 
     def __init__(self, device: torch.device, machine: Machine | None = None) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -102,7 +113,7 @@ class Products:
         self._workspace = torch.empty(WORKSPACE if self._library else 0, dtype=torch.uint8, device=device)
         self._scaled = ScaledProducts(device, machine)
         self._chosen: dict[Hashable, _Chosen] = {}
-        """This program's choices. It keeps those that the process drops, so that its calls and graphs give the same bits."""
+        """This program's choices. It keeps choices that the process drops, so that its calls and graphs give the same bits."""
 
     def multiply(
         self,
@@ -114,15 +125,18 @@ class Products:
         times: bool,
         scales: FactorScales | None = None,
     ) -> None:
-        """out = a @ b, or out += a @ b, on torch's current stream. times: now is the time to measure algorithms. scales:
-        of FP8 operands, whose products are torch's."""
+        """Compute out = a @ b, or out += a @ b, on torch's current stream.
+
+        times: measure algorithms now if this product has none.
+        scales: the scales of FP8 operands. torch multiplies these.
+        """
         if scales is not None:
             self._scaled.multiply(a, b, out, scales)
             return
         if self._library is None or needs_torch(a.dtype):
             by_torch(a, b, out, accumulate=accumulate)
             return
-        if a.is_cuda and current_device() != self._index:  # of a thread that has set none
+        if a.is_cuda and current_device() != self._index:  # the calling thread has not set its device
             with torch.cuda.device(self._index):
                 self.multiply(a, b, out, accumulate=accumulate, times=times)
             return
@@ -144,13 +158,13 @@ class Products:
         flops = 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
         plain = out.dtype == a.dtype and not accumulate
         torchs = _choose_untimed(a, b, out, accumulate)
-        # What is added to 16 bits is rounded to them first, by some algorithms.
+        # Some algorithms round the product to 16 bits before they add it to a 16-bit result.
         if not supports((a, b, out)) or not (plain or out.dtype == torch.float32):
             return torchs
         assert self._library is not None
         product = CublasProduct(self._library, a, b, out, accumulate=accumulate)
         if flops < FEWEST_FLOPS or flops / _FLOPS_PER_US > _LONGEST_US:
-            # What torch does in several kernels is one of cuBLAS's.
+            # torch needs several kernels unless the product is plain. cuBLAS needs one.
             found = [] if plain else product.algorithms(1, WORKSPACE)
             return _Chosen(torchs.choice, product, found[0]) if found else torchs
         found = candidates(self._library, product, a, b, out, accumulate)
@@ -174,7 +188,7 @@ class Products:
 
 
 def fastest(torch_us: float | None, us: list[float]) -> int | None:
-    """Which of the algorithms is taken; None for torch's pick, where that was timed, and none is faster by enough."""
+    """Return the index of the fastest algorithm, or None if torch's pick was timed and no algorithm gains enough."""
     best = min(range(len(us)), key=us.__getitem__)
     return best if torch_us is None or us[best] <= GAIN * torch_us else None
 
@@ -182,7 +196,7 @@ def fastest(torch_us: float | None, us: list[float]) -> int | None:
 def candidates(
     of: Library, product: CublasProduct, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool
 ) -> list[Algorithm]:
-    """The algorithms that are worth timing, each once."""
+    """Return the algorithms that are worth timing, each once."""
     found = {one.identity: one for one in product.algorithms(_OWN, WORKSPACE)}
     more = CublasProduct(of, a, b, out, accumulate=accumulate, rows=a.shape[0] + _ROWS_MORE)
     for one in more.algorithms(_OTHERS, WORKSPACE):
@@ -192,7 +206,7 @@ def candidates(
 
 
 def timed(variants: list[Callable[[], None]], about_us: float, rounds: int) -> list[float]:
-    """Return the median time of each variant in us, measured in turns. about_us: what one may take at least."""
+    """Return the median time of each variant in us, measured in turns. about_us: a lower estimate of the time of one call."""
     calls = max(1, min(_MOST_CALLS, round(_SAMPLE_US / about_us)))
     samples: list[list[float]] = [[] for _ in variants]
     for variant in variants:  # loads its kernel
@@ -223,7 +237,7 @@ def by_torch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate:
 
 
 def _remember(key: Hashable, chosen: _Chosen) -> _Chosen:
-    """The first that a thread has chosen is everyone's."""
+    """Store a choice, and return the choice that all threads use: the first one stored."""
     with _CHOOSING:
         chosen = _CHOSEN.setdefault(key, chosen)
         if len(_CHOSEN) > _CACHED:
@@ -261,7 +275,7 @@ def _choice(
 
 @cache
 def _library(device: int) -> Library | None:
-    """None where torch has no cuBLASLt (ROCm), or, with a warning, where it is not found."""
+    """Return cuBLASLt. Return None on ROCm, where torch has none, or with a warning if it is not found."""
     if torch.version.hip is not None:
         return None
     try:

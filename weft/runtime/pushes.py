@@ -1,4 +1,4 @@
-"""A Push as one kernel of stores (weft.kernels.push), which adds to the flag of each part tile by tile."""
+"""This module runs a Push as one kernel of stores (weft.kernels.push), which adds to the flag of each part tile by tile."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def kernel_of(program: BoundProgram, where: Where, step: Push) -> StepKernel:
-    """The kernel of a push."""
+    """Return the kernel of a push."""
     if quantises(step, program.schedule):
         return QuantisingPush(step, where, program)
     return FusedPush(step, where, program.device, program)
 
 
 def signal_values(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:
-    """How far a push raises its flags: by a tile each time."""
+    """Return the final values of the flags of a push. Each tile adds one."""
     if quantises(step, program.schedule):
         return {part.count: tiles_of_rows(part.dst) for part in step.parts}
     itemsize = program.dtype_of(step.source[0]).itemsize
@@ -34,8 +34,10 @@ def signal_values(program: BoundProgram, rank: int, step: Push) -> dict[Flag, in
 
 
 class FusedPush(StepKernel):
-    """One Push of one rank as a kernel, ready to launch call after call. Scales of FP8 elements are pushed by a launch of their
-    own before that of the elements, whose flags so say that both have arrived."""
+    """A FusedPush is the kernel of one Push of one rank.
+
+    A separate launch pushes the scales of FP8 elements first, so the flags of the elements show that both have arrived.
+    """
 
     def __init__(self, step: Push, where: Where, device: torch.device, flags: BoundProgram) -> None:
         super().__init__(where)
@@ -59,7 +61,7 @@ class FusedPush(StepKernel):
         ((source, _),) = bindings.tensors[self._source]
         sources = [*bindings.scales.get(self._source, ()), source]
         bases = [one.data_ptr() & ~15 for one in sources]
-        # Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), the tables are made anew.
+        # Symmetric memory never moves on a GPU. On a CPU it may grow and move, and then the tables are made again.
         targets = dict.fromkeys((part.dst.buffer, part.dst.rank) for part in self._step.parts)
         pitches = (stride if rows > 1 else 0 for rows, stride in zip(source.shape, source.stride(), strict=True))
         places = (bindings.tensors[target][0][0].data_ptr() for target in targets)
@@ -75,7 +77,7 @@ class FusedPush(StepKernel):
         return list(zip(bases, self._tables[key], strict=True))
 
     def _lay_out(self, bindings: Bindings, bases: list[int]) -> list[PushTables]:
-        """The tables of each launch: that of the scales, if there are any, and that of the elements, which counts."""
+        """Return the tables of each launch: one for the scales, if there are any, and one for the elements, which counts."""
         copies: list[tuple[Region, Region, Flag | None]] = [(part.src, part.dst, part.count) for part in self._step.parts]
         elements = self._tables_of(bindings.view, copies, bases[-1])
         if len(bases) == 1:

@@ -1,4 +1,4 @@
-"""A Push that quantises, as one kernel (weft.kernels.quantise), which adds to the flag of each part tile by tile."""
+"""This module runs a Push that quantises as one kernel (weft.kernels.quantise), which adds to each part's flag tile by tile."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class QuantisingPush(StepKernel):
-    """One Push of one rank, ready to launch call after call."""
+    """A QuantisingPush is the kernel of one Push of one rank."""
 
     def __init__(self, step: Push, where: Where, program: BoundProgram) -> None:
         super().__init__(where)
         self._step, self._program, self._launcher = step, program, make_launcher()
         self._alone = where.lane == "compute"
-        """Whether nothing runs concurrently, so that the kernel can use all SMs."""
+        """True if no other kernel runs concurrently, so that this one can use all SMs."""
         self._targets = list(dict.fromkeys((part.dst.buffer, part.dst.rank) for part in step.parts))
         self._tables: tuple[tuple[int, ...], QuantiseTables] | None = None
 
@@ -35,7 +35,7 @@ class QuantisingPush(StepKernel):
         quantise(plan, source, sms=sms, silent=silent, launched_by=self._launcher, stream=stream)
 
     def _make_tables(self, bindings: Bindings) -> QuantiseTables:
-        """The tables. Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), they are made anew."""
+        """Return the tables. On a CPU, symmetric memory may grow and move, and then they are made again."""
         moved = tuple(bindings.tensors[key][0][0].data_ptr() for key in self._targets)
         if self._tables is None or self._tables[0] != moved:
             assert bindings.scaling is not None, f"{self.where}: the problem has no scaling"

@@ -1,8 +1,7 @@
-"""Products of FP8 operands: out = (a * scales of a) @ (b * scales of b), of one lane of one program.
+"""ScaledProducts multiplies FP8 operands, out = (a * scales of a) @ (b * scales of b), for one lane of one program.
 
-On GPUs these are torch's scaled products, which are cuBLAS's and CUTLASS's. Where torch has none for the dtypes or the sizes,
-weft's GEMM kernel multiplies. On CPUs, and on GPUs without matrix units for FP8, the operands are dequantised and multiplied in
-float32.
+On GPUs torch multiplies by cuBLAS or CUTLASS, or weft's GEMM kernel does if torch has no kernel for the dtypes or sizes. On
+CPUs, and on GPUs without matrix units for FP8, the operands are dequantised and multiplied in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def dequantised(matrix: torch.Tensor, scales: torch.Tensor, scaling: Scaling, operand: Literal["a", "b"]) -> torch.Tensor:
-    """The elements of an operand times their scales, in float32. scales: as Scaling has them."""
+    """Return the elements of an operand times their scales, in float32. scales: of the shape that Scaling names."""
     if scaling.recipe == "blockwise":
         if operand == "b":
             scales = scales.repeat_interleave(SCALE_BLOCK, 0)[: matrix.shape[0]]
@@ -34,37 +33,43 @@ def dequantised(matrix: torch.Tensor, scales: torch.Tensor, scaling: Scaling, op
 
 
 def quantise(matrix: torch.Tensor, elements: torch.Tensor, scales: torch.Tensor, scaling: Scaling) -> None:
-    """Write a matrix as FP8 elements and their scales, rowwise or by blocks of 128 columns: a scale is the largest magnitude
-    that it is for, at least LEAST_MAGNITUDE, over the largest of the elements' dtype."""
+    """Write a matrix as FP8 elements and their scales, rowwise or by blocks of 128 columns.
+
+    A scale is the largest magnitude of its elements, but at least LEAST_MAGNITUDE, over the largest value of the dtype.
+    """
     rows, most = matrix.float(), torch.finfo(elements.dtype).max
     blocks = rows.view(matrix.shape[0], scales.shape[1], matrix.shape[1] // scales.shape[1])
     magnitudes = blocks.abs().amax(-1).clamp(min=LEAST_MAGNITUDE)
-    # By a tensor, because torch's division by a number multiplies by its inverse on GPUs.
+    # It divides by a tensor, because on GPUs torch's division by a number multiplies by the inverse.
     torch.div(magnitudes, torch.full_like(magnitudes, most), out=scales)
     elements.copy_((blocks / scales[..., None]).clamp(-most, most).view_as(rows))
 
 
 def multiply_dequantised(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: FactorScales) -> None:
-    """out = a @ b in float32, on any device."""
+    """Compute out = a @ b in float32, on any device."""
     out.copy_(dequantised(a, scales.a, scales.scaling, "a") @ dequantised(b, scales.b, scales.scaling, "b"))
 
 
 @cache
 def products_on(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FactorScales], None]:
-    """What multiplies FP8 operands outside of a program: out = a @ b, of (a, b, out, scales)."""
+    """Return a function (a, b, out, scales) that computes out = a @ b for FP8 operands outside of a program."""
     return ScaledProducts(device).multiply if device.type == "cuda" else multiply_dequantised
 
 
 class ScaledProducts:
-    """Those of a GPU. machine: the profile that tile shapes are chosen by, by default the nearest."""
+    """ScaledProducts multiplies FP8 operands on a GPU.
+
+    machine: the profile by which tile shapes are chosen, by default the nearest.
+    """
 
     def __init__(self, device: torch.device, machine: Machine | None = None) -> None:
         self._device, self._machine = device, machine
         self._kernels: dict[tuple[int, int, int, Scaling], PlainGemm | None] = {}
-        """By M, N, K and scaling. Graphs keep addresses of their tables: they live as long as the program."""
+        """The kernels, by M, N, K and scaling. They live as long as the program, because graphs contain addresses of their
+        tables."""
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scales: FactorScales) -> None:
-        """out = a @ b on torch's current stream."""
+        """Compute out = a @ b on torch's current stream."""
         scaling = scales.scaling
         if takes(a, b, out, scaling.recipe):
             scaled_mm(a, b, scales.a, scales.b, out, recipe=scaling.recipe, use_fast_accum=scaling.use_fast_accum)
@@ -76,7 +81,7 @@ class ScaledProducts:
             kernel.multiply(a, b, out, scales.a, scales.b, scaling)
 
     def _kernel(self, a: torch.Tensor, b: torch.Tensor, scaling: Scaling) -> PlainGemm | None:
-        """None where the GPU has no matrix units for FP8, or TMA cannot load the operands."""
+        """Return weft's kernel, or None if the GPU has no matrix units for FP8, or TMA cannot load the operands."""
         from weft.kernels.gemm import PlainGemm, fits  # needs Triton
         from weft.kernels.shapes import shapes_for
 

@@ -1,9 +1,9 @@
-"""The kernels of steps: one interface for all of them, and the table that says which steps have one.
+"""This module has the interface of all kernels that run steps, and the table of the steps that have a kernel.
 
-A kernel's own module makes it (`KERNELS`). It is imported where a program has such a step and its device runs kernels, since
-it needs Triton. Which steps may run as kernels is the same on every rank, so each rank knows the value that a flag has once it
-is signalled (`SIGNAL_VALUES`): the number of tiles where a kernel counts, else 1. A rank whose tensors a kernel cannot load
-runs the step part by part, and signals the same values.
+The table `KERNELS` names the module that makes each kernel. These modules need Triton, so they are imported only if a program
+has such a step and its device runs kernels. All ranks choose kernels for the same steps. So each rank knows the value that a
+signalled flag has (`SIGNAL_VALUES`): the number of tiles if a kernel counts them, else 1. If a kernel cannot load a rank's
+tensors, the rank runs the step part by part and signals the same values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
 
 Place = tuple[str, int]
-"""A step of a rank: its lane's name, and its position there."""
+"""The place of a step of a rank: the lane's name, and the position in the lane."""
 
 KERNELS: dict[type[Step], str] = {
     Gemm: "fused.kernel_of",
@@ -49,49 +49,53 @@ KERNELS: dict[type[Step], str] = {
     GroupedGemm: "ragged_kernels.kernel_of",
     Wait: "ragged_kernels.kernel_of",
 }
-"""By type of step, the module of this package and its function that makes the kernel of a step, from the program, the place and
-the step; or returns None where the step has none in that program."""
+"""The module of this package and its function that makes the kernel, by type of step. The function takes the program, the place
+and the step, and returns None if the step has no kernel in that program."""
 SIGNAL_VALUES: dict[type[Step], str] = {Gemm: "fused", Push: "pushes", Lookup: "lookups"}
-"""By type of step that counts, the module whose `signal_values(program, rank, step)` gives the value of each of its flags."""
+"""The module whose `signal_values(program, rank, step)` returns the values of the step's flags, by type of step that counts."""
 
 
 class StepKernel:
-    """One step of one rank as a kernel, ready to launch call after call."""
+    """A StepKernel runs one step of one rank as a kernel. Each call launches it."""
 
     waits_in_kernel = False
-    """Whether the kernel waits for the gates on this call itself. The launch plan lowers them after the kernel."""
+    """True if the kernel itself waits for the gates of this call. The launch plan lowers them after the kernel."""
     manages_own_flags = False
-    """Whether the kernel has words of its own for its flags, and raises, waits for and lowers them itself."""
+    """True if the kernel keeps its flags in words of its own, and raises, waits for and lowers them itself."""
 
     def __init__(self, where: Where) -> None:
         self.where = where
         self._logged: set[str] = set()
 
     def runs(self, bindings: Bindings) -> bool:
-        """Whether it can load this call's operands. Asked before any of a call is enqueued."""
+        """Return whether the kernel can load this call's operands. It is called before any part of a call is enqueued."""
         return True
 
     def lay_out(self, bindings: Bindings) -> None:
-        """Make the tables that the kernel reads in a call. Not while a graph is captured: they are copied to the device."""
+        """Make the tables that the kernel reads in a call. It copies to the device, so call it outside of a graph capture."""
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        """Run it on so many SMs. silent: neither wait nor signal, for a rehearsal. tries: how often it looks at a flag before
-        it gives up. stream: default, torch's current one."""
+        """Launch the kernel.
+
+        silent: it neither waits nor signals, for a rehearsal.
+        tries: how often it reads a flag before it gives up.
+        sms: the number of SMs that it may use.
+        stream: by default torch's current stream.
+        """
         raise NotImplementedError
 
     def raise_if_late(self, describe: Callable[[Flag], str]) -> None:
-        """Raise WaitTimeout if a wait of the last launch ended without its flag. describe: who signals a flag."""
+        """Raise WaitTimeout if a wait of the last launch ended without its flag. describe: returns who signals a flag."""
 
     def missing(self) -> str:
-        """What the call under way has yet to receive in words of the kernel's own; nothing if it waits for nothing. Takes
-        copies, and no SM."""
+        """Return a text that says what the kernel's own words still wait for, or "" if nothing. It needs copies, but no SM."""
         return ""
 
     def abort(self) -> None:
-        """End every wait on words of its own, now and later. Enqueued on torch's current stream; takes no SM."""
+        """End every wait on the kernel's own words, now and later. It is enqueued on torch's current stream and needs no SM."""
 
     def log_fallback(self, reason: str) -> None:
-        """Log once that the step does not run as one kernel, and so overlaps less."""
+        """Log once that torch runs the step part by part, which overlaps less than one kernel."""
         if reason not in self._logged:
             self._logged.add(reason)
             kind = type(self.where.step).__name__
@@ -99,7 +103,7 @@ class StepKernel:
 
 
 class GatedKernel(StepKernel):
-    """A kernel that looks at the schedule's flags itself, and says in `status` which it gave up."""
+    """A GatedKernel waits for flags of the schedule itself, and writes into `status` which wait it gave up."""
 
     def __init__(self, where: Where, device: torch.device) -> None:
         import torch
@@ -116,7 +120,7 @@ class GatedKernel(StepKernel):
 
 
 def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
-    """The kernel of a step of a program; None where the step runs by torch, or as operations of a stream."""
+    """Return the kernel of a step, or None if torch or operations of a stream run the step."""
     if type(where.step) not in KERNELS or not program.runs_as_kernel(where.step):
         return None
     module, _, name = KERNELS[type(where.step)].partition(".")
@@ -125,7 +129,7 @@ def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
 
 
 def signal_values(program: BoundProgram) -> dict[Flag, int]:
-    """By flag of the schedule that a kernel counts, on any rank: its value once it is signalled."""
+    """Return the value of each signalled flag that a kernel of any rank counts."""
     found: dict[Flag, int] = {}
     for rank, _, _, step in program.schedule:
         module = SIGNAL_VALUES.get(type(step))

@@ -1,4 +1,4 @@
-"""Sums of collectives as kernels: a Reduce on communication blocks, of contiguous pieces, one of them the caller's."""
+"""This module runs a collective's sum as a kernel: a Reduce on communication blocks of contiguous pieces, one the caller's."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 
 
 def sum_of(program: BoundProgram, where: Where, step: Reduce) -> FusedSum | None:
-    """The kernel of a collective's sum, if it runs as one."""
+    """Return the kernel of a collective's sum, or None if it runs step by step."""
     problem = program.schedule.problem
     assert isinstance(problem, CollectiveProblem), problem
     return FusedSum(step, where, program.device, problem) if adds_pieces(step, program.schedule) else None
 
 
 def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
-    """Whether it is one sum of contiguous pieces of one length, one of them the caller's, that neither waits nor counts: what
-    the kernel does. All other sums go step by step."""
+    """Return whether the kernel can run a sum. Other sums run step by step.
+
+    The kernel runs one sum of contiguous pieces of one length, one of them the caller's, that neither waits nor counts.
+    """
     if len(step.parts) != 1:
         return False
     part, buffers = step.parts[0], schedule.buffer
     others = [buffers[src.buffer] for src in part.srcs if src.buffer != "a"]
-    # The table keeps the addresses of all but the caller's, which may be others in each call.
+    # The table has the addresses of all pieces except the caller's, which may change in each call.
     fixed = len(part.srcs) == len(others) + 1 and all(buffer.kind in ("symmetric", "local") for buffer in others)
     narrow = schedule.problem.dtype == "float32" or not any(buffer.float32 for buffer in (*others, buffers[part.out.buffer]))
     columns = {width for region in (*part.srcs, part.out) for width in buffers[region.buffer].cols}
@@ -51,7 +53,10 @@ class FusedSum(StepKernel):
         self._table: tuple[tuple[int, ...], RunTable] | None = None
 
     def runs(self, bindings: Bindings) -> bool:
-        """Always. Asked before any of a call is enqueued, so it makes ready what may wait for all streams."""
+        """Return True, and prepare the tables and kernels, which may wait for all streams.
+
+        It is called before any part of a call is enqueued.
+        """
         self._make_tables(bindings)
         return True
 
@@ -67,7 +72,7 @@ class FusedSum(StepKernel):
         sum_runs(plan, own=own, out=out, elements=elements, sms=self._sms, launched_by=self._launcher, stream=stream)
 
     def _make_tables(self, bindings: Bindings) -> RunTable:
-        """The table. Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), the table is made anew."""
+        """Return the table. On a CPU, symmetric memory may grow and move, and then the table is made again."""
         if self._table is not None and self._device.type == "cuda":
             return self._table[1]
         srcs = [0 if number == self._own else _address(bindings, src) for number, src in enumerate(self._part.srcs)]
@@ -80,6 +85,6 @@ class FusedSum(StepKernel):
 
 
 def _address(bindings: Bindings, region: Region) -> int:
-    """Of a region's first element; its buffer has one column."""
+    """Return the address of a region's first element. Its buffer has one column."""
     ((whole, _),) = bindings.tensors[region.buffer, region.rank]
     return whole.data_ptr() + region.rows[0] * whole.element_size()

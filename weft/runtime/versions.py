@@ -16,7 +16,7 @@ from weft.core.version import __version__
 
 
 def versions(device: str) -> dict[str, str]:
-    """Of all that took part in a run."""
+    """Return the versions of the libraries that a run uses, and its device."""
     found = {"weft": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if device == "cuda":
         found["cuda"] = str(torch.version.cuda)
@@ -45,8 +45,11 @@ def machine_of(device: torch.device, world_size: int) -> dict[str, str]:
 
 
 def links_between(numbers: Sequence[int]) -> str:
-    """The kinds of links between GPUs with these numbers, as the driver ranks their speed, with how many pairs have each. Pairs
-    that this process does not see, or that do not reach each other, are of kinds of their own."""
+    """Return a text with the kinds of links between GPUs with these numbers, and the number of pairs of each kind.
+
+    A kind is the driver's performance rank. Pairs that this process does not see, and pairs that cannot access each other, are
+    separate kinds.
+    """
     driver, seen = driver_api(), {gpu_number(torch.device("cuda", at)): at for at in range(torch.cuda.device_count())}
     kinds: Counter[str] = Counter()
     for pair in combinations(numbers, 2):
