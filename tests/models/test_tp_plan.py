@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from model_work import SCHEDULE, alike, text, tiny, trained, whole, written
+from model_work import SCHEDULE, assert_close, text, tiny, trained, whole, written
 from torch.distributed.tensor import DTensor, Shard
 
 import weft
@@ -53,8 +53,8 @@ def _as_alone(folder: str, experts: bool) -> tuple[str, set[str], int]:
         assert torch.equal(*[written(each, prompt, 5, cache_implementation="static") for each in (model, alone)])
     untrained = {name: parameter.detach().clone() for name, parameter in alone.named_parameters()}
     model.save_pretrained(f"{folder}/again")
-    alike(dict(transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/again").named_parameters()), untrained)
-    alike(trained(model.train(), (8, 11)), trained(alone.train(), (8, 11)))
+    assert_close(dict(transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/again").named_parameters()), untrained)
+    assert_close(trained(model.train(), (8, 11)), trained(alone.train(), (8, 11)))
     return str(weft.overlap_report(model)), *parts
 
 
@@ -113,7 +113,7 @@ def _classifies_as_alone(folder: str) -> None:
         each(input_ids=text(2, 9), labels=torch.tensor([0, 1])).loss.backward()
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
-    alike({name: whole(parameter.grad) for name, parameter in model.named_parameters()}, expected)
+    assert_close({name: whole(parameter.grad) for name, parameter in model.named_parameters()}, expected)
 
 
 def test_a_head_that_classifies_is_whole(ranks: RankFixture, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def _with_fsdp(folder: str) -> None:
     plan = weft.register_tp_plan(alone.config, schedule=SCHEDULE, few_tokens=0)
     asked = transformers.distributed.DistributedConfig(tp_plan=plan, tp_size=2, fsdp_size=2)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=asked)
-    alike(trained(model.train(), (8, 11)), trained(alone.train(), (8, 11)))
+    assert_close(trained(model.train(), (8, 11)), trained(alone.train(), (8, 11)))
 
 
 def test_a_distributed_config_may_have_fsdp(ranks: RankFixture, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def _rules_of_others(folder: str) -> None:
     """In a changed plan, rules of transformers inside of the decoder are refused, and those outside work."""
     alone = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model = _loaded(folder, change={"lm_head": "colwise_gather_output"})
-    alike(model(text(2, 9)).logits.detach(), alone(text(2, 9)).logits.detach())
+    assert_close(model(text(2, 9)).logits.detach(), alone(text(2, 9)).logits.detach())
     with pytest.raises(ValueError, match="distribute a DTensor"):  # transformers' own error
         _loaded(folder, change={"model.layers.*.mlp.down_proj": "rowwise"})
     model = _loaded(folder, change={"model.embed_tokens": "embedding_rowwise"})

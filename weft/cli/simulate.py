@@ -116,5 +116,7 @@ def show(done: Done) -> None:
                 listed.add_row(*row)
             out.print(f"\n{each.title}")
             output.print_table(out, listed)
+            if each.note:
+                out.print(each.note)
     for sentence in words(done):
         out.print(f"\n{sentence}")

@@ -146,7 +146,8 @@ def all_gather_matmul(
         gather_dim: the dimension that is gathered (not the last).
         rows: extent of gather_dim over all ranks, where it is not world_size times a's: then a's is the part that torch.chunk
             would give this rank.
-        keep_gathered: for b's gradient, keep the gathered a, M x K, from forward to backward; else it is gathered again.
+        keep_gathered: for b's gradient, keep the gathered a, M x K, from forward to backward. The default takes no memory for
+            it and gathers it again. The styles keep it by default, as torch's styles do.
 
     **FP8**: a and b may be float8_e4m3fn or float8_e5m2 with scales, named as in torch.nn.functional.scaled_mm:
 

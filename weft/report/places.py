@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from weft import schedules
 from weft.models.communicating import CommunicatingLayer
 
+IN_BACKWARD = "overlapped in the backward pass only"
+"""The verdict on a place that communicates in the backward pass only, and overlaps there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Called:
@@ -47,19 +50,23 @@ class ReportedPlace:
 
     @property
     def verdict(self) -> str:
-        """One of weft.schedules.VERDICTS, of the calls of the forward pass, whatever the backward pass runs: the best of them.
-        Before the first call, of what was asked for."""
+        """One of weft.schedules.VERDICTS, or IN_BACKWARD. A place that communicates in both passes has the best verdict of its
+        calls in the forward pass. Before the first call it has the verdict of the schedule that was asked for."""
+        found = self._judge()
+        return IN_BACKWARD if self.layer.backward_only and found == schedules.OVERLAPPED else found
+
+    def _judge(self) -> str:
         if not self.layer.overlapped:
             return schedules.SEQUENTIAL
         if not self.calls:
             return schedules.judge(self.layer.schedule)
-        forward = (call for call in self.calls if call.op in self.layer.operators)
-        found = {schedules.judge(call.spec, call.us, call.sequential_us) for call in forward}
+        decisive = (call for call in self.calls if call.op in self.layer.operators)
+        found = {schedules.judge(call.spec, call.us, call.sequential_us) for call in decisive}
         return next((verdict for verdict in schedules.VERDICTS if verdict in found), schedules.SEQUENTIAL)
 
     @property
     def overlapped(self) -> bool:
-        return self.verdict == schedules.OVERLAPPED
+        return self.verdict in (schedules.OVERLAPPED, IN_BACKWARD)
 
 
 def describe_place(place: ReportedPlace) -> Iterator[str]:
