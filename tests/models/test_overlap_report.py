@@ -44,7 +44,7 @@ def report() -> OverlapReport:
 def test_what_only_ran_sequentially_is_not_overlapped(report: OverlapReport) -> None:
     assert (
         report.headline
-        == "Llama<1>: overlapped 6 of 10 places that communicate, 3 faster but not overlapped, 4 of them not called yet"
+        == "Llama<1>: overlapped 6 of 10 places that communicate, 3 faster but not overlapped, 4 not called yet"
     )
 
 
@@ -126,9 +126,9 @@ def test_places_of_equal_sizes_have_their_own_calls(ranks: RankFixture) -> None:
     slow, waits = "1 x one: all_gather_matmul; sequential", "not called yet"
     head = "ModuleDict: overlapped {} of 2 places that communicate"
     for first, both, same, compiled in ranks(2).run(_alike_in_size):
-        assert first == [f"{head.format(1)}, 1 of them not called yet", slow, waits, two, ran("shard_p2p")]
+        assert first == [f"{head.format(1)}, 1 not called yet", slow, waits, two, ran("shard_p2p")]
         assert both == [head.format(1), slow, ran("sequential"), two, ran("shard_p2p")]
-        assert same == [f"{head.format(2)}, 1 of them not called yet", one, waits, two, ran("shard_p2p"), ran("shard_p2p", 4)]
+        assert same == [f"{head.format(2)}, 1 not called yet", one, waits, two, ran("shard_p2p"), ran("shard_p2p", 4)]
         assert compiled[1:4] == [slow, waits, two]
         assert ran("shard_p2p") in compiled
 
@@ -230,13 +230,13 @@ def _tables_and_experts() -> list[list[str]]:
 def test_tables_and_experts_count_by_what_they_run(ranks: RankFixture) -> None:
     for sequential, ran, stores, stored, experts, moved in ranks(2).run(_tables_and_experts):
         bags = "ShardedEmbeddingBags: overlapped {} of 1 places that communicate"
-        assert sequential[0] == f"{bags.format(0)}, 1 of them not called yet"
+        assert sequential[0] == f"{bags.format(0)}, 1 not called yet"
         assert ran[0] == bags.format(0)
         assert ran[2] == "embedding_bag_all_to_all M=6 sequential not measured (asked for)"
-        assert stores[0] == f"{bags.format(1)}, 1 of them not called yet"
+        assert stores[0] == f"{bags.format(1)}, 1 not called yet"
         assert stored[0] == bags.format(1)
         assert stored[2].startswith("embedding_bag_all_to_all M=6 direct_store")
-        assert experts[0] == "MoE: overlapped 1 of 1 places that communicate, 1 of them not called yet"
+        assert experts[0] == "MoE: overlapped 1 of 1 places that communicate, 1 not called yet"
         assert moved[0] == "MoE: overlapped 0 of 1 places that communicate", "CPUs move rows before and after products"
         assert moved[2:] == [
             "all_to_all_matmul M=12 sequential not measured (no other for rows by splits)",

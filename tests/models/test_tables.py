@@ -219,7 +219,7 @@ def _reported() -> str:
 
 
 def test_a_rank_without_tables_reports_too(ranks: RankFixture) -> None:
-    headline = "ShardedEmbeddingBags: overlapped 1 of 1 places that communicate, 1 of them not called yet"
+    headline = "ShardedEmbeddingBags: overlapped 1 of 1 places that communicate, 1 not called yet"
     assert ranks(2).run(_reported) == [headline] * 2
 
 

@@ -54,10 +54,10 @@ def test_what_a_lookup_and_nothing_to_overlap_say() -> None:
 
 def test_fixed_costs_are_named() -> None:
     found = of_gather()
-    assert {"matmul alone", "launches", "smaller pieces", "contention", "head, tail, waits"} == set(found.parts)
+    assert {"matmul alone", "more launches", "smaller pieces", "contention", "head, tail, waits"} == set(found.parts)
     pieces = explain_plan(plan(GATHER, H200, only="hetero_unfused_1d", chunks=4), H200)
     gemms = 1 + 3 * 4
-    assert pieces.parts["launches"] == pytest.approx((gemms - 1) * H200.launch_us)
+    assert pieces.parts["more launches"] == pytest.approx((gemms - 1) * H200.launch_us)
 
 
 def test_a_change_that_is_named_changes_the_choice() -> None:
@@ -83,7 +83,7 @@ def test_copies_of_lanes_that_run_together_are_paid_once() -> None:
     lanes = [lane for lane in schedule.ranks[0] if lane.kind == "copy"]
     assert len(lanes) == 7
     most = max(sum(isinstance(step, weft.core.schedule.Copy) for step in lane.steps) for lane in lanes)
-    assert found.parts["copies"] == pytest.approx((most - 1) * machine.copies.copy_us, abs=0.1)
+    assert found.parts["more copies"] == pytest.approx((most - 1) * machine.copies.copy_us, abs=0.1)
     assert sum(found.parts.values()) == pytest.approx(found.plan.chosen.predicted_us)
 
 

@@ -299,7 +299,11 @@ def test_profiles_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert ["launch_us", "3", "1.5", "0.50"] in rows
     assert ["fork_us", "8", "8.08", "1.01", "within", "5.0%"] in rows
     assert main(["machines", "--diff", "h200x8", "a100x8"]) == 0
-    assert "stores.gbps" in capsys.readouterr().out
+    compared, _, only = capsys.readouterr().out.partition("numbers are the same")
+    assert "stores.gbps" in compared
+    assert "copies.turning" not in compared, "a100x8 does not have it"
+    assert "Only h200x8 has " in only
+    assert "copies.turning" in only
     assert main(["machines", "--diff", "h200x8", "nothing"]) == 2
 
 

@@ -118,20 +118,21 @@ def _print_list(found: Sequence[Machine]) -> None:
 
 
 def print_difference(a: Machine, b: Machine) -> None:
-    """The numbers that differ, and by how much; those that differ by no more than their measurements do are said to."""
+    """Print the numbers that both have and that differ, and by how much, then the names of those that one of the two has.
+    A difference that is no larger than the spreads of both measurements is marked."""
     left, right = _by_path(a), _by_path(b)
     listed = output.table("number", a.name, b.name, "ratio", "spread")
-    same = 0
-    for path in sorted({*left, *right}):
-        if left.get(path) == right.get(path):
-            same += 1
-            continue
+    both = sorted(left.keys() & right.keys())
+    different = [path for path in both if left[path] != right[path]]
+    for path in different:
         spread = a.spreads.get(path, 0.0) + b.spreads.get(path, 0.0)
-        compared = _compared(left.get(path, {}), right.get(path, {}), spread)
-        listed.add_row(path, _numbers(left.get(path)), _numbers(right.get(path)), *compared)
+        listed.add_row(path, _numbers(left[path]), _numbers(right[path]), *_compared(left[path], right[path], spread))
     out = output.console()
     output.print_table(out, listed)
-    out.print(f"{same} numbers are the same. - where only one of the two has it.")
+    out.print(f"{len(both) - len(different)} numbers are the same.")
+    for name, only in ((a.name, left.keys() - right.keys()), (b.name, right.keys() - left.keys())):
+        if only:
+            out.print(f"Only {name} has {', '.join(sorted(only))}.")
     out.print(f"ratio: {b.name} over {a.name}; of a table, what both have for the same sizes, at the geometric mean.")
     out.print("spread: how much both measurements differ by themselves; within: the ratio is no more than that.")
 
@@ -154,9 +155,7 @@ def _by_path(machine: Machine) -> dict[str, Values]:
     return found
 
 
-def _numbers(values: Values | None) -> str:
-    if values is None:
-        return "-"
+def _numbers(values: Values) -> str:
     return f"{values[()]:,.10g}" if () in values else f"a table of {len(values)}"
 
 

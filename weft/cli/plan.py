@@ -26,12 +26,16 @@ MOST_NOTES = 4
 """Notes on a model that are printed without --all, so that the answer stays on one screen."""
 OVER_IDEAL = "Over 100% of ideal: the ideal is the slower of cuBLAS and NCCL alone; the schedule does without that one."
 MORE = "More: --why explains each choice, --all lists every candidate with a timeline, --report DIR writes a page."
-TERMS = (
-    "ideal: the longer of the matmul alone and the collective alone. head, tail, waits: what nothing hides. "
-    "Exposed: beyond the longer of the schedule's halves alone, contention included. "
-    "DIL: the pieces alone over the whole alone. CIL: the time while the other kind runs, over the time alone. "
-    "By sizes alone: what the ranking puts first, before anything is simulated."
-)
+TERMS = """\
+ideal: the longer of the matmul alone and the collective alone.
+more launches, more copies: those of the longer half after its first one, which the whole half has, too. The third tax counts
+  all launches of the call, and only the time by which they delay its end.
+head, tail, waits: what nothing hides.
+exposed: beyond the longer of the schedule's halves alone, contention included.
+DIL: the pieces alone over the whole alone, which is one call of cuBLAS or NCCL. A communication DIL below 1 says that copies or
+  stores are faster than NCCL. In sequential it is a little above 1, because the launch of the matmul is counted there, too.
+CIL: the time while the other kind runs, over the time alone.
+By sizes alone: what the ranking puts first, before anything is simulated."""
 
 
 def command(

@@ -120,5 +120,7 @@ def print_results(done: Done) -> None:
                 printed.add_row(*row)
             console.print(f"\n{study_table.title}")
             output.print_table(console, printed)
+            if study_table.note:
+                console.print(study_table.note)
     for sentence in words(done):
         console.print(f"\n{sentence}")

@@ -51,6 +51,7 @@ class CommunicatingLayer:
     group: the process group's name. Measured times are found by n, k and group.
     schedule: the schedule that the user asked for; "" if unknown.
     ran: the calls so far; None if calls are not recorded.
+    backward_only: the forward pass does not communicate there; the operators run in the backward pass.
     """
 
     module: str = ""
@@ -63,6 +64,7 @@ class CommunicatingLayer:
     group: str = ""
     schedule: str = ""
     ran: LayerCalls | None = field(default=None, compare=False, repr=False)
+    backward_only: bool = False
 
     def __post_init__(self) -> None:
         if not self.operators and not self.reason:

@@ -89,7 +89,8 @@ def parallelize(
         mesh: of one dimension (mesh["tp"] of a larger one).
         schedule: as weft.all_gather_matmul's, a name.
         few_tokens: a call with up to so many tokens keeps them whole on every rank.
-        keep_gathered: keep gathered inputs for weights' gradients.
+        keep_gathered: keep gathered inputs for weights' gradients, as torch's styles do. False saves that memory, and gathers
+            them again in the backward pass.
         experts: a style for blocks of experts that takes and gives as many tokens on each rank (weft.ExpertParallel());
             without one they run whole on every rank, as GPT-OSS's must, which have biases.
         src_data_rank: as parallelize_module's: whose values count; None if all ranks have the same, or none yet.

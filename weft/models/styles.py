@@ -219,6 +219,7 @@ def describe_columns(shared: SharedInputLinears, layout: Placement, *, parts: Se
         group=get_process_group(linears[0].weight).group_name,
         schedule=shared.settings.schedule,
         ran=shared.ran,
+        backward_only=whole,
     )
 
 

@@ -146,7 +146,8 @@ def all_gather_matmul(
         gather_dim: the dimension that is gathered (not the last).
         rows: the extent of gather_dim over all ranks, if it is not world_size times a's. Then a's extent must be the part that
             torch.chunk would give this rank.
-        keep_gathered: keep the gathered a, M x K, from forward to backward for b's gradient. Otherwise it is gathered again.
+        keep_gathered: keep the gathered a, M x K, from forward to backward for b's gradient. By default it is gathered again,
+            which takes no memory. The styles keep it by default, as torch's styles do.
 
     **FP8**: a and b may be float8_e4m3fn or float8_e5m2 with scales, named as in torch.nn.functional.scaled_mm:
 

@@ -2,11 +2,12 @@
 changes of sizes or rates that would make another family faster. Nothing runs on a GPU. The losses come from simulations of each
 half alone. The changes come from the ranking (weft.perf.ranking), corrected by its error for each simulated schedule.
 
-    predicted = whole half alone + fixed costs + smaller pieces + contention + head, tail, waits
+    predicted = whole half alone + more launches + smaller pieces + contention + head, tail, waits
 
 The half is the longer one of the schedule's matmuls alone and its transfers alone.
 
-    fixed costs         the time that the half would save if launches, or copies, were free except for one
+    more launches       the time that the half would save if launches were free except for one, which the whole half has,
+                        too; of a half that is transfers: more copies
     smaller pieces      the other losses of decomposition (DIL)
     contention          the slowdown by the other half (CIL)
     head, tail, waits   the time that nothing hides
@@ -130,7 +131,7 @@ def _split_time(found: Signature, machine: Machine) -> dict[str, float]:
     contention = min(pieces * (cil - 1), found.total_us - pieces)
     return {
         f"{name} alone": whole,
-        "launches" if computes else "copies": fixed,
+        "more launches" if computes else "more copies": fixed,
         "smaller pieces": pieces - whole - fixed,
         "contention": contention,
         "head, tail, waits": found.total_us - pieces - contention,

@@ -1,11 +1,9 @@
 """The "three taxes" of arXiv 2511.02168: the costs of a schedule whose kernels end before others begin.
 
     bulk synchrony         the time of the call beyond its matmul pieces alone, which wait for data or are slowed by it. The
-    cost
-                           of cutting the matmul is its DIL
+                           cost of cutting the matmul is its DIL
     inter-kernel locality  the data that one step writes to memory and a later step reads: staging buffers, gathered rows,
-    partial
-                           results
+                           partial results
     kernel launches        the time that the call would save if launches were free
 
 Traffic between kernels has two numbers: bytes, and the time of the GPU's memory for them. That time is an upper bound of the
@@ -52,7 +50,7 @@ class Taxes:
             f"Three taxes of {self.spec}: {self.waiting_us:.0f} of {self.total_us:.0f} us waiting or slowed, beyond the "
             f"{self.pieces_us:.0f} that its pieces of matmul take alone; "
             f"{self.between_bytes / 1e6:,.0f} MB from kernel to kernel, {self.between_us:.0f} us of memory; "
-            f"{self.launch_us:.0f} us by launching {launches}."
+            f"{self.launch_us:.0f} us would be saved if launching {launches} cost nothing."
         )
 
 

@@ -25,7 +25,7 @@ from weft.models.communicating import CommunicatingLayer, LayerCalls, communicat
 from weft.ops.common import choose_backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.overlap_page import page
-from weft.report.places import ReportedCall, ReportedPlace, describe_place
+from weft.report.places import IN_BACKWARD, ReportedCall, ReportedPlace, describe_place
 from weft.runtime.autotune import Choice
 from weft.runtime.buckets import serves
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
@@ -65,9 +65,9 @@ class OverlapReport:
     @property
     def counted(self) -> str:
         waiting = sum(place.count for place in self.places if place.awaits_first_call)
-        faster = self._count(schedules.FASTER)
-        others = f", {faster} {schedules.FASTER}" if faster else ""
-        later = f", {waiting} of them not called yet" if waiting else ""
+        counts = {verdict: self._count(verdict) for verdict in (IN_BACKWARD, schedules.FASTER)}
+        others = "".join(f", {number} {verdict}" for verdict, number in counts.items() if number)
+        later = f", {waiting} not called yet" if waiting else ""
         return f"overlapped {self.overlapped} of {self.total} places that communicate{others}{later}"
 
     def html(self) -> str:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from weft import schedules
 from weft.models.communicating import CommunicatingLayer
 
+IN_BACKWARD = "overlapped in the backward pass only"
+"""The verdict on a place that communicates in the backward pass only, and overlaps there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedCall:
@@ -56,10 +59,15 @@ class ReportedPlace:
 
     @property
     def verdict(self) -> str:
-        """One of weft.schedules.VERDICTS: the best that a schedule of the forward pass gets.
+        """One of weft.schedules.VERDICTS, or IN_BACKWARD.
 
-        Before the first call it is the verdict on the schedule that the layer asks for.
+        A place that communicates in both passes has the best verdict of its calls in the forward pass. Before the first call it
+        has the verdict on the schedule that the layer asks for.
         """
+        found = self._judge()
+        return IN_BACKWARD if self.layer.backward_only and found == schedules.OVERLAPPED else found
+
+    def _judge(self) -> str:
         if not self.layer.overlapped:
             return schedules.SEQUENTIAL
         if not self.calls:
@@ -70,7 +78,7 @@ class ReportedPlace:
 
     @property
     def overlapped(self) -> bool:
-        return self.verdict == schedules.OVERLAPPED
+        return self.verdict in (schedules.OVERLAPPED, IN_BACKWARD)
 
 
 def describe_place(place: ReportedPlace) -> Iterator[str]:

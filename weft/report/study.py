@@ -54,7 +54,11 @@ def _section(title: str, *children: Html) -> Html:
 
 
 def _titled(each: StudyTable) -> Html:
-    return _section(each.title, _listed(each))
+    return _section(each.title, _listed(each), *_noted(each))
+
+
+def _noted(each: StudyTable) -> list[Html]:
+    return [tag("p", each.note)] if each.note else []
 
 
 def _listed(each: StudyTable) -> Html:

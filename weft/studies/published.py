@@ -19,6 +19,13 @@ Label = Literal["calibrated", "derived", "predicted"]
 """calibrated: a constant of the system was chosen with the figure in view. derived: the figure was an input, or follows from
 inputs by arithmetic. predicted: neither."""
 
+LABELS = (
+    "calibrated: a constant of the simulated system was chosen with this figure in view. derived: the figure was an input, or "
+    "follows from inputs by arithmetic. predicted: neither of the two. missed: ours is outside the accepted range. A "
+    "calibrated figure can be missed, too, because the constants are set once for the whole study."
+)
+"""What the columns of `figures_table` say."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:

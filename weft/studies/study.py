@@ -13,7 +13,7 @@ from typing import Any
 from weft.core import codec
 from weft.core.span import Span
 from weft.studies.profile import Progress
-from weft.studies.published import Figure, Row, Unit, figures_table, headline, labels_table, numbers_table
+from weft.studies.published import LABELS, Figure, Row, Unit, figures_table, headline, labels_table, numbers_table
 from weft.studies.sweep import JointSweep, SweptRow, joint, joint_table, joint_words, one_at_a_time, swept_table, unmoved
 
 STUDIES: dict[str, str] = {
@@ -32,13 +32,14 @@ CHANGED = "This is not the system that the figures were published for: they are 
 @dataclass(frozen=True, kw_only=True)
 class StudyTable:
     """A titled table as rows of text, of which the first names the columns. words: columns of text, the others are numbers.
-    console: whether the command line prints it; pages and documents have all."""
+    console: whether the command line prints it; pages and documents have all. note: an explanation below it."""
 
     name: str
     title: str
     rows: Sequence[Row]
     words: tuple[int, ...] = (0,)
     console: bool = True
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +177,9 @@ def tables(done: Done) -> tuple[StudyTable, ...]:
     return (
         *done.study.tables(done.result),
         *done.variants,
-        StudyTable(name="figures", title="Published and simulated", rows=figures_table(done.figures), words=(0, 1, 5)),
+        StudyTable(
+            name="figures", title="Published and simulated", rows=figures_table(done.figures), words=(0, 1, 5), note=LABELS
+        ),
         StudyTable(name="labels", title="Labels", rows=labels_table(done.figures), words=(0, 2), console=False),
         *sweep_tables(done.study, done.swept, done.joint),
         StudyTable(name="system", title="The system", rows=numbers_table(done.system), console=False),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from weft.core.span import Span
 from weft.studies.dlrm import study
 from weft.studies.dlrm.iteration import IterationRun
+from weft.studies.dlrm.kernels import bags
 from weft.studies.dlrm.paper import ITERATION, MEAN, figures, published
 from weft.studies.dlrm.study import PUBLISHED, Case, DlrmStudy, Operator
 from weft.studies.dlrm.system import DlrmSystem, load
@@ -58,7 +59,12 @@ def tables(done: DlrmStudy) -> tuple[StudyTable, ...]:
     whole = ("iteration", *(f"{run.ns / 1e6:.2f}" for run in ran))
     sliced = [(str(each.slices), f"{each.ns / 1e6:.2f}") for each in done.sliced]
     return (
-        StudyTable(name="nodes", title="Iterations by topology and number of nodes", rows=cases_table(done.cases)),
+        StudyTable(
+            name="nodes",
+            title="Iterations by topology and number of nodes",
+            rows=cases_table(done.cases),
+            note=_describe_cuts(done.system, max(case.nodes for case in done.cases)),
+        ),
         StudyTable(
             name="iteration",
             title=f"An iteration on {nodes} nodes, {topology}: {100 * done.saved:.1f} % saved",
@@ -69,6 +75,18 @@ def tables(done: DlrmStudy) -> tuple[StudyTable, ...]:
             name="two_nodes", title="Embedding and all-to-all on two nodes, time saved", rows=_operators(done.operators)
         ),
         StudyTable(name="slices", title="Slices of the published case", rows=[("slices for each peer", "fused ms"), *sliced]),
+    )
+
+
+def _describe_cuts(system: DlrmSystem, nodes: int) -> str:
+    """Say why iterations take longer with more nodes than tables; "" if no case has so many."""
+    width = bags(system, nodes).width
+    if nodes <= system.model.tables:
+        return ""
+    return (
+        f"With more than {system.model.tables} nodes a table is cut by columns, and every cut needs all indices: twice as many "
+        f"nodes look up and sort twice as many rows each. On {nodes} nodes a row has {width * system.itemsize} bytes; each "
+        f"row costs at least one burst of memory, {system.gpu.burst_bytes} bytes."
     )
 
 
