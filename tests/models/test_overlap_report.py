@@ -43,8 +43,7 @@ def report() -> OverlapReport:
 
 def test_what_only_ran_sequentially_is_not_overlapped(report: OverlapReport) -> None:
     assert (
-        report.headline
-        == "Llama<1>: overlapped 6 of 10 places that communicate, 3 faster but not overlapped, 4 not called yet"
+        report.headline == "Llama<1>: overlapped 6 of 10 places that communicate, 3 faster but not overlapped, 4 not called yet"
     )
 
 
