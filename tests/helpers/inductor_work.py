@@ -297,8 +297,8 @@ ALONE = [
     Case("of both kinds", lambda x, w, b: _both_kinds(gather(x), w), reason="is needed as .*, too"),
     Case("float64", lambda x, w, b: gather(x.double()) @ w.double(), reason="weft takes bfloat16, float16, float32"),
     Case("last scattered", lambda x, w, b: scatter(x @ w[:, :4], 2), reason="scattered, the last"),
-    Case("maximum", lambda x, w, b: reduced(x @ w, "max"), reason="the reduction is 'max'; weft sums"),
-    Case("needed before", lambda x, w, b: (lambda y: scatter(y) + y[:2])(x @ w), reason="needed before it is reduced"),
+    Case("maximum", lambda x, w, b: reduced(x @ w, "max"), reason="the reduction is 'max'; weft supports sum"),
+    Case("needed before", lambda x, w, b: (lambda y: scatter(y) + y[:2])(x @ w), reason="also used before it is reduced"),
     Case("cast to fewer bits after", lambda x, w, b: scatter((x @ w).bfloat16()), reason="is cast to torch.bfloat16 before"),
     Case(
         "cast to more bits after",
@@ -307,18 +307,22 @@ ALONE = [
     ),
     Case("gathered for another graph", lambda x, w, b: gather(x), reason="goes to another graph .* behind a graph break"),
     Case("made in another graph", lambda x, w, b: scatter(x), reason="was made in another graph .* behind a graph break"),
-    Case("nothing multiplied", lambda x, w, b: scatter(x.sin()), reason="no matmul makes what is reduced: aten.sin"),
-    Case("something added", lambda x, w, b: scatter(x @ w + x[..., :5]), reason="no matmul makes what is reduced"),
-    Case("a bias of its own", lambda x, w, b: scatter(torch.addmm(b, x[0], w)), reason="adds a bias of each rank's own"),
-    Case("one bias for all columns", lambda x, w, b: reduced(_linear(x, w, b[:1])), reason="adds a bias of 1 to 5 columns"),
-    Case("FP8 and a bias", lambda x, w, b: scatter(_bias8(x, w)), reason="adds a bias of each rank's own"),
+    Case("nothing multiplied", lambda x, w, b: scatter(x.sin()), reason="is made by aten.sin"),
+    Case("something added", lambda x, w, b: scatter(x @ w + x[..., :5]), reason="instead of a matmul"),
+    Case("a bias of its own", lambda x, w, b: scatter(torch.addmm(b, x[0], w)), reason="adds its own bias"),
+    Case(
+        "one bias for all columns",
+        lambda x, w, b: reduced(_linear(x, w, b[:1])),
+        reason="adds a bias of shape .1. to 5 columns",
+    ),
+    Case("FP8 and a bias", lambda x, w, b: scatter(_bias8(x, w)), reason="adds its own bias"),
     Case(
         "FP8 with scales that are not gathered",
         lambda x, w, b: _rowwise(_gather8(x, 0), torch.ones(48), _columns8(w)),
         reason="the scales of rows are not gathered",
     ),
     Case("bytes", lambda x, w, b: gather(_float8(x).view(torch.uint8)), reason="goes to another graph"),
-    Case("pairs", lambda x, w, b: scatter(_mean_of_pairs(x @ w)), reason="no matmul makes what is reduced"),
+    Case("pairs", lambda x, w, b: scatter(_mean_of_pairs(x @ w)), reason="instead of a matmul"),
 ]
 
 

@@ -166,7 +166,7 @@ def traced(*, kernels: bool = False) -> Iterator[Trace]:
         before(RowsOfCall, "moved", lambda self, segment: trace.note(f"rows {segment}"))
         before(Bindings, "view", lambda self, region: trace.at(str(region)))
         before(Bindings, "pieces", lambda self, region: trace.at(str(region)))
-        patch.setattr(HostExecutor, "_start", _noted(trace, HostExecutor._start))
+        patch.setattr(HostExecutor, "_start_collective", _noted(trace, HostExecutor._start_collective))
         before(
             HostExecutor,
             "enqueue",

@@ -389,4 +389,6 @@ def test_the_compile_pass_finds_torchaos_gathers(ranks: RankFixture) -> None:
     for found, reasons in ranks(2).run(_compiled_torchaos):
         assert found == ["all_gather_matmul", "matmul_reduce_scatter", "all_gather_matmul"]
         # The gradient of what gate and up share.
-        assert reasons == ["reduce_scatter_tensor: a sum of FP8 products is reduced, which have scales of their own"]
+        assert reasons == [
+            "reduce_scatter_tensor: the input of the reduction is a sum of FP8 products, each with its own scales"
+        ]

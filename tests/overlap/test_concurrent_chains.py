@@ -75,7 +75,7 @@ def test_gradients_that_could_not_be_averaged_raise() -> None:
     program = Program(
         name="nccl", computation=UserCall("computation"), side_stream=SideStream((CollectivePart(0),), False, False)
     )
-    executor._start = lambda collective: wait  # type: ignore[method-assign]
+    executor._start_collective = lambda collective: wait  # type: ignore[method-assign]
     given = executor.future(program, cast(Any, None), torch.ones(2))
     assert not given.done()
     under_way.set()

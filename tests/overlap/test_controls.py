@@ -154,7 +154,7 @@ def test_a_budget_that_the_library_refuses_leaves_nothing_set(blas: Blas, monkey
         sm_budget(8).__enter__()
     assert _targets(blas) == (None, 0)
     monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
-    with pytest.raises(ValueError, match="cannot give its GEMMs fewer SMs"):
+    with pytest.raises(ValueError, match="cannot limit the SMs of its GEMMs"):
         sm_budget(8).__enter__()
 
 

@@ -115,7 +115,7 @@ def _left_free(ends: tuple[bool, ...]) -> list[str]:
     events: list[str] = []
 
     @contextmanager
-    def limits(program: Program) -> Iterator[None]:
+    def limit_computation(program: Program) -> Iterator[None]:
         events.append(f"leave {program.computation.left}")
         yield
         events.append("take back")
@@ -123,10 +123,10 @@ def _left_free(ends: tuple[bool, ...]) -> list[str]:
     executor = SimpleNamespace(
         device=torch.device("cpu"),
         prepare=lambda *_: None,
-        limits=limits,
+        limit_computation=limit_computation,
         future=lambda program, *_: events.append(f"bucket, ctas={program.parts[0].ctas}"),
     )
-    calls: Any = SimpleNamespace(program=_program, executor=lambda device: executor)
+    calls: Any = SimpleNamespace(find_program=_program, get_executor=lambda device: executor)
     choice = ConcurrentChoice(key="k", method="nccl+ctas=3+left=4")
     steps = data_parallel.Averaging(calls, choice, torch.device("cpu"), cast(dist.ProcessGroup, dist.group.WORLD))
     steps.use_method(choice.method)

@@ -14,7 +14,7 @@ from weft.core.schedule import Gemm, Schedule
 from weft.perf import kernels, run
 from weft.perf.shapes import SHAPES, shape_of, streamed_tile, whole_tiles
 from weft.perf.terms import gemm_cost, kernel_cost, warm, whole_gemm_us
-from weft.perf.world import Filled, World
+from weft.perf.world import FullKernel, World
 from weft.schedules import build, parse
 
 H200 = load("h200x8")
@@ -120,22 +120,22 @@ def test_copies_find_sms_between_tiles() -> None:
     ended = world.env.event()
     found: dict[str, int] = {}
 
-    def waits(name: str, filled: Filled, at: int):  # type: ignore[no-untyped-def]
+    def waits(name: str, filled: FullKernel, at: int):  # type: ignore[no-untyped-def]
         yield world.env.timeout(at)
-        yield filled.room(world.env)
+        yield filled.next_free(world.env)
         found[name] = world.now
 
     def ends():  # type: ignore[no-untyped-def]
         yield world.env.timeout(1000)
         ended.succeed()
 
-    tiled = Filled(ended, since=100, tile_ns=300)
+    tiled = FullKernel(ended, since=100, tile_ns=300)
     world.env.process(ends())
     for name, filled, at in (
         ("before", tiled, 0),
         ("within", tiled, 450),
         ("last", tiled, 950),
-        ("whole", Filled(ended), 450),
+        ("whole", FullKernel(ended), 450),
     ):
         world.env.process(waits(name, filled, at))
     world.env.run()

@@ -181,7 +181,7 @@ def test_a_run_goes_on_after_a_probe_that_raises() -> None:
         Probe(name="bad", work=_raises, measures=("launch_us",)),
         Probe(name="memory", work=common.memory, arguments=(1 << 12,), measures=("gpu.hbm_gbps",)),
     ]
-    found = package._run("cpu", 2, todo, lambda *_: None)
+    found = package._run_probes("cpu", 2, todo, lambda *_: None)
     assert [s.what for s in found.samples] == ["memory"]
     assert set(found.failed) == {"launch_us"}
     assert "MemoryError: planted" in found.failed["launch_us"]
@@ -190,8 +190,8 @@ def test_a_run_goes_on_after_a_probe_that_raises() -> None:
 
 @pytest.mark.ranks
 def test_a_run_ends_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "BOUND_S", 0.0)
-    found = package._run("cpu", 2, [Probe(name="bad", work=_raises, measures=("launch_us",))], lambda *_: None)
+    monkeypatch.setattr(package, "TOTAL_TIMEOUT_S", 0.0)
+    found = package._run_probes("cpu", 2, [Probe(name="bad", work=_raises, measures=("launch_us",))], lambda *_: None)
     assert found.failed == {"launch_us": "not tried within 0 s"}
 
 
@@ -277,8 +277,8 @@ def test_host_probes_make_a_profile_that_plans(ranks: RankFixture) -> None:
 def test_the_command_writes_a_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    probed = package.Probed(samples=samples_of(H200), seconds={"launches": 1.5}, failed={"fork_us": "probe failed [x]"})
-    monkeypatch.setattr(package, "_run", lambda device, ranks, todo, progress: probed)
+    probed = package.ProbeResults(samples=samples_of(H200), seconds={"launches": 1.5}, failed={"fork_us": "probe failed [x]"})
+    monkeypatch.setattr(package, "_run_probes", lambda device, ranks, todo, progress: probed)
     file = tmp_path / "mine.json"
     assert main(["calibrate", "--device", "cpu", "--ranks", "8", "--out", str(file)]) == 0
     said = capsys.readouterr().out

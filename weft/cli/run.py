@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.tools.results import Run
 
 CPU_TOKENS, GPU_TOKENS = 256, 8192
+"""The number of tokens to run with if --tokens is not given."""
 
 
 def command(
@@ -55,11 +56,11 @@ def command(
     from weft.core.machine import load
 
     sizes, layers = choices.choose_layers(model, op)
-    result, scaling = choices.choose_elements(dtype, recipe, out_dtype)
+    result_dtype, scaling = choices.choose_elements(dtype, recipe, out_dtype)
     choices.choose_schedule(schedule, layers)
     target = load(machine)
-    read = {"MODEL": config_path(model), "--machine": choices.find_machine_file(machine)}
-    output.require_distinct({**read, "--json": json, "--report": output.page_path(report), "--trace": trace})
+    inputs = {"MODEL": config_path(model), "--machine": choices.find_machine_file(machine)}
+    output.require_distinct({**inputs, "--json": json, "--report": output.page_path(report), "--trace": trace})
     _require_outputs(json, report, trace)
     device, ranks = choices.choose_device(device, ranks)
     tokens = tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS)
@@ -71,7 +72,7 @@ def command(
     from weft.tools.run import run_model
 
     with progress_bar("starting ranks") as progress:
-        done = run_model(
+        run = run_model(
             sizes,
             ranks=ranks,
             device=device,
@@ -81,41 +82,42 @@ def command(
             machine=target,
             machine_ranks=target.world_size,
             machine_tokens=machine_tokens,
-            dtype=result,
+            dtype=result_dtype,
             scaling=scaling,
             seed=seed,
             progress=progress,
         )
     try:
         if json != output.STANDARD_OUTPUT:
-            _show(done)
-    finally:  # also when the reader of the tables has gone away
-        _write(done, json, report, trace)
-    if not done.ok:
+            _print_results(run)
+    finally:  # write the files even if printing fails because a pipe was closed
+        _write_files(run, json, report, trace)
+    if not run.ok:
         raise typer.Exit(1)
 
 
 def _require_outputs(json: Path | None, report: Path | None, trace: Path | None) -> None:
-    """Try every path now, so that nothing is lost after the work. Raises ValueError."""
+    """Raise ValueError if a path cannot be written. This is checked before the run, so that its results are not lost."""
     output.require_folder(report, "--report")
     output.require_json(json)
     output.require_file(trace, "--trace")
 
 
 def _describe_steps(model: str, layers: int, schedule: str, machine: Machine, ranks: str) -> str:
-    """Describe the steps of the command before it runs them."""
-    some = "1 communicating layer" if layers == 1 else f"{layers} communicating layers"
+    """Return the text that describes the steps of the command before it runs them."""
+    counted_layers = "1 communicating layer" if layers == 1 else f"{layers} communicating layers"
     chosen = "a schedule that weft's planner chooses" if schedule == "auto" else f"the schedule {schedule}"
     return (
         "weft hides communication between GPUs behind computation. "
-        f"{model} has {some}: matmuls or lookups with a collective next to them.\n"
+        f"{model} has {counted_layers}: matmuls or lookups with a collective next to them.\n"
         f"1. Predict each of them on {machine.description}, sequentially and with {chosen}.\n"
         f"2. Prove each schedule, run it here on {ranks} (processes), and compare the results with the sequential program in "
         "float32."
     )
 
 
-def _show(run: Run) -> None:
+def _print_results(run: Run) -> None:
+    """Print the predictions, what ran, and the verdict."""
     out = output.console()
     if not run.layers:
         return
@@ -124,8 +126,8 @@ def _show(run: Run) -> None:
     out.print()
     tables.print_predictions(out, title, plans, "ms")
     out.print(
-        "weft is the named schedule; :N says in how many chunks each rank's part is sent. Ideal is the longer of the "
-        "matmul alone and the collective alone."
+        "The column weft has the time of the named schedule; :N says in how many chunks each rank's part is sent. Ideal is the "
+        "longer of the matmul alone and the collective alone."
     )
     for name, plan in plans:
         if not overlaps(plan.chosen.schedule):
@@ -135,24 +137,24 @@ def _show(run: Run) -> None:
     tables.print_ran(out, run)
     if run.measured_layers:
         tables.print_speeds(out, run)
-    _judge(out, run)
+    _print_verdict(out, run)
 
 
-def _judge(out: Console, run: Run) -> None:
-    """Print the verdict of the run."""
+def _print_verdict(out: Console, run: Run) -> None:
+    """Print whether the schedules are proved, and whether the results are right."""
     for layer in run.unpredicted_layers:
         out.print(f"{layer.name} ran {layer.spec}, which was chosen for these ranks; {layer.plan.chosen.spec} is predicted.")
     wrong = [layer.name for layer in run.layers if not layer.ok]
-    which = "" if run.unpredicted_layers else ", and the ranks ran those of the prediction"
-    out.print(f"All schedules are proved{which}." + ("" if wrong else " All results are right."))
+    as_predicted = "" if run.unpredicted_layers else ", and the ranks ran those of the prediction"
+    out.print(f"All schedules are proved{as_predicted}." + ("" if wrong else " All results are right."))
     if wrong:
         out.print(f"WRONG results at {', '.join(wrong)}")
     if run.device == "cpu":
-        out.print("CPU ranks show order and correctness. Their times say nothing about GPUs, so none are compared.")
+        out.print("CPU ranks show order and correctness. Their times say nothing about GPUs, so they are not compared.")
 
 
-def _write(run: Run, json: Path | None, report: Path | None, trace: Path | None) -> None:
-    """Write what was asked for and say where. Raises ValueError if a path that worked before fails now."""
+def _write_files(run: Run, json: Path | None, report: Path | None, trace: Path | None) -> None:
+    """Write the requested files and print their paths. Raises ValueError if a file cannot be written."""
     written: list[Path] = []
     try:
         if report is not None:

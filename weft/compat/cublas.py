@@ -1,4 +1,8 @@
-"""How many SMs cuBLAS and cuBLASLt may use: a setting of torch's that is experimental, and two functions of cuBLAS in C."""
+"""Limits the number of SMs that cuBLAS and cuBLASLt use.
+
+The carveout is an experimental setting of torch. The SM target is a setting of a cuBLAS handle, which cuBLAS's C functions read
+and write.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +13,28 @@ import torch
 
 
 def has_carveout() -> bool:
-    """Whether this torch can give its GEMMs fewer SMs."""
+    """Return whether this version of torch can limit the SMs of its GEMMs."""
     return hasattr(torch._C, "_set_sm_carveout_experimental")
 
 
 def carveout() -> int | None:
-    """SMs that cuBLASLt, and persistent GEMMs of Inductor's, leave free in this process; None: not set."""
+    """Return the number of SMs that cuBLASLt and Inductor's persistent GEMMs leave free in this process, or None if not set."""
     _require_carveout()
     return torch._C._get_sm_carveout_experimental()
 
 
 def set_carveout(sms: int | None) -> None:
-    """Set what `carveout` reads. Raises ValueError where this torch cannot."""
+    """Set the number of SMs that `carveout` returns. Raises ValueError if this version of torch cannot."""
     _require_carveout()
     torch._C._set_sm_carveout_experimental(sms)
 
 
 def matmul_settings() -> tuple[object, ...]:
-    """What is set in torch that decides how matmuls run: SMs left free, the same bits each time, sums in float16, float32 as
-    TF32, partial sums in 16 bits, cuBLAS or another library."""
+    """Return all settings of torch that affect how its matmuls run. They can be part of a cache key.
+
+    The settings are, in this order: the carveout, deterministic algorithms, accumulation in float16, the precision of float32
+    matmuls, reduced-precision reductions in float16 and in bfloat16, and the preferred BLAS library.
+    """
     return (
         torch._C._get_sm_carveout_experimental(),
         torch.are_deterministic_algorithms_enabled(),
@@ -40,8 +47,10 @@ def matmul_settings() -> tuple[object, ...]:
 
 
 def needs_torch(dtype: torch.dtype) -> bool:
-    """Whether the caller has asked torch for something that only torch's own matmuls of this dtype do: SMs left free, the same
-    bits each time, sums in float16."""
+    """Return whether a setting of torch applies that only torch's own matmuls of this dtype follow.
+
+    Such settings are a carveout, deterministic algorithms, and accumulation in float16.
+    """
     if torch._C._get_sm_carveout_experimental() is not None or torch.are_deterministic_algorithms_enabled():
         return True
     return dtype == torch.float16 and bool(torch._C._get_cublas_allow_fp16_accumulation())
@@ -49,28 +58,29 @@ def needs_torch(dtype: torch.dtype) -> bool:
 
 def _require_carveout() -> None:
     if not has_carveout():
-        raise ValueError(f"sms: torch {torch.__version__} cannot give its GEMMs fewer SMs; torch 2.11 can")
+        raise ValueError(f"sms: torch {torch.__version__} cannot limit the SMs of its GEMMs; torch 2.11 can")
 
 
 def sm_target() -> int:
-    """The number of SMs for which the cuBLAS handle of this thread and of the current device chooses kernels; 0: all."""
-    found = ctypes.c_int()
-    _require_success(_library().cublasGetSmCountTarget(_handle(), ctypes.byref(found)))
-    return found.value
+    """Return the number of SMs for which cuBLAS chooses kernels in this thread and on the current device, or 0 for all SMs."""
+    sms = ctypes.c_int()
+    _require_success(_library().cublasGetSmCountTarget(_handle(), ctypes.byref(sms)))
+    return sms.value
 
 
 def set_sm_target(sms: int) -> None:
-    """Set what `sm_target` reads. Raises ValueError if cuBLAS refuses the number."""
+    """Set the number of SMs that `sm_target` returns. Raises ValueError if cuBLAS refuses the number."""
     _require_success(_library().cublasSetSmCountTarget(_handle(), sms))
 
 
 def _handle() -> ctypes.c_void_p:
+    """Return torch's cuBLAS handle of this thread and of the current device."""
     return ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The cuBLAS that torch has loaded."""
+    """Return the cuBLAS library that torch has loaded."""
     name = f"libcublas.so.{str(torch.version.cuda).split('.')[0]}"
     try:
         return ctypes.CDLL(name)

@@ -319,9 +319,9 @@ _embedding_bag_all_to_all = define(
 
 def _bound_backward(
     lookup: _Lookup, grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
-) -> gradients.Backward:
+) -> gradients.LookupBackward:
     kind = cast(DType, str(grad.dtype).removeprefix("torch."))
-    return gradients.Backward(
+    return gradients.LookupBackward(
         problem=LookupProblem.of(batch=lookup.batch, dims=lookup.by_rank, mode=lookup.mode, dtype=kind),
         rank=lookup.rank,
         all_to_all=GROUPS.all_to_all(lookup.group, _BACKWARD, indices.device),
@@ -350,7 +350,7 @@ def _gradients(
 ) -> list[torch.Tensor]:
     with torch.no_grad():
         backward = _bound_backward(lookup, grad, indices, offsets, weights)
-        work = partial(backward.gradients, grad, tables, **wanted._asdict())
+        work = partial(backward.compute_gradients, grad, tables, **wanted._asdict())
         rows, factors = GROUPS.watched(lookup.group, _BACKWARD, lookup.describe(), grad.device, work)
     found = rows if factors is None else [*rows, factors]
     return found or [_nothing()]

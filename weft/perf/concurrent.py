@@ -67,7 +67,7 @@ def _compute(world: World, rank: int, step: UserCall, us: float) -> Process:
     longer = sms / max(1, sms - step.left)
     with world.network.contention.computation(rank) as clock:
         yield clock.until(clock.now + ns(us * longer))
-    world.kernels[rank] += world.now - start
+    world.kernel_ns[rank] += world.now - start
 
 
 def _communicate(world: World, rank: int, lane: Lane, number: int) -> Process:

@@ -52,7 +52,7 @@ from weft.core.work import WORK, continued, span
 from weft.perf import concurrent, kernels, lookups, messages, ragged, transfers
 from weft.perf.network import Carried, Resource
 from weft.perf.terms import taken_sms
-from weft.perf.world import Place, Process, Ran, World, ns
+from weft.perf.world import Process, SimulatedStep, StepRun, World, ns
 
 MOST_NS = 2**53
 """The longest simulated time. Beyond it a float cannot represent single nanoseconds, and a wait for one would never end."""
@@ -75,7 +75,7 @@ class Outcome:
     @cached_property
     def kernel_us(self) -> tuple[float, ...]:
         """The time that each rank's kernels worked, without waiting."""
-        return self.world.by_rank([total / 1e3 for total in self.world.kernels])
+        return self.world.by_rank([total / 1e3 for total in self.world.kernel_ns])
 
     @cached_property
     def transfer_us(self) -> tuple[float, ...]:
@@ -88,7 +88,7 @@ class Outcome:
         return self.world.network.carried
 
     @property
-    def steps(self) -> tuple[Ran, ...]:
+    def steps(self) -> tuple[StepRun, ...]:
         """All steps of all ranks, ordered by start."""
         return self.world.steps
 
@@ -133,7 +133,7 @@ def us_within(schedule: Schedule, machine: Machine, most_us: float) -> float:
 
 
 def _end_ns(world: World) -> int:
-    return max((place.end for place in world.ran), default=0)
+    return max((place.end for place in world.step_runs), default=0)
 
 
 def _run_until(schedule: Schedule, machine: Machine, most_ns: int, *, whole: bool = False) -> tuple[World, bool]:
@@ -157,7 +157,7 @@ def _run_until(schedule: Schedule, machine: Machine, most_ns: int, *, whole: boo
 
 def _lane(world: World, rank: int, place: int, lane: Lane, at: dict[tuple[int, str], Step]) -> Process:
     """Run the steps of a lane in order. place: the lane's number on its rank. at: the current step of each unfinished lane."""
-    late_us = world.before(lane.kind)
+    late_us = world.lane_delay_us(lane.kind)
     if late_us:
         yield world.env.timeout(ns(late_us))
     kernels = world.spelled_out.of_lane(rank, lane.name)
@@ -172,7 +172,7 @@ def _lane(world: World, rank: int, place: int, lane: Lane, at: dict[tuple[int, s
         yield from steps[type(step)](inner if position in along | launched else world, rank, lane, step)
         if position == len(lane.steps) - 1 and lane.kind == "copy" and world.machine.fork_us:
             yield world.env.timeout(ns(world.machine.fork_us))
-        world.ran.append(Place(start, world.now, rank, place, position))
+        world.step_runs.append(SimulatedStep(start, world.now, rank, place, position))
     world.free_sms[rank] += taken_sms(world.machine, lane.kind)
     at.pop((rank, lane.name), None)
 

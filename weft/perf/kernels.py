@@ -29,7 +29,7 @@ from weft.perf import staging
 from weft.perf.contention import Time
 from weft.perf.shapes import by_hardware, shape_of
 from weft.perf.terms import GemmCost, adding_us, gemm_cost, hbm_us, kernel_cost, stalled_us, streamed_cost
-from weft.perf.world import Filled, Process, World, ns
+from weft.perf.world import FullKernel, Process, World, ns
 
 WAVES = 2
 """More tiles than so many for each SM are given out at once."""
@@ -137,7 +137,7 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     groups = tuple(_groups(step, rank))
     cost = _paced(world, rank, _cost(world, rank, step, groups))
     if all(is_plain(part, rank) for part in step.parts):
-        world.filled[rank] = Filled(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
+        world.full_kernels[rank] = FullKernel(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
     exchanging_us = world.machine.kernels.exchange_us if _streams(world, rank, step) else 0.0
     yield world.env.timeout(ns(world.machine.launch_us + exchanging_us))
     yield from staging.stage_rows(world, step)
@@ -145,7 +145,7 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
         slower = yield from _tiles(world, rank, groups, cost, time)
     ended.succeed()
     added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
-    world.kernels[rank] += ns(world.machine.launch_us + slower * (cost.busy_us + added))
+    world.kernel_ns[rank] += ns(world.machine.launch_us + slower * (cost.busy_us + added))
 
 
 def _nothing(world: World, rank: int, step: Gemm) -> Process:
@@ -242,8 +242,8 @@ def _streams(world: World, rank: int, step: Gemm) -> FusedCollective | None:
 
 def _paced(world: World, rank: int, cost: GemmCost) -> GemmCost:
     """Return the cost at the rate that the power limit allows after the rank's earlier matmuls."""
-    before, paced_us = world.multiplied[rank], world.machine.gpu.paced_us
-    world.multiplied[rank] += cost.busy_us
+    before, paced_us = world.matmul_us[rank], world.machine.gpu.paced_us
+    world.matmul_us[rank] += cost.busy_us
     if not cost.busy_us:
         return cost
     return cost.slower((paced_us(before + cost.busy_us) - paced_us(before)) / cost.busy_us)
@@ -341,13 +341,13 @@ def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Pro
     """
     launch = ns(world.machine.launch_us)
     yield world.env.timeout(launch)
-    world.kernels[rank] += launch
+    world.kernel_ns[rank] += launch
     for part in step.parts:
         for gate in part.gates:
             yield from world.wait(gate)
         start = world.now
         yield from _sum(world, rank, part, sms)
-        world.kernels[rank] += world.now - start
+        world.kernel_ns[rank] += world.now - start
         if part.count is not None:
             world.post(rank, part.count)
 
@@ -356,7 +356,7 @@ def _sum(world: World, rank: int, part: Sum, sms: int | None) -> Process:
     local = region_bytes(world.schedule, part.out)
     local += sum(region_bytes(world.schedule, src) for src in part.srcs if src.rank == rank)
     limits = () if sms is None else (world.network.limit(("sums", rank, sms), sms * world.machine.kernels.sm_gbps),)
-    events: list[simpy.Event] = [world.env.process(world.local(rank, local, *limits))]
+    events: list[simpy.Event] = [world.env.process(world.access_memory(rank, local, *limits))]
     sms = world.free_sms[rank] if sms is None else sms
     for src in part.srcs:
         if src.rank != rank:

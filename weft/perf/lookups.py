@@ -14,7 +14,7 @@ from weft.core.schedule import Bags, Lookup
 from weft.core.work import region_bytes
 from weft.perf.network import Resource
 from weft.perf.terms import gathered_bytes
-from weft.perf.world import Filled, Process, World, ns
+from weft.perf.world import FullKernel, Process, World, ns
 
 
 def lookup(world: World, rank: int, step: Lookup) -> Process:
@@ -23,14 +23,14 @@ def lookup(world: World, rank: int, step: Lookup) -> Process:
         return
     start = world.now
     ended = world.env.event()
-    world.filled[rank] = Filled(ended)
+    world.full_kernels[rank] = FullKernel(ended)
     yield world.env.timeout(ns(world.machine.launch_us))
     for part in step.parts:
         yield from _part(world, rank, part)
         if part.count is not None:
             late = world.machine.slow_lookups and world.machine.copies.strided == "kernel" and part.out.rank == rank
             world.post(rank, part.count, after=world.env.timeout(ns(world.machine.kernels.lookup_copy_us)) if late else None)
-    world.kernels[rank] += world.now - start
+    world.kernel_ns[rank] += world.now - start
     ended.succeed()
 
 
@@ -52,11 +52,11 @@ def _part(world: World, rank: int, part: Bags) -> Process:
     size = region_bytes(world.schedule, part.out)
     read = gathered_bytes(world.schedule.problem, part.bags.size, world.machine)
     if part.out.rank == rank:
-        yield from world.local(rank, read + size)
+        yield from world.access_memory(rank, read + size)
         return
     sms = world.free_sms[rank]
     stored = world.env.process(world.move(rank, size, world.sm_path(rank, sms, rank, part.out.rank)))
-    yield from world.local(rank, read)
+    yield from world.access_memory(rank, read)
     yield world.env.timeout(ns(world.machine.stores.stall * size / (world.machine.stores.rate(sms) * 1e3)))
     yield stored
     yield world.env.timeout(2 * world.network.latency_ns(rank, part.out.rank))

@@ -25,20 +25,20 @@ def send_receive(world: World, rank: int, step: SendReceive) -> Process:
         message = _next(world, (rank, send.to), sent=True)
         message.sent.succeed()
         world.env.process(_carry(world, rank, send.to, message, region_bytes(world.schedule, send.src)))
-        waiting.append(message.through)
+        waiting.append(message.arrived)
     for receive in step.receives:
         message = _next(world, (receive.source, rank), sent=False)
         message.awaited.succeed()
-        waiting.append(message.through)
+        waiting.append(message.arrived)
     yield world.env.all_of(waiting)
 
 
 def _next(world: World, pair: tuple[int, int], *, sent: bool) -> Message:
     """Return the next message of a pair at this end."""
-    pair = world.pair(*pair)
-    number = world.counted[(*pair, sent)]
-    world.counted[(*pair, sent)] += 1
-    known = world.mail.setdefault(pair, [])
+    pair = world.representative_pair(*pair)
+    number = world.begun_messages[(*pair, sent)]
+    world.begun_messages[(*pair, sent)] += 1
+    known = world.messages.setdefault(pair, [])
     if number == len(known):
         known.append(Message(*(simpy.Event(world.env) for _ in range(3))))
     return known[number]
@@ -51,4 +51,4 @@ def _carry(world: World, src: int, dst: int, message: Message, size: int) -> Pro
     path = tuple(world.network.limit((adapter, rank), network.gbps) for adapter, rank in (("nic out", src), ("nic in", dst)))
     yield from world.move(src, size, path)
     yield world.env.timeout(ns(network.latency_us))
-    message.through.succeed()
+    message.arrived.succeed()

@@ -42,7 +42,7 @@ def step_of_counts(world: World, rank: int, step: ShareCounts | SegmentCopies | 
     start = world.now
     yield world.env.timeout(ns(world.machine.launch_us))
     yield from STEPS[type(step)](world, rank, step)
-    world.kernels[rank] += world.now - start
+    world.kernel_ns[rank] += world.now - start
 
 
 def _problem(world: World) -> RaggedProblem:
@@ -73,7 +73,7 @@ def _copy(world: World, rank: int, parts: Sequence[SegmentCopy], sms: int) -> Pr
             yield from world.wait(gate)
         size = _bytes(world, part.src)
         if part.src.rank == part.dst.rank:
-            yield from world.local(rank, 2 * size)
+            yield from world.access_memory(rank, 2 * size)
         elif size:
             yield from world.move(rank, size, world.sm_path(rank, sms, part.src.rank, part.dst.rank))
         if part.count is not None:

@@ -40,7 +40,7 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy, *, pushed: bool = 
         start = world.now
         yield from _move(world, rank, kind, step, fixed, size, pushed or kind == "blocks")
         if kind == "compute":
-            world.kernels[rank] += world.now - start
+            world.kernel_ns[rank] += world.now - start
 
 
 def push(world: World, rank: int, kind: LaneKind, step: Push) -> Process:
@@ -56,13 +56,13 @@ def push(world: World, rank: int, kind: LaneKind, step: Push) -> Process:
 def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int, pushed: bool) -> Process:
     machine = world.machine
     during_lookup = False
-    if machine.copies.strided == "kernel" and rank in world.filled and strided(world.schedule, step):
+    if machine.copies.strided == "kernel" and rank in world.full_kernels and strided(world.schedule, step):
         during_lookup = isinstance(world.schedule.problem, LookupProblem) and step.src.rank != step.dst.rank
         if not during_lookup:
-            yield world.filled[rank].room(world.env)
+            yield world.full_kernels[rank].next_free(world.env)
     yield world.env.timeout(ns(fixed))
     if step.src.rank == step.dst.rank:
-        yield from world.local(rank, 2 * size)
+        yield from world.access_memory(rank, 2 * size)
     else:
         if kind == "copy":
             path = world.network.copy_path(rank, step.src.rank, step.dst.rank, *_turn_limits(world, rank))
@@ -74,7 +74,7 @@ def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, siz
 
 def _turn_limits(world: World, rank: int) -> tuple[Resource, ...]:
     """Return the resource that limits copies of a rank to its peers in turns."""
-    copies, rounds = world.machine.copies, world.rounds[rank]
+    copies, rounds = world.machine.copies, world.copies_per_peer[rank]
     return (world.network.limit(("turned", rank), copies.turned_gbps(rounds)),) if copies.turning and rounds > 1 else ()
 
 
@@ -90,11 +90,11 @@ def strided(schedule: Schedule, step: Copy) -> bool:
 
 def join_collective(world: World, rank: int, shard_bytes: int) -> Generator[simpy.Event, Any, Rendezvous]:
     """Wait until every rank has called its n-th collective, and return their rendezvous."""
-    number = world.joined[rank] = world.joined.get(rank, 0) + 1
+    number = world.joined_collectives[rank] = world.joined_collectives.get(rank, 0) + 1
     rendezvous = world.rendezvous.setdefault(number, Rendezvous(world.env.event()))
-    rendezvous.here += 1
+    rendezvous.joined += 1
     rendezvous.shard_bytes = max(rendezvous.shard_bytes, shard_bytes)
-    if rendezvous.here == len(world.ranks):
+    if rendezvous.joined == len(world.ranks):
         rendezvous.begun.succeed()
     yield rendezvous.begun
     return rendezvous

@@ -1,6 +1,6 @@
-"""World: the state that all simulated steps share: clock, flags, links, rendezvous, and the steps that have run.
+"""World has the state that all simulated steps share: clock, flags, links, collectives, and the steps that have run.
 
-The clock counts whole nanoseconds. Flags are those of one call, the first: a flag starts at zero and counts signals.
+The clock counts whole nanoseconds. One call is simulated, the first, so no flag has been signalled when it starts.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def ns(us: float) -> int:
     return round(us * 1e3)
 
 
-def _alone(schedule: Schedule, rank: int) -> bool:
-    """Return whether all of a rank's matmuls are cuBLAS's."""
+def _uses_cublas_only(schedule: Schedule, rank: int) -> bool:
+    """Return whether cuBLAS runs all matmuls of a rank."""
     return all(is_plain(part, rank) for step in steps_of(Gemm, schedule.ranks[rank]) for part in step.parts)
 
 
-def _rounds(lane: Lane) -> int:
-    """Return the number of copies of a lane to the same peer if it copies to several peers in turns; else 1."""
+def _count_copies_per_peer(lane: Lane) -> int:
+    """Return how many copies a lane makes to one peer, at most, if it copies to several peers; else 1."""
     pairs = [(step.src.rank, step.dst.rank) for step in steps_of(Copy, [lane] if lane.kind == "copy" else [])]
-    times = Counter(pair for pair in pairs if pair[0] != pair[1])
-    return max(times.values()) if len(times) > 1 else 1
+    copies = Counter(pair for pair in pairs if pair[0] != pair[1])
+    return max(copies.values()) if len(copies) > 1 else 1
 
 
 class Flags:
@@ -69,7 +69,12 @@ class Flags:
 
 @dataclass(slots=True)
 class Busy:
-    """Busy measures the time during which at least one of several activities runs."""
+    """Busy measures the time during which at least one of several activities runs.
+
+    running: the number of activities that run now.
+    since: the start of the current busy time, in ns.
+    total: the sum of the earlier busy times, in ns.
+    """
 
     running: int = 0
     since: int = 0
@@ -88,43 +93,55 @@ class Busy:
 
 @dataclass(slots=True)
 class Rendezvous:
-    """Rendezvous is a collective that starts when all ranks have called it. begun: the event of its start."""
+    """Rendezvous is a collective that starts when all ranks have called it.
+
+    begun: the event of its start.
+    joined: the number of ranks that have called it.
+    shard_bytes: the bytes of the largest shard.
+    """
 
     begun: simpy.Event
-    here: int = 0
+    joined: int = 0
     shard_bytes: int = 0
 
 
 @dataclass(slots=True)
 class Message:
-    """Message is data between two ranks. sent, awaited: either end has begun. through: the data has arrived."""
+    """Message is data that one rank sends to another one. Its attributes are events.
+
+    sent: the sender has begun to send.
+    awaited: the receiver has begun to receive.
+    arrived: the data has arrived.
+    """
 
     sent: simpy.Event
     awaited: simpy.Event
-    through: simpy.Event
+    arrived: simpy.Event
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """Filled is a kernel that occupies all SMs.
+class FullKernel:
+    """FullKernel is a kernel that occupies all SMs.
 
-    ended: the event of its end. since: the start of its first tiles. tile_ns: the time of a tile; 0 if its SMs are busy until
-    its end."""
+    ended: the event of its end.
+    since: the start of its first tiles.
+    tile_ns: the time of a tile, or 0 if its SMs are busy until its end.
+    """
 
     ended: simpy.Event
     since: int = 0
     tile_ns: int = 0
 
-    def room(self, env: simpy.Environment) -> simpy.Event:
-        """Return the event at which another kernel gets SMs: when running tiles end, or when the kernel ends."""
+    def next_free(self, env: simpy.Environment) -> simpy.Event:
+        """Return the event at which SMs are next free: when the running tiles end, or when the kernel ends."""
         if self.ended.processed or not self.tile_ns:
             return self.ended
-        ahead = max(0, self.since - int(env.now)) or (self.since - int(env.now)) % self.tile_ns
-        return self.ended | env.timeout(ahead + self.tile_ns * (env.now < self.since))
+        wait_ns = max(0, self.since - int(env.now)) or (self.since - int(env.now)) % self.tile_ns
+        return self.ended | env.timeout(wait_ns + self.tile_ns * (env.now < self.since))
 
 
-class Ran(NamedTuple):
-    """Ran is a step that ran on a rank's lane, with its start and end in nanoseconds."""
+class StepRun(NamedTuple):
+    """StepRun is a step that ran on a rank's lane, with its start and end in nanoseconds."""
 
     start: int
     rank: int
@@ -133,8 +150,14 @@ class Ran(NamedTuple):
     step: Step
 
 
-class Place(NamedTuple):
-    """Place is a step that ran on a simulated rank. lane: the lane's number on its rank. position: the step's on its lane."""
+class SimulatedStep(NamedTuple):
+    """SimulatedStep is a step that ran on a simulated rank.
+
+    start, end: the times of the step, in nanoseconds.
+    rank: the simulated rank.
+    lane: the number of the lane on its rank.
+    position: the number of the step on its lane.
+    """
 
     start: int
     end: int
@@ -148,28 +171,43 @@ class World:
     """World is the state of one simulation.
 
     schedule: the schedule, with FusedCollective steps replaced by the steps that they stand for.
-    whole: simulate every rank, even if rank 0 can represent all.
-    rotation: set if rank 0 represents all ranks.
-    ranks: the simulated ranks. ran: the steps that have run on them.
-    rendezvous: the collectives, by number. joined: the number of collectives that each rank has called.
-    mail: the messages of each pair of ranks that either end has begun.
-    counted: the number of messages that an end has begun, by pair and whether it is the sender.
-    filled: the last kernel that occupies all SMs, by rank.
+    machine: the machine that is simulated.
+    whole: whether every rank is simulated, even if rank 0 can represent all.
+    env: simpy's environment, which has the clock.
+    step_runs: the steps that have run on the simulated ranks.
+    rendezvous: the collectives, by number.
+    joined_collectives: the number of collectives that each rank has called.
+    messages: the messages of each pair of ranks that either end has begun.
+    begun_messages: the number of messages that an end has begun, by pair and whether it is the sender.
+    full_kernels: the last kernel that occupies all SMs, by rank.
     costs: a cache of the costs of matmuls.
-    kernels[rank], transfers[rank]: the time in ns that its kernels worked, and during which its data moved.
-    multiplied[rank]: the time in us that its matmuls so far would take alone.
-    free_sms[rank], push_sms[rank]: the SMs that its lanes leave free, and those of its push kernels."""
+
+    These attributes are derived. Those with [rank] have one item for each simulated rank.
+
+    spelled_out: the schedule with the FusedCollective steps from which its steps come.
+    rotation: set if rank 0 represents all ranks.
+    ranks: the simulated ranks.
+    flags: the flags of all ranks.
+    network: the links and memories, with the transfers on them.
+    kernel_ns[rank]: the time that its kernels worked.
+    transfers[rank]: the time during which its data moved.
+    matmul_us[rank]: the time that its matmuls so far would take alone.
+    copies_per_peer[rank]: the largest number of copies that one of its lanes makes to one peer in turns.
+    free_sms[rank]: the SMs that its lanes leave free.
+    push_sms[rank]: the SMs of its push kernels.
+    engines[rank]: its copy engines.
+    """
 
     schedule: Schedule
     machine: Machine
     whole: bool = False
     env: simpy.Environment = field(default_factory=simpy.Environment)
-    ran: list[Place] = field(default_factory=list)
+    step_runs: list[SimulatedStep] = field(default_factory=list)
     rendezvous: dict[int, Rendezvous] = field(default_factory=dict)
-    joined: dict[int, int] = field(default_factory=dict)
-    mail: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
-    filled: dict[int, Filled] = field(default_factory=dict)
-    counted: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
+    joined_collectives: dict[int, int] = field(default_factory=dict)
+    messages: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
+    full_kernels: dict[int, FullKernel] = field(default_factory=dict)
+    begun_messages: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
     costs: dict[tuple[object, ...], GemmCost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -181,12 +219,16 @@ class World:
         self.network = Fabric(
             self.env, self.machine, len(self.schedule.ranks), self.schedule.problem.nodes, rotation=self.rotation
         )
-        self.kernels = [0 for _ in ranks]
+        self.kernel_ns = [0 for _ in ranks]
         self.transfers = [Busy() for _ in ranks]
-        self.multiplied = [0.0 for _ in ranks]
-        self.rounds = [max(map(_rounds, lanes), default=1) for lanes in self.schedule.ranks[: len(ranks)]]
+        self.matmul_us = [0.0 for _ in ranks]
+        self.copies_per_peer = [
+            max(map(_count_copies_per_peer, lanes), default=1) for lanes in self.schedule.ranks[: len(ranks)]
+        ]
         self.free_sms = [free_sms(self.schedule, self.machine, rank) for rank in ranks]
-        self.push_sms = [push_sms(self.machine, self.machine.gpu.sms, alone=_alone(self.schedule, rank)) for rank in ranks]
+        self.push_sms = [
+            push_sms(self.machine, self.machine.gpu.sms, alone=_uses_cublas_only(self.schedule, rank)) for rank in ranks
+        ]
         self.engines = [simpy.Resource(self.env, capacity=self.machine.copies.engines) for _ in ranks]
 
     @property
@@ -194,12 +236,12 @@ class World:
         return int(self.env.now)
 
     def within_a_kernel(self) -> World:
-        """Return this world with the costs of steps inside a running kernel."""
+        """Return a copy of this world in which steps have the costs that they have inside a running kernel."""
         inner = copy.copy(self)
         inner.machine = self.machine.within_a_kernel
         return inner
 
-    def before(self, kind: LaneKind) -> float:
+    def lane_delay_us(self, kind: LaneKind) -> float:
         """Return the time in us until a lane of this kind starts its first step."""
         fork_us = 0.0 if kind == "compute" else self.machine.fork_us or 0.0
         return fork_us + (self.machine.launch_us if kind == "blocks" else 0.0)
@@ -221,28 +263,28 @@ class World:
         assert timer.callbacks is not None
         timer.callbacks.append(lambda _: self.flags.signal(seen))
 
-    def pair(self, src: int, dst: int) -> tuple[int, int]:
+    def representative_pair(self, src: int, dst: int) -> tuple[int, int]:
         """Return the simulated pair of ranks that represents this pair."""
         return (0, self.rotation.turns.away(src, dst)) if self.rotation else (src, dst)
 
     @cached_property
-    def steps(self) -> tuple[Ran, ...]:
+    def steps(self) -> tuple[StepRun, ...]:
         """The steps that have run on all ranks, ordered by start."""
 
-        def on(rank: int, place: Place) -> Ran:
-            lane = self.schedule.ranks[rank][place.lane]
-            return Ran(place.start, rank, lane.name, place.end, lane.steps[place.position])
+        def run_on(rank: int, step: SimulatedStep) -> StepRun:
+            lane = self.schedule.ranks[rank][step.lane]
+            return StepRun(step.start, rank, lane.name, step.end, lane.steps[step.position])
 
         ranks = range(len(self.schedule.ranks)) if self.rotation else None
-        found = [on(rank, place) for place in self.ran for rank in ranks or (place.rank,)]
-        return tuple(sorted(found, key=itemgetter(0, 1, 2, 3)))
+        runs = [run_on(rank, step) for step in self.step_runs for rank in ranks or (step.rank,)]
+        return tuple(sorted(runs, key=itemgetter(0, 1, 2, 3)))
 
     def by_rank(self, of_simulated: Sequence[float]) -> tuple[float, ...]:
-        """Extend numbers of the simulated ranks to all ranks."""
+        """Return a number for each rank, given those of the simulated ranks."""
         return tuple(of_simulated) * (len(self.schedule.ranks) // max(1, len(self.ranks)))
 
     def wait(self, wait: Wait) -> Generator[simpy.Event, Any, bool]:
-        """Wait until the flag reaches the value. Return whether that took time."""
+        """Wait until the flag has been signalled. Return whether the wait took time."""
         event = self.flags.reached(wait)
         if event is not None:
             yield event
@@ -254,8 +296,10 @@ class World:
         yield self.network.transfer(size, resources)
         self.transfers[rank].stop(self.now)
 
-    def local(self, rank: int, size: float, *limits: Resource) -> Process:
-        """Read and write `size` bytes of a rank's own memory, whose rate is shared. Less than half a nanosecond takes no time.
+    def access_memory(self, rank: int, size: float, *limits: Resource) -> Process:
+        """Read and write `size` bytes in all of a rank's own memory, whose rate is shared.
+
+        An access of less than half a nanosecond takes no time.
 
         limits: further resources that the bytes use.
         """

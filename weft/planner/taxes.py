@@ -1,13 +1,13 @@
-"""The "three taxes" of arXiv 2511.02168: the costs of a schedule whose kernels end before others begin.
+"""The "three taxes" of arXiv 2511.02168: what a schedule pays for kernels that end before the next ones begin.
 
-    bulk synchrony         the time of the call beyond its matmul pieces alone, which wait for data or are slowed by it. The
-                           cost of cutting the matmul is its DIL
+    bulk synchrony         how much longer the call takes than its matmul pieces would alone, because they wait for data or
+                           are slowed down. The DIL (weft.planner.signature) has the cost of splitting the matmul
     inter-kernel locality  the data that one step writes to memory and a later step reads: staging buffers, gathered rows,
                            partial results
     kernel launches        the time that the call would save if launches were free
 
-Traffic between kernels has two numbers: bytes, and the time of the GPU's memory for them. That time is an upper bound of the
-saving, because memory may work while something else takes longer. The three taxes do not add up.
+Inter-kernel locality is given in bytes, and as the time that the GPU's memory takes for them. The call can save at most that
+time, because memory may work while something else takes longer. The three taxes overlap, so their sum has no meaning.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ _KERNELS = (Gemm, GroupedGemm, Lookup, Reduce, Push, Collective)
 class Taxes:
     """Taxes has the three taxes of one schedule, each of the rank that pays most. help(weft.planner.taxes) explains them.
 
-    total_us: the time of the call. pieces_us: the time of its matmuls alone. waiting_us: its bulk synchrony.
-    between_bytes, between_us: the traffic between kernels, and the memory's time for it.
-    launch_us: the cost of launches. kernels: the number of kernels that a rank launches.
+    spec: the name of the schedule, with its number of chunks.
+    total_us: the time of the call.
+    pieces_us: the time that its matmul pieces take alone.
+    waiting_us: the bulk synchrony.
+    between_bytes: the bytes that kernels write to memory for later kernels, and that these read.
+    between_us: the time that the GPU's memory takes for these bytes.
+    launch_us: the time that the call would save if launches were free.
+    kernels: the number of kernels that a rank launches.
     """
 
     spec: str
@@ -47,35 +52,36 @@ class Taxes:
     def __str__(self) -> str:
         launches = f"{self.kernels} {'kernel' if self.kernels == 1 else 'kernels'}"
         return (
-            f"Three taxes of {self.spec}: {self.waiting_us:.0f} of {self.total_us:.0f} us waiting or slowed, beyond the "
-            f"{self.pieces_us:.0f} that its pieces of matmul take alone; "
-            f"{self.between_bytes / 1e6:,.0f} MB from kernel to kernel, {self.between_us:.0f} us of memory; "
-            f"{self.launch_us:.0f} us would be saved if launching {launches} cost nothing."
+            f"Three taxes of {self.spec}: the call takes {self.total_us:.0f} us, {self.waiting_us:.0f} us more than its matmul "
+            f"pieces alone ({self.pieces_us:.0f} us); kernels pass on {self.between_bytes / 1e6:,.0f} MB through memory, which "
+            f"takes memory {self.between_us:.0f} us; without the cost of launching {launches} it would take "
+            f"{self.launch_us:.0f} us less."
         )
 
 
 def taxes(schedule: Schedule, machine: Machine, losses: Signature | None = None) -> Taxes:
-    """Simulate the taxes of a schedule on a machine. This takes one run, and three more without `losses`, its signature there.
+    """Simulate a schedule on a machine, and return its taxes. Raises ValueError as weft.schedule.simulate does.
 
-    Raises ValueError as weft.schedule.simulate does."""
+    losses: the signature of the schedule on this machine, if it is known. Without it, three more simulations are run.
+    """
     losses = losses or signature(schedule, machine)
-    free = run(schedule, dataclasses.replace(machine, launch_us=FREE_US))
+    with_free_launches = run(schedule, dataclasses.replace(machine, launch_us=FREE_US))
     spelled = spelled_out(schedule).schedule
-    between = max(_between(spelled, rank) for rank in range(len(spelled.ranks)))
+    between_bytes = max(_bytes_between_kernels(spelled, rank) for rank in range(len(spelled.ranks)))
     return Taxes(
         spec=losses.spec,
         total_us=losses.total_us,
         pieces_us=losses.pieces_us,
         waiting_us=max(0.0, losses.total_us - losses.pieces_us),
-        between_bytes=between,
-        between_us=between / (machine.gpu.hbm_gbps * 1e3),
-        launch_us=max(0.0, losses.total_us - free.total_us),
-        kernels=max(_launched(schedule, rank) for rank in range(len(schedule.ranks))),
+        between_bytes=between_bytes,
+        between_us=between_bytes / (machine.gpu.hbm_gbps * 1e3),
+        launch_us=max(0.0, losses.total_us - with_free_launches.total_us),
+        kernels=max(_count_kernels(schedule, rank) for rank in range(len(schedule.ranks))),
     )
 
 
-def _launched(schedule: Schedule, rank: int) -> int:
-    """Return the number of kernels that a rank launches. A fused kernel has several steps."""
+def _count_kernels(schedule: Schedule, rank: int) -> int:
+    """Return the number of kernels that a rank launches. A fused kernel, which runs several steps, counts as one."""
     spelled = spelled_out(schedule)
     count = 0
     for lane in spelled.schedule.ranks[rank]:
@@ -85,8 +91,8 @@ def _launched(schedule: Schedule, rank: int) -> int:
     return count
 
 
-def _between(schedule: Schedule, rank: int) -> int:
+def _bytes_between_kernels(schedule: Schedule, rank: int) -> int:
     """Return the bytes that all ranks write to and read from a rank's intermediate buffers."""
-    found = (one for lanes in schedule.ranks for lane in lanes for step in lane.steps for one in regions(step))
-    staged = (one for one in found if one.rank == rank and schedule.buffer[one.buffer].kind in ("symmetric", "local"))
-    return sum(region_bytes(schedule, one) for one in staged)
+    accessed = (one for lanes in schedule.ranks for lane in lanes for step in lane.steps for one in regions(step))
+    intermediate = (one for one in accessed if one.rank == rank and schedule.buffer[one.buffer].kind in ("symmetric", "local"))
+    return sum(region_bytes(schedule, one) for one in intermediate)

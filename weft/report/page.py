@@ -1,7 +1,7 @@
-"""The page of a run: one HTML file that loads nothing, with every number as text next to its chart.
+"""Writes the page of a run: one HTML file that shows every number as text next to its chart.
 
-From the top: what weft is and what the rows are, what is predicted for the named machine, what ran here. The page's policy
-forbids all loading, so a browser holds it to being self-contained; plotly.js stands in it once.
+The page explains weft and the rows of its tables, then shows the predictions for the named machine, then what ran here. The
+file contains everything that it needs, plotly.js included. Its content security policy makes browsers refuse to load more.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ from weft.tools.results import Run
 
 
 def write_report(run: Run, folder: Path) -> Path:
-    """Write `folder`/index.html, making the folder where needed; returns the file's path.
+    """Write the page of a run as `folder`/index.html, and return the file's path. The folder is created if it does not exist.
 
     Raises ValueError if it cannot be written.
     """
-    return write_page(page(run), folder)
+    return write_page(run_page(run), folder)
 
 
 def write_page(text: str, folder: Path) -> Path:
-    """Write a page as `folder`/index.html, whole or not at all. Raises ValueError if it cannot be written."""
-    path, part = folder / "index.html", folder / ".index.html.part"
+    """Write a page as `folder`/index.html, and return the file's path. Raises ValueError if it cannot be written.
+
+    The page is first written to a temporary file, so an error does not leave half a page.
+    """
+    path, temporary = folder / "index.html", folder / ".index.html.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         with suppress(OSError):
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         reason = error.strerror or error
         raise ValueError(f"folder is {str(folder)!r}; a report needs a folder that can be written to: {reason}") from None
     return path
 
 
-def page(run: Run) -> str:
-    """The whole page as text."""
+def run_page(run: Run) -> str:
+    """Return the page of a run as HTML."""
     charts: dict[str, Figure] = {}
     sections = [
         _header(run),
@@ -60,7 +63,7 @@ def page(run: Run) -> str:
 
 
 def document(title: str, sections: Sequence[Html], charts: Mapping[str, Figure]) -> str:
-    """A page of these sections. charts: a figure for every place that they have for one."""
+    """Return a page of these sections as HTML. charts: the figure for each chart in the sections, by the id of its element."""
     scripts = [
         json_script("charts", charts),
         Html(f"<script>{get_plotlyjs()}</script>"),
@@ -70,8 +73,8 @@ def document(title: str, sections: Sequence[Html], charts: Mapping[str, Figure])
 
 
 def _header(run: Run) -> Html:
-    right = sum(layer.ok for layer in run.layers)
-    verdict = f"{right} of {count(len(run.layers), 'result')} right" if run.layers else "no layer ran"
+    right_results = sum(layer.ok for layer in run.layers)
+    verdict = f"{right_results} of {count(len(run.layers), 'result')} right" if run.layers else "no layer ran"
     facts = [
         ("Predicted for", f"{run.machine}, {count(run.machine_ranks, 'rank')}, {count(run.machine_tokens, 'token')}"),
         ("Run on", f"{run.device}, {count(run.world_size, 'rank')}, {count(run.tokens, 'token')}"),
@@ -80,13 +83,13 @@ def _header(run: Run) -> Html:
     ]
     badge = tag("span", verdict, class_="verdict right" if run.ok and run.layers else "verdict wrong")
     title = tag("h1", f"{run.model}: communication hidden behind computation ", badge)
-    return tag("header", title, *(tag("p", text, class_="lead") for text in _story(run)), facts_list(facts))
+    return tag("header", title, *(tag("p", text, class_="lead") for text in _introduction(run)), facts_list(facts))
 
 
-def _story(run: Run) -> tuple[str, ...]:
-    """What weft is, what the rows are, and what one sees."""
-    which = "schedules that were chosen for these ranks" if run.unpredicted_layers else "the same schedules"
-    ran = f"{which} on {run.world_size} processes of this machine's CPU, at a size that CPUs can do"
+def _introduction(run: Run) -> tuple[str, ...]:
+    """Return paragraphs that explain weft, the rows and the sections of the page."""
+    schedules = "schedules that were chosen for these ranks" if run.unpredicted_layers else "the same schedules"
+    ran = f"{schedules} on {run.world_size} processes of this machine's CPU, at a size that CPUs can do"
     if run.device != "cpu":
         ran = f"schedules on {run.world_size} GPUs of this machine, and how long they took"
     return (
@@ -101,5 +104,5 @@ def _story(run: Run) -> tuple[str, ...]:
 
 
 def facts_list(facts: Iterable[tuple[str, str]]) -> Html:
-    """Names and what they are."""
+    """Return a list of facts, each with its name, as HTML."""
     return tag("dl", join(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts))

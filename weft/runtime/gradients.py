@@ -1,12 +1,15 @@
-"""The backward of embedding_bag_all_to_all on one rank: the gradient comes home, is reduced by row, and is applied.
+"""The backward of embedding_bag_all_to_all on one rank.
+
+An all-to-all sends each column of the gradient to the rank that has its table. That rank sums the gradients of each
+table row, and returns the sums or applies them to the table.
 
     caller's stream                       NCCL's stream
-    pack the gradient by rank ----------> all-to-all (rows of the gradient go where their tables are)
-    sort the indices: needs no gradient       |
+    pack the gradient by rank ----------> all-to-all of the gradient's columns
+    sort the indices                          |
     wait  <-----------------------------------+
-    reduce and apply: one kernel
+    sum, and apply: one kernel
 
-On CPUs the reduction is torch's, table by table; on GPUs, and under Triton's interpreter, it is weft.kernels.update.
+On GPUs, and under Triton's interpreter, weft.kernels.update does the sums. On CPUs torch does them, table by table.
 """
 
 from __future__ import annotations
@@ -20,13 +23,19 @@ import torch
 
 from weft.compat.device import capabilities
 from weft.core.problem import LookupProblem
-from weft.kernels.places import Places, locate_indices, sort_indices
+from weft.kernels.places import Places, SortedIndices, locate_indices, sort_indices
 from weft.runtime.unscheduled import AllToAll
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What is done with a row's gradient. kind: of weft.kernels.update.KINDS. states: of each table; none for sgd."""
+    """An Optimizer updates table rows by their gradients.
+
+    kind: "sgd" or "rowwise_adagrad", of weft.kernels.update.KINDS.
+    lr: the learning rate.
+    eps: the number that rowwise_adagrad adds to the divisor.
+    states: the optimizer state of each table. It is empty for sgd.
+    """
 
     kind: str
     lr: float
@@ -35,9 +44,14 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backward:
-    """One backward on one rank. indices, offsets, weights: those of the forward, of this rank's tables. all_to_all: begins to
-    exchange gradients."""
+class LookupBackward:
+    """A LookupBackward is one backward call on one rank.
+
+    problem: the problem of the forward.
+    rank: this rank.
+    all_to_all: starts the exchange of the gradient.
+    indices, offsets, weights: those of the forward, for this rank's tables.
+    """
 
     problem: LookupProblem
     rank: int
@@ -46,119 +60,137 @@ class Backward:
     offsets: torch.Tensor
     weights: torch.Tensor | None
 
-    def gradients(
+    def compute_gradients(
         self, grad: torch.Tensor, tables: Sequence[torch.Tensor], *, sparse: bool, of_tables: bool, of_weights: bool
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """(one for each table, dense or sparse; that of the weights), as asked for. grad [m_r, N]: of the forward's result.
-        Collective."""
-        arrive = self._start(grad)
-        places = self._places(tables)
-        kernels = self._kernels(tables)
-        found = sort_indices(self.indices, places, _heights(tables), self.problem.m) if places and kernels else None
-        home = arrive()
-        of_rows: list[torch.Tensor] = []
+        """Return the gradients of the tables, and the gradient of the weights. Collective.
+
+        grad [m_r, N]: the gradient of the forward's result.
+        sparse: whether the gradients of the tables are sparse tensors.
+        of_tables: whether to compute the gradients of the tables. The list is empty if not.
+        of_weights: whether to compute the gradient of the weights. It is None if not.
+        """
+        finish_exchange = self._start_exchange(grad)
+        places = self._locate_indices(tables)
+        sorted_indices = self._sort_indices(places, tables)
+        own_grad = finish_exchange()
+        table_grads: list[torch.Tensor] = []
         if places is None:
-            none, make = self.indices[:0].long(), _sparse if sparse else _dense
-            of_rows = [make(table, none, table[:0]) for table in tables] if of_tables else []
-            return of_rows, torch.zeros_like(self.weights) if of_weights and self.weights is not None else None
+            no_rows, make = self.indices[:0].long(), _make_sparse if sparse else _make_dense
+            table_grads = [make(table, no_rows, table[:0]) for table in tables] if of_tables else []
+            return table_grads, torch.zeros_like(self.weights) if of_weights and self.weights is not None else None
         if of_tables and sparse:
-            of_rows = [_sparse(table, rows, sums) for table, rows, sums in self._sums(home, places, tables)]
-        elif of_tables and found:
-            base, of_rows = _zeros(tables)
-            _kernels().update("gradient", home, found, of_rows, base=base, sms=_sms(home))
+            table_grads = [_make_sparse(*summed) for summed in self._sum_by_row(own_grad, places, tables)]
+        elif of_tables and sorted_indices:
+            base, table_grads = _make_zeros(tables)
+            _import_kernels().update("gradient", own_grad, sorted_indices, table_grads, base=base, sms=_count_sms(own_grad))
         elif of_tables:
-            of_rows = [_dense(table, rows, sums) for table, rows, sums in self._sums(home, places, tables)]
-        return of_rows, self._of_weights(home, places, tables) if of_weights else None
+            table_grads = [_make_dense(*summed) for summed in self._sum_by_row(own_grad, places, tables)]
+        return table_grads, self._weight_gradient(own_grad, places, tables) if of_weights else None
 
     def apply(
         self, grad: torch.Tensor, tables: Sequence[torch.Tensor], optimizer: Optimizer, *, of_weights: bool
     ) -> torch.Tensor | None:
-        """Update the tables in place; the gradient of the weights, of the tables before, if asked for. Collective, and one
-        exchange whatever is asked for: ranks may differ in it."""
-        arrive = self._start(grad)
-        places = self._places(tables)
-        kernels = self._kernels(tables)
-        found = sort_indices(self.indices, places, _heights(tables), self.problem.m) if places and kernels else None
-        home = arrive()
-        of_weights = of_weights and self.weights is not None
-        factors = self._of_weights(home, places, tables) if of_weights and places else None
-        if found:
-            lr, eps = optimizer.lr, optimizer.eps
-            _kernels().update(optimizer.kind, home, found, tables, optimizer.states, lr=lr, eps=eps, sms=_sms(home))
-        elif places:
-            for at, (table, rows, sums) in enumerate(self._sums(home, places, tables)):
-                _apply(table, rows, sums, optimizer, at)
-        return torch.zeros_like(self.weights) if of_weights and factors is None else factors  # type: ignore[arg-type]
+        """Update the tables in place, and return the gradient of the weights for the tables before the update.
 
-    def _start(self, grad: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send each rank its columns; a function that waits for what comes: [batch, columns of this rank]."""
+        Collective. Ranks may differ in `of_weights`, because each call makes the same exchange.
+
+        of_weights: whether to compute the gradient of the weights. The result is None if not, or if there are no weights.
+        """
+        finish_exchange = self._start_exchange(grad)
+        places = self._locate_indices(tables)
+        sorted_indices = self._sort_indices(places, tables)
+        own_grad = finish_exchange()
+        of_weights = of_weights and self.weights is not None
+        weight_gradient = self._weight_gradient(own_grad, places, tables) if of_weights and places else None
+        if sorted_indices:
+            options = {"lr": optimizer.lr, "eps": optimizer.eps, "sms": _count_sms(own_grad)}
+            _import_kernels().update(optimizer.kind, own_grad, sorted_indices, tables, optimizer.states, **options)
+        elif places:
+            for position, (table, rows, sums) in enumerate(self._sum_by_row(own_grad, places, tables)):
+                _update_rows(table, rows, sums, optimizer, position)
+        return torch.zeros_like(self.weights) if of_weights and weight_gradient is None else weight_gradient  # type: ignore[arg-type]
+
+    def _start_exchange(self, grad: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start the exchange of the gradient's columns.
+
+        Return a function that waits for the exchange, and returns the gradient of this rank's columns for the whole batch.
+        """
         problem = self.problem
         own = problem.columns(self.rank)
         packed = torch.cat([grad[:, low:high].reshape(-1) for low, high in problem.b_shards])
-        gives = [grad.shape[0] * problem.columns(rank) for rank in range(problem.world_size)]
-        takes = [(high - low) * own for low, high in problem.shards]
-        landed = grad.new_empty(sum(takes))
-        wait = self.all_to_all(landed, packed, takes, gives)
+        sent_sizes = [grad.shape[0] * problem.columns(rank) for rank in range(problem.world_size)]
+        received_sizes = [(high - low) * own for low, high in problem.shards]
+        received = grad.new_empty(sum(received_sizes))
+        wait = self.all_to_all(received, packed, received_sizes, sent_sizes)
 
-        def arrive() -> torch.Tensor:
-            # Until then what is sent must live.
-            _ = packed
+        def finish_exchange() -> torch.Tensor:
+            _ = packed  # this reference keeps the memory alive that the exchange reads
             wait()
-            return landed.view(problem.m, own)
+            return received.view(problem.m, own)
 
-        return arrive
+        return finish_exchange
 
-    def _places(self, tables: Sequence[torch.Tensor]) -> Places | None:
-        """None where there is nothing that a gradient could be for."""
+    def _locate_indices(self, tables: Sequence[torch.Tensor]) -> Places | None:
+        """Return the bag and factor of each index, or None if this rank has no tables or the batch is empty."""
         if not tables or not self.problem.m:
             return None
         mean = self.problem.mode == "mean"
-        return locate_indices(self.indices, self.offsets, self.weights, _heights(tables), mean=mean)
+        return locate_indices(self.indices, self.offsets, self.weights, _row_counts(tables), mean=mean)
 
-    def _kernels(self, tables: Sequence[torch.Tensor]) -> bool:
+    def _sort_indices(self, places: Places | None, tables: Sequence[torch.Tensor]) -> SortedIndices | None:
+        """Return the indices sorted by row, which only the kernels need, or None."""
+        if places is None or not self._runs_kernels(tables):
+            return None
+        return sort_indices(self.indices, places, _row_counts(tables), self.problem.m)
+
+    def _runs_kernels(self, tables: Sequence[torch.Tensor]) -> bool:
+        """Return whether Triton kernels compute the gradients. The interpreter does not run them in bfloat16."""
         interpreted = os.environ.get("TRITON_INTERPRET") == "1" and all(t.dtype != torch.bfloat16 for t in tables)
         return self.indices.device.type == "cuda" or interpreted
 
-    def _sums(
-        self, home: torch.Tensor, places: Places, tables: Sequence[torch.Tensor]
+    def _sum_by_row(
+        self, own_grad: torch.Tensor, places: Places, tables: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """By table: it, the rows that were looked up, and the sum of each one's gradients, in float32."""
-        for at, (table, (low, high)) in enumerate(zip(tables, self.problem.table_columns(self.rank), strict=True)):
-            own = (places.counts & (places.bag // self.problem.m == at)).nonzero().squeeze(1)
+        """Yield each table, with its rows that were looked up and the sum of the gradients of each such row, in float32."""
+        for position, (table, (low, high)) in enumerate(zip(tables, self.problem.table_columns(self.rank), strict=True)):
+            own = (places.counts & (places.bag // self.problem.m == position)).nonzero().squeeze(1)
             rows, segment = self.indices[own].long().unique(return_inverse=True)  # type: ignore[no-untyped-call]
-            flow = home[:, low:high].float()[places.bag[own] % self.problem.m] * places.factor[own, None]
-            yield table, rows, flow.new_zeros(rows.numel(), high - low).index_add_(0, segment, flow)
+            gradients = own_grad[:, low:high].float()[places.bag[own] % self.problem.m] * places.factor[own, None]
+            yield table, rows, gradients.new_zeros(rows.numel(), high - low).index_add_(0, segment, gradients)
 
-    def _of_weights(self, home: torch.Tensor, places: Places, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _weight_gradient(self, own_grad: torch.Tensor, places: Places, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the gradient of the weights: for each index, the product of its row with the gradient of its bag."""
         assert self.weights is not None
-        if self._kernels(tables):
-            found: torch.Tensor = _kernels().weight_gradients(home, self.indices, places, tables, sms=_sms(home))
+        if self._runs_kernels(tables):
+            sms = _count_sms(own_grad)
+            found: torch.Tensor = _import_kernels().weight_gradients(own_grad, self.indices, places, tables, sms=sms)
             return found.to(self.weights.dtype)
         out = torch.zeros(self.indices.numel(), dtype=torch.float32)
-        for at, (table, (low, high)) in enumerate(zip(tables, self.problem.table_columns(self.rank), strict=True)):
-            own = (places.counts & (places.bag // self.problem.m == at)).nonzero().squeeze(1)
-            flow = home[places.bag[own] % self.problem.m, low:high].float()
-            out[own] = (flow * table[self.indices[own].long()].float()).sum(1)
+        for position, (table, (low, high)) in enumerate(zip(tables, self.problem.table_columns(self.rank), strict=True)):
+            own = (places.counts & (places.bag // self.problem.m == position)).nonzero().squeeze(1)
+            gradients = own_grad[places.bag[own] % self.problem.m, low:high].float()
+            out[own] = (gradients * table[self.indices[own].long()].float()).sum(1)
         return out.to(self.weights.dtype)
 
 
-def _kernels() -> ModuleType:
-    # Where no kernel runs, nothing needs Triton: it is imported here.
+def _import_kernels() -> ModuleType:
+    # Imported here because a process that runs no kernel needs no Triton.
     from weft.kernels import update
 
     return update
 
 
-def _heights(tables: Sequence[torch.Tensor]) -> list[int]:
+def _row_counts(tables: Sequence[torch.Tensor]) -> list[int]:
     return [table.shape[0] for table in tables]
 
 
-def _sms(on: torch.Tensor) -> int:
-    return capabilities(on.device).sms
+def _count_sms(tensor: torch.Tensor) -> int:
+    return capabilities(tensor.device).sms
 
 
-def _zeros(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Zeros in the tables' shapes, one after the other, each at a multiple of 16 bytes; and the buffer of all of them."""
+def _make_zeros(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return one buffer of zeros, and its views in the shapes of the tables. Each view starts at a multiple of 16 bytes."""
     unit = 16 // tables[0].element_size()
     sizes = [-(-table.numel() // unit) * unit for table in tables]
     base = tables[0].new_zeros(sum(sizes))
@@ -166,20 +198,20 @@ def _zeros(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Ten
     return base, [part[: table.numel()].view(table.shape) for part, table in parts]
 
 
-def _dense(table: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+def _make_dense(table: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
     out = torch.zeros_like(table, memory_format=torch.contiguous_format)
     out[rows] = sums.to(table.dtype)
     return out
 
 
-def _sparse(table: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+def _make_sparse(table: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(rows[None], sums.to(table.dtype), table.shape, is_coalesced=True, check_invariants=False)
 
 
-def _apply(table: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor, optimizer: Optimizer, at: int) -> None:
+def _update_rows(table: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor, optimizer: Optimizer, position: int) -> None:
     rate: float | torch.Tensor = optimizer.lr
     if optimizer.kind == "rowwise_adagrad":
-        state = optimizer.states[at]
+        state = optimizer.states[position]
         state[rows] += sums.square().mean(1)
         rate = (optimizer.lr / (state[rows].sqrt() + optimizer.eps))[:, None]
     table[rows] = (table[rows].float() - rate * sums).to(table.dtype)

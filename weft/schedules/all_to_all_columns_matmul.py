@@ -24,11 +24,11 @@ Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `fr
 from __future__ import annotations
 
 from weft.core.schedule import Copy, Part, Region, Schedule, Wait
-from weft.schedules.all_to_all_matmul import Dispatch
+from weft.schedules.all_to_all_matmul import DispatchBuilder
 from weft.schedules.builder import Piece, Request
 
 
-class _Builder(Dispatch):
+class _Builder(DispatchBuilder):
     """The builder of all_to_all_matmul, but the columns of the ranks arrive side by side."""
 
     def arrival(self, buffer: str, src_rank: int, piece: Piece) -> Region:

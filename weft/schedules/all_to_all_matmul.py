@@ -1,10 +1,10 @@
-"""Builders for all_to_all_matmul: out = all_to_all(a_MK) @ b_KN, every rank with a and b of its own.
+"""Builders for all_to_all_matmul: out = all_to_all(a_MK) @ b_KN. Each rank has its own a and b.
 
-Buffers of rank r (m_r rows of each rank's a are r's)
-    a     input      M x K       rows by destination
+Buffers of rank r (each rank sends m_r rows of its a to rank r)
+    a     input      M x K       the rows to send, sorted by destination
     b     input      K x N
-    quantised local  M x K       a as FP8, of an a that is quantised before torch.distributed exchanges it
-    recv  symmetric  p*m_r x K   where peers' rows land, in the order of ranks; peers write it, rank r reads it
+    quantised local  M x K       a in FP8, if it is quantised before a collective exchanges it
+    recv  symmetric  p*m_r x K   the rows of all ranks, in the order of ranks; peers write it, rank r reads it
     out   output     p*m_r x N
     gathered  output p*m_r x K   only with return_gathered
 
@@ -19,11 +19,12 @@ Flags of rank r (who signals ~> who waits)
     wait arrived, gemm  <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~  copy, signal
     signal free[r]@p  ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> (next call) wait free
 
-Between nodes (node_slices) the rows of a slice, chunk i for all ranks there, are sent and received in one step:
+Between nodes (schedule node_slices), one step sends and receives slice i, which is chunk i of the rows for each rank of other
+nodes:
 
     landed[i]@r    r's network lane ~> r's compute lane: chunk i of all ranks of other nodes is in r's recv
 
-Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `free` prevents it.
+`free` prevents this race: rank p is one call ahead, and overwrites rows that rank r still multiplies.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from weft.schedules.builder import Piece, Request
 from weft.schedules.exchange import AllToAllBuilder
 
 
-class Dispatch(AllToAllBuilder):
-    """The flags of this operator, and steps that several schedules share."""
+class DispatchBuilder(AllToAllBuilder):
+    """A DispatchBuilder has the flags of this operator, and adds the steps that several of its schedules share."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -47,29 +48,31 @@ class Dispatch(AllToAllBuilder):
             self.add_buffer("gathered", "output", self.arriving, self.problem.k, operand="a")
 
     def arrived(self, src_rank: int, piece: Piece) -> Flag:
+        """Return the flag that says that a piece from `src_rank` has arrived at its destination."""
         return self.flag("arrived", piece.shard, src_rank, piece.index)
 
-    def remote(self, rank: int) -> list[tuple[int, Piece]]:
+    def pieces_from_peers(self, rank: int) -> list[tuple[int, Piece]]:
         """Return (sender, piece) for each piece that peers send to a rank, in order of arrival."""
         return [(peer, piece) for piece in self.pieces[rank] for peer in self.peers(rank)]
 
     def part(self, src_rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
+        """Return the part of a GEMM that multiplies an arrived piece."""
         return Part(self.arrival("recv", src_rank, piece), self.arrival("out", src_rank, piece), gates)
 
     def add_gated_gemm(self, rank: int) -> None:
-        """Add one GEMM of own rows and of peers' rows. The tiles of peers' rows wait until these have arrived.
+        """Add one GEMM of the rank's own rows and of its peers' rows. A tile of a peer's rows waits until they have arrived.
 
-        Own rows that are quantised also arrive in recv.
+        If the rank quantises its own rows, it reads them from recv too, and their tiles wait as well.
         """
         own = [(rank, piece) for piece in self.pieces[rank]] if self.quantises else []
-        awaited = [self.part(src, p, (Wait(self.arrived(src, p)),)) for src, p in (*own, *self.remote(rank))]
+        awaited = [self.part(src, p, (Wait(self.arrived(src, p)),)) for src, p in (*own, *self.pieces_from_peers(rank))]
         self.add_gemm(rank, awaited if own else self.own_shard(rank) + awaited)
 
     def push(self, rank: int, *, lane: str | None = None, stage_own: bool = False) -> None:
         """Add copies of all pieces to their destinations, chunk by chunk. At any time, no two ranks send to the same peer.
 
-        lane: as for `copy_to_peers`.
-        stage_own: the rank also copies its own rows to its recv.
+        lane: the lane that copies, as in `copy_to_peers`.
+        stage_own: whether the rank also copies its own rows to its recv.
         """
         peers = [peer for peer in self.peers(rank, step=-1) if self.pieces[peer]]
         self.wait_for_free(rank, peers, lane)
@@ -83,10 +86,10 @@ class Dispatch(AllToAllBuilder):
             self.add_steps(rank, "compute", Copy(self.region("recv", rank), self.region("gathered", rank)))
             return
         own = self.problem.arrivals(rank, rank)
-        mine = Copy(self.region("a", rank, self.problem.shards[rank]), self.region("gathered", rank, own))
-        around = ((0, own[0]), (own[1], self.problem.out_rows(rank)))
-        found = (Copy(self.region("recv", rank, r), self.region("gathered", rank, r)) for r in around if r[1] > r[0])
-        self.add_steps(rank, "compute", mine, *found)
+        copy_own = Copy(self.region("a", rank, self.problem.shards[rank]), self.region("gathered", rank, own))
+        others = ((0, own[0]), (own[1], self.problem.out_rows(rank)))
+        copies = (Copy(self.region("recv", rank, r), self.region("gathered", rank, r)) for r in others if r[1] > r[0])
+        self.add_steps(rank, "compute", copy_own, *copies)
 
     def finish(self) -> Schedule:
         """Copy the arrived rows to the caller if requested, signal the senders that recv is free, and build the schedule."""
@@ -97,7 +100,7 @@ class Dispatch(AllToAllBuilder):
         return self.build_schedule()
 
     def build_with_nccl(self, op: Literal["all_to_all", "all_to_all_columns"]) -> Schedule:
-        """Build the schedule of NCCL's collective, then one GEMM of what has arrived."""
+        """Build the schedule that runs NCCL's collective, and then multiplies all arrived rows in one GEMM."""
         for rank in self.ranks:
             arriving = self.region("gathered" if self.problem.return_gathered else "recv", rank)
             self.add_steps(rank, "compute", Collective(op, self.quantise_rows(rank), arriving))
@@ -106,13 +109,13 @@ class Dispatch(AllToAllBuilder):
 
 
 def sequential(request: Request) -> Schedule:
-    """NCCL's all-to-all, then one GEMM."""
-    return Dispatch(request).build_with_nccl("all_to_all")
+    """Build the schedule that runs NCCL's all-to-all, then one GEMM."""
+    return DispatchBuilder(request).build_with_nccl("all_to_all")
 
 
 def sequential_stores(request: Request) -> Schedule:
-    """All rows are stored at their receivers, the own ones too; then one cuBLAS GEMM."""
-    s = Dispatch(request)
+    """Build the schedule in which a kernel stores all rows, the own ones too, at their receivers. One cuBLAS GEMM follows."""
+    s = DispatchBuilder(request)
     for rank in s.ranks:
         s.push(rank, lane="compute", stage_own=True)
         arriving = [(src_rank, piece) for piece in s.pieces[rank] for src_rank in (*s.peers(rank), rank)]
@@ -122,21 +125,26 @@ def sequential_stores(request: Request) -> Schedule:
 
 
 def unfused(request: Request) -> Schedule:
-    """The own rows as one GEMM, then a GEMM for each piece in order of arrival. chunks=1: shard by shard."""
-    s = Dispatch(request)
+    """Build the schedule that multiplies the own rows in one GEMM, then each piece in a GEMM, in order of arrival.
+
+    With chunks=1, a piece is a whole shard.
+    """
+    s = DispatchBuilder(request)
     for rank in s.ranks:
         s.push(rank)
         s.add_gemm(rank, s.own_shard(rank))
-        for src_rank, piece in s.remote(rank):
+        for src_rank, piece in s.pieces_from_peers(rank):
             s.add_steps(rank, "compute", Wait(s.arrived(src_rank, piece)))
             s.add_gemm(rank, [s.part(src_rank, piece)])
     return s.finish()
 
 
 def gated(request: Request, *, blocks: bool) -> Schedule:
-    """One GEMM whose tiles wait for their piece, in order of arrival, own rows first. blocks: communication blocks bring the
-    pieces, not copy engines."""
-    s = Dispatch(request)
+    """Build the schedule with one GEMM whose tiles wait for their piece. It starts with the own rows.
+
+    blocks: whether communication blocks send the pieces. Otherwise copy engines send them.
+    """
+    s = DispatchBuilder(request)
     for rank in s.ranks:
         s.push(rank, lane="blocks" if blocks else None, stage_own=s.quantises)
         s.add_gated_gemm(rank)
@@ -144,23 +152,24 @@ def gated(request: Request, *, blocks: bool) -> Schedule:
 
 
 def sliced(request: Request) -> Schedule:
-    """Within a node, as `gated`. One GEMM multiplies each slice that comes from other nodes.
+    """Build the schedule for several nodes: `gated` within a node, and one more GEMM for each slice from other nodes.
 
-    The tiles of the gated GEMM must not wait for other nodes: waiting tiles would hold the SMs that NCCL needs to receive.
+    The tiles of the gated GEMM must not wait for other nodes, because waiting tiles would hold the SMs that NCCL needs to
+    receive.
     """
     if not request.problem.nodes:
         return gated(request, blocks=False)
-    s = Dispatch(request)
+    s = DispatchBuilder(request)
     for rank in s.ranks:
         s.push(rank)
         s.add_gated_gemm(rank)
         for index in range(s.chunks):
-            leaving, takes = s.pieces_between_nodes(rank, index)
-            sends = [Send(s.region("a", rank, p.rows), p.shard) for p in leaving]
-            receives = [Receive(s.arrival("recv", peer, p), peer) for peer, p in takes]
+            outgoing, incoming = s.pieces_between_nodes(rank, index)
+            sends = [Send(s.region("a", rank, p.rows), p.shard) for p in outgoing]
+            receives = [Receive(s.arrival("recv", peer, p), peer) for peer, p in incoming]
             landed = Flag("landed", rank, index)
             s.add_send_receive(rank, sends, receives, after=[], then=landed)
-            if takes:
+            if incoming:
                 s.add_steps(rank, "compute", Wait(landed))
-                s.add_gemm(rank, [s.part(peer, p) for peer, p in takes])
+                s.add_gemm(rank, [s.part(peer, p) for peer, p in incoming])
     return s.finish()

@@ -131,7 +131,7 @@ class CompilePass(CustomGraphPass):
                 found.append(scatters.read(start))
             except Refused as refused:
                 self._record(start, (), f"{_short_name(start)}: {refused}")
-        for scatter in scatters.added(found):
+        for scatter in scatters.merge_added(found):
             nodes = [term.node for term in scatter.terms]
             size = get_rank_and_size(scatter.group)[1]
             k = sum(get_shape(term.a)[1] for term in scatter.terms) * size

@@ -44,8 +44,8 @@ from weft.ops.common import DTYPES, FLOAT8
 
 START = c10d.all_gather_into_tensor.default
 _OTHER_USES: dict[object, str] = {
-    aten.bmm.default: "bmm multiplies a batch of matrices, each with a b of its own",
-    aten.baddbmm.default: "bmm multiplies a batch of matrices, each with a b of its own",
+    aten.bmm.default: "bmm multiplies a batch of matrices, each with its own b",
+    aten.baddbmm.default: "bmm multiplies a batch of matrices, each with its own b",
     aten._grouped_mm.default: "a grouped matmul multiplies rows with several b",
 }
 
@@ -113,7 +113,7 @@ def read(start: Node) -> Gather:
     shard, world_size, group = start.args[0], get_argument(start, 1, "group_size"), get_argument(start, 2, "group_name")
     assert isinstance(shard, Node)
     if not isinstance(group, str):
-        raise Refused("the process group is no constant of the graph")
+        raise Refused("the process group is not a constant of the graph")
     check_value(shard, scaled=True)
     waits = [user for user in start.users if user.target is c10d.wait_tensor.default]
     if len(waits) != 1 or any(user.op != "output" for user in start.users if user is not waits[0]):

@@ -46,17 +46,23 @@ from weft.models.inductor.graph import (
 from weft.models.inductor.scaled import SCALED, bias_of, scales_of, write_reduction
 
 _MATMULS = (aten.mm.default, aten.addmm.default, SCALED)
+_UNSUPPORTED_MATMULS: dict[object, str] = {
+    aten.bmm.default: "bmm multiplies a batch of matrices, each with its own b",
+}
+"""Why weft cannot fuse these matmuls."""
+_OWN_BIAS = "each rank's matmul adds its own bias"
 OPERATORS: dict[object, Op] = {
     c10d.reduce_scatter_tensor.default: "matmul_reduce_scatter",
     c10d.all_reduce.default: "matmul_all_reduce",
 }
+"""The operator of weft that replaces a matmul with this collective."""
 
 
 @dataclass(frozen=True)
 class Term:
     """A Term is one product of the sum that is reduced.
 
-    The factors are properties because an earlier rewrite in the same graph may have replaced them.
+    node: the matmul. The factors are properties because an earlier rewrite of the graph may replace them.
     """
 
     node: Node
@@ -102,7 +108,16 @@ class Scatter:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A _Reduction is one collective with its input `source`, of which it scatters dimension `dim`, if any."""
+    """A _Reduction is one reduce_scatter or all_reduce in the graph.
+
+    start: the collective.
+    wait: the wait for its result.
+    reduce: "sum" or "avg".
+    group: the name of the process group.
+    source: the tensor that is reduced.
+    dim: the dimension of `source` that is scattered, or None for an all_reduce.
+    nodes: the nodes between `source` and the collective.
+    """
 
     start: Node
     wait: Node
@@ -114,16 +129,18 @@ class _Reduction:
 
 
 def read(start: Node) -> Scatter:
-    """Match the pattern that ends in this collective. Raises Refused if no weft operator can replace it."""
+    """Match the matmuls whose product this collective reduces. Raises Refused if no weft operator can replace them."""
     found = _read_reduction(start)
     if found.dim is not None and found.dim == get_value(found.source).dim() - 1:
-        raise Refused(f"dimension {found.dim} of {get_value(found.source).dim()} is scattered, the last: weft overlaps rows")
+        raise Refused(
+            f"dimension {found.dim} of {get_value(found.source).dim()} is scattered, the last: weft scatters rows only"
+        )
     terms, nodes = _read_terms(found.source, get_shape(found.source), {found.start, *found.nodes})
     check_value(terms[0].node)
     if any(term.bias and term.bias.args[1] != get_rank_and_size(found.group)[1] for term in terms):
-        raise Refused("the matmul adds a bias of each rank's own")
+        raise Refused(_OWN_BIAS)
     if found.reduce != "sum" and any(term.bias for term in terms):
-        raise Refused(f"a bias is within a reduction by {found.reduce}")
+        raise Refused(f"a product with a bias is reduced by {found.reduce}; with a bias weft supports sum only")
     return Scatter(
         op=OPERATORS[start.target],
         starts=(start,),
@@ -137,7 +154,7 @@ def read(start: Node) -> Scatter:
     )
 
 
-def added(scatters: Sequence[Scatter]) -> list[Scatter]:
+def merge_added(scatters: Sequence[Scatter]) -> list[Scatter]:
     """Merge reductions whose results are only added to each other, and return all reductions in the order of the graph.
 
     A merged reduction stands where the last of its parts stood. The addition is removed from the graph.
@@ -154,7 +171,7 @@ def added(scatters: Sequence[Scatter]) -> list[Scatter]:
 
 
 def _find_shared_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
-    """Return the addition that uses the result of `one`, and the node that it uses, or None if the two cannot be merged.
+    """Return the addition that uses the result of `one`, and the node that it reads. Return None if the two cannot be merged.
 
     Both reductions must be of the same kind, and a chain of plain additions must lead from the result of `one` to that of
     `two`. Nothing else may use the two results, whether before or after their waits, or a sum inside the chain.
@@ -163,18 +180,18 @@ def _find_shared_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
     same_kind = same_kind and get_value(one.end).dtype == get_value(two.end).dtype
     if not same_kind or any(term.bias or term.node.target is SCALED for scatter in (one, two) for term in scatter.terms):
         return None
-    mine, others = _find_only_use(one.end), list_reshapes(two.end)
-    if mine is None or _find_only_use(two.end) is None or not _is_plain_sum(mine[0]):
+    use, other_results = _find_only_use(one.end), list_reshapes(two.end)
+    if use is None or _find_only_use(two.end) is None or not _is_plain_sum(use[0]):
         return None
     if any(len(start.users) != 1 for scatter in (one, two) for start in scatter.starts):
         return None
-    total, node = mine
-    while not any(part in others for part in total.args):
+    total, read_node = use
+    while not any(part in other_results for part in total.args):
         users = list(total.users)
         if len(users) != 1 or users[0].args[:2].count(total) != 1 or not _is_plain_sum(users[0]):
             return None
         total = users[0]
-    return mine[0], node
+    return use[0], read_node
 
 
 def _find_only_use(end: Node) -> tuple[Node, Node] | None:
@@ -185,6 +202,7 @@ def _find_only_use(end: Node) -> tuple[Node, Node] | None:
 
 
 def _is_plain_sum(node: Node) -> bool:
+    """Return whether a node adds two tensors of its own shape and dtype, without a factor."""
     parts = node.args[:2]
     if node.target is not aten.add.Tensor or get_argument(node, 2, "alpha", 1) != 1 or len(parts) < 2:
         return False
@@ -192,8 +210,9 @@ def _is_plain_sum(node: Node) -> bool:
 
 
 def _merge(one: Scatter, two: Scatter, shared_sum: tuple[Node, Node]) -> Scatter:
-    total, mine = shared_sum
-    (other,) = (part for part in total.args[:2] if part is not mine)
+    """Remove the addition from the graph, and return one reduction of the terms of both. It stands where `two` stood."""
+    total, result = shared_sum
+    (other,) = (part for part in total.args[:2] if part is not result)
     assert isinstance(other, Node)
     nodes = (*one.nodes, *two.nodes, *list_reshapes(one.end))
     total.replace_all_uses_with(other)
@@ -202,24 +221,25 @@ def _merge(one: Scatter, two: Scatter, shared_sum: tuple[Node, Node]) -> Scatter
 
 
 def _read_reduction(start: Node) -> _Reduction:
+    """Match the collective, its wait, and the relayout that moves the scattered dimension to the front."""
     source, reduce = start.args[0], get_argument(start, 1, "reduce_op")
     scattering = start.target is c10d.reduce_scatter_tensor.default
     group = get_argument(start, 3 if scattering else 2, "group_name")
     assert isinstance(source, Node)
     if not isinstance(group, str):
-        raise Refused("the process group is no constant of the graph")
+        raise Refused("the process group is not a constant of the graph")
     if reduce not in (("sum", "avg") if scattering else ("sum",)):
-        raise Refused(f"the reduction is {reduce!r}; weft sums" + (", and takes means" if scattering else ""))
+        raise Refused(f"the reduction is {reduce!r}; weft supports sum" + (" and avg" if scattering else ""))
     waits = [user for user in start.users if user.target is c10d.wait_tensor.default]
     if len(waits) != 1 or any(user.op != "output" for user in start.users if user is not waits[0]):
-        raise Refused("what is reduced is used before it is waited for")
+        raise Refused("the result of the reduction is used before it is waited for")
     check_value(source)
     layout = match_relayout(source) if scattering else None
     if layout is None or layout.new_dim or not layout.dim or layout.count != get_rank_and_size(group)[1]:
         return _Reduction(start, waits[0], reduce, group, source, 0 if scattering else None, ())
     nodes = (*layout.nodes, source)
     if any(user not in nodes and user is not start for node in nodes for user in node.users):
-        raise Refused("the product is needed before it is reduced, too")
+        raise Refused("the product is also used before it is reduced")
     return _Reduction(start, waits[0], reduce, group, layout.source, layout.dim, nodes)
 
 
@@ -231,62 +251,62 @@ def _read_terms(source: Node, extents: Sequence[int], users: set[Node]) -> tuple
     chain = trace_reshapes_back(source)
     for node, after in zip(chain, (users, *({node} for node in chain)), strict=False):
         if not set(node.users) <= after:
-            raise Refused("the product is needed before it is reduced, too")
+            raise Refused("the product is also used before it is reduced")
     root = chain[-1]
     if root.target is aten.add.Tensor:
         return _read_sum(root, extents, chain)
     if get_cast_dtype(root):
-        raise Refused(f"the product is cast to {get_value(root).dtype} before it is reduced; weft reduces what it multiplies")
+        raise Refused(
+            f"the product is cast to {get_value(root).dtype} before it is reduced; weft reduces in the dtype of the product"
+        )
     return (_read_term(root, extents),), chain
 
 
 def _read_sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[Term, ...], list[Node]]:
+    """Return the products of both operands of an addition, and the nodes on the way to them."""
     found: list[Term] = []
     nodes = list(chain)
     if get_argument(root, 2, "alpha", 1) != 1 or len(root.args) < 2:
-        raise Refused("a sum with a factor is reduced")
+        raise Refused("the input of the reduction is a sum with a factor")
     for part in root.args[:2]:
         if not isinstance(part, Node) or get_shape(part) != get_shape(root):
-            raise Refused("what is reduced is a sum of a product and something else")
+            raise Refused("the input of the reduction is a sum of a product and another value")
         terms, more = _read_terms(part, extents, {root})
         found += terms
         nodes += more
     if any(term.bias for term in found):
-        raise Refused("a sum of products with a bias is reduced")
+        raise Refused("the input of the reduction is a sum of products with a bias")
     if any(term.node.target is SCALED for term in found):
-        raise Refused("a sum of FP8 products is reduced, which have scales of their own")
+        raise Refused("the input of the reduction is a sum of FP8 products, each with its own scales")
     return tuple(found), nodes
 
 
 def _read_term(root: Node, extents: Sequence[int]) -> Term:
+    """Return a matmul as a Term. Raises Refused if the node is another one, or a matmul that weft cannot fuse."""
     if root.target not in _MATMULS:
         if root.op == "placeholder":
-            raise Refused(f"what is reduced was made in {OTHER_GRAPH}")
-        raise Refused(_REASONS.get(root.target, f"no matmul makes what is reduced: {root.target} does"))
+            raise Refused(f"the input of the reduction was made in {OTHER_GRAPH}")
+        reason = f"the input of the reduction is made by {root.target} instead of a matmul"
+        raise Refused(_UNSUPPORTED_MATMULS.get(root.target, reason))
     if scales_of(root) and bias_of(root):
-        raise Refused("the matmul adds a bias of each rank's own")
+        raise Refused(_OWN_BIAS)
     term = Term(root)
     get_value(term.a)  # raises Refused if its shape is not known: K does not appear in the shape of the product
     if get_shape(root)[-1] != extents[-1]:
-        raise Refused(f"the product {get_shape(root)} is reduced as {list(extents)}, with other columns")
+        raise Refused(f"the product {get_shape(root)} is reduced as {list(extents)}, which has other columns")
     if term.bias is not None:
         if (get_argument(root, 3, "beta", 1), get_argument(root, 4, "alpha", 1)) != (1, 1):
-            raise Refused("the matmul has a factor")
+            raise Refused("the matmul has a factor, alpha or beta")
         _check_shared_bias(term.bias, get_shape(root)[-1])
     return term
-
-
-_REASONS: dict[object, str] = {
-    aten.bmm.default: "bmm multiplies a batch of matrices, each with a b of its own",
-}
 
 
 def _check_shared_bias(bias: Node, columns: int) -> None:
     """Raise Refused unless the bias is a quotient, as DTensor divides a shared bias, with one element for each column."""
     if bias.target is not aten.div.Tensor or not isinstance(bias.args[0], Node) or len(get_shape(bias)) != 1:
-        raise Refused("the matmul adds a bias of each rank's own")
+        raise Refused(_OWN_BIAS)
     if get_shape(bias) != [columns]:
-        raise Refused(f"the matmul adds a bias of {get_shape(bias)[0]} to {columns} columns")
+        raise Refused(f"the matmul adds a bias of shape {get_shape(bias)} to {columns} columns")
 
 
 def rewrite(graph: Graph, scatter: Scatter, schedule: str) -> None:

@@ -88,7 +88,7 @@ class CudaExecutor(Executor):
     def prepare(self, program: Program, collectives: Sequence[ConcurrentCollective]) -> None:
         wanted = dict.fromkeys((collectives[part.number].ranks, part.ctas) for part in program.parts if part.ctas)
         for group, ctas in wanted:  # in one order on all ranks
-            self.group(group, ctas)
+            self.limit_group_ctas(group, ctas)
         if program.computation.left >= self._sms:
             raise ValueError(
                 f"method has left={program.computation.left}; this device has {self._sms} SMs, leave one to the computation"
@@ -98,12 +98,12 @@ class CudaExecutor(Executor):
     def _sms(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def limits(self, program: Program) -> AbstractContextManager[object]:
+    def limit_computation(self, program: Program) -> AbstractContextManager[object]:
         left = program.computation.left
         return controls.sm_budget(self._sms - left, device=self.device) if left else nullcontext()
 
     @contextmanager
-    def _lane(self, side_stream: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
+    def _run_side_stream(self, side_stream: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
         caller = torch.cuda.current_stream(self.device)
         with self._streams.taken(side_stream.priority) as stream:
             stream.wait_stream(caller)
@@ -125,7 +125,7 @@ class CudaExecutor(Executor):
                 self.enqueue(part, collectives[part.number])
 
     def _run_library_collective(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
-        collective.enqueue(self.group(collective.ranks, part.ctas), async_op=False)
+        collective.enqueue(self.limit_group_ctas(collective.ranks, part.ctas), async_op=False)
 
     def future(
         self, program: Program, collective: ConcurrentCollective, result: torch.Tensor
@@ -143,7 +143,7 @@ class CudaExecutor(Executor):
             made.set_result(result)
         return made
 
-    def group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
+    def limit_group_ctas(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
         if not ctas:
             return group
         known = self._groups.get((group.group_name, ctas))

@@ -214,7 +214,7 @@ class Averaging:
             self._buckets.clear()
         self._sm_limit.close()
         if self._steps > 1:
-            self._sm_limit.enter_context(self._executor.limits(self._limits))
+            self._sm_limit.enter_context(self._executor.limit_computation(self._limits))
 
     def __str__(self) -> str:
         title = f"weft.hooks.ddp averages gradients bucket by bucket among {self.group.size()} ranks. {self.choice}"
@@ -234,7 +234,7 @@ def _average_sparse(
         state = GROUPS.state(group.group_name)
         what = f"all_reduce of sparse gradients, {list(gradients.shape)}"
         wait = state.begun(what, lambda own: dist.all_reduce(gradients, group=own, async_op=True))
-        return executor.ending(wait, gradients)
+        return executor.make_future(wait, gradients)
     work = dist.all_reduce(gradients, group=group, async_op=True)
     averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
     return averaged
