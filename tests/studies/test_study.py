@@ -184,7 +184,7 @@ def test_stored_sweeps_are_up_to_date(name: str) -> None:
 def test_sweeps_are_in_the_record_and_on_the_page() -> None:
     """Of a study that is quick to simulate, with few draws."""
     study = load_study("dlrm")
-    system = study.changed(study.load(), {"nodes": "8", "topologies": "fat_tree"})
+    system = study.apply_settings(study.load(), {"nodes": "8", "topologies": "fat_tree"})
     result = study.run(system, silent)
     rows = (SweptRow(values=dict.fromkeys(study.headlines, 0.25)), SweptRow(path="batch", factor=0.75, refused="<no>"))
     done = Done(study=study, system=system, result=result, swept=rows, joint=joint(system, study.sample, 3, silent))
@@ -201,7 +201,7 @@ def test_figures_of_another_system_are_not_counted() -> None:
     study = load_study("iso")
     published = study.load()
     headlines = {}
-    for name, system in (("published", published), ("changed", study.changed(published, {"links.gbps": "270"}))):
+    for name, system in (("published", published), ("changed", study.apply_settings(published, {"links.gbps": "270"}))):
         headlines[name] = next(words(Done(study=study, system=system, result=study.run(system, silent))))
     assert "1 predicted figures" in headlines["published"]
     assert headlines["changed"] == CHANGED

@@ -78,12 +78,12 @@ def command(
         raise ValueError(f"--machine is for a schedule in a JSON file, not for {study}")
     outputs.require({})
     if scenarios:
-        if chosen.only is None:
+        if chosen.select_scenarios is None:
             raise ValueError(
                 f"--scenario is {', '.join(scenarios)}, but {study} has no scenarios; leave it out to simulate all of {study}"
             )
-        chosen = chosen.only(scenarios)
-    system = chosen.changed(chosen.load(), dict(settings.parse(change, chosen.example) for change in changes or []))
+        chosen = chosen.select_scenarios(scenarios)
+    system = chosen.apply_settings(chosen.load(), dict(settings.parse(change, chosen.example) for change in changes or []))
     with progress_bar() as progress:
         done = simulate_study(chosen, system, progress, sensitivity=sensitivity, draws=draws)
     write_results(done, outputs)

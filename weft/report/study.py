@@ -15,7 +15,7 @@ from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
 from weft.report.panels import Charts, chart_panel, timeline_panel
 from weft.studies.published import Figure, Unit
-from weft.studies.study import Chart, Done, Points, StudyTable, Timeline, tables, words
+from weft.studies.study import Chart, Done, PointChart, StudyTable, TimelineChart, tables, words
 
 COLOURS = ("#8c8c8c", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999933")
 """Colours that people with colour blindness can distinguish (Okabe and Ito; the last: Tol)."""
@@ -89,9 +89,9 @@ def _published(found: Sequence[Figure], charts: Charts) -> list[Html]:
 
 def _drawn(each: Chart, charts: Charts) -> Html:
     """A chart's section; the chart itself goes to charts[name]."""
-    if isinstance(each, Timeline):
+    if isinstance(each, TimelineChart):
         return tag("section", timeline_panel(each.name, each.title, each.spans, {}, charts))
-    if isinstance(each, Points):
+    if isinstance(each, PointChart):
         charts[each.name] = _points(each.panels)
         return _section(each.title, chart_panel(each.name, f"Points: {each.title}; the tables have the numbers"))
     charts[each.name] = columns(each.places, each.series, each.unit, stacked=each.stacked)

@@ -1,6 +1,6 @@
-"""Study: one published evaluation that weft simulates, as a value, so that one runner serves all of them.
+"""A Study is a published evaluation that weft simulates. This module runs studies and collects their results.
 
-A module `weft.studies.NAME.presentation` has a study's STUDY. It is imported when it is asked for.
+Each study is the value STUDY of a module `weft.studies.NAME.presentation`, which `load_study` imports.
 """
 
 from __future__ import annotations
@@ -23,16 +23,21 @@ STUDIES: dict[str, str] = {
     "iso": "a prompt's sequence in two halves (arXiv 2409.11155)",
 }
 """The subject of each study, by the name that `weft simulate` takes."""
-
-
-CHANGED = "This is not the system that the figures were published for: they are shown, and none is counted."
-"""The headline of a system with settings of one's own."""
+CHANGED = "The figures were published for another system, so they are shown but not counted."
+"""The headline of a study whose system was changed by settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTable:
-    """A titled table as rows of text, of which the first names the columns. words: columns of text, the others are numbers.
-    console: whether the command line prints it; pages and documents have all. note: an explanation below it."""
+    """A StudyTable is a table of text.
+
+    name: the name by which documents refer to the table.
+    title: the title above the table.
+    rows: the rows. The first one has the headings.
+    words: the indices of the columns that have text. The others have numbers.
+    console: whether the command line prints the table. Pages and documents have all tables.
+    note: an explanation below the table.
+    """
 
     name: str
     title: str
@@ -43,8 +48,16 @@ class StudyTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """A chart of columns: a value of every series at every place, side by side or stacked."""
+class ColumnChart:
+    """A ColumnChart shows a column for each series at each place.
+
+    name: the name of the chart, which is unique in its study.
+    title: the title above the chart.
+    places: the labels on the horizontal axis.
+    series: the values of each series, one for each place.
+    unit: the unit of the values.
+    stacked: whether the columns of a place are stacked. Otherwise they stand side by side.
+    """
 
     name: str
     title: str
@@ -55,8 +68,13 @@ class Columns:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Points:
-    """A chart of points, one panel for each horizontal axis: of every series its (x, y)."""
+class PointChart:
+    """A PointChart shows points in panels.
+
+    name: the name of the chart, which is unique in its study.
+    title: the title above the chart.
+    panels: for each panel, by the title of its horizontal axis, the points (x, y) of each series.
+    """
 
     name: str
     title: str
@@ -64,30 +82,38 @@ class Points:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """The spans of each lane."""
+class TimelineChart:
+    """A TimelineChart shows the spans of each lane over time."""
 
     name: str
     title: str
     spans: Sequence[Span]
 
 
-Chart = Columns | Points | Timeline
+Chart = ColumnChart | PointChart | TimelineChart
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A published evaluation. paper: its arXiv identifier. example: a setting that --set could have.
+    """A Study is a published evaluation that weft simulates.
 
-    load: the shipped system, a frozen dataclass that says of each number where it is from. changed: a system with settings
-    applied, by path. facts: a system in short. run: the whole evaluation of a system. figures, tables, charts: of what `run`
-    gives; spans: its calls, by title.
-
-    variants: tables of what becomes of the result on systems that differ, which takes more simulations.
-
-    sample: the figures alone, by as few simulations as they need, for both sweeps. left_out: the figures that it does not have,
-    in words. headlines: the figures that the table of the sweep of one number at a time has, by name. only: the study of some
-    of its scenarios, by their names, if it has any.
+    name: the name that `weft simulate` takes.
+    title: the title of its page.
+    paper: the arXiv identifier of the paper.
+    example: an example of a setting, for --set.
+    load: returns the shipped system, a frozen dataclass that has a source for each number.
+    apply_settings: returns a system with settings applied, which are given by path.
+    facts: returns a summary of a system, as names and texts.
+    run: runs the whole evaluation of a system, and returns its result.
+    figures: returns the figures of a result.
+    tables: returns the tables of a result.
+    charts: returns the charts of a result.
+    spans: returns the spans of the calls of a result, by title.
+    sample: returns the figures of a system by as few simulations as possible. Sweeps use it.
+    headlines: the units of the figures in the table of the sweep that changes one number at a time, by name.
+    variants: simulates systems that differ from that of a result, and returns tables of their results.
+    left_out: a sentence that says which figures `sample` does not return.
+    select_scenarios: returns the study of the named scenarios only. None if the study has no scenarios.
     """
 
     name: str
@@ -95,7 +121,7 @@ class Study:
     paper: str
     example: str
     load: Callable[[], Any]
-    changed: Callable[[Any, Mapping[str, str]], Any]
+    apply_settings: Callable[[Any, Mapping[str, str]], Any]
     facts: Callable[[Any], Sequence[tuple[str, str]]]
     run: Callable[[Any, Progress], Any]
     figures: Callable[[Any], tuple[Figure, ...]]
@@ -106,12 +132,20 @@ class Study:
     headlines: Mapping[str, Unit]
     variants: Callable[[Any, Progress], tuple[StudyTable, ...]] = lambda result, progress: ()
     left_out: str = ""
-    only: Callable[[Sequence[str]], Study] | None = None
+    select_scenarios: Callable[[Sequence[str]], Study] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """A study that was simulated on a system. variants, swept, joint: empty and None unless they were asked for."""
+    """Done has what was simulated for a study.
+
+    study: the study.
+    system: the simulated system.
+    result: what the study's `run` has returned.
+    variants: the tables of variants, if they were requested.
+    swept: the sweep that changes one number at a time, if it was requested.
+    joint: the sweep that changes all numbers together, if it was requested.
+    """
 
     study: Study
     system: Any
@@ -126,29 +160,32 @@ class Done:
 
 
 def load_study(name: str) -> Study:
-    """The study of this name. Raises ValueError if there is none."""
+    """Return the study with this name. Raises ValueError if there is none."""
     if name not in STUDIES:
         raise ValueError(f"study is {name!r}; weft simulates {', '.join(STUDIES)}, or a schedule in a JSON file")
-    found: Study = importlib.import_module(f"weft.studies.{name}.presentation").STUDY
-    return found
+    study: Study = importlib.import_module(f"weft.studies.{name}.presentation").STUDY
+    return study
 
 
-def simulate(which: Study, system: Any, progress: Progress, *, sensitivity: bool = False, draws: int = 0) -> Done:
-    """Run a study on a system, then what is asked for: with `sensitivity` its variants, and one number at a time; and so many
-    draws."""
-    result = which.run(system, progress)
+def simulate(study: Study, system: Any, progress: Progress, *, sensitivity: bool = False, draws: int = 0) -> Done:
+    """Run a study on a system, and return what was simulated.
+
+    sensitivity: whether to simulate the variants, and the sweep that changes one number at a time.
+    draws: the number of draws of the sweep that changes all numbers together. 0 leaves it out.
+    """
+    result = study.run(system, progress)
     return Done(
-        study=which,
+        study=study,
         system=system,
         result=result,
-        variants=which.variants(result, progress) if sensitivity else (),
-        swept=tuple(one_at_a_time(system, which.sample, progress)) if sensitivity else (),
-        joint=joint(system, which.sample, draws, progress) if draws else None,
+        variants=study.variants(result, progress) if sensitivity else (),
+        swept=tuple(one_at_a_time(system, study.sample, progress)) if sensitivity else (),
+        joint=joint(system, study.sample, draws, progress) if draws else None,
     )
 
 
 def record(done: Done) -> dict[str, Any]:
-    """Everything that was simulated, as plain data: its tables as text, and its result as the study has it."""
+    """Return everything that was simulated as data that JSON can hold."""
     return {
         "study": done.study.name,
         "system": codec.dump(done.system),
@@ -161,10 +198,10 @@ def record(done: Done) -> dict[str, Any]:
     }
 
 
-def sweep_tables(which: Study, swept: Sequence[SweptRow], drawn: JointSweep | None) -> Iterator[StudyTable]:
-    """Return the results of the sweeps as data."""
+def sweep_tables(study: Study, swept: Sequence[SweptRow], drawn: JointSweep | None) -> Iterator[StudyTable]:
+    """Yield the tables of the sweeps."""
     if swept:
-        rows = swept_table(swept, which.headlines)
+        rows = swept_table(swept, study.headlines)
         title = "Each assumed or derived number a quarter lower and higher"
         yield StudyTable(name="sensitivity", title=title, rows=rows, words=(0, len(rows[0]) - 1))
     if drawn is not None:
@@ -173,7 +210,7 @@ def sweep_tables(which: Study, swept: Sequence[SweptRow], drawn: JointSweep | No
 
 
 def tables(done: Done) -> tuple[StudyTable, ...]:
-    """All tables of a study that was simulated: its own, its figures with their labels, and what the sweeps found."""
+    """Return all tables of a simulated study: its own, those of its figures and labels, of the sweeps, and of its system."""
     return (
         *done.study.tables(done.result),
         *done.variants,
@@ -187,7 +224,7 @@ def tables(done: Done) -> tuple[StudyTable, ...]:
 
 
 def words(done: Done) -> Iterator[str]:
-    """Return the headline of a study: the number of predicted figures within tolerance, and their spread."""
+    """Yield sentences about the results. The first is the headline: how many predicted figures are within tolerance."""
     yield headline(done.figures) if done.system == done.study.load() else CHANGED
     if done.joint is not None:
         left_out = f" {done.study.left_out}" if done.study.left_out else ""

@@ -14,7 +14,7 @@ from weft.studies.dlrm.study import PUBLISHED, Case, DlrmStudy, Operator
 from weft.studies.dlrm.system import DlrmSystem, load
 from weft.studies.profile import changed_by
 from weft.studies.published import Figure, Row
-from weft.studies.study import Chart, Columns, Study, StudyTable, Timeline
+from weft.studies.study import Chart, ColumnChart, Study, StudyTable, TimelineChart
 
 PARTS = {
     "lookup": ("lookup",),
@@ -131,7 +131,7 @@ def charts(done: DlrmStudy) -> tuple[Chart, ...]:
     runs = (done.unfused, done.fused)
     split = [parts(run) for run in runs]
     return (
-        Columns(
+        ColumnChart(
             name="iteration",
             title="An iteration's parts, unfused and fused",
             places=[run.method for run in runs],
@@ -139,8 +139,8 @@ def charts(done: DlrmStudy) -> tuple[Chart, ...]:
             unit="% of unfused",
             stacked=True,
         ),
-        *(Timeline(name=f"timeline-{run.method}", title=f"A node, {run.method}", spans=run.spans) for run in runs),
-        Columns(
+        *(TimelineChart(name=f"timeline-{run.method}", title=f"A node, {run.method}", spans=run.spans) for run in runs),
+        ColumnChart(
             name="cases",
             title="Time saved by number of nodes and topology",
             places=[f"{nodes} nodes" for nodes in dict.fromkeys(case.nodes for case in done.cases)],
@@ -166,7 +166,7 @@ STUDY = Study(
     paper="2305.06942",
     example="nodes=128",
     load=load,
-    changed=changed_by,
+    apply_settings=changed_by,
     facts=facts,
     run=lambda system, progress: study.run(system, progress),
     figures=figures,

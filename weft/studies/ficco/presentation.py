@@ -15,7 +15,7 @@ from weft.studies.ficco.paper import choosers, figures, maxima, topologies
 from weft.studies.ficco.study import BESPOKE, CHOSEN_FROM, COMPARED, FiccoStudy, Scenario
 from weft.studies.profile import Progress
 from weft.studies.published import Figure, Row, geomean
-from weft.studies.study import Chart, Columns, Points, Study, StudyTable
+from weft.studies.study import Chart, ColumnChart, PointChart, Study, StudyTable
 
 SIZES: dict[Feature, str] = {"op_to_byte": "operations a byte", "traffic_mib": "memory traffic, MiB", "m_over_k": "M / K"}
 """The static sizes that FiCCO's heuristic reads."""
@@ -173,19 +173,19 @@ def _of_family(done: FiccoStudy, family: str) -> list[Signature]:
 def charts(done: FiccoStudy) -> tuple[Chart, ...]:
     """Speed-ups on the mesh and behind a switch, and losses against static sizes."""
     losses = [
-        Points(name=f"loss{place}", title=f"{loss} against static sizes", panels=_points(done, of))
+        PointChart(name=f"loss{place}", title=f"{loss} against static sizes", panels=_points(done, of))
         for place, (loss, of) in enumerate(LOSSES.items())
     ]
     return (_speedups("mesh", "On the full mesh", done.mesh), _speedups("switch", "Behind a switch", done.switch), *losses)
 
 
-def _speedups(name: str, title: str, found: Sequence[Scenario]) -> Columns:
+def _speedups(name: str, title: str, found: Sequence[Scenario]) -> ColumnChart:
     series = {
         "ideal": [one.ideal for one in found],
         "best of FiCCO's four": [one.speedup(one.bespoke) for one in found],
         **{name: [one.speedup(name) for one in found] for name in ("shard_p2p", "flag_gated")},
     }
-    return Columns(name=name, title=title, places=[one.case.name for one in found], series=series, unit="over sequential")
+    return ColumnChart(name=name, title=title, places=[one.case.name for one in found], series=series, unit="over sequential")
 
 
 def _points(done: FiccoStudy, loss: Callable[[Signature], float]) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -223,7 +223,7 @@ STUDY = Study(
     paper="2512.10236",
     example="links.gbps=64",
     load=study.load,
-    changed=changed,
+    apply_settings=changed,
     facts=facts,
     run=lambda machine, progress: study.run(machine, FICCO_GEMMS, progress=progress),
     figures=figures,
@@ -238,5 +238,5 @@ STUDY = Study(
         "best of FiCCO's four, speed-up, max": "ratio",
     },
     left_out="The sweeps leave out the heuristic's two figures, and take estimates, which are within 3% of the simulation.",
-    only=only,
+    select_scenarios=only,
 )

@@ -13,7 +13,7 @@ from weft.studies.iso import study
 from weft.studies.iso.study import MODEL, IsoStudy, LayerModel, PromptRun
 from weft.studies.profile import Progress
 from weft.studies.published import Evidence, Figure, Row
-from weft.studies.study import Chart, Columns, Study, StudyTable
+from weft.studies.study import Chart, ColumnChart, Study, StudyTable
 
 SAVED = "prefill time saved on A800s, mean"
 PREDICTED = Evidence(
@@ -88,7 +88,7 @@ def charts(done: IsoStudy) -> tuple[Chart, ...]:
         "at most": [100 * run.bound for run in done.runs],
     }
     places = [f"{run.tokens} tokens" for run in done.runs]
-    return (Columns(name="saved", title="Prefill time saved", places=places, series=saved, unit="% of sequential"),)
+    return (ColumnChart(name="saved", title="Prefill time saved", places=places, series=saved, unit="% of sequential"),)
 
 
 def spans(done: IsoStudy) -> dict[str, tuple[Span, ...]]:
@@ -112,7 +112,7 @@ STUDY = Study(
     paper="2409.11155",
     example="links.gbps=270",
     load=study.load,
-    changed=changed,
+    apply_settings=changed,
     facts=facts,
     run=run,
     figures=figures,

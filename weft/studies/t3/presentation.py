@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from weft.core.span import Span
 from weft.studies.profile import Progress, changed_by
 from weft.studies.published import Figure, Row, geomean
-from weft.studies.study import Chart, Columns, Study, StudyTable
+from weft.studies.study import Chart, ColumnChart, Study, StudyTable
 from weft.studies.t3 import study
 from weft.studies.t3 import variants as system_variants
 from weft.studies.t3.configurations import CONFIGURATIONS, SubLayerRun
@@ -154,7 +154,7 @@ def charts(done: T3Study) -> tuple[Chart, ...]:
     traffic = {words: [sizes[name] / 1e6 for _, sizes in found] for name, words in CLASSES.items()}
     return (
         _speedups("speedups", "Speed-up by sub-layer", done.sublayers),
-        Columns(
+        ColumnChart(
             name="traffic",
             title="Memory traffic",
             places=[place for place, _ in found],
@@ -166,10 +166,10 @@ def charts(done: T3Study) -> tuple[Chart, ...]:
     )
 
 
-def _speedups(name: str, title: str, runs: Sequence[SubLayerRun]) -> Columns:
+def _speedups(name: str, title: str, runs: Sequence[SubLayerRun]) -> ColumnChart:
     columns = {TITLES[each]: [run.speedup(each) for run in runs] for each in COMPARED}
     means = {words: [*values, geomean(values)] for words, values in columns.items()}
-    return Columns(
+    return ColumnChart(
         name=name, title=title, places=[*(run.name for run in runs), "geomean"], series=means, unit="over sequential"
     )
 
@@ -217,7 +217,7 @@ STUDY = Study(
     paper="2401.16677",
     example="hbm.gbps=2000",
     load=load,
-    changed=changed_by,
+    apply_settings=changed_by,
     facts=facts,
     run=lambda system, progress: study.run(system, progress),
     figures=figures,
