@@ -37,8 +37,8 @@ class GroupCaches:
     def __init__(self, rank_group: RankGroup, exchange: Callable[[str, int], tuple[int, ...]]) -> None:
         self.rank_group = rank_group
         self.exchange = exchange
-        """Raises RankMismatch unless all ranks pass the same text. Returns the number that each rank passes. This rank runs
-        no other call of the group meanwhile."""
+        """Compares a text and exchanges a number among all ranks. Raises RankMismatch unless all pass the same text, and
+        returns the number of each rank. This rank must run no other call of the group at the same time."""
         self._lock = threading.RLock()
         self._choices: OrderedDict[tuple[object, ...], ConcurrentChoice] = OrderedDict()
         """The choices, by key and collectives. All ranks use keys in the same order, so they remove the same entries."""

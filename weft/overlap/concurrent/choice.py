@@ -66,17 +66,17 @@ class ConcurrentChoice:
 
     @property
     def us(self) -> dict[str, float]:
-        """The measured times in us, by name."""
+        """Return the measured times in us, by name."""
         return {measurement.spec: measurement.us for measurement in self.measurements}
 
     @property
     def ideal_us(self) -> float | None:
-        """The time of the longer part alone, which is the least that any overlap can reach."""
+        """Return the time of the longer part alone, in us, which is the least that any overlap can reach."""
         return max(self.problem.compute_us or 0.0, self.problem.communication_us or 0.0) if self.problem else None
 
     @property
     def why(self) -> str:
-        """The reason for the choice, in one sentence."""
+        """Return the reason for the choice, in one sentence."""
         if self.note:
             return self.note
         if len(self.measurements) < 2:
