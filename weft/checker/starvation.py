@@ -139,7 +139,7 @@ class _ControlledWalk(Walk):
 
     @property
     def state_key(self) -> object:
-        """The state of the walk: the position of each lane."""
+        """Return the state of the walk: the position of each lane."""
         places = [(lane.call, lane.position, lane.part) for lanes in self.lanes for lane in lanes]
         return tuple(places), tuple(sorted(self.inside))
 
