@@ -11,7 +11,7 @@ from weft.schedules.builder import Builder, Piece, Request
 
 
 class AllToAllBuilder(Builder):
-    """An AllToAllBuilder adds the caller's buffers, and knows where pieces arrive.
+    """An AllToAllBuilder adds the caller's buffers, and computes where pieces arrive.
 
     pieces: by destination, the chunks of every rank's rows for it.
     """
