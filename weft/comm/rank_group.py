@@ -522,7 +522,7 @@ class RankGroup:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the rank's process. A fork must not write into shared memory."""
+        """Return whether this process is a fork of the rank's process. A fork must not write into shared memory."""
         return os.getpid() != self.pids[self.rank]
 
     def fail(self, error: BaseException) -> BaseException:
@@ -646,7 +646,7 @@ class RankGroup:
 
     @cached_property
     def _peers(self) -> list[int]:
-        """All other ranks, beginning with the next one."""
+        """Return all other ranks, beginning with the next one."""
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
     def _await_count(
