@@ -2,7 +2,7 @@
 
 A content describes element (i, j) of its buffer by a displacement, so cutting a rectangle does not change it:
 
-    ("A", dr, dc)               A[i + dr, j + dc] of the global A; "B" likewise; "P" is the pooled result of a lookup
+    ("A", dr, dc)               A[i + dr, j + dc] of the global A; "B" is the same for B; "P" is the pooled result of a lookup
     ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
     ("?", why)                  a value that no result may hold
 

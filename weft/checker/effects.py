@@ -28,7 +28,10 @@ At = tuple[int, int, int, int, int]
 
 
 class Effects:
-    """Effects holds the memories of all ranks. CALLS: this many calls in a row show every error that any call can show."""
+    """Effects holds the memories of all ranks.
+
+    CALLS: the number of successive calls that show every error that any call can show.
+    """
 
     CALLS = 2
     UNIT = "elements"

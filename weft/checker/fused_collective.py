@@ -18,7 +18,7 @@ MOST_COPIES = 16
 
 
 def check_shapes(schedule: Schedule) -> None:
-    """Raises ScheduleError."""
+    """Check the FusedCollective steps of all ranks, as the module text says. Raises ScheduleError."""
     first: list[tuple[object, ...]] = []
     for rank, lanes in enumerate(schedule.ranks):
         mine = []
@@ -55,7 +55,7 @@ def _common(step: FusedCollective) -> tuple[object, ...]:
 
 
 def _fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
-    """Return what is wrong with a step as text."""
+    """Return a fault of a step as text, or ""."""
     problem = schedule.problem
     if isinstance(problem, (CollectiveProblem, ColumnProblem, LookupProblem, RaggedProblem)):
         return f"{problem.op} has no product whose sum over ranks a kernel could make"
@@ -125,7 +125,7 @@ def written_too_early(step: FusedCollective, world_size: int) -> str:
 
     Three copies are enough: before call c + 3, r has waited for what p sends in call c + 2, when p's call c + 1 has ended. Two
     are too few: when r sends in call c + 2, it knows of p only that it has sent in call c + 1. A second hop does not help: p
-    sends its sums in call c + 1, too. A rank that is alone has the end of its own call c + 1 behind it, so two are enough.
+    sends its sums in call c + 1, too. A single rank has ended its own call c + 1, so two are enough.
     """
     if step.copies >= (3 if world_size > 1 else 2):
         return ""

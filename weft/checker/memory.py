@@ -104,7 +104,7 @@ class Memory:
         return [(rect, first)] if all(content == first for _, content in cells) else cells
 
     def write(self, rect: Rect, content: Content | None, node: int, ancestors: int) -> None:
-        """Replace what `rect` holds."""
+        """Replace the content of `rect`."""
         exact = self.fragments.get(rect)
         if exact is None:
             for place in self.fragments.under(rect):

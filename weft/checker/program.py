@@ -91,7 +91,7 @@ class Op(NamedTuple):
     on_previous_call: whether a wait is for the signal of the previous call.
     fills: whether the step's waiting blocks may fill the rank's SMs.
     messages: for each action of an exchange, whether it is sent, and the rank at the other end.
-    previous: the flags whose signal of the previous call a kernel waits for where it starts.
+    previous: the flags whose signal of the previous call a kernel waits for at its start.
     """
 
     do: Do

@@ -122,7 +122,7 @@ def reachable_outputs(schedule: Schedule) -> set[str]:
 
 
 def region_fault(region: Region, buffers: Mapping[str, Buffer], size: int) -> str:
-    """Return what is wrong unless a region is within a declared buffer of one of `size` ranks."""
+    """Return a fault, or "". A region must be within a declared buffer of one of `size` ranks."""
     buffer = buffers.get(region.buffer)
     if buffer is None:
         return f"{region} is in no declared buffer; there are {', '.join(buffers)}"

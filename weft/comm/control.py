@@ -73,12 +73,12 @@ class ControlSegment:
     """The number of calls that the rank has captured in CUDA graphs. Neither these calls nor their replays are logged."""
 
     def publish_error_instead(self, count: int, text: str) -> None:
-        """Publish that the rank has raised so many errors since its last call, the last one with this text."""
+        """Publish the number of errors that the rank has raised since its last call, and the text of the last one."""
         self.segment.write_text(_FAILURE_AT, TEXT_BYTES, text)
         self.raised = count
 
     def create(self, name: str, rounds: int) -> None:
-        """Publish a segment's name, the newest of so many."""
+        """Publish the name of the newest segment, and the number of segments so far."""
         self.segment.write_text(_NAME_AT, TEXT_BYTES, name)
         self.created = rounds
 
@@ -88,7 +88,7 @@ class ControlSegment:
         return self.segment.read_text(_NAME_AT, TEXT_BYTES)
 
     def offer(self, parity: int, text: str, number: int) -> None:
-        """Publish what the rank is about to call, and a number that it gives."""
+        """Publish the text of the rank's next call, and a number that it offers."""
         self.segment.write_text((1 + parity) * TEXT_BYTES, TEXT_BYTES, text)
         self.words.store(_OFFERED + parity, number)
 
@@ -99,7 +99,10 @@ class ControlSegment:
         return self.segment.read_text((1 + parity) * TEXT_BYTES, TEXT_BYTES)
 
     def log(self, call: int, number: int, *, after_errors: bool = True) -> None:
-        """Publish that the rank has entered a call, and what it was. after_errors: it raised errors since the one before."""
+        """Publish that the rank has entered a call, and the call's number.
+
+        after_errors: the rank may have raised errors since its previous call.
+        """
         if after_errors:
             self.raised = 0
         self._log.store(call % LOGGED, call * NUMBERS + number)

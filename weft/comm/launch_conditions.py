@@ -57,7 +57,7 @@ def agree_on_launch(group: RankGroup, device: torch.device) -> str:
 
 
 def refuse_shared_gpus(ranks: Sequence[int], numbers: Sequence[int]) -> None:
-    """Raise ValueError if two ranks of a node use the same GPU. numbers: what identifies the GPU of each rank."""
+    """Raise ValueError if two ranks of a node use the same GPU. numbers: the identity of each rank's GPU."""
     for at, number in enumerate(numbers):
         if (first := numbers.index(number)) < at:
             raise ValueError(

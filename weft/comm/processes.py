@@ -49,8 +49,7 @@ def process_namespace() -> str:
 
 
 def node_label(shared_memory: Path) -> str:
-    """Return what is equal for ranks of one node in addition to the host's name: the kernel, /dev/shm, and the processes'
-    numbers."""
+    """Return a digest of what ranks of one node share besides the host's name: kernel, /dev/shm and process namespace."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

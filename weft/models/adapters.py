@@ -103,7 +103,7 @@ def added_late(module: nn.Module) -> list[str]:
 
 
 def refuse_wrapped_parameters(model: nn.Module) -> None:
-    """Raises ValueError for PEFT's adapters of parameters, which put others in their place while they run."""
+    """Raise ValueError for PEFT's adapters of parameters, which replace the parameters while they run."""
     for name, module in model.named_modules():
         if (type(module).__module__, type(module).__qualname__) == ("peft.tuners.lora.layer", "ParamWrapper"):
             raise ValueError(

@@ -98,7 +98,7 @@ class DecoderTokens(Tokens):
         return gather_tokens(x, self.mesh, 1, total) if total else x
 
     def many(self, batch: int, length: int) -> bool:
-        """Return whether a call with so many tokens is cut."""
+        """Return whether a call with `batch` x `length` tokens is cut."""
         return batch * length > self.few_tokens and length >= self.mesh.size() > 1
 
     def note(self, hidden: torch.Tensor, length: int) -> None:

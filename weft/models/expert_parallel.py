@@ -158,7 +158,7 @@ def _activation(experts: nn.Module) -> Activation:
 
 @cache
 def _spread_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class for experts that are spread over ranks. All layers share it, because Dynamo compiles each class anew."""
+    """Return a class for experts that are sharded over ranks. All layers share it, because Dynamo compiles each class again."""
     return type(kind.__name__, (_Apart, kind), {"__module__": kind.__module__})
 
 

@@ -63,7 +63,10 @@ def experts_alone(
 ) -> torch.Tensor:
     """Run all experts on this rank, and return [T, H]. The host waits for the counts.
 
-    into: [E, H, 2 F]. out: [E, F, H]. Raises ValueError for an invalid index.
+    into: [E, H, 2 F].
+    out: [E, F, H].
+
+    Raises ValueError for an invalid index.
     """
     counts = routing.counts.tolist()
     if counts and (index := refused_index(counts[0])) is not None:
@@ -181,7 +184,10 @@ class ExpertLimits:
 class Experts(nn.Module):
     """Stacked experts. Each computes act(x @ gate) * (x @ up) @ down.
 
-    gate_up_proj: [E, 2 F, H], gate's rows first. down_proj: [E, H, F]. These are the layouts and names of transformers.
+    gate_up_proj: [E, 2 F, H], gate's rows first.
+    down_proj: [E, H, F].
+
+    These are the layouts and names of transformers.
     """
 
     def __init__(

@@ -117,7 +117,10 @@ class Float8Products:
         dim: int,
         total: int | None,
     ) -> _Call:
-        """Raises ValueError for an input that torchao's styles have cast, and for tokens that no FP8 product sums over."""
+        """Return the settings of a call.
+
+        Raises ValueError for an input that torchao's styles have cast, and for a number of tokens that FP8 does not support.
+        """
         if tensor_already_casted_to_fp8(x):
             raise ValueError(
                 "the input of a Float8Linear is a Float8TrainingTensor; weft's styles cast it themselves: use "
@@ -420,7 +423,7 @@ def products_of(linears: Sequence[nn.Module]) -> Float8Products:
 
 
 def check(linear: nn.Module, *, row: bool, ranks: int) -> None:
-    """Raises ValueError for a Float8Linear that weft does not shard over so many ranks, with the option that it is about."""
+    """Raise ValueError, which names the option, for a Float8Linear that weft cannot shard over this number of ranks."""
     found = cast(Any, linear)
     config: Float8LinearConfig = found.config
     products = Float8Products(config, found.linear_mm_config)

@@ -3,7 +3,7 @@
     no other code reads the input     a placeholder of the gathered shape; the gather overlaps the matmuls
     a hook, an adapter, ... may       the gathered input itself; nothing overlaps, and a warning says why
 
-Each call decides anew, because hooks may be added and removed.
+Each call chooses again, because hooks may be added and removed.
 """
 
 from __future__ import annotations

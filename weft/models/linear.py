@@ -158,7 +158,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear whose inputs are sharded. input [.., M, .., k]. Its tokens say how its output is sharded."""
+    """A linear whose inputs [.., M, .., k] are sharded. Its tokens say how its output is sharded."""
 
     _weft_tokens: Tokens
     _weft_settings: ProductSettings

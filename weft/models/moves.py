@@ -62,8 +62,9 @@ def placed(cls: type[Any]) -> type[Any]:
 class CutIfMany:
     """A pre-hook that cuts the first layer's input if it has many tokens.
 
-    A layer may run several times. Its input of a later run has been cut already, and does not change. position: as
-    noting_tokens has it.
+    A layer may run several times. Its input of a later run has been cut already, and does not change.
+
+    position: the index of position_embeddings among the arguments of the layer's forward.
     """
 
     tokens: DecoderTokens

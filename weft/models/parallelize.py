@@ -251,7 +251,7 @@ class _Within:
         return {module: why for module, why in whole.items() if why}
 
     def _check_experts(self, child: nn.Module, style: ExpertParallel) -> None:
-        """Raises ValueError for experts that the style refuses."""
+        """Raise ValueError for experts that the style refuses."""
         try:
             style.check(child, self.mesh)
         except ValueError as error:
@@ -268,7 +268,7 @@ class _Within:
         return "all experts on all tokens; pass experts=weft.ExpertParallel()"
 
     def _check_sizes(self, child: nn.Module, block: Block) -> None:
-        """Raises ValueError for a linear of FP8 that the mesh's ranks cannot share."""
+        """Raise ValueError for a linear of FP8 that cannot be cut over the mesh's ranks."""
         for name in block.linears:
             linear = child.get_submodule(name)
             kind = kind_of(linear)
@@ -475,7 +475,7 @@ def _no_router_logits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def why_not_embedding(embedding: nn.Module) -> str:
-    """Return why an embedding runs whole on every rank; empty if it can be sharded by the vocabulary."""
+    """Return why an embedding runs whole on every rank, or "" if it can be sharded by the vocabulary."""
     if type(embedding) is not nn.Embedding:
         return f"{type(embedding).__name__} is no torch.nn.Embedding"
     if embedding.padding_idx is not None or embedding.max_norm is not None:

@@ -40,7 +40,8 @@ class ProductSettings:
     """ProductSettings has the settings of a linear's products.
 
     schedule: as the operators take it. An operator without that family uses its own best schedule.
-    keep_gathered: save a column side's gathered input for the weights' gradient, as torch's styles do; else gather it again.
+    keep_gathered: save the gathered input of a column linear for the weights' gradient, as torch's styles do. Otherwise the
+        backward pass gathers it again.
     float8: the casts and products of linears that torchao converted for FP8 training."""
 
     schedule: str = "auto"

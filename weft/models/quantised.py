@@ -71,7 +71,7 @@ apart."""
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return the kind of an FP8 linear that is not sharded yet; None for others."""
+    """Return the kind of an FP8 linear that is not sharded yet, or None for other modules."""
     return _KINDS.get((type(module).__module__, type(module).__qualname__))
 
 

@@ -71,8 +71,11 @@ class ParameterReaders:
 
 
 def replicate(module: nn.Module, distribute: Distributor, part: Part, region: ParameterReaders | None = None) -> None:
-    """Make a module's parameters, and those of its children, whole on every rank. Parameters that are no plain floating point
-    ones (quantised weights) stay as they are. region: of the modules that read these parameters; None: each module its own."""
+    """Make a module's parameters, and those of its children, whole on every rank.
+
+    Only plain floating point parameters are changed, so quantised weights are not.
+    region: the modules that read these parameters. With None each module has its own region.
+    """
     for each in module.modules():
         replicate_alone(each, distribute, part, region)
 

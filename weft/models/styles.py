@@ -217,8 +217,10 @@ def share_input(
 
 
 def describe_columns(shared: SharedInputLinears, layout: Placement, *, parts: Sequence[str] = ()) -> CommunicatingLayer:
-    """Describe column-sharded linears that share an input. The process group is read from their weights: if two meshes have the
-    same ranks and names, torch uses the first mesh for both."""
+    """Describe column-sharded linears that share an input.
+
+    The process group is read from their weights, because torch uses the first of two meshes with the same ranks and names.
+    """
     linears, whole = shared.members, layout.is_replicate()
     n, k = sum(linear.out_features for linear in linears), linears[0].in_features
     return CommunicatingLayer(
@@ -243,7 +245,11 @@ def describe_row(
     parts: Sequence[str] = (),
     also: Sequence[str] = (),
 ) -> CommunicatingLayer:
-    """Describe a row-sharded linear. ran: its calls so far. also: operators that some of its calls run."""
+    """Describe a row-sharded linear.
+
+    ran: its calls so far.
+    also: operators that some of its calls run.
+    """
     operator = "matmul_all_reduce" if output.is_replicate() else "matmul_reduce_scatter"
     n, k, name = linear.out_features, linear.in_features, get_process_group(linear.weight).group_name
     return CommunicatingLayer(
@@ -259,7 +265,7 @@ def _note_moved(linear: nn.Module, what: str, layout: Placement, when: str) -> N
 
 
 def _why_not_tokens(name: str, layout: Placement) -> str:
-    """Return why weft's operators do not take this layout; empty if they do. Raises ValueError for other types."""
+    """Return why weft's operators do not take this layout, or "" if they do. Raises ValueError for other types."""
     require(name, layout, Placement, "use Replicate() or Shard(dimension)")
     if layout.is_replicate() or (isinstance(layout, Shard) and layout.dim != -1):
         return ""

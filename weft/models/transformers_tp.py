@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def declare_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Set what transformers sets on a model that it has sharded itself. Its versions without such a mark are left alone."""
+    """Set the attributes that transformers sets on a model that it has sharded. Do nothing in versions without them."""
     ranks, marked = mesh.size(), "_is_distributed_loading_by_transformers"
     if ranks == 1 or not hasattr(model, marked):
         return

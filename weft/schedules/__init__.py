@@ -252,7 +252,7 @@ def overlaps(name: str) -> bool:
 
 
 def judge(name: str, us: float | None = None, sequential_us: float | None = None) -> str:
-    """Say whether a schedule overlaps, is only faster than the sequential program, or neither. Times: where they are known.
+    """Return whether a schedule overlaps, is only faster than the sequential program, or neither. Times may be unknown.
 
     >>> judge("flag_gated:2"), judge("sequential_stores", 90.0, 99.0), judge("sequential")
     ('overlapped', 'faster but not overlapped', 'sequential')
@@ -272,14 +272,14 @@ def simplicity(name: str, chunks: int) -> tuple[int, int]:
 
 
 def check_op(name: str, op: Op) -> None:
-    """Raises ValueError where `op` has no such family, naming those that it has."""
+    """Raise ValueError, which lists the families of `op`, if it has no such family."""
     if name in FAMILIES and op not in FAMILIES[name].builders:
         ops = ", ".join(FAMILIES[name].builders)
         raise ValueError(f"schedule is {name!r}, which is for {ops} alone; {op} has {', '.join(names(op))}")
 
 
 def check_chunks(chunks: int, world_size: int) -> None:
-    """Raises ValueError for a count below one, or past MOST_CHUNKS and world_size."""
+    """Raise ValueError for a count below one, or above both MOST_CHUNKS and world_size."""
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}; it must be a whole number of at least 1")
     if chunks > (most := max(MOST_CHUNKS, world_size)):
@@ -358,8 +358,10 @@ def spec(name: str, chunks: int) -> str:
 
 
 def synonym(problem: Problem, spec: str, among: Iterable[str]) -> str | None:
-    """Return the first spec `among` the given ones that has the program of `spec`, preferring itself; None if there is
-    none. Raises ValueError as `parse` and `build` do."""
+    """Return `spec` if it is `among` the given specs, else the first of them that is the same program, or None.
+
+    Raises ValueError as `parse` and `build` do.
+    """
     listed = tuple(among)
     return (
         spec

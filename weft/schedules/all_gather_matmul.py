@@ -4,7 +4,7 @@ Buffers of rank r
     a         input      m_r x K    its shard
     b         input      K x n_r
     quantised local      m_r x K    a in FP8, if it is quantised before torch.distributed gathers it
-    a_full    symmetric  M x K      where peers' rows land; peers write it, rank r reads it
+    a_full    symmetric  M x K      peers' rows; peers write it, rank r reads it
     out       output     M x n_r
     gathered  output     M x K      only with return_gathered
     sums      local      M x n_r    float32 partial sums; only for two-dimensional chunks

@@ -79,7 +79,7 @@ class _Exchange(Builder):
         return self.flag("arrived", piece.shard, src, piece.index)
 
     def copy_to_result(self, rank: int, lane: str) -> None:
-        """Add copies of what peers have sent to the caller's buffer, piece by piece, in the order in which it arrives."""
+        """Add copies of peers' pieces to the caller's buffer, in the order in which they arrive."""
         for src in (src for src in self.peers(rank, step=-1) if self.sends_data(src, rank)):
             for piece in self.pieces[rank]:
                 copy = Copy(*(self.place(name, rank, src, piece.rows) for name in ("landing", "out")))
@@ -91,7 +91,7 @@ class _Exchange(Builder):
             self.add_steps(rank, "compute", Lookup(tuple(parts)))
 
     def pieces_to_receive(self, rank: int, index: int) -> list[tuple[int, Piece]]:
-        """Return (sender, piece) for slice `index` of what `rank` receives from ranks of other nodes."""
+        """Return (sender, piece) for slice `index` of the pieces that `rank` receives from ranks of other nodes."""
         return [
             (src, piece)
             for src in self.ranks_on_other_nodes(rank)

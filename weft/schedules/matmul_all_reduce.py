@@ -4,7 +4,7 @@ Buffers of rank r
     a         input      M x k_r
     b         input      k_r x N
     bias      input      1 x N       if the problem adds one; added to every row
-    residual  input      M x N       likewise; both are the same on every rank, and added once
+    residual  input      M x N       if the problem adds one; both are the same on every rank, and added once
     partial   local      M x N       r's product
     recv      symmetric              one_shot: p*M x N, the products of each of the p other ranks, in the order of ranks;
                                      two_shot: p*M x n_r of the columns that r owns
@@ -61,8 +61,8 @@ from weft.core.schedule import (
 from weft.schedules.builder import Builder, Request
 
 ONE_HOP_BYTES = 3 << 20
-"""sequential_stores sends partial results to all ranks if these are at most so many bytes for each rank, and otherwise to their
-owners. On 4 x H200 one hop is 0.3 us faster at 3 MiB, and both take the same time at 6 MiB."""
+"""Partial results of at most this many bytes per rank are sent to all ranks by sequential_stores, larger ones to their owners.
+On 4 x H200 one hop is 0.3 us faster at 3 MiB, and both take the same time at 6 MiB."""
 
 
 class _Everywhere(Builder):
@@ -215,7 +215,7 @@ class _Slices(_Everywhere):
             self.store_at_peers(rank, [Store(out, dst, ready) for dst, ready in there], "read" if index == 0 else "")
 
     def collect(self, rank: int) -> None:
-        """Add copies of what the node's other owners have published to the result."""
+        """Add copies of the sums of the node's other owners to the result."""
         for index, rows in enumerate(self.slices):
             for owner in (peer for peer in self.peers(rank) if peer in self.owners):
                 self.add_steps(rank, "compute", Wait(self.flag("ready", rank, owner, index)))

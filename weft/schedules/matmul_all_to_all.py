@@ -69,7 +69,7 @@ class _Combine(AllToAllBuilder):
         return [p for peer in peers for p in self.pieces[peer]] if self.sends_columns else self.sort_by_chunk(peers)
 
     def part_of_product(self, rank: int, dst_rank: int, rows: Span1D) -> Part:
-        """Return the part that writes these rows of what goes to a rank into `product`."""
+        """Return the part that writes these rows for a rank into `product`."""
         return Part(self.source(rank, dst_rank, rows), self.region("product", rank, rows))
 
     def part_counted_by_owner(self, rank: int, piece: Piece) -> tuple[int, Part]:

@@ -56,8 +56,8 @@ from weft.core.schedule import (
 from weft.schedules.builder import Builder, Piece, Request
 
 ONE_KERNEL_BYTES = 16 << 20
-"""If a rank's product has at most so many bytes, sequential_stores exchanges it by one kernel, which has three copies of what
-arrives."""
+"""If a rank's product has at most this many bytes, sequential_stores exchanges it by one kernel, which needs memory for three
+copies of the arrived rows."""
 
 
 class _Scatter(Builder):
@@ -355,7 +355,7 @@ class _Slices(_Scatter):
         return tuple(found[src] for src in self.ranks_on_node(rank))
 
     def exchange_between_nodes(self, rank: int, index: int) -> None:
-        """Add the sums of chunk `index` of what the rank carries, and the messages that exchange them with other nodes."""
+        """Add the sums of chunk `index` of the rows that the rank sends to other nodes, and the messages that exchange them."""
         taken, summed = self.select_chunk(index, self.carried(rank)), Flag("summed", rank, index)
         for piece in taken:
             self.add_steps(rank, "compute", *(Wait(self.handed_flag(src, rank, piece)) for src in self.peers(rank)))

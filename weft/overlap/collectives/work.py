@@ -47,12 +47,12 @@ class Work:
 
 
 def run(group: str, call: CollectiveCall, *, async_op: bool, stream: torch.cuda.Stream | None) -> Work | None:
-    """Make a call: on the caller's stream, or with async_op on `stream` or a stream of weft's own, behind the caller's.
+    """Make a call on the caller's stream, or with async_op on `stream` or a stream of weft, after the caller's work so far.
 
         caller: ... a ready --+------------ compute ------------+-- wait: out is there
         stream:               +--> collective, its lanes --done-+
 
-    On CPUs a call has ended when this returns. Raises ValueError for a stream without async_op, or on a CPU.
+    On CPUs the call has ended when this function returns. Raises ValueError for a stream without async_op, or on a CPU.
     """
     if stream is not None and not (async_op and call.device.type == "cuda"):
         raise ValueError("stream is for calls with async_op=True on GPUs; else enter it: with torch.cuda.stream(stream)")

@@ -145,8 +145,11 @@ def _chosen(
 
 
 def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[ConcurrentChoice]:
-    """Return what `concurrent` has chosen, and what the hooks run, in a process group: for each key its method, the reason, and
-    the measured times in us if it was measured. The list is the same on every rank. The call is not collective."""
+    """Return the choices of `concurrent` and of the hooks in a process group.
+
+    For each key these are the method, the reason, and the measured times in us, if any. The list is the same on every rank. The
+    call is not collective.
+    """
     name = resolve_group(group)[0]
     state = GROUPS.known(name)
     return get_caches(state).list_choices() if state else []
@@ -282,7 +285,7 @@ def _groups(collectives: object, group: object) -> set[dist.ProcessGroup]:
 
 
 def _key_of(compute: Any) -> str:
-    """Return where a computation is defined. Raises ValueError if that is unknown, and for a context."""
+    """Return the module, name and line of a computation. Raises ValueError if they are unknown, and for a context."""
     code = getattr(inspect.unwrap(compute), "__code__", None) if callable(compute) else None
     if code is None:
         raise ValueError("key is None; pass a string that names this computation, the same on every rank")

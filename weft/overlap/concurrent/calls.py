@@ -129,7 +129,7 @@ class GroupCaches:
         return ConcurrentProblem(collectives=problems, world_size=size, nodes=nodes)
 
     def list_nodes(self, size: int) -> tuple[int, ...]:
-        """Return the number of ranks on each node; () if the group has a size different from `size`."""
+        """Return the number of ranks on each node, or () if the group's size is not `size`."""
         return self.rank_group.nodes if sum(self.rank_group.nodes) == size else ()
 
     def build_schedule(self, spec: str, collectives: Sequence[ConcurrentCollective]) -> Schedule:
@@ -217,7 +217,7 @@ def _make_cache_key(key: str, collectives: Sequence[ConcurrentCollective]) -> tu
 
 
 def _describe_use(key: str, collectives: Sequence[ConcurrentCollective], *more: str) -> str:
-    """Return a text of what all ranks must agree on at the first use of a key."""
+    """Return the text that all ranks must agree on at the first use of a key."""
     parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
     return "\n".join([f"concurrent: {key}", *parts, *more])
 

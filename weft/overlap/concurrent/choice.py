@@ -169,7 +169,7 @@ class Chooser:
                 pass
 
         def ready(spec: str) -> bool:
-            """Whether every rank can prepare a schedule. Warns if one cannot."""
+            """Return whether every rank can prepare a schedule. Warns if one cannot."""
             reason = ""
             try:
                 executor.prepare(programs(spec), collectives)
@@ -235,7 +235,7 @@ def _bound_programs(collectives: Sequence[ConcurrentCollective]) -> dict[GroupSt
 def _release_programs_since(bound: Mapping[GroupState, set[BoundProgram]], collectives: Sequence[ConcurrentCollective]) -> None:
     """Release the programs that were bound after `bound` was taken.
 
-    That includes the winner's. The measured calls average, where the user's call may sum, so it cannot reuse the program.
+    This includes the winner's. The measured calls average, but the user's call may sum, so it cannot reuse the program.
     """
     for state, programs in _bound_programs(collectives).items():
         state.forget(programs.difference(bound.get(state, ())))

@@ -58,7 +58,7 @@ class ConcurrentCollective(ABC):
 
     @abstractmethod
     def _check(self, group: dist.ProcessGroup) -> None:
-        """Raises ValueError that names the argument."""
+        """Raise ValueError, which names the argument, if the collective is invalid."""
 
     @property
     @abstractmethod
@@ -111,8 +111,10 @@ class ConcurrentCollective(ABC):
 
     @abstractmethod
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        """Call NCCL's or gloo's collective on `group`, which has the same ranks as the collective's own group. On CUDA without
-        async_op it runs on torch's current stream; with async_op the result is the work to wait for."""
+        """Call NCCL's or gloo's collective on `group`, which has the same ranks as the collective's own group.
+
+        On CUDA without async_op it runs on torch's current stream. With async_op the result is the work to wait for.
+        """
 
     @property
     def moves(self) -> bool:
@@ -125,14 +127,16 @@ class ConcurrentCollective(ABC):
 
     @contextmanager
     def rehearsed(self) -> Iterator[ConcurrentCollective]:
-        """Return a collective on the same tensors that may run any number of times. At the end what it reads is restored."""
+        """Yield a collective on the same tensors that may run any number of times. At the end its inputs are restored."""
         yield self
 
 
 @contextmanager
 def rehearsed(collectives: Sequence[ConcurrentCollective]) -> Iterator[list[ConcurrentCollective]]:
-    """Return collectives that may run any number of times, one after the other. At the end whatever they read is restored, also
-    if another one wrote it."""
+    """Yield collectives that may run any number of times, in order. At the end all tensors that they read are restored.
+
+    This includes tensors that another one of the collectives writes.
+    """
     with ExitStack() as stack:
         for one in collectives:
             written = [tensor for other in collectives if other is not one for tensor in other.writes]

@@ -82,7 +82,7 @@ class ShapedKernel(Shaped):
         return self._kernel.run(*args, **options)
 
     def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
-        """Compile and load, without a launch; returns the capped copy."""
+        """Compile and load the kernel without a launch, and return the capped copy."""
         self._check_open()
         return self._kernel.run(*args, grid=grid, warmup=True, **options)
 
