@@ -1,29 +1,28 @@
-"""The schedule checker: proves, before anything runs, that a schedule computes its problem. Standard library only.
+"""The schedule checker proves, before anything runs, that a schedule computes its problem. It needs only the standard library.
 
-`check(schedule)` is silent, or raises `ScheduleError` with the first thing wrong, naming rank, lane, step and region or
-flag. What it proves, for any number of calls in a row and any speed of lanes, ranks and copies:
+`check(schedule)` returns nothing, or raises `ScheduleError` with the first fault, which names rank, lane, step and region or
+flag. It proves the following for any number of calls in a row, and for any speed of lanes, ranks and copies:
 
-    structure     every step names what exists, in matching shapes; peers touch symmetric memory only; every flag is
-                  signalled by one lane; no wait is for more signals than a call has; collectives and messages agree between
-                  ranks; nothing but messages goes from node to node
-    no deadlock   every wait comes true, even if kernels with gates fill the SMs of their rank with waiting blocks
+    structure     every step names what exists, in matching shapes; peers access only symmetric memory; each flag is
+                  signalled by one lane; no wait needs more signals than a call has; collectives and messages agree between
+                  ranks; only messages go from node to node
+    no deadlock   every wait ends, even if kernels with gates fill the SMs of their rank with waiting blocks
     no race       any two accesses to one element, of which one writes, are ordered by lanes, flags, collectives or calls
     the result    every element of the outputs is the whole sum, each k once, of the right rows and columns, of this call
 
-Of races, deadlocks and results it refuses exactly those schedules that can go wrong: tests/checker/test_check_damage.py holds
-it, in both directions, against a brute-force interpreter that tries directed interleavings of small schedules. Structure also
-has rules of weft's own, which a lucky schedule may break: kernels stay off copy lanes, a product reads local memory only, a
-copy touches the rank that runs it, a push reads one local buffer and signals only its receivers, nothing narrower than float32
-is added to, only local buffers are wider than the problem's dtype, and a rank has one lane of kind compute. The one thing
-left open is a schedule whose kernels share the SMs of a rank in more orders than `weft.checker.starvation` tries; it is
-refused with that reason.
+For races, deadlocks and results it refuses exactly the schedules that can go wrong. tests/checker/test_check_damage.py compares
+both directions with a brute-force interpreter that tries directed interleavings of small schedules. Structure also has rules of
+weft, which some correct schedules break: copy lanes run no kernels, a product reads only local memory, a copy touches the rank
+that runs it, a push reads one local buffer and signals only its receivers, sums are added only to float32, only local buffers
+are wider than the problem's dtype, and a rank has one lane of kind compute. There is one exception: a schedule whose kernels
+share the SMs of a rank in more orders than `weft.checker.starvation` tries is refused with that reason.
 
-Where row counts live on devices, steps access segments and counts; `weft.checker.ragged` models them.
+If row counts are known only on devices, steps access segments and counts, which `weft.checker.ragged` models.
 
-The proof is one walk through two calls, or four where row counts live on devices (`weft.checker.walk`). It does no work per
-element: its cost is that of steps, parts and gates, whatever M, N and K are. 8 ranks with chunks=8, so that the matrix moves in
-64 chunks, take 8 to 16 ms a schedule, every family whose chunks are free, both operators, best of five; with chunks=64, which
-is 512 chunks, 110 to 230 ms.
+The proof is one walk through two calls, or four if row counts are known only on devices (`weft.checker.walk`). Its cost depends
+on the number of steps, parts and gates, and is independent of M, N and K. With 8 ranks and chunks=8, so that the matrix moves
+in 64 chunks, a schedule takes 8 to 16 ms: every family whose chunks are free, both operators, best of five. With chunks=64,
+which is 512 chunks, it takes 110 to 230 ms.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The proof of collectives that run concurrently with a user's computation: each collective alone, then their common rules.
+"""Proves collectives that run concurrently with a user's computation: each collective by itself, then their common rules.
 
 Every buffer and flag belongs to one collective (`weft.core.concurrent.number_of`), and in each lane the steps of a collective
-come before those of the next. So each collective's steps are a schedule, which is proved as any other. Together they are also
-correct: they share no memory; and the first collective's steps, which wait for none of the others', complete, then the next
-one's do. A UserCall accesses none of the schedule's buffers. It delays later steps of its lane, and the proof of a collective
-holds for any delay.
+come before those of the next. So the steps of each collective are a schedule, which is proved as any other. The collectives are
+also correct together. They share no memory. The first collective's steps wait for no other's, so they complete, and then the
+next collective's do. A UserCall accesses none of the schedule's buffers. It delays later steps of its lane, and the proof of a
+collective holds for any delay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from weft.schedules.concurrent import alone, numbers
 
 
 def check_concurrent(schedule: Schedule, problem: ConcurrentProblem, check: Callable[[Schedule], None]) -> None:
-    """check: proves the schedule of one collective. Raises ScheduleError."""
+    """Check a schedule of several collectives and a computation. Raises ScheduleError.
+
+    check: proves the schedule of one collective.
+    """
     if len(schedule.ranks) != problem.world_size:
         raise ScheduleError(f"the schedule has {len(schedule.ranks)} ranks; its problem has {problem.world_size}")
     for rank, lanes in enumerate(schedule.ranks):
@@ -38,7 +41,7 @@ def check_concurrent(schedule: Schedule, problem: ConcurrentProblem, check: Call
 
 
 def _check_calls(rank: int, lanes: tuple[Lane, ...], problem: ConcurrentProblem) -> None:
-    """The computation is called once, on the compute lane, and so is each collective that is not described, on one lane."""
+    """Check that the compute lane calls the computation once, and that one lane calls each opaque collective once."""
     found = [(lane, step) for lane in lanes for step in steps_of(UserCall, [lane])]
     computing = [lane for lane, step in found if step.collective is None]
     if len(computing) != 1 or computing[0].kind != "compute":
@@ -51,8 +54,11 @@ def _check_calls(rank: int, lanes: tuple[Lane, ...], problem: ConcurrentProblem)
 
 
 def _check_lanes(rank: int, lanes: tuple[Lane, ...]) -> None:
-    """Collectives run one after the other: NCCL's on one lane, of kind compute or network, which has nothing else; or the steps
-    of all on other lanes, which are enqueued together."""
+    """Check that collectives run one after the other.
+
+    NCCL's run on one lane of kind compute or network, which has nothing else. The steps of others run on other lanes, which are
+    enqueued together.
+    """
     by_nccl = [lane for lane in lanes if any(map(_is_nccl, lane.steps))]
     moving = [lane for lane in lanes if lane.steps and lane.kind not in ("compute", "network")]
     if len(by_nccl) > 1:
@@ -78,8 +84,10 @@ def _check_lanes(rank: int, lanes: tuple[Lane, ...]) -> None:
 
 
 def _check_blocks(schedule: Schedule) -> None:
-    """A collective's kernels have the same number of blocks on all ranks: NCCL's would be of two communicators, and wait for
-    each other for ever."""
+    """Check that a collective's kernels have the same number of blocks on all ranks.
+
+    With different numbers, NCCL would use two communicators, which would wait for each other forever.
+    """
     found: dict[bool, tuple[int, str]] = {}
     for rank, lanes in enumerate(schedule.ranks):
         for lane in lanes:

@@ -1,15 +1,15 @@
-"""Symbolic content: which numbers of the problem a rectangle of memory holds. Pure functions on small tuples.
+"""Symbolic content: the elements of the problem's matrices that a rectangle of memory holds. Pure functions on small tuples.
 
-A content says what element (i, j) of its buffer holds, by displacement, so that cutting a rectangle changes nothing:
+A content describes element (i, j) of its buffer by a displacement, so cutting a rectangle does not change it:
 
-    ("A", dr, dc)               A[i + dr, j + dc] of the global A; "B" likewise; "P", what a lookup pools
+    ("A", dr, dc)               A[i + dr, j + dc] of the global A; "B" is the same for B; "P" is the pooled result of a lookup
     ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
-    ("?", why)                  something that no result may hold
+    ("?", why)                  a value that no result may hold
 
-Each addend of a result counts as one more k, in the range ADDED. dr of a row that is added to every row is None; any
-other row that is laid on several stands for nothing that a result may hold.
+Each addend of a result counts as one more k, in the range ADDED. If one row is added to every row, its dr is None. Any other
+row that is copied to several rows becomes "?".
 
-ks is a tuple of disjoint, sorted, merged ranges, each k counted once. An empty sum is ZERO in any buffer.
+ks is a tuple of disjoint, sorted, merged ranges, in which each k occurs once. An empty sum is ZERO in any buffer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weft.checker.program import Rect, overlap
 
 Content = tuple[Any, ...]
 Cells = list[tuple[Rect, Any]]
-"""Disjoint rectangles and what they hold."""
+"""Disjoint rectangles and their contents."""
 
 Ranges = tuple[tuple[int, int], ...]
 ZERO: Content = ("AB", 0, 0, (), 1)
 ADDED: dict[str, tuple[int, int]] = {"bias": (-2, -1), "residual": (-4, -3)}
-"""Ranges below every k, with gaps between them, so that no two merge."""
+"""The ranges of addends are below every k, with gaps between them, so that no two merge."""
 
 
 def moved(cells: Cells, src: Rect, dst: Rect) -> Cells:
@@ -48,14 +48,14 @@ def _displaced(content: Content, down: int, right: int) -> Content:
 
 
 def _for_all(content: Content) -> Content:
-    """Of one row that is laid on several: the same numbers in all of them."""
+    """Return the content of rows to which one row was copied. All rows then hold the same values."""
     if content[0] == "?" or content == ZERO or content[1] is None:
         return content
     return ("?", "one row of a matrix, the same for all rows")
 
 
 def add(one: Content, two: Content) -> Content:
-    """The sum, element by element."""
+    """Return the sum of two contents, element by element."""
     if one == ZERO or two == ZERO:
         return two if one == ZERO else one
     if one[0] == "?" or two[0] == "?":
@@ -73,7 +73,7 @@ def add(one: Content, two: Content) -> Content:
 
 @lru_cache(maxsize=4096)
 def _union(one: Ranges, two: Ranges) -> Ranges | None:
-    """Both sets of ranges as one; None if they overlap."""
+    """Return the union of two sets of ranges, or None if they overlap."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(one + two):
         if merged and low < merged[-1][1]:
@@ -86,7 +86,7 @@ def _union(one: Ranges, two: Ranges) -> Ranges | None:
 
 
 def divided(cells: Cells, by: int) -> Cells:
-    """All contents divided."""
+    """Divide all contents."""
     return cells if by == 1 else [(rect, _divided(content, by)) for rect, content in cells]
 
 
@@ -105,7 +105,7 @@ def total(sums: list[Cells]) -> Cells:
 
 
 def added(one: Cells, two: Cells) -> Cells:
-    """The sum of two sets of cells of the same rectangle."""
+    """Return the sum of two sets of cells of the same rectangle."""
     if len(one) == 1 == len(two):
         return [(one[0][0], add(one[0][1], two[0][1]))]
     common = [(overlap(r, s), add(c, d)) for r, c in one for s, d in two]
@@ -113,7 +113,7 @@ def added(one: Cells, two: Cells) -> Cells:
 
 
 def product(a: tuple[Rect, Cells], b: tuple[Rect, Cells], out: Rect) -> Cells:
-    """What a matmul of two rectangles puts into `out`."""
+    """Return the cells that a matmul of two rectangles writes to `out`."""
     (a_rect, a_cells), (b_rect, b_cells) = a, b
     if len(a_cells) == 1 == len(b_cells):
         return [(out, _term(a_rect, a_cells[0], b_rect, b_cells[0], out))]
@@ -133,13 +133,13 @@ def product(a: tuple[Rect, Cells], b: tuple[Rect, Cells], out: Rect) -> Cells:
 
 
 def _bands(rects: list[Rect], at: int) -> list[tuple[int, int]]:
-    """The ranges between all edges of the rectangles: rows (at=0) or columns (at=2)."""
+    """Return the ranges between neighbouring edges of the rectangles: of rows (at=0) or columns (at=2)."""
     edges = sorted({r[at] for r in rects} | {r[at + 1] for r in rects})
     return list(pairwise(edges))
 
 
 def _term(a_rect: Rect, a: tuple[Rect, Content], b_rect: Rect, b: tuple[Rect, Content], out: Rect) -> Content:
-    """The share of a product that these two cells have in common along K; ZERO if nothing."""
+    """Return the part of a product that two cells contribute, or ZERO if they have no k in common."""
     (ra, ca), (rb, cb) = a, b
     low = max(ra[2] - a_rect[2], rb[0] - b_rect[0])
     high = min(ra[3] - a_rect[2], rb[1] - b_rect[0])

@@ -1,4 +1,4 @@
-"""Describes a deadlock: who waits for whom, until the cycle closes."""
+"""Describes a deadlock as the cycle of lanes that wait for each other."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 from weft.checker.program import CompiledSchedule, Do
 
 Place = tuple[int, int]
-"""Rank and lane."""
+"""A rank and a lane."""
 
 
 class StuckLane(NamedTuple):
-    """Where a lane stands: the step, its part, and the flag that it waits for (-1: for a collective, or messages)."""
+    """The position of a stuck lane: the step, its part, and the flag that it waits for (-1 for a collective or messages)."""
 
     position: int
     part: int
@@ -31,8 +31,10 @@ def deadlock(program: CompiledSchedule, stuck: dict[Place, StuckLane]) -> str:
 
 
 def _awaited(program: CompiledSchedule, stuck: dict[Place, StuckLane], here: Place) -> tuple[str, Place]:
-    """What `here` waits for, and the lane that should let it go on: another of its rank where that one has ended its
-    call."""
+    """Return the text of what `here` waits for, and the lane that should let it continue.
+
+    If that lane has ended its call, return another stuck lane of its rank.
+    """
     position, part, flag = stuck[here]
     if flag >= 0:
         owner = program.owners[flag]

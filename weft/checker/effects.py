@@ -24,22 +24,25 @@ from weft.checker.shapes import reachable_outputs
 from weft.core.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, ColumnProblem, Span1D
 
 At = tuple[int, int, int, int, int]
-"""Rank, lane, position, part, call."""
+"""A rank, lane, position, part and call."""
 
 
 class Effects:
-    """Effects holds the memories of all ranks. CALLS: this many calls in a row show every error that any call can show."""
+    """Effects holds the memories of all ranks.
+
+    CALLS: the number of successive calls that show every error that any call can show.
+    """
 
     CALLS = 2
     UNIT = "elements"
-    """What results consist of, in messages."""
+    """The unit of results, for messages."""
 
     def __init__(self, program: CompiledSchedule) -> None:
         self.program = program
         self.problem = program.schedule.problem
         self.nodes: list[At] = []
         self.aliased: dict[int, AliasedInput] = {}
-        """By memory of a result, the input that may be one with it."""
+        """The input that may share memory with a result, by the result's memory."""
         self.memories = [self._memory(number, name, rank) for number, (name, rank) in enumerate(program.memories)]
 
     def _memory(self, number: int, name: str, rank: int) -> Memory | Constant | AliasedInput:
@@ -59,12 +62,15 @@ class Effects:
         return self.program.memories.index(("out", rank))
 
     def _input(self, name: str, rank: int) -> Content:
-        """What the caller writes, in the coordinates of the whole matrices; of an all-to-all, those are all ranks' a below each
-        other (side by side where they are received so), and all ranks' b side by side."""
+        """Return the content of an input, in the coordinates of the whole matrices.
+
+        In an all-to-all, the whole A has all ranks' a below each other (side by side if they are received so), and the whole B
+        has all ranks' b side by side.
+        """
         if name == "bags":
             return ("P", 0, self._first_column(rank))
         if isinstance(self.problem, CollectiveProblem):
-            # Elements of all ranks below each other; where ranks are summed, a product over one k of all, which is the rank.
+            # The whole A has all ranks' elements below each other. If ranks are summed, the rank is the k of a product.
             if self.problem.sums:
                 return ("AB", 0, 0, ((rank, rank + 1),), 1)
             return ("A", rank * self.problem.m if self.problem.op == "all_to_all" else self.problem.shards[rank][0], 0)
@@ -106,7 +112,7 @@ class Effects:
             node = self.add_node(at)
             cells += self._read(action.slices[number : number + 1], node, ancestors)
         if action.late:
-            # Late gates: a and b have been read before they open, so that is an access of its own.
+            # With late gates, a and b are read before the gates open, so the read of the addends is a separate access.
             ancestors |= 1 << node
             node = self.add_node(at)
             cells += self._read(action.adds, node, ancestors)
@@ -120,8 +126,12 @@ class Effects:
         return [self.memories[m].read(rect, node, ancestors) for m, rect in accesses]
 
     def _write(self, action: Action, cells: Cells | None, node: int, ancestors: int, *, by_collective: bool = False) -> None:
-        """cells: what is written; None in calls after the first. The result may share memory with an input. by_collective: by a
-        collective. What is copied to itself stays: executors leave such copies out, but NCCL does not."""
+        """Write the cells of an action. The result may share memory with an input.
+
+        cells: the cells to write, or None in calls after the first.
+        by_collective: a collective writes. It may write a copy of a rectangle to itself, which executors leave out for other
+        copies.
+        """
         assert action.write is not None
         number, rect = action.write
         memory = self.memories[number]
@@ -137,7 +147,8 @@ class Effects:
             aliased.overwrite(place, node, ancestors, by_collective=by_collective)
 
     def collect(self, actions: list[Action], ats: list[At], ancestors: list[int]) -> list[int]:
-        """A collective, once all ranks have started it: by rank, the action and what that rank had behind it."""
+        """Apply a collective, once all ranks have started it. Each list has one entry for each rank. Return each rank's new
+        ancestors."""
         nodes = [self.add_node(at) for at in ats]
         accesses = zip(actions, nodes, ancestors, strict=True)
         found = [list(chain(*self._read(action.reads, node, before))) for action, node, before in accesses]
@@ -148,12 +159,12 @@ class Effects:
         return [1 << node for node in nodes]
 
     def post(self, action: Action, at: At, ancestors: int) -> tuple[Cells, int]:
-        """Read what is sent, if anything is followed: the cells, and the ancestors with the reading among them."""
+        """Read the cells to send. Return them, and the ancestors with the node of the read added."""
         node = self.add_node(at)
         return list(chain(*self._read(action.reads, node, ancestors))), ancestors | 1 << node
 
     def deliver(self, action: Action, at: At, ancestors: int, sent: Action, cells: Cells) -> int:
-        """Write what is received, which `sent` has read; the ancestors with the writing among them."""
+        """Write the received cells, which `sent` has read. Return the ancestors with the node of the write added."""
         node = self.add_node(at)
         if action.write is not None:
             landed = None if at[4] else moved(cells, sent.reads[0][1], action.write[1])
@@ -161,7 +172,11 @@ class Effects:
         return ancestors | 1 << node
 
     def _collected(self, actions: list[Action], found: list[Cells], rank: int, dst: Rect) -> Cells:
-        """What lands on `rank`: all shards below each other, the sum over ranks of its own or all, or its own of each."""
+        """Return the cells that a collective writes on `rank`.
+
+        These are all shards below each other, the sum over ranks of its own rows or of all rows, or its own shard of every
+        rank.
+        """
         if actions[rank].do is Do.COPY:
             landed: Cells = []
             for (low, high), action, cells in zip(self.problem.shards, actions, found, strict=True):
@@ -179,7 +194,7 @@ class Effects:
         return divided(total(parts), actions[rank].divide_by)
 
     def _exchanged(self, actions: list[Action], found: list[Cells], rank: int, dst: Rect) -> Cells:
-        """The shard of `rank` of every rank: below each other, or columns side by side."""
+        """Return the shard of `rank` of every rank: below each other, or with columns side by side."""
         landed: Cells = []
         for src_rank, (action, cells) in enumerate(zip(actions, found, strict=True)):
             if action.reads:
@@ -188,7 +203,7 @@ class Effects:
         return landed
 
     def _landing(self, do: Do, src_rank: int, rank: int, dst: Rect) -> Rect:
-        """Where on `rank` the rows of `src_rank` for it land."""
+        """Return the rectangle on `rank` where the rows that `src_rank` sends to it arrive."""
         if do is Do.EXCHANGE_COLUMNS:
             left, right = self.problem.blocks[src_rank]
             return dst[0], dst[1], dst[2] + left, dst[2] + right
@@ -210,14 +225,14 @@ class Effects:
         return ancestors | 1 << node
 
     def check_outputs(self, rank: int) -> None:
-        """The caller of `rank` finds the whole result, and nothing else."""
+        """Check that the caller of `rank` finds the whole result."""
         for number, (name, owner) in enumerate(self.program.memories):
             buffer = self.program.schedule.buffer[name]
             if owner == rank and buffer.kind == "output" and buffer.whole(rank).size:
                 self._check_output(number, (0, buffer.rows[rank], 0, buffer.cols[rank]), self._expected_rows(name, rank))
 
     def _expected_rows(self, name: str, rank: int) -> list[tuple[Span1D, Content]]:
-        """What ranges of rows must hold."""
+        """Return the contents that ranges of rows must have."""
         problem, rows = self.problem, (0, self.program.schedule.buffer[name].rows[rank])
         if problem.op in EXCHANGES or problem.op == "all_to_all":
             return [self._expected_arrivals(name, src_rank, rank) for src_rank in range(problem.world_size)]
@@ -240,8 +255,10 @@ class Effects:
         return [(rows, ("AB", problem.shards[rank][0], 0, every_k, divide_by))]
 
     def _expected_arrivals(self, name: str, src_rank: int, rank: int) -> tuple[Span1D, Content]:
-        """The rows of an all-to-all that `rank` has from `src_rank`: in `out`, multiplied by the b of the rank that
-        multiplies."""
+        """Return the rows of an all-to-all that `rank` has from `src_rank`, and their content.
+
+        In `out` they are multiplied by the b of the rank that multiplies.
+        """
         problem = self.problem
         rows = problem.arrivals(src_rank, rank)
         first = src_rank * problem.m + problem.shards[rank][0]
@@ -311,7 +328,7 @@ def _rows_of(action: Action, cells: Cells, low: int, high: int) -> tuple[Rect, C
 
 
 def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:
-    """What an action leaves in the rectangle that it writes."""
+    """Return the cells that an action leaves in the rectangle that it writes."""
     assert action.write is not None
     out, rects = action.write[1], [rect for _, rect in (*action.reads, *action.adds)]
     if action.do is Do.COPY:

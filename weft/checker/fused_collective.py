@@ -1,7 +1,7 @@
-"""What a FusedCollective adds to the proof. What it computes is proved of the steps that it stands for.
+"""Additional rules for a FusedCollective. Its result is proved by the steps that it stands for.
 
 check_shapes      every rank runs the same ones, on its compute lane, over whole matrices of the problem; each mailbox has
-                  so many copies that no rank writes a place that its owner has not emptied, in any number of calls
+                  enough copies that no rank writes a place before its owner has emptied it, in any number of calls
 check_room        no other lane of the rank needs SMs while the kernel's blocks wait
 """
 
@@ -14,11 +14,11 @@ from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, R
 from weft.core.schedule import FusedCollective, Region, Schedule, places_of
 
 MOST_COPIES = 16
-"""Three are enough. Each copy is memory of every rank, so a schedule may not name any number."""
+"""The largest number of copies. Three are enough, and each copy takes memory on every rank."""
 
 
 def check_shapes(schedule: Schedule) -> None:
-    """Raises ScheduleError."""
+    """Check the FusedCollective steps of all ranks, as the module text says. Raises ScheduleError."""
     first: list[tuple[object, ...]] = []
     for rank, lanes in enumerate(schedule.ranks):
         mine = []
@@ -40,7 +40,7 @@ def check_shapes(schedule: Schedule) -> None:
 
 
 def _check_names(schedule: Schedule, reserved: list[str]) -> None:
-    """No buffer or flag of the schedule has a name that `spelled_out` may give to what stands for a mailbox."""
+    """Check that no buffer or flag of the schedule has a name that `spelled_out` may give to a mailbox's substitutes."""
     for name in (*schedule.buffer, *(flag.name for flag in schedule.flags)) if reserved else ():
         prefix = next((prefix for prefix in reserved if name.startswith(prefix)), None)
         if prefix is not None:
@@ -49,13 +49,13 @@ def _check_names(schedule: Schedule, reserved: list[str]) -> None:
 
 
 def _common(step: FusedCollective) -> tuple[object, ...]:
-    """What must be the same on every rank."""
+    """Return the properties that must be the same on every rank."""
     addends = tuple(region.buffer for region in step.addends)
     return step.mailbox, step.copies, step.op, step.hops, step.multiplies, addends, step.divide_by
 
 
 def _fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
-    """Return what is wrong with a step as text."""
+    """Return a fault of a step as text, or ""."""
     problem = schedule.problem
     if isinstance(problem, (CollectiveProblem, ColumnProblem, LookupProblem, RaggedProblem)):
         return f"{problem.op} has no product whose sum over ranks a kernel could make"
@@ -83,8 +83,12 @@ def _addends_fault(step: FusedCollective) -> str:
 
 
 def _place_fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
-    """Regions are the rank's own, in the problem's dtype, and out is none of what is read: tiles are stored while other tiles
-    are still read. The steps that the kernel stands for may leave some of the regions out, so all rules on them are here."""
+    """Return a fault of the step's regions, or "".
+
+    Regions must be the rank's own, in the problem's dtype, and `out` must not overlap a region that is read, because the kernel
+    stores some tiles while it reads others. All rules on regions are here, because the steps that the kernel stands for may
+    leave some regions out.
+    """
     read: tuple[Region, ...] = (*step.factors, *step.addends)
     for region in (*read, step.out):
         if region.rank != rank:
@@ -121,7 +125,7 @@ def written_too_early(step: FusedCollective, world_size: int) -> str:
 
     Three copies are enough: before call c + 3, r has waited for what p sends in call c + 2, when p's call c + 1 has ended. Two
     are too few: when r sends in call c + 2, it knows of p only that it has sent in call c + 1. A second hop does not help: p
-    sends its sums in call c + 1, too. A rank that is alone has the end of its own call c + 1 behind it, so two are enough.
+    sends its sums in call c + 1, too. A single rank has ended its own call c + 1, so two are enough.
     """
     if step.copies >= (3 if world_size > 1 else 2):
         return ""
@@ -130,8 +134,10 @@ def written_too_early(step: FusedCollective, world_size: int) -> str:
 
 
 def check_room(program: CompiledSchedule, spelled_out: SpelledOut) -> None:
-    """No other lane of a rank needs SMs while the blocks of such a kernel wait; lanes of kind blocks have SMs of their own.
-    Raises ScheduleError."""
+    """Check that no other lane of a rank needs SMs while the blocks of such a kernel wait. Raises ScheduleError.
+
+    Lanes of kind blocks have SMs of their own.
+    """
     for rank, lanes in enumerate(program.ops):
         users = [(index, next((at for at, op in enumerate(ops) if op.needs_sms), None)) for index, ops in enumerate(lanes)]
         for index, ops in enumerate(lanes):

@@ -1,8 +1,9 @@
-"""Messages between ranks during the walk: which have begun at both ends, and the data that they carry.
+"""Messages between ranks during the walk: which ones have begun at both ends, and the data that they carry.
 
-The n-th message that a rank sends to another is the n-th that the other receives from it, calls of both counted through. A step
-with messages ends once the other end of each has begun: NCCL may keep a sender waiting until then. It need not, so a sender
-has nothing of its receiver's behind it; a receiver has all that its sender had when it began, and the reading of what was sent.
+The n-th message that a rank sends to another is the n-th that the other receives from it, counted over all calls. A step with
+messages ends once the other end of each message has begun, because NCCL may keep a sender waiting until then. It does not
+always do so. So nothing of the receiver is known to happen before a sender's end. All ancestors of the sender's begin, and its
+read, happen before a receiver's end.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from weft.checker.effects import At, Effects
 from weft.checker.program import Action
 
 Pair = tuple[int, int]
-"""Sender, receiver."""
+"""A sender and a receiver."""
 
 
 class Leg(NamedTuple):
@@ -29,7 +30,7 @@ class Leg(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """What a sender has handed over: cells, and all that it had behind it, the reading of them included."""
+    """A sent message: its cells, and the ancestors of the send, including the read."""
 
     action: Action
     cells: Cells
@@ -44,7 +45,7 @@ class Mail:
         self.awaited: defaultdict[Pair, int] = defaultdict(int)
 
     def begin(self, effects: Effects, at: At, action: Action, *, sent: bool, peer: int, ancestors: int) -> Leg:
-        """One end begins: what is sent is read."""
+        """Begin one end of a message. A sender reads its data."""
         pair = (at[0], peer) if sent else (peer, at[0])
         number = len(self.posted[pair]) if sent else self.awaited[pair]
         if sent:
@@ -59,7 +60,7 @@ class Mail:
         return (self.awaited[leg.pair] if leg.sent else len(self.posted[leg.pair])) > leg.number
 
     def end(self, effects: Effects, leg: Leg, ancestors: int) -> int:
-        """It is through: what is received is written. What its lane then has behind it."""
+        """End one end of a message, and return the new ancestors of its lane. A receiver writes its data."""
         post = self.posted[leg.pair][leg.number]
         if leg.sent:
             return post.behind

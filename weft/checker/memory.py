@@ -1,8 +1,9 @@
-"""One buffer on one rank, while the check walks the schedule: what each part holds, who wrote it, who has read it since.
+"""Models one buffer on one rank during the walk: the content of each part, its writer, and its readers since.
 
-Contract: accesses come in an order that fits happens-before. `read` and `write` raise `Conflict` unless whatever they touch
-was written, and (for `write`) read, by nodes that are among the ancestors given. Nodes are bit numbers, ancestor sets ints.
-A buffer is cut into disjoint fragments; an access that matches one exactly, as nearly all do, costs one look-up.
+Accesses must come in an order that is consistent with happens-before. `read` and `write` raise `Conflict` unless the given
+ancestors include the nodes that wrote the accessed elements and, for `write`, those that read them. Nodes are bit numbers,
+ancestor sets ints. A buffer is cut into disjoint fragments. Nearly all accesses match one fragment exactly, which costs one
+look-up.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ Reader = tuple[int, Rect]
 
 
 class Conflict(Exception):
-    """An access that is not ordered after another, or (other is None) that reads what nobody wrote. aliased: by memory that an
-    input and the result may share, the input's."""
+    """An access that is not ordered after another, or a read of elements that were never written (other is None).
+
+    aliased: an input and the result may share the memory. The access is described by the input's memory.
+    """
 
     def __init__(
         self, memory: int, rect: Rect, node: int, other: int | None, *, wrote: bool = True, aliased: bool = False
@@ -27,7 +30,7 @@ class Conflict(Exception):
 
 
 class Fragment:
-    """A rectangle that one node wrote, and its readers since."""
+    """A rectangle that one node wrote, and the nodes that have read it since."""
 
     __slots__ = ("content", "readers", "writer")
 
@@ -36,9 +39,9 @@ class Fragment:
 
 
 class Fragments(dict[Rect, Fragment]):
-    """Disjoint fragments by rectangle. An index by rows finds the few that a rectangle overlaps without a look at all others.
+    """Disjoint fragments by rectangle, with an index by rows that finds those that overlap a rectangle.
 
-    A fragment of fewer than 2**level rows is listed under (level, top >> level), so it reaches at most into the next key.
+    A fragment of fewer than 2**level rows is listed under (level, top >> level), so it extends at most into the next key.
     """
 
     def __init__(self) -> None:
@@ -56,7 +59,7 @@ class Fragments(dict[Rect, Fragment]):
         del self._listed[level][rect[0] >> level][rect]
 
     def under(self, rect: Rect) -> list[Rect]:
-        """The fragments that `rect` overlaps."""
+        """Return the fragments that `rect` overlaps."""
         top, bottom, left, right = rect
         found: list[Rect] = []
         for level, keys in self._listed.items():
@@ -68,14 +71,14 @@ class Fragments(dict[Rect, Fragment]):
 
 
 class Memory:
-    """Fragments by rectangle; what is in none was never written."""
+    """The fragments of a memory. Elements outside all fragments were never written."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.fragments = Fragments()
 
     def read(self, rect: Rect, node: int, ancestors: int) -> Cells:
-        """What `rect` holds, as disjoint cells."""
+        """Return the contents of `rect` as disjoint cells."""
         exact = self.fragments.get(rect)
         if exact is not None:
             if not ancestors >> exact.writer & 1:
@@ -101,7 +104,7 @@ class Memory:
         return [(rect, first)] if all(content == first for _, content in cells) else cells
 
     def write(self, rect: Rect, content: Content | None, node: int, ancestors: int) -> None:
-        """Replace what `rect` holds."""
+        """Replace the content of `rect`."""
         exact = self.fragments.get(rect)
         if exact is None:
             for place in self.fragments.under(rect):
@@ -112,13 +115,13 @@ class Memory:
         exact.content, exact.writer, exact.readers = content, node, []
 
     def give_back(self, node: int, ancestors: int) -> None:
-        """The caller has all of it, to read and to write: nobody else may touch it meanwhile."""
+        """Record that the caller may read and write the whole memory, so no other node may access it at the same time."""
         for rect, fragment in self.fragments.items():
             self._check_write(fragment, rect, node, ancestors)
             fragment.content, fragment.writer, fragment.readers = None, node, []
 
     def _cut(self, place: Rect, rect: Rect, node: int, ancestors: int) -> None:
-        """Take `rect` out of the fragment at `place`."""
+        """Cut `rect` out of the fragment at `place`."""
         fragment = self.fragments[place]
         del self.fragments[place]
         self._check_write(fragment, rect, node, ancestors)
@@ -135,7 +138,10 @@ class Memory:
 
 
 class AlternatingMemory(Memory):
-    """Memory with two places, which calls take in turn. nodes: by node, where it is; the last number is the call."""
+    """Memory with two places, which calls use in turn.
+
+    nodes: the place of each node in the schedule. Its last number is the call.
+    """
 
     def __init__(self, number: int, nodes: Sequence[Sequence[int]]) -> None:
         self.nodes, self.places = nodes, (Memory(number), Memory(number))
@@ -148,7 +154,7 @@ class AlternatingMemory(Memory):
 
 
 class Constant:
-    """An input: written by the caller before all lanes start, never again before they end, so never in conflict."""
+    """An input that never conflicts. The caller writes it before all lanes start, and not again until they have ended."""
 
     def __init__(self, content: Content) -> None:
         self.content = content
@@ -158,10 +164,12 @@ class Constant:
 
 
 class AliasedInput:
-    """An input that may be the result's own memory, or a part of it: written by the caller before all lanes start, and by
-    whatever writes the result there. Nobody may read an element after that, or at once, but who writes that very element.
+    """An input that may share memory with the result, or a part of it.
 
-    alias: the row of this input that row 0 of the result is.
+    The caller writes it before all lanes start, and each write of the result overwrites it. No node may read an element after
+    its write or at the same time, except for the node that writes it.
+
+    alias: the row of this input that is row 0 of the result.
     """
 
     def __init__(self, number: int, content: Content, whole: Rect, alias: int) -> None:
@@ -182,7 +190,7 @@ class AliasedInput:
         return overlap((out[0] + self.alias, out[1] + self.alias, out[2], out[3]), self.whole)
 
     def overwrite(self, rect: Rect, node: int, ancestors: int, *, by_collective: bool) -> None:
-        """`rect` is written. by_collective: by a collective, which may read and write one element in any order."""
+        """Record a write of `rect`. by_collective: a collective writes, which may read and write one element in any order."""
         for reader, place in self._readers:
             same = reader == node and (by_collective or place == rect)
             if not same and not ancestors >> reader & 1 and overlap(place, rect):
@@ -191,7 +199,7 @@ class AliasedInput:
 
 
 def _remainders(place: Rect, rect: Rect) -> list[Rect]:
-    """`place` without `rect`, as up to four rectangles."""
+    """Return `place` without `rect`, as up to four rectangles."""
     top, bottom, left, right = place
     low, high = max(top, rect[0]), min(bottom, rect[1])
     rests = [

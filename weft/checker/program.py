@@ -1,7 +1,7 @@
-"""What the checker works on: a schedule with its names turned into numbers. Built by `weft.checker.structure`.
+"""The checker's form of a schedule, in which numbers replace names. `weft.checker.structure` builds it.
 
-Flags are numbered; so are memories, one for each (buffer, rank). Copies and kernels are both an `Op` with actions: a copy
-has one action, a kernel one for each part. An action that writes no element touches nothing, but still waits and counts.
+Flags are numbered, and so are memories, one for each (buffer, rank). Copies and kernels are both an `Op` with actions: a copy
+has one action, a kernel one for each part. An action that writes no element accesses no memory, but still waits and counts.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from weft.core.fused_collective import SpelledOut
 from weft.core.schedule import Flag, Schedule
 
 Rect = tuple[int, int, int, int]
-"""Rows [0] to [1], columns [2] to [3]."""
+"""A rectangle of rows [0] to [1] and columns [2] to [3]."""
 
 Access = tuple[int, Rect]
-"""A rectangle of a memory."""
+"""A memory and a rectangle of it."""
 
 Place = tuple[int, int, int]
-"""Rank, lane, position of a step."""
+"""A rank, a lane, and the position of a step."""
 
 CALLER = (-1, -1)
-"""Lane and position of what the caller does between two calls."""
+"""The lane and position of the caller's accesses between two calls."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that would fail, hang, race, or compute something else than its problem."""
+    """Raised for a schedule that would fail, hang, race, or compute something else than its problem."""
 
 
 class Do(IntEnum):
-    """What an op, or an action, does."""
+    """The kind of an op or an action."""
 
     WAIT = 0
     SIGNAL = 1
@@ -47,11 +47,12 @@ class Do(IntEnum):
 
 
 class Action(NamedTuple):
-    """What one part of a kernel, or a copy, waits for and touches, and which flag it counts (-1: none).
+    """One part of a kernel, or a copy: the gates that it waits for, its accesses, and the flag that it counts (-1: none).
 
-    adds: what it reads once its gates are open, where all else is read before (late gates). inner: gates that it waits for one
-    after the other once those are open, and slices: by inner gate, what it reads behind it. late: whether it has
-    adds, in any call.
+    adds: what it reads after its gates open, if it reads everything else before (late gates).
+    inner: gates that it waits for in order after those.
+    slices: for each inner gate, what it reads after that gate.
+    late: it has late gates, in any call.
     """
 
     do: Do
@@ -68,11 +69,11 @@ class Action(NamedTuple):
 
     @property
     def waits(self) -> tuple[tuple[int, bool], ...]:
-        """Every gate, inner ones included."""
+        """Return every gate, including the inner ones."""
         return self.gates + self.inner
 
     def within(self, memories: Container[int]) -> Action:
-        """The action with those accesses alone that are to some memories."""
+        """Return the action with only its accesses to `memories`."""
         reads = tuple([read for read in self.reads if read[0] in memories])
         write = self.write if self.write and self.write[0] in memories else None
         if not self.late and not self.inner:
@@ -90,7 +91,7 @@ class Op(NamedTuple):
     on_previous_call: whether a wait is for the signal of the previous call.
     fills: whether the step's waiting blocks may fill the rank's SMs.
     messages: for each action of an exchange, whether it is sent, and the rank at the other end.
-    previous: the flags whose signal of the previous call a kernel waits for where it starts.
+    previous: the flags whose signal of the previous call a kernel waits for at its start.
     """
 
     do: Do
@@ -125,11 +126,11 @@ class CompiledSchedule(NamedTuple):
 
     @property
     def schedule(self) -> Schedule:
-        """Without FusedCollective steps."""
+        """Return the schedule without FusedCollective steps."""
         return self.spelled_out.schedule
 
     def where(self, rank: int, lane: int, position: int, part: int | None = None) -> str:
-        """The text of a step or of its part for messages; at CALLER, that of the rank's caller."""
+        """Return the text of a step, or of its part, for messages. At CALLER it is the text of the rank's caller."""
         if (lane, position) == CALLER:
             return f"the caller of rank {rank}"
         name, step = self.schedule.ranks[rank][lane].name, self.schedule.ranks[rank][lane].steps[position]
@@ -145,7 +146,7 @@ def describe_step(spelled_out: SpelledOut, rank: int, lane: str, position: int, 
 
 
 def overlap(one: Rect, two: Rect) -> Rect | None:
-    """What two rectangles have in common."""
+    """Return the intersection of two rectangles, or None."""
     low_row, high_row = max(one[0], two[0]), min(one[1], two[1])
     low_col, high_col = max(one[2], two[2]), min(one[3], two[3])
     return (low_row, high_row, low_col, high_col) if low_row < high_row and low_col < high_col else None

@@ -43,7 +43,7 @@ from weft.core.schedule import (
 )
 
 COUNTS = "counts"
-"""The memory of the counts. No buffer has this name."""
+"""The name of the memory of the counts. No buffer has this name."""
 SegmentName = tuple[int, int, int]
 """The source rank, destination rank and expert of a segment."""
 
@@ -153,7 +153,7 @@ class RaggedCompiler(Compiler):
             self.fail(f"it writes {target}, which is an input")
 
     def check_operands(self, part: SegmentCopy | SegmentProduct, source: Segment, target: Segment) -> None:
-        """Fail unless copies keep FP8 elements with their scales, and products have the right dtypes."""
+        """Fail unless copies move FP8 elements together with their scales, and products have the right dtypes."""
         read, written = (self.buffers[side.buffer].operand for side in (source, target))
         if isinstance(part, SegmentCopy):
             if read != written:

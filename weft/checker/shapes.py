@@ -1,6 +1,6 @@
-"""Rules on shapes and buffers that need no walk over the flags: part of the check's first stage.
+"""Rules on shapes and buffers that need no walk over the flags. They are part of the check's first stage.
 
-Each rule returns what is wrong as text, or an empty text.
+Each rule returns the text of a fault, or an empty text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def check_buffers(schedule: Schedule) -> None:
-    """Ranks, lanes and buffers are those of the problem. Raises ScheduleError."""
+    """Check that ranks, lanes and buffers are those of the problem. Raises ScheduleError."""
     size = schedule.problem.world_size
     if len(schedule.ranks) != size:
         raise ScheduleError(f"the schedule has {len(schedule.ranks)} ranks; its problem has {size}")
@@ -49,8 +49,10 @@ def check_buffers(schedule: Schedule) -> None:
 
 
 def _operand_fault(buffer: Buffer, problem: Problem) -> str:
-    """What is wrong with a buffer's operand: the caller's a, b and gathered or received rows are FP8 where the problem has
-    scaling, and nothing is where it has none."""
+    """Return a fault of a buffer's operand, or "".
+
+    With scaling, the caller's a, b and gathered or received rows are FP8. Without scaling, no buffer is.
+    """
     scaling = problem.scaling
     operands = {"a": "" if scaling and scaling.quantises else "a", "b": "b", "gathered": "a", "received": "a"}
     wanted = operands.get(buffer.name, "") if scaling is not None and buffer.kind in ("input", "output") else buffer.operand
@@ -62,7 +64,7 @@ def _operand_fault(buffer: Buffer, problem: Problem) -> str:
 
 
 Extent = int | Callable[[int], int]
-"""The same on each rank, or by rank."""
+"""An extent that is the same on each rank, or a function of the rank."""
 
 
 def _shape(problem: Problem, rows: Extent, cols: Extent) -> Shape:
@@ -72,7 +74,7 @@ def _shape(problem: Problem, rows: Extent, cols: Extent) -> Shape:
 
 
 def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
-    """Kind and extents by rank of the buffers that belong to the caller."""
+    """Return the kind, and the extents by rank, of the caller's buffers."""
     inputs: dict[str, tuple[Extent, Extent]]
     outputs: dict[str, tuple[Extent, Extent]] = {"out": (problem.out_rows, problem.columns)}
     if isinstance(problem, LookupProblem):
@@ -114,13 +116,13 @@ def _check_buffer(buffer: Buffer, size: int, expected: dict[str, tuple[str, Shap
 
 
 def reachable_outputs(schedule: Schedule) -> set[str]:
-    """Buffers of the caller's that peers may write."""
+    """Return the caller's buffers that peers may write."""
     problem = schedule.problem
     return {"out"} if isinstance(problem, CollectiveProblem) and problem.reachable else set()
 
 
 def region_fault(region: Region, buffers: Mapping[str, Buffer], size: int) -> str:
-    """Return what is wrong unless a region is within a declared buffer of one of `size` ranks."""
+    """Return a fault, or "". A region must be within a declared buffer of one of `size` ranks."""
     buffer = buffers.get(region.buffer)
     if buffer is None:
         return f"{region} is in no declared buffer; there are {', '.join(buffers)}"
@@ -133,7 +135,7 @@ def region_fault(region: Region, buffers: Mapping[str, Buffer], size: int) -> st
 
 
 def scales_fault(region: Region, buffer: Buffer, problem: Problem) -> str:
-    """A region of FP8 elements begins and ends where their scales do."""
+    """Return a fault, or "". A region of FP8 elements must begin and end at the edges of their scales' blocks."""
     assert problem.scaling is not None
     ends = buffer.rows[region.rank], buffer.cols[region.rank]
     shared = {"tensorwise": None, "rowwise": None, "blockwise": SCALE_BLOCK}[problem.scaling.recipe]
@@ -183,7 +185,7 @@ def sum_fault(part: Sum) -> str:
 
 
 def bags_fault(part: Bags, problem: Problem, rank: int) -> str:
-    """Bags of whole tables, into a rectangle of their shape."""
+    """Return a fault, or "". Bags must cover whole tables, and fit the rectangle that they are stored to."""
     if not isinstance(problem, LookupProblem) or part.bags.buffer != "bags":
         return f"{part.bags} holds no bags; a lookup reads buffer bags of a lookup's problem"
     if part.bags.shape != part.out.shape:
@@ -195,7 +197,10 @@ def bags_fault(part: Bags, problem: Problem, rank: int) -> str:
 
 
 def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
-    """Rows are cut by the problem's shards; columns are the same on both sides, or a rank's and all."""
+    """Return a fault of a collective's shapes, or "".
+
+    Rows are cut by the problem's shards. Columns are the same on both sides, or one side has a rank's and the other all.
+    """
     low, high = problem.shards[rank]
     full, part, cols = problem.shards[-1][1], high - low, step.src.shape[1]
     blocks = problem.blocks
@@ -221,7 +226,7 @@ def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
 
 
 def check_collectives(schedule: Schedule) -> None:
-    """Every rank runs the same collectives in the same order, on one lane. Raises ScheduleError."""
+    """Check that every rank runs the same collectives in the same order, on one lane. Raises ScheduleError."""
     first: list[tuple[str, int, int]] = []
     for rank, lanes in enumerate(schedule.ranks):
         users = [lane for lane in lanes if any(steps_of(Collective, [lane]))]
@@ -236,12 +241,12 @@ def check_collectives(schedule: Schedule) -> None:
 
 
 def _common_columns(step: Collective) -> int:
-    """The columns in which ranks must agree: those of the result where each gives its own."""
+    """Return the number of columns that ranks must agree on: those of the result if each rank sends its own columns."""
     return step.dst.shape[1] if step.op == "all_to_all_columns" else step.src.shape[1]
 
 
 def message_fault(region: Region, buffer: Buffer, rank: int, peer: int, size: int) -> str:
-    """A message is some whole rows of this rank, to or from another one: they follow each other in memory."""
+    """Return a fault, or "". A message is whole rows of this rank, which are contiguous, and goes to or from another rank."""
     if not 0 <= peer < size or peer == rank:
         return f"rank {peer} is no other end for a message of rank {rank}; use another one of 0 to {size - 1}"
     if not region.size:
@@ -252,12 +257,14 @@ def message_fault(region: Region, buffer: Buffer, rank: int, peer: int, size: in
 
 
 Message = tuple[tuple[int, int], bool]
-"""Its shape, and whether it holds float32 partial sums."""
+"""The shape of a message, and whether it holds float32 partial sums."""
 
 
 def check_messages(schedule: Schedule) -> None:
-    """What a rank sends to another in a call is what that one receives from it, in order, on one lane each, and without a
-    concurrent NCCL collective: two communicators could wait for each other. Raises ScheduleError."""
+    """Check that each rank receives the messages that others send to it in a call, in the same order. Raises ScheduleError.
+
+    A rank has one lane with messages. The schedule has no NCCL collective as well, because two communicators could deadlock.
+    """
     sent: dict[tuple[int, int], list[Message]] = {}
     received: dict[tuple[int, int], list[Message]] = {}
     for rank, lanes in enumerate(schedule.ranks):

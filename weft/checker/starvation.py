@@ -41,7 +41,10 @@ def find_crowded_ranks(program: CompiledSchedule) -> frozenset[int]:
 
 
 def check_starvation(program: CompiledSchedule, sm_steps: dict[Place, SmStep]) -> None:
-    """Raise ScheduleError if some order of starts ends in a deadlock. sm_steps: as a Walk has recorded them."""
+    """Raise ScheduleError if some order of starts ends in a deadlock.
+
+    sm_steps: the steps on SMs that a Walk has recorded.
+    """
     contested = _find_contested(sm_steps)
     if not contested:
         return
@@ -139,7 +142,7 @@ class _ControlledWalk(Walk):
 
     @property
     def state_key(self) -> object:
-        """The state of the walk: the position of each lane."""
+        """Return the state of the walk: the position of each lane."""
         places = [(lane.call, lane.position, lane.part) for lanes in self.lanes for lane in lanes]
         return tuple(places), tuple(sorted(self.inside))
 

@@ -1,7 +1,7 @@
-"""First stage of the check: every step by itself, and what flags and collectives must have in common.
+"""The first stage of the check: each step by itself, and the agreement of flags and collectives.
 
-Contract: `compile_schedule` raises `ScheduleError` for the first step that names what is not there, mismatches shapes,
-touches memory it may not, or waits for what can never come; else it hands back the schedule as numbers.
+`compile_schedule` raises `ScheduleError` for the first step that uses an unknown name, has shapes that do not match, accesses
+memory that it may not, or waits for a signal that cannot come. Otherwise it returns the schedule in numbers.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ _NO_PLACE: dict[LaneKind, str] = {
     "network": "a network lane runs sends and receives, waits and signals; this step needs another lane",
     "copy": "a copy engine runs copies, waits and signals; this step needs a lane of kind compute or blocks",
 }
-"""What is said of steps that lanes of a kind do not run."""
+"""The messages for steps that lanes of a kind do not run."""
 
 
 def compile_schedule(compiler: Compiler) -> CompiledSchedule:
-    """Its schedule as numbers. Raises ScheduleError."""
+    """Return the compiler's schedule in numbers. Raises ScheduleError."""
     spelled_out, schedule = compiler.spelled_out, compiler.schedule
     ops = tuple(compiler.lanes(rank, lanes) for rank, lanes in enumerate(schedule.ranks))
     flags, owners, waiters = tuple(compiler.flags), tuple(compiler.owners), tuple(compiler.waiters)
@@ -80,7 +80,8 @@ def compile_schedule(compiler: Compiler) -> CompiledSchedule:
 
 
 def _check_waits(program: CompiledSchedule, counted: set[int]) -> None:
-    """No wait is for a flag that nothing signals, and what a kernel counts tile by tile has one step that waits for it."""
+    """Check that every flag that a step waits for is signalled, and that one step waits for each flag that a kernel counts by
+    tiles."""
     for number, (flag, owner, waiters) in enumerate(zip(program.flags, program.owners, program.waiters, strict=True)):
         missing = next((place for place, on_previous_call in waiters.items() if owner is None and not on_previous_call), None)
         if missing is not None:
@@ -91,12 +92,12 @@ def _check_waits(program: CompiledSchedule, counted: set[int]) -> None:
 
 
 def as_kernel(actions_of: Callable[[Any, Any], tuple[Action, ...]]) -> Callable[[Any, Any], Op]:
-    """A step that is one kernel, of these actions."""
+    """Return a function that compiles a step to one kernel with these actions."""
     return lambda compiler, step: compiler.kernel(step, actions_of)
 
 
 class Compiler:
-    """Walks the steps in order; `rank`, `lane`, `position`, `step` are where it is."""
+    """Compiles the steps in order. `rank`, `lane`, `position` and `step` are the current ones."""
 
     def __init__(self, spelled_out: SpelledOut) -> None:
         schedule = self.schedule = spelled_out.schedule
@@ -137,7 +138,7 @@ class Compiler:
             self.fail(fault)
 
     def off(self, *kinds: LaneKind) -> None:
-        """The lane is of none of these kinds."""
+        """Fail if the lane is of one of these kinds."""
         if self.lane.kind in kinds:
             self.fail(_NO_PLACE[self.lane.kind])
 
@@ -200,19 +201,19 @@ class Compiler:
         return self.first_memory[region.buffer] + rank, (*region.rows, *region.cols)
 
     def narrow(self, *regions: Region) -> None:
-        """None of the regions holds float32 partial sums where the problem's dtype is needed."""
+        """Fail if a region holds float32 partial sums, where the problem's dtype is needed."""
         for region in regions:
             if not self.all_wide and self.buffers[region.buffer].float32:
                 self.fail(f"{region} holds float32 partial sums; this operand must be of the problem's dtype")
 
     def plain(self, *regions: Region) -> None:
-        """None of the regions holds FP8 elements and their scales."""
+        """Fail if a region holds FP8 elements and their scales."""
         for region in regions:
             if self.buffers[region.buffer].operand:
                 self.fail(f"{region} holds FP8 elements and their scales; only copies and products read and write such")
 
     def factor(self, region: Region, operand: str) -> None:
-        """The region can be multiplied as `operand`."""
+        """Fail unless the region can be multiplied as `operand`."""
         self.narrow(region)
         scaled = operand if self.problem.scaling is not None else ""
         if self.buffers[region.buffer].operand != scaled:
@@ -281,7 +282,7 @@ class Compiler:
         return self.adding(action, part, step.divide_by, out) if part.adds else action
 
     def sliced(self, action: Action, part: Part, a: Access) -> Action:
-        """The action with what is read of `a` cut at the part's inner gates."""
+        """Return the action with its reads of `a` cut at the part's inner gates."""
         action = action._replace(inner=tuple([self.gate(wait) for _, wait in part.inner]))
         if action.write is None:
             return action
@@ -291,7 +292,7 @@ class Compiler:
         return action._replace(reads=(first, *action.reads[1:]), slices=tuple(slices))
 
     def adding(self, action: Action, part: Part, divide_by: int, out: Access) -> Action:
-        """The action with what the part adds."""
+        """Return the action with the part's addends."""
         adds = tuple([self.access(add, remote=False) for add in part.adds])
         self.disjoint(adds, out)
         return action if action.write is None else action._replace(adds=adds, late=True, divide_by=divide_by)
@@ -358,7 +359,11 @@ class Compiler:
         divide_by: int = 1,
         collective: bool = False,
     ) -> Action:
-        """Checked and numbered. What writes no element reads none either, but for a collective: its peers need what it has."""
+        """Return an action, after checking its accesses. An action that writes no element reads none, unless it is a
+        collective.
+
+        A collective reads, because its peers need the rank's data.
+        """
         waits = tuple([self.gate(g) for g in gates]) if gates else ()
         number = -1 if count is None else self.advance(count)
         if number >= 0:
@@ -371,7 +376,7 @@ class Compiler:
         return Action(do, waits, number, reads, touched, accumulate, divide_by)
 
     def disjoint(self, reads: tuple[Access, ...], write: Access, *, in_place: bool = False) -> None:
-        """Nothing is read that is written at once; in_place: but for exactly the same rectangle."""
+        """Fail if an action reads memory that it writes. in_place: it may read exactly the rectangle that it writes."""
         for read in reads:
             if read[0] == write[0] and overlap(read[1], write[1]) and not (in_place and read[1] == write[1]):
                 self.fail(f"it reads {self.describe(read)} while it writes {self.describe(write)}, which overlaps")
@@ -398,4 +403,4 @@ class Compiler:
             as_kernel(lambda compiler, step: compiler.fail("its row counts live on devices; only a RaggedProblem has such")),
         ),
     }
-    """By type of step, itself as numbers. A FusedCollective is spelled out before."""
+    """The function that compiles each type of step. A FusedCollective has been replaced by the steps that it stands for."""

@@ -1,1 +1,1 @@
-"""The ranks of one process group: how they agree, the memory they share, and how a lost rank is noticed."""
+"""Manages the ranks of one process group: how they agree, share memory, and detect a lost rank."""

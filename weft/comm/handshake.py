@@ -48,7 +48,7 @@ model."""
 _ANSWER_S = 2.0
 """How long after its bound a rank waits for the store to answer."""
 _LOOKS_AT_OTHERS_S = 0.25
-"""How often a rank that waits looks at who else has come, and whether a rank has died."""
+"""How often a waiting rank checks which ranks have arrived, and whether a rank has died."""
 _MOST_ASKED_HZ = 3000
 """How often all ranks together ask the store, once they have waited for a while."""
 _RETRY_GRACE_S = 3.0

@@ -1,6 +1,6 @@
-"""How the processes of a group were started, as far as it decides whether weft's GPUs can work together.
+"""Describes how the processes of a group were started, as far as it decides whether weft's GPUs can work together.
 
-Ranks compare it before they share memory, so that all of them refuse what cannot work, with the same words.
+Ranks compare it before they share memory, so that all of them raise the same error if it cannot work.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from weft.comm.rank_group import RankGroup
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""Torch's variable: its symmetric memory identifies a GPU by its index in a process, unless this is 1."""
+"""An environment variable of torch. Unless it is 1, torch's symmetric memory identifies a GPU by its index in a process."""
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
 _SET_HERE: set[str] = set()
-"""Variables that are set by weft and not by the user."""
+"""The environment variables that weft has set, as opposed to the user."""
 _BLOCKS = (
     "CUDA_LAUNCH_BLOCKING is set on a rank, so its host would wait for a kernel that waits for a later one; unset "
     "CUDA_LAUNCH_BLOCKING"
@@ -43,7 +43,7 @@ def agree_on_launch(group: RankGroup, device: torch.device) -> str:
     blocks = os.environ.get(BLOCKING, "") not in ("", "0")
     pools = torch.cuda.get_allocator_backend() == "native"
     overlaps = os.environ.get(OVERLAPPING) == "1" and OVERLAPPING not in _SET_HERE
-    # The bits: launches block, no pools, the user lets ranks share GPUs; then the device's index.
+    # The bits say that launches block, that pools are off, and that the user lets ranks share GPUs. The device's index follows.
     mine = blocks + 2 * (not pools) + 4 * overlaps + 8 * (device.index or 0)
     facts = group.agree_on_call("call: how ranks were started", mine)
     if not all(fact & 4 for fact in facts):
@@ -57,7 +57,7 @@ def agree_on_launch(group: RankGroup, device: torch.device) -> str:
 
 
 def refuse_shared_gpus(ranks: Sequence[int], numbers: Sequence[int]) -> None:
-    """Raise ValueError if two ranks of a node use the same GPU. numbers: what identifies the GPU of each rank."""
+    """Raise ValueError if two ranks of a node use the same GPU. numbers: the identity of each rank's GPU."""
     for at, number in enumerate(numbers):
         if (first := numbers.index(number)) < at:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Processes of this host: which of them live, and which see each other."""
+"""Processes of this host: which ones are alive, and which can see each other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def process_start(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none, or only its zombie.
+    """Return when a process started, in clock ticks since boot, or None if there is no such process, or only its zombie.
 
-    Raises OSError where that cannot be found out, as without free file descriptors.
+    Raises OSError if this cannot be determined, for example without free file descriptors.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -21,7 +21,7 @@ def process_start(pid: int) -> int | None:
 
 
 def died(pid: int, start: int | None) -> bool:
-    """Whether the process that had this number and start is gone. A process of which that cannot be found out has not died."""
+    """Return whether the process with this number and start time has died. If that cannot be determined, it has not."""
     try:
         return process_start(pid) != start
     except OSError:
@@ -29,19 +29,19 @@ def died(pid: int, start: int | None) -> bool:
 
 
 def _exists(pid: int) -> bool:
-    """Whether there is a process of this number. Needs no file descriptor."""
+    """Return whether there is a process with this number. It needs no file descriptor."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # the process exists, and belongs to another user
         return True
     return True
 
 
 @cache
 def process_namespace() -> str:
-    """Among which processes this one has its number: those of a host, or of a container."""
+    """Return the namespace of this process's number: that of the host, or of a container."""
     try:
         return f"{os.stat('/proc/self/ns/pid').st_ino:x}"
     except OSError:
@@ -49,8 +49,7 @@ def process_namespace() -> str:
 
 
 def node_label(shared_memory: Path) -> str:
-    """Return what is equal for ranks of one node in addition to the host's name: the kernel, /dev/shm, and the processes'
-    numbers."""
+    """Return a digest of what ranks of one node share besides the host's name: kernel, /dev/shm and process namespace."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -422,7 +422,7 @@ class RankGroup:
         return self._heaps[device]
 
     def exchange_names(self, mine: str) -> dict[int, str]:
-        """Return the segment that each rank of this node has created last. Collective. `await_mapped` comes next."""
+        """Return the name of the newest segment of each rank of this node. Collective. `await_mapped` comes next."""
         self._rounds += 1
         self._control[self.rank].create(mine, self._rounds)
         for peer in self.ranks_on_node:
@@ -447,7 +447,7 @@ class RankGroup:
         """Wait until `ready()`. Raises PeerLost, or WaitTimeout with `explain()` at the bound.
 
         within_s: the bound. By default it is timeout_s.
-        grace_s: added to the bound if a peer may report first what it waits for itself.
+        grace_s: added to the bound, so that a peer can first report the rank that it waits for.
         check: a function that is called every 20 ms and may raise an error.
         """
         bound_s = self.timeout_s if within_s is None else within_s
@@ -522,7 +522,7 @@ class RankGroup:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the rank's process. A fork must not write into shared memory."""
+        """Return whether this process is a fork of the rank's process. A fork must not write into shared memory."""
         return os.getpid() != self.pids[self.rank]
 
     def fail(self, error: BaseException) -> BaseException:
@@ -646,7 +646,7 @@ class RankGroup:
 
     @cached_property
     def _peers(self) -> list[int]:
-        """All other ranks, beginning with the next one."""
+        """Return all other ranks, beginning with the next one."""
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
     def _await_count(

@@ -68,7 +68,7 @@ class Relay:
         self._thread.start()
 
     def publish(self) -> None:
-        """Let ranks of other nodes see what this rank's segment says now."""
+        """Publish the current content of this rank's segment to other nodes."""
         with self._publishing:
             self._beat += 1
             self._put(self._rank, self._beat, self._own)
@@ -77,7 +77,7 @@ class Relay:
         self._store.set(str(rank), beat.to_bytes(_BEAT_BYTES, "little") + control.snapshot())
 
     def refresh(self) -> None:
-        """Bring the copies up to date, unless that was done just now, or is being done."""
+        """Update the copies, unless they were updated just now, or another thread is updating them."""
         if time.monotonic() - self._looked < _LEAST_S or not self._refreshing.acquire(blocking=False):
             return
         try:

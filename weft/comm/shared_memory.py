@@ -78,7 +78,7 @@ class SharedSegment:
 
     @property
     def address(self) -> int:
-        """The address of the first byte in this process."""
+        """Return the address of the first byte in this process."""
         return torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
 
     def read_bytes(self, offset: int, size: int) -> bytes:

@@ -80,12 +80,12 @@ class Allocation(ABC):
     @property
     @abstractmethod
     def local(self) -> torch.Tensor:
-        """This rank's bytes."""
+        """Return this rank's bytes."""
 
     @property
     @abstractmethod
     def addresses(self) -> list[int]:
-        """The address of each rank's bytes for this rank's device, by rank within the node."""
+        """Return the address of each rank's bytes for this rank's device, by rank within the node."""
 
     @abstractmethod
     def view(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Allocation(ABC):
 
     @cached_property
     def _by_rank(self) -> tuple[torch.Tensor, ...]:
-        """Every rank's bytes."""
+        """Return every rank's bytes."""
         others = ((rank, self.view(rank, 0, 1, self.nbytes, torch.uint8)[0]) for rank in self.ranks)
         return tuple(self.local if rank == self.rank else theirs for rank, theirs in others)
 
@@ -266,7 +266,7 @@ class DeviceHeap(SymmetricHeap):
 
     @property
     def cached_bytes(self) -> int:
-        """The bytes of all cached pieces. They are the same on every rank."""
+        """Return the total size of all cached pieces in bytes. It is the same on every rank."""
         return sum(size * len(pieces) for size, pieces in self._cached.items())
 
     def free_cached(self) -> None:

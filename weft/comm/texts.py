@@ -1,4 +1,5 @@
-"""What ranks say of their calls and of their ends, in words that they compare, and that users read (weft.comm.rank_group)."""
+"""The texts by which ranks describe their calls and failures. Ranks compare them, and users read them
+(weft.comm.rank_group)."""
 
 from __future__ import annotations
 
@@ -8,16 +9,20 @@ import torch.distributed as dist
 
 
 class Remembered:
-    """Texts by numbers of `lowest` to `end` - 1, and back. A text's number is a digest of it, so that ranks give the same text
-    the same one, in whatever order they come to texts; another one has another number, but for one in so many as there are.
-    most: the number of the newest texts that are remembered."""
+    """A table of texts by number, from `lowest` to `end` - 1.
+
+    A text's number is a digest of it, so all ranks give a text the same number, whatever the order of texts. Two texts get the
+    same number only by a hash collision.
+
+    most: the number of the newest texts that the table has.
+    """
 
     def __init__(self, lowest: int, end: int, *, most: int = 4096) -> None:
         self._lowest, self._end, self._most = lowest, end, most
         self._texts: dict[int, str] = {}
 
     def number(self, text: str) -> int:
-        """A text's, which is remembered."""
+        """Add a text to the table, and return its number."""
         number = self.number_of(text)
         self._texts.pop(number, None)
         self._texts[number] = text
@@ -30,13 +35,13 @@ class Remembered:
         return self._lowest + int.from_bytes(digest, "little") % (self._end - self._lowest)
 
     def text(self, number: int | None) -> str:
-        """Nothing for a number that is not, or no more, known."""
+        """Return the text of a number, or "" if the table does not have it."""
         return self._texts.get(number or 0, "")
 
 
 def clipped(text: str, nbytes: int) -> str:
-    """A text as ranks compare it: where so many bytes have no room for all of it, its digest comes first, and its end is left
-    out.
+    """Return a text as ranks compare it, in at most `nbytes` bytes. If it is longer, its digest comes first, and its end is
+    cut.
 
     >>> clipped("op: all_gather_matmul", 4096)
     'op: all_gather_matmul'
@@ -48,7 +53,7 @@ def clipped(text: str, nbytes: int) -> str:
 
 
 def kind_and_words(error: BaseException, nbytes: int) -> str:
-    """An error as other ranks name it, in so many bytes at most.
+    """Return an error's type and message, for other ranks, in at most `nbytes` bytes.
 
     >>> kind_and_words(ValueError("b is a list"), 100), kind_and_words(ValueError("b is a list"), 20)
     ('ValueError: b is a list', 'ValueError: b is ...')
@@ -61,7 +66,7 @@ def kind_and_words(error: BaseException, nbytes: int) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why a rank ended: the error's kind where it has no words.
+    """Return why a rank ended: the error's message, or its type if it has none.
 
     >>> reason(KeyboardInterrupt()), reason(ValueError("M is 3"))
     ('KeyboardInterrupt', 'M is 3')
@@ -70,7 +75,7 @@ def reason(error: BaseException) -> str:
 
 
 def difference(rank: int, mine: str, peer: int, theirs: str) -> str:
-    """The lines in which two descriptions differ.
+    """Return the lines in which two descriptions differ.
 
     >>> difference(0, "op: gather\\nM: 64", 1, "op: scatter\\nM: 64")
     '  op: rank 0 has gather, rank 1 has scatter'
@@ -92,7 +97,8 @@ def _fields(text: str) -> list[tuple[str, str]]:
 
 
 def no_group(group: object, what: str) -> str:
-    """What is wrong with a group that is none. torch has a constant for groups that a rank is not in."""
+    """Return what is wrong with a `group` that is not a process group. torch has a constant for groups that a rank is not
+    in."""
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         return f"group: this rank is not in it; {what} on the group's ranks only"
     return f"group is a {type(group).__name__}; use a ProcessGroup (a mesh's is mesh.get_group()), or None for all ranks"

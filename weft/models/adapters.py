@@ -1,4 +1,4 @@
-"""PEFT's LoRA around a linear that weft shards, and the layouts of its two small matrices.
+"""Shards PEFT's LoRA around a linear that weft shards.
 
     y = base(x) + up(down(dropout(x))) * scaling         down [r, K], up [N, r]
 
@@ -6,9 +6,9 @@
     column linear   all tokens               whole on every rank        columns of this rank: Shard(0)
     row linear      this rank's columns      Shard(1), as the base's    whole, on this rank's tokens
 
-So both products have the layout of the base's. The gradient of a whole `down` is the same on every rank; that of a whole `up`
-is summed over ranks. Other adapters, and kinds of LoRA that read the whole weight (DoRA), are not sharded: their block runs
-whole.
+So both products have the layout of the base's product. The gradient of a whole `down` is the same on every rank. That of a
+whole `up` is summed over ranks. Other adapters, and kinds of LoRA that read the whole weight (DoRA), are not sharded, and their
+block runs whole.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The linear inside a LoRA layer; any other module itself."""
+    """Return the linear inside a LoRA layer, or any other module itself."""
     return cast(nn.Module, module.base_layer) if is_lora(module) else module
 
 
 def why_not_adapted(module: nn.Module, *, row: bool, ranks: int) -> str:
-    """Why weft cannot shard a module as a linear, or as a LoRA layer around one; empty if it can. row: as a row linear."""
+    """Return why weft cannot shard a linear, or a LoRA layer around one, or "" if it can. row: the linear would be a row
+    linear."""
     if not is_lora(module):
         kind = kind_of(module)
         return why_not_linear(module, row=row, ranks=ranks) if kind is None else why_not_quantised(module, kind)
@@ -92,7 +93,7 @@ def shard_row(module: nn.Module, tokens: Tokens, settings: ProductSettings, dist
 
 
 def added_late(module: nn.Module) -> list[str]:
-    """The adapters of a LoRA layer around a sharded linear that came after it was sharded."""
+    """Return the adapters that were added to a LoRA layer after its linear was sharded."""
     if not is_lora(module):
         return []
     lora = cast(Any, module)
@@ -102,7 +103,7 @@ def added_late(module: nn.Module) -> list[str]:
 
 
 def refuse_wrapped_parameters(model: nn.Module) -> None:
-    """Raises ValueError for PEFT's adapters of parameters, which put others in their place while they run."""
+    """Raise ValueError for PEFT's adapters of parameters, which replace the parameters while they run."""
     for name, module in model.named_modules():
         if (type(module).__module__, type(module).__qualname__) == ("peft.tuners.lora.layer", "ParamWrapper"):
             raise ValueError(
@@ -134,7 +135,8 @@ def _merging_whole(cls: type[Any]) -> type[Any]:
 
 @contextmanager
 def _whole_weights(module: nn.Module) -> Iterator[None]:
-    """Within, the DTensors of a module are plain parameters. What they have become is written back, but not after an error."""
+    """Make the DTensors of a module plain parameters within this context. Without an error, their new values are written
+    back."""
     spread = [
         (each, name, cast(DTensor, parameter))
         for each in module.modules()

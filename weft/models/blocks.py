@@ -1,4 +1,5 @@
-"""Blocks of a decoder layer: which linears they have, whether they can be sharded, and whether those are still there."""
+"""Describes the blocks of a decoder layer: their linears, whether they can be sharded, and a check that these are still in
+place."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ from weft.models.quantised import kind_of
 
 @dataclass(frozen=True)
 class Block:
-    """A child of a decoder layer: which of its linears are sharded, and how.
+    """A block is a child of a decoder layer. It says which of its linears are sharded, and how.
 
-    columns: linears that read the block's input. row: the linear that makes its output. heads: linears and parameters in
-    between that have some rows for each head. A rank has the rows of its heads, and they do not communicate. A block without
-    columns gathers its input for linears that are whole on every rank. fused: the block splits a column linear's output itself
-    (into Q, K and V). This output is gathered, and every rank computes on all of it."""
+    columns: the linears that read the block's input. Without them, the input is gathered for linears that are whole on every
+    rank.
+    row: the linear that makes the block's output.
+    heads: linears and parameters in between, with some rows for each head. A rank has the rows of its heads. They do not
+    communicate.
+    fused: the block splits a column linear's output itself (into Q, K and V). The output is gathered, and every rank uses all
+    of it.
+    """
 
     columns: tuple[str, ...]
     row: str
@@ -30,11 +35,11 @@ class Block:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """The linears that communicate."""
+        """Return the names of the linears that communicate."""
         return (*self.columns, self.row)
 
     def heads_of(self, child: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
-        """What the block has of `heads`. It may have set some to None, which its configuration leaves out."""
+        """Return the members of `heads` that the block has. A configuration may set some to None."""
         found = {name: getattr(child, name) for name in self.heads}
         return {name: each for name, each in found.items() if each is not None}
 
@@ -54,13 +59,13 @@ _PLANS: dict[str, dict[str, str]] = {
         "layers.*.self_attn.o_proj": "rowwise",
     },
 }
-"""By config.model_type: what transformers' own plan leaves out, in the names of its styles; "heads" is Block.heads."""
+"""What transformers' own plans leave out, by config.model_type, in the names of its styles. "heads" is Block.heads."""
 
 _USUAL = {"self_attn": Block(("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": Block(("gate_proj", "up_proj"), "down_proj")}
 
 
 def blocks_of(config: Any) -> Mapping[str, Block]:
-    """A layer's blocks by name: by the model's own plan for tensor parallelism, else by the usual names."""
+    """Return a layer's blocks by name, from the model's own plan for tensor parallelism, or else from the usual names."""
     kinds: dict[str, dict[str, list[str]]] = {}
     plan = (getattr(config, "base_model_tp_plan", None) or {}) | _PLANS.get(getattr(config, "model_type", ""), {})
     for pattern, kind in plan.items():
@@ -72,7 +77,7 @@ def blocks_of(config: Any) -> Mapping[str, Block]:
 
 
 def _planned(kinds: Mapping[str, Sequence[str]]) -> Block | None:
-    """A block by the names that each of transformers' styles has in it; None for other combinations of styles."""
+    """Return a block from the names for each style of transformers. Return None for other combinations of styles."""
     heads = tuple(kinds.get("heads", ()))
     for columns, row, fused in (("colwise", "rowwise", False), ("colwise_gather_output", "rowwise_split_input", True)):
         if len(kinds.get(row, ())) == 1 and (columns in kinds or heads):
@@ -81,8 +86,10 @@ def _planned(kinds: Mapping[str, Sequence[str]]) -> Block | None:
 
 
 def why_not_block(child: nn.Module, block: Block | None, config: Any, ranks: int, several: Collection[nn.Module]) -> str:
-    """Why a block runs whole, whatever its parameters are shared with; empty if it can be sharded. several: modules that have
-    several places in the model."""
+    """Return why a block runs whole, apart from shared parameters, or "" if it can be sharded.
+
+    several: the modules that have several places in the model.
+    """
     if block is None:
         return f"a {type(child).__name__} is no block that the model's plan names"
     if "forward" in child.__dict__ or not type(child).forward.__module__.startswith("transformers."):
@@ -115,15 +122,18 @@ def why_not_block(child: nn.Module, block: Block | None, config: Any, ranks: int
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether there are experts in a module, or it is some itself."""
+    """Return whether a module contains experts, or is a module of experts itself."""
     listed = any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
     return listed or isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
 
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """A hook before a block: its linears are still those that were sharded, or ValueError. block: its name in the model;
-    linears: their names in it."""
+    """A hook before a block that raises ValueError if its linears are no longer those that were sharded.
+
+    block: the block's name in the model.
+    linears: their names in the block.
+    """
 
     block: str
     linears: tuple[str, ...]
@@ -153,6 +163,6 @@ class Unwrapped:
 
 
 def _has_more(module: nn.Module) -> bool:
-    """Whether a module has parameters besides a sharded linear's: what only calls one (a compiled one) has not."""
+    """Return whether a module has more parameters than a sharded linear. A mere wrapper, such as a compiled module, has not."""
     found = list(module.parameters())
     return len(found) > 2 or any(not isinstance(parameter, DTensor) for parameter in found)

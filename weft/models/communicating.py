@@ -76,7 +76,8 @@ class CommunicatingLayer:
 
     @property
     def name(self) -> str:
-        """
+        """Return the name for reports.
+
         >>> CommunicatingLayer(module="layers.0.mlp", parts=("gate", "up"), operators=("all_gather_matmul",)).name
         'layers.0.mlp: gate, up'
         """

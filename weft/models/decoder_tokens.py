@@ -1,16 +1,17 @@
-"""The layout of a decoder's tokens while its parts run, its changes, and the parts that a checkpoint recomputes alone.
+"""Tracks the layout of a decoder's tokens while its parts run, changes it, and finds it again for parts that are recomputed
+alone.
 
     x [B, S, H] whole    --cut-->        x [B, s, H], this rank's, as torch.chunk cuts S        backward: gathered
     x [B, s, H]          --gathered-->   x [B, S, H]                                            backward: cut
 
-What is whole is the same on every rank, and so is its gradient.
+A whole tensor is the same on every rank, and so is its gradient.
 
-The positions that a layer's forward receives give the number of tokens. The parts of the layer read that number. But an
-activation checkpoint may be around a norm, an MLP or an attention alone, and in the backward none says it:
+The positions that a layer's forward receives give the number of tokens, which the parts of the layer read. But an activation
+checkpoint may recompute only a norm, an MLP or an attention in the backward pass, which receives no positions:
 
-    all forwards had as many tokens    those
-    else                               ranks exchange the numbers of tokens of the part's input; where the sum may be
-                                       wrong, since few tokens are whole on every rank, so many have to be seen before
+    all forwards had as many tokens    that number is used
+    otherwise                          the ranks exchange the numbers of tokens of the part's input. Their sum may be wrong,
+                                       because few tokens are whole on every rank, so earlier calls decide in that case
 """
 
 from __future__ import annotations
@@ -37,23 +38,27 @@ def recomputes() -> bool:
 
 
 def cut(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of whole tokens, along dimension 1."""
+    """Return this rank's part of whole tokens, along dimension 1."""
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Shard(1)]).to_local()
 
 
 def first_of(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A module's output, of several the first, changed."""
+    """Return a module's output with `change` applied to it, or to its first element if it is a tuple."""
     return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
 
 
 @dataclass(kw_only=True)
 class DecoderTokens(Tokens):
-    """Of one decoder, whose hooks are methods: a copy of the model has hooks of its own copy.
+    """The token layout of one decoder. Its methods are the decoder's hooks, so a copy of the model gets hooks of its own copy.
 
-    open: in a forward that has not yet gathered at its end, total, or 0; None outside. running: whether a layer runs.
-    several: whether forwards had other totals. _seen: (batch, tokens of each rank, whether those are all) of calls in which the
-    last does not follow from the others, the same on all ranks. _task: the backward in which a part was computed again."""
+    open: `total`, or 0, from the start of a forward until its gather at the end. None outside.
+    running: a layer runs.
+    several: forwards had different values of `total`.
+    _seen: (batch, tokens of each rank, whether these are all tokens) of calls where the last does not follow from the others.
+    It is the same on all ranks.
+    _task: the backward pass in which a part was recomputed.
+    """
 
     mesh: DeviceMesh
     few_tokens: int
@@ -65,15 +70,15 @@ class DecoderTokens(Tokens):
     _task: int = -1
 
     def begin(self, module: Any, args: Any) -> None:
-        """A pre-hook of the decoder: its tokens are whole, whatever a call that ended early has left."""
+        """Reset the tokens to whole, even if an earlier call ended early. This is a pre-hook of the decoder."""
         self.open = 0
 
     def cut_output(self, module: Any, args: Any, out: Any) -> Any:
-        """A hook of a module that runs whole: its hidden states to this rank's [B, s, H], where tokens are sharded."""
+        """Cut the output of a module that runs whole to this rank's [B, s, H] if tokens are sharded. This is a forward hook."""
         return out if self.total is None else first_of(out, lambda x: cut(x, self.mesh))
 
     def cut_if_many(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        """Cut the first layer's input if it has many tokens. total: its tokens on all ranks."""
+        """Cut the first layer's input if it has many tokens. total: the number of its tokens on all ranks."""
         batch, length = x.shape[:2]
         return cut(x, self.mesh) if self.many(batch, length) and length == total else x
 
@@ -82,7 +87,7 @@ class DecoderTokens(Tokens):
         return x if self.total in (None, x.shape[1]) else gather_tokens(x, self.mesh, 1, self.total)
 
     def gathered_for_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """The same for a block that computes this rank's heads from all tokens: the gradient is the sum of all ranks'."""
+        """Gather tokens for a block that computes this rank's heads from all tokens. The gradient is summed over ranks."""
         return with_summed_gradient(self.gathered(x), self.mesh.get_group().group_name)
 
     def gathered_at_end(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,11 +98,11 @@ class DecoderTokens(Tokens):
         return gather_tokens(x, self.mesh, 1, total) if total else x
 
     def many(self, batch: int, length: int) -> bool:
-        """Return whether a call with so many tokens is cut."""
+        """Return whether a call with `batch` x `length` tokens is cut."""
         return batch * length > self.few_tokens and length >= self.mesh.size() > 1
 
     def note(self, hidden: torch.Tensor, length: int) -> None:
-        """A layer is called with hidden states of tokens that are `length` on all ranks."""
+        """Record the layout of a layer's hidden states. length: the number of their tokens on all ranks."""
         batch, own = hidden.shape[:2]
         total = length if own != length else None
         if torch.compiler.is_compiling():
@@ -108,18 +113,20 @@ class DecoderTokens(Tokens):
             if total in (None, self.mesh.size() * own) and not self.many(batch, own):
                 self._seen.add((batch, own, total is None))
         self.total = total
-        if self.open is not None or not recomputes():  # after a layer alone no norm gathers
+        if self.open is not None or not recomputes():  # a layer that is recomputed alone has no final norm to gather
             self.open = total or 0
 
     def placed(self, x: torch.Tensor) -> torch.Tensor:
-        """x, the input of a part of a layer: from here on `total` is what it was when the part was called first. Collective
-        where the part is computed again alone. Raises ValueError, on all ranks, where that cannot be known."""
+        """Return x, the input of a part of a layer, after setting `total` to its value in the part's first call.
+
+        The call is collective if the part is recomputed alone. Raises ValueError on all ranks if the value is unknown.
+        """
         if not self.running and recomputes():
             self.total, self._task = self.of_part(x), backward_pass()
         return x
 
     def of_part(self, x: torch.Tensor) -> int | None:
-        """What `total` was when a part of the model, which is computed again alone, was first called with x."""
+        """Return the value of `total` in the first call of a part with x, when the part is recomputed alone."""
         if not self.several or self.mesh.size() == 1:
             return self.total
         batch, own = x.shape[:2]

@@ -1,4 +1,4 @@
-"""ShardedEmbeddingBags: embedding tables, each whole on one rank, looked up for batches in parts.
+"""ShardedEmbeddingBags: embedding tables, each whole on one rank, with lookups for the whole batch.
 
     indices of this rank's tables, of the whole batch [M] --> lookup ~all-to-all~> [m, tables * dim], this rank's samples
 
@@ -26,7 +26,7 @@ _OPERATORS = ("embedding_bag_all_to_all",)
 
 
 def even_ranges(loads: Sequence[float], ranks: int) -> list[range]:
-    """Ranges of tables, in their order, one for each rank: the largest sum of loads is as small as ranges allow.
+    """Split the tables into consecutive ranges, one for each rank, so that the largest sum of loads is as small as possible.
 
     >>> even_ranges([3, 1, 1, 4, 2], 3)
     [range(0, 3), range(3, 4), range(4, 5)]
@@ -44,7 +44,7 @@ def even_ranges(loads: Sequence[float], ranks: int) -> list[range]:
 
 
 def _filled(loads: Sequence[float], most: float) -> list[range]:
-    """Ranges whose loads add up to at most `most`, or to one load."""
+    """Return ranges whose loads add up to at most `most`, or that have one table."""
     cuts, total = [0], 0.0
     for at, load in enumerate(loads):
         if total + load > most and at > cuts[-1]:
@@ -55,7 +55,7 @@ def _filled(loads: Sequence[float], most: float) -> list[range]:
 
 
 class _Divided(torch.autograd.Function):
-    """x, of which the gradient is divided."""
+    """Returns x, and divides its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, by: int) -> torch.Tensor:
@@ -68,17 +68,21 @@ class _Divided(torch.autograd.Function):
 
 
 class ShardedEmbeddingBags(nn.Module):
-    """Embedding bags of T tables, each whole on one rank; every rank gets all tables' columns for its samples.
+    """Embedding bags of T tables, each whole on one rank. Every rank gets all tables' columns for its samples.
 
-    sizes: rows and dim of each table. pooling: indices in a bag of each, by which tables are laid on ranks evenly, in ranges of
-    their order, so that columns come in that order, too. group: default: the whole world. optimizer: weft.SGD or
-    weft.RowwiseAdagrad, applied in the backward, where tables get no gradient; its states are this module's buffers. None:
-    tables get dense gradients. mean: gradients are divided by the number of ranks, as DistributedDataParallel divides the
-    others', so that losses are means of a rank's samples. schedule: as for embedding_bag_all_to_all.
+    sizes: rows and dim of each table.
+    pooling: the indices per bag of each table. Tables are divided evenly by them, into one range per rank, so columns keep the
+    tables' order.
+    group: default: the whole world.
+    optimizer: weft.SGD or weft.RowwiseAdagrad, applied in the backward pass, in which tables get no gradient. Its states are
+    this module's buffers. With None tables get dense gradients.
+    mean: divide gradients by the number of ranks, as DistributedDataParallel does, so that losses are means over a rank's
+    samples.
+    schedule: as for embedding_bag_all_to_all.
 
-    A rank's state_dict has its own tables, `tables.7`, by their number among all, and `states.7`; loading ignores those of
-    other ranks, so that a state of all tables can be loaded anywhere, and torch.distributed.checkpoint saves each once.
-    DistributedDataParallel of this module leaves tables and states alone; of a larger one, list them in its
+    A rank's state_dict has only its own tables, as `tables.7`, numbered among all tables, and `states.7`. Loading ignores other
+    ranks' entries, so a state of all tables can be loaded on any rank, and torch.distributed.checkpoint saves each table once.
+    DistributedDataParallel of this module ignores tables and states. Around a larger module, list them in its
     `_ddp_params_and_buffers_to_ignore`.
 
     Raises ValueError for sizes and pooling that differ in number, or a table without rows.
@@ -122,7 +126,7 @@ class ShardedEmbeddingBags(nn.Module):
         record_layer(self, self._describe())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbeddingBags:
-        """A copy for the same ranks: a process group has none."""
+        """Copy the module for the same ranks. A process group cannot be copied."""
         made = type(self).__new__(type(self))
         memo |= {id(self): made, id(self.group): self.group}
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -140,16 +144,21 @@ class ShardedEmbeddingBags(nn.Module):
         )
 
     def own_bags(self, indices: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's (indices, lengths) of those of all tables. lengths: [T * M], by table, then sample. Waits for the
-        device."""
+        """Return this rank's (indices, lengths) from those of all tables. Waits for the device.
+
+        lengths: [T * M], by table, then sample.
+        """
         by_table = lengths.view(self.count, -1)
         ends = [0, *by_table.sum(1).cumsum(0).tolist()]
         low, high = ends[self.own.start], ends[self.own.stop]
         return indices[low:high], by_table[self.own.start : self.own.stop].reshape(-1)
 
     def forward(self, indices: torch.Tensor, lengths: torch.Tensor, *, batch: int | None = None) -> torch.Tensor:
-        """[m, sum of all dims], this rank's samples as torch.chunk cuts the batch. indices, lengths [tables of this rank * M]:
-        of its tables, over the whole batch. batch: M, which a rank without tables has to say."""
+        """Return [m, sum of all dims] for this rank's samples, as torch.chunk cuts the batch.
+
+        indices, lengths: [tables of this rank * M], of this rank's tables, over the whole batch.
+        batch: M. A rank without tables must pass it.
+        """
         self.ran.record(_OPERATORS, batch if batch is not None or not self.own else lengths.numel() // len(self.own))
         out = embedding_bag_all_to_all(
             indices,
@@ -174,7 +183,7 @@ class ShardedEmbeddingBags(nn.Module):
 
 
 def _without_others(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Takes other ranks' tables out of what is loaded."""
+    """Remove other ranks' tables from a state that is loaded."""
     assert isinstance(module, ShardedEmbeddingBags)
     for at in range(module.count):
         for kind in ("tables", "states"):

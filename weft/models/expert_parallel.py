@@ -1,8 +1,7 @@
 """ExpertParallel: a style for torch's parallelize_module that shards a layer's experts over ranks.
 
-Tokens stay where they are: each rank routes its own, rows go to the experts' ranks within the first matmul, and come home
-within the second (weft.models.experts). The module keeps its class's name and the names of its parameters, which become
-DTensors.
+Each rank routes its own tokens. The first matmul sends their rows to the experts' ranks, and the second one sends the results
+back (weft.models.experts). The module keeps its class's name and the names of its parameters, which become DTensors.
 """
 
 from __future__ import annotations
@@ -23,40 +22,41 @@ from weft.models.products import in_one_dtype
 from weft.ops.experts import Float8Operand, quantised_weights, swiglu
 
 _STACKED = ("gate_up_proj", "down_proj")
-"""In one order on all ranks: each is a collective."""
+"""The stacked parameters, in the order in which all ranks shard them. Sharding each one is collective."""
 _OPERATORS = ("all_to_all_matmul", "matmul_all_to_all")
 _LISTED = {"w1.weight", "w2.weight", "w3.weight"}
 
 
 class ExpertParallel(ParallelStyle):
-    """Experts over the ranks of a mesh of one dimension, an equal number on each.
+    """Shards experts over the ranks of a mesh of one dimension, an equal number on each.
 
         parallelize_module(model, mesh, {"layers.0.mlp": weft.ExpertParallel()})
 
-    It takes weft.models.experts.MoE; a block of transformers whose `experts` are stacked, gate_up_proj [E, 2 F, H] and
-    down_proj [E, H, F] (Mixtral, Qwen-MoE and others, from 5.0 on), or those stacked experts by themselves; and Mixtral's
-    block of earlier versions, with a list of experts, which become stacked ones: load its weights first.
+    It takes weft.models.experts.MoE, and blocks of transformers (5.0 or later) whose `experts` are stacked, gate_up_proj [E, 2
+    F, H] and down_proj [E, H, F] (Mixtral, Qwen-MoE and others), or those stacked experts alone. It also takes Mixtral's block
+    of earlier versions, whose list of experts becomes stacked experts: load its weights first.
 
-    The block takes and gives this rank's own tokens. Their number may be any, 0 included, another on each rank and in each
-    call. An expert's index of -1 names none: the token has no part of it, and no gradient. transformers' experts treat the
-    index num_experts, too. Any other index out of range is a ValueError: at once and on all ranks on CPUs, in a
+    The block's input and output are this rank's own tokens. Their number may be 0, and may differ between ranks and calls. An
+    expert's index of -1 names no expert: it adds nothing to the token, and gets no gradient. transformers' experts treat the
+    index num_experts in the same way. Any other index out of range is a ValueError: at once and on all ranks on CPUs, in a
     later call on GPUs. Parameters of experts become DTensors with Shard(0), and their gradients are sums over the tokens of all
-    ranks. All other parameters, the router's too, are unchanged, and their gradients are of this rank's tokens alone.
+    ranks. All other parameters, such as the router's, are unchanged, and their gradients are of this rank's tokens only.
 
     capacity: limits the rows that a rank receives to capacity x S. S is the number of rows (tokens times top k) of the rank
     with the most tokens, padded to a bucket; with max_tokens it is max_tokens times top k. Rows beyond the limit are left out,
-    and a ValueError says so, on GPUs in a later call. None: every row fits.
+    and a ValueError says so, on GPUs in a later call. With None every row fits.
 
-    max_tokens: the most tokens that a rank will have. Memory is for so many in every call, and no call asks the other ranks.
-    More are a ValueError. None: in each forward ranks exchange their numbers of tokens on the host.
+    max_tokens: the most tokens that a rank will have. Every call has memory for that many, and no call asks the other ranks.
+    More tokens are a ValueError. With None, ranks exchange their numbers of tokens on the host in each forward.
 
-    float8: "blockwise" multiplies float8_e4m3fn, for inference: tokens are quantised by 128 columns before they travel, which
-    halves what is dispatched, and weights by 128 x 128, as in DeepSeek-V3. Results come home in the tokens' dtype. Parameters
-    keep their dtype; their FP8 copy is made in the first forward, and again when they have changed. A forward that gradients
-    are asked of is a ValueError: use torch.no_grad(). H and F must be multiples of 128. None: in the tokens' dtype.
+    float8: "blockwise" multiplies in float8_e4m3fn, for inference, as in DeepSeek-V3. Tokens are quantised in groups of 128
+    columns before they are sent, which halves the bytes, and weights in blocks of 128 x 128. Results are sent back in the
+    tokens' dtype. Parameters keep their dtype; their FP8 copy is made in the first forward, and again when they have changed. A
+    forward that needs gradients is a ValueError: use torch.no_grad(). H and F must be multiples of 128. With None, experts
+    multiply in the tokens' dtype.
 
     Operators: all_to_all_matmul and matmul_all_to_all with splits on the device; on GPUs they take bfloat16 and float16. Raises
-    ValueError for modules that have no such experts, and for a number of experts that ranks do not divide.
+    ValueError for modules that have no such experts, and for a number of experts that is no multiple of the number of ranks.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ExpertParallel(ParallelStyle):
 
 
 class _Apart(nn.Module):
-    """What stacked experts over ranks do."""
+    """The forward of stacked experts that are sharded over ranks."""
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         weights = cast(DTensor, self.gate_up_proj), cast(DTensor, self.down_proj)
@@ -123,7 +123,7 @@ class _Apart(nn.Module):
 
 
 def _refuse_gradients(*tensors: torch.Tensor) -> None:
-    """Raises ValueError where a gradient of one of these is asked for."""
+    """Raise ValueError if one of these tensors needs a gradient."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
             'ExpertParallel(float8="blockwise") has no gradients, and some are asked for: call the model under '
@@ -132,14 +132,14 @@ def _refuse_gradients(*tensors: torch.Tensor) -> None:
 
 
 class _Float8Weights:
-    """The FP8 copies of a layer's weights, each made of what the weight is now."""
+    """The FP8 copies of a layer's weights. A copy is made again when its weight has changed."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[tuple[int, ...], Float8Operand]] = {}
 
     def of(self, name: str, weight: DTensor, b: torch.Tensor) -> Float8Operand:
-        """Of a weight. b: this rank's part of it, as [experts, K, N]."""
-        # A change in place counts in the DTensor, or in its part, by whichever of them it was made.
+        """Return the FP8 copy of a weight. b: this rank's part of the weight, as [experts, K, N]."""
+        # A change in place raises the version of the tensor through which it was made: the DTensor or its local part.
         versions = (-1 if one.is_inference() else one._version for one in (weight, b))
         state, found = (b.data_ptr(), *versions), self._made.get(name)
         if found is None or found[0] != state:
@@ -148,7 +148,7 @@ class _Float8Weights:
 
 
 def _activation(experts: nn.Module) -> Activation:
-    """Between the two matmuls: one kernel for silu(gate) * up, the module's own code for anything else."""
+    """Return what runs between the two matmuls: one kernel for silu(gate) * up, or else the module's own code."""
     own, act_fn = cast(Any, experts)._apply_gate, getattr(experts, "act_fn", None)
     usual = own.__func__ is Experts._apply_gate or own.__name__ == "_default_apply_gate"
     if usual and (act_fn is nn.functional.silu or type(act_fn).__name__ in ("SiLU", "SiLUActivation")):
@@ -158,7 +158,7 @@ def _activation(experts: nn.Module) -> Activation:
 
 @cache
 def _spread_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class for experts that are spread over ranks. All layers share it, because Dynamo compiles each class anew."""
+    """Return a class for experts that are sharded over ranks. All layers share it, because Dynamo compiles each class again."""
     return type(kind.__name__, (_Apart, kind), {"__module__": kind.__module__})
 
 
@@ -189,7 +189,7 @@ def _listed(block: nn.Module, experts: nn.ModuleList) -> int:
 
 
 def _stacked(experts: nn.ModuleList) -> Experts:
-    """Mixtral's list of experts as stacked ones; the block stays as it is."""
+    """Return stacked experts with the weights of Mixtral's list. The block does not change."""
     first = cast(Any, experts[0])
     made = Experts(len(experts), first.w1.in_features, first.w1.out_features, first.act_fn).to(first.w1.weight)
     with torch.no_grad():
@@ -202,19 +202,19 @@ def _stacked(experts: nn.ModuleList) -> Experts:
 
 
 def _take_in(block: nn.Module, experts: nn.Module) -> None:
-    """Stacked experts in the place of a block's list, which then runs them as newer blocks do."""
+    """Replace a block's list by stacked experts. The block then runs them as newer blocks do."""
     block.experts = experts
     block.__class__ = _with_a_list(cast(Any, type(block)))
 
 
 @cache
 def _with_a_list(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of this name, which runs stacked experts in the place of its list."""
+    """Return a class of the same name that runs stacked experts instead of its list."""
     return type(kind.__name__, (_ListBlock, kind), {"__module__": kind.__module__})
 
 
 def _trained(experts: nn.ModuleList, *names: str) -> bool:
-    """Whether these weights, which become one parameter, are to have gradients. Raises ValueError where some are frozen."""
+    """Return whether these weights, which become one parameter, need gradients. Raises ValueError if only some are frozen."""
     found = {expert.get_submodule(name).weight.requires_grad for expert in experts for name in names}
     if len(found) > 1:
         raise ValueError(
@@ -225,7 +225,7 @@ def _trained(experts: nn.ModuleList, *names: str) -> bool:
 
 
 class _ListBlock(nn.Module):
-    """Mixtral's block as it was with a list: it returns the router's logits, too."""
+    """Mixtral's block as it was with a list. It also returns the router's logits."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, block = hidden_states.reshape(-1, hidden_states.shape[-1]), cast(Any, self)

@@ -1,10 +1,10 @@
-"""Mixture of experts: a router, stacked experts, and what both do over all ranks.
+"""Mixture of experts: a router and stacked experts, in one process or over all ranks.
 
     MoE(x [..., H])                                    -> [..., H]     router, top-k, Experts
     Experts(x [T, H], index [T, k], weights [T, k])    -> [T, H]       the sum of each token's k experts, by weights
 
 Legend: T tokens of this rank, k experts of a token, E experts of all ranks, e of one rank, H hidden size, F an expert's width.
-weft.models.expert_parallel shards a module's experts over ranks; unsharded, these are plain modules of one process.
+weft.models.expert_parallel shards a module's experts over ranks. Unsharded, these are plain modules of one process.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, ragged_g
 from weft.ops.scaled import ScaleAndBias
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From [rows, 2 F], what both halves of the first weight make, to [rows, F]. The second argument's sum is how many of the rows
-there are; what is made of the others does not count."""
+"""An activation maps [rows, 2 F], the product with both halves of the first weight, to [rows, F]. The sum of the second
+argument is the number of valid rows. The results of other rows are ignored."""
 
 
 class Routing:
-    """Which rows experts work on: a token's row once for each of its experts, by expert.
+    """The rows that experts work on: each token's row once for each of its experts, sorted by expert.
 
-    index: [T, k], experts of 0 to E - 1, or -1 for none; where skips_last, E is none, too. order: [T k], where each row by
-    expert is in index; place: [T, k], its inverse, which row by expert is each token's, or -1; counts: [E] rows of each. On the
-    device, with no word to the host: an index that is refused is found in counts (weft.core.experts).
+    index: [T, k], experts of 0 to E - 1, or -1 for none. With skips_last, E is none, too.
+    order: [T k], for each row by expert its position in index.
+    place: [T, k], the inverse of order: the row by expert of each position, or -1.
+    counts: [E], the rows of each expert.
+
+    All of them stay on the device. An invalid index is found in counts (weft.core.experts).
 
     >>> routing = Routing(torch.tensor([[2, 0], [0, -1]]), 3)
     >>> routing.order.tolist(), routing.place.tolist(), routing.counts.tolist()
@@ -42,11 +45,11 @@ class Routing:
         self.order, self.place, self.counts = experts_route(index, experts, experts if skips_last else experts - 1)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to rows by expert, [T k, H]."""
+        """Copy tokens [T, H] to rows by expert, [T k, H]."""
         return experts_spread(x, self.place)
 
     def gather(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Rows by expert to the sum of each token's, [T, H], in float32 and rounded once. weights: [T, k]."""
+        """Sum each token's rows by expert to [T, H], in float32 and rounded once. weights: [T, k]."""
         return experts_total(rows, self.place, weights)
 
 
@@ -58,8 +61,13 @@ def experts_alone(
     out: torch.Tensor,
     act: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """All experts on this rank. into: [E, H, 2 F]. out: [E, F, H]. Returns [T, H]. The host waits for the counts. Raises
-    ValueError for an index that names no expert, nor none."""
+    """Run all experts on this rank, and return [T, H]. The host waits for the counts.
+
+    into: [E, H, 2 F].
+    out: [E, F, H].
+
+    Raises ValueError for an invalid index.
+    """
     counts = routing.counts.tolist()
     if counts and (index := refused_index(counts[0])) is not None:
         raise ValueError(f"top_k_index has {index}; of {len(counts)} experts it must be 0 to {len(counts) - 1}, or -1 for none")
@@ -79,23 +87,25 @@ def run_experts_on_ranks(
     group: dist.ProcessGroup,
     limits: ExpertLimits,
 ) -> torch.Tensor:
-    """Experts over ranks, E / world_size on each in the order of ranks: rows go to their experts and come home.
+    """Run experts that are sharded over ranks, E / world_size on each in the order of ranks.
 
     Replaces
         all_to_all_single(received, rows); grouped matmuls; all_to_all_single(home, results)
 
-    x: [T, H], this rank's tokens, in any number, which may be another on each rank. into: [e, H, 2 F], out: [e, F, H], this
-    rank's experts. Returns [T, H].
+    x: [T, H], this rank's tokens. T may differ between ranks.
+    into, out: [e, H, 2 F] and [e, F, H], this rank's experts.
 
-        rows by expert ~all_to_all_matmul~> act ~matmul_all_to_all~> rows by expert, home
+    Returns [T, H].
 
-    Where no gradient is asked for and act is swiglu, it is the end of the first matmul, whose product is never stored.
+        rows by expert ~all_to_all_matmul~> act ~matmul_all_to_all~> rows by expert, on the tokens' rank
+
+    If no gradient is needed and act is swiglu, the first matmul applies it, and its product is never stored.
     """
     sent, most = limits.rows(routing, group)
     splits, rows = routing.counts.view(group.size(), -1), routing.spread(x)
     trains = torch.is_grad_enabled() and (rows.requires_grad or into.requires_grad or out.requires_grad)
     if trains and not (rows.requires_grad or torch.compiler.is_compiling()):
-        # Other ranks may need the gradients of their tokens, though this one, of an empty batch, does not: all bring them home.
+        # A rank with an empty batch must take part in the collective backward pass, because other ranks need their gradients.
         rows.requires_grad_()
     if act is swiglu and not trains:
         middle, arrived = ragged_gated(rows, into, group, splits, most, a_rows=sent, limit=limits.text)
@@ -119,8 +129,12 @@ def run_float8_experts_on_ranks(
     group: dist.ProcessGroup,
     limits: ExpertLimits,
 ) -> torch.Tensor:
-    """run_experts_on_ranks where experts multiply FP8, without gradients. into, out: what quantised_weights makes of [e, H, 2
-    F] and [e, F, H]. Tokens are quantised before they travel, and go with their scales; results come home in the dtype of x."""
+    """Run experts as run_experts_on_ranks does, but multiply in FP8, without gradients.
+
+    into, out: quantised_weights of [e, H, 2 F] and [e, F, H].
+
+    Tokens are quantised before they are sent, and their scales are sent with them. Results are sent back in the dtype of x.
+    """
     sent, most = limits.rows(routing, group)
     splits, (elements, scales) = routing.counts.view(group.size(), -1), experts_quantise(x)
     rows = routing.spread(elements.view(torch.uint8)).view(elements.dtype)
@@ -140,7 +154,7 @@ def run_float8_experts_on_ranks(
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLimits:
-    """What bounds the rows of experts over ranks, as weft.ExpertParallel has it. text: how errors name it."""
+    """Limits the rows of experts over ranks, with the arguments of weft.ExpertParallel. text: how errors name the limit."""
 
     capacity: float | None = None
     max_tokens: int | None = None
@@ -152,8 +166,10 @@ class ExpertLimits:
         object.__setattr__(self, "text", f"ExpertParallel({said})")
 
     def rows(self, routing: Routing, group: dist.ProcessGroup) -> tuple[int, int]:
-        """(room for the rows that a rank sends, room for those that may arrive at one), on all ranks the same. Collective
-        without max_tokens: hosts wait for each other."""
+        """Return the memory, in rows, for what a rank sends, and for what may arrive at one. Both are the same on all ranks.
+
+        Without max_tokens the call is collective, and hosts wait for each other.
+        """
         if self.max_tokens is None:
             sent, total = rows_of_ranks(routing.order, group.group_name, self.text)
         else:
@@ -166,9 +182,12 @@ class ExpertLimits:
 
 
 class Experts(nn.Module):
-    """Stacked experts, each act(x @ gate) * (x @ up) @ down.
+    """Stacked experts. Each computes act(x @ gate) * (x @ up) @ down.
 
-    gate_up_proj: [E, 2 F, H], gate's rows first. down_proj: [E, H, F]. These are the layouts and names of transformers.
+    gate_up_proj: [E, 2 F, H], gate's rows first.
+    down_proj: [E, H, F].
+
+    These are the layouts and names of transformers.
     """
 
     def __init__(
@@ -181,7 +200,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform, as nn.Linear's."""
+        """Draw all weights from a uniform distribution, as nn.Linear does."""
         for weight in (self.gate_up_proj, self.down_proj):
             nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
 
@@ -190,7 +209,7 @@ class Experts(nn.Module):
         return self.act_fn(gate) * up
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, H]. top_k_index, top_k_weights: [T, k]."""
+        """Return [T, H] for hidden_states [T, H]. top_k_index, top_k_weights: [T, k]."""
         into, out = self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
         return experts_alone(hidden_states, Routing(top_k_index, self.num_experts), top_k_weights, into, out, self._apply_gate)
 
@@ -198,8 +217,11 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """A mixture of experts: softmax over a linear router's logits, the top k of E experts, weights that sum to one.
 
-    hidden: H. width: F. Weights are computed in float32. [..., H] -> [..., H]. weft.ExpertParallel shards the experts; every
-    rank has the router. Source: Mixtral (arXiv 2401.04088).
+    hidden: H.
+    width: F.
+
+    It maps [..., H] to [..., H], and computes weights in float32. weft.ExpertParallel shards the experts; every rank has the
+    router. Source: Mixtral (arXiv 2401.04088).
     """
 
     def __init__(self, hidden: int, width: int, num_experts: int, top_k: int = 2) -> None:
@@ -211,7 +233,7 @@ class MoE(nn.Module):
         self.experts = Experts(num_experts, hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]."""
+        """Return [..., H] for x [..., H]."""
         rows = x.reshape(-1, x.shape[-1])
         weights, index = self.gate(rows).float().softmax(-1).topk(self.top_k)
         out: torch.Tensor = self.experts(rows, index, weights / weights.sum(-1, keepdim=True))

@@ -5,17 +5,19 @@
     grad_input    matmul_reduce_scatter(g8 [M, n], w8)                all_gather_matmul(g8 [m, N], w8)
     grad_weight   g8^T @ x8 of all ranks' rows, a local product       g8 of all ranks' rows ^T @ x8, a local product
 
-Where every rank has all tokens, the output of columns is a local product, and the other sums over ranks are matmul_all_reduce.
+If every rank has all tokens, the output of columns is a local product, and matmul_all_reduce computes the other sums over
+ranks.
 
-What is cast, to which dtype, with which scales, follows the Float8LinearConfig of the module, by torchao's own functions:
+The Float8LinearConfig of the module says what is cast, to which dtype, and with which scales. torchao's own functions cast:
 
     tensorwise    One scale for all ranks' parts of a tensor: its largest value is all-reduced, as DTensor does for torchao.
-    axiswise      A scale for each row, or column, of a rank's part. Where the scaled axis is sharded and the product is a
-                  partial sum, ranks have scales of their own. Where rows are gathered and then summed over (grad_weight), the
+    axiswise      A scale for each row, or column, of a rank's part. If the scaled axis is sharded and the product is a
+                  partial sum, each rank has its own scales. If rows are gathered and then summed over (grad_weight), the
                   largest values of columns are all-reduced.
 
-Several column linears that share an input (Q, K and V) have one product for grad_input. Their gradients share a scale there.
-torchao's scales multiply what is cast to FP8; weft's, as those of torch.nn.functional.scaled_mm, multiply the product.
+Several column linears that share an input (Q, K and V) have one product for grad_input, in which their gradients share a scale.
+torchao's scales multiply the values that are cast to FP8. weft's scales multiply the product, as in
+torch.nn.functional.scaled_mm.
 """
 
 from __future__ import annotations
@@ -53,14 +55,20 @@ TENSORWISE = ScalingGranularity.TENSORWISE
 
 @cache
 def of_float8(kind: type[Any]) -> type[Any]:
-    """A class like `kind`, a linear with a sharded weight, of Float8Linears: torchao knows them by that."""
+    """Return a Float8Linear class like `kind`, a linear with a sharded weight. torchao recognises its linears by their base
+    class."""
     return type(f"Float8{kind.__name__}", (kind, Float8Linear), {})
 
 
 class _Operand(NamedTuple):
-    """A matrix that is to be cast. axis: the dimension that its product sums over. second: whether it is cast for the second of
-    the two products that it takes part in. sharded: whether it is a part of what all ranks have. gathered: whether the parts
-    are concatenated along `axis` before the product. scale: one that is known already."""
+    """A matrix to cast.
+
+    axis: the dimension that its product sums over.
+    second: the cast is for the second of the two products that use the matrix.
+    sharded: each rank has a part of the matrix.
+    gathered: the parts are concatenated along `axis` before the product.
+    scale: the scale, if it is already known.
+    """
 
     matrix: Tensor
     role: GemmInputRole
@@ -73,7 +81,7 @@ class _Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Float8Products:
-    """The casts and products of a Float8Linear: its config, and its linear_mm_config."""
+    """The casts and products of a Float8Linear, from its config and its linear_mm_config."""
 
     config: Float8LinearConfig
     products: LinearMMConfig
@@ -88,14 +96,14 @@ class Float8Products:
         dim: int,
         total: int | None,
     ) -> list[Tensor]:
-        """x @ weight^T for each weight [n, K], as weft.models.products.columns has it."""
+        """Return x @ weight^T for each weight [n, K], as weft.models.products.columns does."""
         call = self._call(x, weights, group, settings, dim, total)
         return list(_Columns.apply(call, in_one_dtype(x, [])[0], *weights))  # type: ignore[no-untyped-call]
 
     def rows(
         self, x: Tensor, weight: Tensor, group: dist.ProcessGroup, settings: ProductSettings, *, dim: int, scatter: bool
     ) -> Tensor:
-        """The sum over ranks of x @ weight^T, as weft.models.products.rows has it."""
+        """Return the sum over ranks of x @ weight^T, as weft.models.products.rows does."""
         call = self._call(x, [weight], group, settings, dim, x.shape[dim] if scatter else None)
         out: Tensor = _Rows.apply(call, in_one_dtype(x, [])[0], weight)  # type: ignore[no-untyped-call]
         return out
@@ -109,7 +117,10 @@ class Float8Products:
         dim: int,
         total: int | None,
     ) -> _Call:
-        """Raises ValueError for an input that torchao's styles have cast, and for tokens that no FP8 product sums over."""
+        """Return the settings of a call.
+
+        Raises ValueError for an input that torchao's styles have cast, and for a number of tokens that FP8 does not support.
+        """
         if tensor_already_casted_to_fp8(x):
             raise ValueError(
                 "the input of a Float8Linear is a Float8TrainingTensor; weft's styles cast it themselves: use "
@@ -125,7 +136,7 @@ class Float8Products:
         return _Call(self, settings, group, dim, total)
 
     def cast_config(self, role: GemmInputRole, *, second: bool) -> CastConfig:
-        """How an operand is cast for the first, or second, of its two products."""
+        """Return how an operand is cast for the first, or second, of its two products."""
         config = self.config
         both = {
             INPUT: (config.cast_config_input, config.cast_config_input_for_grad_weight),
@@ -135,17 +146,19 @@ class Float8Products:
         return cast(CastConfig, both[role][second])
 
     def casts(self, role: GemmInputRole, *, second: bool) -> bool:
-        """Whether an operand is cast to FP8; else it is multiplied in high precision."""
+        """Return whether an operand is cast to FP8. Otherwise it is multiplied in high precision."""
         return self.cast_config(role, second=second).scaling_type is not ScalingType.DISABLED
 
     def one_scale(self, role: GemmInputRole) -> bool:
-        """Whether an operand has one scale, the same in both of its products."""
+        """Return whether an operand has one scale, the same in both of its products."""
         both = [self.cast_config(role, second=second) for second in (False, True)]
         return all(one.scaling_type is ScalingType.DYNAMIC and one.scaling_granularity is TENSORWISE for one in both)
 
     def cast(self, group: dist.ProcessGroup, *operands: _Operand) -> list[Any]:
-        """The operands in FP8, with one all-reduce for all scales that ranks share. What is FP8 already, and what the config
-        leaves in high precision, stays as it is."""
+        """Cast operands to FP8, with one all-reduce for all scales that ranks share.
+
+        Operands that are FP8 already, and those that the config leaves in high precision, are not changed.
+        """
         configs = [self.cast_config(one.role, second=one.second) for one in operands]
         scales = [one.scale for one in operands]
         amaxes, shared = {}, []
@@ -184,7 +197,10 @@ class Float8Products:
 
 
 class _Call(NamedTuple):
-    """What products of one call need to know. total: tokens of all ranks along `dim`; None where every rank has all."""
+    """The settings that the products of one call share.
+
+    total: the number of tokens of all ranks along `dim`, or None if every rank has all tokens.
+    """
 
     casts: Float8Products
     settings: ProductSettings
@@ -200,8 +216,11 @@ class _Call(NamedTuple):
         return self.casts.cast(self.group, *operands)
 
     def gather_matmul(self, a: Any, bs: Sequence[Any], like: Tensor, fast: bool, *, gathered: bool) -> list[Tensor]:
-        """all_gather(a) @ b for each b, and the elements of the gathered a if these are asked for. a: the rows of a tensor
-        [.., m, .., K]; like: one of that shape but the last extent, and of the result's dtype."""
+        """Return all_gather(a) @ b for each b, and then the elements of the gathered a if `gathered` is True.
+
+        a: the rows of a tensor [.., m, .., K].
+        like: a tensor with that shape except for the last dimension, and with the result's dtype.
+        """
         shape = (*like.shape[:-1], a.shape[1])
         pairs = [_scales(a, b, shape) for b in bs]
         options: dict[str, Any] = {
@@ -218,7 +237,7 @@ class _Call(NamedTuple):
         return [*found[0], found[1]] if gathered else list(found)
 
     def matmul_reduce(self, a: Any, b: Any, like: Tensor, fast: bool) -> Tensor:
-        """The sum over ranks of a @ b: this rank's part of the tokens if they are sharded, else all."""
+        """Return the sum over ranks of a @ b, for this rank's part of the tokens if they are sharded, else for all tokens."""
         shape = (*like.shape[:-1], a.shape[1]) if self.sharded else tuple(a.shape)
         scale_a, scale_b = _scales(a, b, shape)
         scales: Any = {"scale_a": scale_a, "scale_b": scale_b, "output_dtype": like.dtype, "use_fast_accum": fast}
@@ -230,11 +249,14 @@ class _Call(NamedTuple):
         return out.view(*like.shape[:-1], out.shape[1])
 
     def all_rows(self, one: Any, like: Tensor, after: Tensor) -> Any:
-        """A matrix, in FP8 or not, of the tokens of all ranks. like: a tensor [.., m, .., K] of which it is the rows. after:
-        what the gather is behind, in graphs of torch.compile too."""
+        """Return a matrix, in FP8 or not, for the tokens of all ranks.
+
+        like: a tensor [.., m, .., K] whose rows the matrix has.
+        after: a tensor that must be computed before the gather, in graphs of torch.compile too.
+        """
         if not self.sharded:
             return one
-        # FP8 elements travel as bfloat16, two in one.
+        # FP8 elements are sent as bfloat16, two elements in one.
         data = one if not isinstance(one, Float8TrainingTensor) else one._data.view(torch.bfloat16)
         rows = data.view(*like.shape[:-1], data.shape[1])
         nothing = make_empty_operand_after(data.t(), after.to(data.dtype))
@@ -245,7 +267,7 @@ class _Call(NamedTuple):
 
 
 class _Columns(torch.autograd.Function):
-    """x [.., m, .., K], or whole; weights [n, K]."""
+    """Multiplies x [.., m, .., K], or whole x, by weights [n, K]."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -253,7 +275,7 @@ class _Columns(torch.autograd.Function):
         x8, *w8s = call.cast(
             _Operand(_matrix(x), INPUT, -1, sharded=call.sharded), *(_Operand(weight.t(), WEIGHT, 0) for weight in weights)
         )
-        # With one scale the elements that were gathered are those that the weights' gradients need.
+        # With one scale, the weights' gradients need the same elements that were gathered.
         keep = call.sharded and call.settings.keep_gathered and casts.one_scale(INPUT) and any(ctx.needs_input_grad[2:])
         if call.sharded:
             outs = call.gather_matmul(x8, w8s, x, products.output.use_fast_accum, gathered=keep)
@@ -291,7 +313,7 @@ class _Columns(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """x [.., M, .., k], weight [N, k] -> [.., m, .., N], or whole."""
+    """Multiplies x [.., M, .., k] by weight [N, k], and returns [.., m, .., N], or whole tokens."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, weight: Tensor) -> Tensor:
@@ -328,9 +350,10 @@ class _Rows(torch.autograd.Function):
 def _joined(
     call: _Call, grads: Sequence[Tensor], weights: Sequence[Tensor], w_scales: Sequence[Tensor | None]
 ) -> tuple[Any, Any, list[Any]]:
-    """(gradients [M, sum of n], weights [K, sum of n], the gradient of each output), tensorwise, in FP8.
+    """Return, tensorwise in FP8: the gradients [M, sum of n], the weights [K, sum of n], and the gradient of each output.
 
-    The weights keep scales of their own. In the sum over all n, gradients make up for the difference to the first one's.
+    Each weight keeps its own scale. Gradients are multiplied by the ratio of the first weight's scale, so the sum over all n is
+    right.
     """
     known = zip(weights, w_scales, strict=True)
     w8s = call.cast(*(_Operand(weight.t(), WEIGHT, -1, second=True, scale=scale) for weight, scale in known))
@@ -347,20 +370,22 @@ def _joined(
 
 
 def _known(cast_once: Sequence[Any], casts: Float8Products) -> list[Tensor | None]:
-    """The scales that casts of the same tensors in the backward have again."""
+    """Return the scales that the backward pass's casts of the same tensors reuse."""
     return [one._scale if casts.one_scale(one._gemm_input_role) else None for one in cast_once]
 
 
 def _with_elements(one: Any, elements: Tensor) -> Any:
-    """Other elements with one's scale."""
+    """Return a tensor with other elements and the scale of `one`."""
     return Float8TrainingTensor(
         elements, one._scale, one._orig_dtype, one._linear_mm_config, one._gemm_input_role, one._axiswise_dim
     )
 
 
 def _scales(a: Any, b: Any, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """scale_a, for a tensor of `shape` whose rows a has, and scale_b of a weft operator. The single scale of one operand is
-    repeated if the other operand has a scale for each row or column."""
+    """Return scale_a, for a tensor of `shape` with the rows of a, and scale_b for a weft operator.
+
+    The single scale of one operand is repeated if the other operand has a scale for each row or column.
+    """
     scale_a, scale_b = a._scale.reciprocal(), b._scale.reciprocal()
     if a._axiswise_dim is None and b._axiswise_dim is None:
         return scale_a.view(1), scale_b.view(1)
@@ -368,12 +393,12 @@ def _scales(a: Any, b: Any, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _by_columns(b: Tensor) -> Tensor:
-    """A matrix whose columns are contiguous."""
+    """Return a matrix whose columns are contiguous."""
     return b if b.stride(0) == 1 else b.t().contiguous().t()
 
 
 def _concatenated(matrices: Sequence[Tensor]) -> Tensor:
-    """The columns of all of them. A single matrix is not copied."""
+    """Concatenate the columns of all matrices. A single matrix is not copied."""
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), 1)
 
 
@@ -382,14 +407,14 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _largest(amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Of each value, the largest of all ranks."""
+    """Return the maximum of each value over all ranks."""
     c10d = torch.ops._c10d_functional
     found: Tensor = c10d.wait_tensor(c10d.all_reduce(amaxes, "max", group.group_name))
     return found
 
 
 def products_of(linears: Sequence[nn.Module]) -> Float8Products:
-    """The products of Float8Linears that share an input. Raises ValueError if their configs differ."""
+    """Return the products of Float8Linears that share an input. Raises ValueError if their configs differ."""
     first, *others = cast(Sequence[Any], linears)
     for other in others:
         if other.config != first.config:
@@ -398,7 +423,7 @@ def products_of(linears: Sequence[nn.Module]) -> Float8Products:
 
 
 def check(linear: nn.Module, *, row: bool, ranks: int) -> None:
-    """Raises ValueError for a Float8Linear that weft does not shard over so many ranks, with the option that it is about."""
+    """Raise ValueError, which names the option, for a Float8Linear that weft cannot shard over this number of ranks."""
     found = cast(Any, linear)
     config: Float8LinearConfig = found.config
     products = Float8Products(config, found.linear_mm_config)

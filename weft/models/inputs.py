@@ -1,9 +1,9 @@
-"""What a block of linears that share an input is called with: a placeholder, or its input of all tokens.
+"""Chooses the input of a block of linears that share it: a placeholder, or the gathered input of all tokens.
 
-    nobody else reads the input     a placeholder of the gathered shape; the gather is hidden behind the matmuls
-    a hook, an adapter, ... may     the gathered input itself; nothing is overlapped, and a warning says why
+    no other code reads the input     a placeholder of the gathered shape; the gather overlaps the matmuls
+    a hook, an adapter, ... may       the gathered input itself; nothing overlaps, and a warning says why
 
-Which of the two is decided at each call, since hooks come and go.
+Each call chooses again, because hooks may be added and removed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from weft.core.logs import warn_once
 from weft.models.linear import SharedInputLinears, change_input
 
 _READ_NO_INPUTS = ("weft.", "torch.distributed.", "transformers.")
-"""Packages whose hooks leave a module's input alone: weft's, FSDP's, and those that record what a decoder's blocks return."""
+"""Hooks of these packages do not read a module's input: weft's, FSDP's, and those that record outputs of a decoder's blocks."""
 
 
 @dataclass(frozen=True)
 class Announce:
-    """A block's pre-hook: its column linears multiply what it is called with. argument: as InputHook's. linears: their names in
-    the block, name: the block's in the model. taken: makes the input a plain tensor; None if it is one. adapted: whether one of
-    the linears is inside an adapter."""
+    """A block's pre-hook that multiplies the block's input by its column linears.
+
+    argument: the name of the input's argument, as in InputHook.
+    linears: the linears' names in the block.
+    name: the block's name in the model.
+    taken: makes the input a plain tensor. None if it is one.
+    adapted: one of the linears is inside an adapter.
+    """
 
     argument: str
     shared: SharedInputLinears
@@ -47,7 +52,7 @@ class Announce:
         return change_input(module, args, kwargs, self.argument, lambda x: change(self.taken(x) if self.taken else x))
 
     def _reader(self, module: nn.Module) -> str:
-        """Who may read the values of the block's input, besides its linears; empty if nobody does."""
+        """Return who may read the values of the block's input, besides its linears, or "" if nobody does."""
         if torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks:
             return "a hook of all modules"
         if "forward" in module.__dict__:

@@ -1,7 +1,7 @@
-"""Between torch's layouts and what weft's operators take: the hooks of the styles.
+"""Hooks of the styles that convert between torch's layouts and those of weft's operators.
 
-Each is a value that a module's hook calls. A plain tensor is taken to be in the layout that the style names, as torch's styles
-take it; a DTensor has its own layout and number of tokens.
+Each hook is a value that a module's hook calls. A plain tensor is assumed to have the layout that the style names, as in
+torch's styles. A DTensor has its own layout and number of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Taken:
-    """Return a module's input as a plain tensor of this rank's tokens, or of all with Replicate, and record their layout."""
+    """Makes a module's input a plain tensor of this rank's tokens, or of all with Replicate, and records their layout."""
 
     mesh: DeviceMesh
     layout: Placement
@@ -41,7 +41,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class ColumnsOut:
-    """A column-sharded linear's output in a layout."""
+    """Converts a column-sharded linear's output to a layout."""
 
     mesh: DeviceMesh
     layout: Placement
@@ -52,13 +52,14 @@ class ColumnsOut:
             return out
         shape = (*out.shape[:-1], module.out_features)
         found = as_dtensor(out, self.mesh, Shard(out.dim() - 1), shape).redistribute(self.mesh, [self.layout])
-        # torch 2.11 gathers into a tensor with other strides, on which a model's own views fail.
+        # torch 2.11 returns gathered tensors with other strides, on which views in the model's code fail.
         return found.to_local().contiguous() if self.plain else found
 
 
 @dataclass(frozen=True)
 class ColumnsIn:
-    """A row-sharded linear's input of all columns, the same on every rank: this rank's. The gradient is gathered."""
+    """Cuts a row-sharded linear's input, which has all columns on every rank, to this rank's columns. The gradient is
+    gathered."""
 
     mesh: DeviceMesh
 
@@ -69,7 +70,7 @@ class ColumnsIn:
 
 @dataclass(frozen=True)
 class RowsIn:
-    """Return this rank's columns of a row-sharded linear's input, and record the layout of the output's tokens."""
+    """Cuts a row-sharded linear's input to this rank's columns, and records the layout of the output's tokens."""
 
     mesh: DeviceMesh
     layout: Placement
@@ -87,7 +88,7 @@ class RowsIn:
 
 @dataclass(frozen=True)
 class TokensOut:
-    """Return a module's output, which is sharded by tokens, as a DTensor."""
+    """Makes a module's output, which is sharded by tokens, a DTensor."""
 
     mesh: DeviceMesh
     layout: Placement
@@ -101,7 +102,7 @@ class TokensOut:
 
 
 def token_dim(layout: Placement, x: Tensor) -> int:
-    """The dimension of x that a layout shards; 0 for Replicate. Raises ValueError for the last one."""
+    """Return the dimension of x that a layout shards, or 0 for Replicate. Raises ValueError if it is the last one."""
     if not isinstance(layout, Shard):
         return 0
     dim = layout.dim % x.dim()

@@ -158,7 +158,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear whose inputs are sharded. input [.., M, .., k]. Its tokens say how its output is sharded."""
+    """A linear whose inputs [.., M, .., k] are sharded. Its tokens say how its output is sharded."""
 
     _weft_tokens: Tokens
     _weft_settings: ProductSettings
@@ -187,7 +187,7 @@ def gather_tokens(x: Tensor, mesh: DeviceMesh, dim: int, total: int) -> Tensor:
     The backward returns this rank's slice of the gradient. It sums nothing, because every rank has the whole gradient.
     """
     distributed = as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], total, *x.shape[dim + 1 :]))
-    # torch 2.11 gathers into a tensor with other strides, on which a model's own views fail.
+    # torch 2.11 returns gathered tensors with other strides, on which views in the model's code fail.
     return distributed.redistribute(mesh, [Replicate()]).to_local().contiguous()
 
 

@@ -17,8 +17,10 @@ Tensor = torch.Tensor
 
 
 def length_of_positions(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int) -> int:
-    """Return the number of tokens of all ranks in a decoder layer's call. position: of position_embeddings among its
-    arguments."""
+    """Return the number of tokens of all ranks in a decoder layer's call.
+
+    position: the index of position_embeddings among the arguments.
+    """
     cosine = (kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[position])[0]
     found: int = cosine.shape[-2]
     return found
@@ -26,8 +28,11 @@ def length_of_positions(args: tuple[Any, ...], kwargs: Mapping[str, Any], positi
 
 @cache
 def noting_tokens(cls: type[Any], position: int) -> type[Any]:
-    """Return a decoder layer's class that records the layout of its input's tokens. The positions give their number. position:
-    of position_embeddings among the arguments of forward. In forward, not in a hook: checkpoints may recompute that alone."""
+    """Return a decoder layer's class that records the layout of its input's tokens. The positions give their number.
+
+    The class overrides forward, because checkpoints may recompute it without the hooks.
+    position: the index of position_embeddings among the arguments of forward.
+    """
 
     @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,8 +60,12 @@ def placed(cls: type[Any]) -> type[Any]:
 
 @dataclass(frozen=True)
 class CutIfMany:
-    """A pre-hook that cuts the first layer's input: here it is decided. A layer that comes again is given what has been cut,
-    which stays. position: as noting_tokens'."""
+    """A pre-hook that cuts the first layer's input if it has many tokens.
+
+    A layer may run several times. Its input of a later run has been cut already, and does not change.
+
+    position: the index of position_embeddings among the arguments of the layer's forward.
+    """
 
     tokens: DecoderTokens
     position: int
@@ -70,8 +79,10 @@ class CutIfMany:
 
 @cache
 def evenly(cls: type[Any]) -> type[Any]:
-    """A class like `cls`, a block that takes and gives as many tokens on each rank (ExpertParallel's): each rank passes it an
-    equal part of all tokens, the last ranks' filled up with zeros, whose results are dropped."""
+    """Return a class like `cls`, a block that needs as many tokens on each rank (ExpertParallel's).
+
+    Each rank passes the block an equal part of all tokens. The last ranks pad theirs with zeros, whose results are dropped.
+    """
 
     def forward(self: Any, hidden_states: Tensor) -> Any:
         mesh, total = self._weft_mesh, self._weft_tokens.total

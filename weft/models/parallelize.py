@@ -1,19 +1,19 @@
-"""weft.parallelize: a decoder of Hugging Face's, tensor parallel with weft's operators, for training and generation.
+"""weft.parallelize: tensor parallelism for a decoder of Hugging Face with weft's operators, for training and generation.
 
 The layout of the tokens of hidden states [B, S, H], from the embedding to the head:
 
     embedding        whole: every rank has all tokens
     first layer      pre-hook: each rank keeps its part of S, as torch.chunk cuts it        if there are more than few_tokens
     norm             on this rank's tokens; the gradient of its weight is summed
-    attention, MLP   all_gather_matmul | heads, or columns, of this rank | matmul_reduce_scatter
-    final norm       pre-hook: whole again, after whichever layer was the last to run
+    attention, MLP   all_gather_matmul | this rank's heads, or columns | matmul_reduce_scatter
+    final norm       pre-hook: gathers all tokens, after whichever layer was the last to run
     norm, head       whole; the head's columns are sharded, and its logits gathered
 
-A call of few tokens (decoding) has all tokens on every rank: matmul | heads | matmul_all_reduce. A layer chooses by its inputs
-in each call, so lengths may change, and activation checkpoints recompute the same operators.
+A call with few tokens (decoding) has all tokens on every rank: matmul | heads | matmul_all_reduce. A layer chooses by its
+inputs in each call. So lengths may change, and activation checkpoints recompute the same operators.
 
-A block that cannot be sharded runs whole on every rank, between a gather and a cut; its report says why. All checks run
-before the first module is changed.
+A block that cannot be sharded runs whole on every rank, between a gather and a cut. Its report says why. All checks run before
+the first module is changed.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ from weft.models.transformers_tp import declare_tensor_parallel
 
 M = TypeVar("M", bound=nn.Module)
 FAMILIES = ("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
-"""config.model_type of the models whose forward passes are known to do nothing else with hidden states."""
+"""config.model_type of the supported models. Outside their blocks, their forward passes do nothing else with hidden states."""
 FEW_TOKENS = 128
-"""Up to these, one kernel that reduces for all ranks is the fastest (docs/measured.md)."""
+"""Up to this number of tokens, one kernel that reduces for all ranks is the fastest (docs/measured.md)."""
 
 
 def parallelize(
@@ -80,29 +80,30 @@ def parallelize(
     experts: ParallelStyle | None = None,
     src_data_rank: int | None = 0,
 ) -> M:
-    """Shard a transformers model over a mesh's ranks, in place; its linears communicate by weft's operators.
+    """Shard a transformers model over a mesh's ranks, in place. Its linears communicate by weft's operators.
 
     Args:
-        model: of DeepSeek V3, Gemma 3 (text), GPT-OSS, Llama, Mistral, Mixtral, Phi 3 and 4, Qwen 2, 2.5, 3 or 3 MoE, with a
-            head or without, on any device, meta too; whole on every rank.
-            Put adapters (LoRA) in before; apply fully_shard, compile and activation checkpoints afterwards.
-        mesh: of one dimension (mesh["tp"] of a larger one).
-        schedule: as weft.all_gather_matmul's, a name.
-        few_tokens: a call with up to so many tokens keeps them whole on every rank.
+        model: DeepSeek V3, Gemma 3 (text), GPT-OSS, Llama, Mistral, Mixtral, Phi 3 and 4, Qwen 2, 2.5, 3 or 3 MoE, with a head
+            or without, on any device, meta too; whole on every rank. Add adapters (LoRA) before this call, and apply
+            fully_shard, compile and activation checkpoints after it.
+        mesh: a mesh of one dimension (mesh["tp"] of a larger one).
+        schedule: a name, as for weft.all_gather_matmul.
+        few_tokens: a call with at most this number of tokens keeps them whole on every rank.
         keep_gathered: keep gathered inputs for weights' gradients, as torch's styles do. False saves that memory, and gathers
             them again in the backward pass.
-        experts: a style for blocks of experts that takes and gives as many tokens on each rank (weft.ExpertParallel());
-            without one they run whole on every rank, as GPT-OSS's must, which have biases.
-        src_data_rank: as parallelize_module's: whose values count; None if all ranks have the same, or none yet.
+        experts: a style for blocks of experts whose input and output have as many tokens on each rank (weft.ExpertParallel()).
+            Without one, experts run whole on every rank. GPT-OSS's must, because they have biases.
+        src_data_rank: as for parallelize_module: the rank whose values are used, or None if all ranks have the same, or none
+            yet.
 
-    The result is called like the original, with the same arguments on all ranks of the mesh, and returns the same on each,
-    whole; but hidden_states of layers, if asked for, are this rank's tokens, attentions and past_key_values this rank's heads
-    (DeepSeek's latent cache, and all of Phi's, are whole).
-    Linears that transformers keeps in FP8 (its FP8Linear and CompressedTensorsFP8Linear) stay in FP8, for inference; their
-    weights and scales are cut together. With dropout, ranks need the same seed: what runs whole is to be the same on each.
+    The result is called like the original, with the same arguments on all ranks of the mesh, and returns the same whole values
+    on each. Exceptions are the hidden_states of layers, if requested, which are this rank's tokens, and attentions and
+    past_key_values, which are this rank's heads (DeepSeek's latent cache, and all of Phi's, are whole). Linears that
+    transformers keeps in FP8 (its FP8Linear and CompressedTensorsFP8Linear) stay in FP8, for inference; their weights and
+    scales are cut together. With dropout, all ranks need the same seed, so that whole parts compute the same on each.
     Parameters become DTensors under their old names. weft.overlap_report(model) says what is overlapped. Raises ValueError for
-    another model or mesh, or if nothing can be sharded, a linear of FP8 would be cut within a block of scales, or `experts`
-    refuses a block; the model is as it was then.
+    another model or mesh, if nothing can be sharded, if a linear of FP8 would be cut within a block of scales, or if `experts`
+    refuses a block. The model is then unchanged.
     """
     shard(
         model,
@@ -155,7 +156,7 @@ def check_few_tokens(few_tokens: object) -> None:
 
 
 def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
-    """The module that has the layers."""
+    """Return the module that has the layers. Raises ValueError for an unsupported model or mesh."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in FAMILIES:
         raise ValueError(
@@ -195,8 +196,13 @@ def _check_options(mesh: DeviceMesh, experts: object, src_data_rank: int | None)
 
 @dataclass(frozen=True)
 class _Within:
-    """_Within is one model while it is sharded. tokens: of all layers, set by the one that runs. names: of its modules. region:
-    of all that reads whole parameters. done: children of layers, which may share some."""
+    """A _Within shards one model.
+
+    tokens: the token layout of all layers, which the running layer sets.
+    names: the names of the model's modules.
+    region: all modules that read whole parameters.
+    done: the children of layers that are sharded already, since layers may share some.
+    """
 
     mesh: DeviceMesh
     config: Any
@@ -209,8 +215,10 @@ class _Within:
     done: set[nn.Module] = field(default_factory=set)
 
     def check(self, model: nn.Module, decoder: Any, embedding: nn.Module, head: nn.Module | None) -> dict[nn.Module, str]:
-        """What runs whole of blocks, embedding and head, and why. ValueError if nothing in any layer can be sharded, or what a
-        layer has is refused. Changes nothing."""
+        """Return the blocks, embedding and head that run whole, and the reason for each. It changes nothing.
+
+        Raises ValueError if nothing in any layer can be sharded, or if a layer is refused.
+        """
         blocks = blocks_of(self.config)
         refuse_wrapped_parameters(model)
         for layer in decoder.layers:
@@ -243,7 +251,7 @@ class _Within:
         return {module: why for module, why in whole.items() if why}
 
     def _check_experts(self, child: nn.Module, style: ExpertParallel) -> None:
-        """Raises ValueError for experts that the style refuses."""
+        """Raise ValueError for experts that the style refuses."""
         try:
             style.check(child, self.mesh)
         except ValueError as error:
@@ -252,7 +260,7 @@ class _Within:
             ) from error
 
     def _why_whole_experts(self, child: nn.Module) -> str:
-        """Why a block of experts runs whole where no style for experts was passed."""
+        """Return why a block of experts runs whole if no style for experts was passed."""
         try:
             ExpertParallel().check(child, self.mesh)
         except ValueError as error:
@@ -260,7 +268,7 @@ class _Within:
         return "all experts on all tokens; pass experts=weft.ExpertParallel()"
 
     def _check_sizes(self, child: nn.Module, block: Block) -> None:
-        """Raises ValueError for a linear of FP8 that the mesh's ranks cannot share."""
+        """Raise ValueError for a linear of FP8 that cannot be cut over the mesh's ranks."""
         for name in block.linears:
             linear = child.get_submodule(name)
             kind = kind_of(linear)
@@ -272,7 +280,7 @@ class _Within:
         return self.experts is not None and has_experts(child)
 
     def layer(self, layer: nn.Module, whole: Mapping[nn.Module, str]) -> None:
-        """Shard a decoder layer, but for the blocks that run whole."""
+        """Shard a decoder layer, except for the blocks that run whole."""
         blocks = blocks_of(self.config)
         for name, child in layer.named_children():
             if child in self.done:
@@ -301,7 +309,8 @@ class _Within:
         head: nn.Module | None,
         whole: Mapping[nn.Module, str],
     ) -> dict[tuple[nn.Module, str], tuple[nn.Module, Placement]]:
-        """How what could be sharded wants its parameters; all others are whole. `whole` has a reason for what could not."""
+        """Return the layouts of all parameters that can be sharded. All others are whole. whole: the reasons for places that
+        run whole."""
         found: dict[tuple[nn.Module, str], tuple[nn.Module, Placement]] = {}
         for child, block in blocks.items():
             if block is None or whole.get(child):
@@ -368,7 +377,7 @@ class _Within:
         child.register_forward_hook(shared.drop_products)
 
     def _experts(self, child: nn.Module, style: ParallelStyle) -> None:
-        """A block of experts on equal parts of the tokens, its router whole on every rank."""
+        """Run a block of experts on equal parts of the tokens. Its router is whole on every rank."""
         style._apply(child, self.mesh)
         for each in child.modules():
             replicate_alone(each, self.distribute, always, self.region)
@@ -386,8 +395,10 @@ class _Within:
         child.register_forward_hook(self.tokens.cut_output)
 
     def ends(self, decoder: Any) -> None:
-        """What cuts the tokens before the first layer, and makes them whole before the final norm: a model may run fewer layers
-        than it has, or none."""
+        """Add the hooks that cut the tokens before the first layer, and gather them before the final norm.
+
+        These places hold even if a model runs only some of its layers.
+        """
         first, norm = decoder.layers[0], decoder.norm
         decoder.register_forward_pre_hook(self.tokens.begin)
         cut = CutIfMany(self.tokens, _place_of_positions(first))
@@ -399,7 +410,7 @@ class _Within:
         record_layer(norm, CommunicatingLayer(reason="its input is gathered: no matmul follows in every call"))
 
     def embeddings(self, embedding: nn.Module, head: nn.Module | None, whole: Mapping[nn.Module, str]) -> None:
-        """Shard both by the vocabulary, also where they are one parameter."""
+        """Shard the embedding and the head by the vocabulary, also if they share one parameter."""
         if embedding in whole:
             replicate(embedding, self.distribute, never, self.region)
             record_layer(embedding, CommunicatingLayer(reason=f"whole on every rank: {whole[embedding]}"))
@@ -418,7 +429,8 @@ class _Within:
             shard_head(head, whole.get(head, ""), self.settings, self.distribute, self.region)
 
     def rest(self, model: nn.Module, decoder: nn.Module) -> None:
-        """Whatever is left is whole on every rank. The model and its decoder may read parameters of their children."""
+        """Make all remaining parameters whole on every rank. The model and its decoder may read parameters of their
+        children."""
         for module in model.modules():
             if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
                 replicate_alone(module, self.distribute, never, self.region)
@@ -441,7 +453,8 @@ def shard_head(head: nn.Module, why: str, settings: ProductSettings, distribute:
 
 
 def _place_of_positions(layer: nn.Module) -> int:
-    """Where position_embeddings is among the arguments of a decoder layer's forward. Raises ValueError if it has none."""
+    """Return the index of position_embeddings in the arguments of a decoder layer's forward. Raises ValueError if it has
+    none."""
     names = list(inspect.signature(type(layer).forward).parameters)
     if "position_embeddings" not in names:
         raise ValueError(
@@ -452,7 +465,7 @@ def _place_of_positions(layer: nn.Module) -> int:
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """A norm, in a decoder layer: all else there has children."""
+    """Return whether a child of a decoder layer is a norm, the only child without children."""
     return next(module.children(), None) is None
 
 
@@ -462,7 +475,7 @@ def _no_router_logits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def why_not_embedding(embedding: nn.Module) -> str:
-    """Return why an embedding runs whole on every rank; empty if it can be sharded by the vocabulary."""
+    """Return why an embedding runs whole on every rank, or "" if it can be sharded by the vocabulary."""
     if type(embedding) is not nn.Embedding:
         return f"{type(embedding).__name__} is no torch.nn.Embedding"
     if embedding.padding_idx is not None or embedding.max_norm is not None:

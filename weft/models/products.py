@@ -8,7 +8,7 @@
     sharded       all_gather_matmul                                  matmul_reduce_scatter
     whole         matmul; its gradient by matmul_all_reduce          matmul_all_reduce
 
-Gradients of what is whole on every rank come out whole: a bias that is added to this rank's tokens gets the sum over ranks.
+Gradients of whole tensors are whole: the gradient of a bias that is added to this rank's tokens is summed over ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class ProductSettings:
     """ProductSettings has the settings of a linear's products.
 
     schedule: as the operators take it. An operator without that family uses its own best schedule.
-    keep_gathered: save a column side's gathered input for the weights' gradient, as torch's styles do; else gather it again.
+    keep_gathered: save the gathered input of a column linear for the weights' gradient, as torch's styles do. Otherwise the
+        backward pass gathers it again.
     float8: the casts and products of linears that torchao converted for FP8 training."""
 
     schedule: str = "auto"
@@ -68,8 +69,10 @@ def columns(
     dim: int = 1,
     total: int | None = None,
 ) -> list[Tensor]:
-    """x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each. total: M, where x has this rank's part of them
-    as torch.chunk cuts it; None where x is whole."""
+    """Return x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each.
+
+    total: M, if x has this rank's part of the tokens as torch.chunk cuts them, or None if x is whole.
+    """
     if settings.float8 is not None:
         outs = settings.float8.columns(x, weights, group, settings, dim=dim, total=total)
     else:
@@ -87,8 +90,10 @@ def rows(
     dim: int = 1,
     scatter: bool,
 ) -> Tensor:
-    """The sum over ranks of x @ weight^T, plus bias. scatter: this rank's part of the tokens along `dim`, [.., m, .., N]; else
-    all of them."""
+    """Return the sum over ranks of x @ weight^T, plus bias.
+
+    scatter: return this rank's part of the tokens along `dim`, [.., m, .., N]. Otherwise return all of them.
+    """
     if settings.float8 is not None:
         out = settings.float8.rows(x, weight, group, settings, dim=dim, scatter=scatter)
     else:
@@ -144,7 +149,10 @@ def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, se
 
 
 def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Under autocast, in its dtype, as torch's linears; meta has none. torch 2.11 compiles no is_autocast_available."""
+    """Return the tensors in autocast's dtype if it is on, as torch's linears do, but not on the meta device.
+
+    torch 2.11 cannot compile is_autocast_available.
+    """
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return [x, *weights]

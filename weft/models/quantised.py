@@ -4,8 +4,9 @@
     FP8Linear                     weight_scale_inv [N / 128, K / 128]             1 x 128
     CompressedTensorsFP8Linear    weight_scale [1, N], of compressed-tensors      by row
 
-Weight and scales are cut together. Each product quantises its input itself: a scale is the largest magnitude over 448, the
-largest of float8_e4m3fn. A row-sharded linear whose input is quantised by row has a scale for each rank's part of a row.
+Weight and scales are cut together. Each product quantises its input: a scale is the largest magnitude divided by 448, the
+largest value of float8_e4m3fn. If the input of a row-sharded linear is quantised by row, each rank's part of a row has its own
+scale.
 
     tokens are    columns(x, weights)                    rows(x, weight)
     sharded       all_gather_matmul, which sends FP8     matmul_reduce_scatter
@@ -34,7 +35,7 @@ Tensor = torch.Tensor
 
 
 class Kind(NamedTuple):
-    """A class of linears. scales: the name of the parameter with its scales."""
+    """A class of FP8 linears. scales: the name of the parameter with the scales."""
 
     scales: str
     recipe: Recipe
@@ -47,7 +48,7 @@ class Kind(NamedTuple):
 
 
 class QuantisedWeight(NamedTuple):
-    """A rank's part of a weight, [n, K] or [N, k] of FP8, and of its scales, as the module has them."""
+    """A rank's part of an FP8 weight, [n, K] or [N, k], and of its scales, in the module's layout."""
 
     elements: Tensor
     scales: Tensor
@@ -55,7 +56,7 @@ class QuantisedWeight(NamedTuple):
 
     @property
     def scale_b(self) -> Tensor:
-        """The scales of weight^T, as weft.core.problem.Scaling has them of b."""
+        """Return the scales of weight^T, in the layout of weft.core.problem.Scaling for b."""
         return self.scales.t() if self.recipe == "blockwise" else self.scales.reshape(1, -1)
 
 
@@ -63,18 +64,19 @@ _KINDS = {
     ("transformers.integrations.finegrained_fp8", "FP8Linear"): Kind("weight_scale_inv", "blockwise"),
     ("transformers.integrations.compressed_tensors", "CompressedTensorsFP8Linear"): Kind("weight_scale", "rowwise"),
 }
-"""By module and name of the class: transformers is optional."""
+"""The kinds, by module and name of the class. Names are used because transformers is optional."""
 _NAMES: dict[Recipe, str] = {"rowwise": "RowWise", "blockwise": "BlockWise128x128"}
-"""Of torch.nn.functional.ScalingType: one scale may be all that a small b has, by either recipe."""
+"""Names in torch.nn.functional.ScalingType. A small b may have a single scale with either recipe, so its size cannot tell them
+apart."""
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return the kind of an FP8 linear that is not sharded yet; None for others."""
+    """Return the kind of an FP8 linear that is not sharded yet, or None for other modules."""
     return _KINDS.get((type(module).__module__, type(module).__qualname__))
 
 
 def why_not_quantised(module: nn.Module, kind: Kind) -> str:
-    """Why weft cannot multiply by a linear of this kind; empty if it can."""
+    """Return why weft cannot multiply by a linear of this kind, or "" if it can."""
     linear, scales = cast(Any, module), getattr(module, kind.scales)
     if "forward" in module.__dict__:
         return "its forward was put on the module itself"
@@ -90,9 +92,10 @@ def why_not_quantised(module: nn.Module, kind: Kind) -> str:
 
 
 def check_sizes(name: str, linear: nn.Module, kind: Kind, *, row: bool, ranks: int) -> None:
-    """Raises ValueError for a linear whose parts would cut a block of scales, or are no multiples of what FP8 products take.
+    """Raise ValueError if a linear's parts would cut a block of scales, or have sizes that FP8 products do not take.
 
-    name: of the linear in the model. row: whether it is cut along K, its inputs; else along N, its outputs.
+    name: the name of the linear in the model.
+    row: cut along K, the inputs. Otherwise it is cut along N, the outputs.
     """
     found = cast(nn.Linear, linear)
     n, k, unit = found.out_features, found.in_features, SCALE_BLOCK if kind.recipe == "blockwise" else FLOAT8_UNIT
@@ -117,7 +120,7 @@ def columns(
     dim: int = 1,
     total: int | None = None,
 ) -> list[Tensor]:
-    """As weft.models.products.columns: x @ weight^T + bias for each weight, of all tokens."""
+    """Return x @ weight^T + bias for each weight, of all tokens, as weft.models.products.columns does."""
     (x,), recipe, scales = _input(x), weights[0].recipe, [weight.scale_b for weight in weights]
     if total is None:
         outs = quantised_linears(x, [weight.elements for weight in weights], scales, recipe)
@@ -145,7 +148,7 @@ def rows(
     dim: int = 1,
     scatter: bool,
 ) -> Tensor:
-    """As weft.models.products.rows: the sum over ranks of x @ weight^T, plus bias."""
+    """Return the sum over ranks of x @ weight^T, plus bias, as weft.models.products.rows does."""
     (x,) = _input(x)
     options: Any = {"scale_b": weight.scale_b, "scale_recipe_b": _NAMES[weight.recipe]}
     if scatter:

@@ -1,16 +1,16 @@
-"""Parameters that are whole on every rank: DTensors to the world, plain tensors to their module's forward.
+"""Parameters that are whole on every rank. They are plain tensors in their module's forward, and DTensors elsewhere.
 
-A model whose linears have DTensors needs them everywhere: optimizers and torch.nn.utils.clip_grad_norm_ take no mixture. But a
-norm over DTensors pays DTensor's dispatch at every operation. So the module becomes one of a class whose parameters, read as
-attributes while its forward runs, are this rank's plain tensors. Everybody else sees the DTensors. Modules may share
-ParameterReaders: then a module also reads the parameters of another one (an adapter its base layer's, a layer its norm's) as
+A model whose linears have DTensors needs DTensors everywhere, because optimizers and torch.nn.utils.clip_grad_norm_ take no
+mixture. But a norm over DTensors pays DTensor's dispatch in every operation. So the module gets a class whose parameters, read
+as attributes while its forward runs, are this rank's plain tensors. All other code sees the DTensors. Modules may share
+ParameterReaders. A module then also reads the parameters of another one (an adapter its base layer's, a layer its norm's) as
 plain tensors.
 
 A rank that computes a part has a part of the gradient:
 
-    what the module is given            `part` says     gradient
-    this rank's tokens, or heads        True            summed over ranks, as the backward reaches it
-    all of them, on every rank          False           whole as it is
+    input of the module               `part` says     gradient
+    this rank's tokens, or heads      True            summed over ranks when the backward pass reaches it
+    all of them, on every rank        False           already whole
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ Part = Callable[[], bool]
 
 
 class _Depth(threading.local):
-    """How many forwards of a region this thread is in."""
+    """The number of a region's forwards that this thread is in."""
 
     count: int = 0
 
 
 class ParameterReaders:
-    """Modules that read each other's parameters: while the forward of any of them runs, in the thread that it runs in, the
-    parameters of all of them are plain tensors. A copy of the modules has a region of its own."""
+    """Modules that read each other's parameters, called a region.
+
+    While the forward of any of them runs, its thread sees the parameters of all of them as plain tensors. A copy of the modules
+    has its own region.
+    """
 
     def __init__(self) -> None:
         self._depth = _Depth()
@@ -50,11 +53,11 @@ class ParameterReaders:
         return ParameterReaders, ()
 
     def running(self) -> bool:
-        """Whether this thread is in a forward of the region."""
+        """Return whether this thread is in a forward of the region."""
         return self._traced if torch.compiler.is_compiling() else self._depth.count > 0
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a forward of the region. One that is not traced itself may call what is: a graph may break in between."""
+        """Call a forward of the region. After a graph break, a forward that is not traced may call one that is."""
         eager = not torch.compiler.is_compiling()
         before, self._traced = self._traced, True
         if eager:
@@ -68,8 +71,11 @@ class ParameterReaders:
 
 
 def replicate(module: nn.Module, distribute: Distributor, part: Part, region: ParameterReaders | None = None) -> None:
-    """Make a module's parameters, and those of its children, whole on every rank. Parameters that are no plain floating point
-    ones (quantised weights) stay as they are. region: of the modules that read these parameters; None: each module its own."""
+    """Make a module's parameters, and those of its children, whole on every rank.
+
+    Only plain floating point parameters are changed, so quantised weights are not.
+    region: the modules that read these parameters. With None each module has its own region.
+    """
     for each in module.modules():
         replicate_alone(each, distribute, part, region)
 
@@ -81,9 +87,11 @@ def replicate_alone(
     region: ParameterReaders | None = None,
     placement: Placement = Replicate(),  # noqa: B008 - a frozen value
 ) -> None:
-    """As `replicate`, of a module without its children. Those of its parameters that are DTensors stay. placement: Shard, if
-    the module's forward is to see this rank's part; `part` is `never` then."""
-    # Under all its names, if it has several: named_parameters has the first alone.
+    """Replicate the parameters of a module without its children, as `replicate` does. DTensors are not changed.
+
+    placement: Shard if the module's forward should see this rank's part. `part` is then `never`.
+    """
+    # A parameter may have several names, of which named_parameters returns only the first.
     plain = tuple(name for name, parameter in module._parameters.items() if parameter is not None and _is_plain(parameter))
     for name in plain:
         module.register_parameter(name, distribute(module.get_parameter(name), placement))
@@ -107,8 +115,10 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def gathered_for_others(module: nn.Module, region: ParameterReaders) -> None:
-    """Let a sharded weight be read, by other modules of the region while they run, as a plain tensor of all its rows, which are
-    gathered for it: a model may multiply by its embedding's weight, or hand its head's to a loss."""
+    """Let other modules of the region read a sharded weight, while they run, as a plain tensor with all rows gathered.
+
+    A model may multiply by its embedding's weight, or pass its head's weight to a loss.
+    """
     module.__class__ = _read_by_others(class_of(module))
     module.__dict__["_weft_region"], module.__dict__["_weft_readers"] = ParameterReaders(), region
 
@@ -129,8 +139,11 @@ def _read_by_others(cls: type[Any]) -> type[Any]:
 
 
 def class_of(module: nn.Module) -> Any:
-    """A module's class, to be derived from. A forward that was put on the module itself (module.forward = ...), past which no
-    class's would run, becomes this one's."""
+    """Return a module's class, from which a new class is derived.
+
+    A forward that was set on the module itself (module.forward = ...) would hide the new class's, so it becomes the class's
+    forward.
+    """
     own = module.__dict__.pop("forward", None)
     if own is None:
         return type(module)
@@ -140,7 +153,7 @@ def class_of(module: nn.Module) -> Any:
 
 @cache
 def _calling_own(cls: type[Any]) -> type[Any]:
-    """A class like `cls` whose forward is the module's own."""
+    """Return a class like `cls` that calls the forward that was set on the module."""
 
     @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,12 +163,12 @@ def _calling_own(cls: type[Any]) -> type[Any]:
 
 
 def always() -> bool:
-    """The part of a module that every rank runs on other heads, or on its tokens whatever they are."""
+    """Return True: every rank runs the module on other heads, or on its own tokens."""
     return True
 
 
 def never() -> bool:
-    """The part of a module that every rank runs on the same."""
+    """Return False: every rank runs the module on the same input."""
     return False
 
 
@@ -165,7 +178,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 @cache
 def _within(cls: type[Any]) -> type[Any]:
-    """A class like `cls` whose forward is one of a region."""
+    """Return a class like `cls` whose forward counts as a forward of a region."""
 
     @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,18 +189,18 @@ def _within(cls: type[Any]) -> type[Any]:
 
 @cache
 def _reading_locals(cls: type[Any], names: tuple[str, ...]) -> type[Any]:
-    """A class like `cls` whose parameters of these names are plain tensors while a forward of its region runs."""
+    """Return a class like `cls` whose named parameters are plain tensors while a forward of its region runs."""
     return derived(_within(cast(Any, cls)), **{name: _local_parameter(name) for name in names})
 
 
 def derived(cls: type[Any], **members: Any) -> type[Any]:
-    """A class of the same name."""
+    """Return a subclass with the same name."""
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})
 
 
 def _local_parameter(name: str) -> property:
     def read(module: Any) -> torch.Tensor:
-        if name not in module._parameters:  # as of a module without it: it may have been replaced by a parametrization
+        if name not in module._parameters:  # a parametrization may have replaced it
             raise AttributeError(f"{type(module).__name__} has no parameter {name}")
         parameter: torch.Tensor = module._parameters[name]
         if not module._weft_region.running() or not isinstance(parameter, DTensor):

@@ -1,10 +1,10 @@
-"""A parameter that modules share has one layout on ranks. This file finds the places that therefore run whole.
+"""Finds the places of a model that must run whole because modules share a parameter, which has one layout only.
 
-    a place that could be sharded    wants some of its parameters as Shard(0) or Shard(1)
-    all else in the model            has its parameters whole: Replicate()
+    a place that can be sharded      wants some of its parameters as Shard(0) or Shard(1)
+    the rest of the model            has its parameters whole: Replicate()
 
-A place that wants a parameter otherwise than another module has it runs whole, and so does a place that shares any parameter
-with that one, until no parameter is needed in two layouts.
+If a place and another module want different layouts of one parameter, the place runs whole. Any place that shares a parameter
+with it may then have to run whole, too, so the search repeats until no parameter is needed in two layouts.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 Wanted = Mapping[tuple[nn.Module, str], tuple[nn.Module, Placement]]
-"""By (module, name of its parameter): (the place that it belongs to, how that place wants it)."""
+"""The place of each (module, name of a parameter), and the layout that the place wants."""
 
 
 def in_several_places(model: nn.Module) -> set[nn.Module]:
-    """The modules that are children of several others, or of one by several names. A linear that is called in two places has
-    one layout for both, and one product to give away: so it is no block's own."""
+    """Return the modules that are children of several modules, or have several names in one.
+
+    A linear that is called in two places has one layout for both and one saved product, so no block can shard it as its own.
+    """
     places = Counter(child for parent in model.modules() for child in parent._modules.values() if child is not None)
     return {module for module, count in places.items() if count > 1}
 
 
 def whole_by_sharing(model: nn.Module, wanted: Wanted) -> dict[nn.Module, str]:
-    """The places that run whole, each with the parameter because of which it does."""
+    """Return the places that run whole, each with the shared parameter that is the reason."""
     asks = [
         (*wanted.get((module, own), (None, Replicate())), id(parameter), ".".join([*name.split(".")[-1:], own]))
         for name, module in model.named_modules()

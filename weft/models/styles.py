@@ -1,4 +1,4 @@
-"""Styles for torch.distributed.tensor.parallel.parallelize_module, in the place of torch's of the same names.
+"""Styles for torch.distributed.tensor.parallel.parallelize_module, which replace torch's styles of the same names.
 
     style                 input_layouts   output_layouts     runs
     ColwiseParallel       Shard(tokens)   Shard(-1)          all_gather_matmul
@@ -8,21 +8,21 @@
     SharedInput           Shard(tokens)   of its linears     one all_gather_matmul for several linears (Q, K and V)
     SequenceParallel      Shard(tokens)   Shard(tokens)      the module itself, on plain tensors
 
-    Shard(tokens): any dimension but the last. Weights are sharded as by torch's styles, so that checkpoints are the same.
+Shard(tokens) is any dimension but the last. Weights are sharded as by torch's styles, so checkpoints are the same.
 
-With other layouts, and for modules that are no plain nn.Linear, torch's own style is applied and the reason is noted;
-weft.overlap_report(model) lists it.
+With other layouts, and for modules that are not plain nn.Linear, torch's own style is applied. weft.overlap_report(model) lists
+the reason.
 
-Linears that torchao.float8.convert_to_float8_training has converted are multiplied in FP8, in the backward too, as their
-Float8LinearConfig says. Apply these styles in the place of torchao's, which cast the input of a module as well:
+Linears that torchao.float8.convert_to_float8_training has converted are multiplied in FP8, also in the backward pass, as their
+Float8LinearConfig says. Apply these styles instead of torchao's, which also cast the input of a module:
 
     Float8ColwiseParallel           ColwiseParallel
     Float8RowwiseParallel           RowwiseParallel
     PrepareFloat8ModuleInput        SharedInput, on the module whose linears share an input
 
-Sizes must be multiples of 16: inputs and outputs of a rank's part of a weight, and the tokens of a training step. Linears of
-other sizes stay unconverted with module_filter_fn. Raises ValueError for them, and for pad_inner_dim=True and casts of the
-input, the weight or grad_output that are disabled. With emulate=True only the local products are emulated.
+Sizes must be multiples of 16: inputs and outputs of a rank's part of a weight, and the tokens of a training step. Use
+module_filter_fn to leave linears of other sizes unconverted. Raises ValueError for such sizes, for pad_inner_dim=True, and if
+casts of the input, the weight or grad_output are disabled. With emulate=True only the local products are emulated.
 """
 
 from __future__ import annotations
@@ -56,11 +56,15 @@ from weft.models.replicas import always, replicate
 
 
 class ColwiseParallel(style.ColwiseParallel):
-    """torch's ColwiseParallel, with the gather of a sharded input hidden behind the matmul.
+    """torch's ColwiseParallel, which overlaps the gather of a sharded input with the matmul.
 
-    input_layouts, output_layouts, use_local_output: as torch's. schedule: as weft.all_gather_matmul's, a name. keep_gathered:
-    keep the gathered input for the weight's gradient, as torch's style does; else it is gathered again in the backward pass.
-    Other output_layouts than Shard(-1) are reached by torch, after the matmul. Raises ValueError for a bad schedule.
+    input_layouts, output_layouts, use_local_output: as torch's. torch converts to output_layouts other than Shard(-1) after the
+    matmul.
+    schedule: a name, as for weft.all_gather_matmul.
+    keep_gathered: keep the gathered input for the weight's gradient, as torch's style does. Otherwise the backward pass gathers
+    it again.
+
+    Raises ValueError for an unknown schedule.
     """
 
     def __init__(
@@ -93,10 +97,12 @@ class ColwiseParallel(style.ColwiseParallel):
 
 
 class RowwiseParallel(style.RowwiseParallel):
-    """torch's RowwiseParallel, with the reduction of the output hidden behind the matmul.
+    """torch's RowwiseParallel, which overlaps the reduction of the output with the matmul.
 
-    input_layouts, output_layouts, use_local_output: as torch's. schedule: as weft.matmul_reduce_scatter's, a name. Raises
-    ValueError for a bad schedule.
+    input_layouts, output_layouts, use_local_output: as torch's.
+    schedule: a name, as for weft.matmul_reduce_scatter.
+
+    Raises ValueError for an unknown schedule.
     """
 
     def __init__(
@@ -129,16 +135,21 @@ class RowwiseParallel(style.RowwiseParallel):
 
 
 class SharedInput(style.ParallelStyle):
-    """For a module whose linears read one tensor (Q, K, V; gate and up): it is gathered once, hidden behind all their matmuls.
+    """For a module whose linears read one tensor (Q, K, V; gate and up). It is gathered once, and the gather overlaps all
+    matmuls.
 
         {"attention": weft.SharedInput(["wq", "wk", "wv"]), "attention.wo": weft.RowwiseParallel(output_layouts=Shard(1))}
 
-    replaces PrepareModuleInput on the module, and ColwiseParallel on the linears. linears: names of the module's children; what
-    they return is sharded on the last dimension. input_layouts: of the tensor that the module is called with: the keyword
-    argument `argument`, or else the first positional one. schedule, keep_gathered: as ColwiseParallel's. The module sees a
-    tensor of the gathered shape, whose values are NaN: its own code may ask for the shape, and pass it to these linears, but
-    not compute with it. While the module or one of these linears has a hook that you have registered, the input is gathered
-    before the matmuls, and has its values; a warning says so. Raises ValueError for layouts or children that are not as above.
+    This replaces PrepareModuleInput on the module, and ColwiseParallel on the linears.
+
+    linears: names of the module's children. Their outputs are sharded on the last dimension.
+    input_layouts: the layout of the module's input, which is the keyword argument `argument`, or else the first positional one.
+    schedule, keep_gathered: as for ColwiseParallel.
+
+    The module receives a tensor of the gathered shape that is filled with NaN. Its own code may read the shape and pass the
+    tensor to these linears, but must not compute with it. While the module or one of these linears has a hook that you
+    registered, the input is gathered before the matmuls, and has its values; a warning says so. Raises ValueError for other
+    layouts or children.
     """
 
     def __init__(
@@ -179,7 +190,7 @@ class SharedInput(style.ParallelStyle):
 
 
 class SequenceParallel(style.SequenceParallel):
-    """torch's SequenceParallel, without DTensor's dispatch: the module computes on plain tensors.
+    """torch's SequenceParallel without DTensor's dispatch: the module computes on plain tensors.
 
     sequence_dim, use_local_output: as torch's. The gradients of its parameters are summed over ranks.
     """
@@ -206,8 +217,10 @@ def share_input(
 
 
 def describe_columns(shared: SharedInputLinears, layout: Placement, *, parts: Sequence[str] = ()) -> CommunicatingLayer:
-    """Describe column-sharded linears that share an input. The process group is read from their weights: if two meshes have the
-    same ranks and names, torch uses the first mesh for both."""
+    """Describe column-sharded linears that share an input.
+
+    The process group is read from their weights, because torch uses the first of two meshes with the same ranks and names.
+    """
     linears, whole = shared.members, layout.is_replicate()
     n, k = sum(linear.out_features for linear in linears), linears[0].in_features
     return CommunicatingLayer(
@@ -232,7 +245,11 @@ def describe_row(
     parts: Sequence[str] = (),
     also: Sequence[str] = (),
 ) -> CommunicatingLayer:
-    """Describe a row-sharded linear. ran: its calls so far. also: operators that some of its calls run."""
+    """Describe a row-sharded linear.
+
+    ran: its calls so far.
+    also: operators that some of its calls run.
+    """
     operator = "matmul_all_reduce" if output.is_replicate() else "matmul_reduce_scatter"
     n, k, name = linear.out_features, linear.in_features, get_process_group(linear.weight).group_name
     return CommunicatingLayer(
@@ -248,7 +265,7 @@ def _note_moved(linear: nn.Module, what: str, layout: Placement, when: str) -> N
 
 
 def _why_not_tokens(name: str, layout: Placement) -> str:
-    """Return why weft's operators do not take this layout; empty if they do. Raises ValueError for other types."""
+    """Return why weft's operators do not take this layout, or "" if they do. Raises ValueError for other types."""
     require(name, layout, Placement, "use Replicate() or Shard(dimension)")
     if layout.is_replicate() or (isinstance(layout, Shard) and layout.dim != -1):
         return ""

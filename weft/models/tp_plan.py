@@ -102,20 +102,20 @@ def register_tp_plan(
 
 @dataclass(frozen=True)
 class _Style:
-    """What transformers' registry has for a name: the methods of its TensorParallelLayer that it calls to load a model."""
+    """A style in transformers' registry. It has the methods of TensorParallelLayer that transformers calls to load a model."""
 
     install: Callable[[nn.Module, DeviceMesh], None]
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """transformers calls this for the module of a rule."""
+        """Install the style. transformers calls this for the module of a rule."""
         self.install(module, mesh)
         return module
 
     def validate_param(self, module: nn.Module, param: str, mesh: DeviceMesh, parameter_name: str | None = None) -> None:
-        """transformers calls this for each parameter of that module. The module's own turn shards all of them."""
+        """Do nothing. transformers calls this for each parameter of that module, but `install_forward` has sharded them all."""
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """As validate_param."""
+        """Do nothing, as validate_param."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _leave(module: nn.Module, mesh: DeviceMesh) -> None:
-    """The rule of the decoder has sharded this module."""
+    """Do nothing, because the rule of the decoder has sharded this module."""
 
 
 def _refuse_other_styles(decoder: nn.Module, args: Any) -> None:
-    """A pre-hook of the decoder that raises ValueError if a style of transformers was applied to a module inside."""
+    """Raise ValueError if a style of transformers was applied to a module inside. This is a pre-hook of the decoder."""
     for name, module in decoder.named_modules():
         home = getattr(module.__dict__.get("forward"), "__module__", None) or ""
         if home.startswith(_OF_TRANSFORMERS):
@@ -171,7 +171,7 @@ def _refuse_other_styles(decoder: nn.Module, args: Any) -> None:
 
 
 def _registry() -> Any:
-    """transformers' registry of styles. Raises ValueError for versions that call styles in another way."""
+    """Return transformers' registry of styles. Raises ValueError for versions that call styles in another way."""
     transformers: Any = importlib.import_module("transformers")
     try:
         found: Any = importlib.import_module("transformers.distributed.tensor_parallel")
@@ -187,7 +187,7 @@ def _registry() -> Any:
 
 
 def _name_of(settings: ProductSettings, few_tokens: int, experts: ExpertParallel | None) -> str:
-    """A name that says the options that are not the usual ones."""
+    """Return a name that contains the options that differ from the defaults."""
     usual: Mapping[str, Any] = {"schedule": "auto", "few_tokens": FEW_TOKENS, "keep_gathered": True, "experts": None}
     spread = None if experts is None else (experts.limits.capacity, experts.limits.max_tokens, experts.float8)
     options = {
@@ -201,7 +201,7 @@ def _name_of(settings: ProductSettings, few_tokens: int, experts: ExpertParallel
 
 
 def _without_data(config: Any, model_class: Any) -> Any:
-    """The model on the meta device."""
+    """Return the model on the meta device."""
     if model_class is None:
         model_class = cast(Any, importlib.import_module("transformers")).AutoModelForCausalLM
     build = getattr(model_class, "from_config", model_class)
@@ -212,7 +212,7 @@ def _without_data(config: Any, model_class: Any) -> Any:
 
 
 def _plan(model: Any, name: str) -> dict[str, str]:
-    """The rules for a model's children, and one in the place of each rule that the model has of its own."""
+    """Return the rules for a model's children, and a rule that replaces each rule of the model's own plan."""
     decoder, head = model.base_model, model.get_output_embeddings()
     if decoder is model:
         raise ValueError(

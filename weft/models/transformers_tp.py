@@ -1,7 +1,7 @@
-"""What transformers, accelerate and PEFT ask a model to learn that it is tensor parallel.
+"""Sets the attributes by which transformers, accelerate and PEFT recognise a tensor-parallel model.
 
-Then Trainer gives all ranks of the mesh the same batches and leaves the model as it is (else it wraps it in
-DistributedDataParallel), and `save_pretrained`, of PEFT's models too, gathers whole tensors on all ranks and one writes them.
+Trainer then gives all ranks of the mesh the same batches, and does not wrap the model in DistributedDataParallel.
+`save_pretrained`, also of PEFT's models, gathers whole tensors on all ranks, and one rank writes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def declare_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Set what transformers sets on a model that it has sharded itself. Its versions without such a mark are left alone."""
+    """Set the attributes that transformers sets on a model that it has sharded. Do nothing in versions without them."""
     ranks, marked = mesh.size(), "_is_distributed_loading_by_transformers"
     if ranks == 1 or not hasattr(model, marked):
         return

@@ -1,4 +1,4 @@
-"""Collectives concurrent with independent computation: `concurrent`, copy-engine collectives, DDP and FSDP hooks, controls."""
+"""Runs collectives concurrently with computation: `concurrent`, copy-engine collectives, DDP and FSDP hooks, SM controls."""
 
 from __future__ import annotations
 

@@ -35,17 +35,19 @@ UNFUSED: dict[Op, Build] = {
     "matmul_all_reduce": rs.unfused,
     "matmul_all_to_all_columns": combine.unfused,
 }
-"""Builders of shard_p2p, and of hetero_unfused_1d, which cuts shards into chunks."""
+"""The builders of shard_p2p, and of hetero_unfused_1d, which cuts shards into chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A method of overlapping: a family of schedules. chunked: its chunk count is free. summary: one line for lists. source:
-    where the idea is from.
+    """A family of schedules, which is a method of overlapping.
 
-    builders: by operator; one that it makes no sense for is not there. across: right where ranks are on several nodes; the
-    others load from and store to all ranks. fans_out: copies to several peers may be in flight together; else a rank sends to
-    one peer after the other, or from kernels.
+    summary: one line for lists.
+    source: where the idea is from.
+    builders: the builder for each operator that the family supports.
+    chunked: the number of chunks can be chosen.
+    across: the family supports ranks on several nodes. Others load from and store to all ranks.
+    fans_out: copies to several peers may run at once. Otherwise a rank sends to one peer after the other, or from kernels.
     """
 
     name: str
@@ -221,35 +223,36 @@ FAMILIES: dict[str, Family] = {
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)
 IN_ORDER = ("sequential", "sequential_stores")
-"""The families that overlap nothing: they compute, and exchange before or after that."""
+"""The families without overlap: they exchange before or after the computation."""
 VERDICTS = OVERLAPPED, FASTER, SEQUENTIAL = "overlapped", "faster but not overlapped", "sequential"
-"""What reports say of a schedule that was chosen."""
+"""The verdicts of reports on the chosen schedule."""
 CUT_COLUMNS = ("uniform_fused_2d", "flag_gated_2d")
 """The families that cut columns of a or of b."""
 QUANTISING = ("sequential", "sequential_stores", "direct_store")
 """The families whose kernels may quantise the rows of a that they send."""
 MOST_CHUNKS = 512
-"""Pieces a shard. With 256 a schedule of 8 ranks has 29,000 steps, and its proof takes 6 s; the time grows with the square."""
+"""The most chunks per shard. With 256, a schedule of 8 ranks has 29,000 steps, and its proof takes 6 s. The time grows with the
+square."""
 
 MOST_PIECES = 4096
-"""Pieces of a candidate, chunks x world_size squared, at most. To build and simulate 20,000 takes about 1 s."""
+"""The most pieces of a candidate, which are chunks x world_size squared. Building and simulating 20,000 takes about 1 s."""
 MOST_RANKS = 128
 """With more ranks only `sequential` is a candidate: at 256 one schedule that overlaps takes over 3 s to build and simulate, and
 the time grows with the square of the ranks."""
 
 
 def names(op: Op) -> tuple[str, ...]:
-    """The families that `op` has."""
+    """Return the families that support `op`."""
     return tuple(name for name, family in FAMILIES.items() if op in family.builders)
 
 
 def overlaps(name: str) -> bool:
-    """Whether a schedule of that name, or spec, runs any of its communication during its computation."""
+    """Return whether a schedule of that name, or spec, runs communication during its computation."""
     return name not in IN_ORDER
 
 
 def judge(name: str, us: float | None = None, sequential_us: float | None = None) -> str:
-    """Say whether a schedule overlaps, is only faster than the sequential program, or neither. Times: where they are known.
+    """Return whether a schedule overlaps, is only faster than the sequential program, or neither. Times may be unknown.
 
     >>> judge("flag_gated:2"), judge("sequential_stores", 90.0, 99.0), judge("sequential")
     ('overlapped', 'faster but not overlapped', 'sequential')
@@ -260,7 +263,7 @@ def judge(name: str, us: float | None = None, sequential_us: float | None = None
 
 
 def simplicity(name: str, chunks: int) -> tuple[int, int]:
-    """What orders schedules, the simplest first: as NAMES has them, those of other names last; then fewer chunks.
+    """Return a key that sorts schedules, the simplest first: in the order of NAMES, with other names last, then by chunks.
 
     >>> simplicity("sequential", 1) < simplicity("flag_gated", 1) < simplicity("flag_gated", 2)
     True
@@ -269,14 +272,14 @@ def simplicity(name: str, chunks: int) -> tuple[int, int]:
 
 
 def check_op(name: str, op: Op) -> None:
-    """Raises ValueError where `op` has no such family, naming those that it has."""
+    """Raise ValueError, which lists the families of `op`, if it has no such family."""
     if name in FAMILIES and op not in FAMILIES[name].builders:
         ops = ", ".join(FAMILIES[name].builders)
         raise ValueError(f"schedule is {name!r}, which is for {ops} alone; {op} has {', '.join(names(op))}")
 
 
 def check_chunks(chunks: int, world_size: int) -> None:
-    """Raises ValueError for a count below one, or past MOST_CHUNKS and world_size."""
+    """Raise ValueError for a count below one, or above both MOST_CHUNKS and world_size."""
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}; it must be a whole number of at least 1")
     if chunks > (most := max(MOST_CHUNKS, world_size)):
@@ -284,7 +287,7 @@ def check_chunks(chunks: int, world_size: int) -> None:
 
 
 def unfit(name: str, problem: Problem) -> str:
-    """Why a family cannot serve where the problem's ranks are; an empty text if it can."""
+    """Return why a family cannot run on the nodes of the problem's ranks, or "" if it can."""
     if problem.nodes and not FAMILIES[name].across:
         fit = " or ".join(one for one in names(problem.op) if FAMILIES[one].across)
         return f"schedule is {name!r}, which loads from and stores to all ranks; on nodes of {problem.nodes} ranks, use {fit}"
@@ -298,13 +301,15 @@ def unfit(name: str, problem: Problem) -> str:
 
 
 def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bool = False) -> Schedule:
-    """The schedule of family `name` for `problem`, with `chunks` pieces a shard (default: world_size, as FiCCO has it).
+    """Build the schedule of family `name` for `problem`, with `chunks` pieces per shard (default: world_size, as in FiCCO).
 
-    Of a ConcurrentProblem the name is as `weft.concurrent` takes it, and says all.
-    fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
-    Raises ValueError for an unknown name, one that the operator does not have, one that cannot serve where the problem's ranks
-    are, or a chunk count below one or past MOST_CHUNKS and world_size. A RaggedProblem has families of its own
-    (`weft.schedules.ragged`), without chunks.
+    For a ConcurrentProblem, the name is one that `weft.concurrent` takes, and chunks is not used. A RaggedProblem has its own
+    families (`weft.schedules.ragged`), without chunks.
+
+    fan_out: use a copy lane for each peer instead of one for all. This is faster on a mesh, and slower behind a switch.
+
+    Raises ValueError for an unknown name, a name that the operator does not have or that cannot run on the nodes of the
+    problem's ranks, or a chunk count below one or above both MOST_CHUNKS and world_size.
     """
     require("problem", problem, Problem, "use a weft.Problem, LookupProblem, CollectiveProblem or ConcurrentProblem")
     if isinstance(problem, ConcurrentProblem):
@@ -342,8 +347,8 @@ def parse(spec: str) -> tuple[str, int | None]:
 
 
 def spec(name: str, chunks: int) -> str:
-    """The inverse of `parse`: the text that stands for a schedule. A chunked family always shows its count, since without
-    one it stands for world_size chunks.
+    """Return the text for a schedule, the inverse of `parse`. A chunked family always has its count, because a name without one
+    means world_size chunks.
 
     >>> spec("flag_gated", 1), spec("sequential", 1)
     ('flag_gated:1', 'sequential')
@@ -353,8 +358,10 @@ def spec(name: str, chunks: int) -> str:
 
 
 def synonym(problem: Problem, spec: str, among: Iterable[str]) -> str | None:
-    """Return the first spec `among` the given ones that has the program of `spec`, preferring itself; None if there is
-    none. Raises ValueError as `parse` and `build` do."""
+    """Return `spec` if it is `among` the given specs, else the first of them that is the same program, or None.
+
+    Raises ValueError as `parse` and `build` do.
+    """
     listed = tuple(among)
     return (
         spec
@@ -364,7 +371,7 @@ def synonym(problem: Problem, spec: str, among: Iterable[str]) -> str | None:
 
 
 def programs(problem: Problem, specs: Iterable[str]) -> tuple[str, ...]:
-    """The specs, in their order, less those that are the program of a simpler one among them."""
+    """Return the specs in their order, without those that are the same program as a simpler one among them."""
     listed = tuple(dict.fromkeys(specs))
     found: list[str] = []
     for spec in sorted(listed, key=_simplicity):
@@ -384,12 +391,14 @@ def _of(problem: Problem, spec: str) -> Schedule:
 
 
 def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = None) -> list[Schedule]:
-    """Every schedule that a planner should consider: each family of the operator, cut into 1, 2, and half, one and two times
-    world_size chunks a shard, each program once, by its simplest name.
+    """Build every schedule that a planner should consider, each program once, under its simplest name.
 
-    Whole shards and halves are there because a copy's fixed cost can be as large as a small chunk's time (7 us a copy on
-    8 x H200, where an eighth of a shard may take 3). Of many ranks in no more chunks than make MOST_PIECES; of more than
-    MOST_RANKS the sequential program alone, unless a family is asked for. only: those of this family.
+    These are all families of the operator with 1, world_size / 2, world_size and 2 x world_size chunks per shard. Whole shards
+    and halves are included because a copy's fixed cost can exceed a small chunk's time (7 us per copy on 8 x H200, where an
+    eighth of a shard may take 3). With many ranks, candidates have at most MOST_PIECES pieces. With more than MOST_RANKS only
+    the sequential program is a candidate, unless a family is requested.
+
+    only: build this family only.
     """
     if isinstance(problem, ConcurrentProblem):
         return [concurrent.build(problem, name, fan_out=fan_out) for name in concurrent.candidates(problem)]
@@ -397,8 +406,10 @@ def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = No
 
 
 def specs(problem: Problem, only: str | None = None) -> list[str]:
-    """Names of what `candidates` builds, the simplest first; some may be one program. On one node, node_slices has the steps of
-    another family, and is left out unless it is asked for."""
+    """Return the specs that `candidates` builds, the simplest first. Several may be the same program.
+
+    On one node, node_slices has the steps of another family, and is left out unless it is requested.
+    """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     most = max(1, min(rows, MOST_PIECES // size**2))
     only = "sequential" if only is None and size > MOST_RANKS else only
@@ -413,9 +424,11 @@ def specs(problem: Problem, only: str | None = None) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _runs_as_priced(name: str, problem: Problem) -> bool:
-    """Whether the executor runs the steps of a family as the kernels that are priced. In float32 weft's GEMM kernel, whose
-    tiles wait, count or store, does not run, nor does the kernel that pushes chunks: such steps go part by part. Where operands
-    are FP8 both run, whatever the dtype of the result."""
+    """Return whether the executor runs the steps of a family by the kernels whose costs the planner uses.
+
+    In float32 it does not use weft's GEMM kernel, whose tiles wait, count or store, nor the kernel that pushes chunks. It then
+    runs such steps part by part. With FP8 operands it uses both, whatever the dtype of the result.
+    """
     if problem.dtype != "float32" or problem.scaling is not None or name == "sequential":
         return True
     if problem.op in (*LOOKUP_OPS, *COLLECTIVE_OPS):
@@ -426,7 +439,7 @@ def _runs_as_priced(name: str, problem: Problem) -> bool:
 
 
 def distinct(problem: Problem, named: Iterable[str], *, fan_out: bool = False, most: int | None = None) -> list[Schedule]:
-    """The schedules of these specs, in their order, each program once. most: no more than that."""
+    """Build the schedules of these specs in their order, each program once. most: the largest number of schedules."""
     found: list[Schedule] = []
     for text in named:
         if len(found) == most:

@@ -3,8 +3,8 @@
 Buffers of rank r
     a         input      m_r x K    its shard
     b         input      K x n_r
-    quantised local      m_r x K    a as FP8, of an a that is quantised before torch.distributed gathers it
-    a_full    symmetric  M x K      where peers' rows land; peers write it, rank r reads it
+    quantised local      m_r x K    a in FP8, if it is quantised before torch.distributed gathers it
+    a_full    symmetric  M x K      peers' rows; peers write it, rank r reads it
     out       output     M x n_r
     gathered  output     M x K      only with return_gathered
     sums      local      M x n_r    float32 partial sums; only for two-dimensional chunks
@@ -17,7 +17,7 @@ Flags of rank r (who signals ~> who waits)
     landed[i]@r    r's network lane ~> r's copy and compute lanes: chunk i of the shards of other nodes that r takes for its
                    node is in r's a_full (node_slices)
 
-`free` is waited for with on_previous_call=True: before the first push of a call, the peer must be past its previous call.
+A rank waits for `free` with on_previous_call=True, so that each peer has ended its previous call before the first push.
 
     rank r, compute              rank r, copy                    rank p
     gemm own shard          wait free[p] >= 0
@@ -26,7 +26,7 @@ Flags of rank r (who signals ~> who waits)
     wait arrived, gemm  <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~  copy, signal
     signal free[r]@p  ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> (next call) wait free
 
-Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `free` prevents it.
+Bad interleaving: p is a call ahead, and pushes over rows that r still multiplies. `free` prevents this.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _Gather(Builder):
 
 
 def sequential(request: Request) -> Schedule:
-    """NCCL all-gather, then one GEMM."""
+    """Build NCCL's all-gather, then one GEMM."""
     s = _Gather(request)
     for rank in s.ranks:
         s.add_steps(rank, "compute", Collective("all_gather", s.quantise_rows(rank), s.region("a_full", rank)))
@@ -173,7 +173,7 @@ def sequential(request: Request) -> Schedule:
 
 
 def sequential_stores(request: Request) -> Schedule:
-    """All shards, including the own one, are stored at every rank; then one cuBLAS GEMM."""
+    """Store all shards, including the rank's own, at every rank. Then run one cuBLAS GEMM."""
     s = _Gather(request, staged="all")
     s.push_all(lane="compute", stage_own=True)
     for rank in s.ranks:
@@ -182,7 +182,8 @@ def sequential_stores(request: Request) -> Schedule:
 
 
 def unfused(request: Request) -> Schedule:
-    """The local shard as one GEMM, then a GEMM for each piece in order of arrival. chunks=1: shard by shard."""
+    """Multiply the local shard by one GEMM, then each piece by another one in order of arrival. With chunks=1 a piece is a
+    shard."""
     s = _Gather(request)
     s.push_all()
     for rank in s.ranks:
@@ -193,7 +194,8 @@ def unfused(request: Request) -> Schedule:
 
 
 def fused(request: Request, *, uniform: bool) -> Schedule:
-    """All pieces of a step as one GEMM. uniform: the local shard is cut like the others and joins each step."""
+    """Multiply all pieces of a step by one GEMM. uniform: the local shard is cut like the others, and each step has a piece of
+    it."""
     s = _Gather(request, staged="all" if uniform else "peers")
     s.push_all(stage_own=uniform)
     for rank in s.ranks:
@@ -205,7 +207,8 @@ def fused(request: Request, *, uniform: bool) -> Schedule:
 
 
 def fused_2d(request: Request) -> Schedule:
-    """Chunks of columns: every step multiplies all rows by a slice of K and adds to float32 sums, rounded at the end."""
+    """Cut columns into chunks. Every step multiplies all rows by a slice of K, and adds to float32 sums, which are rounded at
+    the end."""
     s = _Gather(request)
     s.add_buffer("sums", "local", s.problem.m, s.columns, float32=True)
     slices = [c for c in split(s.problem.k, s.chunks) if c[1] > c[0]]
@@ -224,9 +227,9 @@ def fused_2d(request: Request) -> Schedule:
 
 
 def gated(request: Request, *, blocks: bool) -> Schedule:
-    """One GEMM whose tiles wait for their chunk, in order of arrival, own shard first.
+    """Build one GEMM whose tiles wait for their chunk, in order of arrival, the own shard first.
 
-    blocks: communication blocks bring the chunks, not copy engines.
+    blocks: communication blocks bring the chunks. Otherwise copy engines do.
     """
     s = _Gather(request)
     s.push_all(lane="blocks" if blocks else None, stage_own=s.quantises)
@@ -236,10 +239,10 @@ def gated(request: Request, *, blocks: bool) -> Schedule:
 
 
 def gated_2d(request: Request) -> Schedule:
-    """One GEMM whose tiles wait for the columns of their rows, slice by slice of K, own shard first and without waiting.
+    """Build one GEMM whose tiles wait for the columns of their rows, one slice of K after the other. The own shard comes first.
 
-    Every tile can start with the first slice. Slices are stored from SMs: rectangles of many short rows, too small for copy
-    engines.
+    Every tile can start with the first slice. SMs store the slices, because they are rectangles of many short rows, which are
+    too small for copy engines.
     """
     s = _Gather(request)
     slices = aligned_slices(s.problem.k, s.chunks)
@@ -256,9 +259,10 @@ def gated_2d(request: Request) -> Schedule:
 
 
 def ring(request: Request) -> Schedule:
-    """Arrivals trigger copies: a chunk that lands is forwarded to the next rank, and gates the one GEMM's tiles.
+    """Build a ring in which arrivals trigger copies: each arrived chunk is forwarded to the next rank, and gates tiles of one
+    GEMM.
 
-    T3's all-gather mapping (T3, tracker threshold 1): each rank sends only to its successor.
+    This is T3's mapping of all-gather (T3, tracker threshold 1): each rank sends only to its successor.
     """
     s = _Gather(request)
     size = s.world_size
@@ -282,8 +286,8 @@ def ring(request: Request) -> Schedule:
 
 
 def sliced(request: Request) -> Schedule:
-    """Within a node, as `gated`. Between nodes, each chunk goes to one rank of every other node, which forwards it within its
-    node. One GEMM multiplies all chunks of other nodes that arrive in one step.
+    """Gather within a node as `gated` does. Between nodes, each chunk goes to one rank of every other node, which forwards it
+    within its node. One GEMM multiplies all chunks of other nodes that arrive in one step.
 
     The tiles of the gated GEMM must not wait for other nodes: waiting tiles would hold the SMs that NCCL needs to receive.
     """

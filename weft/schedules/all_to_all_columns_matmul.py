@@ -1,14 +1,14 @@
-"""Builders for all_to_all_columns_matmul: out_mN = (all_to_all(a_Mk), side by side) @ b_KN, every rank with a and b of its own.
+"""Builders for all_to_all_columns_matmul: out_mN = (all_to_all(a_Mk), side by side) @ b_KN. Every rank has its own a and b.
 
 Buffers of rank r (m = M/p rows of each rank's a are r's; k = K/p)
     a     input      M x k       rows by destination
     b     input      K x N
-    recv  symmetric  m x K       where rows land, the columns of each rank below its rows of b; peers write theirs, r its own
+    recv  symmetric  m x K       the received columns of all ranks, in the order of b's rows; r also writes its own here
     out   output     m x N
     gathered  output m x K       only with return_gathered
 
-Flags as for all_to_all_matmul. A product needs the columns of all ranks, so rows are cut into chunks, and a chunk is multiplied
-when all ranks' columns of it are there:
+The flags are those of all_to_all_matmul. A product needs the columns of all ranks. So rows are cut into chunks, and a chunk is
+multiplied once all ranks' columns of it have arrived:
 
     rank r, compute              rank r, copy                    rank p
     copy a -> own columns   wait free[p] >= 0
@@ -18,7 +18,7 @@ when all ranks' columns of it are there:
     gemm chunk 1 ...
     signal free[r]@p  ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> (next call) wait free
 
-Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `free` prevents it.
+Bad interleaving: p is a call ahead, and pushes over rows that r still multiplies. `free` prevents this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weft.schedules.builder import Piece, Request
 
 
 class _Builder(DispatchBuilder):
-    """The builder of all_to_all_matmul, but the columns of the ranks arrive side by side."""
+    """Builds as all_to_all_matmul's builder does, but places the ranks' columns side by side."""
 
     def arrival(self, buffer: str, src_rank: int, piece: Piece) -> Region:
         return self.region(buffer, piece.shard, super().arrival(buffer, src_rank, piece).rows, self.problem.blocks[src_rank])
@@ -55,12 +55,12 @@ class _Builder(DispatchBuilder):
 
 
 def sequential(request: Request) -> Schedule:
-    """NCCL's all-to-all, columns laid side by side, then one GEMM."""
+    """Build NCCL's all-to-all, place its columns side by side, then run one GEMM."""
     return _Builder(request).build_with_nccl("all_to_all_columns")
 
 
 def fused(request: Request) -> Schedule:
-    """A GEMM for each chunk of rows, once all ranks' columns of it are there."""
+    """Run a GEMM for each chunk of rows, once all ranks' columns of the chunk have arrived."""
     s = _Builder(request)
     for rank in s.ranks:
         s.push_and_place_own(rank)
@@ -71,8 +71,10 @@ def fused(request: Request) -> Schedule:
 
 
 def gated(request: Request, *, blocks: bool) -> Schedule:
-    """One GEMM whose tiles wait for all ranks' columns of their chunk. blocks: communication blocks bring them, not copy
-    engines."""
+    """Build one GEMM whose tiles wait for all ranks' columns of their chunk.
+
+    blocks: communication blocks bring the columns. Otherwise copy engines do.
+    """
     s = _Builder(request)
     for rank in s.ranks:
         s.push_and_place_own(rank, "blocks" if blocks else None)

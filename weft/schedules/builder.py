@@ -108,27 +108,28 @@ class Builder:
 
     @property
     def quantises(self) -> bool:
-        """Whether a is quantised to FP8 before it is sent. A rank then also multiplies its own rows from the landing buffer."""
+        """Return whether a is quantised to FP8 before it is sent. A rank then also multiplies its own rows from the landing
+        buffer."""
         return self.problem.scaling is not None and self.problem.scaling.quantises
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
+        """Return all ranks."""
         return range(self.world_size)
 
     @property
     def ranks_with_work(self) -> range:
-        """All ranks, or none if the result has no elements."""
+        """Return all ranks, or none if the result has no elements."""
         return range(self.world_size if self.problem.m and self.problem.n else 0)
 
     @cached_property
     def pieces(self) -> list[list[Piece]]:
-        """The pieces of every shard."""
+        """Return the pieces of every shard."""
         return cut(self.problem, self.chunks)
 
     @cached_property
     def shard_rows(self) -> list[int]:
-        """The number of rows of each rank's shard."""
+        """Return the number of rows of each rank's shard."""
         return [high - low for low, high in self.problem.shards]
 
     def sort_by_chunk(self, shards: Iterable[int]) -> list[Piece]:

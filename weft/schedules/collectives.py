@@ -13,7 +13,7 @@ Flags of rank r (who signals ~> who waits), one for each peer and piece
     arrived[p, i]@r   p ~> r: p's piece i is in recv         free[p, i]@r   p ~> r: p has read r's piece i from p's recv
     ready[p, i]@r     p ~> r: p's piece i is in summed       read[p, i]@r   p ~> r: p has read r's piece i from p's summed
     made[i]@r         r's sums ~> r's copies: piece i of the sum of r's part is ready (all_reduce)
-    open[p]@r         p ~> r: p has begun this call, so that r may write p's out (where out is reachable)
+    open[p]@r         p ~> r: p has begun this call, so r may write p's out (if out is reachable)
 
 An all_reduce:
 
@@ -73,7 +73,7 @@ class Channel(NamedTuple):
     free: str
     """The flag that signals that a piece has been read from its slot."""
     per_peer: bool = True
-    """True if each peer has slots of its own, into which it pushes; False if the slots hold pieces that peers pull."""
+    """True if each peer has its own slots, into which it pushes. False if the slots hold pieces that peers pull."""
     across_calls: bool = True
     """True if a call waits until the last pieces of the previous call have been read; False if the data that the rank has
     received imply that."""

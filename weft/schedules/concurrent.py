@@ -1,7 +1,7 @@
-"""Builders of schedules that run collectives concurrently with the user's computation. A name says all that two differ in.
+"""Builds schedules that run collectives concurrently with the user's computation. A schedule's name has all of its options.
 
-Names, as `method=` takes them: sequential, or nccl or copy_engine with any of +late, +priority, +pull, +ctas=N, +left=N,
-+resident=N; for fully_shard also +ahead=N and +unsharded. `Method` has these as fields, for `build`; what runs is the schedule.
+The names that `method=` takes are sequential, and nccl or copy_engine with any of +late, +priority, +pull, +ctas=N, +left=N,
++resident=N. For fully_shard there are also +ahead=N and +unsharded. `Method` has these options as fields.
 
 Lanes of a rank, in the order in which they are enqueued:
 
@@ -10,8 +10,8 @@ Lanes of a rank, in the order in which they are enqueued:
     nccl+late        compute: call                network: collectives
     copy_engine      copy, blocks: the collectives' own schedules, whose copies and sums run there     compute: call
 
-The collectives of copy_engine are those of `weft.schedules.collectives`, one after the other on the same lanes. What they do
-on their compute lane is here on a lane `blocks.local`, since the compute lane is the user's.
+The collectives of copy_engine are those of `weft.schedules.collectives`, one after the other on the same lanes. The steps of
+their compute lane are here on a lane `blocks.local`, because the user's computation has the compute lane.
 
 Sources: occupancy and priority, arXiv 2606.09200; launch order, reserved units and DMA collectives, ConCCL, arXiv 2412.14335.
 """
@@ -44,33 +44,39 @@ from weft.schedules.builder import Request
 Transport = Literal["none", "nccl", "copy_engine"]
 COMPUTATION = "computation"
 LOCAL = "blocks.local"
-"""The lane of what copy engines' schedules do on their compute lane."""
+"""The lane for the steps that copy engines' schedules have on their compute lane."""
 BUDGETS = ((0, 24), (16, 0), (8, 8))
-"""Candidates: (blocks, SMs left) of an NCCL collective that has priority. 16 blocks reach 0.89 of what all SMs store to
-peers on 8 x H200. Without SMs left, 8 were never the best of 23 pairs on 4 x H200; nor were 16 with 16."""
+"""The candidates (blocks, SMs left) of an NCCL collective with priority. 16 blocks reach 0.89 of the rate at which all SMs
+store to peers on 8 x H200. Without SMs left, 8 blocks were never the best of 23 pairs on 4 x H200, and neither were 16 blocks
+with 16 SMs left."""
 SUM_BLOCKS = ((32, 0), (64, 0), (12, 4), (32, 16))
-"""Candidates: (blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 and 512 MiB, 8 blocks take 2.2 times the
-NCCL's time, 16 take 1.34, 32 take 0.92. During a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on
+"""The candidates (blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 with 512 MiB, 8 blocks take 2.2 times
+NCCL's time, 16 take 1.34, and 32 take 0.92. During a GEMM that fills the SMs, 32 were faster than 16 in three of three pairs on
 4 x H200. GEMMs of powers of two have as many waves on 128 SMs as on 132, and 12 blocks fit on the 4 others."""
 PULLED_SUM_BLOCKS = ((32, 0), (12, 4))
-"""Likewise, where the receivers pull the sums."""
+"""The candidates if the receivers pull the sums."""
 MOVE_BLOCKS, PULLED_MOVE_BLOCKS = ((0, 0), (0, 4)), ((0, 0),)
-"""Likewise, where nothing is summed: what has arrived is copied on this GPU."""
+"""The candidates if nothing is summed. Arrived data is copied on this GPU."""
 FLAGS = ("late", "priority", "pull", "unsharded")
 NUMBERS = ("ctas", "left", "resident", "ahead")
 SHARDED = ("ahead", "unsharded")
-"""Options for fully_shard, which gathers parameters and frees them again."""
+"""The options for fully_shard, which gathers parameters and frees them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """The method by which computation and collectives share the device. It is the parsed name of a schedule (`parse`).
 
-    transport: who moves the bytes; "none": collectives first, then the computation. late: collectives are enqueued after the
-    computation. priority: their stream has the highest. pull: copy engines of the receivers move, straight to the result. ctas:
-    blocks of their kernels (of copy engines: of the sums), 0 for their own choice. left: SMs that cuBLAS GEMMs leave free.
-    resident: blocks an SM that named kernels keep to, 0 for what they have. Of sharded parameters: ahead, groups whose gathers
-    are enqueued before the one at hand computes, 0 for as fully_shard does; unsharded, gathered once a step, for both passes.
+    transport: what moves the bytes. With "none" the collectives run first, then the computation.
+    late: the collectives are enqueued after the computation.
+    priority: the collectives' stream has the highest priority.
+    pull: copy engines of the receivers move the data, directly to the result.
+    ctas: the blocks of the collectives' kernels, or of the sums with copy engines; 0 for the default.
+    left: the SMs that cuBLAS GEMMs leave free.
+    resident: the blocks per SM of named kernels, 0 for no cap.
+    ahead: for sharded parameters, the groups whose gathers are enqueued ahead of the computation, 0 for fully_shard's own
+    order.
+    unsharded: sharded parameters are gathered once a step, for both passes.
 
     >>> print(Method(priority=True, ctas=16))
     nccl+priority+ctas=16
@@ -101,7 +107,7 @@ class Method:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the collectives run concurrently with the computation."""
+        """Return whether the collectives run concurrently with the computation."""
         return self.transport != "none"
 
     def __str__(self) -> str:
@@ -110,11 +116,11 @@ class Method:
 
 SEQUENTIAL = Method(transport="none")
 PLAIN = Method()
-"""Two streams and nothing else: what PyTorch does by itself."""
+"""Two streams and no other options, as PyTorch runs collectives by itself."""
 
 
 def parse(spec: str) -> Method:
-    """The Method that prints as `spec`. Raises ValueError with the grammar.
+    """Return the Method that prints as `spec`. Raises ValueError with the grammar.
 
     >>> parse("copy_engine+priority+left=8") == Method(transport="copy_engine", priority=True, left=8)
     True
@@ -136,7 +142,7 @@ def parse(spec: str) -> Method:
 
 
 def family(spec: str) -> str:
-    """What schedules have in common that differ in numbers alone. SMs that are left decide, blocks do not.
+    """Return the common name of schedules that differ only in numbers. Whether SMs are left is part of it; blocks are not.
 
     >>> family("nccl+priority+ctas=8+left=8") == family("nccl+priority+left=24") == "nccl+priority+left"
     True
@@ -147,8 +153,11 @@ def family(spec: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a device, its software and these collectives can do of what a Method says. pull: by copy engines. residents: the
-    residencies to try of the named kernels."""
+    """The options of a Method that a device, its software and these collectives support.
+
+    pull: copy engines can pull.
+    residents: the residencies to try of the named kernels.
+    """
 
     priority: bool = False
     ctas: bool = False
@@ -158,7 +167,7 @@ class Abilities:
     residents: tuple[int, ...] = ()
 
     def allow(self, method: Method) -> bool:
-        """Whether a method asks for nothing that is not there."""
+        """Return whether all options of a method are supported."""
         blocks = self.ctas or not method.ctas or method.transport == "copy_engine"
         moved = (self.copy_engine or method.transport != "copy_engine") and (self.pull or not method.pull)
         options = (self.priority or not method.priority) and (self.left or not method.left)
@@ -166,14 +175,14 @@ class Abilities:
 
 
 def everything(problem: ConcurrentProblem) -> Abilities:
-    """What there is on a GPU whose ranks share a node."""
+    """Return the abilities of a GPU whose ranks share a node."""
     moved = not problem.nodes and len(problem.known) == len(problem.collectives)
     pulled = all(one.op in ("all_gather", "all_reduce") for _, one in problem.known)
     return Abilities(priority=True, ctas=True, left=True, copy_engine=moved, pull=moved and pulled)
 
 
 def candidates(problem: ConcurrentProblem, abilities: Abilities | None = None) -> tuple[str, ...]:
-    """All names that could be taken, sequential and two plain streams first. abilities: default: `everything`."""
+    """Return all possible names, sequential and two plain streams first. abilities: default: `everything`."""
     possible = everything(problem)
     able = possible if abilities is None else abilities
     able = replace(able, copy_engine=able.copy_engine and possible.copy_engine, pull=able.pull and possible.pull)
@@ -231,7 +240,8 @@ def _nccl_step(problem: ConcurrentProblem, number: int, rank: int) -> Step:
 
 
 def _moved(problem: ConcurrentProblem, spec: str, method: Method, computation: UserCall, *, fan_out: bool) -> Schedule:
-    """Each collective's schedule by copy engines, its lanes behind those of the one before."""
+    """Combine the copy-engine schedules of all collectives. On each lane, the steps of a collective come after those of the one
+    before."""
     buffers: list[Buffer] = []
     steps: list[dict[str, list[Step]]] = [{} for _ in range(problem.world_size)]
     kinds: dict[str, Any] = {}
@@ -255,7 +265,7 @@ def _moved(problem: ConcurrentProblem, spec: str, method: Method, computation: U
 
 
 def _steps(lane: Lane, number: int) -> tuple[Step, ...]:
-    """A lane's steps, with the names that their buffers and flags have in the schedule of all collectives."""
+    """Return a lane's steps, with the names of buffers and flags in the schedule of all collectives."""
     return tuple(renamed(step, lambda name: named(name, number)) for step in lane.steps) if number else lane.steps
 
 
@@ -272,7 +282,7 @@ def _by_copy_engine(one: CollectiveProblem | OpaqueCollective, spec: str, method
 
 
 def renamed(value: Any, rename: Callable[[str], str]) -> Any:
-    """A step, or a part of one, with other names for its buffers and flags."""
+    """Return a step, or a part of one, with other names for its buffers and flags."""
     if isinstance(value, Region):
         return replace(value, buffer=rename(value.buffer))
     if isinstance(value, Flag):
@@ -285,8 +295,10 @@ def renamed(value: Any, rename: Callable[[str], str]) -> Any:
 
 
 def alone(schedule: Schedule, number: int) -> Schedule:
-    """The part of a schedule that is one collective's: what is proved of it, and what runs where it is not NCCL's. NCCL's
-    collectives are kernels as any here: they need SMs."""
+    """Return the schedule of one collective, which the checker proves, and which runs if the collective is not NCCL's.
+
+    NCCL's collectives are on lanes of kind blocks, because they are kernels that need SMs.
+    """
     assert isinstance(schedule.problem, ConcurrentProblem)
     one = schedule.problem.collectives[number]
     assert isinstance(one, CollectiveProblem)
@@ -302,20 +314,20 @@ def alone(schedule: Schedule, number: int) -> Schedule:
 
 
 def _own(lane: Lane, number: int) -> tuple[Step, ...]:
-    """The steps of a collective that is described, by the names of its own schedule."""
+    """Return the steps of a collective, with the names of its own schedule. Opaque collectives have none."""
     steps = (step for step in lane.steps if not collective_numbers(step) and number in numbers(step))
     return tuple(renamed(step, plain) if number else step for step in steps)
 
 
 def _place(lane: Lane) -> tuple[str, Any]:
-    """The name and the kind of a lane in the collective's own schedule."""
+    """Return the name and the kind of a lane in the collective's own schedule."""
     if lane.name == LOCAL:
         return "compute", "compute"
     return lane.name, "blocks" if lane.kind == "network" else lane.kind
 
 
 def numbers(step: Step) -> Iterator[int]:
-    """Of the collectives that a step belongs to."""
+    """Yield the numbers of the collectives that a step belongs to."""
     yield from collective_numbers(step)
     yield from (number_of(region.buffer) for region in regions(step))
     yield from (number_of(wait.flag.name) for wait in waits(step))

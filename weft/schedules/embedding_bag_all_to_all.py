@@ -1,18 +1,18 @@
 """Builders for embedding_bag_all_to_all: out_mN = all_to_all(embedding_bag(tables of this rank, bags of M samples)).
 
 Buffers of rank r, which has C_r columns of tables, and m_r of the M samples
-    bags      input      M x C_r     what looking the rank's bags up gives; indices, offsets and tables stand for it
-    pooled    local      M x C_r     what has been looked up (sequential, track_and_trigger)
-    landing   symmetric  m_r x N     what peers send of r's samples: their columns, side by side in the order of ranks
+    bags      input      M x C_r     the result of looking up the rank's bags; it stands for indices, offsets and tables
+    pooled    local      M x C_r     the looked-up bags (sequential, track_and_trigger)
+    landing   symmetric  m_r x N     the columns of r's samples that peers send, side by side in the order of ranks
     out       output     m_r x N     all columns of r's samples
-    from<s>   local      m_r x C_s   what rank s of another node sends of r's samples (node_slices)
+    from<s>   local      m_r x C_s   the columns of r's samples that rank s of another node sends (node_slices)
 
 Flags of rank r (who signals ~> who waits)
     made[i]@r      r's lookup ~> r's copy lane: piece i is in `pooled`
-    arrived[i]@r   a peer's lookup, or its copy lane ~> whatever of r hands out: the peer's piece i is in `landing`
+    arrived[i]@r   a peer's lookup, or its copy lane ~> r's copies to `out`: the peer's piece i is in `landing`
     sliced[i]@r    r's lookup ~> r's network lane: a piece for another node is in `pooled` (node_slices)
     landed[i]@r    r's network lane ~> r's copy lane: piece i of all ranks of other nodes is in r's `from` buffers
-    free[p]@r      p ~> whatever of r writes for p: p has handed out what r sent, for the last time in this call
+    free[p]@r      p ~> r's steps that write for p: p has copied r's pieces to `out`, for the last time in this call
 
     rank r, compute                    rank p, copy
     wait free[p] >= 0 of all peers
@@ -21,12 +21,12 @@ Flags of rank r (who signals ~> who waits)
            ...                         copy landing[:, columns of r] -> out
            own bags    -> out          signal free[p]@r ~> (next call)
 
-Remote bags come first, those of the successor before all others, so that no two ranks store to the same peer at once, and
-what arrives is handed out while the owner still looks up its own bags.
+Remote bags come first, beginning with the successor's, so that no two ranks store to the same peer at once. The owner copies
+arrived pieces to `out` while it still looks up its own bags.
 
-Bad interleaving: r, a call ahead, stores into the landing buffer of p while p still copies the old rows out. `free` prevents
-it. The caller gets a buffer of its own: handing out `landing` itself would save the copy, but a peer's next call would write
-into what the caller still reads.
+Bad interleaving: r is a call ahead, and stores into the landing buffer of p while p still copies the old rows out. `free`
+prevents this. The caller gets a separate buffer. Returning `landing` itself would save the copy, but a peer's next call would
+write into it while the caller still reads it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Exchange(Builder):
         return self.flag("arrived", piece.shard, src, piece.index)
 
     def copy_to_result(self, rank: int, lane: str) -> None:
-        """Add copies of what peers have sent to the caller's buffer, piece by piece, in the order in which it arrives."""
+        """Add copies of peers' pieces to the caller's buffer, in the order in which they arrive."""
         for src in (src for src in self.peers(rank, step=-1) if self.sends_data(src, rank)):
             for piece in self.pieces[rank]:
                 copy = Copy(*(self.place(name, rank, src, piece.rows) for name in ("landing", "out")))
@@ -91,7 +91,7 @@ class _Exchange(Builder):
             self.add_steps(rank, "compute", Lookup(tuple(parts)))
 
     def pieces_to_receive(self, rank: int, index: int) -> list[tuple[int, Piece]]:
-        """Return (sender, piece) for slice `index` of what `rank` receives from ranks of other nodes."""
+        """Return (sender, piece) for slice `index` of the pieces that `rank` receives from ranks of other nodes."""
         return [
             (src, piece)
             for src in self.ranks_on_other_nodes(rank)
@@ -125,7 +125,7 @@ class _Exchange(Builder):
 
 
 def sequential(request: Request) -> Schedule:
-    """One lookup of all bags, then NCCL's all-to-all."""
+    """Look up all bags in one kernel, then run NCCL's all-to-all."""
     s = _Exchange(request, landing=False)
     for rank in s.ranks:
         pooled = s.region("pooled", rank)
@@ -135,7 +135,8 @@ def sequential(request: Request) -> Schedule:
 
 
 def stored(request: Request) -> Schedule:
-    """One kernel looks bags up and stores them at their owners, remote bags first. Owners copy what arrives to the result."""
+    """Look up bags in one kernel that stores them at their owners, remote bags first. Owners copy arrived pieces to the
+    result."""
     s = _Exchange(request, pooled=False)
     for rank in s.ranks:
         s.wait_for_receivers(rank)
@@ -149,7 +150,7 @@ def stored(request: Request) -> Schedule:
 
 
 def counted(request: Request) -> Schedule:
-    """One lookup counts finished pieces; each full count triggers the copy that sends the piece."""
+    """Look up bags in one kernel that counts finished pieces. Each full count triggers the copy that sends the piece."""
     s = _Exchange(request)
     for rank in s.ranks:
         parts = []
@@ -166,7 +167,7 @@ def counted(request: Request) -> Schedule:
 
 
 def sliced(request: Request) -> Schedule:
-    """Within a node, as `stored`. The bags for other nodes come first, and are sent slice by slice.
+    """Look up bags as `stored` does within a node. The bags for other nodes come first, and are sent slice by slice.
 
     Each slice is a separate kernel, and so is each chunk of the bags that stay in the node. A lookup occupies every SM until it
     ends, so NCCL can only start to send between two kernels.

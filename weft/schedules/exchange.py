@@ -11,7 +11,7 @@ from weft.schedules.builder import Builder, Piece, Request
 
 
 class AllToAllBuilder(Builder):
-    """An AllToAllBuilder adds the caller's buffers, and knows where pieces arrive.
+    """An AllToAllBuilder adds the caller's buffers, and computes where pieces arrive.
 
     pieces: by destination, the chunks of every rank's rows for it.
     """
@@ -39,7 +39,7 @@ class AllToAllBuilder(Builder):
             self.add_gemm(rank, (part for _, part in run), (None, cols))
 
     def source(self, rank: int, dst_rank: int, rows: Span1D) -> Region:
-        """Return the rows of a whose product is these rows of what is sent to `dst_rank`."""
+        """Return the rows of a whose products are these rows for `dst_rank`."""
         above = dst_rank * self.problem.m if self.sends_columns else 0
         return self.region("a", rank, (rows[0] - above, rows[1] - above))
 
@@ -50,7 +50,7 @@ class AllToAllBuilder(Builder):
         return [Part(self.source(rank, rank, rows), out)] if rows[1] > rows[0] else []
 
     def pieces_between_nodes(self, rank: int, index: int) -> tuple[list[Piece], list[tuple[int, Piece]]]:
-        """Return slice `index` of what goes to other nodes, and (sender, piece) for each piece that comes from them."""
+        """Return slice `index` of the pieces for other nodes, and (sender, piece) for each piece that comes from them."""
         return self.select_chunk(index, self.ranks_on_other_nodes(rank)), [
             (peer, p) for peer in self.ranks_on_other_nodes(rank) for p in self.select_chunk(index, [rank])
         ]

@@ -3,10 +3,10 @@
 Buffers of rank r
     a         input      M x k_r
     b         input      k_r x N
-    bias      input      1 x N       where the problem adds one; added to every row
-    residual  input      M x N       likewise; both are the same on every rank, and added once
+    bias      input      1 x N       if the problem adds one; added to every row
+    residual  input      M x N       if the problem adds one; both are the same on every rank, and added once
     partial   local      M x N       r's product
-    recv      symmetric              one_shot: p*M x N, what each of the p other ranks computed, in the order of ranks;
+    recv      symmetric              one_shot: p*M x N, the products of each of the p other ranks, in the order of ranks;
                                      two_shot: p*M x n_r of the columns that r owns
     summed    symmetric  M x N       two_shot: the columns that others own, as their owners summed them
     mine      local      M x n_r     node_slices: the sum over the node of the columns that r owns within it
@@ -14,8 +14,8 @@ Buffers of rank r
     out       output     M x N       the sum over ranks, in the order of ranks, and the addends, in float32, rounded once
 
 Flags of rank r (who signals ~> who waits)
-    arrived[p]@r   p ~> r: p's partial result is in recv        free[p]@r   p ~> r: p has read what r put into p's recv
-    ready[p]@r     p ~> r: p's columns are in summed              read[p]@r   p ~> r: p has read what r put into p's summed
+    arrived[p]@r   p ~> r: p's partial result is in recv        free[p]@r   p ~> r: p has read r's data in p's recv
+    ready[p]@r     p ~> r: p's columns are in summed              read[p]@r   p ~> r: p has read r's data in p's summed
 
     made[i]@r      r ~> r's network lane: rows i are in `mine`    landed[i]@r r's network lane ~> r: and in `theirs`
 
@@ -27,11 +27,13 @@ Flags of rank r (who signals ~> who waits)
                                 reduce all -> out       wait ready[o]                 reduce -> out
                                 signal free[p]@r        summed -> out            <~~  out -> summed of r, signal ready[o]
 
-Every rank of one_shot adds in the same order, so that all have the same bits; in two_shot one rank adds.
+Results have the same bits on all ranks. In one_shot every rank adds in the same order; in two_shot one rank adds.
 
-Bad interleaving: r, a call ahead, writes recv of p while p still sums the old rows. `free` prevents it, and `read` for summed.
+Bad interleaving: r is a call ahead, and writes recv of p while p still sums the old rows. `free` prevents this; for summed,
+`read` does.
 
-All of it, or all but a cuBLAS GEMM, is one persistent kernel where the device has it (Lane.fused; weft.kernels.all_reduce).
+If the device has the kernel, one persistent kernel runs all of it, or all but a cuBLAS GEMM (Lane.fused;
+weft.kernels.all_reduce).
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ from weft.core.schedule import (
 from weft.schedules.builder import Builder, Request
 
 ONE_HOP_BYTES = 3 << 20
-"""sequential_stores sends partial results to all ranks if these are at most so many bytes for each rank, and otherwise to their
-owners. On 4 x H200 one hop is 0.3 us faster at 3 MiB, and both take the same time at 6 MiB."""
+"""Partial results of at most this many bytes per rank are sent to all ranks by sequential_stores, larger ones to their owners.
+On 4 x H200 one hop is 0.3 us faster at 3 MiB, and both take the same time at 6 MiB."""
 
 
 class _Everywhere(Builder):
@@ -94,7 +96,7 @@ class _Everywhere(Builder):
 
 
 def sequential(request: Request) -> Schedule:
-    """One GEMM, then NCCL's all-reduce, in place; addends come after it, by a sum that rounds once more."""
+    """Run one GEMM, then NCCL's all-reduce, in place. A separate sum adds the addends after it, and rounds once more."""
     s = _Everywhere(request, partial=bool(request.problem.addends))
     into = "partial" if s.problem.addends else "out"
     for rank in s.ranks:
@@ -108,17 +110,17 @@ def sequential(request: Request) -> Schedule:
 
 
 def one_shot(request: Request) -> Schedule:
-    """Every rank stores its partial result at every peer, and sums all."""
+    """Let every rank store its partial result at every peer, and sum all partial results."""
     return _one_kernel(request, hops=1)
 
 
 def two_shot(request: Request) -> Schedule:
-    """Each rank owns some columns: it sums their partial results, and stores the sums at every peer."""
+    """Let each rank own some columns, sum their partial results, and store the sums at every peer."""
     return _one_kernel(request, hops=2)
 
 
 def _one_kernel(request: Request, *, hops: int) -> Schedule:
-    """One kernel multiplies, exchanges and sums."""
+    """Multiply, exchange and sum in one kernel."""
     s = _Everywhere(request)
     for rank in s.ranks_with_work:
         s.add_fused_collective(rank, ("a", "b"), hops=hops)
@@ -126,7 +128,7 @@ def _one_kernel(request: Request, *, hops: int) -> Schedule:
 
 
 def sequential_stores(request: Request) -> Schedule:
-    """One cuBLAS GEMM; then one kernel exchanges the products: in one hop if these are few bytes, otherwise in two."""
+    """Run one cuBLAS GEMM. Then one kernel exchanges the products, in one hop if these are few bytes, otherwise in two."""
     few = request.problem.m * request.problem.n * request.problem.itemsize * (request.problem.world_size - 1) <= ONE_HOP_BYTES
     s = _Everywhere(request, partial=True)
     for rank in s.ranks_with_work:
@@ -136,9 +138,11 @@ def sequential_stores(request: Request) -> Schedule:
 
 
 class _Slices(_Everywhere):
-    """node_slices: on each node, every rank owns some columns, and sums the node's partial results of them. Owners of the same
-    columns exchange these sums, slice by slice of rows, and each stores the whole sum at its node's ranks. All nodes have the
-    same number of ranks."""
+    """Builds node_slices. On each node, every rank owns some columns, and sums the node's partial results of them.
+
+    Owners of the same columns exchange these sums, slice by slice of rows, and each stores the whole sum at its node's ranks.
+    All nodes have the same number of ranks.
+    """
 
     def __init__(self, request: Request) -> None:
         super().__init__(request, partial=True)
@@ -211,7 +215,7 @@ class _Slices(_Everywhere):
             self.store_at_peers(rank, [Store(out, dst, ready) for dst, ready in there], "read" if index == 0 else "")
 
     def collect(self, rank: int) -> None:
-        """Add copies of what the node's other owners have published to the result."""
+        """Add copies of the sums of the node's other owners to the result."""
         for index, rows in enumerate(self.slices):
             for owner in (peer for peer in self.peers(rank) if peer in self.owners):
                 self.add_steps(rank, "compute", Wait(self.flag("ready", rank, owner, index)))
@@ -223,7 +227,8 @@ class _Slices(_Everywhere):
 
 
 def sliced(request: Request) -> Schedule:
-    """The ranks of a node sum its products by columns; nodes exchange the sums slice by slice of rows; owners publish them."""
+    """Sum a node's products by columns on its ranks. Nodes exchange the sums slice by slice of rows, and owners store them at
+    all ranks."""
     if not request.problem.nodes:
         return two_shot(replace(request, chunks=1))
     s = _Slices(request)

@@ -1,19 +1,19 @@
-"""Builders for matmul_all_to_all: out = all_to_all(a_MK @ b_KN), every rank with a and b of its own.
+"""Builders for matmul_all_to_all: out = all_to_all(a_MK @ b_KN). Every rank has its own a and b.
 
-Those for matmul_all_to_all_columns are the same: what goes to a rank is a kernel of its own there, with that rank's columns of
-b, and `product` has p*M rows of N/p columns (weft.core.problem.ColumnProblem), of which m_r = M are r's.
+matmul_all_to_all_columns has the same builders. There, the product for each destination is a separate kernel, with that rank's
+columns of b, and `product` has p*M rows of N/p columns (weft.core.problem.ColumnProblem), of which m_r = M are r's.
 
 Buffers of rank r (m_r rows of each rank's product are r's)
     a        input      M x K
     b        input      K x N
-    product  symmetric  M x N       what r has computed, until its owners have pulled it; direct_store has none
-    recv     symmetric  p*m_r x N   where peers' tiles are stored (direct_store only), in the order of ranks
+    product  symmetric  M x N       r's product, until its owners have pulled it; direct_store has none
+    recv     symmetric  p*m_r x N   peers' tiles (direct_store only), in the order of ranks
     out      output     p*m_r x N   rows from every rank, in the order of ranks
 
 Flags of rank r (who signals ~> who waits)
     made[i]@r      a peer's compute lane, or its GEMM ~> r's pulling lane: the peer's piece i for r is in its `product`
     arrived[i]@r   a peer's GEMM ~> r's copy lane: the peer's piece i is in r's recv
-    free[p]@r      p's pulling lane ~> r's compute lane: p has read what r wrote for it for the last time in this call
+    free[p]@r      p's pulling lane ~> r's compute lane: p has read r's rows for it for the last time in this call
 
 The owner pulls: its copy engine reads a peer's product and writes the caller's output, which no peer may touch. Pushed rows
 would land in another buffer and be copied again: 15 us for 32 MiB on H200.
@@ -25,12 +25,12 @@ would land in another buffer and be copied again: 15 us for 32 MiB on H200.
     gemm other rows, its own last               copy product@s -> out
                                                 signal free[r]@s ~> (next call)
 
-Between nodes (node_slices) the rows of a slice, chunk i of all peers there, are sent once all of their tiles are done, and
-received in the output:
+Between nodes (node_slices) a slice is chunk i of all peers there. It is sent once all of its tiles are done, and received in
+the output:
 
     sliced[i]@r    r's GEMM ~> r's network lane: a piece for another node is in `product`
 
-Bad interleaving: s, a call ahead, overwrites product while r still pulls the old rows. `free` prevents it.
+Bad interleaving: s is a call ahead, and overwrites product while r still pulls the old rows. `free` prevents this.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ from weft.schedules.exchange import AllToAllBuilder
 
 
 class _Combine(AllToAllBuilder):
-    """The flags of this operator, and steps that several schedules share. staging: the symmetric buffer for rows."""
+    """The flags of this operator, and steps that several schedules share.
+
+    staging: the symmetric buffer for rows.
+    """
 
     def __init__(self, request: Request, *, staging: Literal["product", "recv"] = "product") -> None:
         super().__init__(request)
@@ -66,7 +69,7 @@ class _Combine(AllToAllBuilder):
         return [p for peer in peers for p in self.pieces[peer]] if self.sends_columns else self.sort_by_chunk(peers)
 
     def part_of_product(self, rank: int, dst_rank: int, rows: Span1D) -> Part:
-        """Return the part that writes these rows of what goes to a rank into `product`."""
+        """Return the part that writes these rows for a rank into `product`."""
         return Part(self.source(rank, dst_rank, rows), self.region("product", rank, rows))
 
     def part_counted_by_owner(self, rank: int, piece: Piece) -> tuple[int, Part]:
@@ -110,7 +113,7 @@ class _Combine(AllToAllBuilder):
 
 
 def sequential(request: Request) -> Schedule:
-    """One GEMM, then NCCL's all-to-all."""
+    """Run one GEMM, then NCCL's all-to-all."""
     s = _Combine(request)
     for rank in s.ranks:
         s.multiply(rank, s.parts_of_product(rank))
@@ -119,7 +122,7 @@ def sequential(request: Request) -> Schedule:
 
 
 def sequential_stores(request: Request) -> Schedule:
-    """One cuBLAS GEMM; then one kernel on each rank loads its rows from all ranks into the result."""
+    """Run one cuBLAS GEMM. Then one kernel on each rank loads its rows from all ranks into the result."""
     s = _Combine(request)
     for rank in s.ranks:
         peers = [peer for peer in s.peers(rank) if s.pieces[peer]]
@@ -133,7 +136,8 @@ def sequential_stores(request: Request) -> Schedule:
 
 
 def unfused(request: Request) -> Schedule:
-    """A GEMM for each piece, pulled by its owner when done; the own shard last, as one GEMM. chunks=1: shard by shard."""
+    """Run a GEMM for each piece, which its owner then pulls. The own shard comes last, as one GEMM. With chunks=1 a piece is a
+    shard."""
     s = _Combine(request)
     for rank in s.ranks:
         s.add_steps(rank, "compute", *(s.make_free_wait(rank, peer) for peer in s.peers(rank) if s.pieces[peer]))
@@ -146,9 +150,9 @@ def unfused(request: Request) -> Schedule:
 
 
 def counted(request: Request, *, stored: bool = False) -> Schedule:
-    """One GEMM that counts finished tiles by piece on the owner, remote pieces first; a full count starts the owner's copy.
+    """Run one GEMM that counts finished tiles by piece on the owner, remote pieces first. A full count starts the owner's copy.
 
-    stored: its tiles are stored straight to the owner, whose copies only bring them to its result.
+    stored: tiles are stored directly at the owner, which only copies them to its result.
     """
     s = _Combine(request, staging="recv" if stored else "product")
     for rank in s.ranks:
@@ -158,7 +162,7 @@ def counted(request: Request, *, stored: bool = False) -> Schedule:
 
 
 def sliced(request: Request) -> Schedule:
-    """Within a node, as `counted`. The rows for other nodes come first, and are sent slice by slice.
+    """Exchange as `counted` does within a node. The rows for other nodes come first, and are sent slice by slice.
 
     No flag `free` is needed between nodes, because a message arrives only when the receiver has posted its receive.
     """

@@ -3,19 +3,19 @@
 Buffers of rank r
     a        input      M x k_r
     b        input      k_r x N
-    partial  local      M x N       r's product; symmetric where its owner reads it in place (flag_gated); of track_and_trigger,
-                                    all but r's shard; direct_store has none
-    recv     symmetric  p*m_r x N   what each of the p other ranks computed of r's shard (m_r rows), in the order of ranks
-    handed   symmetric              node_slices: what each peer of the node computed of the rows that r carries to other nodes
+    partial  local      M x N       r's product; symmetric if its owner reads it in place (flag_gated); without r's shard in
+                                    track_and_trigger; direct_store has none
+    recv     symmetric  p*m_r x N   the products of each of the p other ranks for r's shard (m_r rows), in the order of ranks
+    handed   symmetric              node_slices: the products of each peer of the node for the rows that r sends to other nodes
     mine     local                  node_slices: the node's sum of these rows
-    theirs   local      q*m_r x N   node_slices: what each of the q other nodes has summed of r's shard
+    theirs   local      q*m_r x N   node_slices: the sums of each of the q other nodes for r's shard
     out      output     m_r x N     the sum over ranks, in the order of ranks, in float32, rounded once
 
 Flags of rank r (who signals ~> who waits)
     made[i]@r      r's compute lane ~> r's copy lane: piece i of the product is in `partial`
     arrived[i]@r   a peer's copy lane, or its GEMM ~> r's reduction: the peer's piece i is in recv (or in its partial)
     handed[i]@r, summed[i]@r, landed[i]@r   node_slices: as arrived, as made, and r's network lane ~> r's compute lane
-    free[p]@r      p's compute lane ~> whatever of r writes for p: p has read r's piece for the last time in this call
+    free[p]@r      p's compute lane ~> r's steps that write for p: p has read r's piece for the last time in this call
 
     rank r, compute               rank r, copy                     rank p, the owner
     gemm rows of p
@@ -24,11 +24,12 @@ Flags of rank r (who signals ~> who waits)
     ...                            signal arrived  ~~~~~~~~~~~~~~>  reduce waits arrived of all ranks
     reduce own shard                                                signal free[p]@r ~> (next call)
 
-In track_and_trigger and direct_store the reduction is the end of the owner's GEMM: the tiles of its own shard come last, and
-add the peers' rows to their product before they round it. They wait for `arrived` late, behind their multiplication.
+In track_and_trigger and direct_store the owner's GEMM also reduces: the tiles of its own shard come last, and add the peers'
+rows to their product before they round it. They wait for `arrived` after their multiplication (late gates).
 
-Bad interleaving: r, a call ahead, writes recv of p while p still sums the old rows. `free` prevents it. Within r, `partial`
-is not rewritten before the copies that read it end: a call starts when all lanes of the rank have ended the one before.
+Bad interleaving: r is a call ahead, and writes recv of p while p still sums the old rows. `free` prevents this. Within r, the
+copies that read `partial` end before it is written again, because a call starts after all lanes of the rank have ended the
+previous one.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from weft.core.schedule import (
 from weft.schedules.builder import Builder, Piece, Request
 
 ONE_KERNEL_BYTES = 16 << 20
-"""If a rank's product has at most so many bytes, sequential_stores exchanges it by one kernel, which has three copies of what
-arrives."""
+"""If a rank's product has at most this many bytes, sequential_stores exchanges it by one kernel, which needs memory for three
+copies of the arrived rows."""
 
 
 class _Scatter(Builder):
@@ -183,7 +184,7 @@ class _Scatter(Builder):
 
 
 def sequential(request: Request) -> Schedule:
-    """One GEMM, then NCCL's reduce-scatter."""
+    """Run one GEMM, then NCCL's reduce-scatter."""
     s = _Scatter(request, partial="symmetric")
     for rank in s.ranks:
         s.add_gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
@@ -194,7 +195,7 @@ def sequential(request: Request) -> Schedule:
 
 
 def one_shot(request: Request) -> Schedule:
-    """One kernel: every rank stores its partial rows at their owners, which sum them."""
+    """Run one kernel, in which every rank stores its partial rows at their owners, which sum them."""
     s = _Scatter(request, partial=None, recv=False)
     for rank in s.ranks_with_work:
         s.add_fused_collective(rank, (s.region("a", rank), s.region("b", rank)))
@@ -202,7 +203,7 @@ def one_shot(request: Request) -> Schedule:
 
 
 def sequential_stores(request: Request) -> Schedule:
-    """One cuBLAS GEMM; then its rows are stored at their owners, which sum them. Few bytes are exchanged by one kernel."""
+    """Run one cuBLAS GEMM. Its rows are then stored at their owners, which sum them. One kernel exchanges few bytes."""
     few = request.problem.m * request.problem.n * request.problem.itemsize <= ONE_KERNEL_BYTES
     s = _Scatter(request, recv=not few)
     for rank in s.ranks_with_work:
@@ -218,7 +219,8 @@ def sequential_stores(request: Request) -> Schedule:
 
 
 def unfused(request: Request) -> Schedule:
-    """A GEMM for each piece, sent when done; the own shard last, as one GEMM. chunks=1: shard by shard."""
+    """Run a GEMM for each piece, which is then sent. The own shard comes last, as one GEMM. With chunks=1 a piece is a
+    shard."""
     s = _Scatter(request)
     for rank in s.ranks:
         for piece in s.by_step(rank):
@@ -231,7 +233,8 @@ def unfused(request: Request) -> Schedule:
 
 
 def fused(request: Request, *, uniform: bool) -> Schedule:
-    """One GEMM for all pieces of a step. uniform: the own shard is cut like the others and joins each step."""
+    """Compute all pieces of a step by one GEMM. uniform: the own shard is cut like the others, and each step has a piece of
+    it."""
     s = _Scatter(request)
     for rank in s.ranks:
         for index in range(s.chunks):
@@ -247,7 +250,7 @@ def fused(request: Request, *, uniform: bool) -> Schedule:
 
 
 def fused_2d(request: Request) -> Schedule:
-    """Chunks of columns: every step computes all rows of a slice of columns, and sends strided rectangles."""
+    """Cut columns into chunks. Every step computes all rows of a slice of columns, and sends strided rectangles."""
     s = _Scatter(request)
     slices = [c for c in split(s.problem.n, s.chunks) if c[1] > c[0]]
     for rank in s.ranks:
@@ -269,9 +272,9 @@ def fused_2d(request: Request) -> Schedule:
 
 
 def counted(request: Request) -> Schedule:
-    """Track and trigger: one GEMM counts finished tiles by piece, in an order rotated by rank; a full count starts the copy.
+    """Track and trigger: one GEMM counts finished tiles by piece, in an order rotated by rank. A full count starts the copy.
 
-    Its last tiles, those of the own shard, add what has arrived.
+    Its last tiles, those of the own shard, add the arrived rows.
     """
     s = _Scatter(request)
     for rank in s.ranks:
@@ -281,8 +284,10 @@ def counted(request: Request) -> Schedule:
 
 
 def stored(request: Request) -> Schedule:
-    """One GEMM that raises flags on the owners, remote pieces first. Its tiles are stored straight to the owner's recv, whose
-    last tiles, those of its own shard, add them."""
+    """Run one GEMM that raises flags on the owners, remote pieces first. It stores tiles directly in the owner's recv.
+
+    The last tiles of the owner's GEMM, those of its own shard, add them.
+    """
     s = _Scatter(request, partial=None)
     for rank in s.ranks:
         s.add_gemm_with_sums(rank, [s.part_stored_at_owner(rank, piece) for piece in s.by_step(rank)])
@@ -290,7 +295,7 @@ def stored(request: Request) -> Schedule:
 
 
 def pulled(request: Request) -> Schedule:
-    """As `stored`, but tiles stay in `partial`, and the owner's reduction, whose tiles wait for the flags, loads them from
+    """Run as `stored` does, but keep tiles in `partial`. The owner's reduction, whose tiles wait for the flags, loads them from
     there."""
     s = _Scatter(request, partial="symmetric")
     for rank in s.ranks:
@@ -305,7 +310,8 @@ def pulled(request: Request) -> Schedule:
 
 
 class _Slices(_Scatter):
-    """node_slices: of the rows that another node owns, one rank of each node sums the node's products, and sends the sum."""
+    """Builds node_slices: of the rows that another node owns, one rank of each node sums the node's products, and sends the
+    sum."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -349,7 +355,7 @@ class _Slices(_Scatter):
         return tuple(found[src] for src in self.ranks_on_node(rank))
 
     def exchange_between_nodes(self, rank: int, index: int) -> None:
-        """Add the sums of chunk `index` of what the rank carries, and the messages that exchange them with other nodes."""
+        """Add the sums of chunk `index` of the rows that the rank sends to other nodes, and the messages that exchange them."""
         taken, summed = self.select_chunk(index, self.carried(rank)), Flag("summed", rank, index)
         for piece in taken:
             self.add_steps(rank, "compute", *(Wait(self.handed_flag(src, rank, piece)) for src in self.peers(rank)))
@@ -363,8 +369,10 @@ class _Slices(_Scatter):
 
 
 def sliced(request: Request) -> Schedule:
-    """The rows of other nodes come first. They are summed within the node, and sent slice by slice. The rows of the own node
-    follow, as in `stored`."""
+    """Compute the rows of other nodes first. They are summed within the node, and sent slice by slice.
+
+    The rows of the own node follow, as in `stored`.
+    """
     if not request.problem.nodes:
         return stored(request)
     s = _Slices(request)

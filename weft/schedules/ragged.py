@@ -1,12 +1,12 @@
-"""Builders for calls with splits: dispatch and combine of mixture-of-experts, whose row counts only devices know.
+"""Builders for calls with splits: dispatch and combine of mixture-of-experts, whose row counts are known only on devices.
 
 Buffers of rank r: each holds segments (src, dst, expert) one after the other, without gaps (`RaggedProblem`)
     a         input      capacity x K   by sent_order
-    landing   symmetric  max_rows x K   what has arrived, by received_order (dispatch)
-    product   symmetric  capacity x N   what others take from here, by sent_order (combine)
+    landing   symmetric  max_rows x K   arrived rows, by received_order (dispatch)
+    product   symmetric  capacity x N   rows that other ranks pull, by sent_order (combine)
     out       output     max_rows x N   by received_order
     received  output     max_rows x K   the rows that were multiplied, by received_order (dispatch, if asked for)
-Where a is FP8, a, landing and received hold rows and their scales, which travel together.
+If a is FP8, a, landing and received hold rows and their scales, which are sent together.
 
 Flags of rank r (who signals ~> who waits)
     counted[s]@r   s ~> r: the counts of s are here, and s has ended the call before
@@ -19,13 +19,13 @@ Flags of rank r (who signals ~> who waits)
     grouped GEMM:                grouped GEMM:            grouped GEMM:                 grouped GEMM:
       push a -> landing@p  ~~~>    wait, multiply           multiply -> product  ~~~~>    wait, pull product@r -> out
 
-Parts come expert by expert, so that copies and products keep step; within an expert, ranks begin with their neighbours, so that
-no rank is everybody's first. There is one lane. In a sequential schedule each step waits for all of the one before. In a fused
-one the copies are parts of the GEMM's kernel: pushes come before all products, pulls after them, so that no part waits for a
-later one of its kernel.
+Parts are ordered by expert, so that copies and products proceed together. Within an expert, ranks begin with their neighbours,
+so that ranks begin with different peers. There is one lane. In a sequential schedule each step waits for all of the previous
+one. In a fused one the copies are parts of the GEMM's kernel. Pushes come before all products, and pulls after them, so that no
+part waits for a later one of its kernel.
 
-Bad interleaving: r, a call ahead, pushes into the landing buffer of p while p still multiplies the old rows. It cannot, because
-r pushes after it has the counts of p for this call, which p shares once it has ended the call before.
+Bad interleaving: r is a call ahead, and pushes into the landing buffer of p while p still multiplies the old rows. The counts
+prevent this: r pushes after it has the counts of p for this call, which p shares once it has ended the previous call.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ FAMILIES: dict[str, str] = {
     "sequential": "counts, then all rows, then the grouped GEMM; a combine in reverse",
     "fused": "each segment is multiplied once it is here, or pulled once it is made",
 }
-"""By name, what a family does, in one line."""
+"""The families by name, with one line that describes each."""
 
 
 def build(problem: RaggedProblem, name: str = "fused") -> Schedule:
-    """The schedule of a family. Raises ValueError for an unknown name."""
+    """Build the schedule of a family. Raises ValueError for an unknown name."""
     if name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; {problem.op} has {', '.join(FAMILIES)}")
     lane = _dispatch if problem.dispatches else _combine
@@ -95,13 +95,16 @@ def _at(buffer: str, rank: int, name: tuple[int, int, int]) -> Segment:
 
 
 def _flag(problem: RaggedProblem, kind: str, name: tuple[int, int, int]) -> Flag:
-    """Of a segment, on the rank that it goes to."""
+    """Return the flag of a segment, on the rank that the segment goes to."""
     return Flag(kind, name[1], problem.received_order(name[1]).index(name))
 
 
 def _by_expert(problem: RaggedProblem, rank: int, step: int) -> list[tuple[int, int]]:
-    """(expert, other rank), in the order in which copies and products come: expert by expert, and for each the other ranks in a
-    ring, which step +1 or -1 walks from the neighbour on, and rank itself last."""
+    """Return (expert, other rank) in the order of copies and products, expert by expert.
+
+    For each expert, the other ranks come in a ring, which `step` +1 or -1 walks from the neighbour on, and `rank` itself comes
+    last.
+    """
     ring = [(rank + step * distance) % problem.world_size for distance in range(1, problem.world_size + 1)]
     return [(expert, other) for expert in range(problem.experts) for other in ring]
 
@@ -111,7 +114,7 @@ def _dispatch(problem: RaggedProblem, rank: int, *, fused: bool) -> Lane:
         SegmentCopy(_at("a", rank, name), _at("landing", name[1], name), count=_flag(problem, "arrived", name))
         for name in ((rank, other, expert) for expert, other in _by_expert(problem, rank, 1))
     )
-    # Own rows are here at once, those of the predecessor come next.
+    # Own rows are available at once, and those of the predecessor arrive next.
     ring = [(rank - distance) % problem.world_size for distance in range(problem.world_size)]
     incoming = [(other, rank, expert) for expert in range(problem.experts) for other in ring]
     gates = [Wait(_flag(problem, "arrived", name)) for name in incoming]

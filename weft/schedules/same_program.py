@@ -1,9 +1,9 @@
 """Decides whether two schedules are the same program: equal except for the names of flags and the layout of scratch memory.
 
-Families have names of their own, but on few ranks they may come to the same: with one peer, each step of hetero_fused_1d has
-one piece, as hetero_unfused_1d's always have; in one piece a shard, both are shard_p2p. One lays what arrives out by step, the
-other by shard. Such schedules take the same time; which of two measurements of them was shorter is luck, so one name stands
-for all: the simplest, the first of `weft.schedules.NAMES`.
+On few ranks, different families may give the same program. With one peer, each step of hetero_fused_1d has one piece, as each
+step of hetero_unfused_1d always has. With one piece per shard, both are shard_p2p. One orders arrived pieces by step, the other
+by shard. Such schedules take the same time, and a difference between their measurements is noise. So one name stands for all:
+the simplest, which is the first of them in `weft.schedules.NAMES`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _outline(schedule: Schedule) -> list[list[int]]:
 
 
 class _Renaming:
-    """The renaming of one schedule to the other, as far as they have been compared."""
+    """A partial mapping of the names of one schedule to those of the other, built while they are compared."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._scratch = {buffer.name for buffer in schedule.buffers if buffer.kind in ("local", "symmetric")}
@@ -73,5 +73,5 @@ def _joints(step: Any) -> list[tuple[bool, bool]]:
 
 @cache
 def _fields(kind: type) -> tuple[str, ...]:
-    """Names of the parts of a kind's values; none where they have none."""
+    """Return the names of the fields of a kind's values, or () if they have none."""
     return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()

@@ -89,7 +89,7 @@ class CompilePass(CustomGraphPass):
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The options to pass to torch.compile(..., options=...) with the Inductor backend.
+        """Return the options to pass to torch.compile(..., options=...) with the Inductor backend.
 
         To use a mode as well, merge in `torch._inductor.list_mode_options(mode)`.
         """
@@ -157,7 +157,7 @@ class CompilePass(CustomGraphPass):
         )
 
     def uuid(self) -> str:
-        """The key of this pass in Inductor's caches.
+        """Return the key of this pass in Inductor's caches.
 
         It covers the sources of this package, the schedules, and this rank and the world size, which the graphs contain.
         """
@@ -184,7 +184,7 @@ class CompilePass(CustomGraphPass):
 
 
 def _is_unsupported_collective(node: Node) -> bool:
-    """Whether this is a collective that no weft operator replaces."""
+    """Return whether this is a collective that no weft operator replaces."""
     found = node.target
     if not isinstance(found, OpOverload) or found.namespace not in _COLLECTIVES:
         return False

@@ -67,7 +67,7 @@ class GatheredMatmul:
 
     @property
     def factors(self) -> list[Node]:
-        """The nodes that the matmul needs besides the gathered rows and their scales."""
+        """Return the nodes that the matmul needs besides the gathered rows and their scales."""
         of_scales = [] if self.scales is None else [self.scales.b]
         if self.scales is not None and self.scales.recipe == "tensorwise":
             of_scales.append(self.scales.a)
@@ -137,7 +137,7 @@ def read(start: Node) -> Gather:
 
 
 def carries_scales(start: Node) -> bool:
-    """Whether this all_gather_into_tensor gathers the scales of FP8 rows."""
+    """Return whether this all_gather_into_tensor gathers the scales of FP8 rows."""
     follow = {c10d.wait_tensor.default, aten.cat.default, operator.getitem, *RESHAPES, *SPLITS}
     found = [start]
     for node in found:
@@ -293,7 +293,7 @@ def _write_cast(write: Writer, shard: Node, cast: Node | None) -> Node:
 
 
 def _needs_gathered(gather: Gather, products: set[Node]) -> bool:
-    """Whether anything but the matmuls uses the gathered tensor, or the graph returns it before its wait."""
+    """Return whether anything but the matmuls uses the gathered tensor, or the graph returns it before its wait."""
     users = {user for one in list_reshapes(gather.cast or gather.whole) for user in one.users}
     return len(gather.start.users) > 1 or any(user not in products and user.target not in RESHAPES for user in users)
 

@@ -1,4 +1,4 @@
-"""Where a node of a graph comes from, as torch.compile has noted it."""
+"""Finds where a node of a graph comes from, as recorded by torch.compile."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def file_and_line(node: Node) -> str:
-    """The innermost line that is not torch's: "model.py:12", or "" where nothing is known."""
+    """Return the innermost line outside torch, as "model.py:12", or "" if it is unknown."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [(path, line) for path, line in frames if not path.startswith(_TORCH)] or frames
     return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
 
 
 def module_name(node: Node) -> str:
-    """The module that a forward's node is in: "layers.0.up". "" where nothing is known, as in a backward."""
+    """Return the module of a forward's node, as "layers.0.up", or "" if it is unknown, as in a backward."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""

@@ -1,11 +1,11 @@
-"""aten._scaled_mm, FP8 factors with scales, in a graph: what of it weft::scaled_matmul computes, and how that is written.
+"""Reads aten._scaled_mm, a product of FP8 factors with scales, from a graph, and writes it as weft's operators.
 
     scale of the first factor     of the second     recipe
     one element                   one element       tensorwise
     [rows, 1]                     [1, columns]      rowwise
 
-Rows that are gathered take their scales along. A tensorwise scale is there already: it goes to the columns instead, and the
-rows travel with ones.
+Rowwise scales are gathered with their rows. A tensorwise scale is on every rank already: it is multiplied into the columns'
+scales, and the rows have scales of one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCALED = aten._scaled_mm.default
 
 @dataclass(frozen=True)
 class ProductScales:
-    """What a product's factors are multiplied with: nodes. output_dtype, use_fast_accum: as _scaled_mm has them."""
+    """The scales of a product's factors, as nodes. output_dtype and use_fast_accum are the arguments of _scaled_mm."""
 
     a: Node
     b: Node
@@ -35,13 +35,13 @@ class ProductScales:
     use_fast_accum: bool
 
     def like(self, other: ProductScales) -> bool:
-        """Whether one call of weft's operator can compute both products, as far as their scales are concerned."""
+        """Return whether one call of weft's operator can compute both products, judging by their scales only."""
         mine = self.recipe, self.output_dtype, self.use_fast_accum
         return mine == (other.recipe, other.output_dtype, other.use_fast_accum)
 
 
 def scales_of(product: Node) -> ProductScales | None:
-    """The scales of an aten._scaled_mm; None for another product. Raises Refused for options that weft does not have."""
+    """Return the scales of an aten._scaled_mm, or None for another product. Raises Refused for unsupported options."""
     if product.target is not SCALED:
         return None
     a, b, scale_a, scale_b = (get_argument(product, at, name) for at, name in enumerate(("self", "mat2", "scale_a", "scale_b")))
@@ -72,7 +72,7 @@ def scales_of(product: Node) -> ProductScales | None:
 
 
 def bias_of(product: Node) -> Node | None:
-    """What an aten._scaled_mm adds."""
+    """Return the bias of an aten._scaled_mm, or None."""
     found = get_argument(product, 4, "bias")
     return found if isinstance(found, Node) else None
 
@@ -88,7 +88,7 @@ def write_gather(
     *,
     keep: bool,
 ) -> Node:
-    """all_gather_matmul of this rank's rows [m, K]. scale_rows: [m, 1]; None for tensorwise scales."""
+    """Write all_gather_matmul of this rank's rows [m, K]. scale_rows: [m, 1], or None for tensorwise scales."""
     columns = []
     for b, one in zip(bs, scales, strict=True):
         if scale_rows is not None:
@@ -107,8 +107,10 @@ def write_gather(
 def write_reduction(
     write: Writer, op: Op, a: Node, b: Node, scale_a: Node, scales: ProductScales, group: str, schedule: str, reduce: str
 ) -> Node:
-    """matmul_reduce_scatter or matmul_all_reduce of a [M, k] and b [k, N]: its only result. scale_a: in the order of a's
-    rows."""
+    """Write matmul_reduce_scatter or matmul_all_reduce of a [M, k] and b [k, N], and return its result.
+
+    scale_a: the scales in the order of a's rows.
+    """
     scale_b = scales.b
     if scales.recipe == "tensorwise":
         scale_a, scale_b = write.reshape(scale_a, [1, 1]), write.reshape(scale_b, [1, 1])

@@ -1,21 +1,20 @@
-"""Collectives whose bytes are moved by copy engines, and summed by a set number of SMs. So they
-take little of what a concurrent matmul needs.
+"""Collectives whose data copy engines move, and a set number of SMs sum. They leave most SMs to a concurrent matmul.
 
-Into the caller's tensors, with torch.distributed's names and arguments:
+These write into the caller's tensors, with torch.distributed's names and arguments:
 
     all_gather_into_tensor(output, input)        reduce_scatter_tensor(output, input, op)
     all_to_all_single(output, input)             all_reduce(tensor, op)
 
-As functions, which autograd and torch.compile go through:
+These are functions, which support autograd and torch.compile:
 
     all_gather(x)    reduce_scatter(x, op)       all_to_all(x)    all_reduced(x, op)
 
-Results in tensors of `empty`, which peers can write, need no room and are not copied once more.
+Peers can write tensors of `empty` directly. Results in such tensors need no staging memory and no final copy.
 
-A sum is of the ranks in their order, in float32, and rounded once: the same bits in every call, and of an all_reduce on every
-rank. All ranks of the group make the same calls in the same order.
+A sum adds the ranks in order, in float32, and rounds once. So every call gives the same bits, and all_reduce gives the same
+bits on every rank. All ranks of the group make the same calls in the same order.
 
-    in_place.py   the first four       functional.py   the others       work.py   a call under way       checks.py   arguments
+in_place.py   the first four       functional.py   the others       work.py   a running call       checks.py   arguments
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every collective checks of its arguments, and the call that comes of them."""
+"""Checks the arguments of collectives, and makes calls of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_
 from weft.runtime.groups import GROUPS
 
 Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
-"""As weft's operators have it, "sum" or "avg", or as torch.distributed has it."""
+"""A reduction as weft's operators name it, "sum" or "avg", or as torch.distributed does."""
 
 
 def reduction(op: Reduction, name: str = "op") -> Literal["sum", "avg"]:
-    """What `op` says; name: of the argument. Raises ValueError for a reduction that weft does not have."""
+    """Return the reduction that `op` names. `name` is the argument's name in the ValueError for a reduction that weft does not
+    have."""
     require(name, op, (str, dist.ReduceOp, dist.ReduceOp.RedOpType), "use 'sum' or 'avg', or dist.ReduceOp.SUM or AVG")
     known = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
     for text, value in known.items():
@@ -41,8 +42,10 @@ def call_of(
     staging_bytes: int | None,
     sms: int | None,
 ) -> tuple[str, CollectiveCall]:
-    """(the group's name, the call). What a Schedule value's problem says of memory and SMs is what the call takes. Raises
-    ValueError for what no rank could do."""
+    """Return the group's name and the call.
+
+    A Schedule value sets the call's staging memory and SMs. Raises ValueError for arguments that no rank could run.
+    """
     group_name, rank, world_size = resolve_group(group)
     check_pair(op, output, input, rank, world_size, names=names)
     if op in ("reduce_scatter", "all_reduce"):
@@ -75,7 +78,7 @@ def check_pair(
     *,
     names: tuple[str, str] = ("output", "input"),
 ) -> None:
-    """What the tensors of a collective must be, and must have in common. Raises ValueError."""
+    """Check that two tensors of a collective are valid, and match. Raises ValueError."""
     for name, tensor in zip(names, (output, input), strict=True):
         check_tensor(name, tensor, contiguous=True)
     if output.dtype != input.dtype or output.device != input.device:
@@ -86,7 +89,7 @@ def check_pair(
 
 
 def check_tensor(name: str, tensor: torch.Tensor, *, contiguous: bool = False) -> None:
-    """What a tensor that is given to a collective must be. Raises ValueError."""
+    """Check a tensor that is given to a collective. Raises ValueError."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} is {describe(tensor)}; it must be a tensor")
     if tensor.device.type not in ("cpu", "cuda"):
@@ -112,7 +115,7 @@ def _check_sizes(op: str, output: torch.Tensor, input: torch.Tensor, world_size:
 
 
 def check_splits(name: str, sizes: list[int] | None, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """That split sizes, if there are any, say what is done without them. Raises ValueError."""
+    """Check that split sizes, if there are any, are equal parts, which is what weft does without them. Raises ValueError."""
     if sizes is None:
         return
     require(name, sizes, (list, tuple), "it must be a list of numbers of rows, by rank, or None")
@@ -123,7 +126,7 @@ def check_splits(name: str, sizes: list[int] | None, tensor: torch.Tensor, group
 
 
 def check_overlap(op: str, output: torch.Tensor, input: torch.Tensor, rank: int) -> None:
-    """In place as CollectiveProblem has it, or in separate memory."""
+    """Check that input and output share no memory, or share it as CollectiveProblem allows. Raises ValueError."""
     a, out = input.data_ptr(), output.data_ptr()
     a_bytes, out_bytes = input.numel() * input.element_size(), output.numel() * output.element_size()
     if not (a_bytes and out_bytes) or a + a_bytes <= out or out + out_bytes <= a:
@@ -136,7 +139,7 @@ def check_overlap(op: str, output: torch.Tensor, input: torch.Tensor, rank: int)
 
 
 def check_staging(staging_bytes: int | None) -> int | None:
-    """As it is. Raises ValueError where it is no size, or too small a one."""
+    """Return staging_bytes. Raises ValueError if it is no size, or too small."""
     least = CollectiveProblem.LEAST_STAGING
     if staging_bytes is not None and (not _is_count(staging_bytes) or staging_bytes < least):
         raise ValueError(f"staging_bytes is {staging_bytes!r}; it must be a whole number of at least {least}")
@@ -144,7 +147,7 @@ def check_staging(staging_bytes: int | None) -> int | None:
 
 
 def check_sms(sms: int | None) -> int | None:
-    """As it is. Raises ValueError where it is no number of SMs."""
+    """Return sms. Raises ValueError if it is no number of SMs."""
     if sms is not None and (not _is_count(sms) or sms < 1):
         raise ValueError(f"sms is {sms!r}; it must be a whole number of at least 1")
     return sms

@@ -1,4 +1,4 @@
-"""Collectives as functions of a tensor, along its first dimension, which autograd and torch.compile go through.
+"""Collectives as functions of a tensor, along its first dimension. They support autograd and torch.compile.
 
     forward                    backward
     all_gather(x)              reduce_scatter(grad)
@@ -6,7 +6,8 @@
     all_to_all(x)              all_to_all(grad)
     all_reduced(x)             all_reduced(grad)
 
-Backward is collective, with the forward's options, but "auto" where the schedule is none of its own: all ranks run it, or none.
+The backward pass is collective: all ranks run it, or none. It has the options of the forward pass, except that it uses "auto"
+if its operator does not have the forward's schedule.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def all_gather(
     staging_bytes: int | None = None,
     sms: int | None = None,
 ) -> torch.Tensor:
-    """[m, ...] of every rank as [world_size * m, ...]. Any dtype. Options as for all_gather_into_tensor."""
+    """Return [world_size * m, ...], the [m, ...] of all ranks in order. Any dtype. Options as for all_gather_into_tensor."""
     options = _Options(group=group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
     return _apply("all_gather", x, options)
 
@@ -60,7 +61,8 @@ def reduce_scatter(
     staging_bytes: int | None = None,
     sms: int | None = None,
 ) -> torch.Tensor:
-    """[world_size * m, ...] of every rank, summed or averaged; this rank's [m, ...]. Options as for reduce_scatter_tensor."""
+    """Sum or average the [world_size * m, ...] of all ranks, and return this rank's [m, ...]. Options as for
+    reduce_scatter_tensor."""
     options = _Options(group=group, reduce_op=reduction(op), schedule=schedule, staging_bytes=staging_bytes, sms=sms)
     return _apply("reduce_scatter", x, options)
 
@@ -74,7 +76,8 @@ def all_to_all(
     staging_bytes: int | None = None,
     sms: int | None = None,
 ) -> torch.Tensor:
-    """[world_size * m, ...]: rows of part d go to rank d; as many rows, from all ranks. Options as for all_to_all_single."""
+    """Send part d of [world_size * m, ...] to rank d, and return the parts from all ranks, with the same shape. Options as for
+    all_to_all_single."""
     options = _Options(group=group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
     return _apply("all_to_all", x, options)
 
@@ -89,7 +92,7 @@ def all_reduced(
     staging_bytes: int | None = None,
     sms: int | None = None,
 ) -> torch.Tensor:
-    """The sum, or average, of all ranks' x, as a new tensor. Options as for all_reduce."""
+    """Return the sum, or average, of all ranks' x, as a new tensor. Options as for all_reduce."""
     options = _Options(group=group, reduce_op=reduction(op), schedule=schedule, staging_bytes=staging_bytes, sms=sms)
     return _apply("all_reduce", x, options)
 
@@ -101,11 +104,14 @@ def empty(
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """A tensor that peers can write. As the result of all_gather_into_tensor, all_to_all_single and all_reduce it needs no
-    room, and nothing is copied on arrival; nor does a part of it, at the same place on every rank.
+    """Return a zeroed tensor that peers can write.
 
-    Collective, with the same arguments on every rank. Zeroed. Its memory is the group's until weft.close(group). device: "cpu"
-    or "cuda", default: torch's. Raises ValueError for another device, extents below 0, or a group on several nodes.
+    As the result of all_gather_into_tensor, all_to_all_single and all_reduce it needs no staging memory and no final copy. The
+    same holds for a part of it at the same offset on every rank.
+
+    The call is collective, with the same arguments on every rank. The memory belongs to the group until weft.close(group).
+    device: "cpu" or "cuda"; default: torch's. Raises ValueError for another device, extents below 0, or a group on several
+    nodes.
     """
     where = _device(device)
     require("dtype", dtype, torch.dtype, "it must be one of torch's, as torch.float32")
@@ -121,10 +127,10 @@ def empty(
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    """Where a tensor of `empty` is to be. Raises ValueError for what is no such place."""
+    """Return the device for a tensor of `empty`. Raises ValueError for a device that weft does not support."""
     try:
         where = torch.empty(0).device if device is None else torch.device(device)
-    except (RuntimeError, TypeError):  # a name that torch does not know, or no name
+    except (RuntimeError, TypeError):  # torch does not know the name, or it is no name
         where = None
     if where is None or where.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; weft runs on cpu and cuda")

@@ -2,17 +2,17 @@
 
 Every function takes these arguments in addition to torch's:
 
-    schedule        "auto": the fastest of a short autotuning run (on CPUs, for results above 1 GiB, and for those in tensors of
-                    `empty`: what is predicted to be); or "sequential", which is NCCL's,
-                    "copy_engine", "copy_engine_pull", with :CHUNKS for pieces a part; or a weft.schedule.Schedule
-    staging_bytes   symmetric memory that pieces pass through, a rank; default: WEFT_STAGING_BYTES, or 1 GiB on a GPU, less
-                    where less is free, and 16 MiB on a CPU. More bytes go through it in turns
-    sms             SMs that sum, default: twice the machine's `stores.sms`
-    stream          with async_op=True on GPUs, where it runs; default: a stream of high priority
+    schedule        "auto", "sequential" (NCCL), "copy_engine", "copy_engine_pull", or a weft.schedule.Schedule. :CHUNKS after a
+                    copy-engine name cuts each part into that many pieces. "auto" runs the fastest of a short autotuning run.
+                    On CPUs, for results above 1 GiB and for results in tensors of `empty` it runs the predicted fastest
+    staging_bytes   symmetric memory per rank through which pieces pass; larger data passes in several turns. Default:
+                    WEFT_STAGING_BYTES, or 1 GiB on a GPU (less if less is free) and 16 MiB on a CPU
+    sms             SMs that sum. Default: twice the machine's `stores.sms`
+    stream          the stream of a call with async_op=True on GPUs. Default: a stream of high priority
 
-and returns None, or with async_op=True a Work, whose wait() is ordered on streams, as torch's. Tensors are contiguous, on one
-device. All raise ValueError for what cannot be, naming the argument; RankMismatch where ranks call different things; PeerLost
-and WaitTimeout where a rank is lost. In a CUDA graph: call once with the same sizes first.
+Each returns None, or with async_op=True a Work, whose wait() makes the current stream wait, as torch's does. Tensors are
+contiguous, on one device. All raise ValueError that names a wrong argument, RankMismatch if ranks make different calls, and
+PeerLost or WaitTimeout if a rank is lost. Call once with the same sizes before you capture a call in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def all_gather_into_tensor(
     sms: int | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> Work | None:
-    """output = the inputs of all ranks, in the order of ranks. Replaces dist.all_gather_into_tensor(output, input).
+    """Concatenate the inputs of all ranks in output, in the order of ranks. Replaces dist.all_gather_into_tensor(output,
+    input).
 
-    input: any dtype and shape, the same on every rank; may be this rank's part of output. output: world_size times as many
-    elements.
+    input: any dtype and shape, the same on every rank. It may be this rank's part of output.
+    output: world_size times as many elements.
     """
     name, call = call_of("all_gather", output, input, group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
     return run(name, call, async_op=async_op, stream=stream)
@@ -60,13 +61,15 @@ def reduce_scatter_tensor(
     sms: int | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> Work | None:
-    """output = this rank's part of the sum, or average, of all ranks' inputs.
+    """Store this rank's part of the sum, or average, of all ranks' inputs in output.
 
     Replaces dist.reduce_scatter_tensor(output, input).
 
-    input: bfloat16, float16 or float32, world_size parts of as many elements as output has. output: may be this rank's part
-    of input. op: "sum" or "avg", or torch's. Bits do not depend on chunks, SMs or timing; only NCCL's ("sequential")
-    are its own.
+    input: bfloat16, float16 or float32, world_size parts with as many elements each as output.
+    output: may be this rank's part of input.
+    op: "sum" or "avg", or torch's.
+
+    The bits do not depend on chunks, SMs or timing, except with "sequential", where NCCL sums in its own order.
     """
     name, call = call_of(
         "reduce_scatter", output, input, group, reduce_op=op, schedule=schedule, staging_bytes=staging_bytes, sms=sms
@@ -86,10 +89,10 @@ def all_reduce(
     sms: int | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> Work | None:
-    """tensor = the sum, or average, of all ranks' tensors, in place. Replaces dist.all_reduce(tensor).
+    """Replace tensor by the sum, or average, of all ranks' tensors. Replaces dist.all_reduce(tensor).
 
-    tensor: bfloat16, float16 or float32, of any number of elements. op: as for reduce_scatter_tensor; the bits are the same
-    on every rank.
+    tensor: bfloat16, float16 or float32, of any number of elements.
+    op: as for reduce_scatter_tensor. The bits are the same on every rank.
     """
     name, call = call_of(
         "all_reduce",
@@ -119,11 +122,13 @@ def all_to_all_single(
     sms: int | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> Work | None:
-    """Part d of input goes to rank d, whose output has the parts of all ranks in their order. Replaces
-    dist.all_to_all_single(output, input).
+    """Send part d of input to rank d, and store the parts from all ranks in output, in their order.
 
-    input: any dtype and shape, world_size equal parts. output: as many elements, in separate memory. Split sizes, rows of the
-    first dimension by rank, are there for torch's sake, and must be equal.
+    Replaces dist.all_to_all_single(output, input).
+
+    input: any dtype and shape, world_size equal parts.
+    output: as many elements as input, in separate memory.
+    output_split_sizes, input_split_sizes: rows of the first dimension for each rank, as in torch. They must be equal.
     """
     name, call = call_of("all_to_all", output, input, group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
     check_splits("output_split_sizes", output_split_sizes, output, group)

@@ -1,4 +1,4 @@
-"""A collective under way, as torch.distributed's Work: the caller's stream goes on, and waits for it where it says so."""
+"""A running collective, as torch.distributed's Work. The caller's stream continues until the caller waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from weft.runtime.groups import GROUPS
 
 
 class Work:
-    """Of a call with async_op=True. tensors: what it reads and writes; they are held until the caller has waited."""
+    """The Work of a call with async_op=True. It holds `tensors`, which the call reads and writes, until the caller has
+    waited."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], out: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self._tensors, self._out, self._stream = list(tensors), out, stream
@@ -20,9 +21,9 @@ class Work:
             self._done.record(stream)
 
     def wait(self, timeout: object = None) -> bool:
-        """The caller's current stream goes on once the collective is done; the host does not wait. True.
+        """Make the caller's current stream wait for the collective, and return True. The host does not wait.
 
-        timeout: there for torch's sake; every wait of weft is bounded (WEFT_TIMEOUT_S).
+        timeout: ignored, for compatibility with torch. WEFT_TIMEOUT_S limits every wait of weft.
         """
         if self._done is not None:
             torch.cuda.current_stream(self._out.device).wait_event(self._done)
@@ -30,11 +31,11 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done by now."""
+        """Return whether the collective has finished."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of [output], as DDP's communication hooks return one; who waits for it waits on its stream."""
+        """Return a future of [output], as DDP's communication hooks do. Waiting for it makes the waiter's stream wait."""
         if self._stream is None:
             future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
             future.set_result([self._out])
@@ -46,12 +47,12 @@ class Work:
 
 
 def run(group: str, call: CollectiveCall, *, async_op: bool, stream: torch.cuda.Stream | None) -> Work | None:
-    """Make a call: on the caller's stream, or with async_op on `stream` or a stream of weft's own, behind the caller's.
+    """Make a call on the caller's stream, or with async_op on `stream` or a stream of weft, after the caller's work so far.
 
         caller: ... a ready --+------------ compute ------------+-- wait: out is there
         stream:               +--> collective, its lanes --done-+
 
-    On CPUs a call has ended when this returns. Raises ValueError for a stream without async_op, or on a CPU.
+    On CPUs the call has ended when this function returns. Raises ValueError for a stream without async_op, or on a CPU.
     """
     if stream is not None and not (async_op and call.device.type == "cuda"):
         raise ValueError("stream is for calls with async_op=True on GPUs; else enter it: with torch.cuda.stream(stream)")
@@ -68,7 +69,7 @@ def _begin_on(group: str, call: CollectiveCall, stream: torch.cuda.Stream) -> Wo
     stream.wait_stream(torch.cuda.current_stream(call.device))
     with torch.cuda.stream(stream):
         if not torch.cuda.is_current_stream_capturing():
-            # Should nobody wait for it, their memory must not be given to others meanwhile; nor if it raises half way.
+            # The allocator must not reuse their memory while the stream uses it, even if nobody waits or this call raises.
             for tensor in (call.a, call.out):
                 tensor.record_stream(stream)
         GROUPS.run(group, call)

@@ -1,7 +1,7 @@
 """Collectives that run concurrently with independent computation: data parallel, FSDP, pipelines.
 
     api.py           concurrent, as a call or a context        choice.py     which schedule: planned, or measured
-    collectives.py   the values that say what is to run        calls.py      what a process group caches
+    collectives.py   the collectives as values                 calls.py      the caches of a process group
     executor.py      runs a schedule: on CPUs; cuda.py on GPUs kernels.py    kernels whose residency may be capped
 
 The schedules are those of weft.schedules.concurrent; they are proved, predicted and ranked as any other.

@@ -80,28 +80,27 @@ def concurrent(
 
     Args:
         compute: a callable, whose result is returned, or a torch.cuda.CUDAGraph, which is replayed. Without it the result is a
-            context, around the computation; the collectives start at its entry, after what was enqueued before.
-        collectives: weft.AllReduce, AllGather, ReduceScatter, AllToAll, SendReceive: one, or several that run one after the
-            other.
-        key: what uses have in common, besides the collectives' sizes: uses whose computation differs in size need keys that
-            differ. The same on every rank. Default: where compute is defined.
-        repeatable: compute may be run many times, with no other effect than one run: then the first use measures the planner's
-            best schedules, and sequential, and later uses run the fastest. Else nothing is measured, and the planner chooses.
+            context for the computation. The collectives start when it is entered, after the work enqueued before.
+        collectives: one of weft.AllReduce, AllGather, ReduceScatter, AllToAll and SendReceive, or several, which run in order.
+        key: names this use. Uses with the same key and collectives share one choice, so computations of different sizes need
+            different keys. It is the same on every rank. Default: where compute is defined.
+        repeatable: says that running compute many times has the same effect as running it once. The first use then measures
+            the planner's best schedules and sequential, and later uses run the fastest. Otherwise the planner chooses.
         compute_us: how long the computation takes alone, for the planner. Default: as long as the collectives. The
             same on every rank.
         method: auto, or the name of a schedule: sequential, nccl or copy_engine, with +late,
             +priority, +pull, +ctas=N, +left=N, +resident=N (weft.schedules.concurrent); or a Schedule that
             weft.schedule.build has made of such a name for these collectives.
-        kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
+        kernels: kernels of the computation whose residency may be capped. compute gets them, or capped ones, as arguments. A
             context has them as `kernels`.
-        residents: blocks an SM to try where repeatable. Default: one less than fit, and half.
-        group: the ranks that agree on the method. Default: the collectives' group, the default group where they have several.
+        residents: the numbers of blocks per SM to try if repeatable. Default: one less than fit, and half as many as fit.
+        group: the ranks that agree on the method. Default: the collectives' group, or the default group if they have several.
 
-    At the end all is joined, on CUDA by streams, without a wait on the host. The results are those of the sequential program,
-    within the rounding of a cuBLAS GEMM that has fewer SMs. The collectives are NCCL's (on CPUs gloo's), or with copy_engine
-    those of weft.collectives.
+    At the end the caller's stream waits for the collectives; on CUDA the host does not wait. Results equal those of the
+    sequential program, up to the rounding of cuBLAS GEMMs on fewer SMs. NCCL (gloo on CPUs) runs the collectives, or
+    weft.collectives with copy_engine.
 
-    Raises ValueError that names the argument, and RankMismatch where ranks mean different things by a key.
+    Raises ValueError that names the argument, and RankMismatch if ranks use one key for different collectives or methods.
     """
     try:
         context, run = _chosen(compute, collectives, key, repeatable, compute_us, method, kernels, residents, group)
@@ -146,17 +145,24 @@ def _chosen(
 
 
 def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[ConcurrentChoice]:
-    """Return what `concurrent` has chosen, and what the hooks run, in a process group: for each key its method, the reason, and
-    the measured times in us if it was measured. The list is the same on every rank. The call is not collective."""
+    """Return the choices of `concurrent` and of the hooks in a process group.
+
+    For each key these are the method, the reason, and the measured times in us, if any. The list is the same on every rank. The
+    call is not collective.
+    """
     name = resolve_group(group)[0]
     state = GROUPS.known(name)
     return get_caches(state).list_choices() if state else []
 
 
 class Concurrent:
-    """A context that runs collectives concurrently with its body; made by `concurrent`. method: the schedule of this use.
+    """A context, made by `concurrent`, that runs collectives concurrently with its body.
 
-    kernels: what to launch for the kernels that were named. One that goes without having been entered warns: nothing ran."""
+    method: the name of the schedule of this use.
+    kernels: the kernels to launch instead of those that were named.
+
+    A context that is deleted before it was entered warns, because its collectives did not run.
+    """
 
     _left_out = False
 
@@ -214,8 +220,10 @@ def _check_collectives(collectives: ConcurrentCollective | Sequence[ConcurrentCo
 def _program(
     method: str | Schedule, collectives: Sequence[ConcurrentCollective], kernels: Sequence[Any], caches: GroupCaches
 ) -> Program:
-    """What this rank runs. Raises ValueError for a schedule of other collectives or about sharded parameters, and for what
-    would change nothing here."""
+    """Return the program of this rank.
+
+    Raises ValueError for a schedule of other collectives or about sharded parameters, and for options that have no effect here.
+    """
     require(
         "method",
         method,
@@ -244,7 +252,8 @@ def _program(
 
 
 def _essence(one: CollectiveProblem | OpaqueCollective) -> tuple[object, ...]:
-    """What decides whether a schedule is for a collective: what is moved, and summed, and not the room that it is given."""
+    """Return what must match for a schedule to fit a collective: the data moved and how it is summed, without the staging
+    memory."""
     if isinstance(one, OpaqueCollective):
         return (one.name,)
     return one.op, one.world_size, one.m * one.itemsize, one.reduce_op, one.dtype if one.sums else ""
@@ -269,14 +278,14 @@ def _get_caches(collectives: Sequence[ConcurrentCollective], group: dist.Process
 
 
 def _groups(collectives: object, group: object) -> set[dist.ProcessGroup]:
-    """Return the groups whose ranks may wait for this one. The arguments may be wrong."""
+    """Return the groups whose ranks may wait for this one. The arguments have not been checked."""
     listed = collectives if isinstance(collectives, Sequence) else (collectives,)
     named = {one.ranks for one in listed if isinstance(one, ConcurrentCollective)}
     return named | ({group} if isinstance(group, dist.ProcessGroup) else set())
 
 
 def _key_of(compute: Any) -> str:
-    """Return where a computation is defined. Raises ValueError if that is unknown, and for a context."""
+    """Return the module, name and line of a computation. Raises ValueError if they are unknown, and for a context."""
     code = getattr(inspect.unwrap(compute), "__code__", None) if callable(compute) else None
     if code is None:
         raise ValueError("key is None; pass a string that names this computation, the same on every rank")

@@ -37,8 +37,8 @@ class GroupCaches:
     def __init__(self, rank_group: RankGroup, exchange: Callable[[str, int], tuple[int, ...]]) -> None:
         self.rank_group = rank_group
         self.exchange = exchange
-        """Raises RankMismatch unless all ranks pass the same text. Returns the number that each rank passes. This rank runs
-        no other call of the group meanwhile."""
+        """Compares a text and exchanges a number among all ranks. Raises RankMismatch unless all pass the same text, and
+        returns the number of each rank. This rank must run no other call of the group at the same time."""
         self._lock = threading.RLock()
         self._choices: OrderedDict[tuple[object, ...], ConcurrentChoice] = OrderedDict()
         """The choices, by key and collectives. All ranks use keys in the same order, so they remove the same entries."""
@@ -129,7 +129,7 @@ class GroupCaches:
         return ConcurrentProblem(collectives=problems, world_size=size, nodes=nodes)
 
     def list_nodes(self, size: int) -> tuple[int, ...]:
-        """Return the number of ranks on each node; () if the group has a size different from `size`."""
+        """Return the number of ranks on each node, or () if the group's size is not `size`."""
         return self.rank_group.nodes if sum(self.rank_group.nodes) == size else ()
 
     def build_schedule(self, spec: str, collectives: Sequence[ConcurrentCollective]) -> Schedule:
@@ -217,7 +217,7 @@ def _make_cache_key(key: str, collectives: Sequence[ConcurrentCollective]) -> tu
 
 
 def _describe_use(key: str, collectives: Sequence[ConcurrentCollective], *more: str) -> str:
-    """Return a text of what all ranks must agree on at the first use of a key."""
+    """Return the text that all ranks must agree on at the first use of a key."""
     parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
     return "\n".join([f"concurrent: {key}", *parts, *more])
 

@@ -66,17 +66,17 @@ class ConcurrentChoice:
 
     @property
     def us(self) -> dict[str, float]:
-        """The measured times in us, by name."""
+        """Return the measured times in us, by name."""
         return {measurement.spec: measurement.us for measurement in self.measurements}
 
     @property
     def ideal_us(self) -> float | None:
-        """The time of the longer part alone, which is the least that any overlap can reach."""
+        """Return the time of the longer part alone, in us, which is the least that any overlap can reach."""
         return max(self.problem.compute_us or 0.0, self.problem.communication_us or 0.0) if self.problem else None
 
     @property
     def why(self) -> str:
-        """The reason for the choice, in one sentence."""
+        """Return the reason for the choice, in one sentence."""
         if self.note:
             return self.note
         if len(self.measurements) < 2:
@@ -169,7 +169,7 @@ class Chooser:
                 pass
 
         def ready(spec: str) -> bool:
-            """Whether every rank can prepare a schedule. Warns if one cannot."""
+            """Return whether every rank can prepare a schedule. Warns if one cannot."""
             reason = ""
             try:
                 executor.prepare(programs(spec), collectives)
@@ -235,7 +235,7 @@ def _bound_programs(collectives: Sequence[ConcurrentCollective]) -> dict[GroupSt
 def _release_programs_since(bound: Mapping[GroupState, set[BoundProgram]], collectives: Sequence[ConcurrentCollective]) -> None:
     """Release the programs that were bound after `bound` was taken.
 
-    That includes the winner's. The measured calls average, where the user's call may sum, so it cannot reuse the program.
+    This includes the winner's. The measured calls average, but the user's call may sum, so it cannot reuse the program.
     """
     for state, programs in _bound_programs(collectives).items():
         state.forget(programs.difference(bound.get(state, ())))

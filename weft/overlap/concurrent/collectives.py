@@ -1,14 +1,14 @@
-"""Collectives as values: what runs concurrently with a computation, and on which tensors.
+"""Collectives as values, which `concurrent` runs concurrently with a computation.
 
-    class             stands for                                 writes      reads
+    class             runs                                       writes      reads
     AllReduce         dist.all_reduce                            tensor      tensor
     AllGather         dist.all_gather_into_tensor                output      input
     ReduceScatter     dist.reduce_scatter_tensor                 output      input
     AllToAll          dist.all_to_all_single, equal shares       output      input
     SendReceive       dist.isend and dist.irecv, as one batch    receive     send
 
-Making one moves nothing. Its tensors belong to it from the start of the collective to its end: meanwhile the computation
-neither writes what it reads nor touches what it writes. Arguments are checked as those of weft.collectives.
+Creating a value moves no data. While the collective runs, the computation must not write the tensors that the collective reads,
+and must not touch the tensors that it writes. Arguments are checked as those of weft.collectives.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from weft.runtime.collective_calls import staging_from_environment
 from weft.runtime.groups import GROUPS
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
-# The names that these two have from torch 2.13 on; the older ones warn there.
+# From torch 2.13 on these two have other names, and the older names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ConcurrentCollective(ABC):
-    """One collective on one rank. group: None for the default group, until `ranks`."""
+    """One collective on one rank.
+
+    group: the ranks that run it. None is replaced by the default group.
+    """
 
     op: ClassVar[str]
     group: dist.ProcessGroup | None
@@ -55,21 +58,21 @@ class ConcurrentCollective(ABC):
 
     @abstractmethod
     def _check(self, group: dist.ProcessGroup) -> None:
-        """Raises ValueError that names the argument."""
+        """Raise ValueError, which names the argument, if the collective is invalid."""
 
     @property
     @abstractmethod
     def reads(self) -> tuple[torch.Tensor, ...]:
-        """What it reads."""
+        """Return the tensors that the collective reads."""
 
     @property
     @abstractmethod
     def writes(self) -> tuple[torch.Tensor, ...]:
-        """What it writes."""
+        """Return the tensors that the collective writes."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that it reads or writes."""
+        """Return all tensors that the collective reads or writes."""
         return self.writes + self.reads
 
     @property
@@ -78,38 +81,44 @@ class ConcurrentCollective(ABC):
 
     @property
     def ranks(self) -> dist.ProcessGroup:
-        """The group."""
+        """Return the process group that runs the collective."""
         assert self.group is not None
         return self.group
 
     def shares_memory_with(self, other: ConcurrentCollective) -> bool:
-        """Whether it uses memory that the other one uses, too."""
+        """Return whether this collective and the other one use any of the same memory."""
         return any(_overlap(mine, theirs) for mine in self.tensors for theirs in other.tensors)
 
     @property
     @abstractmethod
     def signature(self) -> tuple[object, ...]:
-        """The same for collectives of the same problem, on this rank. Compared at each use: cheap."""
+        """Return a key that is equal for collectives with the same problem on this rank. Each use computes it, so it is
+        cheap."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What the ranks of a group have in common, in a line."""
+        """Return one line that is the same on all ranks of the group."""
 
     def problem(
         self, world_size: int, nodes: tuple[int, ...], staging_bytes: int | None = None
     ) -> CollectiveProblem | OpaqueCollective:
-        """What it is in a schedule of so many ranks: of other ranks, or of what weft cannot add, nothing that is described."""
+        """Return the collective as a problem for a schedule of `world_size` ranks.
+
+        It is opaque, with only a name, if its group has another size or if weft cannot sum its dtype.
+        """
         mine = self.ranks.size() == world_size
         return OpaqueCollective(name=self.op if mine else f"{self.op} among {self.ranks.size()}")
 
     @abstractmethod
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        """Call NCCL's or gloo's collective on `group`, which has the same ranks as the collective's own group. On CUDA without
-        async_op it runs on torch's current stream; with async_op the result is the work to wait for."""
+        """Call NCCL's or gloo's collective on `group`, which has the same ranks as the collective's own group.
+
+        On CUDA without async_op it runs on torch's current stream. With async_op the result is the work to wait for.
+        """
 
     @property
     def moves(self) -> bool:
-        """Whether weft.collectives has it."""
+        """Return whether weft.collectives can run this collective."""
         return False
 
     def move(self, schedule: Schedule) -> None:
@@ -118,14 +127,16 @@ class ConcurrentCollective(ABC):
 
     @contextmanager
     def rehearsed(self) -> Iterator[ConcurrentCollective]:
-        """Return a collective on the same tensors that may run any number of times. At the end what it reads is restored."""
+        """Yield a collective on the same tensors that may run any number of times. At the end its inputs are restored."""
         yield self
 
 
 @contextmanager
 def rehearsed(collectives: Sequence[ConcurrentCollective]) -> Iterator[list[ConcurrentCollective]]:
-    """Return collectives that may run any number of times, one after the other. At the end whatever they read is restored, also
-    if another one wrote it."""
+    """Yield collectives that may run any number of times, in order. At the end all tensors that they read are restored.
+
+    This includes tensors that another one of the collectives writes.
+    """
     with ExitStack() as stack:
         for one in collectives:
             written = [tensor for other in collectives if other is not one for tensor in other.writes]
@@ -137,8 +148,8 @@ def rehearsed(collectives: Sequence[ConcurrentCollective]) -> Iterator[list[Conc
 
 @contextmanager
 def _restore_after(tensor: torch.Tensor) -> Iterator[None]:
-    """Restore a tensor at the end from a copy, which takes as much memory."""
-    plain = tensor.detach()  # a parameter, too: what is written is no part of a graph
+    """Restore a tensor at the end from a copy. The copy takes as much memory as the tensor."""
+    plain = tensor.detach()  # autograd must not record writes to a parameter
     before = plain.clone()
     try:
         yield
@@ -147,8 +158,10 @@ def _restore_after(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements one after the other: gloo asks for shapes that go together, where only their number counts. Of a parameter,
-    too: what is written is no part of a graph."""
+    """Return a flat view of a tensor, because gloo compares shapes where only the number of elements matters.
+
+    The view is detached, since autograd must not record writes to a parameter.
+    """
     return tensor.detach().view(-1)
 
 
@@ -158,7 +171,10 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 class _Whole(ConcurrentCollective):
-    """A collective of all ranks, from `input` to `output`. reduction: None where nothing is summed."""
+    """A collective of all ranks from `input` to `output`.
+
+    reduction: how values are summed, or None if the collective sums nothing.
+    """
 
     NAMES: ClassVar[tuple[str, str]] = ("output", "input")
     output: torch.Tensor
@@ -197,12 +213,12 @@ class _Whole(ConcurrentCollective):
 
     @property
     def moves(self) -> bool:
-        """Sums only of the dtypes that weft adds."""
+        """Return whether weft.collectives can run it. If it sums, weft must support the dtype."""
         return self.reduction is None or self.input.dtype in DTYPES
 
     @property
     def _reachable(self) -> bool:
-        """Whether peers can write the result."""
+        """Return whether peers can write the result."""
         return self.op != "reduce_scatter" and GROUPS.reach(self.ranks.group_name, self.output) is not None
 
     def problem(
@@ -252,10 +268,14 @@ class _Whole(ConcurrentCollective):
 
 @dataclass(frozen=True, eq=False)
 class AllReduce(_Whole):
-    """tensor becomes the sum, or the mean, over all ranks.
+    """Replace `tensor` by the sum, or the mean, over all ranks. For weft.concurrent.
 
-    tensor: contiguous, of one shape and dtype on every rank. group: default: all ranks. reduction: "sum" or "avg". For
-    weft.concurrent. Raises ValueError for what is no contiguous tensor, or another reduction."""
+    tensor: contiguous, with the same shape and dtype on every rank.
+    group: the ranks. Default: the default group.
+    reduction: "sum" or "avg".
+
+    Raises ValueError for anything but a contiguous tensor, and for another reduction.
+    """
 
     op: ClassVar[Op] = "all_reduce"
     NAMES: ClassVar[tuple[str, str]] = ("tensor", "tensor")
@@ -273,17 +293,22 @@ class AllReduce(_Whole):
 
     @contextmanager
     def rehearsed(self) -> Iterator[ConcurrentCollective]:
-        """Means in place of sums: those of the same values stay, however often, and no number overflows."""
+        """Yield a collective that averages instead of summing. Repeated averages of equal values do not change, and do not
+        overflow."""
         with _restore_after(self.tensor):
             yield replace(self, reduction="avg" if self._real else self.reduction)
 
 
 @dataclass(frozen=True, eq=False)
 class AllGather(_Whole):
-    """output becomes the inputs of all ranks, one after the other. input may be this rank's part of output.
+    """Concatenate the inputs of all ranks in `output`. For weft.concurrent.
 
-    output: contiguous, world_size times the elements of input, the same on every rank. group: default: all ranks. For
-    weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
+    output: contiguous, with world_size times the elements of input, the same on every rank.
+    input: contiguous. It may be this rank's part of output.
+    group: the ranks. Default: the default group.
+
+    Raises ValueError for sizes, dtypes or devices that do not match.
+    """
 
     op: ClassVar[Op] = "all_gather"
     output: torch.Tensor
@@ -293,10 +318,15 @@ class AllGather(_Whole):
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter(_Whole):
-    """output becomes this rank's part of the sum, or the mean, of all inputs. It may be that part of input.
+    """Store this rank's part of the sum, or the mean, of all inputs in `output`. For weft.concurrent.
 
-    input: contiguous, world_size times the elements of output, the same on every rank. group: default: all ranks. reduction:
-    "sum" or "avg". For weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
+    output: contiguous. It may be this rank's part of input.
+    input: contiguous, with world_size times the elements of output, the same on every rank.
+    group: the ranks. Default: the default group.
+    reduction: "sum" or "avg".
+
+    Raises ValueError for sizes, dtypes or devices that do not match.
+    """
 
     op: ClassVar[Op] = "reduce_scatter"
     output: torch.Tensor
@@ -312,10 +342,13 @@ class ReduceScatter(_Whole):
 
 @dataclass(frozen=True, eq=False)
 class AllToAll(_Whole):
-    """Equal parts of input go to the ranks in order; output becomes the parts of all ranks for this one.
+    """Send equal parts of `input` to the ranks in order, and store the parts for this rank in `output`. For weft.concurrent.
 
-    Both contiguous, of as many elements, a multiple of world_size, in separate memory. group: default: all ranks. For
-    weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
+    output, input: contiguous, in separate memory, with the same number of elements, which is a multiple of world_size.
+    group: the ranks. Default: the default group.
+
+    Raises ValueError for sizes, dtypes or devices that do not match.
+    """
 
     op: ClassVar[Op] = "all_to_all"
     output: torch.Tensor
@@ -325,8 +358,11 @@ class AllToAll(_Whole):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SendReceive(ConcurrentCollective):
-    """One stage's part of a pipeline's step: send goes to a peer, receive is filled by one. Either may be None, with its peer,
-    but not both. to, source: ranks in the group."""
+    """One stage's transfers in a step of a pipeline. At least one of `send` and `receive` is given.
+
+    send: the tensor to send to rank `to` of the group, or None.
+    receive: the tensor that rank `source` of the group fills, or None.
+    """
 
     op: ClassVar[str] = "send_receive"
     send: torch.Tensor | None = None
@@ -356,11 +392,11 @@ class SendReceive(ConcurrentCollective):
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What all stages have in common: a smaller microbatch reaches them at different uses."""
+        """Return a key that all stages share. It has no shapes, since stages may see a smaller microbatch at different uses."""
         return self.op, self.ranks.group_name
 
     def describe(self) -> str:
-        """Stages differ in what they send: only the op is common."""
+        """Return the operation and the number of ranks. Stages send different tensors, so these are left out."""
         return f"{self.op} among {self.ranks.size()}"
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
@@ -377,7 +413,7 @@ class SendReceive(ConcurrentCollective):
 
 
 class Works(dist.Work):
-    """Several works of torch's as one."""
+    """Several works of torch.distributed as one."""
 
     def __init__(self, works: list[Any]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Schedules on GPUs: streams that fork and join, NCCL on a stream with priority or held to some blocks, copy engines, budgets.
+"""Runs schedules on GPUs: streams fork and join, NCCL runs on a stream with priority or with few blocks, and SMs are left free.
 
-A collective that is enqueued without async_op runs on torch's current stream, so a stream's priority is the collective's. A
-number of blocks belongs to a communicator: each (group, number) has one of its own, made on all ranks when a schedule first
-asks for it.
+A collective that is enqueued without async_op runs on torch's current stream, and has that stream's priority. The number of
+blocks belongs to a communicator. So each (group, number) has a communicator of its own, which all ranks make when a schedule
+first uses it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from weft.runtime.peer_waits import Abort
 from weft.schedules.concurrent import Abilities
 
 _IDLE_S = 10.0
-"""How long the device may take to become idle where streams are given back."""
+"""How long `close` waits for the device to become idle before it gives streams back."""
 
 
 class Streams:
-    """Streams of one device that nobody enqueues on now, by whether they have priority. What was enqueued on them may not
-    have ended yet: `close` gives them to others."""
+    """Unused streams of one device, by priority. Work that was enqueued on them may still run until `close` gives them back."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,14 +48,14 @@ class Streams:
             free.append(stream)
 
     def close(self) -> None:
-        """After the device has ended what they have."""
+        """Give the streams back for other uses. The device must have finished their work."""
         for free in self._free.values():
             while free:
                 controls.give_back(free.pop())
 
 
 class CudaExecutor(Executor):
-    """One GPU."""
+    """Runs programs on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -65,7 +64,8 @@ class CudaExecutor(Executor):
         self._groups: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     def abilities(self, collectives: Sequence[ConcurrentCollective]) -> Abilities:
-        """NCCL's sends and receives keep to a stream and to blocks of their own."""
+        """Return the options that the GPU supports. NCCL runs sends and receives on its own stream and with its own number of
+        blocks."""
         streams = not any(isinstance(collective, SendReceive) for collective in collectives)
         moved = all(collective.moves and _on_one_node(collective.ranks) for collective in collectives)
         return Abilities(
@@ -87,7 +87,7 @@ class CudaExecutor(Executor):
 
     def prepare(self, program: Program, collectives: Sequence[ConcurrentCollective]) -> None:
         wanted = dict.fromkeys((collectives[part.number].ranks, part.ctas) for part in program.parts if part.ctas)
-        for group, ctas in wanted:  # in one order on all ranks
+        for group, ctas in wanted:  # all ranks make the groups in the same order
             self.limit_group_ctas(group, ctas)
         if program.computation.left >= self._sms:
             raise ValueError(
@@ -130,7 +130,8 @@ class CudaExecutor(Executor):
     def future(
         self, program: Program, collective: ConcurrentCollective, result: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
-        """Its events are recorded where it is set: waiting for it waits for the collectives' stream, on streams."""
+        """Return a future of the result. The future records its events on the collective's stream, so waiting for it waits on
+        streams."""
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self.device])
         caller = torch.cuda.current_stream(self.device)
         (part,) = program.parts
@@ -163,30 +164,33 @@ class CudaExecutor(Executor):
         end = _abort_process_group if broken else dist.destroy_process_group
         ends = [partial(_ended, end, group) for _, group in groups.values()]
         if broken:
-            # A graph may hold collectives of theirs: so all at once, and no longer than NCCL needs without.
+            # A CUDA graph that holds their collectives can delay an abort, so all aborts run at once, for a limited time.
             for abort in [Abort(each, "concurrent") for each in ends]:
                 abort.ended()
         else:
             for each in ends:
                 each()
-            if idle(self.device, _IDLE_S):  # else nobody else may have these streams
+            if idle(self.device, _IDLE_S):  # a stream with unfinished work must not go to another user
                 self._streams.close()
                 self._lasting.close()
 
 
 def _ended(end: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:
-    """Where the default group has been destroyed, so have all others."""
+    """End a group. If the default group has been destroyed, this group has been, too."""
     with suppress(ValueError, AssertionError):
         end(group)
 
 
 def _on_one_node(group: dist.ProcessGroup) -> bool:
-    """Whether copy engines reach all of a group's memory. Collective where weft has not used the group yet."""
+    """Return whether copy engines reach all memory of a group. The call is collective if weft has not used the group yet."""
     return not GROUPS.state(group.group_name).rank_group.nodes
 
 
 def _can_be_made_anew(group: dist.ProcessGroup) -> bool:
-    """Whether this group's ranks alone can make a communicator: those of a world that is bound to devices split the world's."""
+    """Return whether the ranks of this group alone can make a communicator.
+
+    If the world is bound to devices, NCCL splits the world's communicator, so all its ranks must take part.
+    """
     world = dist.group.WORLD
     assert world is not None
     return group.size() == world.size() or world.bound_device_id is None

@@ -1,4 +1,4 @@
-"""Kernels of the computation whose residency may be capped: what the caller names, and what it launches in their place."""
+"""Kernels of the computation whose residency may be capped. The caller names them, and launches what replaces them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from weft.core.logs import warn_once
 
 
 class ShapedKernels:
-    """named: kernels, as weft.overlap.controls.shape takes them. caps: blocks an SM to try; None: one less than fit, and half
-    of them."""
+    """The named kernels, and their capped versions.
+
+    named: kernels that weft.overlap.controls.shape accepts.
+    caps: the numbers of blocks per SM to try. None tries one block less than fits, and half as many as fit.
+    """
 
     def __init__(self, named: Sequence[Any] = (), caps: Sequence[int] | None = None) -> None:
         for cap in caps or ():
@@ -22,8 +25,10 @@ class ShapedKernels:
         self._shaped: dict[int, tuple[Any, ...]] = {}
 
     def residents(self) -> tuple[int, ...]:
-        """The caps to try, most blocks first, after a first launch of the kernels. If the residency of a kernel is
-        unknown and no caps were given, the result is empty and a warning is logged."""
+        """Return the caps to try, most blocks first, after a first launch of the kernels.
+
+        The result is empty, and a warning is logged, if the residency of a kernel is unknown and no caps were given.
+        """
         if not self._named:
             return ()
         try:
@@ -36,13 +41,13 @@ class ShapedKernels:
         return tuple(sorted({cap for cap in caps if 0 < cap < fits}, reverse=True))
 
     def _fits(self) -> int:
-        """Blocks an SM of the kernel of which fewest fit. Raises ValueError if that is unknown."""
+        """Return the smallest number of blocks per SM over all kernels. Raises ValueError if a kernel's number is unknown."""
         from weft.overlap.controls import occupancy
 
         return min(occupancy(kernel).blocks for kernel in self._named)
 
     def of(self, resident: int) -> tuple[Any, ...]:
-        """What to launch: the kernels as they are for 0, else with that many blocks an SM."""
+        """Return the kernels to launch: the original ones for 0, else kernels capped at `resident` blocks per SM."""
         if not resident:
             return self._named
         if resident not in self._shaped:
@@ -52,7 +57,7 @@ class ShapedKernels:
         return self._shaped[resident]
 
     def close(self) -> None:
-        """Undo what caps have set."""
+        """Undo the settings of all caps."""
         shaped, self._shaped = self._shaped, {}
         for kernels in shaped.values():
             for kernel in kernels:

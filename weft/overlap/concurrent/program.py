@@ -1,11 +1,11 @@
-"""What one rank runs of a checked schedule: its own lanes, in the order in which they are enqueued.
+"""The part of a checked schedule that one rank runs: its own lanes, in the order in which they are enqueued.
 
-    lane of kind compute     collectives of NCCL's ahead of the computation, the computation, collectives behind it
-    lane of kind network     collectives of NCCL's on a stream of their own
-    all other lanes          the steps of each collective: a schedule by itself (weft.schedules.concurrent.alone), which the
-                             runtime binds and runs as weft.collectives does. They start from a stream of their own
+    lane of kind compute     NCCL's collectives before the computation, the computation, NCCL's collectives after it
+    lane of kind network     NCCL's collectives on a separate stream
+    all other lanes          the steps of each collective, as a schedule of its own (weft.schedules.concurrent.alone), which the
+                             runtime binds and runs as weft.collectives does. They start from a separate stream
 
-A lane that is listed behind the one of the computation is enqueued after the computation. Collectives run one after the other.
+A lane that is listed after the computation's lane is enqueued after the computation. Collectives run one after the other.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from weft.schedules.concurrent import alone, numbers
 
 @dataclass(frozen=True)
 class CollectivePart:
-    """The collective of this number. steps: its own schedule; None where it is NCCL's. ctas: NCCL's blocks, 0 for its own
-    choice."""
+    """One collective of a program.
+
+    number: its index among the collectives of the call.
+    steps: its own schedule, or None if NCCL runs it.
+    ctas: the number of NCCL's blocks. With 0 NCCL chooses it.
+    """
 
     number: int
     steps: Schedule | None = None
@@ -29,7 +33,10 @@ class CollectivePart:
 
 @dataclass(frozen=True)
 class SideStream:
-    """Collectives that have a stream of their own. late: they are enqueued after the computation."""
+    """Collectives that run on a separate stream.
+
+    late: they are enqueued after the computation.
+    """
 
     parts: tuple[CollectivePart, ...]
     priority: bool
@@ -38,8 +45,13 @@ class SideStream:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One rank's part of a schedule. name: the schedule's. before, after: on the caller's stream. computation: what it
-    keeps to."""
+    """One rank's part of a schedule.
+
+    name: the name of the schedule.
+    computation: the user's call, with the limits that it keeps.
+    before, after: collectives on the caller's stream.
+    side_stream: collectives on a separate stream, if there are any.
+    """
 
     name: str
     computation: UserCall
@@ -57,7 +69,7 @@ class Program:
 
 
 def program_of(schedule: Schedule, rank: int) -> Program:
-    """What a rank runs. schedule: checked, and for a ConcurrentProblem."""
+    """Return the program of a rank. `schedule` is checked, and solves a ConcurrentProblem."""
     lanes = schedule.ranks[rank]
     compute, position, computation = next(place for place in places_of(UserCall, lanes) if place[2].collective is None)
     at = lanes.index(compute)

@@ -4,12 +4,12 @@
 | --- | --- | --- |
 | shape, occupancy | cap the residency of a compute kernel, so that communication blocks also fit | one kernel |
 | comm_stream, give_back, launch_order | let a collective's blocks be placed first | streams |
-| lane_priority | the same for the lanes of weft's own schedules | a group's lanes |
-| nccl_group | how many blocks NCCL's kernels have, and their streams' priority | a process group |
+| lane_priority | let the blocks of weft's own lanes be placed first | a group's lanes |
+| nccl_group | set the number of blocks of NCCL's kernels, and their streams' priority | a process group |
 | sm_budget, sm_partition | leave SMs free of kernels whose residency cannot be lowered | cuBLAS GEMMs; a stream |
 
-The first two rows are resource-aware overlap (arXiv 2606.09200). Nothing here changes a kernel or a library; what a context
-sets it restores, also after an exception. docs/controls.md says when to use which.
+The first two rows are resource-aware overlap (arXiv 2606.09200). No control changes a kernel or a library. Contexts restore
+the settings that they found, also after an exception. docs/controls.md says when to use which.
 """
 
 from __future__ import annotations

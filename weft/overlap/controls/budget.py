@@ -1,14 +1,14 @@
-"""SMs left free of compute kernels whose residency cannot be lowered.
+"""Leaves SMs free of compute kernels whose residency cannot be lowered.
 
-A persistent kernel, as cuBLAS GEMMs on Hopper often are, has one block an SM, and shared memory cannot make that fewer. So it
-is limited to fewer SMs (`sm_budget`: the library's own choice of kernel and grid), or runs where there are fewer
-(`sm_partition`: a green context, for any kernel).
+A persistent kernel, as cuBLAS GEMMs on Hopper often are, has one block per SM, and more shared memory cannot lower that. Such a
+kernel can run on fewer SMs in two ways. With `sm_budget`, the library chooses a kernel and a grid for fewer SMs. With
+`sm_partition`, any kernel runs in a green context that has fewer SMs.
 
-| | sm_budget | sm_partition |
+|  | sm_budget | sm_partition |
 | --- | --- | --- |
-| what it is | a target that cuBLAS chooses kernels by | hardware: no block of the stream runs elsewhere |
+| what it is | a target for cuBLAS's choice of kernels | hardware: no block of the stream runs elsewhere |
 | granularity | 1 SM | 8 SMs on compute capability 9.0 (the driver says) |
-| where | torch.mm and the like, in this thread (cuBLAS) and process (cuBLASLt) | all that is enqueued on its stream |
+| applies to | torch.mm and the like, in this thread (cuBLAS) and process (cuBLASLt) | all work that is enqueued on its stream |
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from weft.compat.streams import checked, driver_api
 
 _CARVING = threading.Lock()
 _CARVED: dict[object, int] = {}
-"""SMs left alone by the budgets that are entered, in this order."""
+"""The number of free SMs of each active budget, in the order of entry."""
 _FOUND: list[int | None] = []
-"""What was set before the first of them."""
+"""The setting before the first active budget."""
 
 
 @contextmanager
 def sm_budget(sms: int, *, device: torch.device | int | None = None) -> Iterator[None]:
-    """Within this context cuBLAS selects matmul kernels for n SMs. device: default, the current one.
+    """Let cuBLAS select matmul kernels for `sms` SMs within this context. device: default, the current one.
 
-    Contexts nest, and each restores what it found, after an exception, too. A CUDA graph keeps what it was captured with.
-    torch's GEMMs run by cuBLASLt or cuBLAS, and both get the limit: cuBLASLt's target is the process's, cuBLAS's that of the
-    calling thread, so a backward pass, which runs in another one, may not have it. On ROCm it is the former alone, untested.
-    Raises ValueError for a number that the device does not have, and if this torch or library has no such setting.
+    Contexts nest, and each restores the setting that it found, also after an exception. A CUDA graph keeps the setting of its
+    capture. torch runs GEMMs by cuBLASLt or cuBLAS, and both get the limit. cuBLASLt's setting belongs to the process, cuBLAS's
+    to the calling thread, so a backward pass, which runs in another thread, may not have it. On ROCm only cuBLASLt's is set;
+    this is untested. Raises ValueError for a number that the device does not have, and if this torch or library has no such
+    setting.
     """
     total = _total(device)
     if not 1 <= sms <= total:
@@ -60,8 +61,11 @@ def _total(device: torch.device | int | None) -> int:
 
 @contextmanager
 def _carved_out(sms: int) -> Iterator[None]:
-    """SMs that cuBLASLt, and persistent GEMMs of Inductor's, leave alone. The setting is the process's: of several threads'
-    budgets the one that was entered last holds, and what was found comes back with the last that is left."""
+    """Let cuBLASLt and Inductor's persistent GEMMs leave `sms` SMs free.
+
+    The setting belongs to the process. If several threads have budgets, the one entered last holds. When the last one ends, the
+    setting from before the first is restored.
+    """
     mine = object()
     with _CARVING:
         if not _CARVED:
@@ -78,7 +82,7 @@ def _carved_out(sms: int) -> Iterator[None]:
 
 @contextmanager
 def _cublas_target(sms: int, device: torch.device | int | None) -> Iterator[None]:
-    """The target of the cuBLAS handle that torch uses in this thread."""
+    """Set the target of the cuBLAS handle that torch uses in this thread."""
     with torch.cuda.device(device):
         before = cublas.sm_target()
         cublas.set_sm_target(sms)
@@ -91,18 +95,19 @@ def _cublas_target(sms: int, device: torch.device | int | None) -> Iterator[None
 
 @dataclass(frozen=True, kw_only=True)
 class SmPartition:
-    """A stream whose kernels run on `sms` SMs of their own context alone; other streams may use those SMs, too."""
+    """A stream whose kernels run on only `sms` SMs. Other streams may use these SMs, too."""
 
     stream: torch.cuda.Stream
     sms: int
 
 
 def sm_partition(sms: int, *, priority: Priority = "normal", device: torch.device | int | None = None) -> SmPartition:
-    """A stream on at most so many SMs, rounded down to what the hardware can part. device: default, the current one.
+    """Return a stream that runs on at most `sms` SMs, rounded down to a partition that the hardware supports. device: default,
+    the current one.
 
-    Give compute kernels this stream, and the other SMs are free for communication. It is made once for each device, number and
-    priority, and lives as long as the process: memory that torch has handed out may remember it. Raises ValueError for a number
-    that the device cannot part, and without green contexts as CUDA 13 has them (older ones, ROCm).
+    Run compute kernels on this stream, and the other SMs are free for communication. There is one stream for each device,
+    number and priority. It lives as long as the process, because torch's allocator may refer to it. Raises ValueError for a
+    number that the device cannot partition, and without the green contexts of CUDA 13 (older versions, ROCm).
     """
     total = _total(device)
     if not 1 <= sms <= total:
@@ -128,7 +133,7 @@ def _partition(index: int, sms: int, priority: int) -> SmPartition:
 
 
 def _part(api: Any, device: Any, sms: int) -> Any:
-    """A part of a device's SMs, of at most `sms`."""
+    """Return a partition of a device with at most `sms` SMs."""
     whole = checked(api.cuDeviceGetDevResource(device, api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
     if sms == whole.sm.smCount:
         return whole

@@ -1,4 +1,4 @@
-"""The device at hand, as what its multiprocessors have."""
+"""Describes the multiprocessors of the current device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from weft.overlap.controls.residency import DEVICES, Multiprocessor
 
 
 def this_device(index: int | None = None) -> Multiprocessor:
-    """A GPU's multiprocessors; index: default, torch's current one. Raises ValueError where no rule is known for it."""
+    """Describe a GPU's multiprocessors. index: default, torch's current one. Raises ValueError for an unsupported
+    architecture."""
     if not torch.cuda.is_available():
         raise ValueError(f"no GPU here; name a device of weft.overlap.controls.DEVICES: {', '.join(DEVICES)}")
     return _device(torch.cuda.current_device() if index is None else index)
@@ -31,7 +32,7 @@ def _device(index: int) -> Multiprocessor:
 
 
 def _by_architecture(name: str) -> Multiprocessor:
-    """On AMD HIP does not say all of it: the table does."""
+    """Return the table's entry for an AMD architecture, since HIP does not report all of its values."""
     found = next((device for device in DEVICES.values() if device.capability == name), None)
     if found is None:
         known = ", ".join(device.capability for device in DEVICES.values() if device.capability.startswith("gfx"))
@@ -40,7 +41,8 @@ def _by_architecture(name: str) -> Multiprocessor:
 
 
 def _query(index: int, name: str, capability: str) -> Multiprocessor:
-    """What the driver says of a device. Units of allocation it does not say: they are those of capability 8.0 and later."""
+    """Describe a device by the driver's values. Allocation units, which it does not report, are those of capability 8.0 and
+    later."""
     api = driver_api()
     attributes, handle = api.CUdevice_attribute, checked(api.cuDeviceGet(index))
 

@@ -1,7 +1,7 @@
-"""Process groups whose NCCL kernels have a number of blocks, and a priority, of their own.
+"""Makes process groups whose NCCL kernels have their own number of blocks and their own priority.
 
-NCCL's kernels have a block (CTA) for each channel: more of them move data faster, and take more SMs from compute kernels. The
-number and the streams' priority belong to a communicator, so each setting has a process group of its own.
+NCCL's kernels have one block (CTA) for each channel. More blocks move data faster, and take more SMs from compute kernels. The
+number and the priority belong to a communicator, so each setting needs its own process group.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 _MOST = 64
-"""Channels that an NCCL communicator has at most."""
+"""The largest number of channels of an NCCL communicator."""
 
 
 def nccl_group(
@@ -22,13 +22,17 @@ def nccl_group(
     max_ctas: int | None = None,
     high_priority: bool = False,
 ) -> dist.ProcessGroup:
-    """A new group of the same ranks, whose collectives have min_ctas to max_ctas blocks and run on streams of high priority.
+    """Make a group of the same ranks, whose collectives have min_ctas to max_ctas blocks and may run on streams of high
+    priority.
 
-    group: default, the world. What is None NCCL decides. Called by every rank of the group; by every rank of the world where
-    that is bound to a device (`init_process_group(device_id=...)`), since NCCL then splits the world's communicator. The caller
-    ends it with `dist.destroy_process_group`. Make a group once and keep it: a communicator takes GPU memory, and some 0.1 s.
+    group: default, the world. NCCL chooses each value that is None.
 
-    Raises ValueError for numbers that NCCL does not take, where the group is not NCCL's, and where this torch cannot say so.
+    Every rank of the group must call it. If the world is bound to a device (`init_process_group(device_id=...)`), every rank of
+    the world must, because NCCL then splits the world's communicator. The caller ends the group with
+    `dist.destroy_process_group`. Make a group once and reuse it: a communicator takes GPU memory and about 0.1 s.
+
+    Raises ValueError for numbers that NCCL does not take, for a group of another backend, and if this torch has no such
+    options.
     """
     _check_counts(min_ctas, max_ctas)
     if not dist.is_initialized():
@@ -62,7 +66,7 @@ def _options(min_ctas: int | None, max_ctas: int | None, high_priority: bool) ->
         raise ValueError(f"group: torch {torch.__version__} is built without NCCL")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     if min_ctas is not None and max_ctas is None:
-        # NCCL takes what is not set for the lowest number, which is then below the least.
+        # NCCL would use its lowest number as the unset maximum, which is then below min_ctas.
         max_ctas = _MOST
     for name, count in (("min_ctas", min_ctas), ("max_ctas", max_ctas)):
         if count is None:

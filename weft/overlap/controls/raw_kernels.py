@@ -1,7 +1,7 @@
-"""Capping kernels that CuPy or cuda-core launch: the launch takes the size of dynamic shared memory, so it is enlarged there.
+"""Caps kernels of CuPy and cuda-core by launching them with more dynamic shared memory.
 
-A launch may ask for more than 48 KiB only where the function's limit has been raised. That limit belongs to the function, which
-the original shares: it is raised as far as needed, and set back on close. It decides nothing about launches that ask for less.
+A launch with more than 48 KiB needs a higher limit of the function, which the original kernel shares. The limit is raised as
+far as needed, and restored on close. It does not affect launches with less.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ from weft.overlap.controls.usage import Cap, Shaped, Usage
 
 
 def is_cupy(kernel: object) -> bool:
-    """Whether this is a RawKernel of CuPy's, or looks like one."""
+    """Return whether this is, or looks like, a RawKernel of CuPy."""
     return callable(kernel) and all(
         hasattr(kernel, name) for name in ("max_dynamic_shared_size_bytes", "num_regs", "shared_size_bytes")
     )
 
 
 def is_cuda_core(kernel: object) -> bool:
-    """Whether this is a Kernel of cuda-core's, or looks like one."""
+    """Return whether this is, or looks like, a Kernel of cuda-core."""
     return all(hasattr(kernel, name) for name in ("attributes", "handle", "occupancy"))
 
 
 def usage_of(kernel: Any, threads: int, dynamic_bytes: int) -> Usage:
-    """What blocks of so many threads ask for."""
+    """Return the resources of a block with `threads` threads."""
     said = kernel if is_cupy(kernel) else kernel.attributes
     return Usage(threads=threads, registers=said.num_regs, shared_bytes=said.shared_size_bytes + dynamic_bytes)
 
 
 class _ShapedRaw(Shaped, ABC):
-    """kernel: the original. Subclasses say how its limit of dynamic shared memory is read and set, in bytes."""
+    """A raw kernel with a cap. Subclasses read and set its limit of dynamic shared memory, in bytes.
+
+    kernel: the original.
+    """
 
     def __init__(self, kernel: Any, cap: Cap) -> None:
         super().__init__(cap)
@@ -42,7 +45,7 @@ class _ShapedRaw(Shaped, ABC):
         self._before: int | None = None
 
     def _padded(self, threads: int, dynamic_bytes: int) -> int:
-        """The dynamic shared memory to launch with; the limit allows it."""
+        """Return the dynamic shared memory for a launch, after raising the limit if needed."""
         self._check_open()
         dynamic_bytes += self.cap.padding(this_device(), usage_of(self._kernel, threads, dynamic_bytes))
         limit = self._limit()
@@ -65,7 +68,7 @@ class _ShapedRaw(Shaped, ABC):
 
 
 class ShapedCupy(_ShapedRaw):
-    """`shaped(grid, block, args, shared_mem=0)`, as a RawKernel is called."""
+    """A CuPy kernel with a cap. It is called as a RawKernel: `shaped(grid, block, args, shared_mem=0)`."""
 
     def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int = 0, **options: Any) -> Any:
         return self._kernel(grid, block, args, shared_mem=self._padded(math.prod(block), shared_mem), **options)
@@ -78,7 +81,8 @@ class ShapedCupy(_ShapedRaw):
 
 
 class ShapedCudaCore(_ShapedRaw):
-    """`shaped.launch(stream, config, *args)`, as cuda-core's launch without the kernel."""
+    """A cuda-core kernel with a cap. `shaped.launch(stream, config, *args)` is cuda-core's launch without the kernel
+    argument."""
 
     def launch(self, stream: Any, config: Any, *args: Any) -> None:
         from cuda.core import launch
@@ -86,12 +90,12 @@ class ShapedCudaCore(_ShapedRaw):
         launch(stream, self.config(config), self._kernel, *args)
 
     def config(self, config: Any) -> Any:
-        """A launch configuration with the cap, for cuda-core's own launch; the one that is given stays as it is."""
+        """Return a copy of a launch configuration, with the cap, for cuda-core's own launch."""
         options = {name: getattr(config, name) for name in _OPTIONS if getattr(config, name, None)}
         return type(config)(**options, shmem_size=self._padded(math.prod(config.block), config.shmem_size or 0))
 
     def _limit(self) -> int:
-        # Not by kernel.attributes, which remembers what it was asked before.
+        # kernel.attributes would return a cached value.
         api = driver_api()
         return int(checked(api.cuKernelGetAttribute(_limit_of(api), self._kernel.handle, checked(api.cuCtxGetDevice()))))
 
@@ -105,4 +109,4 @@ def _limit_of(api: Any) -> Any:
 
 
 _OPTIONS = ("grid", "cluster", "block", "is_cooperative", "programmatic_stream_serialization")
-"""Fields of a cuda-core launch configuration, in addition to its shared memory."""
+"""The fields of a cuda-core launch configuration that are copied. Shared memory is set separately."""

@@ -1,17 +1,17 @@
-"""How many blocks of a kernel fit on a multiprocessor, why no more, and how much shared memory caps them at fewer.
+"""Computes how many blocks of a kernel fit on a multiprocessor, what limits them, and how much shared memory caps them.
 
-Pure arithmetic on a table of devices. The rules are those of NVIDIA's occupancy calculator (cuda_occupancy.h, which comes with
-the CUDA toolkit), for compute capability 8.0 and later:
+The result depends only on a table of devices. The rules are those of NVIDIA's occupancy calculator (cuda_occupancy.h of the
+CUDA toolkit), for compute capability 8.0 and later:
 
-    registers       given to warps in units of 256, from four equal parts of the file; a warp's registers are in one part
-    shared memory   given to blocks in units of 128 bytes, 1 KiB of each for the system
-    threads         given as whole warps
+    registers       are allocated to warps in units of 256; all registers of a warp are in one of four equal parts of the file
+    shared memory   is allocated to blocks in units of 128 bytes, plus 1 KiB per block for the system
+    threads         are allocated as whole warps
 
-On AMD a multiprocessor is a compute unit, a block a work-group, a warp a wavefront, shared memory LDS, and the same arithmetic
-holds with other numbers (AMD Instinct MI200 ISA, section 3; LLVM, AMDGPU usage). Those have not been compared with a device.
+On AMD a multiprocessor is a compute unit, a block a work-group, a warp a wavefront, and shared memory LDS. The same arithmetic
+holds with other numbers (AMD Instinct MI200 ISA, section 3; LLVM, AMDGPU usage), which were not compared with a device.
 
-Capping residency by shared memory is resource-aware overlap's first control (arXiv 2606.09200): what the blocks of a compute
-kernel leave free is room in which those of a communication kernel can start.
+Capping residency by shared memory is the first control of resource-aware overlap (arXiv 2606.09200). Blocks of a communication
+kernel can start in the resources that the compute kernel leaves free.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ KIB = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Multiprocessor:
-    """What a multiprocessor has, and in which units it is given away.
+    """The resources of a multiprocessor, and the units in which they are allocated.
 
-    capability: as torch names it, "9.0" or "gfx90a". shared_block_bytes: the most that a block may ask for, by opting in.
-    shared_reserved_bytes: what the system takes of the multiprocessor for each block, in addition. register_unit: registers of
-    a warp are rounded up to it. parts: equal parts of the register file, one of which holds a warp's registers.
+    capability: as torch names it, "9.0" or "gfx90a".
+    shared_block_bytes: the most that a block may ask for, by opting in.
+    shared_reserved_bytes: what the system takes for each block, in addition to the block's own.
+    register_unit: registers of a warp are rounded up to it.
+    parts: the number of equal parts of the register file. One part holds all registers of a warp.
     """
 
     name: str
@@ -72,14 +74,16 @@ DEVICES = {
         ),
     )
 }
-"""By name. Sources: CUDA C++ programming guide, technical specifications per compute capability; AMD Instinct MI200 ISA."""
+"""The devices by name. Sources: CUDA C++ programming guide, technical specifications per compute capability; AMD Instinct MI200
+ISA."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Occupancy:
-    """Blocks of one kernel that fit on a multiprocessor at once; by_*: how many each resource alone allows.
+    """How many blocks of one kernel fit on a multiprocessor at once.
 
-    free_*: what that many blocks leave for another kernel.
+    by_*: the number of blocks that each resource alone allows.
+    free_*: the resources that these blocks leave for another kernel.
     """
 
     device: str
@@ -94,7 +98,7 @@ class Occupancy:
 
     @property
     def limited_by(self) -> tuple[str, ...]:
-        """Every resource that allows no more blocks: of shared memory, registers, threads, blocks."""
+        """Return every resource that allows no further block: shared memory, registers, threads or blocks."""
         return tuple(name for name, blocks in self._limits().items() if blocks == self.blocks)
 
     def _limits(self) -> dict[str, int]:
@@ -114,9 +118,13 @@ class Occupancy:
 
 
 def blocks_per_sm(device: Multiprocessor, *, threads: int, registers: int, shared_bytes: int = 0) -> Occupancy:
-    """How many blocks fit, and why. threads: of a block. registers: of a thread. shared_bytes: of a block, static and dynamic.
+    """Return how many blocks fit on a multiprocessor, and what limits them.
 
-    blocks is 0 where not even one can run. Raises ValueError for a count that no kernel has.
+    threads: threads per block.
+    registers: registers per thread.
+    shared_bytes: static and dynamic shared memory per block.
+
+    The result's blocks is 0 if not even one block can run. Raises ValueError for a count that no kernel has.
     """
     _at_least(1, threads=threads)
     _at_least(0, registers=registers, shared_bytes=shared_bytes)
@@ -147,7 +155,7 @@ def _at_least(low: int, **counts: int) -> None:
 
 
 def _taken_bytes(device: Multiprocessor, shared_bytes: int) -> int:
-    """What a block takes of the multiprocessor's shared memory."""
+    """Return the shared memory that a block takes of the multiprocessor."""
     return _up(shared_bytes + device.shared_reserved_bytes, device.shared_unit_bytes)
 
 
@@ -156,7 +164,7 @@ def _up(value: int, unit: int) -> int:
 
 
 def _by_registers(device: Multiprocessor, warps: int, registers: int) -> tuple[int, int]:
-    """(registers that a block takes, blocks that they allow)."""
+    """Return the registers that a block takes, and the number of blocks that they allow."""
     a_warp = _up(registers * device.warp, device.register_unit)
     if registers > device.registers_thread or a_warp * _up(warps, device.parts) > device.registers_block:
         return a_warp * warps, 0
@@ -166,10 +174,11 @@ def _by_registers(device: Multiprocessor, warps: int, registers: int) -> tuple[i
 
 
 def padding_bytes(device: Multiprocessor, *, threads: int, registers: int, shared_bytes: int, blocks_per_sm: int) -> int:
-    """Shared memory to add to each block so that exactly `blocks_per_sm` of them fit; 0 where that many fit anyway.
+    """Return the shared memory to add to each block so that exactly `blocks_per_sm` of them fit. It is 0 if that many fit
+    anyway.
 
-    The least that does it, so that the most is left for other kernels. Raises ValueError, with the numbers, where fewer fit
-    already, and where no amount of shared memory gives that many.
+    The result is the least such size, to leave the most for other kernels. Raises ValueError, with the numbers, if fewer blocks
+    fit already, and if no size gives that number.
     """
     wanted = blocks_per_sm
     if wanted < 1:
@@ -195,7 +204,7 @@ def _occupancy(device: Multiprocessor, threads: int, registers: int, shared_byte
 
 
 def _capping_bytes(device: Multiprocessor, blocks: int) -> int | None:
-    """The least shared memory of a block of which exactly `blocks` fit; None if there is none."""
+    """Return the least shared memory of a block with which exactly `blocks` fit, or None if there is none."""
     taken = (device.shared_bytes // (blocks + 1) // device.shared_unit_bytes + 1) * device.shared_unit_bytes
     asked = taken - device.shared_reserved_bytes
     return asked if taken * blocks <= device.shared_bytes and asked <= device.shared_block_bytes else None

@@ -1,8 +1,7 @@
-"""Occupancy shaping: a cap on how many blocks of a kernel an SM holds at once, and what it holds without one.
+"""Occupancy shaping: caps how many blocks of a kernel an SM holds at once, and says how many it holds without a cap.
 
-Resource-aware overlap's first control (arXiv 2606.09200): each block of a compute kernel is given more dynamic shared memory
-than it uses, so that fewer are resident, and blocks of a communication kernel also fit. Neither kernel's code
-changes.
+This is the first control of resource-aware overlap (arXiv 2606.09200). Each block of a compute kernel gets more dynamic shared
+memory than it uses. Fewer blocks are then resident, so blocks of a communication kernel also fit. No kernel's code changes.
 
     without a cap    SM | compute | compute | compute | compute |                  collective waits for a whole wave to end
     capped at 2      SM | compute + padding | compute + padding | collective |     starts as soon as it is launched
@@ -23,15 +22,15 @@ _KINDS = "a Triton kernel, a CuPy RawKernel, or a cuda-core Kernel"
 
 
 def shape(kernel: Any, *, blocks_per_sm: int) -> Any:
-    """`kernel`, launched so that an SM holds at most `blocks_per_sm` of its blocks at once. `kernel` itself stays as it is.
+    """Return a version of `kernel` of which an SM holds at most `blocks_per_sm` blocks at once. `kernel` itself does not
+    change.
 
-    What comes back is launched as `kernel` is: `shaped[grid](...)` for Triton (also autotuned or with heuristics),
-    `shaped(...)` for CuPy, `shaped.launch(stream, config, ...)` for cuda-core. It is a context, too: closing it undoes what is
-    left to undo. CUDA graphs may capture its launches after a first one.
+    The result is launched as `kernel` is: `shaped[grid](...)` for Triton (also autotuned or with heuristics), `shaped(...)` for
+    CuPy, `shaped.launch(stream, config, ...)` for cuda-core. It is also a context, and closing it undoes its settings. Launch
+    it once before you capture launches in a CUDA graph.
 
-    Raises ValueError, here or at the launch, once what the kernel asks for is known: where fewer blocks fit anyway (such
-    variants of an autotuned kernel stay as they are), where no padding gives that number, and for another kind of kernel, such
-    as what torch.compile returns.
+    Raises ValueError, here or at the launch, if fewer blocks fit anyway, if no padding gives that number, and for another kind
+    of kernel, such as the result of torch.compile. Variants of an autotuned kernel of which fewer blocks fit are not changed.
     """
     cap = Cap(blocks_per_sm=blocks_per_sm)
     if _by_triton() and triton_kernels.is_launchable(kernel):
@@ -46,10 +45,11 @@ def shape(kernel: Any, *, blocks_per_sm: int) -> Any:
 def occupancy(
     kernel: Any, *, threads: int | None = None, dynamic_bytes: int = 0, device: Multiprocessor | None = None
 ) -> Occupancy:
-    """How many blocks of a kernel an SM holds at once, and what limits that.
+    """Return how many blocks of a kernel an SM holds at once, and what limits that.
 
-    kernel: what launching a Triton kernel returns, or a Triton kernel with one compiled variant; a CuPy or cuda-core kernel,
-    with the threads of a block and its dynamic shared memory. device: default, the current GPU.
+    kernel: the result of a Triton launch, a Triton kernel with one compiled variant, or a CuPy or cuda-core kernel.
+    threads, dynamic_bytes: threads and dynamic shared memory per block, for a CuPy or cuda-core kernel.
+    device: default, the current GPU.
     """
     return _usage(kernel, threads, dynamic_bytes).on(device or this_device())
 
@@ -67,5 +67,5 @@ def _usage(kernel: Any, threads: int | None, dynamic_bytes: int) -> Usage:
 
 
 def _by_triton() -> bool:
-    """Whether there can be a Triton kernel at all: its module has been imported then."""
+    """Return whether Triton has been imported. Without it no kernel can be Triton's."""
     return "triton" in sys.modules

@@ -1,4 +1,4 @@
-"""Capping Triton kernels: copies of the compiled kernels are launched, which ask for more dynamic shared memory
+"""Caps Triton kernels by launching copies of the compiled kernels with more dynamic shared memory
 (weft.compat.triton_kernels)."""
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from weft.overlap.controls.usage import Cap, Shaped, Usage
 
 
 def is_launchable(kernel: object) -> bool:
-    """Whether this is a kernel as Triton's decorators make it: jit, autotune, heuristics."""
+    """Return whether this is a kernel that Triton's decorators make: jit, autotune, heuristics."""
     from triton.runtime.jit import KernelInterface
 
     return isinstance(kernel, KernelInterface)
 
 
 def usage_of(compiled: Any) -> Usage:
-    """What a compiled Triton kernel asks for; it is loaded onto the current device if it has not been."""
+    """Return the resources of a compiled Triton kernel, which is loaded onto the current device if necessary."""
     asked = compat.asked(compiled)
     return Usage(threads=asked.threads, registers=asked.registers, shared_bytes=asked.shared_bytes)
 
 
 def capped(compiled: Any, cap: Cap) -> Any:
-    """A copy of a compiled kernel that is launched with the cap; itself where nothing needs to be added.
+    """Return a copy of a compiled kernel that is launched with the cap, or the kernel itself if nothing needs to be added.
 
-    Raises ValueError where it cannot be capped so.
+    Raises ValueError if the kernel cannot be capped.
     """
     usage = usage_of(compiled)
     padding = cap.padding(this_device(), usage)
@@ -36,7 +36,7 @@ def capped(compiled: Any, cap: Cap) -> Any:
 
 
 class _Capped:
-    """A @triton.jit function whose launches go through capped copies of what it compiles. All else is the function's own."""
+    """A @triton.jit function that launches capped copies of its compiled kernels. Other attributes are the function's own."""
 
     def __init__(self, function: Any, cap: Cap) -> None:
         self._function, self._cap = function, cap
@@ -46,7 +46,7 @@ class _Capped:
         return getattr(self._function, name)
 
     def run(self, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
-        """As Triton's own; returns the capped copy."""
+        """Launch as Triton's own `run` does, and return the capped copy."""
         compiled = self._function.run(*args, grid=grid, warmup=True, **options)
         if hasattr(compiled, "result"):
             compiled = compiled.result()
@@ -59,7 +59,7 @@ class _Capped:
         return self._copies[compiled]
 
     def _bind(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-        """Every argument of the function by name, in its order; options such as num_warps are none."""
+        """Return all arguments of the function by name, in order. Launch options such as num_warps are left out."""
         parameters = self._function.signature.parameters
         bound = self._function.signature.bind(*args, **{name: value for name, value in options.items() if name in parameters})
         bound.apply_defaults()
@@ -67,10 +67,10 @@ class _Capped:
 
 
 class ShapedKernel(Shaped):
-    """A Triton kernel with a cap: `shaped[grid](...)` launches it.
+    """A Triton kernel with a cap. `shaped[grid](...)` launches it.
 
-    An autotuned kernel is tuned anew under the cap, its configurations of which no more fit anyway left as they are. A first
-    launch loads the copy, which a graph capture may forbid: launch once before, as with every Triton kernel.
+    An autotuned kernel is tuned again under the cap. Its configurations of which no more blocks fit anyway are not changed. The
+    first launch loads the copy, which a graph capture may forbid, so launch once before a capture.
     """
 
     def __init__(self, kernel: Any, cap: Cap) -> None:
@@ -82,7 +82,7 @@ class ShapedKernel(Shaped):
         return self._kernel.run(*args, **options)
 
     def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
-        """Compile and load, without a launch; returns the capped copy."""
+        """Compile and load the kernel without a launch, and return the capped copy."""
         self._check_open()
         return self._kernel.run(*args, grid=grid, warmup=True, **options)
 
@@ -91,7 +91,7 @@ class ShapedKernel(Shaped):
 
 
 def _copy_kernel(kernel: Any, cap: Cap) -> Any:
-    """The chain of decorators around a @triton.jit function, copied, with the capped function in its midst."""
+    """Copy the chain of decorators around a @triton.jit function, and put the capped function in it."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
@@ -102,7 +102,7 @@ def _copy_kernel(kernel: Any, cap: Cap) -> Any:
     clone = copy.copy(kernel)
     if isinstance(kernel, Autotuner):
         cap = Cap(blocks_per_sm=cap.blocks_per_sm, strict=cap.strict and len(kernel.configs) == 1)
-        # What was timed without the cap, in this process or in Triton's cache on disk, says nothing of it.
+        # Times without the cap, from this process or Triton's cache on disk, do not hold under the cap.
         clone.cache, clone.cache_results = {}, False
     clone.fn = _copy_kernel(kernel.fn, cap)
     return clone
@@ -113,7 +113,7 @@ def _name(kernel: Any) -> str:
 
 
 def only_compiled(kernel: Any) -> Any:
-    """The one variant that a kernel has compiled for the current device. Raises ValueError if it has none, or several."""
+    """Return the only compiled variant of a kernel for the current device. Raises ValueError if it has none, or several."""
     while not compat.has_variants(kernel):
         if not is_launchable(getattr(kernel, "fn", None)):
             raise ValueError(f"kernel {_name(kernel)} runs under Triton's interpreter, which has no multiprocessors to share")

@@ -1,4 +1,4 @@
-"""What a block of a kernel asks of its multiprocessor, and what wraps a kernel whose residency is capped."""
+"""The resources that a block of a kernel uses, and a wrapper for a kernel whose residency is capped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from weft.overlap.controls.residency import Multiprocessor, Occupancy, blocks_pe
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """threads: of a block. registers: of a thread. shared_bytes: of a block, static and dynamic."""
+    """The resources of a kernel.
+
+    threads: threads per block.
+    registers: registers per thread.
+    shared_bytes: static and dynamic shared memory per block.
+    """
 
     threads: int
     registers: int
@@ -22,7 +27,10 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """At most so many blocks an SM. strict: a kernel of which fewer fit anyway is refused; else it is left as it is."""
+    """A limit on the number of blocks per SM.
+
+    strict: raise an error for a kernel of which fewer blocks fit anyway. Otherwise such a kernel is not changed.
+    """
 
     blocks_per_sm: int
     strict: bool = True
@@ -32,7 +40,7 @@ class Cap:
             raise ValueError(f"blocks_per_sm is {self.blocks_per_sm}; at least one block an SM has to run")
 
     def padding(self, device: Multiprocessor, usage: Usage) -> int:
-        """Bytes of shared memory to add to each block. Raises ValueError where that cannot do it."""
+        """Return the bytes of shared memory to add to each block. Raises ValueError if no padding gives the cap."""
         if not self.strict and usage.on(device).blocks <= self.blocks_per_sm:
             return 0
         return padding_bytes(
@@ -45,9 +53,9 @@ class Cap:
 
 
 class Shaped:
-    """A kernel that is launched with a cap. The kernel that it was made of launches as ever.
+    """A kernel that is launched with a cap. The original kernel is launched without it.
 
-    Usable as a context; closing it undoes what it has set, and what it is asked to launch after that raises ValueError.
+    It is also a context. Closing it undoes its settings, and later launches raise ValueError.
     """
 
     def __init__(self, cap: Cap) -> None:

@@ -1,10 +1,10 @@
-"""PyTorch's own data parallelism: gradients that weft averages, and when parameters are gathered.
+"""Hooks for PyTorch's data parallelism: weft averages DDP's gradients, and sets when FSDP2 gathers parameters.
 
-data_parallel.py    gradients of DistributedDataParallel
-fully_sharded.py    parameters of FSDP2's fully_shard
-gathered.py         when these are gathered, and how long they stay
-units.py            which modules fully_shard should take together
-methods.py          the names that both take
+data_parallel.py    averages the gradients of DistributedDataParallel
+fully_sharded.py    hooks into FSDP2's fully_shard
+gathered.py         sets when parameters are gathered, and how long they stay gathered
+units.py            groups modules for fully_shard
+methods.py          checks the method of a hook
 """
 
 from __future__ import annotations

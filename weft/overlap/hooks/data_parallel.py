@@ -198,7 +198,7 @@ class Averaging:
 
     @property
     def method(self) -> str:
-        """The name of the schedule that steps run."""
+        """Return the name of the schedule that steps run."""
         return self.choice.method
 
     def use_method(self, method: str) -> None:

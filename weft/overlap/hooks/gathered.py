@@ -49,7 +49,7 @@ class GatherOrder:
             hook.remove()
         self._recording_hooks = []
         self._resharding = tuple(module for module in self._order if _reshards_after_forward(module))
-        states = dict.fromkeys(state_of(module) for module in self._order)  # a unit's modules share one
+        states = dict.fromkeys(state_of(module) for module in self._order)  # modules of one unit share a state
         self._prefetched = {state: prefetched(state) for state in states}
 
     def _apply(self, method: Method) -> None:

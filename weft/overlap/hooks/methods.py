@@ -12,8 +12,9 @@ from weft.schedules.concurrent import parse
 def check_method(method: str, *, plain: str, without: Sequence[str], like: Sequence[str]) -> str:
     """Return `method`, or `plain` for auto if WEFT_SCHEDULE is sequential.
 
-    plain: the method that PyTorch uses by itself. without: options that the framework decides. like: examples for the error.
-    Raises ValueError for a method with such an option.
+    plain: the method that PyTorch uses by itself.
+    without: the options that the framework decides. A method with one of them is a ValueError.
+    like: examples for the error.
     """
     require("method", method, str, "use auto, or a method such as nccl+unsharded under fully_shard, or nccl+priority")
     if method == "auto":

@@ -1,10 +1,10 @@
-"""Which modules fully_shard should take together.
+"""Groups modules into units for fully_shard.
 
-Each unit of fully_shard's costs the host some 0.6 ms a pass, whatever its size. Where blocks are small the GPU waits for that,
-and there is nothing to hide: larger units move the same bytes by fewer calls.
+Each unit of fully_shard costs the host about 0.6 ms per pass, whatever its size. With small blocks the GPU waits for the host,
+so overlap gains nothing. Larger units move the same bytes with fewer calls.
 
-    blocks  0 1 2 3 4 5 6 7 ...       one after the other, in the order in which they are computed
-    units   [------] [------] ...     each about as large as the others
+blocks  0 1 2 3 4 5 6 7 ...       in the order in which they are computed
+units   [------] [------] ...     all about the same size
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from torch.distributed.tensor import DTensor
 from weft.core.errors import require
 
 LEAST_BYTES = 256 << 20
-"""Of a unit, gathered. With blocks of 61 MB a step of a GPT took 0.66 of its time in units of four, 0.5 in units of twelve."""
+"""The least size of a gathered unit. With blocks of 61 MB a GPT's step took 0.66 of its time with units of 4 blocks, and 0.5
+with units of 12."""
 LEAST_UNITS = 4
-"""So that there is something to compute while the next unit is gathered, in a model of fewer bytes, too."""
+"""A smaller model still has 4 units, so that one unit can be computed while the next one is gathered."""
 
 
 def units(modules: Iterable[nn.Module], *, least_bytes: int = LEAST_BYTES) -> list[list[nn.Module]]:
-    """Modules that are computed one after the other, as lists that fully_shard takes.
+    """Group modules that are computed one after the other into lists that fully_shard takes.
 
-    `for unit in units(model.blocks): fully_shard(unit)` instead of `for block in model.blocks: fully_shard(block)`. There are
-    as many units as have about least_bytes of parameters each, at least LEAST_UNITS, and none without a module; so blocks of
-    least_bytes or more stay alone. While one unit is computed the next is gathered: a step takes the memory of two.
+    Write `for unit in units(model.blocks): fully_shard(unit)` instead of `for block in model.blocks: fully_shard(block)`. Each
+    unit has about least_bytes of parameters, and at least one module. There are at least LEAST_UNITS units if there are as many
+    modules. Blocks of least_bytes or more stay alone. One unit is computed while the next one is gathered, so a step needs
+    memory for two.
 
     Args:
-        modules: in the order in which they are computed, such as a model's layers.
-        least_bytes: of parameters, in the dtype that they have now; what other parallelism leaves of them to this rank.
+        modules: the modules in the order in which they are computed, such as a model's layers.
+        least_bytes: the least size of a unit: this rank's share under other parallelism, in the parameters' current dtype.
 
-    Raises ValueError for something else than modules, none of them, or a least_bytes below 1.
+    Raises ValueError if modules is empty or has anything but modules, or if least_bytes is below 1.
     """
     require("modules", modules, Iterable, "give modules that are computed one after the other, as model.blocks has them")
     found = [*modules]
@@ -52,11 +54,11 @@ def units(modules: Iterable[nn.Module], *, least_bytes: int = LEAST_BYTES) -> li
 
 
 def _here(parameter: torch.Tensor) -> torch.Tensor:
-    """What other kinds of parallelism leave of it to this rank."""
+    """Return the part of a parameter that other kinds of parallelism leave to this rank."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _places(sizes: Sequence[int], count: int) -> list[int]:
-    """Of `count` units of as many bytes each, the one that contains the middle of each module."""
+    """Return the unit of each module: of `count` equal units, the one that contains the module's middle byte."""
     ends = accumulate(sizes)
     return [int((end - size / 2) * count / max(1, sum(sizes))) for end, size in zip(ends, sizes, strict=True)]

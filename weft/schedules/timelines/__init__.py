@@ -1,11 +1,10 @@
-"""A schedule as text: time runs downward, with a column for each lane.
+"""Draws a schedule as text. Time runs downward, and each lane has a column.
 
     -->  a flag from one lane to another of the same rank        ~>  a flag from rank to rank
 
-Rows are topological levels of one call: a step is below everything that it waits for, and a wait is next to its
-signal where there is room. Rows are no measure of time. Lines of a kernel's parts are indented; the parts run
-concurrently. The last column says what goes to, and comes from, ranks that have no column of their own; a wait for the
-calls before (on_previous_call=True) has no signal to stand next to.
+Rows are topological levels of one call: a step is below everything that it waits for, and a wait is next to its signal if there
+is space. Rows do not show durations. Lines of a kernel's parts are indented; the parts run concurrently. The last column lists
+signals to and from ranks that have no column. A wait for the previous call (on_previous_call=True) has no signal next to it.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _GAP = 4
 
 
 def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 100) -> str:
-    """The schedule drawn for `ranks`, no line longer than `width`.
+    """Draw the schedule for `ranks`, with lines of at most `width` characters.
 
-    A schedule that deadlocks is drawn up to where it stops, then the lines that never run. Raises ValueError for a rank
-    that the schedule lacks, and for less than 40 columns of width, or than the ranks' lanes need.
+    A schedule that deadlocks is drawn up to the point where it stops, then the lines that never run. Raises ValueError for a
+    rank that the schedule lacks, and for a width below 40 columns, or below what the ranks' lanes need.
     """
     require("schedule", schedule, Schedule, "use a weft.schedule.Schedule, as weft.schedule.build makes")
     require("ranks", ranks, Sequence, "use a row of ranks, such as (0, 1)")
@@ -38,7 +37,7 @@ def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 10
     if width < 40:
         raise ValueError(f"width is {width}; a timeline needs at least 40")
     order = ("compute", "copy", "blocks", "network")
-    listed = isinstance(schedule.problem, ConcurrentProblem)  # there the order of lanes is that in which they are enqueued
+    listed = isinstance(schedule.problem, ConcurrentProblem)  # its lanes are listed in the order in which they are enqueued
     columns = [
         (rank, lane.name)
         for rank in ranks
@@ -87,7 +86,7 @@ class _Drawing:
             self.arrows[line.row].append((len(self.columns), at, "~") if heard else (at, len(self.columns), "~"))
 
     def text(self, width: int) -> list[str]:
-        """All rows, under a heading."""
+        """Return all rows, under a heading."""
         heads = [", ".join((f"rank {rank}", name, *self.says[rank, name])) for rank, name in self.columns]
         last = any(cells[-1] for cells in self.cells.values())
         table = [[*heads, "other ranks" if last else ""], *(self.cells[row] for row in sorted(self.cells))]
@@ -101,12 +100,12 @@ class _Drawing:
 
 
 def _says(lane: Lane) -> list[str]:
-    """What a lane asks of its streams and kernels."""
+    """Return the options of a lane's streams and kernels."""
     return ["priority"] * lane.priority + [f"ctas={lane.ctas}"] * bool(lane.ctas)
 
 
 def _fit(widths: list[int], width: int) -> list[int]:
-    """Column widths that fit, taken from the widest."""
+    """Return column widths that fit, after narrowing the widest columns."""
     widths = list(widths)
     while sum(widths) + _GAP * (len(widths) - 1) > width and max(widths) > 4:
         widths[widths.index(max(widths))] -= 1
@@ -114,7 +113,7 @@ def _fit(widths: list[int], width: int) -> list[int]:
 
 
 def _overlay(cells: list[str], starts: list[int], widths: list[int], arrows: list[tuple[int, int, str]]) -> str:
-    """One row of text: cells cut to their widths, arrows where nothing stands between their ends."""
+    """Return one row of text. Cells are cut to their widths, and an arrow is drawn if no cell is between its ends."""
     line = [" "] * (starts[len(cells) - 1] + widths[-1])
     for text, start, wide in zip(cells, starts, widths, strict=False):
         short = text if len(text) <= wide else text[: wide - 2] + ".."

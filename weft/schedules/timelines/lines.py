@@ -1,7 +1,7 @@
-"""The lines of a timeline and the rows they stand in: every step of every rank as text, in an order that could run.
+"""The lines of a timeline and their rows: every step of every rank as text, in an order in which the steps could run.
 
-A row is a topological level of one call. A kernel of several parts has a line for itself and, in any order, one for each
-part. Used by `weft.schedule.timeline`, which draws the lines.
+A row is a topological level of one call. A kernel of several parts has one line for itself and one for each part, in any order.
+`weft.schedule.timeline` draws the lines.
 """
 
 from __future__ import annotations
@@ -41,16 +41,21 @@ from weft.core.schedule import (
 )
 
 Column = tuple[int, str]
-"""Rank and lane."""
+"""A rank and a lane."""
 End = tuple[int, int, bool, int]
-"""One end of a message: from rank, to rank, whether it is the sender's, and which of theirs in the call."""
+"""One end of a message: the sending rank, the receiving rank, whether it is the sender's end, and the message's number in the
+call."""
 
 
 @dataclass(slots=True)
 class Line:
-    """One line of a column. collective: the number of a collective. ends: of messages. part: of a kernel, concurrent with its
-    other parts.
-    row: once placed."""
+    """One line of a column.
+
+    collective: the number of the line's collective, or -1.
+    ends: the ends of messages.
+    part: the line is a part of a kernel, and runs concurrently with its other parts.
+    row: the row, once the line is placed.
+    """
 
     column: Column
     text: str
@@ -64,7 +69,7 @@ class Line:
 
 @dataclass(slots=True)
 class OpenLane:
-    """Lines still to be placed, and the first row that is free."""
+    """A lane's lines that are not placed yet, and the first row that is free."""
 
     lines: list[Line]
     next_row: int = 0
@@ -80,7 +85,7 @@ class OpenLane:
 
 
 class Placer:
-    """Gives every line of every rank its row, in an order in which the steps could run. shown: ranks with columns."""
+    """Assigns a row to every line of every rank, in an order in which the steps could run. shown: the ranks with columns."""
 
     def __init__(self, spelled_out: SpelledOut, shown: frozenset[int]) -> None:
         schedule = spelled_out.schedule
@@ -93,7 +98,7 @@ class Placer:
         self.begun: dict[End, int] = {}
 
     def run(self) -> tuple[list[Line], list[Line]]:
-        """Placed lines, and those that wait in vain."""
+        """Return the placed lines, and those that wait forever."""
         placed = []
         ready = [list(self._ready(lane)) for lane in self.lanes]
         while found := [(row, i, line) for i, some in enumerate(ready) for line, row in some]:
@@ -106,7 +111,7 @@ class Placer:
         return placed, [line for lane in self.lanes for line in (*lane.open, *lane.lines)]
 
     def _hears(self, lane: OpenLane, placed: Line) -> bool:
-        """Whether what comes next in a lane may now stand elsewhere: a line of another one has been placed."""
+        """Return whether the next lines of a lane may get another row now that a line of another lane is placed."""
         signalled, foreign = set(placed.signals), self._is_foreign(placed)
         return any(
             line.collective >= 0
@@ -129,27 +134,27 @@ class Placer:
                 yield line, self._free_row(max(rows), line)
 
     def _place_collective(self, line: Line) -> list[int]:
-        """The row of a collective: that of the last rank to come to it; -1 if one has not come."""
+        """Return the row of a collective, which is that of the last rank to reach it, or -1 if a rank has not reached it."""
         if line.collective in self.placed_collectives:
             return self.placed_collectives[line.collective]
         here = [lane.next_row for lane in self.lanes if any(c.collective == line.collective for c in lane.candidates())]
         return here if len(here) == self.size else [-1]
 
     def _other_end(self, end: End) -> int:
-        """The first row in which the other end of a message can stand; -1 if its lane has not come to it."""
+        """Return the first row for the other end of a message, or -1 if its lane has not reached it."""
         src, dst, sent, number = end
         other = (src, dst, not sent, number)
         here = [lane.next_row for lane in self.lanes if any(other in line.ends for line in lane.candidates())]
         return self.begun[other] if other in self.begun else here[0] if here else -1
 
     def _free_row(self, row: int, line: Line) -> int:
-        """The first row from `row` on where the last column is free, if the line needs it."""
+        """Return the first row from `row` on in which the last column is free, if the line needs it."""
         while self._is_foreign(line) and row in self.foreign_rows:
             row += 1
         return row
 
     def _conditions(self, line: Line) -> str:
-        """Of a part: gates and count between ranks that have columns; the others go to the last column."""
+        """Return the gates and counts of a part between ranks that have columns. The last column has the others."""
         gates = [f"wait {words(wait)}" for wait in line.waits if self.owners.get(wait.flag, (-1,))[0] in self.shown]
         counts = [f"count {flag.name}[{flag.index}]" for flag in line.signals if flag.rank in self.shown]
         return ", ".join([*gates, *counts]) + ": " * bool(gates or counts)
@@ -175,7 +180,7 @@ class Placer:
 
 
 def owners(schedule: Schedule) -> dict[Flag, Column]:
-    """Which lane signals each flag."""
+    """Return the lane that signals each flag."""
     found: dict[Flag, Column] = {}
     for rank, lane, _, step in schedule:
         found.update(dict.fromkeys(signalled_flags(step), (rank, lane.name)))
@@ -184,7 +189,8 @@ def owners(schedule: Schedule) -> dict[Flag, Column]:
 
 @dataclass(slots=True)
 class _At:
-    """The state of a lane: the number of its collectives so far; by pair of ranks, the messages of its earlier steps."""
+    """The state of a lane: the number of its collectives so far, and for each pair of ranks the number of its earlier
+    messages."""
 
     schedule: Schedule
     column: Column
@@ -196,7 +202,7 @@ class _At:
 
 
 def _lines(spelled_out: SpelledOut, rank: int, lane: Lane) -> list[Line]:
-    """A line for each step, or part of one; and one above the steps of each FusedCollective."""
+    """Return a line for each step, or part of one, and a heading above the steps of each FusedCollective."""
     at, found = _At(spelled_out.schedule, (rank, lane.name)), list[Line]()
     kernels = {low: (high, kernel) for (low, high), kernel in spelled_out.of_lane(rank, lane.name).items()}
     for position, step in enumerate(lane.steps):
@@ -226,7 +232,7 @@ def _segments(at: _At, step: SegmentCopies | GroupedGemm) -> list[Line]:
 
 
 def _ends(at: _At, step: SendReceive) -> tuple[End, ...]:
-    """Its ends of messages."""
+    """Return the step's ends of messages."""
     rank, found = at.column[0], list[End]()
     for src, dst, sent in [*((rank, s.to, True) for s in step.sends), *((r.source, rank, False) for r in step.receives)]:
         found.append((src, dst, sent, at.sent[src, dst]))
@@ -235,7 +241,7 @@ def _ends(at: _At, step: SendReceive) -> tuple[End, ...]:
 
 
 def _messages(at: _At, step: SendReceive) -> list[Line]:
-    """What goes to whom, and what comes from whom."""
+    """Return lines for the messages that a step sends and receives."""
     sent = [(_region(at, send.src), f"to {send.to}") for send in step.sends]
     received = [(_region(at, receive.dst), f"from {receive.source}") for receive in step.receives]
     directions = (("send", sent), ("receive", received))
@@ -244,7 +250,7 @@ def _messages(at: _At, step: SendReceive) -> list[Line]:
 
 
 def _kernel(at: _At, step: Push | Gemm | Reduce | Lookup, dash: str = "-") -> list[Line]:
-    """A line for a kernel of one part; else a heading, and a line for each part."""
+    """Return a line for a kernel of one part, else a heading and a line for each part."""
     parts = [_part(at, part, dash) for part in step.parts]
     if len(parts) == 1:
         text, waits, signals = parts[0]
@@ -277,7 +283,7 @@ def _move(at: _At, src: Region, dst: Region) -> str:
 
 
 def _region(at: _At, region: Region, inner: tuple[int, ...] = ()) -> str:
-    """Short: the rank if it is another, the columns if they are not all, or cut where there are inner gates."""
+    """Return a short text: the rank if it is another one, and the columns if they are not all, or are cut at inner gates."""
     name = region.buffer if region.rank == at.column[0] else f"{region.buffer}@{region.rank}"
     low, high = region.cols
     whole = not inner and region.cols == (0, at.schedule.buffer[region.buffer].cols[region.rank])
@@ -300,4 +306,4 @@ LINES: dict[type, Callable[[_At, Any], list[Line]]] = {
     SegmentCopies: _segments,
     GroupedGemm: _segments,
 }
-"""By type of step, its lines. A FusedCollective is spelled out before."""
+"""The function that returns the lines of each type of step. A FusedCollective has been replaced by its steps."""
