@@ -85,6 +85,13 @@ def trains(kind: str, lora: dict[str, Any], others: dict[str, Any]) -> str:
     return str(weft.overlap_report(model.get_base_model()))
 
 
+def reports() -> str:
+    """The overlap report after a step."""
+    model = shard(adapted())
+    gradients(model, text(2, 9))
+    return str(weft.overlap_report(model.get_base_model()))
+
+
 def switches_and_merges(lora: dict[str, Any]) -> None:
     """Two adapters: each alone, one for each sequence of a batch, merged (with one more call in each state), taken out again,
     and merged for good."""

@@ -15,10 +15,11 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
+from weft.core.problem import Problem
 from weft.models.communicating import CommunicatingLayer
 from weft.models.embedding_bags import ShardedEmbeddingBags
 from weft.models.experts import MoE
-from weft.report.overlap import OverlapReport
+from weft.report.overlap import OverlapReport, _is_of
 from weft.report.places import ReportedCall, ReportedPlace
 
 
@@ -183,6 +184,12 @@ def test_a_call_is_of_the_place_that_asked_so(ranks: RankFixture) -> None:
             assert "flag_gated" not in report_lines[one + 1]
             assert report_lines[two + 1 :] == [ran("flag_gated:2", 8)]
         assert [line for line in rows if "M=" in line] == [ran("sequential", 1000), ran("sequential", 1024)]
+
+
+def test_linears_that_are_multiplied_alone_have_a_problem_each() -> None:
+    layer = CommunicatingLayer(operators=("matmul_all_reduce",), n=64, k=64, other_sizes=((64, 32),))
+    problems = [Problem(op="matmul_all_reduce", m=8, n=64, k=k, world_size=2) for k in (64, 32, 96)]
+    assert [_is_of(problem, "auto", layer) for problem in problems] == [True, True, False]
 
 
 def _up_and_down() -> list[list[str]]:

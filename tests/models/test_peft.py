@@ -67,6 +67,14 @@ def test_lora_is_recomputed_and_compiled(ranks: RankFixture) -> None:
     ranks(2).run(peft_work.recomputed_and_compiled)
 
 
+def test_the_report_has_the_calls_of_linears_that_are_multiplied_alone(ranks: RankFixture) -> None:
+    for report in ranks(2).run(peft_work.reports):
+        assert "not called yet" not in report
+        for parts in ("q_proj, k_proj, v_proj", "gate_proj, up_proj"):
+            place = report.partition(f"{parts}: ")[2].splitlines()
+            assert "matmul_all_reduce M=18" in place[1]
+
+
 def test_ranks_draw_the_same_dropout(ranks: RankFixture) -> None:
     ranks(2).run(peft_work.draws_dropout)
 

@@ -48,6 +48,7 @@ class CommunicatingLayer:
     reason: why weft does not overlap it, or another remark.
     where: file:line of the user's code, if known.
     n, k: the full sizes of the first operator's problem; 0 if there is no operator.
+    other_sizes: the n and k of that operator's other problems, if each child is multiplied alone.
     group: the process group's name. Measured times are found by n, k and group.
     schedule: the schedule that the user asked for; "" if unknown.
     ran: the calls so far; None if calls are not recorded.
@@ -61,6 +62,7 @@ class CommunicatingLayer:
     where: str = ""
     n: int = 0
     k: int = 0
+    other_sizes: tuple[tuple[int, int], ...] = ()
     group: str = ""
     schedule: str = ""
     ran: LayerCalls | None = field(default=None, compare=False, repr=False)

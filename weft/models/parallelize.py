@@ -367,7 +367,7 @@ class _Within:
             if block.fused:
                 each.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
         adapted = any(map(is_lora, columns))
-        record_layer(child, describe_columns(shared, Replicate() if adapted else Shard(1), parts=block.columns))
+        record_layer(child, describe_columns(shared, Replicate() if adapted else Shard(1), parts=block.columns, alone=adapted))
         if adapted:
             record_layer(
                 child, CommunicatingLayer(reason="its input is gathered before the matmuls: an adapter (LoRA) reads it, too")

@@ -216,19 +216,25 @@ def share_input(
     return shared
 
 
-def describe_columns(shared: SharedInputLinears, layout: Placement, *, parts: Sequence[str] = ()) -> CommunicatingLayer:
+def describe_columns(
+    shared: SharedInputLinears, layout: Placement, *, parts: Sequence[str] = (), alone: bool = False
+) -> CommunicatingLayer:
     """Describe column-sharded linears that share an input.
 
     The process group is read from their weights, because torch uses the first of two meshes with the same ranks and names.
+
+    alone: each linear is multiplied by itself.
     """
     linears, whole = shared.members, layout.is_replicate()
-    n, k = sum(linear.out_features for linear in linears), linears[0].in_features
+    widths, k = [linear.out_features for linear in linears], linears[0].in_features
+    (n, k), *others = [(k, width) if whole else (width, k) for width in (widths if alone else [sum(widths)])]
     return CommunicatingLayer(
         parts=tuple(parts),
         operators=("matmul_all_reduce",) if whole else ("all_gather_matmul",),
         reason="for the gradient of the input; the matmul itself has nothing to wait for" if whole else "",
-        n=k if whole else n,
-        k=n if whole else k,
+        n=n,
+        k=k,
+        other_sizes=tuple(others),
         group=get_process_group(linears[0].weight).group_name,
         schedule=shared.settings.schedule,
         ran=shared.ran,

@@ -162,7 +162,8 @@ def _is_of(problem: Problem, asked: str, layer: CommunicatingLayer) -> bool:
     if problem.op not in {*layer.operators, *(_BACKWARD.get(operator) for operator in layer.operators)}:
         return False
     straight = (problem.op in REDUCTIONS) == (layer.operators[0] in REDUCTIONS)
-    return (problem.n, problem.k) == ((layer.n, layer.k) if straight else (layer.k, layer.n))
+    size = (problem.n, problem.k) if straight else (problem.k, problem.n)
+    return size in ((layer.n, layer.k), *layer.other_sizes)
 
 
 def _has_rows(problem: Problem, rows: int) -> bool:
