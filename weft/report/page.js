@@ -14,10 +14,16 @@ function colours(figure) {
   return change;
 }
 
+// Plotly takes the place's own height when a window is resized, which without this would be the least that the style allows.
+function setHeight(place, height) {
+  place.style.height = height ? `${height}px` : "";
+}
+
 async function draw(name) {
   const figure = structuredClone(charts[name]); // Plotly writes into what it is given; toggle needs the original
   const clear = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { size: 12 } };
   const place = document.getElementById(name);
+  setHeight(place, figure.layout.height);
   await Plotly.newPlot(place, figure.data, { ...figure.layout, ...clear }, options);
   await Plotly.relayout(place, colours(figure));
 }
@@ -31,6 +37,7 @@ function toggle(button) {
   const rows = few ? { range: layout.yaxis.range, height: layout.height } : all;
   [button.textContent, button.dataset.other] = [button.dataset.other, button.textContent];
   button.dataset.all = few ? "" : "shown";
+  setHeight(place, rows.height);
   // Plotly takes a height that is set for the end of its own sizing, and would keep the width at any window's.
   return Plotly.update(place, { visible }, { "yaxis.range": rows.range, height: rows.height, autosize: true });
 }
