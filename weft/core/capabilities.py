@@ -1,7 +1,7 @@
-"""Capabilities: what a GPU offers to kernels, as numbers that tile shapes and launches are chosen by.
+"""Capabilities: the numbers of a GPU from which tile shapes and launches are chosen.
 
-A launch asks the device (weft.compat.device), a prediction takes the machine's, and a test gives its own. The names of GPUs
-decide nothing.
+A launch asks the device (weft.compat.device), a prediction reads the machine's profile, and a test passes its own. No choice
+depends on a GPU's name.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """One GPU. sms: streaming multiprocessors, or compute units. shared_bytes: the most shared memory that one block may ask
-    for. tma: tensor descriptors are loaded and stored asynchronously, by hardware. exact_fp8: matrix units sum products of FP8
-    operands in float32; those of Hopper keep some 14 bits. warp: threads in a warp."""
+    """The capabilities of one GPU.
+
+    sms: the number of streaming multiprocessors, or compute units.
+    shared_bytes: the most shared memory that one block may ask for.
+    matrix_16bit: the GPU has matrix units for 16-bit operands.
+    tma: the hardware loads and stores tensor descriptors asynchronously.
+    exact_fp8: the matrix units sum products of FP8 operands in float32. Those of Hopper keep about 14 bits.
+    warp: the number of threads in a warp.
+    """
 
     sms: int
     shared_bytes: int

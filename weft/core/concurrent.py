@@ -3,8 +3,8 @@
 The collectives run one after the other, in this order; the computation may run before, after or concurrently with them. weft
 knows only the computation's time without collectives, if it was measured or passed.
 
-Buffers of the collective number i are those of its CollectiveProblem, with ".i" behind their names: "a.1", "out.1". The first
-collective's have the plain names "a" and "out", so a problem of one collective has the buffers of that collective.
+The buffers of collective i are those of its CollectiveProblem, and their names end in ".i": "a.1", "out.1". Those of the first
+collective have the plain names "a" and "out", so a problem of one collective has the buffers of that collective.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from weft.core.problem import CollectiveProblem, Op, Ops, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class OpaqueCollective:
-    """Communication whose tensors the ranks do not have in common: sends and receives of a pipeline's stages, or a collective
-    of other ranks or of a dtype that weft does not add. It is ordered, but nothing is proved of it. name: for timelines."""
+    """Communication whose tensors are not described to weft.
+
+    Examples are the sends and receives of pipeline stages, a collective of other ranks, and one of a dtype that weft does not
+    add. weft orders it among the other collectives, but proves nothing about its data.
+
+    name: its label in timelines.
+    """
 
     TAGGED: ClassVar[bool] = True
     name: str
@@ -26,9 +31,12 @@ class OpaqueCollective:
 
 @dataclass(frozen=True, kw_only=True)
 class ConcurrentProblem(Problem):
-    """collectives: of the same ranks, in the order in which they run. compute_us, communication_us: what the computation takes
-    alone, and what NCCL's collectives take together alone, on the slowest rank; None where it was not measured. Then the
-    collectives are predicted from the machine, and without compute_us there is no prediction.
+    """Collectives and a concurrent computation, of which only the time is known.
+
+    collectives: the collectives of these ranks, in the order in which they run.
+    compute_us: the time of the computation alone on the slowest rank. None if it was not measured; then nothing is predicted.
+    communication_us: the time of all collectives with NCCL, alone, on the slowest rank. None if it was not measured; then it
+        is predicted from the machine.
 
     Raises ValueError for no collective, for one of another world_size or other nodes, and for times below zero.
     """
@@ -60,23 +68,23 @@ class ConcurrentProblem(Problem):
 
     @property
     def known(self) -> tuple[tuple[int, CollectiveProblem], ...]:
-        """The collectives whose tensors are described, with their numbers."""
+        """The collectives whose tensors are described, each with its number."""
         return tuple((i, one) for i, one in enumerate(self.collectives) if isinstance(one, CollectiveProblem))
 
     @property
     def reduces(self) -> bool:
-        """Whether a collective adds."""
+        """Return whether a collective adds."""
         return any(one.sums for _, one in self.known)
 
     def itemsize_of(self, buffer: str) -> int:
-        """See Problem."""
+        """Return the bytes of an element of the buffer, as its collective defines it."""
         one = self.collectives[number_of(buffer)]
         assert isinstance(one, CollectiveProblem), f"{buffer} belongs to no described collective"
         return one.itemsize
 
     @property
     def flops(self) -> int:
-        """weft does not know those of the computation."""
+        """Return 0, because weft does not know the operations of the computation."""
         return 0
 
     def __str__(self) -> str:
@@ -86,7 +94,7 @@ class ConcurrentProblem(Problem):
 
 
 def named(name: str, number: int) -> str:
-    """The name of a buffer or flag of collective `number` in the schedule of all.
+    """Return the name that a buffer or flag of collective `number` has in the schedule of all collectives.
 
     >>> named("out", 0), named("out", 2)
     ('out', 'out.2')
@@ -95,8 +103,9 @@ def named(name: str, number: int) -> str:
 
 
 def number_of(name: str) -> int:
-    """The collective that a buffer or flag belongs to. Only numbers as `named` writes them count, so that two names never are
-    one name in the collective's own schedule.
+    """Return the number of the collective that a buffer or flag belongs to.
+
+    Only numbers as `named` writes them count, so that two names never become one name in the collective's own schedule.
 
     >>> number_of("out"), number_of("out.2"), number_of("out.02")
     (0, 2, 0)
@@ -107,7 +116,7 @@ def number_of(name: str) -> int:
 
 
 def plain(name: str) -> str:
-    """The name of a buffer or flag in the collective's own schedule.
+    """Return the name that a buffer or flag has in the collective's own schedule.
 
     >>> plain("out"), plain("out.2")
     ('out', 'out')

@@ -7,7 +7,7 @@ refuses a negative one. So an invalid index is encoded as a large negative row c
 from __future__ import annotations
 
 NONE = -1
-"""The index of no expert: the token uses fewer than k experts."""
+"""The index that selects no expert. A token with fewer than k experts uses it."""
 REFUSED = -(1 << 62)
 """The offset that is added to an invalid index."""
 FARTHEST = 1 << 60
@@ -15,7 +15,7 @@ FARTHEST = 1 << 60
 
 
 def refused_index(count: int) -> int | None:
-    """Return the invalid index that a row count encodes; None for an ordinary row count.
+    """Return the invalid index that a row count encodes, or None for an ordinary row count.
 
     >>> refused_index(REFUSED + 7), refused_index(REFUSED - 5), refused_index(-1), refused_index(8)
     (7, -5, None, None)

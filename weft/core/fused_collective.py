@@ -1,10 +1,10 @@
-"""What a FusedCollective does, as steps that need no such kernel.
+"""Rewrites FusedCollective steps as ordinary steps that do the same.
 
-    spelled_out   a schedule without FusedCollective steps that does the same
+    spelled_out   returns an equivalent schedule without FusedCollective steps
 
-A tile of the kernel takes these steps in this order, for its own elements. What is proved of the steps holds of the kernel:
-tiles share no element, and a tile waits and signals for itself what the steps wait and signal for a whole matrix. The buffers
-and flags of these steps stand for the kernel's mailbox. No other step can name them.
+A tile of the kernel takes these steps in this order, for its own elements. What is proved of the steps holds for the kernel:
+tiles share no element, and each tile waits and signals for itself where the steps wait and signal for a whole matrix. The
+buffers and flags of these steps represent the kernel's mailbox. No other step can name them.
 
     rank r                       rank p, which sums                all_reduce in 2 hops, then
     multiply -> partial
@@ -13,8 +13,8 @@ and flags of these steps stand for the kernel's mailbox. No other step can name 
                                  sum, in the order of ranks        summed -> out
                                  signal free[p]@r                  signal read[r]@o
 
-The kernel needs neither `free` nor `read`, which say that a place may be written again: its mailbox has copies that calls
-take in turns (weft.checker.fused_collective).
+The kernel needs neither `free` nor `read`, which signal that a place may be written again. Its mailbox has several copies, and
+calls use them in turn (weft.checker.fused_collective).
 """
 
 from __future__ import annotations
@@ -44,19 +44,22 @@ from weft.core.schedule import (
 
 @dataclass(frozen=True)
 class SpelledOut:
-    """A schedule without FusedCollective steps. origin: what it was made of. kernels: by rank and lane, the ranges of steps
-    that are one kernel of the origin's, by that step."""
+    """A schedule without FusedCollective steps.
+
+    origin: the schedule from which it was made.
+    kernels: for each rank and lane, the ranges of steps that one kernel of the origin does, each with that kernel's step.
+    """
 
     schedule: Schedule
     origin: Schedule
     kernels: Mapping[tuple[int, str], Mapping[Span1D, FusedCollective]] = field(default_factory=dict)
 
     def of_lane(self, rank: int, lane: str) -> Mapping[Span1D, FusedCollective]:
-        """The kernels of a lane, each by its range of steps."""
+        """Return the kernels of a lane, each by its range of steps."""
         return self.kernels.get((rank, lane), {})
 
     def place(self, rank: int, lane: str, position: int) -> tuple[int, FusedCollective | None]:
-        """The position in the origin's lane of a step of this schedule's, and the FusedCollective that it is of, if any."""
+        """Return the position in the origin's lane of a step of this schedule, and the FusedCollective that it belongs to."""
         at = position
         for (low, high), step in self.of_lane(rank, lane).items():
             if low <= position < high:
@@ -67,7 +70,7 @@ class SpelledOut:
 
 
 def spelled_out(schedule: Schedule) -> SpelledOut:
-    """The schedule as steps that need no kernel of a FusedCollective. The schedule itself where it has none."""
+    """Return an equivalent schedule without FusedCollective steps. A schedule that has none is returned as it is."""
     if not any(steps_of(FusedCollective, chain(*schedule.ranks))):
         return SpelledOut(schedule, schedule)
     scratch: dict[str, _Scratch] = {}
@@ -93,8 +96,10 @@ def spelled_out(schedule: Schedule) -> SpelledOut:
 
 
 class _Scratch:
-    """Buffers and flags that stand for one mailbox, and the steps that use them. plain: without the mailbox's name in theirs,
-    if the schedule has none of these names."""
+    """The buffers and flags that represent one mailbox, and the steps that use them.
+
+    plain: use names without the mailbox's name as prefix, if the schedule has none of these names.
+    """
 
     def __init__(self, schedule: Schedule, step: FusedCollective, *, plain: bool) -> None:
         self.problem, self.size = schedule.problem, schedule.problem.world_size
@@ -105,7 +110,7 @@ class _Scratch:
         scatters = step.op == "reduce_scatter"
         self.columns = split(n, self.size) if step.hops == 2 else ((0, n),) * self.size
         self.rows = self.problem.shards if scatters else ((0, m),) * self.size
-        """By rank, the rows and columns that it sums."""
+        """The rows and columns that each rank sums."""
         each, others = range(self.size), self.size - 1
         self.buffers: list[Buffer] = []
         if step.multiplies:
@@ -126,7 +131,7 @@ class _Scratch:
         return Flag(self._prefix + name, rank, index)
 
     def steps(self, rank: int, step: FusedCollective) -> Iterator[Step]:
-        """What the kernel does on a rank."""
+        """Yield the steps that the kernel takes on a rank."""
         partial = self._region("partial", rank) if step.multiplies else step.factors[0]
         if step.multiplies:
             a, b = step.factors
@@ -146,17 +151,17 @@ class _Scratch:
             yield from self._pass_on(rank, step, peers, summing)
 
     def _sums(self, rank: int) -> bool:
-        """Whether a rank has elements to sum."""
+        """Return whether a rank has elements to sum."""
         return all(low < high for low, high in (self.rows[rank], self.columns[rank]))
 
     def _slot(self, src: int, owner: int) -> Region:
-        """Where rank `src` puts what it has of an owner's elements, on the owner."""
+        """Return the region on an owner to which rank `src` writes its part of the owner's elements."""
         low, high = self.rows[owner]
         at = (src - (src > owner)) * (high - low)
         return self._region("recv", owner, (at, at + high - low))
 
     def _sum(self, rank: int, step: FusedCollective, partial: Region, peers: list[int]) -> Iterator[Step]:
-        """Sum the tiles that arrived, and signal every peer that they have been read."""
+        """Sum the tiles that arrived, and signal every peer that they were read."""
         mine = _within(partial, self.rows[rank], self.columns[rank])
         srcs = [mine if src == rank else self._slot(src, rank) for src in range(self.size)]
         out = step.out if step.hops == 1 else _within(step.out, (0, step.out.shape[0]), self.columns[rank])
@@ -170,7 +175,7 @@ class _Scratch:
         yield from (Signal(self._flag("free", peer, rank)) for peer in peers)
 
     def _pass_on(self, rank: int, step: FusedCollective, peers: list[int], owners: Iterable[int]) -> Iterator[Step]:
-        """The second hop: the sums of the own columns to all, and those of others from their owners."""
+        """Take the second hop: send the sums of this rank's columns to all ranks, and receive the others from their owners."""
         if self._sums(rank):
             mine = self.columns[rank]
             for peer in peers:
@@ -185,6 +190,6 @@ class _Scratch:
 
 
 def _within(region: Region, rows: Span1D, cols: Span1D) -> Region:
-    """Rows and columns of a region, counted from its first; all rows of one that has a single row."""
+    """Return rows and columns of a region, counted from its first. A region of a single row keeps this row."""
     low, left = region.rows[0], region.cols[0]
     return Region(region.buffer, region.rank, (low + rows[0], low + rows[1]), (left + cols[0], left + cols[1]))

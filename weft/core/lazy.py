@@ -1,4 +1,4 @@
-"""Attributes of a package that are imported when they are first named, so that `import weft` loads nothing heavy."""
+"""Imports the attributes of a package on first access, so that `import weft` loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package, or a module, whose names are imported when they are first named.
+    """Return the `__getattr__` and `__dir__` of a package or module that imports its names on first access.
 
-    package: its `__name__`. homes: the module in which each of its public names is defined, relative to the package or from
-    `weft.` on; a name that the module does not define stands for the module.
+    package: its `__name__`.
+    homes: the module that defines each public name, relative to the package or from `weft.` on. A name that the module does
+        not define means the module itself.
     """
     known = dict(homes or {})
 
@@ -30,7 +31,7 @@ def lazy_names(package: str, homes: Mapping[str, str] | None = None) -> tuple[Ca
             found = importlib.import_module(f"{package}.{name}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        # Stored, because a call of an operator would otherwise pay some microseconds for this function each time.
+        # The name is stored, because otherwise every call of an operator would pay some microseconds for this function.
         return vars(sys.modules[package]).setdefault(name, found)
 
     def listed() -> list[str]:

@@ -1,4 +1,4 @@
-"""The logger of the library. weft prints nothing: a program that configures `logging` decides what is shown, and where."""
+"""The logger of the library. weft prints nothing: a program that configures `logging` decides what is shown and where."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ _REMEMBERED = 1024
 
 @lru_cache(maxsize=_REMEMBERED)
 def warn_once(text: str) -> None:
-    """Log a warning, the first time that it has these words: for a fallback, or a choice, with its reason."""
+    """Log a warning about a fallback or a choice, with its reason, the first time that it has this text."""
     LOGGER.warning(text)
