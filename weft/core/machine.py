@@ -1,17 +1,17 @@
 """Machine: the numbers of a host with GPUs. Profiles are data files in weft/core/machines, each number with its source.
 
-Contract: a Machine that exists is complete. Every number is from 1e-12 to 1e15 (latencies and `stores.stall`: zero, too), so
-that times made of them are finite, and `sources` says of each where it is from: measured (with its date), a paper, a data
-sheet, or assumed. A file that lacks a number or a source, or has an unknown one, is refused with the name of the file and of
-the field.
+Contract: a Machine that exists is complete. Every number is from 1e-12 to 1e15, so that times computed from them are finite;
+latencies and `stores.stall` may also be zero. `sources` says where each number is from: measured (with its date), a paper, a
+data sheet, or assumed. A file that lacks a number or a source, or has an unknown one, is refused with the name of the file and
+of the field.
 
-Numbers that are time are in microseconds, rates in 1e9 bytes/s (gbps) or 1e12 operations/s (tflops).
+Times are in microseconds, rates in 1e9 bytes/s (gbps) or 1e12 operations/s (tflops).
 Topologies, for ranks 0 .. world_size-1:
 
-    switch   each GPU has a port out and a port in of `gbps`; any pair at full speed
-    mesh     a link of `gbps` in each direction between every pair
-    ring     a link of `gbps` in each direction to both neighbours; traffic to further ranks passes through nearer ones
-    pcie     as switch, and all traffic shares the host's `host_gbps`
+    switch   each GPU has a port out and a port in of `gbps`; every pair communicates at full speed
+    mesh     every pair has a link of `gbps` in each direction
+    ring     each GPU has a link of `gbps` in each direction to both neighbours; traffic to others passes through them
+    pcie     like switch, and all traffic shares the host's `host_gbps`
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ MAY_BE_ZERO = frozenset({"stores.stall", "links.latency_us", "network.latency_us
 STORES_SHARE = 4
 """Communication blocks occupy at most a quarter of a small GPU's SMs."""
 LEAST, MOST = 1e-12, 1e15
-"""The bounds of any number."""
+"""Every number of a machine is within these bounds."""
 _NOTHING_US = 1e-3
-"""Numbers are above zero; times count whole nanoseconds."""
+"""The smallest time, in microseconds. Numbers must be above zero, and times count whole nanoseconds."""
 _PROFILES = Path(__file__).with_name("machines")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What one block of a GEMM computes: rows x cols of the result, at this share of the GPU's peak."""
+    """The rows x cols of the result that one block of a GEMM computes, at `efficiency` times the GPU's peak rate."""
 
     rows: int
     cols: int
@@ -55,7 +55,7 @@ _TILE_AREA = 128 * 256
 
 
 def _between(known: Mapping[int, float], at: int) -> float:
-    """Interpolate linearly between the neighbours of an area; clamp to the first and the last value."""
+    """Interpolate linearly between the neighbouring areas, and clamp to the first and the last value."""
     below, above = (
         max((x for x in known if x <= at), default=min(known)),
         min((x for x in known if x >= at), default=max(known)),
@@ -66,22 +66,25 @@ def _between(known: Mapping[int, float], at: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """sms: streaming multiprocessors or compute units. tflops: dense matrix peak by dtype; of FP8 operands, where the GPU
-    multiplies them, as float8, and as float8_blockwise with scales within K; and of weft's GEMM kernel, where it is slower, as
-    float8_kernel, and as float8_promoted where it adds each 128 of K in float32. tiles: what its GEMMs may use.
+    """The numbers of one GPU.
 
-    half_tile: time of a tile that is half as wide, over a whole one's; 0.5 at best, since its rows of a are loaded all the
-    same. cut_k: no part of K is shorter where cuBLAS's GEMM cuts K. gather_share: rate of gathering rows, over the memory's
-    rate of a copy; above 1 where reading alone is faster than reading and writing. burst_bytes: what memory is read by.
-    tile_us: a tile's prologue and epilogue. flag_efficiency: speed of a GEMM kernel that waits on flags, counts tiles or
-    stores to peers, relative to cuBLAS's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU.
+    sms: the number of streaming multiprocessors or compute units.
+    tflops: the dense matrix peak by dtype. FP8 operands have rates of their own: float8; float8_blockwise for scales within K;
+        and, where weft's GEMM kernel is slower, float8_kernel, and float8_promoted where it adds each 128 of K in float32.
+    tiles: the tiles that the library's GEMMs may use. kernel_tiles: those of weft's own GEMM kernel, if they differ.
+    stored_tiles: those of weft's kernel where hardware stores the results, because such tiles do not count, add or go to peers.
+    tile_step: if set, the library has more shapes than `tiles` lists, in steps of this many rows or columns (`library_tiles`).
+    step_rate: the rate of those shapes over that of the listed ones, because a library does not always find the best shape;
+        None for 1.
+    tile_us: the time of a tile's prologue and epilogue.
+    half_tile: the time of a tile of half the width over a whole tile's. It is 0.5 at best, since all its rows of a are loaded.
+    cut_k: the shortest part of K where cuBLAS's GEMM splits K.
+    flag_efficiency: the speed, relative to cuBLAS, of a GEMM kernel that waits on flags, counts tiles or stores to peers.
+    hbm_gbps: the rate of reads and writes together. burst_bytes: the unit in which memory is read.
+    gather_share: the rate of gathering rows over the rate of a copy. It is above 1 where reading alone is faster than a copy.
+    l2_bytes, l2_gbps: the size of the whole last-level cache, and the rate at which kernels read it, if known.
     burst_us, sustained: after matmuls have kept the GPU busy for burst_us within a call, its power limit reduces their rate by
-    the factor `sustained`; both None: they run at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
-    may use, where they are others; stored_tiles: the same where hardware stores their results, since they neither count nor add
-    nor go to peers. l2_gbps: what kernels read of the last-level cache, if known.
-    tile_step: its library's tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see
-    `library_tiles`. step_rate:
-    their rate over that of the listed ones around, 1 where it is None: a library does not always find the best one.
+        the factor `sustained`. If both are None, they run at full rate throughout.
     """
 
     sms: int
@@ -110,8 +113,10 @@ class Gpu:
 
     @cached_property
     def shapes(self) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
-        """Columns, and elements over efficiency, of few of `tiles`, by their rows: of each area the tile with fewest rows, but
-        64 at least. On shapes of models their matmuls take within 1% of what all take, on average."""
+        """The columns, and elements over efficiency, of a few of `tiles`, by their rows.
+
+        Of each area this takes the tile with the fewest rows from 64 on. On shapes of models, the matmuls take on average
+        within 1% of the time with all tiles."""
         high = [tile for tile in self.tiles if tile.rows >= 64] or self.tiles
         largest = {tile.rows * tile.cols: tile for tile in sorted(high, key=lambda tile: -tile.rows)}
         found: dict[float, list[tuple[float, float]]] = {}
@@ -121,8 +126,10 @@ class Gpu:
 
     @cached_property
     def library_tiles(self) -> tuple[Tile, ...]:
-        """`tiles`, and where there is a tile_step those in between: one side 64, 128, 192 or 256, the other a multiple of the
-        step from 64 to 256, no larger than 128 x 256. Their efficiency is nearly between those of the areas around."""
+        """`tiles`, and the shapes in between if there is a tile_step.
+
+        One side of such a shape is 64, 128, 192 or 256, and the other is a multiple of the step from 64 to 256. The area is at
+        most 128 x 256. The efficiency is interpolated between the neighbouring areas."""
         if not self.tile_step:
             return self.tiles
         best = self._best_efficiency
@@ -134,22 +141,22 @@ class Gpu:
         return (*self.tiles, *more)
 
     def kernel_efficiency(self, rows: int, cols: int, *, stored: bool = False) -> float:
-        """What weft's own GEMM kernel reaches of the peak with a tile of this shape: as `kernel_tiles`, or `stored_tiles`, list
-        it, else as the library's tiles of its area."""
+        """Return the share of the peak that weft's own GEMM kernel reaches with a tile of this shape: that of `kernel_tiles` or
+        `stored_tiles` if they list it, else that of the library's tiles of the same area."""
         tiles = (self.stored_tiles if stored else ()) or self.kernel_tiles
         listed = (tile.efficiency for tile in tiles if (tile.rows, tile.cols) == (rows, cols))
         return next(listed, None) or _between(self._best_efficiency, rows * cols)
 
     @cached_property
     def _best_efficiency(self) -> dict[int, float]:
-        """By area, of `tiles`."""
+        """The best efficiency of `tiles`, by area."""
         best: dict[int, float] = {}
         for tile in self.tiles:
             best[tile.rows * tile.cols] = max(tile.efficiency, best.get(tile.rows * tile.cols, 0.0))
         return best
 
     def paced_us(self, busy_us: float) -> float:
-        """What matmuls take that would take `busy_us` at full rate, one after the other.
+        """Return the time of consecutive matmuls that would take `busy_us` at full rate.
 
         >>> gpu = load("h200x8").gpu
         >>> gpu.paced_us(100.0), gpu.paced_us(4000.0) > 4000.0
@@ -162,12 +169,14 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyEngines:
-    """copy_us: fixed cost of a copy. gbps: one copy at a time; several_gbps: all copies of a GPU together, where several run.
+    """The copy engines of a GPU.
 
-    engines: copies that one GPU should have in flight; schedules for a machine with more than one have a copy lane a peer.
-    turning: copies that go to several peers in turns take up to this share of their time more, because ranks get out of step
-    and two of them send to one. None for 0.
-    strided: what copies non-contiguous rows; a kernel waits for SMs.
+    copy_us: the fixed cost of a copy.
+    gbps: the rate of one copy at a time. several_gbps: the rate of all concurrent copies of a GPU together.
+    engines: the copies that one GPU should have in flight. If it is more than one, schedules have a copy lane for each peer.
+    strided: what copies non-contiguous rows. A kernel waits for SMs.
+    turning: the share of time that copies to several peers in turn take longer at most, because ranks get out of step and two
+        of them send to the same peer. None for 0.
     """
 
     copy_us: float
@@ -178,7 +187,7 @@ class CopyEngines:
     turning: float | None = None
 
     def turned_gbps(self, rounds: int) -> float:
-        """The rate of copies that go to several peers in so many rounds.
+        """Return the rate of copies that go to several peers in this many rounds.
 
         >>> CopyEngines(copy_us=1.0, gbps=300.0, several_gbps=300.0, engines=1, turning=1.0).turned_gbps(2)
         200.0
@@ -188,11 +197,12 @@ class CopyEngines:
 
 @dataclass(frozen=True, kw_only=True)
 class Stores:
-    """Loads and stores to peers from kernels. gbps: (SMs, rate) rising. sms: what a lane of communication blocks occupies;
-    sms_alone: the same where no kernel multiplies meanwhile.
+    """Loads and stores to peers from kernels.
 
-    stall: share of a remote store's time that the tile which stores cannot hide. tiles: share of the rate that stores from a
-    matmul's tiles reach, all of it where that is None.
+    gbps: pairs (SMs, rate), ascending. sms: the SMs that a lane of communication blocks occupies. sms_alone: the same while no
+    kernel multiplies.
+    stall: the share of a remote store's time that the storing tile cannot hide. tiles: the share of the rate that stores from a
+    matmul's tiles reach; None for all of it.
     """
 
     gbps: tuple[tuple[int, float], ...]
@@ -202,7 +212,7 @@ class Stores:
     tiles: float | None = None
 
     def rate(self, sms: int) -> float:
-        """Rate on `sms` SMs, on the line between the table's points (through zero below the first).
+        """Return the rate on `sms` SMs, interpolated between the table's points, and through zero below the first.
 
         >>> Stores(gbps=((4, 100.0), (8, 200.0)), sms=4, sms_alone=4, stall=0.0).rate(6)
         150.0
@@ -217,18 +227,18 @@ class Stores:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What weft's own kernels reach on the GPU.
+    """The rates and times of weft's own kernels on the GPU.
 
-    sm_gbps: rate at which one SM reads and writes the GPU's memory, with 16 warps and 16-byte loads; pull_gbps: rate at which
-    it loads from peers, with 96 KiB in flight. l2_share: of the last-level cache, what a stream through it leaves to be found
-    again. sums: of the blocks that sum what copy engines bring, so many share an SM.
-
-    streamed: of the matrix peak, what the kernel reaches that multiplies and exchanges (weft.kernels.all_reduce). row_us: the
-    least that a row of b takes it, since its loads are not asynchronous. exchange_us: what such a kernel takes besides, to look
-    up the number of its call, fill its pipeline, and empty the places of the call before.
-
-    lookup_copy_gbps: rate of a kernel that copies rows to a peer while rows are gathered. lookup_copy_bytes: what it takes of
-    the memory's rate for each byte. lookup_copy_us: from a part's last row to the start of the copy that waits for it.
+    sm_gbps: the rate at which one SM reads and writes the GPU's memory, with 16 warps and 16-byte loads.
+    pull_gbps: the rate at which one SM loads from peers, with 96 KiB in flight.
+    l2_share: the share of the last-level cache that still holds its data after a stream has passed through.
+    sums: the number of blocks on an SM that sum what copy engines bring.
+    streamed: the share of the matrix peak that the kernel reaches that multiplies and exchanges (weft.kernels.all_reduce).
+    row_us: the minimum time that this kernel takes for a row of b, because its loads are not asynchronous.
+    exchange_us: the time that this kernel adds to look up its call's number, fill its pipeline, and empty the previous mailbox.
+    lookup_copy_gbps: the rate of a kernel that copies rows to a peer while rows are gathered.
+    lookup_copy_bytes: the bytes of memory traffic for each byte that it copies.
+    lookup_copy_us: the time from the last row of a part to the start of the copy that waits for it.
     """
 
     sm_gbps: float
@@ -245,8 +255,8 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The links between GPUs. gbps: usable, in each direction, of one link of the topology. latency_us: of one hop. host_gbps:
-    pcie only."""
+    """The links between GPUs. gbps: the usable rate of one link in each direction. latency_us: the latency of one hop.
+    host_gbps: the rate of the host, for pcie only."""
 
     topology: Topology
     gbps: float
@@ -254,8 +264,10 @@ class Links:
     host_gbps: float | None = None
 
     def wire_us(self, op: str, shard_bytes: float, world_size: int) -> float:
-        """The least that a collective of one host takes: every other rank's shard comes in by a rank's links, at their rate. A
-        mesh has a link for each, a ring two for all; all to all the shards of others pass through a ring's, too."""
+        """Return the minimum time of a collective within one host.
+
+        Each rank receives every other rank's shard at the rate of its links. On a mesh each shard has a link of its own, and on
+        a ring all of them share two. In an all-to-all on a ring, shards for other ranks pass through these links, too."""
         shards = world_size - 1.0
         if self.topology == "mesh":
             shards = 1.0
@@ -269,9 +281,10 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The network between hosts: an adapter for each GPU. gbps: usable, in each direction. latency_us: of a message's last
-    byte.
-    step_us: fixed cost of a group of sends and receives. sms: SMs that it occupies while it runs.
+    """The network between hosts, with an adapter for each GPU.
+
+    gbps: the usable rate in each direction. latency_us: the latency of a message's last byte. step_us: the fixed cost of a
+    group of sends and receives. sms: the SMs that it occupies while it runs.
     """
 
     gbps: float
@@ -282,9 +295,10 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A collective as measured on `world_size` ranks: (bytes of one shard, microseconds), rising.
+    """The measured times of a collective on `world_size` ranks.
 
-    also: the same on fewer ranks, where that was measured, with as few points as there are.
+    points: pairs (bytes of one shard, microseconds), ascending.
+    also: the same for fewer ranks, where they were measured, with the same number of points.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -302,7 +316,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaBeta:
-    """A collective as a model: fixed_us + (n - 1) * (step_us + bytes / gbps), with gbps as of the whole machine."""
+    """A model of a collective's time: fixed_us + (n - 1) * (step_us + bytes / gbps), with gbps as on the whole machine."""
 
     TAGGED: ClassVar[bool] = True
     fixed_us: float
@@ -312,24 +326,26 @@ class AlphaBeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One host's GPUs and what connects them. help(weft.machine) has units and sources; weft.core.machine.load reads one.
+    """The GPUs of one host and what connects them.
 
-    name: as `--machine` takes it. description: one line for reports. world_size: its GPUs. launch_us: from the end of one
-    kernel of a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from a signal to the
-    next step of the copy lane that waited for it, None for 0. fork_us: in a call on several lanes, the time to start the lanes
-    other than
-        the
-    compute lane, and from a copy lane back to it, if measured. stages: whether library matmuls and collectives are
-    called through torch, with what that does around them (weft.perf.staging). collectives: NCCL's, by name; all_to_all may be
-    missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
-    collective_sms: SMs that an NCCL collective holds by itself; None for as many as stores.sms.
-    contention: the slowdown of the first during the second ("gemm during copy"), if known; the simulator uses that of gemm and
-    copy, of copies at the full rate, and of a user's computation and collectives (weft.perf.concurrent). slow_lookups: whether
-    lookups and concurrent kernels that copy rows slow each other (weft.perf.lookups). network: between several such hosts, if
-        known.
-    device: the GPU on which its numbers were measured, as its driver names it; empty if they have several sources.
-    sources: the source of each number, by the path that `numbers` gives it. spreads: the variation of measured numbers: half of
-    their interquartile range, as a share of the median.
+    help(weft.machine) has units and sources; weft.core.machine.load reads a profile.
+
+    name: the name that `--machine` takes. description: one line for reports. world_size: the number of GPUs.
+    launch_us: the time from the end of one kernel of a stream to the start of the next one's work.
+    flag_us: the time of a stream's wait or signal.
+    wake_us: the time from a signal to the next step of the copy lane that waited for it. None for 0.
+    fork_us: the time to start the lanes besides the compute lane, and from a copy lane back to it, if measured.
+    stages: library matmuls and collectives are called through torch, with the staging around them (weft.perf.staging).
+    collectives: NCCL's collectives by name. all_to_all may be missing, and then costs as much as all_gather. all_reduce may be
+        missing, and then is a reduce_scatter and an all_gather.
+    collective_sms: the SMs that an NCCL collective occupies. None for as many as stores.sms.
+    contention: the slowdown of the first during the second ("gemm during copy"), if known. The simulator uses those of GEMMs
+        and copies, of copies at the full rate, and of a user's computation and collectives (weft.perf.concurrent).
+    slow_lookups: lookups and concurrent kernels that copy rows slow each other (weft.perf.lookups).
+    network: the network between several such hosts, if known.
+    device: the GPU on which the numbers were measured, as its driver names it. Empty if they have several sources.
+    sources: the source of each number, by the path that `numbers` gives it.
+    spreads: the variation of measured numbers: half of their interquartile range, as a share of the median.
     """
 
     name: str
@@ -408,8 +424,8 @@ class Machine:
                 raise ValueError(f"sources.{path} is empty; say where the number is from")
 
     def tflops(self, dtype: str) -> float:
-        """Matrix peak for `dtype`, or for FP8 operands by the name of their rate (`Problem.rate_name`). Raises ValueError if
-        the profile has none."""
+        """Return the matrix peak for `dtype`, or for FP8 operands by the name of their rate (`Problem.rate_name`). Raises
+        ValueError if the profile has none."""
         if dtype not in self.gpu.tflops:
             raise ValueError(
                 f"dtype is {dtype!r}; machine {self.name} has rates for {', '.join(self.gpu.tflops)}: use one of these, or add "
@@ -418,16 +434,16 @@ class Machine:
         return self.gpu.tflops[dtype]
 
     def kernel_rate(self, scaling: Scaling | None, dtype: str) -> str:
-        """The name of the rate at which weft's GEMM kernel multiplies operands of a dtype, or of FP8."""
+        """Return the name of the rate at which weft's GEMM kernel multiplies operands of a dtype, or of FP8."""
         if scaling is None:
             return dtype
         return scaling.kernel_rate_name if scaling.kernel_rate_name in self.gpu.tflops else scaling.rate_name
 
     def what_if(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Machine:
-        """This machine with other numbers, and with what goes along with them: see weft.core.what_if.
+        """Return this machine with other numbers, and with those rescaled that depend on them: see weft.core.what_if.
 
-        changes: by path, a value, or its JSON as text. more: the same, with __ for a dot. Raises ValueError for a path that
-        there is not, and for a value that cannot be, with what would work.
+        changes: the new value of each path, or its JSON as text. more: the same, with __ in place of a dot. Raises ValueError
+        for a path that does not exist, and for a value that is not allowed, with what would work.
 
         >>> faster = load("h200x8").what_if(links__gbps=780.0)
         >>> faster.copies.gbps, faster.stores.rate(4), faster.sources["copies.gbps"][:23]
@@ -439,22 +455,22 @@ class Machine:
 
     @cached_property
     def within_a_kernel(self) -> Machine:
-        """As the steps of a kernel that runs see it: nothing is launched, and flags are looked at at once."""
+        """Return the machine as the steps of a running kernel see it: launches and flags take no time."""
         wake_us = self.wake_us and _NOTHING_US
         return dataclasses.replace(self, launch_us=_NOTHING_US, flag_us=_NOTHING_US, wake_us=wake_us)
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen letters that change with any of it."""
+        """A hash of sixteen letters that changes with any field."""
         return hashlib.sha256(codec.dumps(self).encode()).hexdigest()[:16]
 
     @property
     def fans_out(self) -> bool:
-        """Whether copies to several peers should be in flight together: then schedules have a copy lane for each peer."""
+        """Return whether copies to several peers should run concurrently. Schedules then have a copy lane for each peer."""
         return self.copies.engines > 1
 
     def require_for(self, problem: Problem) -> None:
-        """Raises ValueError if a node of the problem needs more GPUs than the machine has, or several nodes a network."""
+        """Raise ValueError if a node of the problem needs more GPUs than the machine has, or several nodes need a network."""
         self.require(max(problem.nodes or (problem.world_size,)))
         if problem.nodes and self.network is None:
             raise ValueError(
@@ -462,7 +478,7 @@ class Machine:
             )
 
     def require(self, world_size: int) -> None:
-        """Raises ValueError if the machine has fewer GPUs than `world_size`."""
+        """Raise ValueError if the machine has fewer GPUs than `world_size`."""
         if world_size > self.world_size:
             raise ValueError(
                 f"world_size is {world_size}; machine {self.name} has {self.world_size} GPUs: use at most that many, "
@@ -474,8 +490,8 @@ class Machine:
 
 
 def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a machine with the path of its field; the rows of a table all have the table's path. Not its spreads,
-    which are about numbers."""
+    """Yield every number of a machine with the path of its field. All rows of a table have the table's path. Spreads are left
+    out, because they describe other numbers."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield path, value
     elif dataclasses.is_dataclass(value):
@@ -492,27 +508,28 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def within(number: float) -> float:
-    """The nearest that a machine may have."""
+    """Return the nearest number that a machine may have."""
     return max(LEAST, min(number, MOST))
 
 
 @cache
 def names() -> tuple[str, ...]:
-    """The shipped profiles."""
+    """Return the names of the shipped profiles."""
     return tuple(sorted(path.stem for path in _PROFILES.glob("*.json")))
 
 
 def as_machine(machine: Machine | str | Path) -> Machine:
-    """A machine as public functions take it: itself, or `load`ed. Raises ValueError for anything else."""
+    """Return the machine that a public function's argument means. A Machine is returned as it is; a name or path is loaded.
+    Raises ValueError for anything else."""
     require("machine", machine, (Machine, str, Path), "use a weft.Machine, a name of weft machines, or the path of a JSON file")
     return machine if isinstance(machine, Machine) else load(machine)
 
 
 def load(name_or_path: str | Path) -> Machine:
-    """A shipped profile by name, or one from a JSON file. Raises ValueError that names the file and the field."""
+    """Load a shipped profile by name, or one from a JSON file. Raises ValueError that names the file and the field."""
     if str(name_or_path) in names():
         return codec.read(Machine, _PROFILES / f"{name_or_path}.json")
     path = Path(name_or_path)
-    if path.suffix == ".json" or os.path.isfile(path):  # False, too, where nobody may look
+    if path.suffix == ".json" or os.path.isfile(path):  # isfile is also False where the user has no access
         return codec.read(Machine, path)
     raise ValueError(f"machine is {str(name_or_path)!r}; weft has {', '.join(names())}, or give the path of a JSON file")

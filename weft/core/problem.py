@@ -118,7 +118,7 @@ def split(extent: int, parts: int) -> tuple[Span1D, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """FP8 operands, and the float32 scales that their elements are multiplied by.
+    """The dtypes and the scale layout of FP8 operands, whose elements are multiplied by float32 scales.
 
     a, b: their dtypes. recipe: what shares a scale, as in torch.nn.functional.scaled_mm:
 
@@ -170,13 +170,13 @@ class Scaling:
 
     @property
     def rate_name(self) -> str:
-        """The name of the matrix rate of such operands in a machine's gpu.tflops."""
+        """Return the name of the matrix rate of such operands in a machine's gpu.tflops."""
         return "float8_blockwise" if self.recipe == "blockwise" else "float8"
 
     @property
     def kernel_rate_name(self) -> str:
-        """The rate name of weft's GEMM kernel, which is slower if it adds each 128 of K in float32. A machine may lack this
-        rate."""
+        """Return the rate name of weft's GEMM kernel, which is slower if it adds each 128 of K in float32. A machine may lack
+        this rate."""
         return "float8_kernel" if self.use_fast_accum and self.recipe != "blockwise" else "float8_promoted"
 
     def __str__(self) -> str:
@@ -278,12 +278,12 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """The bytes of one element."""
         return ITEMSIZE[self.dtype]
 
     @property
     def operand_itemsize(self) -> int:
-        """Bytes of one element of a and b, without their scales."""
+        """The bytes of one element of a and b, without their scales."""
         return 1 if self.scaling is not None else self.itemsize
 
     @property
@@ -304,8 +304,8 @@ class Problem:
 
     @cached_property
     def shards(self) -> tuple[Span1D, ...]:
-        """Rows of M that each rank owns (of `a` before the gather, of the result after the scatter); in an all-to-all, the rows
-        of every rank that go to it."""
+        """The rows of M that each rank owns: of `a` before the gather, of the result after the scatter. In an all-to-all, the
+        rows of every rank that go to that rank."""
         unit = self.row_multiple
         return tuple((low * unit, high * unit) for low, high in split(self.m // unit, self.world_size))
 
@@ -327,8 +327,8 @@ class Problem:
 
     @cached_property
     def b_shards(self) -> tuple[Span1D, ...]:
-        """The part of b's sharded dimension on each rank: of N for all_gather_matmul, of K for the others; all N on each for
-        an all-to-all, whose b are each rank's own."""
+        """The part of b's sharded dimension on each rank: of N for all_gather_matmul, of K for the others. In an all-to-all
+        each rank has its own b, so the part is all of N."""
         if self.op in EXCHANGES:
             return ((0, self.n),) * self.world_size
         if not self.b_sizes:
@@ -377,14 +377,14 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the largest rank's matmul."""
+        """The floating-point operations of the largest rank's matmul."""
         ranks = range(self.world_size)
         return 2 * max(self.product_rows(r) * self.columns(r) * self.inner(r) for r in ranks)
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that one rank sends to one peer: of its a if rows are sent before the matmul, else of its product (if it were
-        scattered)."""
+        """The bytes that one rank sends to one peer: a part of its a if rows are sent before the matmul, else of its product
+        (as if the product were scattered)."""
         low, high = self.shards[0]
         before = self.op in ("all_gather_matmul", "all_to_all_matmul")
         return (high - low) * (self.row_bytes(self.k) if before else self.n * self.itemsize)
@@ -463,7 +463,7 @@ class LookupProblem(Problem):
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that the rank with most columns sends to one peer."""
+        """The bytes that the rank with the most columns sends to one peer."""
         low, high = self.shards[0]
         return (high - low) * max(self.b_sizes) * self.itemsize
 
@@ -475,7 +475,7 @@ class LookupProblem(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnProblem(Problem):
-    """A matmul, and an all-to-all between parts of rows and parts of columns. m, k, n: a rank's; k rows of b.
+    """A matmul, and an all-to-all between parts of rows and parts of columns. m, k and n are those of one rank; b has k rows.
 
     matmul_all_to_all_columns: the columns of a @ b are cut. The columns for one rank are stored contiguously, so the product
     has world_size * m rows and n / world_size columns, and its shard d, of m rows, goes to rank d (`shards`).
@@ -500,7 +500,7 @@ class ColumnProblem(Problem):
 
     @property
     def sends_columns(self) -> bool:
-        """Whether the product's columns are cut, and received rows are stacked."""
+        """Return whether the product's columns are cut and the received rows are stacked."""
         return self.op == "matmul_all_to_all_columns"
 
     @cached_property
@@ -538,7 +538,7 @@ class ColumnProblem(Problem):
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that one rank sends to one peer."""
+        """The bytes that one rank sends to one peer."""
         rows, cols = (high - low for low, high in (self.shards[0], self.blocks[0]))
         return rows * cols * self.itemsize
 
@@ -551,9 +551,9 @@ class CollectiveProblem(Problem):
     of each, summed. all_to_all: M of each; m of them go to each rank.
     Calls may be in place: a may be its own part of out (all_gather), out its own part of a (reduce_scatter), or both may be the
     same (all_reduce). A schedule must be correct for these, too.
-    m: M. dtype: "uint8" for bytes of any type if nothing is summed; sums are in float32, in the order of ranks, rounded once.
-    staging_bytes: the symmetric memory that a schedule may use on a rank. sms: SMs that sum.
-    reachable: out is in symmetric memory on every rank, so that peers may write it during a call.
+    dtype: "uint8" for bytes of any type if nothing is summed. Sums are in float32, in the order of ranks, and rounded once.
+    staging_bytes: the symmetric memory that a schedule may use on a rank. sms: the number of SMs that sum.
+    reachable: out is in symmetric memory on every rank, so that peers may write to it during a call.
     Raises ValueError as Problem does, and if M is no multiple of world_size, except for an all_reduce.
     """
 
@@ -585,7 +585,7 @@ class CollectiveProblem(Problem):
 
     @property
     def sums(self) -> bool:
-        """Whether elements of ranks are added up."""
+        """Return whether elements of ranks are added up."""
         return self.op in ("reduce_scatter", "all_reduce")
 
     @property
@@ -599,23 +599,23 @@ class CollectiveProblem(Problem):
 
     @cached_property
     def shards(self) -> tuple[Span1D, ...]:
-        """Elements of M that each rank owns; in an all-to-all, those of every rank that go to it."""
+        """The elements of M that each rank owns; in an all-to-all, those of every rank that go to it."""
         unit = self.ALIGN_BYTES // self.itemsize if self.op == "all_reduce" else 1
         cuts = split(-(-self.m // unit), self.world_size)
         return tuple((min(low * unit, self.m), min(high * unit, self.m)) for low, high in cuts)
 
     def a_rows(self, rank: int) -> int:
-        """Elements of the input on `rank`."""
+        """Return the number of elements of the input on `rank`."""
         low, high = self.shards[rank]
         return high - low if self.op == "all_gather" else self.m
 
     def out_rows(self, rank: int) -> int:
-        """Elements of the result on `rank`."""
+        """Return the number of elements of the result on `rank`."""
         low, high = self.shards[rank]
         return high - low if self.op == "reduce_scatter" else self.m
 
     def alias(self, rank: int) -> int | None:
-        """Return, for an in-place call, which element of a is the first of out; None if a call cannot be in place."""
+        """Return which element of a is the first of out in an in-place call, or None if a call cannot be in place."""
         low = self.shards[rank][0]
         return {"all_gather": -low, "reduce_scatter": low, "all_reduce": 0}.get(self.op)
 
@@ -683,7 +683,7 @@ class RaggedProblem(Problem):
 
     @property
     def dispatches(self) -> bool:
-        """Whether rows are sent before they are multiplied."""
+        """Return whether rows are sent before they are multiplied."""
         return self.op == "ragged_all_to_all_matmul"
 
     @property
@@ -709,10 +709,10 @@ class RaggedProblem(Problem):
     def places(
         self, counts: Mapping[tuple[int, int, int], int], rows: Sequence[int] = (), *, room: int = 0
     ) -> dict[tuple[int, int, int], tuple[int, int, int]]:
-        """Return for each segment its first row on the sender, its first row on the receiver, and the number of rows that move:
-        those within a on the sender that also land within `m` on the receiver. rows: by rank, the rows of its a in this call
-            (default:
-        capacity). room: the bound of rows that arrive, in place of `m`."""
+        """Return for each segment its first row on the sender, its first row on the receiver, and the number of rows that move.
+
+        Rows move if they are within a on the sender and also land within `m` on the receiver. rows: the rows of each rank's a
+        in this call (default: capacity). room: the bound of the rows that arrive, in place of `m`."""
         begins, held = dict[tuple[int, int, int], int](), dict[tuple[int, int, int], int]()
         for rank in range(self.world_size):
             at, limit = 0, rows[rank] if rows else self.capacity

@@ -63,7 +63,7 @@ class Region:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """The number of elements of the region."""
         return (self.rows[1] - self.rows[0]) * (self.cols[1] - self.cols[0])
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ class Push:
 
     @property
     def source(self) -> tuple[str, int]:
-        """The buffer, and its rank, that all parts read."""
+        """The buffer that all parts read, and its rank."""
         return self.parts[0].src.buffer, self.parts[0].src.rank
 
     def __str__(self) -> str:
@@ -187,7 +187,7 @@ class Part:
 
     @property
     def waits(self) -> tuple[Wait, ...]:
-        """All waits of its tiles, in this order: gates, then inner gates."""
+        """All waits of its tiles: first the gates, then the inner gates."""
         return self.gates + tuple(wait for _, wait in self.inner)
 
     def __str__(self) -> str:
@@ -220,7 +220,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Elements that a reduction sums: out = sum(srcs) in float32, in this order, rounded once.
+    """A part of a Reduce: out = sum(srcs) in float32, in this order, rounded once.
 
     A source may be a single row, which is added to every row of `out`; the first one is as tall as `out`.
     """
@@ -232,7 +232,7 @@ class Sum:
 
     @property
     def waits(self) -> tuple[Wait, ...]:
-        """All its waits: its gates."""
+        """All waits of the part, which are its gates."""
         return self.gates
 
     def __str__(self) -> str:
@@ -310,11 +310,12 @@ class Collective:
 class FusedCollective:
     """One persistent kernel that sums the tiles of all ranks, on a lane of kind compute. Every rank runs the same.
 
-    factors: (a, b), whose product the kernel makes; or (partial,), which is ready: M x N on every rank.
+    factors: (a, b), whose product the kernel computes; or (partial,), which is ready: M x N on every rank.
     op: all_reduce gives every rank the whole sum. reduce_scatter gives a rank the rows of its shard.
-    hops: 1 sends every tile to all ranks that need its sum, and each sums it. 2, of an all_reduce: columns have owners, an
-    equal cut of N; the owner sums the tiles of its columns, and sends the sums to all.
-    addends: added to the sum once; each as large as out, or one row that is added to all rows. divide_by: as of a Reduce.
+    hops: with 1, every tile is sent to all ranks that need its sum, and each of them sums it. With 2 (all_reduce only), each
+    rank owns an equal part of the columns of N; it sums the tiles of its columns and sends the sums to all.
+    addends: tensors that are added to the sum once, each as large as out, or one row that is added to all rows.
+    divide_by: as in a Reduce.
 
     Tiles are sent through a mailbox, the kernel's own symmetric memory. A 32-bit word of the mailbox is empty or holds data, so
     the data is its own flag. mailbox: its name; no other kernel of a rank uses it. copies: the number of copies, which calls
@@ -386,7 +387,7 @@ class SendReceive:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The other ends, each once."""
+        """The other ranks, each once."""
         return tuple(dict.fromkeys([*(s.to for s in self.sends), *(r.source for r in self.receives)]))
 
 
@@ -429,7 +430,7 @@ class Segment:
 
     @property
     def name(self) -> tuple[int, int, int]:
-        """The segment itself, in any buffer."""
+        """The segment's identity (src, dst, expert), which is the same in any buffer."""
         return self.src, self.dst, self.expert
 
     def __str__(self) -> str:
@@ -455,8 +456,8 @@ class ShareCounts:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCopy:
-    """dst = src, the same segment, in a SegmentCopies or a GroupedGemm. It waits for its gates, and signals `count` at its end.
-    It pushes if dst is on a peer, and pulls if src is."""
+    """A part of a SegmentCopies or a GroupedGemm that copies a segment from src to dst. It waits for its gates, and signals
+    `count` at its end. It is a push if dst is on a peer, and a pull if src is."""
 
     TAGGED: ClassVar[bool] = True
     src: Segment
@@ -466,7 +467,7 @@ class SegmentCopy:
 
     @property
     def ends(self) -> tuple[Segment, Segment]:
-        """What it reads, and what it writes."""
+        """The segment that it reads, and the segment that it writes."""
         return self.src, self.dst
 
     def __str__(self) -> str:
@@ -496,7 +497,7 @@ class SegmentProduct:
 
     @property
     def ends(self) -> tuple[Segment, Segment]:
-        """What it reads, and what it writes."""
+        """The segment that it reads, and the segment that it writes."""
         return self.a, self.out
 
     def __str__(self) -> str:
@@ -525,7 +526,7 @@ Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | Fused
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Steps that run one after the other. kind: the resource that runs them.
+    """Steps that run one after the other. kind: the kind of resource that runs them.
 
     In a schedule with a UserCall, the lanes of a rank are enqueued in the order in which they are listed. priority: use streams
     of the highest priority. ctas: the blocks of this lane's kernels, 0 for their default. Only a schedule for a
@@ -547,8 +548,8 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A named buffer: rows and cols by rank. float32: it holds float32 partial sums, whatever the problem's dtype; only a local
-    buffer may.
+    """A named buffer. rows, cols: its size on each rank. float32: it holds float32 partial sums, whatever the problem's dtype;
+    only a local buffer may.
 
     operand: "a" or "b" if the buffer holds FP8 elements of that operand and their scales, as the problem's scaling defines
         them. The scales are a separate matrix. A region of such a buffer includes the scales of its elements: a step that
@@ -570,7 +571,7 @@ class Buffer:
 class Schedule:
     """The steps of every rank for one problem. help(weft.core.schedule) explains them.
 
-    name: the family, as `weft schedules` lists it. chunks: pieces a shard is cut into. ranks: per rank, its lanes.
+    name: the family, as `weft schedules` lists it. chunks: the pieces into which a shard is cut. ranks: the lanes of each rank.
     A Schedule is not checked when it is constructed; `weft.schedule.check` proves it right.
 
     Raises ValueError for chunks below 1, and for lanes with priority or ctas in a schedule that does not use them.
@@ -597,12 +598,12 @@ class Schedule:
 
     @cached_property
     def buffer(self) -> dict[str, Buffer]:
-        """Buffers by name."""
+        """The buffers by name."""
         return {b.name: b for b in self.buffers}
 
     @cached_property
     def signals_per_call(self) -> Counter[Flag]:
-        """How often each flag is signalled in one call: once, in a correct schedule."""
+        """The number of times that each flag is signalled in one call, which is once in a correct schedule."""
         return Counter(flag for _, _, _, step in self for flag in signalled_flags(step))
 
     @cached_property
@@ -617,7 +618,7 @@ class Schedule:
         return tuple(sorted(used, key=lambda f: (f.rank, f.name, f.index)))
 
     def __iter__(self) -> Iterator[tuple[int, Lane, int, Step]]:
-        """(rank, lane, position in the lane, step) for every step."""
+        """Yield (rank, lane, position in the lane, step) for every step."""
         for rank, lanes in enumerate(self.ranks):
             for lane in lanes:
                 for position, step in enumerate(lane.steps):

@@ -1,4 +1,4 @@
-"""Settings: KEY=VALUE from a command line, put into a frozen value that has numbers by path. For what-if questions.
+"""Settings apply KEY=VALUE from a command line to a frozen value that has numbers by path, for what-if questions.
 
 The value is rebuilt through its JSON form, so that it checks itself as if it had been read from a file.
 """

@@ -13,7 +13,7 @@ Kind = Literal["gemm", "lookup", "copy", "reduce", "collective", "message", "cal
 class Span:
     """The time of one step on one rank's lane, in microseconds since the call began.
 
-    kind: what the step does. name: its short text, as the schedule prints it. flops, bytes: work done, 0 where it has none.
+    kind: the type of work. name: a short text, as the schedule prints it. flops, bytes: the amount of work, or 0.
     """
 
     rank: int
@@ -38,6 +38,6 @@ class Span:
 
 
 def total_us(spans: Iterable[Span]) -> float:
-    """Time from the first start to the last end, over all ranks; 0 for no spans."""
+    """Return the time from the first start to the last end over all ranks, or 0 for no spans."""
     items = list(spans)
     return max(s.end_us for s in items) - min(s.start_us for s in items) if items else 0.0

@@ -1,4 +1,4 @@
-"""The version, as `weft --version` prints it and as ranks compare it."""
+"""The version that `weft --version` prints and that ranks compare."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, 
 
 
 def region_bytes(schedule: Schedule, region: Region) -> int:
-    """Bytes of a region: 4 an element in a float32 buffer; one, and those of the scales, in one of FP8; else the problem's
-    itemsize."""
+    """Return the bytes of a region. An element takes 4 bytes in a float32 buffer, one byte and its share of the scales in an
+    FP8 buffer, and the problem's itemsize otherwise."""
     buffer, scaling = schedule.buffer[region.buffer], schedule.problem.scaling
     if buffer.operand and scaling is not None:
         (top, bottom), (left, right) = scaling.scales_of(buffer.operand, region.rows, region.cols)
@@ -56,12 +56,12 @@ def region_bytes(schedule: Schedule, region: Region) -> int:
 
 
 def is_plain(part: Part, rank: int) -> bool:
-    """Whether a part of a matmul waits for nothing, adds and counts nothing, and stays on its rank."""
+    """Return whether a part of a matmul has no waits, addends or count, and stores its result on its own rank."""
     return not (part.waits or part.adds) and part.count is None and part.out.rank == rank == part.a.rank
 
 
 def label(rank: int, step: Step) -> str:
-    """A short text for one step on `rank`, such as "gemm 8192x1792x4096" or "copy a[0:128] -> 3"."""
+    """Return a short text for one step on `rank`, such as "gemm 8192x1792x4096" or "copy a[0:128] -> 3"."""
     return WORK[type(step)].label(rank, step)
 
 
@@ -71,7 +71,7 @@ def _flag_label(rank: int, step: Wait | Signal) -> str:
 
 
 def _push_label(rank: int, step: Push) -> str:
-    """Return the rows of a single part, or the number of rows of several, and the receivers, each once."""
+    """Return a text with the rows of a single part, or the number of rows of several, and each receiver once."""
     rows = [part.src.rows for part in step.parts]
     ranges = f"[{rows[0][0]}:{rows[0][1]}]" if len(rows) == 1 else f", {sum(high - low for low, high in rows)} rows,"
     receivers = ", ".join(str(rank) for rank in dict.fromkeys(part.dst.rank for part in step.parts))
@@ -87,7 +87,7 @@ def _copy_label(rank: int, step: Copy) -> str:
 
 
 def flops(step: Step) -> int:
-    """Floating-point operations of a product; 0 of a step that multiplies nothing."""
+    """Return the floating-point operations of a product, or 0 for a step that multiplies nothing."""
     return WORK[type(step)].flops(step)
 
 
@@ -96,8 +96,8 @@ def _fused_flops(step: FusedCollective) -> int:
 
 
 def work_bytes(schedule: Schedule, step: Step) -> int:
-    """Bytes that a step reads and writes at least; those that arrive for a Copy or a Push (once), a Collective (from peers) and
-    messages. Of a FusedCollective, without those that travel."""
+    """Return the minimum of bytes that a step reads and writes. A Copy, a Push, a Collective and messages count the bytes that
+    arrive, once. A FusedCollective does not count the bytes that it sends."""
     found = WORK[type(step)].bytes(schedule, step)
     return found if isinstance(found, int) else sum(region_bytes(schedule, region) for region in found)
 
@@ -118,8 +118,8 @@ def _collective_bytes(schedule: Schedule, step: Collective) -> int:
 
 
 def collective_shard_bytes(schedule: Schedule, step: Collective) -> int:
-    """Bytes of the shard that each rank gives to every other one (all_gather) or receives of it (the others); of an all_reduce,
-    which is a reduce_scatter and an all_gather, a rank's part of all rows."""
+    """Return the bytes of the shard that each rank gives to every other rank (all_gather) or receives from it (the others).
+    An all_reduce is a reduce_scatter and an all_gather, so its shard is a rank's part of all rows."""
     if step.op in ("all_to_all", "all_reduce"):
         return -(-region_bytes(schedule, step.dst) // schedule.problem.world_size)
     if step.op == "all_to_all_columns":
@@ -128,9 +128,11 @@ def collective_shard_bytes(schedule: Schedule, step: Collective) -> int:
 
 
 def continued(lane: Lane, kernels: Mapping[Span1D, FusedCollective] | None = None) -> frozenset[int]:
-    """Positions of steps that run in the kernel of the step before them, so that they pay no launch of their own: those of a
-    FusedCollective but the first, and waits and signals next to each other on a lane that runs on SMs. kernels: the ranges of
-    the lane's steps that are a FusedCollective's (weft.core.fused_collective)."""
+    """Return the positions of the steps that run in the kernel of the step before them, and so pay no launch of their own.
+
+    These are all steps of a FusedCollective but the first, and consecutive waits and signals on a lane that runs on SMs.
+    kernels: the ranges of the lane's steps that belong to a FusedCollective (weft.core.fused_collective).
+    """
     found = {at for low, high in kernels or {} for at in range(low + 1, high)}
     if lane.kind in ("compute", "blocks"):
         flags = [WORK[type(step)].kind in ("wait", "signal") for step in lane.steps]
@@ -139,8 +141,11 @@ def continued(lane: Lane, kernels: Mapping[Span1D, FusedCollective] | None = Non
 
 
 class StepWork(NamedTuple):
-    """What the steps of a type are to `span`. label: of a step on a rank. bytes: those that it moves in a schedule, or the
-    regions that have them."""
+    """How `span` describes the steps of one type.
+
+    label: returns the text of a step on a rank. bytes: returns the bytes that a step moves in a schedule, or the regions that
+    it moves. flops: returns its floating-point operations.
+    """
 
     kind: Kind
     label: Callable[[int, Any], str] = lambda rank, step: str(step)
@@ -175,4 +180,4 @@ WORK: dict[type, StepWork] = {
     SegmentCopies: StepWork("copy"),
     GroupedGemm: StepWork("gemm"),
 }
-"""By type of step, all of them."""
+"""The description of every type of step."""
