@@ -1,8 +1,8 @@
 """The command line.
 
-Exit status: 0, done. 1, a result was wrong, or the doctor found something missing. 2, the user's mistake: one line on
-standard error that begins with "weft: error:". 3, a rank failed while it ran. 130, interrupted. 141, the reader of the
-output went away. 143, terminated (SIGTERM).
+Exit status: 0, the command succeeded. 1, a result was wrong, or the doctor found something missing. 2, the user made a mistake:
+standard error has one line that begins with "weft: error:". 3, a rank failed while it ran. 130, interrupted. 141, the reader of
+the output closed it. 143, terminated (SIGTERM).
 
 Commands import what they need when they run: --help, machines, schedules, and plan of a shipped model never load PyTorch, and
 the doctor needs nothing but typer and rich.
@@ -43,15 +43,15 @@ app.command("calibrate")(calibrate.command)
 app.command("doctor")(doctor.command)
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
-"""What typer raises for any misuse of options. It has no public name that all versions of typer share."""
+"""The error that typer raises for any misuse of options. It has no public name that all versions of typer share."""
 
 
 class Terminated(BaseException):
-    """SIGTERM has come."""
+    """The process received SIGTERM."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line with `arguments` (default: the process's). Returns the exit status."""
+    """Run the command line with `arguments` (default: the process's), and return the exit status."""
     _open_outputs()
     try:
         with _ended_by_sigterm():
@@ -62,8 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends what runs as Ctrl-C does, so that ranks end and temporary folders go. Only the first: what closes goes on.
-    Does nothing where the parent process ignores SIGTERM, and outside the main thread, since only that may set handlers."""
+    """Let SIGTERM end the command as Ctrl-C does, so that ranks end and temporary folders are removed.
+
+    Only the first SIGTERM counts, so that the cleanup is not interrupted. This does nothing if the parent process ignores
+    SIGTERM, or outside the main thread, because only the main thread may set handlers."""
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
         yield
@@ -88,14 +90,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "weft"
         return _fail(f"{error.format_message()} (see {command} --help)", 2)
-    except WeftError as error:  # first: a mismatch of ranks is a ValueError too
+    except WeftError as error:  # comes first, because a mismatch of ranks is also a ValueError
         return _fail(str(error), 3)
     except ValueError as error:
         return _fail(" ".join(str(error).split()), 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except (BrokenPipeError, SystemExit):
-        # SystemExit is what typer and rich make of a broken pipe.
+        # typer and rich raise SystemExit for a broken pipe.
         _write_no_more()
         return 141
     except OSError as error:
@@ -106,17 +108,17 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _open_outputs() -> None:
-    """Have standard output and error take any text: they may be closed, or their encoding may lack letters of a name."""
+    """Let standard output and error take any text: they may be closed, or their encoding may lack letters of a name."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it is the process's from here on
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - the process uses it until it ends
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _write_no_more() -> None:
-    """What is still buffered would fail once more at the end."""
+    """Discard what is still buffered, because writing it when the process ends would fail once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -38,7 +38,7 @@ def find_machine_file(name: str) -> Path | None:
 
 
 def choose_dtype(dtype: str) -> DType:
-    """`dtype`, if weft overlaps it."""
+    """Return `dtype`. Raises ValueError if weft does not overlap it."""
     if dtype not in ITEMSIZE:
         raise ValueError(f"dtype is {dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
     return typing.cast(DType, dtype)
@@ -65,7 +65,7 @@ def make_problem(layer: OperatorCall, tokens: int, ranks: int, dtype: DType, sca
 
 
 def choose_schedule(schedule: str, layers: Sequence[OperatorCall]) -> tuple[str | None, int | None]:
-    """(family, chunks), if the operators of all layers have it; (None, None) for auto."""
+    """Return (family, chunks) if the operators of all layers have the schedule; (None, None) for auto."""
     from weft.schedules import FAMILIES, check_op, parse
 
     if schedule == "auto":
@@ -80,7 +80,7 @@ def choose_schedule(schedule: str, layers: Sequence[OperatorCall]) -> tuple[str 
 
 
 def choose_op(op: str) -> Op:
-    """`op`, if weft has it."""
+    """Return `op`. Raises ValueError if weft does not have it."""
     known = (*OPS, *LOOKUP_OPS, *COLUMN_OPS, *COLLECTIVE_OPS)
     if op not in known:
         raise ValueError(f"op is {op!r}; weft has {', '.join(known)}")
@@ -88,8 +88,9 @@ def choose_op(op: str) -> Op:
 
 
 def choose_device(device: str, ranks: int | None) -> tuple[str, int]:
-    """("cpu" or "cuda", ranks). auto: the GPUs if there are two or more, and as many as the ranks asked for. What the
-    environment says is looked at, too: every rank would fail over it."""
+    """Return ("cpu" or "cuda", ranks). auto selects the GPUs if there are two or more, and at least as many as the ranks.
+
+    Invalid environment variables are reported here, because otherwise every rank would fail with the same error."""
     from weft.runtime.environment import check_environment
 
     check_environment()

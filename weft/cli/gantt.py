@@ -1,4 +1,4 @@
-"""Spans of one rank as a chart: a line for each lane, time from left to right, a letter for each kind of step."""
+"""Draws the spans of one rank as a chart: a line for each lane, time from left to right, a letter for each kind of step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MARKS: dict[Kind, tuple[str, str]] = {
     "call": ("$", "green"),
     "lookup": ("%", "green"),
 }
-"""Mark and colour by kind; what stands later is drawn over what stands earlier."""
+"""The mark and colour of each kind. Kinds that are listed later are drawn over earlier ones."""
 
 
 def gantt(spans: Iterable[Span], *, rank: int, width: int, unit: str = "us") -> Text:
-    """The lanes of `rank` on `width` columns, with a scale below, in us or ms, and what the marks mean."""
+    """Draw the lanes of `rank` on `width` columns, with a scale below in us or ms, and a legend of the marks."""
     own = [span for span in spans if span.rank == rank]
     if not own:
         return Text("(no spans)")
@@ -45,7 +45,7 @@ def gantt(spans: Iterable[Span], *, rank: int, width: int, unit: str = "us") -> 
 
 
 def _folded(entries: Sequence[str], *, indent: int, width: int) -> list[str]:
-    """Entries side by side, on as many lines as they need."""
+    """Arrange entries next to each other, on as many lines as they need."""
     lines = [" " * indent + entries[0]]
     for entry in entries[1:]:
         if len(lines[-1]) + 3 + len(entry) <= width:
@@ -56,7 +56,7 @@ def _folded(entries: Sequence[str], *, indent: int, width: int) -> list[str]:
 
 
 def _line(spans: list[Span], start: float, length: float, columns: int) -> Text:
-    """One lane. A step is at least one column wide; from three columns on, its first is a bar."""
+    """Draw one lane. A step is at least one column wide. From three columns on, its first column is a bar."""
     marks: list[tuple[str, str]] = [(" ", "")] * columns
     order = list(MARKS)
     for span in sorted(spans, key=lambda s: (order.index(s.kind), s.start_us)):

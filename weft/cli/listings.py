@@ -1,4 +1,4 @@
-"""weft schedules and weft machines: what there is to choose from."""
+"""The commands weft schedules and weft machines, which list the families of schedules and the machines."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from weft.core.machine import Machine
 
 EXAMPLE_RANKS, EXAMPLE_CHUNKS = 3, 2
-"""Of the example. On two ranks a ring would look like any other schedule."""
+"""The size of the example. On two ranks a ring would look like any other schedule."""
 Values = dict[tuple[int, ...], float]
-"""What a path of a profile has, by sizes: a number by none, a table's by those of its row."""
+"""The values of one path of a profile, by sizes. A number has the key (), and a table has the sizes of each row."""
 
 
 def schedules(
@@ -118,7 +118,7 @@ def _print_list(found: Sequence[Machine]) -> None:
 
 
 def print_difference(a: Machine, b: Machine) -> None:
-    """Print the numbers that both have and that differ, and by how much, then the names of those that one of the two has.
+    """Print the numbers that both machines have and that differ, with their ratio, then the names that only one of them has.
     A difference that is no larger than the spreads of both measurements is marked."""
     left, right = _by_path(a), _by_path(b)
     listed = output.table("number", a.name, b.name, "ratio", "spread")
@@ -160,7 +160,7 @@ def _numbers(values: Values) -> str:
 
 
 def _compared(left: Values, right: Values, spread: float) -> tuple[str, str]:
-    """(the second over the first, whether that is more than measurements differ)."""
+    """Return the ratio of the second to the first, and the spread of the measurements, as text."""
     pairs = [(left[key], right[key]) for key in left if key in right]
     if not pairs or any(value <= 0 for pair in pairs for value in pair):
         return "-", ""
@@ -169,7 +169,7 @@ def _compared(left: Values, right: Values, spread: float) -> tuple[str, str]:
 
 
 def sources(machine: Machine) -> str:
-    """Return how many of a machine's numbers are from which kind of source, the most frequent kind first."""
+    """Return how many of a machine's numbers come from each kind of source, the most frequent kind first."""
     counted = Counter(_kind_of_source(text) for text in machine.sources.values())
     return ", ".join(f"{count} {kind}" for kind, count in counted.most_common())
 

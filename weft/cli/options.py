@@ -13,7 +13,7 @@ from weft.planner.models import preset_names
 DEFAULT_MACHINE = "h200x8"
 DEFAULT_MACHINE_TOKENS = 8192
 MOST_TOKENS = 1 << 24
-"""Rows of one matmul: more than models are given at once."""
+"""The largest number of rows of one matmul, which is more than models get at once."""
 
 MODEL = Annotated[
     str,

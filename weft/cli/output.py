@@ -1,4 +1,4 @@
-"""Printing and writing of the command line: consoles, numbers, and paths that are checked before the work starts."""
+"""Prints and writes for the command line: consoles, numbers, and paths that are checked before the work starts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rich.console import Console
 from rich.table import Column, Table
 
 STANDARD_OUTPUT = Path("-")
-"""As a value of --json."""
+"""The value of --json that means standard output."""
 PIPE_WIDTH = 160
-"""Columns when the output is no terminal: wide enough for every table to stay on one line a row."""
+"""The number of columns if the output is not a terminal. It is wide enough for every table to use one line a row."""
 
 
 def console(*, quiet: bool = False) -> Console:
-    """Standard output, or nothing if `quiet`. Text is printed as it is: nothing in a file or a name is taken for markup."""
+    """Return a console on standard output, or on nothing if `quiet`. Markup in a text is printed as it is."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(width=width, highlight=False, markup=False, emoji=False, quiet=quiet)
 
 
 def table(*columns: str, left: int = 1) -> Table:
-    """An empty table; its first `left` columns are words, the others numbers that stay on one line."""
+    """Return an empty table. Its first `left` columns are words. The others are numbers that stay on one line."""
     made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, name in enumerate(columns):
         made.add_column(name, justify="left" if index < left else "right", no_wrap=index >= left, overflow="fold")
@@ -34,8 +34,8 @@ def table(*columns: str, left: int = 1) -> Table:
 
 
 def print_table(out: Console, made: Table) -> None:
-    """Print a table. One that is wider than the console comes in parts, each behind the first columns, those of words, so that
-    no number is cut."""
+    """Print a table. A table that is wider than the console is printed in parts, so that no number is cut. Each part repeats
+    the first columns, which have words."""
     words = sum(column.justify == "left" for column in made.columns)
     for number, part in enumerate(_fitting(out, made, words)):
         if number:
@@ -44,7 +44,7 @@ def print_table(out: Console, made: Table) -> None:
 
 
 def width_of(out: Console, made: Table) -> int:
-    """Columns that a table takes when nothing is folded."""
+    """Return the number of columns that a table takes if no line is folded."""
     return out.measure(made, options=out.options.update(max_width=10_000)).maximum
 
 
@@ -59,7 +59,7 @@ def _fitting(out: Console, made: Table, keys: int) -> list[Table]:
 
 
 def _of(columns: Sequence[Column]) -> Table:
-    """A table of columns of another one."""
+    """Return a table with some columns of another table."""
     made = table(*(str(column.header) for column in columns), left=sum(column.justify == "left" for column in columns))
     for cells in zip(*(column.cells for column in columns), strict=True):
         made.add_row(*cells)
@@ -67,7 +67,7 @@ def _of(columns: Sequence[Column]) -> Table:
 
 
 def us(value: float) -> str:
-    """Microseconds, with as many digits as mean something.
+    """Format microseconds with as many digits as are significant.
 
     >>> us(3.14159), us(31.4159), us(31415.9)
     ('3.14', '31.4', '31,416')
@@ -80,7 +80,7 @@ def share(value: float) -> str:
 
 
 def write_text(path: Path, text: str, option: str) -> None:
-    """Write a file. Raises ValueError that names the option if that fails, on a disk that is full, say."""
+    """Write a file. Raises ValueError that names the option if that fails, for example because the disk is full."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -88,7 +88,7 @@ def write_text(path: Path, text: str, option: str) -> None:
 
 
 def require_json(path: Path | None) -> None:
-    """Raises ValueError unless --json names standard output or a file that can be written."""
+    """Raise ValueError unless --json names standard output or a file that can be written."""
     if path is None or path == STANDARD_OUTPUT:
         return
     if str(path).startswith("-"):
@@ -97,7 +97,7 @@ def require_json(path: Path | None) -> None:
 
 
 def write_json(path: Path, text: str) -> bool:
-    """Write the text where --json says. Returns whether that is standard output, on which nothing else may be printed then."""
+    """Write the text to the target of --json. Return whether that is standard output, which then must have no other text."""
     if path == STANDARD_OUTPUT:
         print(text, end="")
         return True
@@ -106,19 +106,19 @@ def write_json(path: Path, text: str) -> bool:
 
 
 def as_json(data: object) -> str:
-    """Plain data as indented JSON."""
+    """Format plain data as indented JSON."""
     return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
 
 def require_file(path: Path | None, option: str) -> None:
-    """Open `path` for writing and leave it as it was. Raises ValueError that names the option if that fails."""
+    """Open `path` for writing without changing it. Raises ValueError that names the option if that fails."""
     if path is None:
         return
-    target = Path(os.path.realpath(path))  # a link stays one
+    target = Path(os.path.realpath(path))  # replaces the target of a link, so that the link stays
     try:
         existed = target.exists()
         if existed and not target.is_file() and not target.is_dir():
-            return  # a pipe, say: its reader would take the end of this for the end of all
+            return  # for example a pipe: its reader would see the end of the data when this handle closes
         with target.open("ab"):
             pass
     except OSError as error:
@@ -128,7 +128,7 @@ def require_file(path: Path | None, option: str) -> None:
 
 
 def require_distinct(paths: Mapping[str, Path | None]) -> None:
-    """Raises ValueError if two arguments, by name, are one file: what is written last would be all that is left of both."""
+    """Raise ValueError if two of these arguments are the same file, because the later write would replace the earlier one."""
     seen: dict[str, str] = {}
     for name, path in paths.items():
         if path is not None and (other := seen.setdefault(os.path.realpath(path), name)) != name:
@@ -136,12 +136,12 @@ def require_distinct(paths: Mapping[str, Path | None]) -> None:
 
 
 def page_path(folder: Path | None) -> Path | None:
-    """The file that --report writes in a folder."""
+    """Return the file that --report writes in a folder."""
     return folder and folder / "index.html"
 
 
 def require_folder(path: Path | None, option: str) -> None:
-    """Make the folder and write in it. Raises ValueError that names the option if that fails."""
+    """Make the folder and test that files can be written in it. Raises ValueError that names the option if that fails."""
     if path is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Engine: runs the lanes of a Schedule on a Machine that need not exist, and returns what happened when.
+"""Engine: simulates the lanes of a Schedule on any Machine, and returns the time of each step.
 
 Contract: `simulate(schedule, machine)` returns one span for every step of every rank, from 0 us on, ordered by start. It
 is deterministic: the same values give the same spans, to the nanosecond. It simulates one call, with all ranks starting

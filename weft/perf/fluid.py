@@ -1,11 +1,11 @@
 """Fluid: transfers that share resources. Rates are max-min fair and change whenever a transfer starts or ends.
 
-Each transfer crosses resources, each with a capacity in bytes per nanosecond, which is gbps. Progressive filling: the resource
-that gives its transfers least fixes their rate, its transfers leave, and so on; hence no resource is ever above its capacity,
-and no transfer could be faster without slowing a slower one.
+Each transfer crosses resources. A resource has a capacity in bytes per nanosecond, which equals gbps. Progressive filling: the
+resource that gives its transfers the least fixes their rate, these transfers are removed, and the next resource follows. So no
+resource is above its capacity, and no transfer could be faster without slowing a slower one.
 
-Time is whole nanoseconds and a transfer ends at the first one at which its last byte is through. Rates are computed once
-for all starts and ends of the same nanosecond, after them all (priority LATE), so that equal ranks stay equal.
+Time is in whole nanoseconds, and a transfer ends at the first one at which its last byte has arrived. Rates are computed once
+for all starts and ends of a nanosecond, after all of them (priority LATE), so that equal ranks stay equal.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Resource = tuple[Hashable, ...]
 Load = tuple[tuple[Resource, int], ...]
 """The resources of a flow, each with a multiple: one flow may represent several equal ones."""
 LATE = 5
-"""simpy runs lower numbers first at the same time; its own are 0 and 1."""
+"""The priority of rate changes. At the same time simpy runs lower numbers first, and its own are 0 and 1."""
 DONE = 1e-6
-"""A transfer with fewer bytes left than this is finished; the rest is rounding."""
+"""A transfer with fewer bytes left than this is finished, because the rest is rounding."""
 
 
 @dataclass

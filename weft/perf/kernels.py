@@ -1,16 +1,15 @@
-"""Kernels, simulated: GEMMs whose tiles wait, count and store, and reductions whose parts wait.
+"""The simulation of kernels: GEMMs whose tiles wait, count and store, and reductions whose parts wait.
 
-GEMM. FreeSms stay on their SMs and take tiles in the order of the parts; a block whose tile's gate is closed waits with it.
-All tiles of a kernel take the same time, so tile j starts when tile j - SMs has ended and its gate is open, exactly:
+GEMM. Blocks stay on their SMs and take tiles in the order of the parts. A block whose tile has a closed gate waits with it.
+All tiles of a kernel take the same time, so tile j starts exactly when tile j - SMs has ended and its gate is open:
 
     SM 0  | part 0 | part 0 | part 1 | (gate closed) | part 2 |
     SM 1  | part 0 | part 1 | part 1 | (gate closed) | part 2 |
 
-Hence one gated kernel pays one ragged last wave, where a kernel for each part pays one each. Stores to a peer leave while
-later tiles are computed, and stretch the tiles that issue them by the machine's `stores.stall`. A tile that adds is multiplied
-before it waits, and then reads what it adds, at the share of memory bandwidth that tiles which run together leave it. A tile
-with inner gates takes its time slice by slice, each no sooner than its gate is open; its SM waits with it. Times of tiles
-are a kernel's own, which copies slow (weft.perf.contention).
+So one gated kernel has one ragged last wave, while one kernel for each part has one each. Stores to a peer leave while later
+tiles are computed, and stretch the tiles that issue them by the machine's `stores.stall`. A tile that adds is multiplied before
+it waits. It then reads its addends at its share of the memory bandwidth. A tile with inner gates computes slice by slice, each
+after its gate is open, and its SM waits with it. Copies slow the tiles of a kernel (weft.perf.contention).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from weft.perf.terms import GemmCost, adding_us, gemm_cost, hbm_us, kernel_cost,
 from weft.perf.world import FullKernel, Process, World, ns
 
 WAVES = 2
-"""More tiles than so many for each SM are given out at once."""
+"""If there are more tiles than this number for each SM, they are assigned at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +266,7 @@ def _ends(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost, op
     if adding_ns is not None:
         return Ends(tile_ns + adding_ns, opened[0] + adding_ns)
     columns = (0, *(column for column, _ in part.inner))
-    # Shares of the tile's time, cut by columns so that they add up to it: from each slice's begin to the tile's end.
+    # Shares of the tile's time, cut by columns so that they add up to it: from the start of each slice to the tile's end.
     left = (tile_ns - tile_ns * column // max(1, part.a.shape[1]) for column in columns)
     return Ends(tile_ns, max(opens + left_ns for opens, left_ns in zip(opened, left, strict=True)))
 

@@ -138,12 +138,12 @@ def rotation(spelled: SpelledOut, machine: Machine) -> Rotation | None:
 
 
 def _uneven(problem: RaggedProblem) -> bool:
-    """Whether some segments of an even routing have a row more than others."""
+    """Return whether some segments of an even routing have one row more than others."""
     return bool(min(problem.capacity, problem.m) % (problem.world_size * problem.experts))
 
 
 def _flags(lanes: tuple[Any, ...]) -> dict[Flag, int]:
-    """The flags that a rank waits for, numbered in the order in which it comes to them."""
+    """Return the flags for which a rank waits, numbered in the order of their first use."""
     found: dict[Flag, int] = {}
     for lane in lanes:
         for step in lane.steps:
@@ -153,7 +153,7 @@ def _flags(lanes: tuple[Any, ...]) -> dict[Flag, int]:
 
 
 class _View:
-    """One rank's steps as the simulator reads them. signalled: the flags that it has advanced so far, and their numbers."""
+    """The steps of one rank as the simulator reads them. signalled: the flags that it has signalled, with numbers."""
 
     def __init__(
         self, spelled: SpelledOut, machine: Machine, turns: Turns, flags: tuple[Mapping[Flag, int], ...], rank: int
@@ -165,7 +165,7 @@ class _View:
         self.signalled: dict[Flag, int | None] = {}
 
     def kernels(self, lane: str) -> Seen:
-        """Where kernels of several steps begin and end, and what they do."""
+        """Return the ranges of steps that are one kernel, and the properties of each kernel."""
         found = self._spelled.of_lane(self._rank, lane).items()
         return tuple((steps, kernel.op, kernel.hops, kernel.multiplies) for steps, kernel in found)
 
@@ -232,7 +232,7 @@ class _View:
         return tuple([self._segment(part) for part in step.parts])
 
     def _segment(self, part: SegmentCopy | SegmentProduct) -> Seen:
-        """All segments have as many rows (`_uneven`)."""
+        """Return the ranks and the gates of a part. The size is left out, because all segments have equally many rows."""
         ends = (part.src, part.dst) if isinstance(part, SegmentCopy) else (part.a, part.out)
         where = [(end.buffer, self._away[end.rank], end.expert) for end in ends]
         return type(part).__name__, where, [self.wait(gate) for gate in part.gates], self.signal(part.count)
@@ -253,4 +253,4 @@ _READ: dict[type, Callable[[_View, Any], Seen]] = {
     SegmentCopies: _View.segments,
     GroupedGemm: _View.segments,
 }
-"""By the type of a step, what the simulator reads of it. FusedCollective steps are spelled out before."""
+"""For each type of step, the function that returns what the simulator reads of it. FusedCollective steps were replaced."""

@@ -1,15 +1,15 @@
-"""Which tile shape weft's own kernel takes for a GEMM step: the one that is estimated to end first.
+"""Selects the tile shape of weft's own kernel for a GEMM step: the shape whose estimated end is first.
 
-A step without gates, or whose gates are late (`Part.adds`): waves of tiles, times a tile's time; where tiles go to peers, until
-the last one is there. A step whose tiles wait for chunks: tiles run block by block in the kernel's order, each no sooner than
-its chunk may have arrived. Then smaller tiles, or fewer row tiles that share their columns, can end first: with one wave of
-large tiles, all of the last chunk's work starts when it arrives (512 rows on 4 GPUs: 153 us against 135 for the sequential
-program). A part with inner gates waits for slices of K, which are stored from SMs, all ranks' first ones first: its tiles all
-start early, so that one wave of large tiles is best again. The kernel and what predicts its time ask here.
+A step without gates, or whose gates are late (`Part.adds`), takes waves of tiles times a tile's time. If tiles go to peers, it
+ends when the last one has arrived. A step whose tiles wait for chunks runs its tiles in the kernel's order, each after its
+chunk may have arrived. Smaller tiles, or fewer row tiles that share their columns, can then end first: with one wave of large
+tiles, all of the last chunk's work starts when it arrives (512 rows on 4 GPUs: 153 us against 135 for the sequential program).
+A part with inner gates waits for slices of K. SMs store the first slices of all ranks first, so all tiles start early and one wave of
+large tiles is best again. The kernel and its time prediction both use this module.
 
-What is computed depends on the step, the GPU's capabilities and the Machine alone, so that ranks which wait for tiles that
-another one counts know how many there are: ranks compare the digests of their profiles before they run a kernel. Shapes that do
-not fit the GPU are no candidates. Rates and fixed costs are the Machine's, those by which the simulator predicts.
+The result depends only on the step, the GPU's capabilities and the Machine, so that ranks which wait for another rank's tiles
+know their number. Ranks compare the digests of their profiles before they run a kernel. Shapes that do not fit the GPU are no
+candidates. Rates and fixed costs are the Machine's, which the simulator uses, too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from weft.core.schedule import Gemm, Part
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileShape:
-    """Tile shape, and how a block runs. group: row tiles that take turns on the same columns. halves: whether tiles that fill
-    no more than half of the last wave are cut in two, left and right. pairs: whether a turn of the loop over K takes two steps
-    of it, so that a stage holds two. itemsize: bytes of an operand's element."""
+    """A tile of m x n elements, computed in steps of k, and how a block computes it.
+
+    group: the number of row tiles that take turns on the same columns.
+    halves: tiles that fill no more than half of the last wave are cut into a left and a right half.
+    pairs: one iteration of the loop over K takes two steps, so that a stage holds two.
+    itemsize: the bytes of an operand's element.
+    """
 
     m: int
     n: int
@@ -45,8 +49,8 @@ class TileShape:
     itemsize: int = 2
 
     def shared_bytes(self, stages: int, *, tma: bool) -> int:
-        """Shared memory of a block with so many stages of operands. Hardware stores a tile of the result, which has 16-bit
-        elements, from there, too."""
+        """Return the shared memory of a block with this many stages of operands. If hardware stores a tile of the result, which
+        has 16-bit elements, the tile is in shared memory, too."""
         return stages * (1 + self.pairs) * (self.m + self.n) * self.k * self.itemsize + tma * self.m * self.n * _ITEMSIZE
 
 
@@ -56,40 +60,41 @@ SHAPES = (
     TileShape(m=64, n=256, k=64, warps=4, stages=4),
     TileShape(m=64, n=128, k=64, warps=4, stages=5),
 )
-"""The shapes that kernels are launched with, the best for large sizes first."""
+"""The shapes with which kernels are launched, the best for large sizes first."""
 FP8_SHAPES = (
     TileShape(m=128, n=256, k=128, warps=8, stages=3, halves=True, itemsize=1),
     TileShape(m=128, n=128, k=128, warps=8, stages=5, itemsize=1),
     TileShape(m=64, n=128, k=128, warps=4, stages=5, itemsize=1),
 )
-"""The same for FP8 operands whose products are summed by tensor cores alone. 64 x 256 is not among them: at FP8's rate it took
-longer than 128 x 128 at each of 28 sizes on an H200."""
+"""The shapes for FP8 operands whose products are summed by tensor cores alone. 64 x 256 is left out: at FP8's rate it took
+longer than 128 x 128 for each of 28 sizes on an H200."""
 PROMOTED_SHAPES = (
     TileShape(m=128, n=128, k=128, warps=8, stages=3, pairs=True, itemsize=1),
     TileShape(m=64, n=128, k=128, warps=4, stages=4, pairs=True, itemsize=1),
 )
-"""The same for FP8 operands whose products of each 128 of K are added in float32. Three tiles of float32 are in registers: the
+"""The shapes for FP8 operands whose products of each 128 of K are added in float32. Registers hold three tiles of float32: the
 sum and two products. Larger tiles leave no room for them."""
 _FEWEST_STAGES = 2
-"""With one, no load would run ahead of the products."""
+"""With a single stage, no load would run ahead of the products."""
 _SINGLE_STAGES = 5
-"""Of PROMOTED_SHAPES that take one step over K a turn."""
+"""The number of stages of PROMOTED_SHAPES that take one step over K in each iteration."""
 _FEW_ROWS = 4096
-"""Up to here, which row tiles take turns may matter; with more, a chunk has groups enough of its own."""
+"""Up to this number of rows, the order of row tiles may matter. With more rows, each chunk has enough groups of its own."""
 _ITEMSIZE = 2
-"""Of the tiles of the result."""
+"""The bytes of an element of a result's tile."""
 _DTYPE = "bfloat16"
-"""What kernels multiply but for FP8: a choice is made by its peak, which is float16's, too."""
+"""The dtype of 16-bit operands, whose peak decides the choice. float16 has the same peak."""
 
 
 EXCHANGED_BYTES = 16
-"""A row of a piece, at least: what a thread stores at once."""
+"""The minimum bytes of a piece's row, which a thread stores at once."""
 
 
 def streamed_tile(problem: Problem, width: int, pieces: int, height: int, sms: int) -> tuple[int, int]:
-    """Rows and columns of a tile of the kernel that multiplies and exchanges (weft.kernels.all_reduce): those whose tiles fill
-    the SMs best, where the time of a wave is that of streaming its columns of b. width: columns of each of the pieces that a
-    tile has. height: rows of all tiles."""
+    """Return the rows and columns of a tile of the kernel that multiplies and exchanges (weft.kernels.all_reduce).
+
+    These tiles fill the SMs best, if the time of a wave is that of streaming its columns of b. width: the columns of each
+    piece of a tile. height: the rows of all tiles."""
     rows = next((size for size in (16, 32, 64) if height <= size), 128)
     row_tiles = -(-height // rows)
 
@@ -97,7 +102,7 @@ def streamed_tile(problem: Problem, width: int, pieces: int, height: int, sms: i
         return row_tiles * -(-width // (cols // pieces))
 
     def streamed(cols: int) -> int:
-        """Columns that a block streams, one wave after the other."""
+        """Return the columns that a block streams, one wave after the other."""
         return -(-tiles(cols) // sms) * cols
 
     if streams_wide(problem, rows) and tiles(128) >= sms:
@@ -107,21 +112,24 @@ def streamed_tile(problem: Problem, width: int, pieces: int, height: int, sms: i
 
 
 def streams_wide(problem: Problem, rows: int) -> bool:
-    """Whether tiles of 128 columns are the fastest wherever they fill the SMs, with 8 warps and 4 stages. On an H100, one row
-    by 28672 x 8192 of FP8 takes 87 us with them, 98 with 64 columns and 104 with 32. Blockwise scales and 16-bit operands were
-    not tried."""
+    """Return whether tiles of 128 columns, 8 warps and 4 stages are the fastest wherever they fill the SMs.
+
+    On an H100, one row by 28672 x 8192 of FP8 takes 87 us with them, 98 with 64 columns and 104 with 32. Blockwise scales and
+    16-bit operands were not measured."""
     return problem.scaling is not None and problem.scaling.recipe != "blockwise" and rows == 16
 
 
 def push_sms(machine: Machine, sms: int, *, alone: bool) -> int:
-    """SMs that stores to peers get on a GPU that has `sms`. alone: no kernel multiplies meanwhile."""
+    """Return the number of SMs, of `sms`, that stores to peers get. alone: no kernel multiplies at the same time."""
     return max(1, min(machine.stores.sms_alone if alone else machine.stores.sms, sms - 1))
 
 
 @lru_cache(maxsize=64)
 def shapes_for(gpu: Capabilities, scaling: Scaling | None = None) -> tuple[TileShape, ...]:
-    """The shapes for 16-bit operands, or for FP8 ones of this scaling, that fit a GPU, with as many stages as its shared memory
-    holds; none where matrix units do not take the operands. Every GPU with TMA has matrix units for FP8."""
+    """Return the shapes for 16-bit operands, or for FP8 operands with this scaling, that fit a GPU.
+
+    They have as many stages as shared memory holds. There are none if matrix units do not take the operands. Every GPU with TMA
+    has matrix units for FP8."""
     fitting = []
     for blocks in _candidates(gpu, scaling) if gpu.matrix_16bit and (scaling is None or gpu.tma) else ():
         stages = blocks.stages
@@ -133,7 +141,7 @@ def shapes_for(gpu: Capabilities, scaling: Scaling | None = None) -> tuple[TileS
 
 
 def promotes(gpu: Capabilities, scaling: Scaling) -> bool:
-    """Whether products of each 128 of K are added in float32, by CUDA cores: where each has a scale of its own, and where
+    """Return whether CUDA cores add the products of each 128 of K in float32. They do if each 128 has a scale of its own, or if
     matrix units would round too much."""
     return scaling.recipe == "blockwise" or not (scaling.use_fast_accum or gpu.exact_fp8)
 
@@ -145,25 +153,25 @@ def _candidates(gpu: Capabilities, scaling: Scaling | None) -> tuple[TileShape, 
         return FP8_SHAPES
     if not gpu.exact_fp8:
         return PROMOTED_SHAPES
-    # Blackwell's matrix units have a memory for their sums: two steps a turn spare nothing, and Triton cannot pipeline them.
+    # Blackwell's matrix units have a memory for their sums: two steps at once save nothing, and Triton cannot pipeline them.
     return tuple(dataclasses.replace(blocks, pairs=False, stages=_SINGLE_STAGES) for blocks in PROMOTED_SHAPES)
 
 
 def tiles_of(part: Part, blocks: TileShape) -> int:
-    """How far a part's count grows in a call: its tiles, each of them twice where some may come as halves."""
+    """Return how much a part's count grows in a call: by 1 for each tile, or by 2 if some tiles may be cut into halves."""
     rows, cols = part.out.shape
     return -(-rows // blocks.m) * -(-cols // blocks.n) * (1 + blocks.halves)
 
 
 def whole_tiles(tiles: int, at_once: int, blocks: TileShape) -> int:
-    """How many of so many tiles, of which `at_once` run at a time, are not cut in two: those of the last wave are, where
-    their halves are no more than one wave."""
+    """Return how many of `tiles` tiles are not cut in two, if `at_once` run at a time. Tiles of the last wave are cut if their
+    halves take at most one wave."""
     last = tiles % at_once
     return tiles - last if blocks.halves and 2 * last <= at_once else tiles
 
 
 def shape_of(step: Gemm, gpu: Capabilities, machine: Machine, scaling: Scaling | None = None) -> TileShape:
-    """The tile shape for a step, on a GPU that some shapes fit. machine: whose numbers order them. scaling: of FP8 operands."""
+    """Return the tile shape for a step on a GPU. machine: its rates order the shapes. scaling: that of FP8 operands."""
     parts = tuple(
         Arriving(
             *part.out.shape,
@@ -177,8 +185,11 @@ def shape_of(step: Gemm, gpu: Capabilities, machine: Machine, scaling: Scaling |
 
 
 class Arriving(NamedTuple):
-    """A part of a step: rows and columns of its result, whether it waits for what arrives, at which columns of a the slices end
-    that it waits for (all of K is one slice where it waits once), and whether its tiles go to a peer."""
+    """A part of a step.
+
+    rows, cols: the size of its result. gated: it waits for data to arrive. ends: the columns of a at which the slices end that
+    it waits for; a single slice is all of K. away: its tiles go to a peer.
+    """
 
     rows: int
     cols: int
@@ -190,7 +201,7 @@ class Arriving(NamedTuple):
 def best_shape(
     parts: tuple[Arriving, ...], gpu: Capabilities, machine: Machine, *, stored: bool, scaling: Scaling | None = None
 ) -> TileShape:
-    """The tile shape for a step of these parts. stored: by hardware. scaling: of FP8 operands."""
+    """Return the tile shape for a step of these parts. stored: hardware stores the tiles. scaling: that of FP8 operands."""
     numbers = _numbers(machine, gpu.sms, machine.kernel_rate(scaling, _DTYPE))
     choices = shapes_for(gpu, scaling)
     if any(part.gated for part in parts):
@@ -201,14 +212,16 @@ def best_shape(
 
 
 def by_hardware(step: Gemm) -> bool:
-    """Whether hardware stores the step's tiles, since none of them counts, adds, or goes to a peer."""
+    """Return whether hardware stores the step's tiles: none of them counts, adds, or goes to a peer."""
     return not any(part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
 
 
 class _Numbers(NamedTuple):
-    """What a choice depends on of a Machine, for a GPU of so many SMs. stored_rates: of tiles that hardware stores.
-    copy_us: of a copy and its flag. itemsize: bytes of an operand's element. Rates are in bytes/us, those of tiles by (rows,
-    columns) in operations/us."""
+    """The numbers of a Machine on which a choice depends, for a GPU with `sms` SMs.
+
+    itemsize: the bytes of an operand's element. rates, stored_rates: the rates of tiles by (rows, columns) in operations/us;
+    the latter are for tiles that hardware stores. copy_us: the time of a copy and its flag. Other rates are in bytes/us.
+    """
 
     sms: int
     itemsize: int
@@ -226,7 +239,7 @@ class _Numbers(NamedTuple):
     push_sms: int
 
     def step_us(self, blocks: TileShape, *, stored: bool = False) -> float:
-        """A column of a, in a tile."""
+        """Return the time that a tile takes for one column of a."""
         return 2 * blocks.m * blocks.n / dict(self.stored_rates if stored else self.rates)[blocks.m, blocks.n]
 
     def whole_us(self, blocks: TileShape, k: int, *, stored: bool = False) -> float:
@@ -268,7 +281,7 @@ def _waves_us(parts: Sequence[Arriving], blocks: TileShape, numbers: _Numbers, *
 
 
 def _sent_us(parts: Sequence[Arriving], blocks: TileShape, numbers: _Numbers) -> float:
-    """When the last tile ends and the last one that goes to a peer is there: with one wave nothing is sent before it ends."""
+    """Return when the last tile has ended and has arrived at its peer. A tile is sent when its wave ends."""
     tile_us, sms = numbers.whole_us(blocks, parts[0].ends[-1]), numbers.sms
     tile_bytes = blocks.m * blocks.n * _ITEMSIZE
     away, total = sum(_count(part, blocks) for part in parts if part.away), sum(_count(part, blocks) for part in parts)
@@ -278,7 +291,7 @@ def _sent_us(parts: Sequence[Arriving], blocks: TileShape, numbers: _Numbers) ->
     def ends(wave: int) -> float:
         return tile_us * (wave - (1 - numbers.half_tile) * (halved and wave == waves))
 
-    # Each wave's tiles go behind those before: what is sent ends late by the first wave, or by one of the last two.
+    # A wave's tiles queue behind those of earlier waves: the first wave, or one of the last two, decides when sending ends.
     full_us, last_us = (tiles * tile_bytes / numbers.sent for tiles in (sms, away - (sending - 1) * sms))
     late = [ends(wave) + (sending - wave) * full_us + last_us for wave in {1, sending - 1, sending} if 0 < wave <= sending]
     return max(ends(waves), *late)
@@ -292,7 +305,7 @@ def _gated_blocks(parts: tuple[Arriving, ...], shapes: tuple[TileShape, ...], nu
 
 
 def _gated_us(parts: tuple[Arriving, ...], blocks: TileShape, numbers: _Numbers, *, stored: bool) -> float:
-    """When the last tile ends, if chunks arrive one after the other from the start on."""
+    """Return when the last tile ends, if chunks arrive one after the other from the start on."""
     sliced = any(len(part.ends) > 1 for part in parts)
     columns, inner = parts[0].cols, parts[0].ends[-1]
     arrivals = _slice_arrivals(parts, numbers) if sliced else _chunk_arrivals(parts, numbers)
@@ -318,20 +331,20 @@ def _gated_us(parts: tuple[Arriving, ...], blocks: TileShape, numbers: _Numbers,
 
 
 def _ready(parts: Sequence[Arriving], arrivals: tuple[tuple[float, ...], ...], step_us: float) -> np.ndarray:
-    """By part, when its tiles may begin."""
+    """Return when the tiles of each part may begin."""
     if all(len(arrives) == 1 for arrives in arrivals):
         return np.array(arrivals)[:, 0]
     return np.array([_opens(part.ends, arrives, step_us) for part, arrives in zip(parts, arrivals, strict=True)])
 
 
 def _opens(ends: tuple[int, ...], arrives: tuple[float, ...], step_us: float) -> float:
-    """What a tile that multiplies each slice once it is there ends by, as if it waited for all of them together, and then
-    multiplied. step_us: a column of a."""
+    """Return when a tile could begin that waits for all slices together and ends as early as one that waits for each slice.
+    step_us: the time for one column of a."""
     return max(ready - done * step_us for done, ready in zip((0, *ends), arrives, strict=False))
 
 
 def _runs(row_tiles: Sequence[int], group: int, col_tiles: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Tiles in the kernel's order: parts' numbers, and how often these tiles come again. row_tiles: of each part.
+    """Yield tiles in the kernel's order: the numbers of parts, and how often they repeat. row_tiles: those of each part.
 
     >>> list(_runs([5, 1], group=2, col_tiles=10))
     [((0,), 40), ((0, 1), 10)]
@@ -353,8 +366,8 @@ def _runs(row_tiles: Sequence[int], group: int, col_tiles: int) -> Iterator[tupl
 
 
 def _advance(free: np.ndarray, at: int, ready: np.ndarray, tiles: int, tile_us: float) -> int:
-    """Give tiles to blocks in turns, from block `at` on; returns whose turn is next. free: when each block ends. ready: when
-    tiles may begin, again and again; once a block has had each that comes to it, it waits for none of them any more."""
+    """Assign tiles to blocks in turn, starting with block `at`, and return the block that is next. free: when each block ends.
+    ready: when tiles may begin, repeated cyclically. After a block has had each tile of its cycle, it never waits again."""
     size, turn = len(free), (np.arange(len(free)) - at) % len(free)
     waves, over = divmod(tiles, size)
     waiting = min(waves, len(ready) // math.gcd(size, len(ready)) if len(ready) else 0)
@@ -370,7 +383,7 @@ def _advance(free: np.ndarray, at: int, ready: np.ndarray, tiles: int, tile_us: 
 
 @lru_cache(maxsize=16)
 def _chunk_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> tuple[tuple[float, ...], ...]:
-    """By part, when its rows are there if copy engines bring them one part after the other."""
+    """Return when the rows of each part arrive if copy engines copy one part after the other."""
     now = 0.0
     found: list[tuple[float, ...]] = []
     for part in parts:
@@ -381,7 +394,7 @@ def _chunk_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> tuple[tup
 
 @lru_cache(maxsize=16)
 def _slice_arrivals(parts: tuple[Arriving, ...], numbers: _Numbers) -> tuple[tuple[float, ...], ...]:
-    """By part, when each of its slices is there if SMs store the first ones of all parts, then the second ones."""
+    """Return when each slice of each part arrives if SMs store the first slices of all parts, then the second ones."""
     found: list[list[float]] = [[0.0] * len(part.ends) for part in parts]
     now = numbers.store_us
     for number in range(max(len(part.ends) for part in parts)):

@@ -5,7 +5,7 @@
     choose.py  values.py                         candidates, their predicted times, the fastest
     explain.py  explanation.py                   the reason in a sentence; a detailed explanation
     shortlist.py                                 the schedules of a ConcurrentProblem that are worth measuring
-    simulated.py  signature.py  sizes.py         one schedule simulated; its losses; static sizes to hold them against
+    simulated.py  signature.py  sizes.py         one schedule simulated; its losses; static sizes to compare them with
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a schedule was chosen: one or two sentences in plain words, with the numbers that decided."""
+"""Explains why a schedule was chosen, in one or two plain sentences with the numbers that decided."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.planner.values import Candidate
 from weft.schedules import MOST_RANKS, overlaps
 
 BALANCED = 1.1
-"""Computation and communication within this factor of each other bind together."""
+"""If computation and communication differ by at most this factor, both bound the call."""
 
 EXPLAINS = 0.5
 """A cost is named as the reason of a difference if it is at least this share of it."""
@@ -130,7 +130,7 @@ def _runner_up(chosen: Option, rivals: Sequence[Option], machine: Machine) -> st
 
 
 def _reason(slow: Option, fast: Option, machine: Machine) -> str:
-    """What costs `slow` most beyond what `fast` pays: its kernels, its transfers, or fixed costs."""
+    """Return the largest extra cost of `slow` over `fast`: its kernels, its transfers, or fixed costs."""
     if overlaps(fast.schedule.name) and not overlaps(slow.schedule.name):
         return "it hides nothing"
     paid, base = _fixed(slow, machine), _fixed(fast, machine)

@@ -1,14 +1,14 @@
-"""Where the time of an overlap goes: decomposition and contention losses of a schedule, as FiCCO (arXiv 2512.10236) has them.
+"""Measures where the time of an overlap goes: a schedule's decomposition and contention losses, as in FiCCO (arXiv 2512.10236).
 
-    DIL   decomposition inefficiency loss: the pieces' times alone / the time of the whole alone
+    DIL   decomposition inefficiency loss: the time of the pieces alone / the time of the whole alone
     CIL   contention inefficiency loss: the time while the other kind runs / the time alone
 
-each for the matmul and for the communication; 1 is no loss. A family's inefficiency signature is how these four grow with
-sizes and chunk counts. Exposed is what a call takes beyond the longer of its pieces' times alone: head, tail, waits, and CIL.
+Both exist for the matmul and for the communication, and 1 is no loss. A family's inefficiency signature is how these four grow
+with sizes and chunk counts. The exposed time is what a call takes beyond the longer of its pieces' times alone: head, tail,
+waits, and CIL.
 
-In the simulator a schedule's pieces alone are the same schedule on a machine whose other half costs nothing: copies, stores,
-flags, collectives and the network between nodes, or tiles and memory. So waits and orders stay as they are, and only the other
-half's time is gone.
+To simulate one half alone, the same schedule runs on a machine on which the other half costs nothing: copies, stores, flags,
+collectives and the network between nodes, or tiles and memory. So waits and orders stay the same.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ FREE_US, FREE_GBPS, FREE_TFLOPS = 1e-6, 1e9, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """One schedule of one problem. where: what it was simulated or measured on.
+    """The losses of one schedule of one problem.
 
-    total_us: of the overlapped call. computation_us, communication_us: the whole matmul and the whole collective alone.
-    pieces_us: the schedule's matmuls alone; transfers_us: its communication alone. A loss is None where it is not known.
+    where: the machine on which it was simulated or measured. total_us: the time of the overlapped call.
+    computation_us, communication_us: the times of the whole matmul and the whole collective alone.
+    pieces_us, transfers_us: the times of the schedule's matmuls alone, and of its communication alone.
+    gemm_cil, communication_cil: the contention losses. A loss is None if it is not known.
     """
 
     problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem
@@ -66,17 +68,17 @@ class Signature:
 
     @property
     def loss(self) -> float:
-        """By which it is slower than the ideal."""
+        """The factor by which it is slower than the ideal."""
         return self.total_us / self.ideal_us - 1 if self.ideal_us else 0.0
 
     @property
     def of_ideal(self) -> str:
-        """The loss in words. Schedules without cuBLAS's or NCCL's calls may take less than the ideal."""
+        """The loss as text. Schedules without cuBLAS's or NCCL's calls may take less than the ideal."""
         return f"{abs(self.loss):.0%} {'over' if self.loss >= 0 else 'under'} the ideal"
 
     @property
     def exposed_us(self) -> float:
-        """What is left when the longer half of the pieces is taken away."""
+        """The time beyond the longer half of the pieces."""
         return max(0.0, self.total_us - max(self.pieces_us, self.transfers_us))
 
     def __str__(self) -> str:
@@ -84,8 +86,9 @@ class Signature:
 
 
 def signature(schedule: Schedule, machine: Machine, whole: Candidate | None = None) -> Signature:
-    """A schedule's losses, simulated: two runs, and one more where `whole`, what is predicted of it, is not given. Raises
-    ValueError as `run` does."""
+    """Simulate a schedule's losses. Raises ValueError as `run` does.
+
+    whole: the prediction of the schedule, if it is known. Without it, one more simulation is run."""
     problem = schedule.problem
     whole = whole or predicted(schedule, run(schedule, machine), machine)
     pieces, transfers = run(schedule, without_communication(machine)), run(schedule, without_computation(machine))
@@ -104,7 +107,7 @@ def signature(schedule: Schedule, machine: Machine, whole: Candidate | None = No
 
 
 def _moves(schedule: Schedule) -> bool:
-    """Whether kernels of the compute lane move data by themselves: their time is no matmul's."""
+    """Return whether kernels of the compute lane move data themselves, so that their time is not that of a matmul."""
     schedule = spelled_out(schedule).schedule
     lanes = list(chain(*schedule.ranks))
     computing = [lane for lane in lanes if lane.kind == "compute"]
@@ -118,7 +121,7 @@ def _over(beside_us: float, alone_us: float) -> float | None:
 
 
 def without_contention(machine: Machine) -> Machine:
-    """`machine`, whose kernels and copies do not slow each other."""
+    """Return `machine` with kernels and copies that do not slow each other."""
     sources, spreads = (
         {path: value for path, value in known.items() if not path.startswith("contention.")}
         for known in (machine.sources, machine.spreads)
@@ -127,11 +130,11 @@ def without_contention(machine: Machine) -> Machine:
 
 
 def without_communication(machine: Machine) -> Machine:
-    """`machine`, whose copies, stores, links, flags, collectives and network cost nothing; their SMs stay theirs."""
+    """Return `machine` with free copies, stores, links, flags, collectives and network. They still occupy their SMs."""
     machine = without_contention(machine)
     network = machine.network and dataclasses.replace(machine.network, gbps=FREE_GBPS, latency_us=FREE_US, step_us=FREE_US)
     host_gbps = FREE_GBPS if machine.links.host_gbps else None
-    # Numbers of a model have other paths than a table's, and every number needs a source.
+    # The paths of a model's numbers differ from those of a table, and every number needs a source.
     gone = ("collectives.", "fork_us")
     sources = {path: source for path, source in machine.sources.items() if not path.startswith(gone)}
     spreads = {path: spread for path, spread in machine.spreads.items() if path in sources}
@@ -153,7 +156,7 @@ def without_communication(machine: Machine) -> Machine:
 
 
 def without_computation(machine: Machine) -> Machine:
-    """`machine`, whose tiles and memory cost nothing. Launches stay: a collective pays one, too."""
+    """Return `machine` with free tiles and memory. Launches keep their cost, because a collective is launched, too."""
     machine = without_contention(machine)
     gpu = machine.gpu
     tiles = tuple(Tile(rows=tile.rows, cols=tile.cols, efficiency=1.0) for tile in gpu.tiles)
@@ -168,7 +171,7 @@ def without_computation(machine: Machine) -> Machine:
 
 
 def without_fixed_costs(machine: Machine) -> Machine:
-    """`machine`, where launches, copies, waits, signals, messages and lanes that start cost nothing beyond their bytes."""
+    """Return `machine` on which launches, copies, waits, signals, messages and starts of lanes cost only the time of bytes."""
     return dataclasses.replace(
         machine,
         launch_us=FREE_US,
@@ -183,8 +186,9 @@ def without_fixed_costs(machine: Machine) -> Machine:
 def correlations(
     signatures: Sequence[Signature], machine: Machine, of: Callable[[Signature], float] = lambda found: found.loss
 ) -> dict[Feature, float]:
-    """Spearman's rank correlation of a loss (default: the whole one) with each static size; 0 of fewer than three different
-    values."""
+    """Return Spearman's rank correlation of a loss with each static size; 0 for fewer than three different values.
+
+    of: returns the loss of a signature. The default is the whole loss."""
     losses = [of(found) for found in signatures]
     known = [sizes(found.problem, machine) for found in signatures]
     return {name: _spearman([FEATURES[name](one) for one in known], losses) for name in FEATURES}
@@ -202,7 +206,7 @@ def _spearman(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def _ranked(values: Iterable[float]) -> np.ndarray:
-    """Places in rising order; equal values share the mean of theirs."""
+    """Return ascending ranks. Equal values share the mean of their ranks."""
     found = np.asarray(list(values))
     below = (found[:, None] > found[None, :]).sum(1)
     same = (found[:, None] == found[None, :]).sum(1)

@@ -1,4 +1,4 @@
-"""One schedule on one machine, simulated: its time, what it is held against, where the time goes, and its spans."""
+"""Simulates one schedule on one machine: its time, the sequential program's, its losses, and its spans."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ FLAGS = ("wait", "signal")
 
 @dataclass(frozen=True, kw_only=True)
 class LaneUse:
-    """A lane of one rank in a call. busy_us: in steps that work, gates of a kernel included; waiting_us: in waits; signals are
-    neither."""
+    """The use of a lane of one rank in a call.
+
+    busy_us: the time of steps that work, including gates of a kernel. waiting_us: the time of waits. Neither includes signals.
+    """
 
     rank: int
     lane: str
@@ -32,9 +34,10 @@ class LaneUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """sequential_us: the sequential program of the same problem. losses: its decomposition and contention, and what is exposed.
+    """The simulation of one schedule.
 
-    spans: of every step of every rank.
+    machine: the name of the machine. sequential_us: the time of the same problem's sequential program.
+    losses: the decomposition and contention losses, and the exposed time. spans: the spans of all steps of all ranks.
     """
 
     machine: str
@@ -48,17 +51,17 @@ class Simulation:
 
     @property
     def slowest(self) -> int:
-        """The rank that ends last; the first of them."""
+        """The first of the ranks that end last."""
         return max(self.spans, key=lambda span: (span.end_us, -span.rank)).rank if self.spans else 0
 
     @property
     def lanes(self) -> tuple[LaneUse, ...]:
-        """In the order of ranks and lanes."""
+        """The use of each lane, in the order of ranks and lanes."""
         return tuple(_uses(self.spans))
 
 
 def simulated(schedule: Schedule, machine: Machine, progress: Progress) -> Simulation:
-    """Raises ValueError as `weft.perf.run` does."""
+    """Simulate a schedule. Raises ValueError as `weft.perf.run` does."""
     steps = ("the schedule", "its halves alone", "the sequential program")
     progress(steps[0], 0, len(steps))
     whole = run(schedule, machine)

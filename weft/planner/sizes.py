@@ -1,12 +1,12 @@
-"""Static sizes of a problem that losses are held against. FiCCO (arXiv 2512.10236) chooses by the first three.
+"""Computes static sizes of a problem, which are compared with losses. FiCCO (arXiv 2512.10236) chooses by the first three.
 
-    op_to_byte       2 rows cols inner / traffic, in operations a byte
+    op_to_byte       2 rows cols inner / traffic, in operations per byte
     traffic_mib      (rows inner + inner cols) elements of operands, and rows cols of the result, in MiB
     m_over_k         M / K of the whole problem
     balance          the matmul's time at the machine's peak / the time of what a rank sends at its links' rate
-    shard_rows       M / world_size: what chunks cut
+    shard_rows       M / world_size: the rows that chunks cut
 
-rows x cols x inner: the matmul of the rank with most work.
+rows x cols x inner is the matmul of the rank with the most work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Feature = Literal["op_to_byte", "traffic_mib", "m_over_k", "balance", "shard_row
 
 
 class Sizes(NamedTuple):
-    """A problem's static sizes, of the rank with most work."""
+    """The static sizes of a problem on the rank with the most work."""
 
     problem: Problem
     machine: Machine
@@ -40,14 +40,14 @@ class Sizes(NamedTuple):
 
     @property
     def sent_us(self) -> float:
-        """What a rank sends, at its links' rate. An all-reduce scatters and gathers; on a mesh all links work at once."""
+        """The time to send a rank's data at its links' rate. An all-reduce scatters and gathers; a mesh uses all links."""
         trips = 2 if self.problem.op == "matmul_all_reduce" else 1
         links = self.problem.world_size - 1 if self.machine.links.topology == "mesh" else 1
         return trips * (self.problem.world_size - 1) * self.problem.shard_bytes / (self.machine.links.gbps * 1e3 * links)
 
 
 def sizes(problem: Problem, machine: Machine) -> Sizes:
-    """What features are made of."""
+    """Return the sizes from which the features are computed."""
     most = max(problem.b_sizes, default=0)
     columns, inner = problem.columns(0), problem.inner(0)
     if problem.op in REDUCTIONS:
@@ -64,4 +64,4 @@ FEATURES: dict[Feature, Callable[[Sizes], float]] = {
     "balance": lambda s: s.flops / (s.machine.tflops(s.problem.rate_name) * 1e6) / s.sent_us,
     "shard_rows": lambda s: s.problem.m / s.problem.world_size,
 }
-"""See the module's text. For problems on two ranks or more with a result that is not empty."""
+"""The features that the module describes, for problems on two or more ranks with a result that is not empty."""

@@ -44,7 +44,7 @@ class Candidate:
 
 
 def predicted(schedule: Schedule, outcome: Outcome, machine: Machine) -> Candidate:
-    """What a simulation says of a schedule. outcome: of `weft.perf.run`."""
+    """Return the prediction for a schedule. outcome: the result of `weft.perf.run`."""
     ideal_us = max(whole_gemm_us(machine, schedule.problem), whole_collective_us(machine, schedule.problem))
     return Candidate(
         schedule=schedule.name,
@@ -60,9 +60,11 @@ def predicted(schedule: Schedule, outcome: Outcome, machine: Machine) -> Candida
 class Plan:
     """The planner's answer for one problem on one machine.
 
-    candidates: those that were simulated, best first; chosen is the first. estimates: what the ranking gives every candidate,
-    in us, least first; nothing where schedules were given. sequential_us: the sequential program. ideal_us: the larger of the
-    whole GEMM alone and the whole collective alone. spans: the chosen schedule as predicted. why: one or two sentences.
+    candidates: the simulated candidates, best first. `chosen` is the first.
+    estimates: the ranking's time of every candidate in us, shortest first. It is empty if the caller gave schedules.
+    sequential_us: the time of the sequential program. computation_us, communication_us: the times of the whole GEMM alone and
+        of the whole collective alone. ideal_us: the longer of these two.
+    spans: the predicted spans of the chosen schedule. why: the reason, in one or two sentences.
     """
 
     problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem
@@ -85,7 +87,7 @@ class Plan:
 
     @property
     def share_of_ideal(self) -> float:
-        """1 if it takes no longer than the ideal."""
+        """The ideal time over the predicted time. It is 1 if the call takes no longer than the ideal."""
         return self.ideal_us / self.chosen.predicted_us if self.chosen.predicted_us else 1.0
 
     def __str__(self) -> str:
