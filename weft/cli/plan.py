@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROWS_OF_A_RANK = ("all_to_all_matmul", "matmul_all_to_all")
 SHARDS_TOKENS = ("all_gather_matmul", "matmul_reduce_scatter")
 MOST_NOTES = 4
-"""Notes on a model that are printed without --all, so that the answer stays on one screen."""
+"""The number of notes on a model that are printed without --all, so that the answer fits on one screen."""
 OVER_IDEAL = "Over 100% of ideal: the ideal is the slower of cuBLAS and NCCL alone; the schedule does without that one."
 MORE = "More: --why explains each choice, --all lists every candidate with a timeline, --report DIR writes a page."
 TERMS = """\
@@ -103,7 +103,7 @@ def command(
         if why:
             reasons = _explain_all(target, plans, progress)
     dtypes = result if scaling is None else f"{scaling}, to {result}"
-    files = _write(sizes, target, tokens, dtypes, plans, report, save, trace)  # before printing: the reader may go away
+    files = _write(sizes, target, tokens, dtypes, plans, report, save, trace)  # before printing: a pipe's reader may close it
     if json is not None:
         if output.write_json(json, output.as_json(_as_data(sizes, target, plans, reasons))):
             return
@@ -116,8 +116,8 @@ def command(
 
 
 def _check_heads(model: Model, asked: int | None) -> None:
-    """Raises ValueError if attention heads cannot be split by the ranks that were asked for. Key/value heads are split, or each
-    is on several ranks."""
+    """Raise ValueError if the attention heads cannot be split among the ranks that the user asked for. Key/value heads are
+    split, or each of them is on several ranks."""
 
     shared = model.kv_heads or model.heads
 
@@ -142,7 +142,7 @@ def _write(
     save: Path | None,
     trace: Path | None,
 ) -> list[Path]:
-    """Write the page, the schedule of the only layer, and the predicted spans of all, where they are asked for."""
+    """Write the page, the schedule of the only layer, and the predicted spans of all layers, if they were requested."""
     written = []
     if report is not None:
         from weft.report.plan import write_plan_report
@@ -214,7 +214,7 @@ def _show(
     *,
     every: bool,
 ) -> None:
-    """Print the answer, then what was asked for besides. counts: how many layers of the model have each of the plans."""
+    """Print the answer, then the requested details. counts: the number of the model's layers that have each of the plans."""
     out = output.console()
     out.print(str(model))
     if plans:
@@ -243,7 +243,7 @@ def _show(
 
 
 def _warn_of_shapes(model: Model, plans: Sequence[tables.LayerPlan]) -> list[str]:
-    """Notes on ranks and tokens that fit the model badly."""
+    """Return notes on numbers of ranks and tokens that fit the model badly."""
     notes = []
     if plans and model.heads % plans[0][1].problem.world_size:
         ranks = plans[0][1].problem.world_size

@@ -1,4 +1,4 @@
-"""weft machines NAME: one profile, each number with its unit and where it is from."""
+"""Prints one profile for `weft machines NAME`: each number with its unit and its source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNITS = {
     "network.sms": "SMs",
     "collective_sms": "SMs",
 }
-"""Of numbers whose names do not say it."""
+"""The units of numbers whose names do not end in a unit."""
 _BY_END = {
     "_us": "us",
     "gbps": "GB/s",
@@ -48,7 +48,7 @@ _BY_BEGIN = {"gpu.tflops.": "TFLOP/s", "contention.": "times as long"}
 
 
 def print_profile(machine: Machine, named: str) -> None:
-    """What the machine is, and a table of its numbers. named: by a name or a file."""
+    """Print the description of the machine and a table of its numbers. named: the name or file that the user gave."""
     out = output.console()
     out.print(str(machine))
     if machine.device:
@@ -71,7 +71,7 @@ def print_profile(machine: Machine, named: str) -> None:
 
 
 def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Numbers, tables, words of a machine, by path; not its sources, nor what is about numbers."""
+    """Yield the numbers, tables and words of a machine by path, without its sources and spreads."""
     if dataclasses.is_dataclass(value):
         items = {part.name: getattr(value, part.name) for part in dataclasses.fields(value) if not part.metadata}
     elif isinstance(value, Mapping):
@@ -86,14 +86,14 @@ def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def unit(path: str) -> str:
-    """Of the number, or the table, at a path; an empty text for one that has none."""
+    """Return the unit of the number or table at a path, or "" if it has none."""
     found = (unit for begin, unit in _BY_BEGIN.items() if path.startswith(begin))
     ended = (unit for end, unit in _BY_END.items() if path.endswith(end))
     return _UNITS.get(path) or next(found, "") or next(ended, "")
 
 
 def shown(value: Any) -> str:
-    """A number; a table, row by row.
+    """Format a number, or a table row by row.
 
     >>> shown(1234.5), shown(((4, 115.0), (8, 210.0)))
     ('1,234.5', '4: 115, 8: 210')

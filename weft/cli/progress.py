@@ -1,4 +1,4 @@
-"""Progress bars of commands."""
+"""Draws the progress bars of commands."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Progress = Callable[[str, int, int], None]
 
 @contextmanager
 def progress_bar(first: str = "starting") -> Iterator[Progress]:
-    """A bar on standard error; nothing where that is no terminal, so that an error stays the only line there. first: its text
-    until there is news.
+    """Draw a bar on standard error while the context runs. If standard error is not a terminal, nothing is drawn, so that an
+    error is the only line there. first: the text before the first update.
 
-    The bar is drawn by the caller's thread alone: rank processes may be forked meanwhile.
+    Only the caller's thread draws the bar, because rank processes may be forked at the same time.
     """
     from rich import progress as bars
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""weft simulate SCHEDULE.json: a schedule as `weft plan --save` or the codec wrote it, on a machine that need not exist."""
+"""Simulates one schedule for `weft simulate FILE`: a file that `weft plan --save` or the codec wrote, on any machine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ EXAMPLE = "links.gbps=200"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Where results go besides the terminal. json: see weft.cli.options.JSON."""
+    """The paths for results besides the terminal. json: see weft.cli.options.JSON. report: a folder. trace: a file."""
 
     json: Path | None = None
     report: Path | None = None
     trace: Path | None = None
 
     def require(self, read: Mapping[str, Path | None]) -> None:
-        """Try every path now. read: files that nothing may be written over, by argument. Raises ValueError that names the
-        option."""
+        """Check all paths before the work starts. Raises ValueError that names the option.
+
+        read: the files, by argument, that no output may overwrite."""
         report = output.page_path(self.report)
         output.require_distinct({**read, "--json": self.json, "--report": report, "--trace": self.trace})
         output.require_json(self.json)
@@ -40,8 +41,10 @@ class Outputs:
 
 
 def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs: Outputs) -> None:
-    """Read, prove, simulate, show and write. Raises ValueError for a file that holds no schedule, for one that is wrong, for a
-    machine that cannot run it, and for a setting of what it does not have."""
+    """Read a schedule, prove it, simulate it, and print and write the results.
+
+    Raises ValueError for a file without a schedule, for a wrong schedule, for a machine that cannot run it, and for a setting
+    that the machine does not have."""
     from weft.checker import check
     from weft.core.schedule import Schedule
     from weft.planner.simulated import simulated
@@ -51,7 +54,7 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
     with progress_bar("checking the schedule") as progress:
         check(schedule)
         found = simulated(schedule, target, progress)
-    written = _write(schedule, target, found, outputs)  # before anything is shown: a reader of that may go away
+    written = _write(schedule, target, found, outputs)  # before printing, because the reader of a pipe may close it
     if outputs.json is not None:
         if output.write_json(outputs.json, output.as_json(as_data(schedule, found))):
             return
@@ -62,8 +65,8 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
 
 
 def machine_with(name: str, settings: Sequence[str], example: str = EXAMPLE) -> Machine:
-    """A profile with some numbers, or its topology, changed, all at once, and what goes along with them (weft.core.what_if).
-    Raises ValueError."""
+    """Return a machine with some numbers or its topology changed, and with all numbers that depend on them (weft.core.what_if).
+    Raises ValueError for a setting that is not allowed."""
     from weft.core.machine import load
     from weft.core.settings import parse
 
@@ -72,7 +75,7 @@ def machine_with(name: str, settings: Sequence[str], example: str = EXAMPLE) -> 
 
 
 def as_data(schedule: Schedule, found: Simulation) -> dict[str, object]:
-    """Everything, in microseconds."""
+    """Return all results as plain data, with times in microseconds."""
     losses = found.losses
     return {
         "schedule": losses.spec,

@@ -1,4 +1,4 @@
-"""Tables and charts of predictions and measurements."""
+"""Prints tables and charts of predictions and measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     LayerPlan = tuple[str, Plan]
 
     LayerRow = tuple[str, str, Problem, Sequence[str | Text]]
-    """layer, schedule, problem, and a cell for each further column."""
+    """The layer, schedule and problem of a row, and a cell for each further column."""
 
 OVER_IDEAL = "Over 100% of ideal: the slower half alone took longer than the overlapped call; times scatter by that much."
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
@@ -31,8 +31,8 @@ BROKEN = {"sequential": "sequen-\ntial"}
 
 
 def print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts: Sequence[int]) -> None:
-    """What the whole model gains, then a line for each layer. setting: machine, ranks and sizes. counts: how many layers of the
-    model have each of the plans."""
+    """Print what the whole model gains, then a line for each layer. setting: machine, ranks and sizes. counts: the number of
+    the model's layers that have each of the plans."""
     before = sum(count * plan.sequential_us for count, (_, plan) in zip(counts, plans, strict=True))
     after = sum(count * plan.chosen.predicted_us for count, (_, plan) in zip(counts, plans, strict=True))
     verdicts = Counter(judge_plan(plan) for _, plan in plans)
@@ -56,7 +56,7 @@ def print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts:
 
 
 def give_reason(plan: Plan) -> str:
-    """Give the reason of a choice in a few words, with the time that decided."""
+    """Return the reason of a choice in a few words, with the time that decided."""
     best, problem = plan.chosen, plan.problem
     if problem.world_size == 1 or not problem.m or not problem.n:
         return "there is nothing to communicate"
@@ -73,13 +73,13 @@ def give_reason(plan: Plan) -> str:
 
 
 def print_predictions(out: Console, title: str, plans: Sequence[LayerPlan], unit: str = "us") -> None:
-    """One row a layer: the chosen schedule and what it is predicted to reach. unit: us or ms."""
+    """Print a row for each layer: the chosen schedule and its predicted times. unit: us or ms."""
     rows = [(name, plan.chosen.spec, plan.problem, _times(plan, plan.chosen.predicted_us, unit)) for name, plan in plans]
     _print_layers(out, title, _heads(unit), rows)
 
 
 def print_ran(out: Console, run: Run) -> None:
-    """One row a layer: proved, run and checked."""
+    """Print a row for each layer: whether it was proved, run and checked."""
     title = f"2. Run here on {run.world_size} {DEVICES[run.device]} ranks: {run.tokens} tokens, {run.dtype}"
     rows: list[LayerRow] = []
     for layer in run.layers:
@@ -90,7 +90,7 @@ def print_ran(out: Console, run: Run) -> None:
 
 
 def print_speeds(out: Console, run: Run) -> None:
-    """One row a layer: what GPUs took, and the prediction for the named machine."""
+    """Print a row for each layer: the times on GPUs, and the prediction for the named machine."""
     rows = [
         (
             *(layer.name, layer.spec, layer.problem),
@@ -124,7 +124,7 @@ def _gain(times: Plan | Speeds, overlapped_us: float) -> str:
 
 
 def print_chart(out: Console, plans: Sequence[LayerPlan], unit: str = "us") -> None:
-    """The predicted timeline of the layer with the most work, on rank 0. unit: us or ms."""
+    """Print the predicted timeline on rank 0 of the layer with the most work. unit: us or ms."""
     name, plan = max(plans, key=lambda item: item[1].problem.flops)
     out.print(f"{name} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}", style="bold")
     out.print(gantt(plan.spans, rank=0, width=min(out.width, 120), unit=unit))
@@ -132,8 +132,8 @@ def print_chart(out: Console, plans: Sequence[LayerPlan], unit: str = "us") -> N
 
 
 def print_candidates(out: Console, plans: Sequence[LayerPlan]) -> None:
-    """Every candidate's predicted time, a column for each layer; the chosen one is marked, and so are those that were ranked
-    and not simulated."""
+    """Print the predicted time of every candidate, with a column for each layer. The chosen candidate is marked, and so are
+    those that were ranked but not simulated."""
     made = table("schedule", *(layer for layer, _ in plans))
     columns = [_format_candidates(plan) for _, plan in plans]
     for name in dict.fromkeys(name for cells in columns for name in cells):
@@ -144,13 +144,13 @@ def print_candidates(out: Console, plans: Sequence[LayerPlan]) -> None:
 
 
 def _format_candidates(plan: Plan) -> dict[str, str]:
-    """A cell for each schedule; those that were simulated first, fastest first."""
+    """Return a cell for each schedule. The simulated ones come first, fastest first."""
     cells = {one.spec: f"{us(one.predicted_us)}{'*' if one == plan.chosen else ' '}" for one in plan.candidates}
     return cells | {spec: f"~{us(estimate)} " for spec, estimate in plan.estimates.items() if spec not in cells}
 
 
 def _print_layers(out: Console, title: str, heads: Sequence[str], rows: Sequence[LayerRow]) -> None:
-    """A row for each layer on one line; on two or three lines where the console is too narrow for that."""
+    """Print a row for each layer on one line, or on two or three lines if the console is too narrow."""
     made = _wide(heads, rows)
     if width_of(out, made) > out.width:
         made = _narrow(heads, rows)

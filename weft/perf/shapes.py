@@ -4,8 +4,8 @@ A step without gates, or whose gates are late (`Part.adds`), takes waves of tile
 ends when the last one has arrived. A step whose tiles wait for chunks runs its tiles in the kernel's order, each after its
 chunk may have arrived. Smaller tiles, or fewer row tiles that share their columns, can then end first: with one wave of large
 tiles, all of the last chunk's work starts when it arrives (512 rows on 4 GPUs: 153 us against 135 for the sequential program).
-A part with inner gates waits for slices of K. SMs store the first slices of all ranks first, so all tiles start early and one wave of
-large tiles is best again. The kernel and its time prediction both use this module.
+A part with inner gates waits for slices of K. SMs store the first slices of all ranks first, so all tiles start early and one
+wave of large tiles is best again. The kernel and its time prediction both use this module.
 
 The result depends only on the step, the GPU's capabilities and the Machine, so that ranks which wait for another rank's tiles
 know their number. Ranks compare the digests of their profiles before they run a kernel. Shapes that do not fit the GPU are no

@@ -48,7 +48,7 @@ P = TypeVar("P")
 """The type of a bound candidate. For an operator's schedules it is BoundProgram."""
 
 Timer = Callable[[Callable[[], object], int], int]
-"""(call, calls) -> ns that one of `calls` calls takes on this rank. It makes one more call before the clock starts."""
+"""A function (call, calls) -> ns that returns the time of one of `calls` calls on this rank. It first makes one more."""
 
 BASE = "sequential"
 MARGIN = 0.01
@@ -80,7 +80,7 @@ class Measurement:
 
     @property
     def may_be_host_bound(self) -> bool:
-        """Whether the host, and not the GPU, may bound eager calls of this length."""
+        """Return whether eager calls of this length may be bound by the host instead of the GPU."""
         queued_us = self.us if self.queued_us is None else self.queued_us
         return min(self.us, queued_us) < _HOST_BOUND_US or self.us > _HOST_BOUND_RATIO * queued_us
 
@@ -91,7 +91,7 @@ class Choice:
 
     spec: the name of the schedule.
     measurements: the candidates in the order of measurement. It is empty if the planner chose, or if there was one candidate.
-    from_cache: whether an earlier process measured it.
+    from_cache: an earlier process measured it.
     like: the row count that was measured in place of the problem's (weft.runtime.buckets), if it was another one.
     """
 
@@ -156,7 +156,7 @@ def finalists(measurements: Sequence[Measurement], *, base_again: bool = False) 
 
 
 def _rotate(specs: tuple[str, ...], run: int) -> tuple[str, ...]:
-    """Let another candidate be first in each run: one that runs after a candidate that heats the GPU is slower."""
+    """Return the candidates in another order for each run, because one that runs on a heated GPU is slower."""
     first = run % len(specs)
     return specs[first:] + specs[:first]
 
@@ -175,7 +175,7 @@ class AutotuningRun(Generic[P]):
     call: makes one call of a program, like the calls that follow.
     timer: times calls that the host enqueues while the GPU runs.
     queued: times calls that the host has enqueued before the GPU starts. None if calls are not timed so.
-    exchange: (text, mine) -> the `mine` of every rank, by rank.
+    exchange: a function (text, mine) that returns the `mine` of every rank, by rank.
     final_runs: how often the final times each candidate.
     base_again: put sequential into the final in any case. It was timed first, so a change of the GPU's temperature since then
         would otherwise favour it or the candidate that was timed last.

@@ -1,7 +1,7 @@
 """A BoundProgram is a checked schedule on one rank of a group: the addresses of its buffers and flags, and the tensors of a
 call.
 
-host.py and cuda.py add memory, words and lanes of each kind of device. Both issue the launches of weft.runtime.launch_plan.
+host.py and cuda.py add memory, flag words and lanes of each kind of device. Both run the launches of weft.runtime.launch_plan.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class BoundProgram(ABC):
         self.writers = flag_writers(schedule)
         self.captured = False
         self.times_products = True
-        """Whether its rehearsal may measure matmul algorithms, if the device has several."""
+        """True if its rehearsal may measure matmul algorithms, if the device has several."""
         self._scale_names = {scales_name(buffer.name): buffer.name for buffer in schedule.buffers if buffer.operand}
         self._outputs = [(each, self.dtype_of(each.name)) for each in schedule.buffers if each.kind == "output"]
         self.spans: list[Span] | None = None
@@ -158,7 +158,7 @@ class BoundProgram(ABC):
         self.ragged: RaggedKernels | None = None
         """The state that the kernels of a call with splits share."""
         self.refused: ValueError | None = None
-        """The error that all ranks raise after the call, which has ended."""
+        """The error that all ranks raise once the call has ended."""
         self._signal_values = signal_values(self)
         wheres = [Where(rank, lane.name, position, step) for rank, lane, position, step in schedule if rank == self.rank]
         made = {(where.lane, where.position): kernel_of(self, where) for where in wheres}

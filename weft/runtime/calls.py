@@ -86,7 +86,7 @@ class Call(ABC):
 
     @property
     def tried(self) -> bool:
-        """Whether an autotuning run may repeat the call with new results. It is the same on every rank."""
+        """True if an autotuning run may repeat the call with new results. It is the same on every rank."""
         return True
 
     @property
@@ -297,7 +297,7 @@ class LookupCall(Call):
 
     @property
     def share(self) -> int:
-        """Zero, because `dims` contains all in which ranks differ."""
+        """Return 0, because `dims` contains everything in which ranks may differ."""
         return 0
 
     @property

@@ -71,7 +71,7 @@ class Tuner:
         return (known.spec,)
 
     def measures(self, problem: Problem, call: Call) -> bool:
-        """Whether a program that is bound without an autotuning run may time its matmul algorithms.
+        """Return whether a program that is bound without an autotuning run may time its matmul algorithms.
 
         It may not with "planned", which measures nothing, nor if the schedule was taken over from another row count.
         """
@@ -114,7 +114,7 @@ class Tuner:
 
 
 def _can_be_timed(call: Call) -> bool:
-    """Whether candidates may be measured with calls like this one."""
+    """Return whether candidates may be measured with calls like this one."""
     return call.tried and timer_for(call.device) is not None
 
 

@@ -99,13 +99,13 @@ class Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loads = False
-        """Whether the thread that holds the lock loads kernels."""
+        """True while the thread that holds the lock loads kernels."""
         self._holder: int | None = None
         """The thread that holds the lock."""
         self._stream: int | None = None
         self._groups: WeakSet[Tickets] = WeakSet()
         self._listing = threading.Lock()
-        """Held while groups are added, removed and listed."""
+        """A lock that is held while groups are added, removed and listed."""
 
     @cached_property
     def _driver(self) -> Driver:

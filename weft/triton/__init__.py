@@ -1,6 +1,6 @@
-"""For Triton kernels of your own that exchange data between ranks: functions to call in them, and memory to give them.
+"""Functions and memory for your own Triton kernels that exchange data between ranks.
 
-docs/triton.md documents each with an example; examples/triton/ goes from one flag to a fused operator in five steps.
+docs/triton.md documents each with an example. examples/triton/ leads from one flag to a fused operator in five steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What kernels share: waiting for flags, and tables of addresses and numbers on the device."""
+"""Functions that several kernels share: waiting for flags, and tables of addresses and numbers on the device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import triton.language as tl
 from weft.compat.device import capabilities
 
 PAUSE_S = 200e-6
-"""Long enough for a peer to make progress, and short compared with a look of the interpreter."""
+"""The pause between two looks. It lets a peer make progress, and is short compared with a look of the interpreter."""
 
 
 def table(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Values, or rows of values, on the device; one zero where there are none, so that there is always an address."""
+    """Return values, or rows of values, on the device. If there are none, it holds one zero, so that it has an address."""
     return torch.tensor(values if len(values) else [0], dtype=dtype, device=device)
 
 
@@ -28,42 +28,42 @@ def behind(seen, need):
 
 @triton.jit
 def look(flag_ptr):
-    """What a flag holds now. Acquires, at system scope: what its writers had stored before may be read from here on."""
+    """Return the value of a flag. It acquires at system scope: what the flag's writers stored before is visible afterwards."""
     return tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
 
 
 if triton.knobs.runtime.interpret:
 
     def pause() -> None:
-        """Between two looks: interpreted, the ranks that are waited for need the core."""
+        """Sleep between two looks, because under the interpreter the ranks that must signal need the core."""
         time.sleep(PAUSE_S)
 
 else:
 
     @triton.jit
     def pause():
-        """Between two looks: on a GPU nothing."""
+        """Do nothing between two looks on a GPU."""
 
 
 def asynchronous(device: torch.device) -> bool:
-    """Whether tensor descriptors move tiles past the order that a thread's own loads and stores have: by TMA, which GPUs of
-    compute capability 9.0 and later have. The interpreter stores at once."""
+    """Return whether tensor descriptors move tiles asynchronously by TMA, outside the order of a thread's own loads and stores.
+    GPUs of compute capability 9.0 and later have TMA. The interpreter stores at once."""
     return capabilities(device).tma
 
 
 @triton.jit
 def descriptors_too(word):
-    """What this thread may read by now, tensor descriptors may load. word: any int32, which is returned.
+    """Let tensor descriptors load what this thread may read by now. word: any int32, which is returned.
 
-    TMA is another proxy of memory than a thread's own accesses: an acquire orders it by this fence alone.
+    TMA accesses memory through another proxy than a thread does, and only this fence orders it after an acquire.
     """
     return tl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [word], tl.int32, False, 1)
 
 
 @triton.jit
 def wait_gates(gates_ptr, needs_ptr, first, last, tries, status_ptr, ASYNCHRONOUS: tl.constexpr = False):
-    """Look at each gate of [first, last) until it holds what it needs, or `tries` times. ASYNCHRONOUS: TMA loads what they
-    guard."""
+    """Look at each gate of [first, last) until it holds the value that it needs, but at most `tries` times. ASYNCHRONOUS: TMA
+    loads the data that the gates guard."""
     for gate in range(first, last):
         flag_ptr = tl.load(gates_ptr + gate).to(tl.pointer_type(tl.int32))
         need = tl.load(needs_ptr + gate)

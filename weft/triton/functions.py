@@ -1,10 +1,10 @@
 """Device functions with which Triton kernels exchange data with kernels of other ranks. They need no patched Triton.
 
-    peer_pointer                              address of a symmetric tensor on a peer
-    put  get  reduce_add                      tiles to and from there
-    signal  wait  put_signal                  flags: release, and acquire with a bound, at system scope
-    remote_first  last_of                     order of tiles; the last block of a slice
-    call_number  end_call                     the number of the call, with which flags are compared
+    peer_pointer                              returns the address of a symmetric tensor on a peer
+    put  get  reduce_add                      move tiles to and from there
+    signal  wait  put_signal                  use flags: release, and acquire with a bound, at system scope
+    remote_first  last_of                     order tiles; find the last block of a slice
+    call_number  end_call                     count calls; flags are compared with the number of the call
 
 Contract. Symmetric tensors, their tables of addresses, status and tries come from `weft.triton.Peers`. A flag is an int32
 element of a symmetric tensor. It only grows, and waits compare with "at least", so a late rank cannot miss a value. Waits
@@ -35,9 +35,9 @@ from weft.triton.flags import behind, look, pause
 
 @triton.jit
 def peer_pointer(local_ptr, peers_ptr, peer):
-    """Pointer to the first element of a symmetric tensor on rank `peer`.
+    """Return a pointer to the first element of a symmetric tensor on rank `peer`.
 
-    local_ptr: the same tensor here; it gives the type. peers_ptr: its table, `SymmetricTensor.peers`. The compiler
+    local_ptr: the tensor on this rank, which gives the type. peers_ptr: its table, `SymmetricTensor.peers`. The compiler
     gets the hint that the address is a multiple of 16 bytes; without it, accesses through a table move element by element.
     """
     address = tl.load(peers_ptr + peer)
@@ -70,12 +70,12 @@ def _inside(mask, offsets, ALIGN: tl.constexpr):
 
 @triton.jit
 def put(dst_ptr, offsets, value, mask=None, ALIGN: tl.constexpr = 1):
-    """Store a tile, or a number: value[i] to dst_ptr + offsets[i] where mask[i], as the type of dst_ptr.
+    """Store a tile, or a number: value[i] to dst_ptr + offsets[i] where mask[i], converted to the type of dst_ptr.
 
-    dst_ptr: of a peer (`peer_pointer`), or of memory here. offsets: in elements, not negative. ALIGN: in elements, a power of
-    two: the caller's promise that every run of ALIGN neighbours of the tile's last dimension is contiguous, begins at a
-    multiple of ALIGN * itemsize bytes, and has one mask value. With 16 bytes of them, accesses are 16 bytes wide, whatever the
-    compiler knows of offsets and mask. The peer may read it after it has waited for a `signal`.
+    dst_ptr: memory of a peer (`peer_pointer`), or of this rank. offsets: in elements, not negative. ALIGN: in elements, a power
+    of two: the caller's promise that every run of ALIGN neighbours of the tile's last dimension is contiguous, begins at a
+    multiple of ALIGN * itemsize bytes, and has one mask value. If ALIGN is 16 bytes, accesses are 16 bytes wide, whatever the
+    compiler knows of offsets and mask. The peer may read the tile after it has waited for a `signal`.
     """
     if mask is None:
         tl.store(_places(dst_ptr, offsets, ALIGN), value)
@@ -97,7 +97,7 @@ def get(src_ptr, offsets, mask=None, other=0.0, ALIGN: tl.constexpr = 1):
 
 @triton.jit
 def reduce_add(dst_ptr, offsets, value, mask=None):
-    """Add a tile to memory of a peer, or here: float32, int32 or int64; each element is one atomic addition at system scope.
+    """Add a tile to memory of a peer or of this rank: float32, int32 or int64. Each element is one atomic add at system scope.
 
     The order in which ranks add differs from call to call, and with it the rounding of float32. A reader must wait until all
     ranks have added (`signal`, then `wait`), and a rank may add only after the sums have been zeroed. 16-bit types are refused,
@@ -120,16 +120,16 @@ def signal(flag_ptr, by=1):
     All threads of the block must call it, once for one tile or for many. Any number of blocks and ranks may signal one flag;
     then only its full count implies that all of them have signalled.
     """
-    # Every thread's stores before the one release that publishes them.
+    # The barrier orders every thread's stores before the one release that publishes them.
     tl.debug_barrier()
     tl.atomic_add(flag_ptr, by, sem="release", scope="sys")
 
 
 @triton.jit
 def wait(flag_ptr, at_least, tries, status_ptr):
-    """Wait until a flag holds at least `at_least`; return whether it did within `tries` looks.
+    """Wait until a flag holds at least `at_least`, and return whether it did within `tries` looks.
 
-    flag_ptr: in this rank's memory (a look at a peer's crosses the link). tries, status_ptr: `Peers.tries`, `Peers.status`.
+    flag_ptr: in this rank's memory, because a look at a peer's crosses the link. tries, status_ptr: those of `Peers`.
     The first wait of a kernel that gives up stores the flag's address, at_least and the seen value there, and `Peers.check`
     raises WaitTimeout from them. Later waits give up immediately, so that a kernel ends after one timeout.
     """
@@ -151,9 +151,9 @@ def wait(flag_ptr, at_least, tries, status_ptr):
 
 @triton.jit
 def put_signal(dst_ptr, offsets, value, mask, flag_ptr, by=1, ALIGN: tl.constexpr = 1):
-    """`put`, then `signal` a flag at the same peer: sends one tile and notifies its receiver.
+    """`put` a tile, then `signal` a flag at the same peer, which notifies the receiver.
 
-    Where a block puts several tiles for one flag, put them all and signal once: a release waits until the peer has received all
+    If a block puts several tiles for one flag, put them all and signal once: a release waits until the peer has received all
     earlier stores.
     """
     put(dst_ptr, offsets, value, mask, ALIGN)
@@ -162,8 +162,8 @@ def put_signal(dst_ptr, offsets, value, mask, flag_ptr, by=1, ALIGN: tl.constexp
 
 @triton.jit
 def remote_first(tile, tiles_per_rank, rank, world_size):
-    """Return (dst_rank, tile of dst_rank) of a linear tile in [0, world_size * tiles_per_rank): peers from the successor on,
-    own last.
+    """Return (dst_rank, tile of dst_rank) of a linear tile in [0, world_size * tiles_per_rank). Peers come first, from the
+    successor on, and this rank comes last.
 
     Remote tiles start first, own tiles are computed during their transfer, and no two ranks send to one peer at the same time.
     """

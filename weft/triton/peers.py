@@ -1,4 +1,4 @@
-"""The host's side of kernels that exchange data: symmetric tensors, and what bounds and reports their waits.
+"""The host's side of kernels that exchange data: it allocates symmetric tensors, and bounds and reports waits.
 
     with Peers(group) as peers:                          collective
         x = peers.tensor((64, 64), torch.float16)        collective: one on every rank, each with all addresses
@@ -28,20 +28,20 @@ from weft.comm.texts import no_group
 from weft.core.errors import WaitTimeout, WeftError, require
 
 _LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 1_000}
-"""Approximate looks of a block at a flag per second: acquiring loads from its own memory; the interpreter's atomics."""
+"""The approximate looks of a block at a flag per second: acquiring loads from its own memory, or the interpreter's atomics."""
 _FLAG, _EXPECTED, _SEEN = range(3)
 _CLOSED = "these Peers are closed; make new ones on every rank"
 _REMEDIES = ("these Peers have failed ({}); close them, and make new ones on every rank", _CLOSED)
-"""What a call says after a failure, and after the end."""
+"""The errors of calls after a failure, and after `close`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SymmetricTensor:
-    """A tensor that every rank has, of one shape and dtype.
+    """A tensor that every rank has, with the same shape and dtype.
 
-    local: this rank's, contiguous. peers: int64 [world_size] on its device, the address of each rank's first element, the own
-    one too; what `peer_pointer` takes. Addresses are multiples of 16 bytes. name: what errors call it. backing: what holds the
-    memory.
+    name: its name in errors. local: this rank's tensor, contiguous. peers: the addresses of the first elements on all ranks,
+    this one included, as int64 [world_size] on the device; `peer_pointer` takes it. Addresses are multiples of 16 bytes.
+    backing: the allocation that holds the memory.
     """
 
     name: str
@@ -55,17 +55,18 @@ class SymmetricTensor:
 
 
 class Peers:
-    """The ranks of a group on one host, and the memory that their kernels share. Collective, as are `tensor` and `settle`.
+    """The ranks of a group on one host, and the memory that their kernels share.
 
-    group: default, all ranks. timeout_s: the approximate timeout of a kernel's wait; default WEFT_TIMEOUT_S, or 60 s. The host
-    waits four times as long for other ranks, so that the wait which is the reason ends first. A context manager; its end
-    settles, if nothing has failed. Raises ValueError for ranks on several hosts, and where kernels could not run: without a GPU
-    and without TRITON_INTERPRET=1.
+    Collective, and so are `tensor` and `settle`. It is a context manager, which settles at its end if nothing has failed.
 
-    Peers and weft's operators share what weft has for a process group. So their calls on one group come in one order on all
-    ranks, and a failure of either ends both.
+    group: the process group. The default is all ranks. timeout_s: the approximate timeout of a kernel's wait. The default is
+    WEFT_TIMEOUT_S, or 60 s. The host waits four times as long for other ranks, so that the wait that is the cause ends first.
+    Raises ValueError for ranks on several hosts, and if kernels cannot run: without a GPU and without TRITON_INTERPRET=1.
 
-    rank, world_size: of the group. device: where tensors belong. status, tries: for `wait`.
+    Peers and weft's operators share weft's state of a process group. So all ranks must make their calls on one group in the
+    same order, and a failure of either ends both.
+
+    rank, world_size: those of the group. device: where tensors belong. status, tries: arguments for `wait`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
@@ -92,12 +93,12 @@ class Peers:
 
     @property
     def broken(self) -> bool:
-        """Whether these peers have failed, here or on another rank: nothing can be made with them any more."""
+        """Return whether these peers have failed, here or on another rank. Then they cannot be used any more."""
         return self._rank_group.broken is not None
 
     @property
     def resident_blocks(self) -> int:
-        """As many blocks as run at once whatever the kernel: one for each SM; interpreted, one.
+        """The number of blocks of any kernel that run at once: one for each SM, or one under the interpreter.
 
         A grid of at most this many blocks cannot starve itself, unless another waiting kernel holds SMs at the same time.
         """
@@ -106,10 +107,10 @@ class Peers:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def tensor(self, shape: int | tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> SymmetricTensor:
-        """A zeroed tensor on every rank. name: for errors; default, "tensor 0" and so on.
+        """Allocate a zeroed tensor on every rank. name: its name in errors. The default is "tensor 0" and so on.
 
-        Raises ValueError for a size below 0 or of 2^63 bytes and more, and for a quantised dtype; RankMismatch if ranks ask for
-        different ones.
+        Raises ValueError for a size below 0 or of 2^63 bytes and more, and for a quantised dtype; RankMismatch if the arguments
+        differ between ranks.
         """
         require("shape", shape, (int, tuple, list), "it must be a whole number, or several")
         require("dtype", dtype, torch.dtype, "it must be one of torch's, as torch.int32")
@@ -131,7 +132,7 @@ class Peers:
         return made
 
     def _enter(self, text: str) -> None:
-        """Begin what every rank begins, and wait for all of them."""
+        """Begin a collective operation, and wait until all ranks have begun it."""
         if self._ended_well:
             raise WeftError(_CLOSED)
         self._rank_group.check_usable(_REMEDIES)
@@ -146,21 +147,21 @@ class Peers:
         return SymmetricTensor(name=name, local=local, peers=peers, backing=piece)
 
     def calls(self) -> torch.Tensor:
-        """What one kernel counts its calls in: for `call_number` and `end_call`. Local; two words, zero. Of 64
-        bits: a number of 32 would be negative after 2^31 calls, and with it what a kernel takes turns by."""
+        """Allocate the local counters of one kernel for `call_number` and `end_call`: two zeros of 64 bits. With 32 bits, a
+        number would be negative after 2^31 calls."""
         return torch.zeros(2, dtype=torch.int64, device=self.device)
 
     def settle(self) -> None:
-        """Wait until every rank has come here and its device has ended all its work. Raises as `check`, PeerLost too."""
+        """Wait until every rank has called this and its device has ended all its work. Raises as `check` does, and PeerLost."""
         self.check()
         self._enter("call: settle")
 
     def check(self) -> None:
-        """Wait for this rank's device; raise WaitTimeout if a kernel's wait has ended at its bound.
+        """Wait for this rank's device, and raise WaitTimeout if a kernel's wait has timed out.
 
-        Peers that are, or will be, in `settle`, `tensor` or at the end get PeerLost with the reason.
+        Peers that are in `settle`, `tensor` or at the end of the context, or come there, get PeerLost with the reason.
         """
-        if self.device.type == "cuda":  # on whatever stream kernels run
+        if self.device.type == "cuda":  # kernels may run on any stream
             torch.cuda.synchronize(self.device)
         status = self.status.tolist()
         if status[_FLAG]:
@@ -180,9 +181,9 @@ class Peers:
         return f"at address {address:#x}, in no symmetric tensor of this rank"
 
     def drop(self, tensors: Iterable[SymmetricTensor]) -> None:
-        """Free some tensors, which no kernel of any rank is to use again. Collective; as `settle`, which comes first.
+        """Free some tensors, which no kernel of any rank may use any more. Collective. It first settles; raises as `settle`.
 
-        Raises ValueError for one that is not of these peers, or no longer.
+        Raises ValueError for a tensor that does not belong to these peers, or that was already freed.
         """
         require("tensors", tensors, Iterable, "pass what `tensor` returned, in a list")
         tensors = list(dict.fromkeys(tensors))
@@ -196,8 +197,8 @@ class Peers:
             self._heap.free(tensor.backing)
 
     def close(self) -> None:
-        """Leave. No kernel may use the tensors any more, on any rank: `settle` first. Ranks that wait for this one then get
-        PeerLost, unless something else uses the group."""
+        """Leave the group. No kernel of any rank may use the tensors any more, so call `settle` first. Ranks that then wait for
+        this one get PeerLost, unless something else uses the group."""
         if not self._closed:
             self._closed, self._ended_well = True, not self.broken
             self._rank_group.release()
@@ -219,7 +220,7 @@ class Peers:
 
 
 def _device() -> torch.device:
-    """Where kernels run in this process."""
+    """Return the device on which kernels run in this process."""
     if triton.knobs.runtime.interpret:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -230,7 +231,7 @@ def _device() -> torch.device:
 
 
 def _process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group; all ranks for None. Raises ValueError for what is none."""
+    """Return the group, or the group of all ranks for None. Raises ValueError for anything else."""
     if not dist.is_initialized():
         raise ValueError("group: torch.distributed has no process group yet; call init_process_group first")
     group = dist.group.WORLD if group is None else group
