@@ -73,7 +73,7 @@ class ConcurrentProblem(Problem):
 
     @property
     def reduces(self) -> bool:
-        """Return whether a collective adds."""
+        """True if a collective adds."""
         return any(one.sums for _, one in self.known)
 
     def itemsize_of(self, buffer: str) -> int:
@@ -84,7 +84,7 @@ class ConcurrentProblem(Problem):
 
     @property
     def flops(self) -> int:
-        """Return 0, because weft does not know the operations of the computation."""
+        """Always 0, because weft does not know the operations of the computation."""
         return 0
 
     def __str__(self) -> str:

@@ -455,7 +455,7 @@ class Machine:
 
     @cached_property
     def within_a_kernel(self) -> Machine:
-        """Return the machine as the steps of a running kernel see it: launches and flags take no time."""
+        """The machine as the steps of a running kernel see it: launches and flags take no time."""
         wake_us = self.wake_us and _NOTHING_US
         return dataclasses.replace(self, launch_us=_NOTHING_US, flag_us=_NOTHING_US, wake_us=wake_us)
 
@@ -466,7 +466,7 @@ class Machine:
 
     @property
     def fans_out(self) -> bool:
-        """Return whether copies to several peers should run concurrently. Schedules then have a copy lane for each peer."""
+        """True if copies to several peers should run concurrently. Schedules then have a copy lane for each peer."""
         return self.copies.engines > 1
 
     def require_for(self, problem: Problem) -> None:

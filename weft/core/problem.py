@@ -170,12 +170,12 @@ class Scaling:
 
     @property
     def rate_name(self) -> str:
-        """Return the name of the matrix rate of such operands in a machine's gpu.tflops."""
+        """The name of the matrix rate of such operands in a machine's gpu.tflops."""
         return "float8_blockwise" if self.recipe == "blockwise" else "float8"
 
     @property
     def kernel_rate_name(self) -> str:
-        """Return the rate name of weft's GEMM kernel, which is slower if it adds each 128 of K in float32. A machine may lack
+        """The rate name of weft's GEMM kernel, which is slower if it adds each 128 of K in float32. A machine may lack
         this rate."""
         return "float8_kernel" if self.use_fast_accum and self.recipe != "blockwise" else "float8_promoted"
 
@@ -500,7 +500,7 @@ class ColumnProblem(Problem):
 
     @property
     def sends_columns(self) -> bool:
-        """Return whether the product's columns are cut and the received rows are stacked."""
+        """True if the product's columns are cut and the received rows are stacked."""
         return self.op == "matmul_all_to_all_columns"
 
     @cached_property
@@ -585,7 +585,7 @@ class CollectiveProblem(Problem):
 
     @property
     def sums(self) -> bool:
-        """Return whether elements of ranks are added up."""
+        """True if elements of ranks are added up."""
         return self.op in ("reduce_scatter", "all_reduce")
 
     @property
@@ -683,7 +683,7 @@ class RaggedProblem(Problem):
 
     @property
     def dispatches(self) -> bool:
-        """Return whether rows are sent before they are multiplied."""
+        """True if rows are sent before they are multiplied."""
         return self.op == "ragged_all_to_all_matmul"
 
     @property

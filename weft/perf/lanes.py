@@ -159,7 +159,7 @@ class ComputeLane:
     def __init__(self, rank: Rank, free_at_us: float = 0.0) -> None:
         self.rank, self.free_at_us = rank, free_at_us
         self.matmul_begins_at_us = self.matmul_tile_us = 0.0
-        """When the last matmul begins, and the time of one of its tiles."""
+        """The time at which the last matmul begins, and the time of one of its tiles."""
         self._multiplied_us = 0.0
 
     def enqueue_wait(self, *raised_at_us: float) -> None:
@@ -210,7 +210,7 @@ class CopyLanes:
 
     @property
     def joined_at_us(self) -> float:
-        """When the compute lane can go on after it has joined the copy lanes."""
+        """The time at which the compute lane can go on after it has joined the copy lanes."""
         return self._all_free_at_us + self.rank.fork_us
 
     def gbps(self, distance: int) -> float:

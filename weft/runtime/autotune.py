@@ -80,7 +80,7 @@ class Measurement:
 
     @property
     def may_be_host_bound(self) -> bool:
-        """Return whether eager calls of this length may be bound by the host instead of the GPU."""
+        """True if eager calls of this length may be bound by the host instead of the GPU."""
         queued_us = self.us if self.queued_us is None else self.queued_us
         return min(self.us, queued_us) < _HOST_BOUND_US or self.us > _HOST_BOUND_RATIO * queued_us
 

@@ -297,7 +297,7 @@ class LookupCall(Call):
 
     @property
     def share(self) -> int:
-        """Return 0, because `dims` contains everything in which ranks may differ."""
+        """Always 0, because `dims` contains everything in which ranks may differ."""
         return 0
 
     @property
@@ -347,7 +347,7 @@ class PlainMode(threading.local):
 
     def __init__(self) -> None:
         self._entered: list[tuple[bool, ExitStack | None]] = []
-        """Whether gradients were recorded, and torch's contexts, for each time that this thread has entered."""
+        """For each time that this thread has entered: whether gradients were recorded, and torch's contexts."""
 
     def __enter__(self) -> None:
         contexts: ExitStack | None = None

@@ -93,7 +93,7 @@ class Peers:
 
     @property
     def broken(self) -> bool:
-        """Return whether these peers have failed, here or on another rank. Then they cannot be used any more."""
+        """True if these peers have failed, here or on another rank. Then they cannot be used any more."""
         return self._rank_group.broken is not None
 
     @property

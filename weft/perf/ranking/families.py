@@ -15,7 +15,7 @@ Transport = Literal[
     "tile_stores",
     "load_kernel",
 ]
-"""What moves the data.
+"""The method that moves the data.
 
 store_kernel  a kernel that stores to all peers         store_blocks  a few blocks that store while a matmul runs
 push_copies   copy engines, from the owner to peers     tile_stores   the tiles of the matmul store their results at peers

@@ -69,5 +69,5 @@ class IncomingPieces:
 
     @property
     def end_at_us(self) -> float:
-        """When all transfers so far have ended."""
+        """The time at which all transfers so far have ended."""
         return self._blocks_free_at_us if self.family.gather == "store_blocks" else self.lanes.joined_at_us

@@ -1,8 +1,8 @@
-"""Reading a Hugging Face config.json.
+"""Reads a Hugging Face config.json.
 
-Where transformers and torch are installed and know the config's model_type, the sizes are those of the modules that
-transformers builds (`weft.planner.models.modules`). Elsewhere the few families below are read by their keys, and only if the
-file has every key that decides a shape: a missing key is refused, since its default is known to transformers alone.
+If transformers and torch are installed and know the config's model_type, the sizes are those of the modules that transformers
+builds (`weft.planner.models.modules`). Otherwise the few families below are read by their keys. The file must then have every
+key that decides a shape, because only transformers knows the default of a missing key.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ Key = Literal["required", "optional", "unused"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """How the keys of one model_type are read. kv_heads, head_dim: whether the family has these keys, and whether a config must
-    have them; without them there are as many key/value heads as heads, of hidden / heads columns. experts: the keys of their
-    number and width, where there are experts."""
+    """The keys of one model_type.
+
+    gated: the MLP has a gate. hidden, heads, layers, width: the names of the keys of these sizes.
+    kv_heads, head_dim: whether the family has these keys, and whether a config must have them. Without them there are as many
+    key/value heads as heads, of hidden / heads columns. experts: the keys of their number and width, if there are experts.
+    """
 
     gated: bool = True
     hidden: str = "hidden_size"
@@ -54,11 +57,11 @@ FAMILIES = {
     "mixtral": ModelFamily(experts=("num_local_experts", "intermediate_size")),
     "qwen3_moe": ModelFamily(head_dim="required", experts=("num_experts", "moe_intermediate_size")),
 }
-"""What is read without transformers. tests/planner/test_configs.py holds each against transformers' modules."""
+"""The families that are read without transformers. tests/planner/test_configs.py compares each with transformers' modules."""
 
 
 def read_config(path: Path) -> Model:
-    """The Model that a config.json describes. Raises ValueError, one line that names the file, if it describes none."""
+    """Return the Model that a config.json describes. Raises ValueError, one line with the file, if it describes none."""
     data = codec.read_data(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds {type(data).__name__} data; a config.json holds an object")
@@ -73,15 +76,15 @@ def read_config(path: Path) -> Model:
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's own part, where a config describes several models."""
+    """Return the part of the language model, if a config describes several models."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
 
 def _of_transformers(family: str, data: dict[str, Any]) -> Any:
-    """The config as transformers' class has it; None if it cannot be imported or does not know the family."""
+    """Return the config as an object of transformers; None if it cannot be imported or does not know the family."""
     try:
-        import torch  # noqa: F401 - modules are torch's
+        import torch  # noqa: F401 - the modules need torch
         from transformers import CONFIG_MAPPING
     except ImportError:
         return None
@@ -89,11 +92,11 @@ def _of_transformers(family: str, data: dict[str, Any]) -> Any:
 
     if family not in CONFIG_MAPPING:
         return None
-    given = {key: value for key, value in data.items() if key != "quantization_config"}  # shapes are those without it
+    given = {key: value for key, value in data.items() if key != "quantization_config"}  # the shapes are those of plain weights
     try:
         with silent():
             return CONFIG_MAPPING[family].from_dict(given).get_text_config(decoder=True)
-    except Exception as error:  # of any type: the classes check what they are given each in its own manner
+    except Exception as error:  # errors of any type, because each class checks its values in its own way
         raise ValueError(f"transformers does not take it as a config of model_type {family!r}: {one_line(error)}") from None
 
 
@@ -140,7 +143,7 @@ def _unknown_to() -> str:
 
 
 def _number(config: dict[str, Any], key: str) -> int:
-    """A key's value. Raises ValueError unless it is there and a whole number in range."""
+    """Return the value of a key. Raises ValueError unless it is there and is a whole number in range."""
     value = config.get(key)
     if value is None:
         raise ValueError(f"{key} is missing; {INSTALL}, with the default of its class")
@@ -183,8 +186,8 @@ def _top_k(config: dict[str, Any], experts: int) -> int:
 
 
 def _name(path: Path, config: dict[str, Any]) -> str:
-    """The name that the config gives itself, else the repository's of a snapshot in the hub's cache, else the folder's or the
-    file's. A config.json in the cache is a link to a blob: the folder is that of the link."""
+    """Return the name that the config gives itself, or else that of the repository for a snapshot in the hub's cache, or else
+    that of the folder or the file. A config.json in the cache is a link to a blob, and the folder is that of the link."""
     given = config.get("_name_or_path")
     if isinstance(given, str) and given.isprintable() and given.strip("/. "):
         return given.rstrip("/").rsplit("/", 1)[-1]

@@ -1,8 +1,8 @@
 """The sixteen GEMMs that FiCCO is evaluated on, by their global sizes.
 
-Source: arXiv 2512.10236, and the sizes in AMD's public benchmark code; what each is used in is read from its sizes. Each is
-an all-gather of a (M x K, rows sharded over 8 GPUs) before a matmul. That N is sharded, so that M, N and K are of the whole
-GEMM, is plausible and not said. Elements are 2 bytes.
+Source: arXiv 2512.10236, and the sizes in AMD's public benchmark code. The use of each is inferred from its sizes. Each GEMM
+follows an all-gather of a (M x K, rows sharded over 8 GPUs). The paper does not say that N is sharded, so that M, N and K are
+those of the whole GEMM, but it is plausible. Elements have 2 bytes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from weft.core.problem import DType, Problem
 
 WORLD_SIZE = 8
-"""GPUs of the paper's host."""
+"""The number of GPUs of the paper's host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCase:
-    """One of the paper's GEMMs: m x n, contracted over k, over all ranks. use: the model's projection that has these sizes."""
+    """A GEMM of the paper: m x n, contracted over k, over all ranks. use: the model's projection that has these sizes."""
 
     name: str
     m: int
@@ -26,7 +26,7 @@ class GemmCase:
     use: str
 
     def problem(self, world_size: int = WORLD_SIZE, dtype: DType = "bfloat16") -> Problem:
-        """The GEMM behind the all-gather of its rows. Raises ValueError as Problem does."""
+        """Return the problem of the GEMM with the all-gather of its rows. Raises ValueError as Problem does."""
         return Problem(op="all_gather_matmul", m=self.m, n=self.n, k=self.k, world_size=world_size, dtype=dtype)
 
     def __str__(self) -> str:
@@ -55,11 +55,11 @@ FICCO_GEMMS: tuple[GemmCase, ...] = (
     _case("g15", 327680, 28672, 4096, "Mixtral gate+up"),
     _case("g16", 229376, 28672, 4096, "Mixtral gate+up"),
 )
-"""In the order of the paper."""
+"""The GEMMs in the order of the paper."""
 
 
 def ficco_gemm(name: str) -> GemmCase:
-    """One of FICCO_GEMMS by name. Raises ValueError for a name that none has.
+    """Return one of FICCO_GEMMS by name. Raises ValueError for an unknown name.
 
     >>> print(ficco_gemm("g4"))
     g4: M=16384 N=53248 K=16384 (Llama-3 405B FFN)

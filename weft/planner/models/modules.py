@@ -81,7 +81,7 @@ def _value(config: Any, key: str) -> Any:
     """Return a config's value for a key; None if layers have different values, which transformers reports as an error."""
     try:
         return getattr(config, key, None)
-    except Exception:  # a subclass of no public one
+    except Exception:  # the error has no public base class
         return None
 
 

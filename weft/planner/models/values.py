@@ -36,7 +36,7 @@ class OperatorCall:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingCall(OperatorCall):
-    """LookupCall looks bags of `k` rows on average up in tables of `n` columns in total. dims: the columns of each table."""
+    """EmbeddingCall looks up bags of `k` rows on average in tables of `n` columns in total. dims: the columns of each table."""
 
     dims: tuple[int, ...]
 
@@ -74,11 +74,11 @@ class Model:
 
     source: the origin of the numbers.
     hidden: the width of the residual stream.
-    heads, kv_heads, head_dim: of attention; 0 if the config leaves them out or layers differ.
+    heads, kv_heads, head_dim: the sizes of attention; 0 if the config leaves them out or layers differ.
     intermediate: the width of the dense MLP, or of the shared expert in a model with experts.
     gated: the MLP multiplies two up-projections, as SwiGLU does.
-    experts, experts_per_token, expert_intermediate: of a mixture of experts.
-    tables, embedding_dim: of a recommendation model. pooling: the rows that a sample looks up in each table.
+    experts, experts_per_token, expert_intermediate: the sizes of a mixture of experts.
+    tables, embedding_dim: the sizes of a recommendation model. pooling: the rows that a sample looks up in each table.
     read: the operator calls as read from the model's modules; empty if they follow from the sizes.
     uncovered: the layers' matmuls that no operator call covers.
     notes: remarks on the model for the readers of a plan.
