@@ -1,6 +1,6 @@
 """This module models the last-level cache: it computes how many bytes of a GEMM's input each wave reads from memory.
 
-All tiles of a wave advance along K together, so a wave fetches each panel (a row of tiles of a, or a column of tiles of b) once.
+All tiles of a wave advance along K together, so a wave fetches each panel (a row of tiles of a or a column of tiles of b) once.
 A panel hits if it is still in the cache from the wave that last read it. With least-recently-used replacement, a line is still
 there if it fits together with all distinct lines that were used since. For a line at the share x of K that wave v has read and
 wave w reads next, these are
