@@ -50,7 +50,7 @@ def assumed(profile: StudyProfile) -> tuple[str, ...]:
 
 
 def uncertain(profile: StudyProfile) -> tuple[str, ...]:
-    """Return the paths of the numbers that no source gives directly: those that are assumed or derived."""
+    """Return the paths of the numbers that no source gives directly, because they are assumed or derived."""
     sources = ((path, source.removeprefix(RESCALED)) for path, source in profile.sources.items())
     return tuple(path for path, source in sources if source.startswith(("assumed", "derived")) or ", derived:" in source)
 

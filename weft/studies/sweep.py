@@ -71,7 +71,7 @@ class JointSweep:
 
 
 def one_at_a_time(system: P, sample: Sample[P], progress: Progress) -> Iterator[SweptRow]:
-    """Yield the figures of the system, and then with each number lower and higher by STEP. Whole numbers change by at least 1."""
+    """Yield the figures of the system, and with each number lower and higher by STEP. Whole numbers change by at least 1."""
     yield SweptRow(values=_values(sample(system)))
     cases = [(path, factor) for path in uncertain(system) for factor in (1 - STEP, 1 + STEP)]
     for done, (path, factor) in enumerate(cases):

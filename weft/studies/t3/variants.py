@@ -129,7 +129,7 @@ def ablation(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] 
 def update_costs(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[VariantRow, ...]:
     """Return the headline by the memory time of a near-memory update.
 
-    At 2 an update takes as long as the read and the write that it replaces, so near-memory compute saves traffic but no time."""
+    At 2 an update takes as long as the read and the write that it replaces, so near-memory compute saves only traffic."""
     return _changed(system, runs, sublayers, [("hbm.update_cost", cost) for cost in UPDATE_COSTS])
 
 
