@@ -16,8 +16,8 @@ from weft.core.machine import numbers
 Row = tuple[str, ...]
 Unit = Literal["percent", "ratio"]
 Label = Literal["calibrated", "derived", "predicted"]
-"""calibrated: a constant of the system was chosen with the figure in view. derived: the figure was an input, or follows from
-inputs by arithmetic. predicted: neither."""
+"""A figure is calibrated if a constant of the system was chosen with the figure in view. It is derived if it was an input, or
+follows from inputs by arithmetic. All other figures are predicted."""
 
 LABELS = (
     "calibrated: a constant of the simulated system was chosen with this figure in view. derived: the figure was an input, or "

@@ -30,9 +30,9 @@ SHORT = {
 }
 """The short names of schedules, for narrow columns."""
 CONCCL_CONTENTION = 1.2
-"""Collectives by copy engines reach 0.66 to 0.72 of the ideal speed-up with concurrent GEMMs on this machine (ConCCL, arXiv
-2412.14335). If both slow by s while both run, a pair of lengths 1 and r takes 1 + r (s - 1); with r = 3/4, s is 1.23 and
-1.18."""
+"""The factor by which GEMMs and copies slow each other down. On this machine, collectives by copy engines with concurrent GEMMs
+reach 0.66 to 0.72 of the ideal speed-up (ConCCL, arXiv 2412.14335). If both slow by s while both run, a pair of lengths 1 and r
+takes 1 + r (s - 1). With r = 3/4, s is 1.23 and 1.18."""
 LOSSES: dict[str, Callable[[Signature], float]] = {
     "GEMM DIL": lambda found: found.gemm_dil,
     "GEMM CIL": lambda found: math.nan if found.gemm_cil is None else found.gemm_cil,
@@ -53,7 +53,7 @@ def facts(machine: Machine) -> list[tuple[str, str]]:
 
 def tables(done: FiccoStudy) -> tuple[StudyTable, ...]:
     """Return the tables of scenarios on the mesh and behind a switch, of choices, and of losses."""
-    # A correlation over one or two scenarios says nothing.
+    # A correlation over one or two scenarios has no meaning.
     several = len(done.mesh) > 2
     whole = "" if done.whole else f"; FiCCO's maxima are over all {len(FICCO_GEMMS)} scenarios, these are a part"
     return (
@@ -152,7 +152,7 @@ def _losses(done: FiccoStudy, one: Scenario) -> Row:
 
 
 def correlations_table(done: FiccoStudy) -> list[Row]:
-    """How each loss of each of FiCCO's four goes with static sizes: rank correlations."""
+    """Return the rank correlations of each loss of each of FiCCO's four with static sizes."""
     return [("schedule", "loss", *SIZES), *_correlations(done)]
 
 
@@ -161,7 +161,7 @@ def _correlations(done: FiccoStudy) -> Iterator[Row]:
         for name, of in LOSSES.items():
             losses = _of_family(done, family)
             known = correlations(losses, done.machine, of)
-            # A loss that is the same everywhere goes with nothing.
+            # A correlation needs losses that differ.
             varies = len({round(of(found), 3) for found in losses}) > 2
             yield (family, name, *(f"{known[size]:+.2f}" if varies else "-" for size in SIZES))
 

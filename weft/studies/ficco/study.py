@@ -68,7 +68,7 @@ class Scenario:
 
     @property
     def exact(self) -> bool:
-        """Whether no candidate is faster than the heuristic's choice."""
+        """True if the heuristic's choice is a fastest candidate."""
         return self.us[self.scored] == self.best_us
 
     @property
@@ -102,7 +102,7 @@ class FiccoStudy:
 
     @property
     def whole(self) -> bool:
-        """Whether all of FiCCO's GEMMs are included. Its maxima are over all of them."""
+        """True if the study includes all of FiCCO's GEMMs, as its published maxima do."""
         return {one.case for one in self.mesh} >= set(FICCO_GEMMS)
 
 

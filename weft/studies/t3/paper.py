@@ -61,7 +61,7 @@ def figures(study: T3Study) -> tuple[Figure, ...]:
 
 
 def _gains(runs: Sequence[SubLayerRun], configuration: Configuration) -> tuple[float, float]:
-    """Geometric mean and maximum of the speedups over sequential, less 1."""
+    """Return the geometric mean and the maximum of the speed-ups over sequential, minus 1."""
     speedups = [run.speedup(configuration) for run in runs]
     return geomean(speedups) - 1, max(speedups) - 1
 

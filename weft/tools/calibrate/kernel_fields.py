@@ -125,7 +125,7 @@ def _rate_of_an_sm(machine: Machine, sample: ProbeSample) -> float:
 
 
 def _streamed(machine: Machine, samples: Samples) -> dict[str, Any]:
-    """A row of b costs its loads if there are few rows, and its multiplications if there are many."""
+    """With few rows, the time for each row of b is that of its loads. With many rows, it is that of its multiplications."""
     few_us, many_us = (_row_us(machine, pair) for pair in _pairs(samples))
     *_, rows, cols = _pairs(samples)[1][0].key
     full_us = 2 * rows * cols / _sm_flop_per_us(machine)

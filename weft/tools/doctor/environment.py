@@ -12,7 +12,7 @@ def environment_findings() -> tuple[Finding, ...]:
     """Examine weft's environment variables and those of CUDA. Without PyTorch there are no findings."""
     try:
         from weft.runtime.environment import READ, unknown
-    except Exception:  # a broken installation may fail with anything; the finding of PyTorch says how
+    except Exception:  # a broken installation may raise any error, which the finding on PyTorch reports
         return ()
     found = [_read(name) for name in READ if name in os.environ]
     for name in unknown():

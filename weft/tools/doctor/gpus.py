@@ -32,7 +32,7 @@ def gpu_findings(*, quick: bool = True) -> tuple[Finding, ...]:
     Without a GPU, the finding says what still works. Without PyTorch there are no findings."""
     try:
         import torch
-    except Exception:  # software_findings has said so already
+    except Exception:  # software_findings reports this
         return ()
     if not torch.cuda.is_available() or not torch.cuda.device_count():
         return (_no_gpu(torch),)

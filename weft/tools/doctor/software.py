@@ -53,7 +53,7 @@ def package_finding(package: Package) -> Finding:
     except ModuleNotFoundError:
         without = f"; {package.without}" if package.without else ""
         return Finding(what=what, state=state, detail=f"not installed{without}", cure=cure)
-    except Exception as error:  # a broken installation may fail with anything, and the doctor must go on
+    except Exception as error:  # a broken installation may raise any error, and the doctor must continue
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return Finding(what=what, state=state, detail=f"does not import: {reason[0]}", cure=f"{cure} --force-reinstall")
     version = _version(package.name) or str(getattr(module, "__version__", ""))
